@@ -1,0 +1,1 @@
+"""From requests to tokens: who runs (scheduler), what runs (runner), which token (sampler)."""

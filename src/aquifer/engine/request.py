@@ -1,0 +1,276 @@
+"""What goes down the engine and what comes back up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from aquifer.errors import RequestError
+from aquifer.memory.pool import Kind
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens, and when to stop. Names and defaults are vLLM's.
+
+    Args:
+        n: completions for the prompt; only 1 so far.
+        temperature: 0 is greedy.
+        top_p: sample from the most probable tokens that together reach this mass; in (0, 1].
+        top_k: sample from that many most probable tokens; 0 or -1 for all.
+        min_p: drop tokens less probable than this fraction of the most probable one.
+        seed: makes the request's tokens reproducible, whatever else is in the batch.
+        stop: texts that end the output; they are not part of it.
+        stop_token_ids: tokens that end the output, in addition to the model's own.
+        max_tokens: the most tokens to generate; None for as many as the context has room for.
+        min_tokens: no stop token before that many tokens.
+        logprobs: report that many most probable tokens at each position, and the chosen one.
+        prompt_logprobs: the same for the prompt.
+        presence_penalty: subtracted from the score of each token that the output has already.
+        frequency_penalty: subtracted once for each time that the output has it.
+        repetition_penalty: divides the positive (multiplies the negative) scores of tokens that
+            prompt or output have.
+        ignore_eos: go on past the model's end-of-sequence tokens.
+        skip_special_tokens: leave special tokens out of the text.
+        logit_bias: added to the scores of these tokens, each in [-100, 100].
+        allowed_token_ids: the only tokens to choose from.
+
+    Raises:
+        RequestError: a value is impossible; the message names the field and a value that works.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        _require(self.n == 1, "n", self.n, "1, the only value supported so far")
+        _require_number("temperature", self.temperature, 0.0, 100.0)
+        _require_number("top_p", self.top_p, 0.0, 1.0)
+        _require(self.top_p > 0, "top_p", self.top_p, "above 0 and at most 1, such as 0.9")
+        _require(self.top_k >= -1, "top_k", self.top_k, "a positive number, or 0 for all tokens")
+        _require_number("min_p", self.min_p, 0.0, 1.0)
+        _require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _require_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _require_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0)
+        _require(
+            self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "above 0"
+        )
+        if self.seed is not None:
+            _require(-(2**63) <= self.seed < 2**64, "seed", self.seed, "a 64-bit integer")
+        if self.max_tokens is not None:
+            _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
+        _require(
+            0 <= self.min_tokens <= (self.max_tokens or math.inf),
+            "min_tokens",
+            self.min_tokens,
+            "from 0 to max_tokens",
+        )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _require(0 <= value <= MAX_LOGPROBS, name, value, f"from 0 to {MAX_LOGPROBS}")
+        _require(all(self.stop_strings), "stop", self.stop, "a list of non-empty texts")
+        for token_id, bias in (self.logit_bias or {}).items():
+            _require_number(f"logit_bias[{token_id}]", bias, -100.0, 100.0, param="logit_bias")
+        if self.allowed_token_ids is not None:
+            _require(
+                len(self.allowed_token_ids) > 0,
+                "allowed_token_ids",
+                self.allowed_token_ids,
+                "a non-empty list",
+            )
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple, whichever way it was given."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def token_ids_named(self) -> set[int]:
+        """Every token id that the parameters name, to be checked against the vocabulary."""
+        return {
+            *(self.stop_token_ids or ()),
+            *(self.logit_bias or ()),
+            *(self.allowed_token_ids or ()),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt on its way down. Token ids only: text is the business of either end."""
+
+    request_id: str
+    model: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    arrival_s: float  # time.monotonic(), which all processes of a machine share
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The chosen token of one position, then the most probable ones, best first."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    ranks: list[int]  # 1 is the most probable token
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTiming:
+    """When things happened, in seconds of time.monotonic(); None if they have not."""
+
+    arrival_s: float
+    scheduled_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+
+
+@dataclass(slots=True)
+class TokenOutput:
+    """What one step brought for one request.
+
+    The last output of a request, and only that, has a `finish_reason`.
+    """
+
+    request_id: str
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None  # one entry a token
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, with the first token
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the token id that ended it, unless it was an EOS
+    error: str | None = None
+    num_cached_tokens: int = 0
+    timing: RequestTiming | None = None  # with the last output
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A served model, as the other processes know it."""
+
+    name: str
+    path: str
+    architecture: str
+    dtype: str
+    max_model_len: int
+    vocab_size: int
+    num_parameters: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMemory:
+    """One model's part of the pool, and what its KV manager makes of it."""
+
+    bytes_by_kind: dict[Kind, int]
+    num_running: int
+    num_waiting: int
+    kv_written_tokens: int
+    kv_written_bytes: int
+    kv_mapped_bytes: int
+    kv_wasted_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Where the pool's budget is. Bytes in use by all models + free_bytes == budget_bytes."""
+
+    device: str
+    page_bytes: int
+    budget_bytes: int
+    free_bytes: int
+    idle_bytes: int  # the part of free_bytes that is kept as pages for quick reuse
+    mapped_pages: int
+    free_pages: int
+    models: dict[str, ModelMemory]
+    process_resident_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters of the engine, cheap enough to go along with every step's outputs."""
+
+    num_running: dict[str, int]  # by model
+    num_waiting: dict[str, int]
+    num_preemptions: dict[str, int]  # since the start
+    kv_usage: float  # KV bytes in use over all that KV could have, 0..1
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """A token's log probability, before temperature and penalties."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One completion of a prompt.
+
+    `stop_reason` is the stop string or stop token id that ended it, None for the model's own end.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and what became of it."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestTiming | None = None
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+
+def _require(holds: bool, name: str, value: object, instead: str) -> None:
+    if not holds:
+        raise RequestError(f"{name} is {value!r}; it must be {instead}", param=name)
+
+
+def _require_number(
+    name: str, value: float, lowest: float, highest: float, param: str | None = None
+) -> None:
+    # NaN fails both comparisons.
+    if not lowest <= value <= highest:
+        raise RequestError(
+            f"{name} is {value!r}; it must be a number from {lowest:g} to {highest:g}",
+            param=param or name,
+        )

@@ -1,0 +1,304 @@
+"""Text at either end of the engine: encoding, chat templates, detokenising, stop strings.
+
+Nothing here touches the engine or torch, so that a server can do all of it in another process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from tokenizers import Tokenizer as BackendTokenizer
+from tokenizers.decoders import DecodeStream
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from aquifer.engine.request import (
+    CompletionOutput,
+    Logprob,
+    Request,
+    RequestOutput,
+    TokenLogprobs,
+    TokenOutput,
+)
+from aquifer.errors import ConfigError, RequestError
+
+_PRIMING_TOKENS = 5  # of the prompt, so that the first output token gets its leading space right
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer and chat template.
+
+    Args:
+        backend: the tokenizer proper.
+        chat_template: Jinja source, or None if the model has none.
+        special_tokens: what the template may refer to, such as `bos_token`.
+    """
+
+    def __init__(
+        self,
+        backend: BackendTokenizer,
+        chat_template: str | None,
+        special_tokens: Mapping[str, str],
+    ) -> None:
+        self.backend = backend
+        self.chat_template = chat_template
+        self._special_tokens = dict(special_tokens)
+
+    @classmethod
+    def load(cls, folder: Path, chat_template: str | None = None) -> Tokenizer | None:
+        """Read `tokenizer.json` and what goes with it; None if the checkpoint has no tokenizer.
+
+        Args:
+            folder: the checkpoint.
+            chat_template: used in place of the checkpoint's own.
+
+        Raises:
+            ConfigError: a file is there, but damaged.
+        """
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            return None
+        try:
+            backend = BackendTokenizer.from_file(str(file))
+            config = _read_optional_json(folder / "tokenizer_config.json")
+            template_file = folder / "chat_template.jinja"
+            if chat_template is None and template_file.is_file():
+                chat_template = template_file.read_text(encoding="utf-8")
+        except Exception as error:  # the backend raises bare Exception
+            raise ConfigError(f"cannot read the tokenizer in {folder}: {error}") from error
+        special_tokens = {
+            name: token["content"] if isinstance(token, dict) else token
+            for name, token in config.items()
+            if name.endswith("_token") and isinstance(token, (str, dict))
+        }
+        return cls(backend, chat_template or _default_template(config), special_tokens)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the tokenizer knows, added ones included."""
+        return int(self.backend.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+        return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids; bytes that are no whole character become U+FFFD."""
+        return str(self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        **template_args: Any,
+    ) -> list[int]:
+        """Token ids of a conversation, laid out by the chat template.
+
+        Raises:
+            RequestError: the model has no chat template, or it refuses these messages.
+        """
+        template = chat_template or self.chat_template
+        if template is None:
+            raise RequestError(
+                "this model has no chat template; use /v1/completions, or give the server one "
+                "with --chat-template",
+                param="messages",
+            )
+        try:
+            rendered, _ = render_jinja_template(
+                conversations=[list(messages)],
+                chat_template=template,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+                **template_args,
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise RequestError(
+                f"the model's chat template refused the messages: {error}", param="messages"
+            ) from error
+        return self.encode(rendered[0], add_special_tokens=False)
+
+
+class Detokenizer:
+    """Text of a growing list of tokens; never half a character.
+
+    Args:
+        tokenizer: the model's.
+        prompt_token_ids: what comes before the output.
+        skip_special_tokens: leave special tokens out.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool
+    ) -> None:
+        self._backend = tokenizer.backend
+        self._skip_special_tokens = skip_special_tokens
+        priming = list(prompt_token_ids[-_PRIMING_TOKENS:])
+        if tokenizer.decode(priming, skip_special_tokens).endswith("\ufffd"):
+            priming = []  # half a character: it must not come out with the output's first token
+        self._stream = DecodeStream(ids=priming, skip_special_tokens=skip_special_tokens)
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes, possibly none."""
+        try:
+            return self._stream.step(self._backend, token_id) or ""
+        except Exception:
+            # The backend's bare Exception("Invalid prefix"): a decoder whose text for a prefix
+            # changes with what follows. A fresh stream gives this token's own text.
+            self._stream = DecodeStream(ids=[], skip_special_tokens=self._skip_special_tokens)
+            return self._stream.step(self._backend, token_id) or ""
+
+
+class StopStrings:
+    """Finds the first stop string in a text that arrives in pieces.
+
+    Text that may turn out to be the beginning of a stop string is held back until that is known.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = tuple(stop)
+        self._held = ""
+
+    def push(self, piece: str) -> tuple[str, str | None]:
+        """(text that is safe to show, the stop string found or None)."""
+        text = self._held + piece
+        found = [(text.find(stop), -len(stop), stop) for stop in self._stop if stop in text]
+        if found:
+            position, _, stop = min(found)
+            self._held = ""
+            return text[:position], stop
+        held = max(
+            (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n])),
+            default=0,
+        )
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held], None
+
+    def flush(self) -> str:
+        """What is still held back, once the output has ended."""
+        held, self._held = self._held, ""
+        return held
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one step added to a completion, as a client of a stream sees it."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None
+
+
+class OutputBuilder:
+    """Turns the engine's token outputs for one request into its `RequestOutput`.
+
+    Args:
+        request: what was asked.
+        prompt: the prompt's text, if it was text.
+        tokenizer: the model's, or None for a checkpoint without one: then `text` stays empty.
+    """
+
+    def __init__(self, request: Request, prompt: str | None, tokenizer: Tokenizer | None) -> None:
+        params = request.params
+        self.completion = CompletionOutput(0, "", [])
+        self.output = RequestOutput(
+            request.request_id, prompt, request.prompt_token_ids, [self.completion], False
+        )
+        self._tokenizer = tokenizer
+        self._detokenizer = None
+        if tokenizer is not None:
+            self._detokenizer = Detokenizer(
+                tokenizer, request.prompt_token_ids, params.skip_special_tokens
+            )
+        self._stop = StopStrings(params.stop_strings)
+        self._min_tokens = params.min_tokens
+        if params.logprobs is not None:
+            self.completion.logprobs = []
+            self.completion.cumulative_logprob = 0.0
+
+    @property
+    def finished(self) -> bool:
+        """Whether the output is complete: by the engine's word, or by a stop string."""
+        return self.output.finished
+
+    def push(self, output: TokenOutput) -> Delta:
+        """Add one step's output.
+
+        After a stop string the output is `finished` although the engine does not know it: the
+        caller then aborts the request, and must push no more.
+        """
+        completion = self.completion
+        if output.prompt_logprobs is not None:
+            self.output.prompt_logprobs = [
+                None if entry is None else self._logprob_dict(entry)
+                for entry in output.prompt_logprobs
+            ]
+        delta = Delta("", [], None if completion.logprobs is None else [])
+        stop: str | None = None
+        for position, token_id in enumerate(output.token_ids):
+            completion.token_ids.append(token_id)
+            delta.token_ids.append(token_id)
+            if completion.logprobs is not None and output.logprobs is not None:
+                entry = output.logprobs[position]
+                completion.logprobs.append(self._logprob_dict(entry))
+                delta.logprobs = [*(delta.logprobs or ()), completion.logprobs[-1]]
+                assert completion.cumulative_logprob is not None
+                completion.cumulative_logprob += entry.logprobs[0]
+            text, stop = self._text_of(token_id)
+            delta.text += text
+            if stop is not None:
+                break
+        if stop is not None:
+            completion.finish_reason, completion.stop_reason = "stop", stop
+        elif output.finish_reason is not None:
+            delta.text += self._stop.flush()
+            completion.finish_reason = output.finish_reason
+            completion.stop_reason = output.stop_reason
+        completion.text += delta.text
+        self.output.finished = completion.finish_reason is not None
+        self.output.num_cached_tokens = output.num_cached_tokens
+        self.output.metrics = output.timing
+        return delta
+
+    def _text_of(self, token_id: int) -> tuple[str, str | None]:
+        if self._detokenizer is None:
+            return "", None
+        text = self._detokenizer.push(token_id)
+        if len(self.completion.token_ids) <= self._min_tokens:
+            return text, None
+        return self._stop.push(text)
+
+    def _logprob_dict(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+        return {
+            token_id: Logprob(
+                logprob,
+                rank,
+                self._tokenizer.decode([token_id], skip_special_tokens=False)
+                if self._tokenizer
+                else None,
+            )
+            for token_id, logprob, rank in zip(
+                entry.token_ids, entry.logprobs, entry.ranks, strict=True
+            )
+        }
+
+
+def _read_optional_json(file: Path) -> dict[str, Any]:
+    content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if not isinstance(content, dict):
+        raise ValueError(f"{file.name} holds no JSON object")
+    return content
+
+
+def _default_template(config: Mapping[str, Any]) -> str | None:
+    """The template of a tokenizer configuration, which may hold several by name."""
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default")
+    return template if isinstance(template, str) else None

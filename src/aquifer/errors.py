@@ -1,0 +1,99 @@
+"""Every exception Aquifer raises on purpose, sorted by who must act.
+
+AquiferError
+├── ConfigError      the operator must change an option, a path or a checkpoint
+│   └── UnsupportedModelError   the checkpoint is sound, but this architecture cannot be served
+├── RequestError     the client must change its request
+│   ├── ContextLengthError      prompt and output do not fit the model's context
+│   ├── CapacityError           the request could never fit into the memory there is
+│   ├── UnknownModelError       no model of that name is served
+│   └── QueueFullError          not now: too many requests are waiting
+├── EngineError      the engine stopped; the request was lost, the server says so
+├── DriverError      the driver (operating system, CUDA) refused: "NAME: explanation"
+└── InvariantError   we are wrong; never caught
+
+"Not now" is no exception at all: `PagePool.acquire` and `SequenceCache.reserve` answer it as
+a value, because being short of memory is an ordinary state of a server.
+"""
+
+from __future__ import annotations
+
+
+class AquiferError(Exception):
+    """Base of all of Aquifer's own exceptions."""
+
+
+class ConfigError(AquiferError, ValueError):
+    """An option, a path or a checkpoint cannot be used as given."""
+
+
+class UnsupportedModelError(ConfigError):
+    """The checkpoint is sound, but its architecture cannot be served."""
+
+    def __init__(self, architecture: str, reason: str) -> None:
+        super().__init__(f"cannot serve {architecture}: {reason}")
+        self.architecture = architecture
+        self.reason = reason
+
+
+class RequestError(AquiferError, ValueError):
+    """A request cannot be served as it stands.
+
+    Attributes:
+        param: the field at fault, as the client spelled it, or None.
+        code: a stable machine-readable reason, or None.
+    """
+
+    code: str | None = None
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+    def __reduce__(self) -> tuple[type[RequestError], tuple[str, str | None]]:
+        return type(self), (self.message, self.param)
+
+
+class ContextLengthError(RequestError):
+    """Prompt and requested output exceed the model's context length."""
+
+    code = "context_length_exceeded"
+
+
+class CapacityError(RequestError):
+    """The request needs more memory than the pool could ever give it."""
+
+    code = "insufficient_memory"
+
+
+class UnknownModelError(RequestError):
+    """No model of that name is served."""
+
+    code = "model_not_found"
+
+
+class QueueFullError(RequestError):
+    """Too many requests are waiting already; the client may retry."""
+
+    code = "queue_full"
+
+
+class EngineError(AquiferError, RuntimeError):
+    """The engine stopped before the request was finished."""
+
+
+class DriverError(AquiferError, RuntimeError):
+    """The memory driver refused a call.
+
+    The message reads "NAME: explanation", NAME being the driver's own error name.
+    """
+
+    def __init__(self, name: str, explanation: str) -> None:
+        super().__init__(f"{name}: {explanation}")
+        self.name = name
+        self.explanation = explanation
+
+
+class InvariantError(AquiferError, AssertionError):
+    """An internal equation does not hold. A bug of ours; never caught."""

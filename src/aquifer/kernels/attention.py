@@ -1,0 +1,153 @@
+"""Causal attention of one step's tokens over all KV, for either layout of the cache.
+
+Shapes: query [tokens, heads, key_dim], out [tokens, heads, value_dim]; the tokens of sequence i
+are rows [offsets[i], offsets[i + 1]), at positions starts[i] and following. Query head h reads
+KV head h // (heads / kv_heads) (grouped-query attention).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+
+def attention_contiguous(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: Sequence[int],
+    starts: Sequence[int],
+    offsets: Sequence[int],
+    out: torch.Tensor,
+    *,
+    scale: float,
+    window_tokens: int | None,
+    softcap: float | None,
+) -> None:
+    """Attend where a sequence's KV is contiguous in addresses, one stretch a slot.
+
+    Args:
+        query: [tokens, heads, key_dim].
+        keys: [slots, max_tokens, kv_heads, key_dim], of any strides but the last; mapped only as
+            far as is written, and never read beyond that.
+        values: [slots, max_tokens, kv_heads, value_dim], likewise.
+        slots: [num_seqs], where in `keys` each sequence is.
+        starts: [num_seqs], position of each sequence's first token of this step.
+        offsets: [num_seqs + 1], its rows in `query` and `out`.
+        out: [tokens, heads, value_dim], overwritten.
+        scale: factor on the dot products.
+        window_tokens: see `KVView.attend`.
+        softcap: see `KVView.attend`.
+    """
+    for i, (slot, start) in enumerate(zip(slots, starts, strict=True)):
+        begin, end = offsets[i], offsets[i + 1]
+        first = _first_key(start, window_tokens)
+        length = start + end - begin
+        out[begin:end] = _attend(
+            query[begin:end],
+            keys[slot, first:length],
+            values[slot, first:length],
+            start - first,
+            scale,
+            window_tokens,
+            softcap,
+        )
+
+
+def attention_paged(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rows: Sequence[torch.Tensor],
+    starts: Sequence[int],
+    offsets: Sequence[int],
+    out: torch.Tensor,
+    *,
+    scale: float,
+    window_tokens: int | None,
+    softcap: float | None,
+) -> None:
+    """Attend where a sequence's KV is scattered in blocks (PagedAttention, section 4.1).
+
+    Args:
+        query: [tokens, heads, key_dim].
+        keys: [rows, kv_heads, key_dim]: all blocks, token by token.
+        values: [rows, kv_heads, value_dim].
+        rows: for each sequence, [length] int64: the row of each of its tokens.
+        starts: as in `attention_contiguous`, and so the rest.
+        offsets: [num_seqs + 1].
+        out: [tokens, heads, value_dim], overwritten.
+        scale: factor on the dot products.
+        window_tokens: see `KVView.attend`.
+        softcap: see `KVView.attend`.
+    """
+    for i, start in enumerate(starts):
+        begin, end = offsets[i], offsets[i + 1]
+        first = _first_key(start, window_tokens)
+        out[begin:end] = _attend(
+            query[begin:end],
+            keys[rows[i][first:]],
+            values[rows[i][first:]],
+            start - first,
+            scale,
+            window_tokens,
+            softcap,
+        )
+
+
+def _first_key(start: int, window_tokens: int | None) -> int:
+    """The earliest position that a query at `start` or later attends to."""
+    return 0 if window_tokens is None else max(start + 1 - window_tokens, 0)
+
+
+def _attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    start: int,
+    scale: float,
+    window_tokens: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """One sequence: query [tokens, heads, d] at `start` over keys [start + tokens, kv_heads, d]."""
+    num_tokens, num_heads, key_dim = query.shape
+    length, num_kv_heads, value_dim = values.shape
+    group = num_heads // num_kv_heads
+    # [kv_heads, group, tokens, d] over [kv_heads, 1 -> group, length, d]: no KV head is copied.
+    q = query.view(num_tokens, num_kv_heads, group, key_dim).permute(1, 2, 0, 3)
+    k = keys.transpose(0, 1).unsqueeze(1)
+    v = values.transpose(0, 1).unsqueeze(1)
+    if softcap is not None:
+        scores = torch.tanh(q @ k.transpose(-1, -2) * (scale / softcap)) * softcap
+        mask = _mask(num_tokens, length, start, window_tokens)
+        scores = scores.masked_fill(~mask, -torch.inf)
+        result = scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
+    elif num_tokens == 1:
+        # All keys are visible to the one token, so the group can stand in for query positions.
+        result = F.scaled_dot_product_attention(
+            q.view(1, num_kv_heads, group, key_dim),
+            k.transpose(0, 1),
+            v.transpose(0, 1),
+            scale=scale,
+        )
+    else:
+        plain = start == 0 and (window_tokens is None or length <= window_tokens)
+        result = F.scaled_dot_product_attention(
+            q,
+            k.expand(-1, group, -1, -1),
+            v.expand(-1, group, -1, -1),
+            attn_mask=None if plain else _mask(num_tokens, length, start, window_tokens),
+            is_causal=plain,
+            scale=scale,
+        )
+    return result.reshape(num_heads, num_tokens, value_dim).transpose(0, 1)
+
+
+def _mask(num_tokens: int, length: int, start: int, window_tokens: int | None) -> torch.Tensor:
+    """[tokens, length] bool: which keys each query may see."""
+    query_position = torch.arange(start, start + num_tokens).unsqueeze(1)
+    distance = query_position - torch.arange(length)
+    mask = distance >= 0
+    return mask if window_tokens is None else mask & (distance < window_tokens)

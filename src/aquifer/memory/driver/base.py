@@ -1,0 +1,85 @@
+"""What Aquifer asks of a device's virtual memory: the whole boundary, in one protocol.
+
+The shape follows CUDA's virtual memory management (cuMemCreate, cuMemAddressReserve, cuMemMap,
+cuMemSetAccess), which is the narrower of the two implementations:
+
+- A handle is one physical page and maps whole; there are no parts of a handle.
+- Costs are per handle, not per byte, so calls take many handles at once and a driver may merge
+  neighbours into one system call where the system allows it.
+- A handle may be mapped at several addresses at once; all see the same bytes.
+
+Error convention: a call that raises `DriverError` has changed nothing. `release`, `free` and
+`unmap` raise only for arguments that were never valid, so teardown cannot get stuck half-way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NewType, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+Handle = NewType("Handle", int)
+"""One physical page. Unique among the driver's live pages; its size is fixed at creation."""
+
+
+class Driver(Protocol):
+    """Creates physical pages, reserves addresses, and maps the one at the other."""
+
+    @property
+    def name(self) -> str:
+        """What the driver is called in errors and in `aquifer info`."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors made by `view` live."""
+
+    @property
+    def granularity_bytes(self) -> int:
+        """Every page size and every address is a multiple of this."""
+
+    @property
+    def default_page_bytes(self) -> int:
+        """The page size to use where nobody chose one."""
+
+    @property
+    def max_mappings(self) -> int | None:
+        """How many pages may be mapped at once, or None where the device sets no limit."""
+
+    def available_bytes(self) -> int:
+        """Physical memory that this process could still take, in bytes."""
+
+    def create(self, page_bytes: int, count: int) -> list[Handle]:
+        """Create `count` pages of `page_bytes` zeroed bytes each, all or none."""
+
+    def release(self, handles: Sequence[Handle]) -> None:
+        """Give pages back to the system. Pre-condition: none of them is mapped."""
+
+    def reserve(self, num_bytes: int) -> int:
+        """Reserve addresses with nothing behind them; return the first."""
+
+    def free(self, address: int, num_bytes: int) -> None:
+        """Give a whole reservation back. Pre-condition: nothing in it is mapped."""
+
+    def map(self, address: int, handles: Sequence[Handle]) -> None:
+        """Map pages of one size one after the other from `address` on, all or none.
+
+        Pre-condition: the addresses are reserved and nothing is mapped there.
+        """
+
+    def unmap(self, address: int, page_bytes: int, count: int) -> None:
+        """Unmap `count` pages from `address` on; the addresses stay reserved."""
+
+    def zero(self, handles: Sequence[Handle]) -> None:
+        """Overwrite pages with zeros, mapped or not."""
+
+    def view(self, address: int, num_bytes: int) -> torch.Tensor:
+        """A uint8 tensor over reserved addresses, whether or not anything is mapped there yet.
+
+        The tensor does not keep the reservation alive. Touching an unmapped address through it
+        is a fault.
+        """
+
+    def close(self) -> None:
+        """Give everything back to the system."""

@@ -1,0 +1,113 @@
+"""A driver that fails when told to: for tests of what happens then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from aquifer.errors import DriverError
+from aquifer.memory.driver.base import Driver, Handle
+
+
+class FaultyDriver:
+    """Passes every call on to `inner`, except that the call numbered `fail_at` raises.
+
+    Only the calls that a real device may refuse are counted: create, reserve, map, zero.
+
+    Attributes:
+        num_calls: calls counted so far, whether or not they failed.
+        fail_at: index of the call to fail, counting from 0, or None.
+        mapped_pages: pages mapped at this moment, over all addresses.
+    """
+
+    def __init__(self, inner: Driver, fail_at: int | None = None) -> None:
+        self.inner = inner
+        self.fail_at = fail_at
+        self.num_calls = 0
+        self.mapped_pages = 0
+        self.live_handles: set[Handle] = set()
+        self.reservations: dict[int, int] = {}
+
+    @property
+    def name(self) -> str:
+        """The inner driver's name, marked."""
+        return f"faulty {self.inner.name}"
+
+    @property
+    def device(self) -> torch.device:
+        """The inner driver's device."""
+        return self.inner.device
+
+    @property
+    def granularity_bytes(self) -> int:
+        """The inner driver's granularity."""
+        return self.inner.granularity_bytes
+
+    @property
+    def default_page_bytes(self) -> int:
+        """The inner driver's default page size."""
+        return self.inner.default_page_bytes
+
+    @property
+    def max_mappings(self) -> int | None:
+        """The inner driver's limit."""
+        return self.inner.max_mappings
+
+    def available_bytes(self) -> int:
+        """The inner driver's answer."""
+        return self.inner.available_bytes()
+
+    def create(self, page_bytes: int, count: int) -> list[Handle]:
+        """Count, maybe fail, pass on."""
+        self._count("create")
+        handles = self.inner.create(page_bytes, count)
+        self.live_handles.update(handles)
+        return handles
+
+    def release(self, handles: Sequence[Handle]) -> None:
+        """Pass on."""
+        self.inner.release(handles)
+        self.live_handles.difference_update(handles)
+
+    def reserve(self, num_bytes: int) -> int:
+        """Count, maybe fail, pass on."""
+        self._count("reserve")
+        address = self.inner.reserve(num_bytes)
+        self.reservations[address] = num_bytes
+        return address
+
+    def free(self, address: int, num_bytes: int) -> None:
+        """Pass on."""
+        self.inner.free(address, num_bytes)
+        del self.reservations[address]
+
+    def map(self, address: int, handles: Sequence[Handle]) -> None:
+        """Count, maybe fail, pass on."""
+        self._count("map")
+        self.inner.map(address, handles)
+        self.mapped_pages += len(handles)
+
+    def unmap(self, address: int, page_bytes: int, count: int) -> None:
+        """Pass on."""
+        self.inner.unmap(address, page_bytes, count)
+        self.mapped_pages -= count
+
+    def zero(self, handles: Sequence[Handle]) -> None:
+        """Count, maybe fail, pass on."""
+        self._count("zero")
+        self.inner.zero(handles)
+
+    def view(self, address: int, num_bytes: int) -> torch.Tensor:
+        """Pass on."""
+        return self.inner.view(address, num_bytes)
+
+    def close(self) -> None:
+        """Pass on."""
+        self.inner.close()
+
+    def _count(self, call: str) -> None:
+        number = self.num_calls
+        self.num_calls += 1
+        if number == self.fail_at:
+            raise DriverError("INJECTED", f"call {number} ({call}) was told to fail")

@@ -1,0 +1,259 @@
+"""Real pages of host memory: a memfd for the bytes, mmap with MAP_FIXED for the addresses.
+
+A handle is a byte offset into one anonymous file. What the implementation relies on:
+
+- `fallocate` makes the bytes real at creation, so that a shortage is an error here and not a
+  SIGBUS at the first touch; `FALLOC_FL_PUNCH_HOLE` gives them back, and the hole reads as zeros.
+- The same file offset may be mapped at any number of addresses (MAP_SHARED).
+- A reservation is a PROT_NONE mapping without swap accounting. Unmapping maps PROT_NONE over the
+  page instead of calling munmap, so that nobody else's mmap can land inside the reservation.
+- Linux merges mappings that are adjacent in address and in file offset, and limits a process to
+  `vm.max_map_count` of them. Neighbouring handles are therefore mapped by one call, and `create`
+  hands out neighbours where it can.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from aquifer.errors import DriverError, InvariantError
+from aquifer.memory.driver.base import Handle
+
+_PROT_NONE, _PROT_READ_WRITE = 0x0, 0x3
+_MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED = 0x01, 0x02, 0x10
+_MAP_ANONYMOUS, _MAP_NORESERVE = 0x20, 0x4000
+_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 0x01, 0x02
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+_DEFAULT_PAGE_BYTES = 64 * 1024
+_ZEROS_BYTES = 1 << 20  # how much `zero` writes at a time
+_MAPPINGS_LEFT_TO_OTHERS = 8192  # libraries, thread stacks, allocator arenas
+
+
+class HostDriver:
+    """The `Driver` of the CPU. Linux only."""
+
+    name = "host"
+    device = torch.device("cpu")
+    granularity_bytes = mmap.PAGESIZE
+    default_page_bytes = _DEFAULT_PAGE_BYTES
+
+    def __init__(self) -> None:
+        if not hasattr(os, "memfd_create"):
+            raise DriverError("NO_MEMFD", "the host driver needs Linux (memfd_create)")
+        self._libc = _load_libc()
+        self._fd = os.memfd_create("aquifer", os.MFD_CLOEXEC)
+        self._file_bytes = 0
+        self._page_bytes: dict[Handle, int] = {}  # live handles -> size
+        self._holes: dict[int, list[Handle]] = {}  # size -> released offsets, to be used again
+        self._reservations: dict[int, int] = {}  # address -> size
+        self._zeros = bytes(_ZEROS_BYTES)
+
+    @property
+    def max_mappings(self) -> int:
+        """Pages that may be mapped at once before `vm.max_map_count` gets in the way."""
+        limit = int(Path("/proc/sys/vm/max_map_count").read_text())
+        return max(limit - _MAPPINGS_LEFT_TO_OTHERS, limit // 2)
+
+    def available_bytes(self) -> int:
+        """Free and reclaimable memory, or what the control group still allows if that is less."""
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        available = int(fields["MemAvailable"].split()[0]) * 1024
+        return min(available, _cgroup_room_bytes() or available)
+
+    def create(self, page_bytes: int, count: int) -> list[Handle]:
+        """Take released offsets of the same size first, lowest first, then grow the file."""
+        if page_bytes <= 0 or page_bytes % self.granularity_bytes:
+            raise DriverError(
+                "EINVAL",
+                f"page size {page_bytes} is not a positive multiple of {self.granularity_bytes}",
+            )
+        holes = self._holes.setdefault(page_bytes, [])
+        holes.sort(reverse=True)
+        reused = holes[max(len(holes) - count, 0) :][::-1]
+        num_new = count - len(reused)
+        new_end = self._file_bytes + num_new * page_bytes
+        handles = reused + [Handle(o) for o in range(self._file_bytes, new_end, page_bytes)]
+        try:
+            if num_new:
+                os.ftruncate(self._fd, new_end)
+            for offset, length in self._runs(handles, page_bytes):
+                self._fallocate(0, offset, length)
+        except OSError as error:
+            for offset, length in self._runs(handles, page_bytes):
+                self._fallocate(_FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, offset, length)
+            os.ftruncate(self._fd, self._file_bytes)
+            raise _driver_error(
+                error, f"could not create {count} pages of {page_bytes} bytes"
+            ) from error
+        del holes[len(holes) - len(reused) :]
+        self._file_bytes = new_end
+        self._page_bytes.update(dict.fromkeys(handles, page_bytes))
+        return handles
+
+    def release(self, handles: Sequence[Handle]) -> None:
+        """Punch holes where the pages were: the memory goes back at once."""
+        for handle in handles:
+            if handle not in self._page_bytes:
+                raise InvariantError(f"page {handle} was released twice or never created")
+        for page_bytes, group in self._by_size(handles):
+            for offset, length in self._runs(sorted(group), page_bytes):
+                self._fallocate(_FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, offset, length)
+            self._holes.setdefault(page_bytes, []).extend(group)
+        for handle in handles:
+            del self._page_bytes[handle]
+
+    def reserve(self, num_bytes: int) -> int:
+        """Map `num_bytes` of nothing; terabytes cost nothing but address space."""
+        flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
+        address = self._mmap(None, num_bytes, _PROT_NONE, flags, -1, 0)
+        self._reservations[address] = num_bytes
+        return address
+
+    def free(self, address: int, num_bytes: int) -> None:
+        """Return the addresses to the process."""
+        if self._reservations.pop(address, None) != num_bytes:
+            raise InvariantError(f"{num_bytes} bytes at {address:#x} were never reserved")
+        self._libc.munmap(address, num_bytes)
+
+    def map(self, address: int, handles: Sequence[Handle]) -> None:
+        """Map runs of neighbouring offsets by one call each."""
+        mapped = 0
+        for page_bytes, group in self._by_size(handles):
+            for offset, length in self._runs(group, page_bytes):
+                try:
+                    self._mmap(
+                        address + mapped,
+                        length,
+                        _PROT_READ_WRITE,
+                        _MAP_SHARED | _MAP_FIXED,
+                        self._fd,
+                        offset,
+                    )
+                except DriverError:
+                    if mapped:
+                        self._map_nothing(address, mapped)
+                    raise
+                mapped += length
+
+    def unmap(self, address: int, page_bytes: int, count: int) -> None:
+        """Put the bare reservation back in place of the pages."""
+        self._map_nothing(address, page_bytes * count)
+
+    def zero(self, handles: Sequence[Handle]) -> None:
+        """Write through the file, so that no mapping is needed (or counted as resident)."""
+        zeros = memoryview(self._zeros)
+        for page_bytes, group in self._by_size(handles):
+            for offset, length in self._runs(group, page_bytes):
+                for start in range(0, length, _ZEROS_BYTES):
+                    part = zeros[: min(_ZEROS_BYTES, length - start)]
+                    os.pwrite(self._fd, part, offset + start)
+
+    def view(self, address: int, num_bytes: int) -> torch.Tensor:
+        """Wrap the addresses; nothing is read."""
+        buffer = (ctypes.c_uint8 * num_bytes).from_address(address)
+        return torch.frombuffer(buffer, dtype=torch.uint8)
+
+    def resident_bytes(self) -> int:
+        """Bytes that the pages take from the system right now, mapped or not."""
+        return os.fstat(self._fd).st_blocks * 512
+
+    def close(self) -> None:
+        """Unmap all reservations and drop the file, and with it every page."""
+        for address, num_bytes in self._reservations.items():
+            self._libc.munmap(address, num_bytes)
+        self._reservations.clear()
+        self._page_bytes.clear()
+        self._holes.clear()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _by_size(self, handles: Sequence[Handle]) -> Iterator[tuple[int, list[Handle]]]:
+        """Split into maximal stretches of one page size, keeping the order."""
+        start = 0
+        while start < len(handles):
+            page_bytes = self._page_bytes[handles[start]]
+            end = start + 1
+            while end < len(handles) and self._page_bytes[handles[end]] == page_bytes:
+                end += 1
+            yield page_bytes, list(handles[start:end])
+            start = end
+
+    @staticmethod
+    def _runs(handles: Sequence[Handle], page_bytes: int) -> Iterator[tuple[int, int]]:
+        """(offset, length) of each stretch of handles that are neighbours in the file."""
+        start = 0
+        while start < len(handles):
+            end = start + 1
+            while end < len(handles) and handles[end] == handles[end - 1] + page_bytes:
+                end += 1
+            yield handles[start], (end - start) * page_bytes
+            start = end
+
+    def _map_nothing(self, address: int, num_bytes: int) -> None:
+        flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+        self._mmap(address, num_bytes, _PROT_NONE, flags, -1, 0)
+
+    def _mmap(
+        self, address: int | None, num_bytes: int, prot: int, flags: int, fd: int, offset: int
+    ) -> int:
+        result = self._libc.mmap(address, num_bytes, prot, flags, fd, offset)
+        if result == _MAP_FAILED:
+            number = ctypes.get_errno()
+            hint = (
+                "; this process holds too many mappings: choose larger pages, or raise "
+                "vm.max_map_count"
+                if number == errno.ENOMEM
+                else ""
+            )
+            raise _driver_error(
+                OSError(number, os.strerror(number)), f"mmap of {num_bytes} bytes failed{hint}"
+            )
+        return int(result)
+
+    def _fallocate(self, mode: int, offset: int, length: int) -> None:
+        if self._libc.fallocate(self._fd, mode, offset, length):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+
+
+def _load_libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    ]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+    return libc
+
+
+def _driver_error(error: OSError, what: str) -> DriverError:
+    name = errno.errorcode.get(error.errno or 0, "EUNKNOWN")
+    return DriverError(name, f"{what} ({error.strerror})")
+
+
+def _cgroup_room_bytes() -> int | None:
+    """What the memory limit of this process's control group (version 2) leaves, or None."""
+    try:
+        group = Path("/proc/self/cgroup").read_text().strip().rsplit("::", 1)[-1]
+        folder = Path("/sys/fs/cgroup") / group.lstrip("/")
+        limit = (folder / "memory.max").read_text().strip()
+        if limit == "max":
+            return None
+        return max(int(limit) - int((folder / "memory.current").read_text()), 0)
+    except (OSError, ValueError):
+        return None

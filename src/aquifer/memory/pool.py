@@ -1,0 +1,312 @@
+"""The one pool of physical pages: a byte budget, owners, sharing, and exact accounting.
+
+Every page is in one of three places, and the equation below holds between any two calls:
+
+    budget = sum over owners of bytes in use + bytes idle + bytes not created
+
+"In use" pages have an owner and at least one reference. "Idle" pages were given back but are
+kept, mapped nowhere, because creating one costs far more than handing one out again; beyond the
+watermark they really go back to the system. The pool never chooses a victim: when it is short it
+calls its reclaim hook, and if that does not help it answers None.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from aquifer.errors import DriverError, InvariantError
+from aquifer.memory.driver.base import Driver, Handle
+
+
+class Kind(StrEnum):
+    """What a page is used for."""
+
+    WEIGHTS = "weights"
+    KV = "kv"
+    STATE = "state"
+    PREFIX = "prefix"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Owner:
+    """A tenant of the pool: one kind of data of one model."""
+
+    model: str
+    kind: Kind
+
+    def __str__(self) -> str:
+        return f"{self.model}/{self.kind}"
+
+
+_NOBODY = Owner("", Kind.KV)
+"""Who last wrote to a page of unknown contents: nobody asks for these, so all get it zeroed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolUsage:
+    """Where the budget is at one moment. All figures in bytes.
+
+    `budget_bytes == sum(in_use_bytes.values()) + idle_bytes + uncreated_bytes`.
+    """
+
+    budget_bytes: int
+    in_use_bytes: dict[Owner, int]
+    idle_bytes: int
+    uncreated_bytes: int
+
+    @property
+    def free_bytes(self) -> int:
+        """What could be acquired right now without taking anything from anyone."""
+        return self.idle_bytes + self.uncreated_bytes
+
+
+@dataclass(slots=True)
+class _Page:
+    """An in-use page's record."""
+
+    page_bytes: int
+    owner: Owner
+    num_references: int = 1
+
+
+@dataclass(slots=True)
+class _Idle:
+    """Idle pages of one size, by the owner that wrote to them last."""
+
+    by_owner: dict[Owner, list[Handle]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.by_owner.values()))
+
+    def take_own(self, owner: Owner, count: int) -> list[Handle]:
+        """Up to `count` pages that `owner` itself used last: these need no zeroing."""
+        pages = self.by_owner.get(owner, [])
+        cut = max(len(pages) - count, 0)
+        taken = pages[cut:]
+        del pages[cut:]
+        return taken[::-1]
+
+    def take_any(self, count: int) -> list[Handle]:
+        """Up to `count` pages from whoever has most idle."""
+        taken: list[Handle] = []
+        while len(taken) < count and self.by_owner:
+            owner = max(self.by_owner, key=lambda o: len(self.by_owner[o]))
+            taken += self.take_own(owner, count - len(taken))
+            if not self.by_owner[owner]:
+                del self.by_owner[owner]
+        return taken
+
+    def put(self, owner: Owner, handles: Sequence[Handle]) -> None:
+        """Keep pages; they come out again in ascending order, so that neighbours stay so."""
+        self.by_owner.setdefault(owner, []).extend(sorted(handles, reverse=True))
+
+
+class PagePool:
+    """Acquires pages from a driver under one byte budget, and is the only one to do so.
+
+    Args:
+        driver: where pages come from.
+        budget_bytes: what all pages together may take, idle ones included.
+        page_bytes: the page size used where `acquire` is not told another one.
+        keep_idle_bytes: the watermark: idle pages beyond it are given back to the system.
+
+    Attributes:
+        on_short: the reclaim hook. Called with the number of bytes missing; it should release
+            pages (its victims are its own choice) and return whether it released any. It may be
+            called again within one `acquire`, until it returns False.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        budget_bytes: int,
+        page_bytes: int | None = None,
+        keep_idle_bytes: int | None = None,
+    ) -> None:
+        self.driver = driver
+        self.page_bytes = page_bytes or driver.default_page_bytes
+        # Whole pages only, so that a full pool is exactly full.
+        self.budget_bytes = budget_bytes // self.page_bytes * self.page_bytes
+        self.keep_idle_bytes = (
+            self.budget_bytes // 8 if keep_idle_bytes is None else keep_idle_bytes
+        )
+        self.on_short: Callable[[int], bool] | None = None
+        self._pages: dict[Handle, _Page] = {}
+        self._idle: dict[int, _Idle] = {}
+        self._in_use_bytes: Counter[Owner] = Counter()
+        self._idle_bytes = 0
+
+    @property
+    def created_bytes(self) -> int:
+        """Bytes of all pages that exist, in use or idle."""
+        return self._in_use_bytes.total() + self._idle_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that nobody uses: idle pages, and what is not created."""
+        return self.budget_bytes - self._in_use_bytes.total()
+
+    def acquire(
+        self, owner: Owner, count: int, page_bytes: int | None = None
+    ) -> list[Handle] | None:
+        """Take `count` pages for `owner`: all of them, or None and nothing has changed.
+
+        A page whose last user was another owner is zeroed, and a new page is zero; a page that
+        comes back to the same owner keeps its bytes.
+
+        Raises:
+            DriverError: the device refused; nothing is leaked, nothing is in use.
+        """
+        page_bytes = page_bytes or self.page_bytes
+        while (missing := count * page_bytes - self._within_reach_bytes(page_bytes)) > 0:
+            if self.on_short is None or not self.on_short(missing):
+                return None
+        idle = self._idle.setdefault(page_bytes, _Idle())
+        own = idle.take_own(owner, count)
+        room = (self.budget_bytes - self.created_bytes) // page_bytes
+        foreign: list[Handle] = []
+        try:
+            # Creating costs about as much as zeroing, but leaves other owners' bytes where
+            # they may still be of use to them; so foreign pages come last.
+            num_new = min(room, count - len(own))
+            foreign = idle.take_any(count - len(own) - num_new)
+            if foreign:
+                self.driver.zero(foreign)
+            num_new = count - len(own) - len(foreign)
+            self._give_back_other_sizes(page_bytes, num_new)
+            new = self.driver.create(page_bytes, num_new) if num_new else []
+        except DriverError:
+            # `foreign` may be zeroed or not: under an owner that no one else has, it is zeroed
+            # again before its next use.
+            idle.put(owner, own)
+            idle.put(_NOBODY, foreign)
+            raise
+        self._idle_bytes -= (len(own) + len(foreign)) * page_bytes
+        handles = own + foreign + new
+        for handle in handles:
+            self._pages[handle] = _Page(page_bytes, owner)
+        self._in_use_bytes[owner] += count * page_bytes
+        return handles
+
+    def share(self, handles: Sequence[Handle]) -> None:
+        """Add a reference to each page; each must be released once more."""
+        for handle in handles:
+            self._pages[handle].num_references += 1
+
+    def num_references(self, handle: Handle) -> int:
+        """How many users a page has; 0 if it is not in use."""
+        page = self._pages.get(handle)
+        return page.num_references if page else 0
+
+    def transfer(self, handles: Sequence[Handle], owner: Owner) -> None:
+        """Account pages to another owner of the same model from now on; their bytes stay.
+
+        This is how a finished request's KV becomes a retained prefix.
+        """
+        for handle in handles:
+            page = self._pages[handle]
+            if page.owner.model != owner.model:
+                raise InvariantError(f"page {handle} of {page.owner} cannot go to {owner} unzeroed")
+            self._in_use_bytes[page.owner] -= page.page_bytes
+            self._in_use_bytes[owner] += page.page_bytes
+            page.owner = owner
+
+    def release(self, handles: Sequence[Handle]) -> None:
+        """Drop one reference of each page. Pre-condition: the caller has unmapped them.
+
+        Pages without references become idle; what exceeds the watermark goes back to the system.
+        """
+        done: dict[tuple[int, Owner], list[Handle]] = {}
+        for handle in handles:
+            page = self._pages.get(handle)
+            if page is None:
+                raise InvariantError(f"page {handle} was released by someone who does not hold it")
+            page.num_references -= 1
+            if page.num_references == 0:
+                del self._pages[handle]
+                done.setdefault((page.page_bytes, page.owner), []).append(handle)
+        for (page_bytes, owner), group in done.items():
+            self._in_use_bytes[owner] -= len(group) * page_bytes
+            self._idle_bytes += len(group) * page_bytes
+            self._idle.setdefault(page_bytes, _Idle()).put(owner, group)
+        self.trim(self.keep_idle_bytes)
+
+    def trim(self, keep_bytes: int = 0) -> int:
+        """Give idle pages back to the system until at most `keep_bytes` are left idle.
+
+        Returns: the bytes given back.
+        """
+        given_bytes = 0
+        for page_bytes, idle in self._idle.items():
+            excess = -(-(self._idle_bytes - keep_bytes) // page_bytes)
+            if excess > 0:
+                handles = idle.take_any(excess)
+                self.driver.release(handles)
+                self._idle_bytes -= len(handles) * page_bytes
+                given_bytes += len(handles) * page_bytes
+        return given_bytes
+
+    def usage(self) -> PoolUsage:
+        """The whole budget, accounted for."""
+        return PoolUsage(
+            budget_bytes=self.budget_bytes,
+            in_use_bytes={o: n for o, n in sorted(self._in_use_bytes.items()) if n},
+            idle_bytes=self._idle_bytes,
+            uncreated_bytes=self.budget_bytes - self.created_bytes,
+        )
+
+    def check(self) -> None:
+        """Verify the accounting against the page records.
+
+        Raises:
+            InvariantError: an equation of docs/memory.md does not hold.
+        """
+        in_use: Counter[Owner] = Counter()
+        for handle, page in self._pages.items():
+            in_use[page.owner] += page.page_bytes
+            if page.num_references < 1:
+                raise InvariantError(f"M2: page {handle} is in use without a reference")
+        idle_handles = [
+            handle
+            for idle in self._idle.values()
+            for handles in idle.by_owner.values()
+            for handle in handles
+        ]
+        idle_bytes = sum(page_bytes * len(idle) for page_bytes, idle in self._idle.items())
+        if +in_use != +self._in_use_bytes:
+            raise InvariantError(f"M1: owners hold {in_use}, the ledger says {self._in_use_bytes}")
+        if idle_bytes != self._idle_bytes:
+            raise InvariantError(f"M1: {idle_bytes} bytes idle, the ledger says {self._idle_bytes}")
+        if len(set(idle_handles)) != len(idle_handles) or set(idle_handles) & self._pages.keys():
+            raise InvariantError("M3: a page is in two places")
+        if self.created_bytes > self.budget_bytes:
+            raise InvariantError(
+                f"M1: {self.created_bytes} bytes exist in a budget of {self.budget_bytes}"
+            )
+
+    def close(self) -> None:
+        """Give the idle pages back. Pre-condition: none is in use."""
+        if self._pages:
+            raise InvariantError(f"{len(self._pages)} pages are still in use: {self.usage()}")
+        self.trim()
+
+    def _within_reach_bytes(self, page_bytes: int) -> int:
+        """Bytes obtainable as pages of this size: idle ones, plus what can be created."""
+        same_size = len(self._idle.get(page_bytes, ())) * page_bytes
+        creatable = self.budget_bytes - self._in_use_bytes.total() - same_size
+        return same_size + creatable // page_bytes * page_bytes
+
+    def _give_back_other_sizes(self, page_bytes: int, num_new: int) -> None:
+        """Make room in the budget for `num_new` pages by destroying idle ones of other sizes."""
+        short_bytes = self.created_bytes + num_new * page_bytes - self.budget_bytes
+        for other_bytes, idle in self._idle.items():
+            if short_bytes <= 0:
+                return
+            if other_bytes != page_bytes:
+                handles = idle.take_any(-(-short_bytes // other_bytes))
+                self.driver.release(handles)
+                self._idle_bytes -= len(handles) * other_bytes
+                short_bytes -= len(handles) * other_bytes

@@ -1,0 +1,308 @@
+"""Our own decoder: Llama, Mistral, Qwen2 and Qwen3, with fused weights.
+
+Q, K and V are one matrix, gate and up another: fewer, larger products. The stored tensors are
+read straight into their rows, so fusing costs nothing at load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from aquifer.cache.base import KVLayout, KVView, LayerKV
+from aquifer.errors import ConfigError, UnsupportedModelError
+from aquifer.kernels.norm import rms_norm
+from aquifer.kernels.rotary import rotary
+from aquifer.models.base import ModelInput
+from aquifer.models.rope import RotaryAngles
+from aquifer.weights.checkpoint import Checkpoint, stored_dtype
+from aquifer.weights.store import Parameter, Source
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {"sliding_window": 4096, "use_sliding_window": True},
+    "qwen2": {"attention_bias": True, "sliding_window": 4096, "max_window_layers": 28},
+    "qwen3": {"head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
+}
+"""What an absent entry of the configuration means, where it is not the same for all."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """The shape of a decoder."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    max_model_len: int
+    rope_theta: float
+    rope_scaling: Mapping[str, Any]
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tied_embeddings: bool
+    windows: tuple[int | None, ...]  # of each layer: tokens attended to, None for all
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.windows)
+
+    @property
+    def qkv_rows(self) -> tuple[int, int, int]:
+        """Rows of Q, K and V in the fused matrix."""
+        kv_rows = self.num_kv_heads * self.head_dim
+        return self.num_heads * self.head_dim, kv_rows, kv_rows
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> DecoderConfig:
+        """From `config.json`, of either generation of Transformers.
+
+        Raises:
+            ConfigError: an entry is missing or impossible.
+            UnsupportedModelError: it asks for something that this decoder does not do.
+        """
+        model_type = config["model_type"]
+        known = {**_DEFAULTS[model_type], **{k: v for k, v in config.items() if v is not None}}
+        if config.get("sliding_window", 0) is None:
+            known["sliding_window"] = None
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        try:
+            num_heads = known["num_attention_heads"]
+            result = cls(
+                vocab_size=known["vocab_size"],
+                hidden_size=known["hidden_size"],
+                intermediate_size=known["intermediate_size"],
+                num_heads=num_heads,
+                num_kv_heads=known.get("num_key_value_heads", num_heads),
+                head_dim=known.get("head_dim", known["hidden_size"] // num_heads),
+                norm_eps=known.get("rms_norm_eps", 1e-6),
+                max_model_len=known["max_position_embeddings"],
+                rope_theta=rope.get("rope_theta") or known.get("rope_theta", 10000.0),
+                rope_scaling=rope,
+                qkv_bias=known.get("attention_bias", False),
+                out_bias=known.get("attention_bias", False) and model_type != "qwen2",
+                mlp_bias=known.get("mlp_bias", False),
+                qk_norm=model_type == "qwen3",
+                tied_embeddings=known.get("tie_word_embeddings", False),
+                windows=_windows(known),
+            )
+        except KeyError as error:
+            raise ConfigError(f"config.json of a {model_type} model lacks {error}") from error
+        architecture = (config.get("architectures") or [model_type])[0]
+        activation = known.get("hidden_act", "silu")
+        if activation != "silu":
+            raise UnsupportedModelError(architecture, f"activation {activation!r} is not silu")
+        if rope.get("partial_rotary_factor", known.get("partial_rotary_factor", 1.0)) != 1.0:
+            raise UnsupportedModelError(architecture, "it rotates only a part of each head")
+        if result.num_heads % result.num_kv_heads or result.head_dim % 2:
+            raise ConfigError(
+                f"config.json: {result.num_heads} heads of {result.head_dim} do not divide into "
+                f"{result.num_kv_heads} KV heads"
+            )
+        return result
+
+
+def _windows(known: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """The sliding window of each layer; absent `layer_types` mean what Transformers makes them."""
+    num_layers: int = known["num_hidden_layers"]
+    window: int | None = known.get("sliding_window") if known.get("use_sliding_window") else None
+    if known["model_type"] == "mistral":
+        return (window,) * num_layers
+    layer_types: list[str] = known.get("layer_types") or [
+        "sliding_attention" if i >= known.get("max_window_layers", 0) else "full_attention"
+        for i in range(num_layers)
+    ]
+    if len(layer_types) != num_layers:
+        raise ConfigError(f"config.json: {len(layer_types)} layer_types for {num_layers} layers")
+    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+
+
+class DecoderPlan:
+    """The `ModelPlan` of a decoder.
+
+    Args:
+        checkpoint: an opened checkpoint of one of the families above.
+        dtype: of weights and KV; None means the checkpoint's own.
+
+    Raises:
+        ConfigError: the configuration is incomplete.
+        UnsupportedModelError: it asks for something that this decoder does not do.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None) -> None:
+        self.config = DecoderConfig.read(checkpoint.config)
+        self.dtype = dtype or stored_dtype(checkpoint)
+        # A checkpoint of the bare model, without the head, has no prefix.
+        self._prefix = "" if "embed_tokens.weight" in checkpoint.tensors else "model."
+        self.parameters = self._parameters()
+
+    @property
+    def max_model_len(self) -> int:
+        """The context that the configuration declares."""
+        return self.config.max_model_len
+
+    def build(self, tensors: Mapping[str, torch.Tensor]) -> Decoder:
+        """Collect the parameters layer by layer."""
+        return Decoder(self.config, self.dtype, tensors)
+
+    def _parameters(self) -> list[Parameter]:
+        c = self.config
+        parameters: list[Parameter] = []
+
+        def add(name: str, shape: tuple[int, ...], *sources: str | Source) -> None:
+            full = tuple(s if isinstance(s, Source) else Source(s) for s in sources)
+            parameters.append(Parameter(name, shape, self.dtype, full))
+
+        def add_fused(
+            name: str, kind: str, columns: int, prefix: str, parts: Mapping[str, int]
+        ) -> None:
+            """One matrix or bias out of several, one below the other."""
+            sources, row = [], 0
+            for part, rows in parts.items():
+                sources.append(Source(f"{prefix}.{part}.{kind}", (slice(row, row + rows),)))
+                row += rows
+            add(f"{name}.{kind}", (row, columns) if kind == "weight" else (row,), *sources)
+
+        add("embed", (c.vocab_size, c.hidden_size), f"{self._prefix}embed_tokens.weight")
+        qkv = dict(zip(("q_proj", "k_proj", "v_proj"), c.qkv_rows, strict=True))
+        gate_up = {"gate_proj": c.intermediate_size, "up_proj": c.intermediate_size}
+        for i in range(c.num_layers):
+            layer, stored = f"layers.{i}", f"{self._prefix}layers.{i}"
+            attention, mlp = f"{stored}.self_attn", f"{stored}.mlp"
+            add(f"{layer}.norm1", (c.hidden_size,), f"{stored}.input_layernorm.weight")
+            add_fused(f"{layer}.qkv", "weight", c.hidden_size, attention, qkv)
+            if c.qkv_bias:
+                add_fused(f"{layer}.qkv", "bias", c.hidden_size, attention, qkv)
+            if c.qk_norm:
+                add(f"{layer}.q_norm", (c.head_dim,), f"{attention}.q_norm.weight")
+                add(f"{layer}.k_norm", (c.head_dim,), f"{attention}.k_norm.weight")
+            add(f"{layer}.out.weight", (c.hidden_size, c.qkv_rows[0]), f"{attention}.o_proj.weight")
+            if c.out_bias:
+                add(f"{layer}.out.bias", (c.hidden_size,), f"{attention}.o_proj.bias")
+            add(f"{layer}.norm2", (c.hidden_size,), f"{stored}.post_attention_layernorm.weight")
+            add_fused(f"{layer}.gate_up", "weight", c.hidden_size, mlp, gate_up)
+            add(
+                f"{layer}.down.weight",
+                (c.hidden_size, c.intermediate_size),
+                f"{mlp}.down_proj.weight",
+            )
+            if c.mlp_bias:
+                add_fused(f"{layer}.gate_up", "bias", c.hidden_size, mlp, gate_up)
+                add(f"{layer}.down.bias", (c.hidden_size,), f"{mlp}.down_proj.bias")
+        add("norm", (c.hidden_size,), f"{self._prefix}norm.weight")
+        if not c.tied_embeddings:
+            add("head", (c.vocab_size, c.hidden_size), "lm_head.weight")
+        return parameters
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    weight: torch.Tensor  # [out, in]
+    bias: torch.Tensor | None  # [out]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor], name: str) -> _Linear:
+        return cls(tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    norm1: torch.Tensor
+    qkv: _Linear
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    out: _Linear
+    norm2: torch.Tensor
+    gate_up: _Linear
+    down: _Linear
+    window: int | None
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor], name: str, window: int | None) -> _Layer:
+        return cls(
+            norm1=tensors[f"{name}.norm1"],
+            qkv=_Linear.of(tensors, f"{name}.qkv"),
+            q_norm=tensors.get(f"{name}.q_norm"),
+            k_norm=tensors.get(f"{name}.k_norm"),
+            out=_Linear.of(tensors, f"{name}.out"),
+            norm2=tensors[f"{name}.norm2"],
+            gate_up=_Linear.of(tensors, f"{name}.gate_up"),
+            down=_Linear.of(tensors, f"{name}.down"),
+            window=window,
+        )
+
+
+class Decoder:
+    """The `Model` of the families above."""
+
+    def __init__(
+        self, config: DecoderConfig, dtype: torch.dtype, tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        c = self._config = config
+        layer_kv = LayerKV(c.num_kv_heads, c.head_dim, c.head_dim)
+        self.kv_layout = KVLayout((layer_kv,) * c.num_layers, dtype)
+        self.vocab_size = c.vocab_size
+        self._angles = RotaryAngles(c.head_dim, c.max_model_len, c.rope_theta, c.rope_scaling)
+        self._scale = c.head_dim**-0.5
+        self._embed = tensors["embed"]
+        self._layers = [
+            _Layer.of(tensors, f"layers.{i}", window) for i, window in enumerate(c.windows)
+        ]
+        self._norm = tensors["norm"]
+        self._head = tensors.get("head", self._embed)
+
+    def forward(self, batch: ModelInput, kv: KVView) -> torch.Tensor:
+        """See `Model.forward`."""
+        hidden = F.embedding(batch.token_ids, self._embed)  # [tokens, hidden]
+        cos, sin = self._angles(batch.positions, batch.context_lengths)
+        for i, layer in enumerate(self._layers):
+            hidden = hidden + self._attention(i, layer, hidden, cos, sin, kv)
+            hidden = hidden + self._mlp(layer, hidden)
+        return rms_norm(hidden, self._norm, self._config.norm_eps)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `Model.logits`."""
+        return F.linear(hidden, self._head).float()
+
+    def _attention(
+        self,
+        index: int,
+        layer: _Layer,
+        hidden: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        kv: KVView,
+    ) -> torch.Tensor:
+        c = self._config
+        qkv = layer.qkv(rms_norm(hidden, layer.norm1, c.norm_eps))
+        # [tokens, heads, head_dim] each
+        q, k, v = (part.unflatten(1, (-1, c.head_dim)) for part in qkv.split(c.qkv_rows, dim=1))
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = rms_norm(q, layer.q_norm, c.norm_eps)
+            k = rms_norm(k, layer.k_norm, c.norm_eps)
+        attended = kv.attend(
+            index,
+            rotary(q, cos, sin),
+            rotary(k, cos, sin),
+            v,
+            scale=self._scale,
+            window_tokens=layer.window,
+        )
+        return layer.out(attended.flatten(1))
+
+    def _mlp(self, layer: _Layer, hidden: torch.Tensor) -> torch.Tensor:
+        gate, up = layer.gate_up(rms_norm(hidden, layer.norm2, self._config.norm_eps)).chunk(2, 1)
+        return layer.down(F.silu(gate) * up)

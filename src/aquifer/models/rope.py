@@ -1,0 +1,132 @@
+"""Angles of the rotary embedding, with the ways of stretching it that checkpoints ask for.
+
+The frequencies follow the papers by way of Transformers' names for their parameters, so that a
+checkpoint gives the same tokens here and there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from aquifer.errors import ConfigError
+
+
+class RotaryAngles:
+    """cos and sin for positions, computed step by step: a table for the whole context of a long
+    model would take more memory than some models' weights.
+
+    Args:
+        head_dim: dimensions that are rotated.
+        max_positions: `max_position_embeddings` of the model.
+        theta: base of the frequencies.
+        scaling: `rope_scaling` or `rope_parameters` of the model's configuration.
+
+    Raises:
+        ConfigError: the kind of scaling is unknown, or a parameter of it is missing.
+    """
+
+    def __init__(
+        self, head_dim: int, max_positions: int, theta: float, scaling: Mapping[str, Any]
+    ) -> None:
+        kind = scaling.get("rope_type") or scaling.get("type") or "default"
+        self._head_dim = head_dim
+        self._max_positions = max_positions
+        self._theta = theta
+        self._dynamic_factor: float | None = None
+        self._magnitude = 1.0
+        # [head_dim / 2]
+        self._exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        self._frequencies = 1.0 / theta**self._exponents
+        try:
+            if kind == "linear":
+                self._frequencies = self._frequencies / scaling["factor"]
+            elif kind == "dynamic":
+                self._dynamic_factor = float(scaling["factor"])
+            elif kind == "llama3":
+                self._frequencies = _llama3(self._frequencies, scaling)
+            elif kind == "yarn":
+                self._frequencies, self._magnitude = _yarn(
+                    self._frequencies, theta, max_positions, scaling
+                )
+            elif kind != "default":
+                raise ConfigError(
+                    f"unknown rope scaling {kind!r}; known are linear, dynamic, llama3 and yarn"
+                )
+        except KeyError as error:
+            raise ConfigError(f"rope scaling {kind!r} lacks its parameter {error}") from error
+
+    def __call__(
+        self, positions: torch.Tensor, context_lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, sin), each [tokens, head_dim / 2], float32.
+
+        Args:
+            positions: [tokens].
+            context_lengths: [tokens], see `ModelInput`; it matters for dynamic scaling only.
+        """
+        frequencies = self._frequencies
+        if self._dynamic_factor is not None:
+            frequencies = self._dynamic(context_lengths)
+        angles = positions.to(torch.float32).unsqueeze(1) * frequencies
+        return angles.cos() * self._magnitude, angles.sin() * self._magnitude
+
+    def _dynamic(self, context_lengths: torch.Tensor) -> torch.Tensor:
+        """Frequencies of a base that grows with the context, [tokens, head_dim / 2]."""
+        assert self._dynamic_factor is not None
+        lengths = context_lengths.clamp(min=self._max_positions).to(torch.float32)
+        growth = self._dynamic_factor * lengths / self._max_positions - (self._dynamic_factor - 1)
+        base = self._theta * growth ** (self._head_dim / (self._head_dim - 2))
+        return 1.0 / base.unsqueeze(1) ** self._exponents
+
+
+def _llama3(frequencies: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
+    """Slow down low frequencies, leave high ones, blend in between (Llama 3.1)."""
+    factor = scaling["factor"]
+    original = scaling["original_max_position_embeddings"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    wavelengths = 2 * math.pi / frequencies
+    smooth = (original / wavelengths - low) / (high - low)
+    blended = (1 - smooth) * frequencies / factor + smooth * frequencies
+    scaled = torch.where(wavelengths > original / low, frequencies / factor, blended)
+    return torch.where(wavelengths < original / high, frequencies, scaled)
+
+
+def _yarn(
+    frequencies: torch.Tensor, theta: float, max_positions: int, scaling: Mapping[str, Any]
+) -> tuple[torch.Tensor, float]:
+    """Interpolate what turns slowly, keep what turns fast (YaRN, section 3.2), and the magnitude
+    that goes with it (section 3.4)."""
+    head_dim = 2 * len(frequencies)
+    original = scaling.get("original_max_position_embeddings") or max_positions
+    factor = scaling.get("factor") or max_positions / original
+
+    def dimension_of(num_rotations: float) -> float:
+        """The dimension that turns that often over the original context."""
+        return head_dim * math.log(original / (num_rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = dimension_of(scaling.get("beta_fast") or 32)
+    high = dimension_of(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    mixed = frequencies / factor * ramp + frequencies * (1 - ramp)
+
+    def magnitude(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    attention_factor = scaling.get("attention_factor")
+    if attention_factor is None:
+        mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        attention_factor = (
+            magnitude(mscale) / magnitude(mscale_all_dim)
+            if mscale and mscale_all_dim
+            else magnitude(1.0)
+        )
+    return mixed, float(attention_factor)

@@ -1,0 +1,215 @@
+"""A Hugging Face checkpoint directory: what is in it, checked before anything is loaded.
+
+Tensors are read from their byte ranges straight into their final place, which is why the header
+of safetensors files (an 8-byte length, a JSON table, then the data) is read here and not through
+the library: that one hands out tensors of its own, a second copy in memory for a moment.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aquifer.errors import ConfigError
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_MAX_HEADER_BYTES = 100 << 20  # the limit of the format's own library
+_CONVERT_BYTES = 8 << 20  # scratch for tensors that change their dtype while they are read
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor on disk."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset_bytes: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A directory with `config.json` and safetensors files."""
+
+    path: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
+        """Read the configuration and all tensor headers.
+
+        Raises:
+            ConfigError: there is no such directory, it holds no checkpoint, or a file in it is
+                damaged.
+        """
+        folder = Path(path).expanduser()
+        config = read_config(folder)
+        tensors: dict[str, StoredTensor] = {}
+        for file in _weight_files(folder):
+            tensors.update(_read_header(file))
+        return cls(folder, config, tensors)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors as stored."""
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        """Read a tensor into `out` (contiguous, on the CPU), converting if the dtypes differ.
+
+        Raises:
+            ConfigError: the file ended early or could not be read.
+        """
+        stored = self.tensors[name]
+        if stored.dtype == out.dtype:
+            _read_range(stored.file, stored.offset_bytes, out)
+            return
+        flat = out.view(-1)
+        step = max(_CONVERT_BYTES // stored.dtype.itemsize, 1)
+        scratch = torch.empty(min(step, flat.numel()), dtype=stored.dtype)
+        for start in range(0, flat.numel(), step):
+            part = flat[start : start + step]
+            piece = scratch[: part.numel()]
+            _read_range(stored.file, stored.offset_bytes + start * stored.dtype.itemsize, piece)
+            part.copy_(piece)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The parsed `config.json` of a checkpoint.
+
+    Raises:
+        ConfigError: there is none, or it is not a JSON object.
+    """
+    if not folder.exists():
+        raise ConfigError(f"no such model: {folder} does not exist")
+    file = folder / "config.json"
+    if not folder.is_dir() or not file.is_file():
+        raise ConfigError(
+            f"{folder} is not a checkpoint: give a directory that holds config.json and "
+            "model.safetensors"
+        )
+    return _read_json(file)
+
+
+def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """The dtype that a checkpoint declares, or else that of its largest tensor."""
+    declared = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
+    dtype = getattr(torch, str(declared).removeprefix("torch."), None)
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+        return dtype
+    return max(checkpoint.tensors.values(), key=lambda tensor: tensor.num_bytes).dtype
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"cannot read {file}: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"cannot read {file}: it holds no JSON object")
+    return content
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        others = sorted(p.name for p in folder.glob("*.bin")) + sorted(
+            p.name for p in folder.glob("*.gguf")
+        )
+        found = (
+            f" (found {', '.join(others[:3])}; convert it to safetensors first)" if others else ""
+        )
+        raise ConfigError(
+            f"{folder} holds neither model.safetensors nor model.safetensors.index.json{found}"
+        )
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConfigError(f"{index} has no weight_map")
+    files = [folder / name for name in sorted(set(weight_map.values()))]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise ConfigError(f"{folder} lacks {', '.join(missing)}, which its index names")
+    return files
+
+
+def _read_header(file: Path) -> dict[str, StoredTensor]:
+    file_bytes = file.stat().st_size
+    with file.open("rb") as stream:
+        prefix = stream.read(8)
+        header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 0 < header_bytes <= min(file_bytes - 8, _MAX_HEADER_BYTES):
+            raise ConfigError(f"{file} is truncated or not a safetensors file (bad header length)")
+        raw = stream.read(header_bytes)
+    data_start = 8 + header_bytes
+    try:
+        header = json.loads(raw)
+        return {
+            name: _stored_tensor(file, name, entry, data_start, file_bytes)
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{file} has a damaged safetensors header: {error}") from error
+
+
+def _stored_tensor(
+    file: Path, name: str, entry: dict[str, Any], data_start: int, file_bytes: int
+) -> StoredTensor:
+    if entry["dtype"] not in _DTYPES:
+        raise ConfigError(f"{file}: tensor {name!r} has the unknown dtype {entry['dtype']!r}")
+    dtype = _DTYPES[entry["dtype"]]
+    shape = tuple(int(n) for n in entry["shape"])
+    begin, end = (int(n) for n in entry["data_offsets"])
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if begin < 0 or end - begin != num_bytes:
+        raise ConfigError(
+            f"{file}: tensor {name!r} of shape {list(shape)} takes {num_bytes} bytes, the header "
+            f"gives it {end - begin}"
+        )
+    if data_start + end > file_bytes:
+        raise ConfigError(
+            f"{file} is truncated: tensor {name!r} ends at byte {data_start + end}, the file at "
+            f"{file_bytes}; download it again"
+        )
+    return StoredTensor(file, dtype, shape, data_start + begin, num_bytes)
+
+
+def _read_range(file: Path, offset_bytes: int, out: torch.Tensor) -> None:
+    """Fill a contiguous CPU tensor from a file, with no buffer in between."""
+    buffer = out.view(-1).view(torch.uint8).numpy().data
+    with file.open("rb", buffering=0) as stream:
+        stream.seek(offset_bytes)
+        done = 0
+        while done < len(buffer):
+            count = stream.readinto(buffer[done:])
+            if not count:
+                raise ConfigError(f"{file} ended early: it changed while it was read")
+            done += count
