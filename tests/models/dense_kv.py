@@ -1,0 +1,73 @@
+"""KV in plain tensors and attention one token at a time: slow, and simple enough to trust."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from aquifer.cache.base import IntArray, KVLayout, KVView, Spans
+
+
+class DenseKV:
+    """Room for `num_slots` sequences of `max_tokens` each."""
+
+    def __init__(self, layout: KVLayout, num_slots: int, max_tokens: int) -> None:
+        shape = (num_slots, max_tokens, layout.token_elements)
+        # Not a number, so that a read of what was never written shows in the result.
+        self._layers = layout.split(torch.full(shape, torch.nan, dtype=layout.dtype))
+
+    def view(self, slots: IntArray, starts: IntArray, counts: IntArray) -> KVView:
+        """One step, which writes [starts, starts + counts) of each slot."""
+        return _DenseView(self._layers, Spans.make(slots, starts, counts))
+
+
+class _DenseView:
+    def __init__(self, layers: list[tuple[torch.Tensor, torch.Tensor]], spans: Spans) -> None:
+        self._layers = layers
+        self._spans = spans
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        window_tokens: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        keys, values = self._layers[layer]
+        slots, positions = self._spans.rows()
+        assert query.shape[0] == key.shape[0] == value.shape[0] == len(slots)
+        keys[slots, positions] = key
+        values[slots, positions] = value
+        rows = [
+            _attend_one(
+                query[row],
+                keys[slot, _first(position, window_tokens) : position + 1],
+                values[slot, _first(position, window_tokens) : position + 1],
+                scale,
+                softcap,
+            )
+            for row, (slot, position) in enumerate(zip(slots, positions, strict=True))
+        ]
+        return torch.stack(rows)
+
+
+def _first(position: np.int64, window_tokens: int | None) -> int:
+    return 0 if window_tokens is None else max(0, int(position) + 1 - window_tokens)
+
+
+def _attend_one(
+    query: torch.Tensor,  # [heads, key_dim]
+    keys: torch.Tensor,  # [length, kv_heads, key_dim]
+    values: torch.Tensor,  # [length, kv_heads, value_dim]
+    scale: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    group = query.shape[0] // keys.shape[1]
+    scores = torch.einsum("hd,lhd->hl", query, keys.repeat_interleave(group, 1)) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    return torch.einsum("hl,lhd->hd", scores.softmax(-1), values.repeat_interleave(group, 1))

@@ -1,0 +1,493 @@
+"""Models of Transformers over our KV against their own forward, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tests.models.dense_kv import DenseKV
+
+from aquifer.errors import ConfigError, UnsupportedModelError
+from aquifer.memory.driver import open_driver
+from aquifer.memory.pool import Kind, Owner, PagePool
+from aquifer.models.base import Model, ModelInput
+from aquifer.models.transformers import TransformersPlan
+from aquifer.weights.checkpoint import Checkpoint
+from aquifer.weights.store import WeightStore
+
+VOCAB_SIZE = 97
+WINDOW_TOKENS = 5
+LENGTHS = (17, 4, 11)
+
+_GQA = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+CONFIGS: dict[str, Any] = {
+    "opt": lambda: transformers.OPTConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        ffn_dim=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        word_embed_proj_dim=32,
+    ),
+    "opt-350m-style": lambda: transformers.OPTConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        ffn_dim=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        word_embed_proj_dim=16,
+        do_layer_norm_before=False,
+    ),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=VOCAB_SIZE,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=64,
+        scale_attn_by_inverse_layer_idx=True,
+        pad_token_id=0,
+    ),
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+    ),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **_GQA,
+        head_dim=16,
+        sliding_window=WINDOW_TOKENS,
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=1.5,
+    ),
+    "gemma3_text": lambda: transformers.Gemma3TextConfig(
+        **{**_GQA, "num_hidden_layers": 6}, head_dim=16, sliding_window=WINDOW_TOKENS
+    ),
+    "phi3": lambda: transformers.Phi3Config(**_GQA, sliding_window=WINDOW_TOKENS),
+    "phi3-longrope": lambda: transformers.Phi3Config(
+        **_GQA,
+        original_max_position_embeddings=32,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [2.0, 3.0, 4.0, 5.0],
+        },
+    ),
+    "olmo2": lambda: transformers.Olmo2Config(**_GQA),
+    "mixtral": lambda: transformers.MixtralConfig(
+        **_GQA, num_local_experts=4, sliding_window=WINDOW_TOKENS, output_router_logits=True
+    ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **_GQA,
+        head_dim=16,
+        moe_intermediate_size=24,
+        num_experts=4,
+        num_experts_per_tok=2,
+        use_sliding_window=True,
+        sliding_window=WINDOW_TOKENS,
+        norm_topk_prob=True,
+    ),
+    "cohere": lambda: transformers.CohereConfig(**_GQA, logit_scale=0.25),
+    "granite": lambda: transformers.GraniteConfig(
+        **_GQA, logits_scaling=4.0, attention_multiplier=0.3, embedding_multiplier=2.0
+    ),
+    "gpt_bigcode": lambda: transformers.GPTBigCodeConfig(
+        vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=4, n_positions=64, multi_query=True
+    ),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **{**_GQA, "num_key_value_heads": 4},
+        moe_intermediate_size=24,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        kv_lora_rank=16,
+        q_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=12,
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(directory, Transformers' own model) of each architecture, with weights that matter."""
+    folder = tmp_path_factory.mktemp(request.param)
+    return folder, save_tiny(CONFIGS[request.param](), folder)
+
+
+def save_tiny(config: Any, folder: Path) -> Any:
+    torch.manual_seed(1)
+    # "eager", for some versions leave out Gemma 2's soft caps in the faster ones.
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    for tensor in model.parameters():
+        if tensor.ndim > 1:
+            # Large enough that attention is far from uniform and soft caps bend.
+            torch.nn.init.normal_(tensor, std=1.5 * tensor.shape[-1] ** -0.5)
+        else:
+            tensor.data += 0.2 * torch.randn_like(tensor)
+    model.save_pretrained(folder)
+    return model
+
+
+@contextmanager
+def loaded(folder: Path, dtype: torch.dtype | None = None) -> Iterator[tuple[Model, int]]:
+    """The model served from pages, and its longest context."""
+    checkpoint = Checkpoint.open(folder)
+    plan = TransformersPlan(checkpoint, dtype)
+    pool = PagePool(open_driver("cpu"), 8 << 20)
+    store = WeightStore(pool, Owner("tiny", Kind.WEIGHTS), plan.parameters)
+    try:
+        store.load(checkpoint)
+        yield plan.build(store.tensors), plan.max_model_len
+    finally:
+        store.close()
+
+
+def random_ids(length: int, seed: int) -> torch.Tensor:
+    return torch.randint(3, VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def served_logits(model: Model, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Logits of every token: all sequences in one batch, in chunks, then token by token."""
+    longest = max(len(ids) for ids in sequences)
+    kv = DenseKV(model.kv_layout, len(sequences), longest)
+    scores: list[list[torch.Tensor]] = [[] for _ in sequences]
+    done = [0] * len(sequences)
+    for chunk in (3, 5, 2, *[1] * longest):
+        # The last sequence starts a step late, so that positions in a batch are never in line.
+        late = max(len(sequences) - (not any(done)), 1)
+        work = [(i, min(chunk, len(s) - done[i])) for i, s in enumerate(sequences[:late])]
+        work = [(i, count) for i, count in reversed(work) if count > 0]
+        if not work:
+            break
+        slots = np.array([i for i, _ in work])
+        counts = np.array([count for _, count in work])
+        starts = np.array([done[i] for i, _ in work])
+        ids = torch.cat([sequences[i][done[i] : done[i] + count] for i, count in work])
+        positions = torch.cat([torch.arange(done[i], done[i] + count) for i, count in work])
+        batch = ModelInput(ids, positions, positions + 1)
+        with torch.inference_mode():
+            rows = model.logits(model.forward(batch, kv.view(slots, starts, counts)))
+        for (i, count), part in zip(work, rows.split(counts.tolist()), strict=True):
+            scores[i].append(part)
+            done[i] += count
+    return [torch.cat(parts) for parts in scores]
+
+
+@torch.inference_mode()
+def own_logits(model: Any, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [model(ids[None], use_cache=False).logits[0] for ids in sequences]
+
+
+def assert_same_logits(model: Model, reference: Any) -> None:
+    sequences = [random_ids(length, seed) for seed, length in enumerate(LENGTHS)]
+    expected = own_logits(reference, sequences)
+    actual = served_logits(model, sequences)
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert theirs.std() > 0.05  # or the comparison would say nothing
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_logits_equal_transformers(saved: Any) -> None:
+    folder, reference = saved
+    with loaded(folder) as (model, _):
+        assert model.vocab_size == VOCAB_SIZE
+        assert model.kv_layout.dtype == torch.float32
+        assert_same_logits(model, reference)
+
+
+def test_rounding_is_no_reason_to_refuse(saved: Any) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        with loaded(saved[0], dtype) as (model, _):
+            assert model.kv_layout.dtype == dtype
+
+
+def test_planning_reads_no_weights_and_takes_no_memory_for_them(saved: Any) -> None:
+    folder, reference = saved
+    plan = TransformersPlan(Checkpoint.open(folder), None)
+    sizes = {name: tensor.numel() for name, tensor in reference.named_parameters()}
+    buffers = dict(reference.named_buffers())
+    for parameter in plan.parameters:
+        numel = sizes.pop(parameter.name, None) or buffers[parameter.name].numel()
+        assert parameter.num_bytes == 4 * numel
+    assert not sizes  # every parameter once, tied ones under one name
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "phi3", "mixtral", "qwen3_moe"])
+def test_windows_matter(name: str, tmp_path: Path) -> None:
+    """Without its window, each of these computes something else: the tests above can fail."""
+    config = CONFIGS[name]()
+    reference = save_tiny(config, tmp_path)
+    ids = random_ids(LENGTHS[0], 0)
+    windowed = own_logits(reference, [ids])[0]
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            json.loads((tmp_path / "config.json").read_text())
+            | {"sliding_window": 64, "layer_types": getattr(config, "layer_types", None)}
+        )
+    )
+    with loaded(tmp_path) as (model, _):
+        ours = served_logits(model, [ids])[0]
+    torch.testing.assert_close(ours[:WINDOW_TOKENS], windowed[:WINDOW_TOKENS], rtol=1e-4, atol=1e-4)
+    assert (ours[-1] - windowed[-1]).abs().max() > 1e-2
+
+
+def test_half_precision_and_dtype_choice(tmp_path: Path) -> None:
+    reference = save_tiny(CONFIGS["qwen3_moe"](), tmp_path)
+    with loaded(tmp_path, torch.bfloat16) as (model, _):
+        assert model.kv_layout.dtype == torch.bfloat16
+        ids = random_ids(8, 0)
+        ours = served_logits(model, [ids])[0]
+        assert ours.dtype == torch.float32
+        # The median, for a token whose experts tie may go to another one.
+        assert torch.cosine_similarity(ours, own_logits(reference, [ids])[0]).median() > 0.99
+    edit_config(tmp_path, dtype="bfloat16")
+    assert {p.dtype for p in TransformersPlan(Checkpoint.open(tmp_path), None).parameters} == {
+        torch.bfloat16
+    }
+    edit_config(tmp_path, dtype=None)
+    assert {p.dtype for p in TransformersPlan(Checkpoint.open(tmp_path), None).parameters} == {
+        torch.float32
+    }
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def rename_tensors(folder: Path, rename: Any, **extra: torch.Tensor) -> None:
+    """Rewrite the tensors of a checkpoint; `rename` gives (new name, tensor) pairs for each."""
+    file = folder / "model.safetensors"
+    tensors = dict(pair for item in load_file(file).items() for pair in rename(*item))
+    save_file({name: tensor.contiguous() for name, tensor in (tensors | extra).items()}, file)
+
+
+def test_gpt2_without_prefix_and_with_old_masks(tmp_path: Path) -> None:
+    """The hub's gpt2: names of the base model, and masks that are no parameters any more."""
+    reference = save_tiny(CONFIGS["gpt2"](), tmp_path)
+    rename_tensors(
+        tmp_path,
+        lambda name, tensor: [(name.removeprefix("transformer."), tensor)],
+        **{"h.0.attn.bias": torch.ones(1, 1, 64, 64), "h.0.attn.masked_bias": torch.ones(())},
+    )
+    assert "wte.weight" in Checkpoint.open(tmp_path).tensors
+    with loaded(tmp_path) as (model, _):
+        assert_same_logits(model, reference)
+
+
+def test_tied_head_under_its_other_name(tmp_path: Path) -> None:
+    reference = save_tiny(CONFIGS["gpt2"](), tmp_path)
+    other_names = {"transformer.wte.weight": "lm_head.weight"}
+    rename_tensors(tmp_path, lambda name, tensor: [(other_names.get(name, name), tensor)])
+    with loaded(tmp_path) as (model, _):
+        assert_same_logits(model, reference)
+
+
+def mixtral_experts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    name = name.replace(".mlp.", ".block_sparse_moe.")
+    return split_experts(name, tensor, ("w1", "w3"), "w2")
+
+
+def qwen_experts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    return split_experts(name, tensor, ("gate_proj", "up_proj"), "down_proj")
+
+
+def split_experts(
+    name: str, tensor: torch.Tensor, gate_up: tuple[str, str], down: str
+) -> list[tuple[str, torch.Tensor]]:
+    stem, _, leaf = name.rpartition(".")
+    if leaf == "gate_up_proj":
+        return [
+            (f"{stem}.{expert}.{part}.weight", matrix)
+            for expert, both in enumerate(tensor)
+            for part, matrix in zip(gate_up, both.chunk(2), strict=True)
+        ]
+    if leaf == "down_proj":
+        return [(f"{stem}.{e}.{down}.weight", matrix) for e, matrix in enumerate(tensor)]
+    return [(name, tensor)]
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "stored"),
+    [
+        ("mixtral", mixtral_experts, "model.layers.1.block_sparse_moe.experts.10.w3.weight"),
+        ("qwen3_moe", qwen_experts, "model.layers.1.mlp.experts.10.up_proj.weight"),
+    ],
+)
+@pytest.mark.parametrize("layout", ["hub", "fused"])
+def test_experts_stored_singly_or_fused(
+    name: str, split: Any, stored: str, layout: str, tmp_path: Path
+) -> None:
+    """Twelve experts, for in the order of letters 10 comes before 2."""
+    config = CONFIGS[name]()
+    setattr(config, "num_local_experts" if name == "mixtral" else "num_experts", 12)
+    reference = save_tiny(config, tmp_path)
+    state = reference.state_dict()
+    if layout == "hub":
+        state = dict(pair for item in state.items() for pair in split(*item))
+    save_file({key: t.contiguous() for key, t in state.items()}, tmp_path / "model.safetensors")
+    assert (stored in Checkpoint.open(tmp_path).tensors) == (layout == "hub")
+    with loaded(tmp_path) as (model, _):
+        assert_same_logits(model, reference)
+
+
+def test_contexts_end_where_rotary_scaling_would_depend_on_the_batch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_tiny(CONFIGS["phi3-longrope"](), tmp_path)
+    plan = TransformersPlan(Checkpoint.open(tmp_path), None)
+    assert plan.max_model_len == 32
+    assert "32 of 64" in caplog.text
+
+
+def test_unsound_configuration_is_no_unsupported_model(tmp_path: Path) -> None:
+    save_tiny(CONFIGS["olmo2"](), tmp_path)
+    edit_config(tmp_path, hidden_size="wide")
+    with pytest.raises(
+        ConfigError, match=r"config\.json is no sound olmo2 configuration"
+    ) as caught:
+        TransformersPlan(Checkpoint.open(tmp_path), None)
+    assert not isinstance(caught.value, UnsupportedModelError)
+
+
+def test_missing_tensor_is_named(tmp_path: Path) -> None:
+    save_tiny(CONFIGS["olmo2"](), tmp_path)
+    rename_tensors(
+        tmp_path, lambda name, tensor: [] if name == "lm_head.weight" else [(name, tensor)]
+    )
+    with pytest.raises(ConfigError, match=r"lacks the tensor 'lm_head\.weight'"):
+        TransformersPlan(Checkpoint.open(tmp_path), None)
+
+
+def test_missing_expert_is_noticed(tmp_path: Path) -> None:
+    reference = save_tiny(CONFIGS["mixtral"](), tmp_path)
+    state = dict(pair for item in reference.state_dict().items() for pair in mixtral_experts(*item))
+    del state["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
+    save_file({key: t.contiguous() for key, t in state.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.experts\.gate_up_proj"):
+        TransformersPlan(Checkpoint.open(tmp_path), None)
+
+
+_SMALL: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2}
+_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "T5ForConditionalGeneration": ({"model_type": "t5", "d_model": 32}, "encoder-decoder"),
+    "BartForConditionalGeneration": ({"model_type": "bart", "d_model": 32}, "encoder-decoder"),
+    "BertForMaskedLM": (
+        {"model_type": "bert", "num_attention_heads": 4, **_SMALL},
+        "not causal",
+    ),
+    "MambaForCausalLM": ({"model_type": "mamba", **_SMALL}, "recurrent state"),
+    "JambaForCausalLM": ({"model_type": "jamba", **_SMALL}, "recurrent state"),
+    "FalconH1ForCausalLM": ({"model_type": "falcon_h1", **_SMALL}, "recurrent state"),
+    "RwkvForCausalLM": ({"model_type": "rwkv", **_SMALL}, "recurrent state"),
+    "Lfm2ForCausalLM": (
+        {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], **_SMALL},
+        "layers of type conv",
+    ),
+    "BloomForCausalLM": ({"model_type": "bloom", "n_head": 4, **_SMALL}, "ALiBi"),
+    "MptForCausalLM": ({"model_type": "mpt", "d_model": 32}, "ALiBi"),
+    "FalconForCausalLM": ({"model_type": "falcon", "alibi": True, **_SMALL}, "ALiBi"),
+    "GPTJForCausalLM": ({"model_type": "gptj"}, "does not let attention be replaced"),
+    "GptOssForCausalLM": (
+        {"model_type": "gpt_oss", "num_local_experts": 2, "intermediate_size": 32, **_SMALL},
+        "attention sinks",
+    ),
+    "Llama4ForCausalLM": ({"model_type": "llama4_text"}, "attn_temperature_tuning"),
+    "Gemma3ForConditionalGeneration": ({"model_type": "gemma3"}, "multimodal"),
+    "AcmeForCausalLM": ({"model_type": "acme"}, "does not know 'acme'"),
+    "CustomForCausalLM": (
+        {"model_type": "custom", "auto_map": {"AutoModelForCausalLM": "m.CustomForCausalLM"}},
+        "code that comes with a checkpoint is never run",
+    ),
+    "OlmoForCausalLM": (
+        {"model_type": "olmo", "quantization_config": {"quant_method": "gptq"}, **_SMALL},
+        "quantised",
+    ),
+}
+
+
+@pytest.mark.parametrize("architecture", _REFUSED)
+def test_refused_before_weights_are_read(architecture: str, tmp_path: Path) -> None:
+    config, reason = _REFUSED[architecture]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
+    save_file({"some.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=reason) as caught:
+        TransformersPlan(Checkpoint.open(tmp_path), None)
+    assert caught.value.architecture == architecture
+    assert str(caught.value).startswith(f"cannot serve {architecture}: ")
+
+
+def test_bidirectional_mask_is_refused_by_the_probe(tmp_path: Path) -> None:
+    save_tiny(CONFIGS["gemma3_text"](), tmp_path)
+    edit_config(tmp_path, use_bidirectional_attention=True)
+    with pytest.raises(UnsupportedModelError, match=r"mask|causal"), loaded(tmp_path):
+        pass
+
+
+def test_chunked_attention_is_refused_unless_one_chunk_holds_the_context(tmp_path: Path) -> None:
+    config = transformers.Llama4TextConfig(
+        **_GQA,
+        intermediate_size_mlp=48,
+        head_dim=8,
+        num_local_experts=2,
+        attention_chunk_size=16,
+        attn_temperature_tuning=False,
+        layer_types=["chunked_attention"] * 3,
+    )
+    reference = save_tiny(config, tmp_path)
+    with (
+        pytest.raises(UnsupportedModelError, match="neither causal nor a sliding"),
+        loaded(tmp_path),
+    ):
+        pass
+    edit_config(tmp_path, attention_chunk_size=64)
+    reference.config.attention_chunk_size = 64
+    with loaded(tmp_path) as (model, _):
+        assert_same_logits(model, reference)
+
+
+def test_two_models_from_one_plan_do_not_share_state(tmp_path: Path) -> None:
+    save_tiny(CONFIGS["olmo2"](), tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    plan = TransformersPlan(checkpoint, None)
+    pool = PagePool(open_driver("cpu"), 8 << 20)
+    store = WeightStore(pool, Owner("tiny", Kind.WEIGHTS), plan.parameters)
+    store.load(checkpoint)
+    first = plan.build(store.tensors)
+    plan.build({name: torch.zeros_like(tensor) for name, tensor in store.tensors.items()})
+    ids = random_ids(6, 0)
+    assert served_logits(first, [ids])[0].abs().max() > 0
+    store.close()

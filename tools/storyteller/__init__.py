@@ -1,0 +1,1 @@
+"""Makes the small storytelling model that demonstrations and tests can serve anywhere."""
