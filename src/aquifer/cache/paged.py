@@ -51,8 +51,8 @@ class PagedCache:
         blocks_per_seq = -(-max_tokens // block_size)
         num_blocks = min(pool.budget_bytes // self._block_bytes + 1, max_seqs * blocks_per_seq)
         self._range = VirtualRange(pool.driver, num_blocks * self._block_bytes, pool.page_bytes)
-        # [blocks * block_size, token_elements]
-        tokens = self._range.tensor((num_blocks * block_size, layout.token_elements), layout.dtype)
+        # [blocks, block_size, token_elements]
+        tokens = self._range.tensor((num_blocks, block_size, layout.token_elements), layout.dtype)
         self._layers = layout.split(tokens)
         self._free_blocks = list(range(num_blocks))  # a heap: the lowest comes first
         self._page_users = np.zeros(self._range.num_pages, np.int64)  # blocks in use on each page
@@ -114,19 +114,16 @@ class PagedCache:
         self._pool.release(handles)
 
     def view(self, spans: Spans) -> PagedView:
-        """Rows of the step's tokens, and of all tokens that they attend to."""
+        """Blocks of the step's tokens, and the tables through which they see the others."""
         slots, positions = spans.rows()
         blocks = self._tables[slots, positions // self._block_size]
-        in_block = np.arange(self._block_size)
-        rows = []
-        for slot, length in zip(
-            spans.slots.tolist(), (spans.starts + spans.counts).tolist(), strict=True
-        ):
-            table = self._tables[slot, : -(-length // self._block_size)]
-            all_rows = (table[:, None] * self._block_size + in_block).ravel()[:length]
-            rows.append(torch.from_numpy(all_rows))
-        write_rows = blocks * self._block_size + positions % self._block_size
-        return PagedView(self._layers, spans, torch.from_numpy(write_rows), rows)
+        return PagedView(
+            self._layers,
+            torch.from_numpy(self._tables),
+            spans,
+            torch.from_numpy(blocks),
+            torch.from_numpy(positions % self._block_size),
+        )
 
     def stats(self, written_tokens: int) -> CacheStats:
         """Waste is the empty tail of last blocks, and of pages that are partly in use."""
@@ -157,13 +154,16 @@ class PagedView:
     def __init__(
         self,
         layers: list[tuple[torch.Tensor, torch.Tensor]],
+        tables: torch.Tensor,
         spans: Spans,
-        write_rows: torch.Tensor,
-        rows: list[torch.Tensor],
+        row_blocks: torch.Tensor,
+        row_offsets: torch.Tensor,
     ) -> None:
         self._layers = layers
-        self._write_rows = write_rows  # [tokens]
-        self._rows = rows  # for each sequence, [its length]
+        self._tables = tables
+        self._row_blocks = row_blocks  # [tokens], where each of the step's tokens goes
+        self._row_offsets = row_offsets  # [tokens], and at which place in that block
+        self._slots = spans.slots.tolist()
         self._starts = spans.starts.tolist()
         self._offsets = spans.offsets.tolist()
 
@@ -180,14 +180,15 @@ class PagedView:
     ) -> torch.Tensor:
         """See `KVView.attend`."""
         keys, values = self._layers[layer]
-        keys[self._write_rows] = key
-        values[self._write_rows] = value
+        keys[self._row_blocks, self._row_offsets] = key
+        values[self._row_blocks, self._row_offsets] = value
         out = query.new_empty(*query.shape[:2], value.shape[-1])
         attention_paged(
             query,
             keys,
             values,
-            self._rows,
+            self._tables,
+            self._slots,
             self._starts,
             self._offsets,
             out,

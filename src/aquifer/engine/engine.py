@@ -38,11 +38,15 @@ from aquifer.errors import (
 from aquifer.memory.driver import open_driver
 from aquifer.memory.driver.base import Driver
 from aquifer.memory.pool import Kind, Owner, PagePool
+from aquifer.memory.stock import PageStocker
 from aquifer.models import ModelPlan, plan_model
 from aquifer.weights.checkpoint import Checkpoint
 from aquifer.weights.store import Placement, WeightStore
 
 _log = logging.getLogger(__name__)
+
+_STOCK_BYTES = 32 << 20
+"""Pages to keep in stock: several steps' growth of a large batch, little beside any model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +90,14 @@ class Engine:
         pool: PagePool,
         served: dict[str, _Served],
         scheduler: Scheduler,
+        stocker: PageStocker,
         resources: ExitStack,
     ) -> None:
         self.config = config
         self.pool = pool
         self._served = served
         self._scheduler = scheduler
+        self._stocker = stocker
         self._resources = resources
         self._requests: dict[str, tuple[Lane, Sequence]] = {}
         self._num_arrivals = 0
@@ -130,7 +136,10 @@ class Engine:
             served = {p.spec.name: _load(config, pool, p, on_progress, resources) for p in planned}
             for model in served.values():
                 scheduler.add_lane(model.lane)
-            engine = cls(config, pool, served, scheduler, resources.pop_all())
+            stocker = PageStocker(pool, _STOCK_BYTES)
+            stocker.start()
+            resources.callback(stocker.close)
+            engine = cls(config, pool, served, scheduler, stocker, resources.pop_all())
         engine._check_room()
         return engine
 
@@ -196,6 +205,7 @@ class Engine:
         plan = self._scheduler.plan()
         outputs = self._scheduler.take_failed()
         if plan is not None:
+            self._stocker.wake()
             sampled = self._served[plan.lane.name].runner.run(plan)
             outputs += self._scheduler.commit(plan, sampled)
         for output in outputs:

@@ -247,10 +247,8 @@ class LLM:
 
 def _is_one_prompt(prompts: Any) -> bool:
     """Text, a mapping, or a list of token ids; not a list of any of these."""
-    return (
-        isinstance(prompts, (str, Mapping))
-        or (len(prompts) > 0
-        and all(isinstance(token_id, int) for token_id in prompts))
+    return isinstance(prompts, (str, Mapping)) or (
+        len(prompts) > 0 and all(isinstance(token_id, int) for token_id in prompts)
     )
 
 

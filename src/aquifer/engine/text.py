@@ -26,6 +26,16 @@ from aquifer.engine.request import (
 )
 from aquifer.errors import ConfigError, RequestError
 
+# What a template can raise: it calls methods and does arithmetic on what the client sent.
+_TEMPLATE_ERRORS = (
+    TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 _PRIMING_TOKENS = 5  # of the prompt, so that the first output token gets its leading space right
 
 
@@ -83,8 +93,15 @@ class Tokenizer:
         return int(self.backend.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
-        return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        """Token ids of a text.
+
+        Raises:
+            RequestError: it is no Unicode: it has lone surrogates, which JSON can spell.
+        """
+        try:
+            return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        except TypeError as error:
+            raise RequestError("the text is not valid Unicode", param="prompt") from error
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that are no whole character become U+FFFD."""
@@ -117,7 +134,7 @@ class Tokenizer:
                 **self._special_tokens,
                 **template_args,
             )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+        except _TEMPLATE_ERRORS as error:
             raise RequestError(
                 f"the model's chat template refused the messages: {error}", param="messages"
             ) from error

@@ -60,7 +60,8 @@ def attention_paged(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    rows: Sequence[torch.Tensor],
+    tables: torch.Tensor,
+    slots: Sequence[int],
     starts: Sequence[int],
     offsets: Sequence[int],
     out: torch.Tensor,
@@ -73,23 +74,30 @@ def attention_paged(
 
     Args:
         query: [tokens, heads, key_dim].
-        keys: [rows, kv_heads, key_dim]: all blocks, token by token.
-        values: [rows, kv_heads, value_dim].
-        rows: for each sequence, [length] int64: the row of each of its tokens.
-        starts: as in `attention_contiguous`, and so the rest.
+        keys: [blocks, block_size, kv_heads, key_dim].
+        values: [blocks, block_size, kv_heads, value_dim].
+        tables: [slots, max_blocks] int64: the blocks of each slot's sequence, in order.
+        slots: [num_seqs], and so the rest as in `attention_contiguous`.
+        starts: [num_seqs].
         offsets: [num_seqs + 1].
         out: [tokens, heads, value_dim], overwritten.
         scale: factor on the dot products.
         window_tokens: see `KVView.attend`.
         softcap: see `KVView.attend`.
     """
-    for i, start in enumerate(starts):
+    block_size = keys.shape[1]
+    for i, (slot, start) in enumerate(zip(slots, starts, strict=True)):
         begin, end = offsets[i], offsets[i + 1]
         first = _first_key(start, window_tokens)
+        length = start + end - begin
+        first_block = first // block_size
+        blocks = tables[slot, first_block : -(-length // block_size)]
+        # Tokens [first, length), counted from the first block that is gathered.
+        tokens = slice(first - first_block * block_size, length - first_block * block_size)
         out[begin:end] = _attend(
             query[begin:end],
-            keys[rows[i][first:]],
-            values[rows[i][first:]],
+            keys[blocks].flatten(0, 1)[tokens],
+            values[blocks].flatten(0, 1)[tokens],
             start - first,
             scale,
             window_tokens,

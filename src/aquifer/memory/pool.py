@@ -8,10 +8,14 @@ Every page is in one of three places, and the equation below holds between any t
 kept, mapped nowhere, because creating one costs far more than handing one out again; beyond the
 watermark they really go back to the system. The pool never chooses a victim: when it is short it
 calls its reclaim hook, and if that does not help it answers None.
+
+All methods but one are for the engine's loop. `stock` alone is for a second thread: it creates
+idle pages ahead of need, so that the loop finds them made.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -41,8 +45,11 @@ class Owner:
         return f"{self.model}/{self.kind}"
 
 
-_NOBODY = Owner("", Kind.KV)
+_NOBODY = Owner("nobody", Kind.KV)
 """Who last wrote to a page of unknown contents: nobody asks for these, so all get it zeroed."""
+
+_UNTOUCHED = Owner("untouched", Kind.KV)
+"""Whose idle pages are fresh from the driver: zero, so anybody may have them as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +88,12 @@ class _Idle:
     def __len__(self) -> int:
         return sum(map(len, self.by_owner.values()))
 
-    def take_own(self, owner: Owner, count: int) -> list[Handle]:
-        """Up to `count` pages that `owner` itself used last: these need no zeroing."""
+    def count(self, owner: Owner) -> int:
+        """Pages that `owner` used last."""
+        return len(self.by_owner.get(owner, ()))
+
+    def take(self, owner: Owner, count: int) -> list[Handle]:
+        """Up to `count` pages that `owner` used last."""
         pages = self.by_owner.get(owner, [])
         cut = max(len(pages) - count, 0)
         taken = pages[cut:]
@@ -94,7 +105,7 @@ class _Idle:
         taken: list[Handle] = []
         while len(taken) < count and self.by_owner:
             owner = max(self.by_owner, key=lambda o: len(self.by_owner[o]))
-            taken += self.take_own(owner, count - len(taken))
+            taken += self.take(owner, count - len(taken))
             if not self.by_owner[owner]:
                 del self.by_owner[owner]
         return taken
@@ -138,6 +149,11 @@ class PagePool:
         self._idle: dict[int, _Idle] = {}
         self._in_use_bytes: Counter[Owner] = Counter()
         self._idle_bytes = 0
+        # Held while pages are created. Whoever wants both takes this one first.
+        self._creating = threading.RLock()
+        # Held while the books above are read or written. `stock` lets go of it while the system
+        # makes pages, so that the loop can go on meanwhile.
+        self._books = threading.RLock()
 
     @property
     def created_bytes(self) -> int:
@@ -161,35 +177,42 @@ class PagePool:
             DriverError: the device refused; nothing is leaked, nothing is in use.
         """
         page_bytes = page_bytes or self.page_bytes
-        while (missing := count * page_bytes - self._within_reach_bytes(page_bytes)) > 0:
-            if self.on_short is None or not self.on_short(missing):
-                return None
-        idle = self._idle.setdefault(page_bytes, _Idle())
-        own = idle.take_own(owner, count)
-        room = (self.budget_bytes - self.created_bytes) // page_bytes
-        foreign: list[Handle] = []
-        try:
-            # Creating costs about as much as zeroing, but leaves other owners' bytes where
-            # they may still be of use to them; so foreign pages come last.
-            num_new = min(room, count - len(own))
-            foreign = idle.take_any(count - len(own) - num_new)
-            if foreign:
-                self.driver.zero(foreign)
-            num_new = count - len(own) - len(foreign)
-            self._give_back_other_sizes(page_bytes, num_new)
-            new = self.driver.create(page_bytes, num_new) if num_new else []
-        except DriverError:
-            # `foreign` may be zeroed or not: under an owner that no one else has, it is zeroed
-            # again before its next use.
-            idle.put(owner, own)
-            idle.put(_NOBODY, foreign)
-            raise
-        self._idle_bytes -= (len(own) + len(foreign)) * page_bytes
-        handles = own + foreign + new
-        for handle in handles:
-            self._pages[handle] = _Page(page_bytes, owner)
-        self._in_use_bytes[owner] += count * page_bytes
-        return handles
+        with self._books:
+            idle = self._idle.setdefault(page_bytes, _Idle())
+            if idle.count(owner) + idle.count(_UNTOUCHED) >= count:
+                ready = idle.take(owner, count)
+                ready += idle.take(_UNTOUCHED, count - len(ready))
+                self._idle_bytes -= count * page_bytes
+                return self._hand_out(ready, owner, page_bytes)
+        with self._creating, self._books:
+            return self._acquire_slowly(owner, count, page_bytes, idle)
+
+    def stock(self, target_bytes: int, batch_pages: int = 16) -> bool:
+        """Create a batch of idle pages, if fewer than `target_bytes` are untouched and idle.
+
+        May be called from another thread than the other methods.
+
+        Returns: whether there may be more to do.
+
+        Raises:
+            DriverError: the device refused; nothing has changed.
+        """
+        with self._creating:
+            with self._books:
+                idle = self._idle.setdefault(self.page_bytes, _Idle())
+                missing_bytes = min(
+                    target_bytes - idle.count(_UNTOUCHED) * self.page_bytes,
+                    self.keep_idle_bytes - self._idle_bytes,
+                    self.budget_bytes - self.created_bytes,
+                )
+            count = min(missing_bytes // self.page_bytes, batch_pages)
+            if count <= 0:
+                return False
+            handles = self.driver.create(self.page_bytes, count)
+            with self._books:
+                idle.put(_UNTOUCHED, handles)
+                self._idle_bytes += count * self.page_bytes
+        return True
 
     def share(self, handles: Sequence[Handle]) -> None:
         """Add a reference to each page; each must be released once more."""
@@ -219,44 +242,49 @@ class PagePool:
 
         Pages without references become idle; what exceeds the watermark goes back to the system.
         """
-        done: dict[tuple[int, Owner], list[Handle]] = {}
-        for handle in handles:
-            page = self._pages.get(handle)
-            if page is None:
-                raise InvariantError(f"page {handle} was released by someone who does not hold it")
-            page.num_references -= 1
-            if page.num_references == 0:
-                del self._pages[handle]
-                done.setdefault((page.page_bytes, page.owner), []).append(handle)
-        for (page_bytes, owner), group in done.items():
-            self._in_use_bytes[owner] -= len(group) * page_bytes
-            self._idle_bytes += len(group) * page_bytes
-            self._idle.setdefault(page_bytes, _Idle()).put(owner, group)
-        self.trim(self.keep_idle_bytes)
+        with self._books:
+            done: dict[tuple[int, Owner], list[Handle]] = {}
+            for handle in handles:
+                page = self._pages.get(handle)
+                if page is None:
+                    raise InvariantError(
+                        f"page {handle} was released by someone who does not hold it"
+                    )
+                page.num_references -= 1
+                if page.num_references == 0:
+                    del self._pages[handle]
+                    done.setdefault((page.page_bytes, page.owner), []).append(handle)
+            for (page_bytes, owner), group in done.items():
+                self._in_use_bytes[owner] -= len(group) * page_bytes
+                self._idle_bytes += len(group) * page_bytes
+                self._idle.setdefault(page_bytes, _Idle()).put(owner, group)
+            self.trim(self.keep_idle_bytes)
 
     def trim(self, keep_bytes: int = 0) -> int:
         """Give idle pages back to the system until at most `keep_bytes` are left idle.
 
         Returns: the bytes given back.
         """
-        given_bytes = 0
-        for page_bytes, idle in self._idle.items():
-            excess = -(-(self._idle_bytes - keep_bytes) // page_bytes)
-            if excess > 0:
-                handles = idle.take_any(excess)
-                self.driver.release(handles)
-                self._idle_bytes -= len(handles) * page_bytes
-                given_bytes += len(handles) * page_bytes
-        return given_bytes
+        with self._books:
+            given_bytes = 0
+            for page_bytes, idle in self._idle.items():
+                excess = -(-(self._idle_bytes - keep_bytes) // page_bytes)
+                if excess > 0:
+                    handles = idle.take_any(excess)
+                    self.driver.release(handles)
+                    self._idle_bytes -= len(handles) * page_bytes
+                    given_bytes += len(handles) * page_bytes
+            return given_bytes
 
     def usage(self) -> PoolUsage:
         """The whole budget, accounted for."""
-        return PoolUsage(
-            budget_bytes=self.budget_bytes,
-            in_use_bytes={o: n for o, n in sorted(self._in_use_bytes.items()) if n},
-            idle_bytes=self._idle_bytes,
-            uncreated_bytes=self.budget_bytes - self.created_bytes,
-        )
+        with self._books:
+            return PoolUsage(
+                budget_bytes=self.budget_bytes,
+                in_use_bytes={o: n for o, n in sorted(self._in_use_bytes.items()) if n},
+                idle_bytes=self._idle_bytes,
+                uncreated_bytes=self.budget_bytes - self.created_bytes,
+            )
 
     def check(self) -> None:
         """Verify the accounting against the page records.
@@ -264,34 +292,79 @@ class PagePool:
         Raises:
             InvariantError: an equation of docs/memory.md does not hold.
         """
-        in_use: Counter[Owner] = Counter()
-        for handle, page in self._pages.items():
-            in_use[page.owner] += page.page_bytes
-            if page.num_references < 1:
-                raise InvariantError(f"M2: page {handle} is in use without a reference")
-        idle_handles = [
-            handle
-            for idle in self._idle.values()
-            for handles in idle.by_owner.values()
-            for handle in handles
-        ]
-        idle_bytes = sum(page_bytes * len(idle) for page_bytes, idle in self._idle.items())
-        if +in_use != +self._in_use_bytes:
-            raise InvariantError(f"M1: owners hold {in_use}, the ledger says {self._in_use_bytes}")
-        if idle_bytes != self._idle_bytes:
-            raise InvariantError(f"M1: {idle_bytes} bytes idle, the ledger says {self._idle_bytes}")
-        if len(set(idle_handles)) != len(idle_handles) or set(idle_handles) & self._pages.keys():
-            raise InvariantError("M3: a page is in two places")
-        if self.created_bytes > self.budget_bytes:
-            raise InvariantError(
-                f"M1: {self.created_bytes} bytes exist in a budget of {self.budget_bytes}"
-            )
+        with self._books:
+            in_use: Counter[Owner] = Counter()
+            for handle, page in self._pages.items():
+                in_use[page.owner] += page.page_bytes
+                if page.num_references < 1:
+                    raise InvariantError(f"M2: page {handle} is in use without a reference")
+            idle_handles = [
+                handle
+                for idle in self._idle.values()
+                for handles in idle.by_owner.values()
+                for handle in handles
+            ]
+            idle_bytes = sum(page_bytes * len(idle) for page_bytes, idle in self._idle.items())
+            if +in_use != +self._in_use_bytes:
+                raise InvariantError(
+                    f"M1: owners hold {in_use}, the ledger says {self._in_use_bytes}"
+                )
+            if idle_bytes != self._idle_bytes:
+                raise InvariantError(
+                    f"M1: {idle_bytes} bytes idle, the ledger says {self._idle_bytes}"
+                )
+            if (
+                len(set(idle_handles)) != len(idle_handles)
+                or set(idle_handles) & self._pages.keys()
+            ):
+                raise InvariantError("M3: a page is in two places")
+            if self.created_bytes > self.budget_bytes:
+                raise InvariantError(
+                    f"M1: {self.created_bytes} bytes exist in a budget of {self.budget_bytes}"
+                )
 
     def close(self) -> None:
         """Give the idle pages back. Pre-condition: none is in use."""
         if self._pages:
             raise InvariantError(f"{len(self._pages)} pages are still in use: {self.usage()}")
         self.trim()
+
+    def _hand_out(self, handles: list[Handle], owner: Owner, page_bytes: int) -> list[Handle]:
+        """Enter pages as in use."""
+        for handle in handles:
+            self._pages[handle] = _Page(page_bytes, owner)
+        self._in_use_bytes[owner] += len(handles) * page_bytes
+        return handles
+
+    def _acquire_slowly(
+        self, owner: Owner, count: int, page_bytes: int, idle: _Idle
+    ) -> list[Handle] | None:
+        """Acquire where ready pages do not suffice: create, zero what was another's, reclaim."""
+        while (missing := count * page_bytes - self._within_reach_bytes(page_bytes)) > 0:
+            if self.on_short is None or not self.on_short(missing):
+                return None
+        own = idle.take(owner, count)
+        fresh = idle.take(_UNTOUCHED, count - len(own))
+        wanted = count - len(own) - len(fresh)
+        room = (self.budget_bytes - self.created_bytes) // page_bytes
+        foreign: list[Handle] = []
+        new: list[Handle] = []
+        try:
+            # Creating costs about as much as zeroing, but leaves other owners' bytes where
+            # they may still be of use to them; so foreign pages come last.
+            foreign = idle.take_any(wanted - min(room, wanted))
+            if foreign:
+                self.driver.zero(foreign)
+            num_new = wanted - len(foreign)
+            self._give_back_other_sizes(page_bytes, num_new)
+            new = self.driver.create(page_bytes, num_new) if num_new else []
+        except DriverError:
+            idle.put(owner, own)
+            idle.put(_UNTOUCHED, fresh)
+            idle.put(_NOBODY, foreign)  # zeroed or not: they will be again
+            raise
+        self._idle_bytes -= (count - len(new)) * page_bytes
+        return self._hand_out(own + fresh + foreign + new, owner, page_bytes)
 
     def _within_reach_bytes(self, page_bytes: int) -> int:
         """Bytes obtainable as pages of this size: idle ones, plus what can be created."""

@@ -18,6 +18,7 @@ import ctypes
 import errno
 import mmap
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -55,6 +56,8 @@ class HostDriver:
         self._holes: dict[int, list[Handle]] = {}  # size -> released offsets, to be used again
         self._reservations: dict[int, int] = {}  # address -> size
         self._zeros = bytes(_ZEROS_BYTES)
+        # Pages are created ahead in one thread while another gives some back.
+        self._lock = threading.Lock()
 
     @property
     def max_mappings(self) -> int:
@@ -75,40 +78,42 @@ class HostDriver:
                 "EINVAL",
                 f"page size {page_bytes} is not a positive multiple of {self.granularity_bytes}",
             )
-        holes = self._holes.setdefault(page_bytes, [])
-        holes.sort(reverse=True)
-        reused = holes[max(len(holes) - count, 0) :][::-1]
-        num_new = count - len(reused)
-        new_end = self._file_bytes + num_new * page_bytes
-        handles = reused + [Handle(o) for o in range(self._file_bytes, new_end, page_bytes)]
-        try:
-            if num_new:
-                os.ftruncate(self._fd, new_end)
-            for offset, length in self._runs(handles, page_bytes):
-                self._fallocate(0, offset, length)
-        except OSError as error:
-            for offset, length in self._runs(handles, page_bytes):
-                self._fallocate(_FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, offset, length)
-            os.ftruncate(self._fd, self._file_bytes)
-            raise _driver_error(
-                error, f"could not create {count} pages of {page_bytes} bytes"
-            ) from error
-        del holes[len(holes) - len(reused) :]
-        self._file_bytes = new_end
-        self._page_bytes.update(dict.fromkeys(handles, page_bytes))
-        return handles
+        with self._lock:
+            holes = self._holes.setdefault(page_bytes, [])
+            holes.sort(reverse=True)
+            reused = holes[max(len(holes) - count, 0) :][::-1]
+            num_new = count - len(reused)
+            new_end = self._file_bytes + num_new * page_bytes
+            handles = reused + [Handle(o) for o in range(self._file_bytes, new_end, page_bytes)]
+            try:
+                if num_new:
+                    os.ftruncate(self._fd, new_end)
+                for offset, length in self._runs(handles, page_bytes):
+                    self._fallocate(0, offset, length)
+            except OSError as error:
+                for offset, length in self._runs(handles, page_bytes):
+                    self._fallocate(_FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, offset, length)
+                os.ftruncate(self._fd, self._file_bytes)
+                raise _driver_error(
+                    error, f"could not create {count} pages of {page_bytes} bytes"
+                ) from error
+            del holes[len(holes) - len(reused) :]
+            self._file_bytes = new_end
+            self._page_bytes.update(dict.fromkeys(handles, page_bytes))
+            return handles
 
     def release(self, handles: Sequence[Handle]) -> None:
         """Punch holes where the pages were: the memory goes back at once."""
-        for handle in handles:
-            if handle not in self._page_bytes:
-                raise InvariantError(f"page {handle} was released twice or never created")
-        for page_bytes, group in self._by_size(handles):
-            for offset, length in self._runs(sorted(group), page_bytes):
-                self._fallocate(_FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, offset, length)
-            self._holes.setdefault(page_bytes, []).extend(group)
-        for handle in handles:
-            del self._page_bytes[handle]
+        with self._lock:
+            for handle in handles:
+                if handle not in self._page_bytes:
+                    raise InvariantError(f"page {handle} was released twice or never created")
+            for page_bytes, group in self._by_size(handles):
+                for offset, length in self._runs(sorted(group), page_bytes):
+                    self._fallocate(_FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, offset, length)
+                self._holes.setdefault(page_bytes, []).extend(group)
+            for handle in handles:
+                del self._page_bytes[handle]
 
     def reserve(self, num_bytes: int) -> int:
         """Map `num_bytes` of nothing; terabytes cost nothing but address space."""

@@ -1,0 +1,120 @@
+"""What a step costs beside the model: planning, addresses, committing."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from aquifer.cache import kv_cache
+from aquifer.cache.base import KVLayout, LayerKV
+from aquifer.engine.request import Request, SamplingParams
+from aquifer.engine.scheduler import Lane, Plan, Sampled, Scheduler
+from aquifer.engine.slots import Sequence, SlotTable
+from aquifer.memory.driver import open_driver
+from aquifer.memory.pool import Kind, Owner, PagePool
+from aquifer.memory.stock import PageStocker
+
+_MAX_PROMPT_TOKENS = 64
+_MODEL_S = 0.005  # what a model would take at least, while new pages are created
+_POOL_BYTES = 64 << 30  # an address range; only what is used becomes real
+
+
+@dataclass(slots=True)
+class StepCosts:
+    """Seconds of each step's parts. `plan` includes mapping pages for the tokens to come."""
+
+    plan_s: list[float] = field(default_factory=list)
+    view_s: list[float] = field(default_factory=list)
+    commit_s: list[float] = field(default_factory=list)
+
+    def total_s(self) -> list[float]:
+        """Seconds of each step, all parts together."""
+        parts = zip(self.plan_s, self.view_s, self.commit_s, strict=True)
+        return [sum(part) for part in parts]
+
+
+def measure_steps(
+    kv_name: str, layout: KVLayout, num_seqs: int, num_steps: int, page_bytes: int
+) -> dict[str, StepCosts]:
+    """Decode `num_steps` tokens of `num_seqs` sequences twice over, without a model.
+
+    Returns:
+        "first": the pool's pages are new, each has to come from the system;
+        "again": the same once more, on the pages that the first round left idle.
+    """
+    driver = open_driver("cpu")
+    pool = PagePool(driver, _POOL_BYTES, page_bytes, keep_idle_bytes=_POOL_BYTES)
+    stocker = PageStocker(pool, 32 << 20)
+    stocker.start()
+    max_tokens = _MAX_PROMPT_TOKENS + num_steps + 1
+    cache = kv_cache(kv_name)(pool, Owner("bench", Kind.KV), layout, num_seqs, max_tokens)
+    lane = Lane("bench", cache, SlotTable(num_seqs, max_tokens))
+    scheduler = Scheduler(pool, num_seqs * _MAX_PROMPT_TOKENS)
+    scheduler.add_lane(lane)
+    costs = {}
+    for name in ("first", "again"):
+        _add_sequences(scheduler, lane, num_seqs, num_steps + 1)
+        plan = scheduler.plan()  # all prompts in one step
+        assert plan is not None
+        scheduler.commit(plan, _sampled(plan))
+        costs[name] = _decode(scheduler, lane, num_steps, stocker)
+    cache.close()
+    stocker.close()
+    pool.close()
+    driver.close()
+    return costs
+
+
+def random_layout(
+    num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32
+) -> KVLayout:
+    """The layout of a model of that shape."""
+    return KVLayout((LayerKV(num_kv_heads, head_dim, head_dim),) * num_layers, dtype)
+
+
+def _add_sequences(scheduler: Scheduler, lane: Lane, count: int, num_outputs: int) -> None:
+    params = SamplingParams(max_tokens=num_outputs, ignore_eos=True)
+    rng = np.random.default_rng(0)
+    for i in range(count):
+        # Of different lengths, so that sequences do not all need a page in the same step.
+        prompt = np.ones(rng.integers(1, _MAX_PROMPT_TOKENS + 1), np.int32)
+        request = Request(str(i), lane.name, prompt.tolist(), params, time.monotonic())
+        scheduler.add(
+            lane,
+            Sequence(
+                request=request,
+                arrival=i,
+                seed=i,
+                max_total=len(prompt) + num_outputs,
+                stop_ids=frozenset({0}),
+                eos_ids=frozenset({0}),
+                token_ids=prompt,
+            ),
+        )
+
+
+def _sampled(plan: Plan) -> Sampled:
+    return Sampled(np.ones(len(plan.sampled), np.int64), {}, {})
+
+
+def _decode(scheduler: Scheduler, lane: Lane, num_steps: int, stocker: PageStocker) -> StepCosts:
+    costs = StepCosts()
+    for _ in range(num_steps):
+        stocker.wake()
+        time.sleep(_MODEL_S)
+        start = time.perf_counter()
+        plan = scheduler.plan()
+        planned = time.perf_counter()
+        assert plan is not None
+        lane.cache.view(plan.spans)
+        viewed = time.perf_counter()
+        sampled = _sampled(plan)
+        ready = time.perf_counter()
+        scheduler.commit(plan, sampled)
+        costs.plan_s.append(planned - start)
+        costs.view_s.append(viewed - planned)
+        costs.commit_s.append(time.perf_counter() - ready)
+    return costs

@@ -1,0 +1,79 @@
+"""Results as files: figures, every repeat, and all that is needed to read or repeat them."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_PACKAGES = ("aquifer", "torch", "transformers", "numpy", "tokenizers")
+
+
+def summarize(values: Sequence[float]) -> dict[str, float]:
+    """Mean, median and 99th percentile, as `vllm bench` names them."""
+    return {
+        "mean": float(np.mean(values)),
+        "median": float(np.median(values)),
+        "p99": float(np.percentile(values, 99)),
+    }
+
+
+def environment() -> dict[str, Any]:
+    """Where and with what a measurement was made."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_average": os.getloadavg()[0],
+        "versions": {name: _version(name) for name in _PACKAGES},
+    }
+
+
+def save(file: Path, figures: dict[str, Any]) -> None:
+    """Write figures with their environment as JSON; folders are made as needed."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    content = {"environment": environment(), **figures}
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _commit() -> str | None:
+    """The commit of the source tree, marked if it has changes; None outside of one."""
+    folder = Path(__file__).parent
+    try:
+        return subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
