@@ -35,6 +35,9 @@ class UnsupportedModelError(ConfigError):
         self.architecture = architecture
         self.reason = reason
 
+    def __reduce__(self) -> tuple[type[UnsupportedModelError], tuple[str, str]]:
+        return type(self), (self.architecture, self.reason)
+
 
 class RequestError(AquiferError, ValueError):
     """A request cannot be served as it stands.
@@ -93,6 +96,9 @@ class DriverError(AquiferError, RuntimeError):
         super().__init__(f"{name}: {explanation}")
         self.name = name
         self.explanation = explanation
+
+    def __reduce__(self) -> tuple[type[DriverError], tuple[str, str]]:
+        return type(self), (self.name, self.explanation)
 
 
 class InvariantError(AquiferError, AssertionError):

@@ -13,6 +13,15 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tests.architectures import (
+    GQA,
+    MAX_TOKENS,
+    ORIGINAL_TOKENS,
+    TRANSFORMERS,
+    VOCAB_SIZE,
+    WINDOW_TOKENS,
+    save_tiny,
+)
 from tests.models.dense_kv import DenseKV
 
 from aquifer.errors import ConfigError, UnsupportedModelError
@@ -23,141 +32,14 @@ from aquifer.models.transformers import TransformersPlan
 from aquifer.weights.checkpoint import Checkpoint
 from aquifer.weights.store import WeightStore
 
-VOCAB_SIZE = 97
-WINDOW_TOKENS = 5
 LENGTHS = (17, 4, 11)
 
-_GQA = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 
-CONFIGS: dict[str, Any] = {
-    "opt": lambda: transformers.OPTConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        ffn_dim=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        word_embed_proj_dim=32,
-    ),
-    "opt-350m-style": lambda: transformers.OPTConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        ffn_dim=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-        word_embed_proj_dim=16,
-        do_layer_norm_before=False,
-    ),
-    "gpt2": lambda: transformers.GPT2Config(
-        vocab_size=VOCAB_SIZE,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        n_positions=64,
-        scale_attn_by_inverse_layer_idx=True,
-        pad_token_id=0,
-    ),
-    "gpt_neox": lambda: transformers.GPTNeoXConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-    ),
-    "gemma2": lambda: transformers.Gemma2Config(
-        **_GQA,
-        head_dim=16,
-        sliding_window=WINDOW_TOKENS,
-        query_pre_attn_scalar=24,
-        attn_logit_softcapping=2.0,
-        final_logit_softcapping=1.5,
-    ),
-    "gemma3_text": lambda: transformers.Gemma3TextConfig(
-        **{**_GQA, "num_hidden_layers": 6}, head_dim=16, sliding_window=WINDOW_TOKENS
-    ),
-    "phi3": lambda: transformers.Phi3Config(**_GQA, sliding_window=WINDOW_TOKENS),
-    "phi3-longrope": lambda: transformers.Phi3Config(
-        **_GQA,
-        original_max_position_embeddings=32,
-        rope_parameters={
-            "rope_type": "longrope",
-            "rope_theta": 10000.0,
-            "short_factor": [1.0, 1.1, 1.2, 1.3],
-            "long_factor": [2.0, 3.0, 4.0, 5.0],
-        },
-    ),
-    "olmo2": lambda: transformers.Olmo2Config(**_GQA),
-    "mixtral": lambda: transformers.MixtralConfig(
-        **_GQA, num_local_experts=4, sliding_window=WINDOW_TOKENS, output_router_logits=True
-    ),
-    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
-        **_GQA,
-        head_dim=16,
-        moe_intermediate_size=24,
-        num_experts=4,
-        num_experts_per_tok=2,
-        use_sliding_window=True,
-        sliding_window=WINDOW_TOKENS,
-        norm_topk_prob=True,
-    ),
-    "cohere": lambda: transformers.CohereConfig(**_GQA, logit_scale=0.25),
-    "granite": lambda: transformers.GraniteConfig(
-        **_GQA, logits_scaling=4.0, attention_multiplier=0.3, embedding_multiplier=2.0
-    ),
-    "gpt_bigcode": lambda: transformers.GPTBigCodeConfig(
-        vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=4, n_positions=64, multi_query=True
-    ),
-    "deepseek_v3": lambda: transformers.DeepseekV3Config(
-        **{**_GQA, "num_key_value_heads": 4},
-        moe_intermediate_size=24,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=1,
-        kv_lora_rank=16,
-        q_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=16,
-        v_head_dim=12,
-    ),
-}
-
-
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=TRANSFORMERS)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(directory, Transformers' own model) of each architecture, with weights that matter."""
     folder = tmp_path_factory.mktemp(request.param)
-    return folder, save_tiny(CONFIGS[request.param](), folder)
-
-
-def save_tiny(config: Any, folder: Path) -> Any:
-    torch.manual_seed(1)
-    # "eager", for some versions leave out Gemma 2's soft caps in the faster ones.
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-    for tensor in model.parameters():
-        if tensor.ndim > 1:
-            # Large enough that attention is far from uniform and soft caps bend.
-            torch.nn.init.normal_(tensor, std=1.5 * tensor.shape[-1] ** -0.5)
-        else:
-            tensor.data += 0.2 * torch.randn_like(tensor)
-    model.save_pretrained(folder)
-    return model
+    return folder, save_tiny(TRANSFORMERS[request.param](), folder)
 
 
 @contextmanager
@@ -247,14 +129,14 @@ def test_planning_reads_no_weights_and_takes_no_memory_for_them(saved: Any) -> N
 @pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "phi3", "mixtral", "qwen3_moe"])
 def test_windows_matter(name: str, tmp_path: Path) -> None:
     """Without its window, each of these computes something else: the tests above can fail."""
-    config = CONFIGS[name]()
+    config = TRANSFORMERS[name]()
     reference = save_tiny(config, tmp_path)
     ids = random_ids(LENGTHS[0], 0)
     windowed = own_logits(reference, [ids])[0]
     (tmp_path / "config.json").write_text(
         json.dumps(
             json.loads((tmp_path / "config.json").read_text())
-            | {"sliding_window": 64, "layer_types": getattr(config, "layer_types", None)}
+            | {"sliding_window": MAX_TOKENS, "layer_types": getattr(config, "layer_types", None)}
         )
     )
     with loaded(tmp_path) as (model, _):
@@ -264,7 +146,7 @@ def test_windows_matter(name: str, tmp_path: Path) -> None:
 
 
 def test_half_precision_and_dtype_choice(tmp_path: Path) -> None:
-    reference = save_tiny(CONFIGS["qwen3_moe"](), tmp_path)
+    reference = save_tiny(TRANSFORMERS["qwen3_moe"](), tmp_path)
     with loaded(tmp_path, torch.bfloat16) as (model, _):
         assert model.kv_layout.dtype == torch.bfloat16
         ids = random_ids(8, 0)
@@ -297,11 +179,14 @@ def rename_tensors(folder: Path, rename: Any, **extra: torch.Tensor) -> None:
 
 def test_gpt2_without_prefix_and_with_old_masks(tmp_path: Path) -> None:
     """The hub's gpt2: names of the base model, and masks that are no parameters any more."""
-    reference = save_tiny(CONFIGS["gpt2"](), tmp_path)
+    reference = save_tiny(TRANSFORMERS["gpt2"](), tmp_path)
     rename_tensors(
         tmp_path,
         lambda name, tensor: [(name.removeprefix("transformer."), tensor)],
-        **{"h.0.attn.bias": torch.ones(1, 1, 64, 64), "h.0.attn.masked_bias": torch.ones(())},
+        **{
+            "h.0.attn.bias": torch.ones(1, 1, MAX_TOKENS, MAX_TOKENS),
+            "h.0.attn.masked_bias": torch.ones(()),
+        },
     )
     assert "wte.weight" in Checkpoint.open(tmp_path).tensors
     with loaded(tmp_path) as (model, _):
@@ -309,7 +194,7 @@ def test_gpt2_without_prefix_and_with_old_masks(tmp_path: Path) -> None:
 
 
 def test_tied_head_under_its_other_name(tmp_path: Path) -> None:
-    reference = save_tiny(CONFIGS["gpt2"](), tmp_path)
+    reference = save_tiny(TRANSFORMERS["gpt2"](), tmp_path)
     other_names = {"transformer.wte.weight": "lm_head.weight"}
     rename_tensors(tmp_path, lambda name, tensor: [(other_names.get(name, name), tensor)])
     with loaded(tmp_path) as (model, _):
@@ -352,7 +237,7 @@ def test_experts_stored_singly_or_fused(
     name: str, split: Any, stored: str, layout: str, tmp_path: Path
 ) -> None:
     """Twelve experts, for in the order of letters 10 comes before 2."""
-    config = CONFIGS[name]()
+    config = TRANSFORMERS[name]()
     setattr(config, "num_local_experts" if name == "mixtral" else "num_experts", 12)
     reference = save_tiny(config, tmp_path)
     state = reference.state_dict()
@@ -367,14 +252,14 @@ def test_experts_stored_singly_or_fused(
 def test_contexts_end_where_rotary_scaling_would_depend_on_the_batch(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save_tiny(CONFIGS["phi3-longrope"](), tmp_path)
+    save_tiny(TRANSFORMERS["phi3-longrope"](), tmp_path)
     plan = TransformersPlan(Checkpoint.open(tmp_path), None)
-    assert plan.max_model_len == 32
-    assert "32 of 64" in caplog.text
+    assert plan.max_model_len == ORIGINAL_TOKENS
+    assert f"{ORIGINAL_TOKENS} of {MAX_TOKENS}" in caplog.text
 
 
 def test_unsound_configuration_is_no_unsupported_model(tmp_path: Path) -> None:
-    save_tiny(CONFIGS["olmo2"](), tmp_path)
+    save_tiny(TRANSFORMERS["olmo2"](), tmp_path)
     edit_config(tmp_path, hidden_size="wide")
     with pytest.raises(
         ConfigError, match=r"config\.json is no sound olmo2 configuration"
@@ -384,7 +269,7 @@ def test_unsound_configuration_is_no_unsupported_model(tmp_path: Path) -> None:
 
 
 def test_missing_tensor_is_named(tmp_path: Path) -> None:
-    save_tiny(CONFIGS["olmo2"](), tmp_path)
+    save_tiny(TRANSFORMERS["olmo2"](), tmp_path)
     rename_tensors(
         tmp_path, lambda name, tensor: [] if name == "lm_head.weight" else [(name, tensor)]
     )
@@ -393,7 +278,7 @@ def test_missing_tensor_is_named(tmp_path: Path) -> None:
 
 
 def test_missing_expert_is_noticed(tmp_path: Path) -> None:
-    reference = save_tiny(CONFIGS["mixtral"](), tmp_path)
+    reference = save_tiny(TRANSFORMERS["mixtral"](), tmp_path)
     state = dict(pair for item in reference.state_dict().items() for pair in mixtral_experts(*item))
     del state["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
     save_file({key: t.contiguous() for key, t in state.items()}, tmp_path / "model.safetensors")
@@ -451,7 +336,7 @@ def test_refused_before_weights_are_read(architecture: str, tmp_path: Path) -> N
 
 
 def test_bidirectional_mask_is_refused_by_the_probe(tmp_path: Path) -> None:
-    save_tiny(CONFIGS["gemma3_text"](), tmp_path)
+    save_tiny(TRANSFORMERS["gemma3_text"](), tmp_path)
     edit_config(tmp_path, use_bidirectional_attention=True)
     with pytest.raises(UnsupportedModelError, match=r"mask|causal"), loaded(tmp_path):
         pass
@@ -459,9 +344,9 @@ def test_bidirectional_mask_is_refused_by_the_probe(tmp_path: Path) -> None:
 
 def test_chunked_attention_is_refused_unless_one_chunk_holds_the_context(tmp_path: Path) -> None:
     config = transformers.Llama4TextConfig(
-        **_GQA,
-        intermediate_size_mlp=48,
-        head_dim=8,
+        **GQA,
+        intermediate_size_mlp=96,
+        head_dim=16,
         num_local_experts=2,
         attention_chunk_size=16,
         attn_temperature_tuning=False,
@@ -473,14 +358,14 @@ def test_chunked_attention_is_refused_unless_one_chunk_holds_the_context(tmp_pat
         loaded(tmp_path),
     ):
         pass
-    edit_config(tmp_path, attention_chunk_size=64)
-    reference.config.attention_chunk_size = 64
+    edit_config(tmp_path, attention_chunk_size=MAX_TOKENS)
+    reference.config.attention_chunk_size = MAX_TOKENS
     with loaded(tmp_path) as (model, _):
         assert_same_logits(model, reference)
 
 
 def test_two_models_from_one_plan_do_not_share_state(tmp_path: Path) -> None:
-    save_tiny(CONFIGS["olmo2"](), tmp_path)
+    save_tiny(TRANSFORMERS["olmo2"](), tmp_path)
     checkpoint = Checkpoint.open(tmp_path)
     plan = TransformersPlan(checkpoint, None)
     pool = PagePool(open_driver("cpu"), 8 << 20)

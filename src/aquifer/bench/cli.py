@@ -1,22 +1,25 @@
-"""`aquifer bench`: measurements that print a table and write a file."""
+"""`aquifer bench`: measurements that print a table and write a file.
+
+What is heavy is imported inside the commands, so that `--help` is quick.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from aquifer.bench.offline import Series, compare
-from aquifer.bench.overhead import measure_steps, random_layout
 from aquifer.bench.result import save, summarize
 from aquifer.bench.workload import LengthRange, Workload
 from aquifer.config import ModelSpec, parse_size
-from aquifer.engine.llm import LLM
+
+if TYPE_CHECKING:
+    from aquifer.bench.offline import Series
 
 app = typer.Typer(no_args_is_help=True, help="Measure the engine; each result is also a file.")
 
@@ -100,6 +103,8 @@ def overhead(
     output: Output = None,
 ) -> None:
     """What scheduler and cache cost a step, with no model behind them."""
+    from aquifer.bench.overhead import measure_steps, random_layout
+
     layout = random_layout(num_layers, num_kv_heads, head_dim)
     table = _table(f"{num_seqs} running sequences, ms a step")
     for column in ("", "median", "p99", "plan", "view", "commit"):
@@ -139,6 +144,9 @@ def _run_offline(
     transformers: bool,
     output: Path | None,
 ) -> None:
+    from aquifer.bench.offline import compare
+    from aquifer.engine.llm import LLM
+
     inputs, outputs = map(LengthRange.parse, lengths)
     spec = ModelSpec.parse(model)
     with LLM(model, **options) as llm:

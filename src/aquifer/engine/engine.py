@@ -18,6 +18,7 @@ from aquifer.cache.base import SequenceCache
 from aquifer.config import EngineConfig, ModelSpec, format_size
 from aquifer.engine.request import (
     EngineStats,
+    LoadProgress,
     MemoryReport,
     ModelInfo,
     ModelMemory,
@@ -47,15 +48,6 @@ _log = logging.getLogger(__name__)
 
 _STOCK_BYTES = 32 << 20
 """Pages to keep in stock: several steps' growth of a large batch, little beside any model."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadProgress:
-    """How far loading has come."""
-
-    model: str
-    loaded_bytes: int
-    total_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from aquifer.config import EngineConfig, ModelSpec, parse_size
 from aquifer.engine.engine import Engine
+from aquifer.engine.progress import LoadingBar, counting_bar
 from aquifer.engine.request import MemoryReport, Request, RequestOutput, SamplingParams
 from aquifer.engine.text import Delta, OutputBuilder, Tokenizer
 from aquifer.errors import EngineError, RequestError
@@ -77,7 +77,8 @@ class LLM:
             seed=seed,
         )
         self.tokenizer = Tokenizer.load(Path(spec.path), chat_template)
-        self.engine = Engine.open(config)
+        with LoadingBar() as bar:
+            self.engine = Engine.open(config, bar.update)
         self._model_name = spec.name
         self._ids = itertools.count()
 
@@ -144,7 +145,7 @@ class LLM:
 
     def stream(
         self, prompt: Prompt | Messages, sampling_params: SamplingParams | None = None
-    ) -> Iterator[Delta]:
+    ) -> Generator[Delta, None, None]:
         """Complete one prompt, or answer one conversation, piece by piece.
 
         Closing the iterator ends the request.
@@ -193,8 +194,8 @@ class LLM:
             for (text, token_ids), params in zip(prompts, sampling_params, strict=True):
                 builder = self._add(text, token_ids, params)
                 builders[builder.output.request_id] = builder
-            with _progress(use_tqdm) as progress:
-                task = progress.add_task("requests", total=len(builders), tokens=0)
+            with counting_bar(use_tqdm) as progress:
+                task = progress.add_task("requests", total=len(builders))
                 while not all(builder.finished for builder in builders.values()):
                     self._step(builders, progress, task)
         finally:
@@ -258,17 +259,4 @@ def _is_one_conversation(messages: Any) -> bool:
         and len(messages) > 0
         and isinstance(messages[0], Mapping)
         and "role" in messages[0]
-    )
-
-
-def _progress(show: bool) -> Progress:
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not (show and console.is_terminal),
-        transient=True,
     )

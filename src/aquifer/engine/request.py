@@ -184,6 +184,15 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """How far the loading of a model has come."""
+
+    model: str
+    loaded_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelMemory:
     """One model's part of the pool, and what its KV manager makes of it."""
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from aquifer.cache.base import KVLayout, KVView, LayerKV
 from aquifer.errors import ConfigError, UnsupportedModelError
+from aquifer.kernels.linear import linear
 from aquifer.kernels.norm import rms_norm
 from aquifer.kernels.rotary import rotary
 from aquifer.models.base import ModelInput
@@ -42,6 +43,7 @@ class DecoderConfig:
     num_kv_heads: int
     head_dim: int
     norm_eps: float
+    max_positions: int  # `max_position_embeddings`, which rotary scaling refers to
     max_model_len: int
     rope_theta: float
     rope_scaling: Mapping[str, Any]
@@ -86,7 +88,8 @@ class DecoderConfig:
                 num_kv_heads=known.get("num_key_value_heads", num_heads),
                 head_dim=known.get("head_dim", known["hidden_size"] // num_heads),
                 norm_eps=known.get("rms_norm_eps", 1e-6),
-                max_model_len=known["max_position_embeddings"],
+                max_positions=known["max_position_embeddings"],
+                max_model_len=_max_model_len(known["max_position_embeddings"], rope),
                 rope_theta=rope.get("rope_theta") or known.get("rope_theta", 10000.0),
                 rope_scaling=rope,
                 qkv_bias=known.get("attention_bias", False),
@@ -110,6 +113,19 @@ class DecoderConfig:
                 f"{result.num_kv_heads} KV heads"
             )
         return result
+
+
+def _max_model_len(max_positions: int, rope: Mapping[str, Any]) -> int:
+    """The longest context, with the stretch that rotary scaling gives it; as vLLM reckons it.
+
+    "linear" and "dynamic" stretch `max_position_embeddings`, unless the original length is given
+    beside it; for "yarn" that entry is found with and without the stretch, so it is the original
+    length that counts. In all other cases the entry is the final length.
+    """
+    kind, factor = rope.get("rope_type") or rope.get("type"), rope.get("factor")
+    original = rope.get("original_max_position_embeddings")
+    is_stretched = kind == "yarn" or (kind in ("linear", "dynamic") and original is None)
+    return int((original or max_positions) * factor) if is_stretched and factor else max_positions
 
 
 def _windows(known: Mapping[str, Any]) -> tuple[int | None, ...]:
@@ -148,7 +164,7 @@ class DecoderPlan:
 
     @property
     def max_model_len(self) -> int:
-        """The context that the configuration declares."""
+        """The context that the configuration declares, stretched by rotary scaling."""
         return self.config.max_model_len
 
     def build(self, tensors: Mapping[str, torch.Tensor]) -> Decoder:
@@ -215,7 +231,7 @@ class _Linear:
         return cls(tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +271,7 @@ class Decoder:
         layer_kv = LayerKV(c.num_kv_heads, c.head_dim, c.head_dim)
         self.kv_layout = KVLayout((layer_kv,) * c.num_layers, dtype)
         self.vocab_size = c.vocab_size
-        self._angles = RotaryAngles(c.head_dim, c.max_model_len, c.rope_theta, c.rope_scaling)
+        self._angles = RotaryAngles(c.head_dim, c.max_positions, c.rope_theta, c.rope_scaling)
         self._scale = c.head_dim**-0.5
         self._embed = tensors["embed"]
         self._layers = [
@@ -275,7 +291,7 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Model.logits`."""
-        return F.linear(hidden, self._head).float()
+        return linear(hidden, self._head, None).float()
 
     def _attention(
         self,

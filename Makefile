@@ -1,0 +1,41 @@
+# Every target sets up what it needs in .venv: only Python (3.11 or 3.12) and make must be there.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c '' 2>/dev/null && echo $$p && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test lint types unit bench-cpu clean
+
+demo: $(VENV)/installed
+	$(BIN)/python tools/demo.py
+
+test: lint types unit
+
+lint: $(VENV)/installed-test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+
+types: $(VENV)/installed-test
+	$(BIN)/mypy
+
+unit: $(VENV)/installed-test
+	$(BIN)/python -m pytest
+
+bench-cpu: $(VENV)/installed-test
+	$(BIN)/python benchmarks/cpu/run.py
+
+$(VENV)/created:
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/installed: $(VENV)/created pyproject.toml constraints.txt
+	$(PIP_INSTALL) -c constraints.txt -e .
+	touch $@
+
+$(VENV)/installed-test: $(VENV)/installed
+	$(PIP_INSTALL) -c constraints.txt -e '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

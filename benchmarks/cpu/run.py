@@ -1,0 +1,53 @@
+"""The engine beside Transformers' `generate` on this machine's CPU: `make bench-cpu`.
+
+Makes a random Llama of 100 million parameters, then runs the three `aquifer bench` commands whose
+results are the JSON files in this folder.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+RESULTS = Path(__file__).parent
+
+
+def make_model(folder: Path) -> None:
+    """Write a Llama of 100 M random parameters, grouped-query attention, tied embeddings."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32000,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def bench(*arguments: str) -> None:
+    """Run `aquifer bench` in a process of its own."""
+    subprocess.run([sys.executable, "-m", "aquifer", "bench", *arguments], check=True)
+
+
+def main() -> None:
+    """All three measurements."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = str(Path(folder) / "llama-100m")
+        make_model(Path(model))
+        bench("throughput", model, "--transformers", "--output", f"{RESULTS / 'throughput.json'}")
+        bench("latency", model, "--transformers", "--output", f"{RESULTS / 'latency.json'}")
+    bench("overhead", "--output", f"{RESULTS / 'overhead.json'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Aquifer serves language models from one pool of memory.
+
+    from aquifer import LLM, SamplingParams
+
+    with LLM("path/to/checkpoint") as llm:
+        print(llm.generate("Once upon a time", SamplingParams(max_tokens=32))[0].outputs[0].text)
+
+Names are imported when they are first used, so that `import aquifer` costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from aquifer.errors import (
+    AquiferError,
+    CapacityError,
+    ConfigError,
+    ContextLengthError,
+    DriverError,
+    EngineError,
+    InvariantError,
+    QueueFullError,
+    RequestError,
+    UnknownModelError,
+    UnsupportedModelError,
+)
+
+if TYPE_CHECKING:
+    from aquifer.engine.llm import LLM
+    from aquifer.engine.request import CompletionOutput, RequestOutput, SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "AquiferError",
+    "CapacityError",
+    "CompletionOutput",
+    "ConfigError",
+    "ContextLengthError",
+    "DriverError",
+    "EngineError",
+    "InvariantError",
+    "QueueFullError",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "UnknownModelError",
+    "UnsupportedModelError",
+    "__version__",
+]
+
+_LAZY = {
+    "LLM": "aquifer.engine.llm",
+    "CompletionOutput": "aquifer.engine.request",
+    "RequestOutput": "aquifer.engine.request",
+    "SamplingParams": "aquifer.engine.request",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -1,0 +1,61 @@
+"""Progress bars on standard error. They show on a terminal only, and go away when they are done."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from aquifer.engine.request import LoadProgress
+
+
+def counting_bar(show: bool = True) -> Progress:
+    """A bar that counts things."""
+    return _bar(show, MofNCompleteColumn(), TimeRemainingColumn())
+
+
+class LoadingBar:
+    """A bar for each model that is being loaded; a context manager."""
+
+    def __init__(self) -> None:
+        self._bar = _bar(True, DownloadColumn(binary_units=True), TransferSpeedColumn())
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> LoadingBar:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def update(self, progress: LoadProgress) -> None:
+        """Show how far a model is."""
+        if progress.model not in self._tasks:
+            self._tasks[progress.model] = self._bar.add_task(f"loading {progress.model}")
+        task = self._tasks[progress.model]
+        self._bar.update(task, total=progress.total_bytes, completed=progress.loaded_bytes)
+
+    def stop(self) -> None:
+        """Remove the bars; twice is no error."""
+        self._bar.stop()
+
+
+def _bar(show: bool, *columns: ProgressColumn) -> Progress:
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        *columns,
+        console=console,
+        disable=not (show and console.is_terminal),
+        transient=True,
+    )

@@ -1,0 +1,187 @@
+"""From stored tensors to parameters: by the rules of Transformers' own loader, on shapes alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from aquifer.errors import ConfigError, UnsupportedModelError
+from aquifer.weights.checkpoint import Checkpoint
+from aquifer.weights.store import Parameter, Source
+
+
+def tied_names(model: Any) -> dict[str, list[str]]:
+    """All names of each parameter or persistent buffer, by the first one."""
+    first: dict[int, str] = {}
+    names: dict[str, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(first.setdefault(id(tensor), name), []).append(name)
+    return names
+
+
+def map_parameters(
+    model: Any, names: Mapping[str, Sequence[str]], checkpoint: Checkpoint, architecture: str
+) -> tuple[Parameter, ...]:
+    """For each parameter, the stored tensors that fill it. Other stored tensors are left alone.
+
+    Args:
+        model: without weights.
+        names: all names of each parameter, by the first one.
+        checkpoint: where the stored tensors are.
+        architecture: for messages.
+
+    Raises:
+        UnsupportedModelError: a parameter is stored in a form that no copying makes right.
+        ConfigError: a tensor is missing, or has another shape.
+    """
+    state = model.state_dict(keep_vars=True)
+    filled = _fill(model, state, checkpoint, architecture)
+    exact_dtypes = model._get_dtype_plan(next(model.parameters()).dtype)
+    parameters = []
+    for name, aliases in names.items():
+        tensor = state[name]
+        source_name = next((alias for alias in aliases if alias in filled), None)
+        if source_name is None:
+            if not tensor.is_meta:
+                continue  # a buffer that has its value from the configuration
+            raise ConfigError(
+                f"{checkpoint.path} lacks the tensor {name!r}, which its config calls for"
+            )
+        if not tensor.is_floating_point():
+            raise UnsupportedModelError(architecture, f"{name!r} holds {tensor.dtype}")
+        exact = [dtype for part, dtype in exact_dtypes.items() if _contains(name, part)]
+        parameters.append(
+            Parameter(name, tuple(tensor.shape), (exact or [tensor.dtype])[0], filled[source_name])
+        )
+    return tuple(parameters)
+
+
+def _contains(name: str, pattern: str) -> bool:
+    """Whether a pattern of Transformers' dtype plan, where `*` stands for anything, fits."""
+    return re.search(pattern.replace("*", ".*"), name) is not None
+
+
+def _fill(
+    model: Any, state: Mapping[str, torch.Tensor], checkpoint: Checkpoint, architecture: str
+) -> dict[str, tuple[Source, ...]]:
+    """What fills each name of the state, by the rules of Transformers' own loader.
+
+    The same walk as its `convert_and_load_state_dict_in_model`: renamings, then at most one
+    conversion, then the prefix of the base model added or removed.
+    """
+    transforms = get_model_conversion_mapping(model)
+    renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
+    prefix = model.base_model_prefix
+    filled: dict[str, tuple[Source, ...]] = {}
+    # To be converted: parameter -> pattern -> the stored tensors that match it, in natural order.
+    collected: dict[str, dict[str, list[_Piece]]] = {}
+    for stored_name in sorted(checkpoint.tensors, key=dot_natural_key):
+        name, pattern = rename_source_key(stored_name, renamings, converters, prefix, state)
+        if name not in state and stored_name in state:
+            name, pattern = stored_name, None
+        if name not in state:
+            continue
+        if pattern is None:
+            filled[name] = (Source(stored_name),)
+        else:
+            piece = _Piece(checkpoint.tensors[stored_name].shape, ((stored_name, ()),))
+            collected.setdefault(name, {}).setdefault(pattern, []).append(piece)
+    for name, pieces in collected.items():
+        pattern = next(iter(pieces))
+        converter = next(entry for entry in converters if pattern in entry.source_patterns)
+        filled[name] = _convert(converter, pieces, name, state[name], architecture)
+    return filled
+
+
+_Index = tuple[int | slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A tensor that is yet to be: its shape, and where in it each stored tensor belongs."""
+
+    shape: tuple[int, ...]
+    parts: tuple[tuple[str, _Index], ...]
+
+
+def _convert(
+    converter: Any,
+    collected: Mapping[str, list[_Piece]],
+    name: str,
+    parameter: torch.Tensor,
+    architecture: str,
+) -> tuple[Source, ...]:
+    """Follow the operations on shapes alone.
+
+    Raises:
+        UnsupportedModelError: there is an operation that is no placement of whole stored tensors
+            into contiguous parts of the parameter.
+    """
+    # In the order of the converter's patterns, which is the order of concatenation.
+    lists = [collected[p] for p in converter.source_patterns if p in collected]
+    for operation in converter.operations:
+        if type(operation) is MergeModulelist and operation.dim == 0:
+            lists = [[_stack(pieces, name)] for pieces in lists]
+        elif type(operation) is Concatenate:
+            every = [piece for pieces in lists for piece in pieces]
+            lists = [[_concatenate(every, operation.dim, name)]]
+        else:
+            raise UnsupportedModelError(
+                architecture, f"{name!r} is stored in another form ({operation!r})"
+            )
+    if len(lists) != 1 or len(lists[0]) != 1 or lists[0][0].shape != tuple(parameter.shape):
+        raise ConfigError(
+            f"the stored tensors for {name!r} do not add up to the shape {list(parameter.shape)}"
+        )
+    sources = tuple(Source(stored, index) for stored, index in lists[0][0].parts)
+    if not all(parameter[source.index].is_contiguous() for source in sources):
+        raise UnsupportedModelError(architecture, f"the parts of {name!r} are not contiguous")
+    return sources
+
+
+def _stack(pieces: Sequence[_Piece], name: str) -> _Piece:
+    _check_equal([piece.shape for piece in pieces], name)
+    parts = [
+        (stored, (i, *index)) for i, piece in enumerate(pieces) for stored, index in piece.parts
+    ]
+    return _Piece((len(pieces), *pieces[0].shape), tuple(parts))
+
+
+def _concatenate(pieces: Sequence[_Piece], dim: int, name: str) -> _Piece:
+    _check_equal([piece.shape[:dim] + piece.shape[dim + 1 :] for piece in pieces], name)
+    parts: list[tuple[str, _Index]] = []
+    end = 0
+    for piece in pieces:
+        start, end = end, end + piece.shape[dim]
+        for stored, index in piece.parts:
+            inner = [*index, *[slice(None)] * (dim + 1 - len(index))]
+            at = inner[dim]
+            if isinstance(at, int):
+                inner[dim] = start + at
+            else:
+                # The part is [at.start, at.stop) of the piece, the piece [start, end) of the whole.
+                stop = piece.shape[dim] if at.stop is None else at.stop
+                inner[dim] = slice(start + (at.start or 0), start + stop)
+            parts.append((stored, tuple(inner)))
+    shape = list(pieces[0].shape)
+    shape[dim] = end
+    return _Piece(tuple(shape), tuple(parts))
+
+
+def _check_equal(shapes: Sequence[tuple[int, ...]], name: str) -> None:
+    if len(set(shapes)) > 1:
+        raise ConfigError(f"the stored tensors for {name!r} do not fit together: {set(shapes)}")

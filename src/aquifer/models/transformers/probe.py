@@ -1,0 +1,246 @@
+"""What only a run of the loaded model tells: a few tokens, served in both ways.
+
+The probe also reads each layer's sliding window out of the mask that the model asks for. That
+mask is what its own attention obeys; the `sliding_window` argument is only a hint beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from aquifer.cache.base import KVLayout, LayerKV, Spans
+from aquifer.cache.virtual import VirtualView
+from aquifer.errors import AquiferError, UnsupportedModelError
+from aquifer.models.base import ModelInput
+from aquifer.models.transformers.model import SERVE, TransformersModel
+from aquifer.models.transformers.skeleton import FOREIGN_ERRORS
+
+_PROBE = "aquifer-probe"  # unlike SERVE, also in the mask registry
+_IMPLEMENTED_KWARGS = frozenset({"dropout", "is_causal", "sliding_window"})
+_UNRELATED_KWARGS = frozenset(
+    {
+        "cache_position",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_values",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
+_PROBE_TOKENS = 6
+# Relative error of a token's logits. Wide for 16 bits: rounding goes through all the layers, and a
+# wrong mask, position or scale is off by far more.
+_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-2}
+_TOLERANCE_16_BITS = 0.25
+
+_Span = tuple[int, int, int]
+"""(sequence, tokens of it that were served before, tokens of it in this step)."""
+
+
+def probe(
+    model: Any, architecture: str, max_tokens: int, device: torch.device
+) -> TransformersModel:
+    """The model, ready to serve contexts of up to `max_tokens`.
+
+    Args:
+        model: with its weights.
+        architecture: for messages.
+        max_tokens: the longest context.
+        device: where the weights are.
+
+    Raises:
+        UnsupportedModelError: it cannot be served, and why.
+    """
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    num_tokens = min(_PROBE_TOKENS, max_tokens)
+    ids = torch.arange(1, num_tokens + 1, device=device) * 7919 % vocab_size
+    try:
+        with torch.no_grad():
+            return _Probe(model, architecture, max_tokens).run(ids)
+    except (AquiferError, torch.OutOfMemoryError):
+        raise
+    except FOREIGN_ERRORS as error:
+        raise UnsupportedModelError(architecture, f"its code failed: {error}") from error
+
+
+@dataclass(slots=True)
+class _Probe:
+    """Runs a few tokens to learn what attention is asked for, and that serving changes nothing."""
+
+    model: Any
+    architecture: str
+    max_tokens: int
+    layers: list[LayerKV] = field(default_factory=list)
+    windows_tokens: list[int | None] = field(default_factory=list)
+    dtypes: set[torch.dtype] = field(default_factory=set)
+    # Masks that the model was given, with the window that each one stands for.
+    masks: list[tuple[torch.Tensor, int | None]] = field(default_factory=list)
+
+    def run(self, ids: torch.Tensor) -> TransformersModel:
+        """Record attention over the tokens `ids`, then compare what serving makes of it."""
+        self._record(ids)
+        served = TransformersModel(
+            self.model, KVLayout(tuple(self.layers), self._kv_dtype()), tuple(self.windows_tokens)
+        )
+        self._compare(ids, served)
+        return served
+
+    def _record(self, ids: torch.Tensor) -> None:
+        token = _PROBING.set(self)
+        try:
+            with _attention(self.model, _PROBE):
+                self.model(input_ids=ids[None], position_ids=_arange(ids), use_cache=False)
+        finally:
+            _PROBING.reset(token)
+        if len(self.layers) != self.model.config.num_hidden_layers:
+            self.refuse(
+                f"attention was computed {len(self.layers)} times in "
+                f"{self.model.config.num_hidden_layers} layers"
+            )
+
+    def _kv_dtype(self) -> torch.dtype:
+        if len(self.dtypes) != 1:
+            self.refuse(f"its queries, keys and values differ in dtype: {self.dtypes}")
+        return next(iter(self.dtypes))
+
+    def _compare(self, ids: torch.Tensor, served: TransformersModel) -> None:
+        """Serve the tokens in two chunks, the second behind tokens of another sequence.
+
+        Judged by the median over tokens: in 16 bits a mixture of experts may choose another
+        expert on a tie, but what is wrong in principle is wrong in all of the second chunk.
+        """
+        with _attention(self.model, "eager"):
+            expected = self.model(input_ids=ids[None], use_cache=False).logits[0].float()
+        layout, count = served.kv_layout, len(ids)
+        stored = torch.empty(2, count, layout.token_elements, dtype=layout.dtype, device=ids.device)
+        layers = layout.split(stored)
+        first = count // 3  # tokens of the first chunk
+        other = first + 1  # tokens of the other sequence, so that no row equals its position
+        positions = _arange(ids)[0]
+
+        def serve(ids: torch.Tensor, positions: torch.Tensor, *spans: _Span) -> torch.Tensor:
+            kv = VirtualView(layers, Spans.make(*np.array(spans, np.int64).T))
+            batch = ModelInput(ids, positions, positions + 1)
+            return served.logits(served.forward(batch, kv))
+
+        start = serve(ids[:first], positions[:first], (0, 0, first))
+        rest = serve(
+            torch.cat([ids.flip(0)[:other], ids[first:]]),
+            torch.cat([positions[:other], positions[first:]]),
+            (1, 0, other),
+            (0, first, count - first),
+        )[other:]
+        actual = torch.cat([start, rest])
+        if actual.shape[1] != served.vocab_size:
+            self.refuse(f"its head gives {actual.shape[1]} scores for {served.vocab_size} tokens")
+        spread = (expected - expected.mean(1, keepdim=True)).norm(dim=1)
+        tolerance = _TOLERANCE.get(self._kv_dtype(), _TOLERANCE_16_BITS)
+        if not ((actual - expected).norm(dim=1) - tolerance * spread).median() <= 0:
+            self.refuse("served in batches and chunks, it computes something else")
+
+    def attention(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        kwargs: Mapping[str, Any],
+    ) -> torch.Tensor:
+        """Record one call; the result is zeros, [1, tokens, heads, value_dim]."""
+        layer = getattr(module, "layer_idx", None)
+        if layer != len(self.layers):
+            self.refuse(f"layer {layer} computed attention where {len(self.layers)} was due")
+        for name, argument in kwargs.items():
+            known = name in _IMPLEMENTED_KWARGS or name in _UNRELATED_KWARGS
+            if argument is not None and argument is not False and not known:
+                self.refuse(f"its attention is given {name!r}, which is not implemented")
+        if kwargs.get("is_causal") is False:
+            self.refuse("its attention is not causal")
+        windows = [window for known_mask, window in self.masks if known_mask is mask]
+        if not windows:
+            self.refuse("its attention does not use the mask that Transformers makes for it")
+        tokens = query.shape[2]
+        if query.shape[0] != 1 or not key.shape[2] == value.shape[2] == tokens:
+            self.refuse("its attention sees other keys than the ones of its own tokens")
+        self.layers.append(LayerKV(key.shape[1], key.shape[3], value.shape[3]))
+        self.windows_tokens.append(windows[0])
+        self.dtypes |= {query.dtype, key.dtype, value.dtype}
+        return value.new_zeros(1, tokens, query.shape[1], value.shape[3])
+
+    def mask(self, allowed: Callable[..., torch.Tensor], device: torch.device) -> torch.Tensor:
+        """A stand-in for the mask that `allowed(batch, head, query, key)` describes.
+
+        Raises:
+            UnsupportedModelError: it is neither causal nor causal within a window.
+        """
+        last = self.max_tokens - 1
+        queries = torch.tensor([last // 2, max(last - 1, 0), last], device=device)[:, None]
+        keys = torch.arange(self.max_tokens, device=device)
+        zero = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
+        seen = allowed(zero, zero, queries[None, None], keys[None, None, None])
+        seen = seen.broadcast_to(1, 1, len(queries), len(keys))[0, 0]
+        window = int(seen[-1].sum())
+        if not torch.equal(seen, (keys <= queries) & (keys > queries - window)):
+            self.refuse("its attention mask is neither causal nor a sliding window")
+        stand_in = torch.zeros(1, 1, 1, 1, device=device)
+        self.masks.append((stand_in, window if window < self.max_tokens else None))
+        return stand_in
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Raise UnsupportedModelError."""
+        raise UnsupportedModelError(self.architecture, reason)
+
+
+_PROBING: ContextVar[_Probe] = ContextVar("aquifer_probe")
+
+
+def _probe_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    return _PROBING.get().attention(module, query, key, value, attention_mask, kwargs), None
+
+
+def _probe_mask(
+    *, mask_function: Callable[..., torch.Tensor], device: torch.device, **_: Any
+) -> torch.Tensor:
+    return _PROBING.get().mask(mask_function, device)
+
+
+AttentionInterface.register(_PROBE, _probe_attention)
+AttentionMaskInterface.register(_PROBE, _probe_mask)
+
+
+@contextmanager
+def _attention(model: Any, name: str) -> Iterator[None]:
+    """Let the model use another entry of the attention registry for a while."""
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    for config in configs.values():
+        config._attn_implementation = name
+    try:
+        yield
+    finally:
+        for config in configs.values():
+            config._attn_implementation = SERVE
+
+
+def _arange(ids: torch.Tensor) -> torch.Tensor:
+    return torch.arange(len(ids), device=ids.device)[None]

@@ -1,0 +1,472 @@
+"""The HTTP API: OpenAI's endpoints, and what operators look at."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any
+from uuid import uuid4
+
+import anyio.to_thread
+from fastapi import Depends, FastAPI, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
+
+from aquifer import __version__
+from aquifer.config import format_size
+from aquifer.engine.request import MemoryReport, ModelInfo, SamplingParams
+from aquifer.errors import (
+    ContextLengthError,
+    EngineError,
+    RequestError,
+    UnknownModelError,
+)
+from aquifer.serve.answers import ChatWriter, CompletionWriter, Piece, PieceBuffer
+from aquifer.serve.client import EngineClient
+from aquifer.serve.generation import Job, Prompt, run_jobs
+from aquifer.serve.http import (
+    ApiKeyMiddleware,
+    BodyLimitMiddleware,
+    EventStream,
+    error_response,
+    install_error_handlers,
+    response_to,
+    unless_disconnected,
+)
+from aquifer.serve.metrics import Metrics
+from aquifer.serve.models import TextModel, check_token_ids
+from aquifer.serve.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    ModelCard,
+    ModelList,
+    TemplateFields,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+
+_GUARDED = ("/v1", "/memory", "/tokenize", "/detokenize")
+_MEMORY_S = 5.0  # how long a scrape waits for the engine, which answers between two steps
+_INLINE_CHARS = 4096  # a text up to this length is tokenised on the spot, without a thread
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model with all that the web process knows about it."""
+
+    text: TextModel
+    info: ModelInfo
+
+
+class Service:
+    """What the endpoints share.
+
+    Args:
+        client: the engine. Pre-condition: it is ready.
+        models: by served name.
+    """
+
+    def __init__(self, client: EngineClient, models: Mapping[str, ServedModel]) -> None:
+        self.client = client
+        self.models = dict(models)
+        self.metrics = Metrics(self.models)
+        self.started_s = int(time.time())
+
+    def model(self, name: str | None) -> ServedModel:
+        """The model that a request asks for; the only one if it does not say.
+
+        Raises:
+            UnknownModelError: no such model, or several and no name.
+        """
+        served = ", ".join(map(repr, self.models))
+        if name is None:
+            if len(self.models) == 1:
+                return next(iter(self.models.values()))
+            raise UnknownModelError(f"name the model: one of {served}", param="model")
+        if name not in self.models:
+            raise UnknownModelError(
+                f"no model {name!r} is served here; there is {served}", param="model"
+            )
+        return self.models[name]
+
+    def card(self, model: ServedModel) -> ModelCard:
+        """The model as /v1/models shows it."""
+        return ModelCard(
+            id=model.info.name,
+            created=self.started_s,
+            root=str(model.text.path),
+            max_model_len=model.info.max_model_len,
+        )
+
+    async def prompts(self, model: ServedModel, body: CompletionRequest) -> list[Prompt]:
+        """The prompts of a completions request, tokenised and checked.
+
+        Raises:
+            RequestError: one of them is impossible.
+        """
+        all_given = body.prompts()
+        limit = self.client.max_prompts
+        if len(all_given) > limit:
+            raise RequestError(
+                f"there are {len(all_given)} prompts; this server takes at most {limit} at a time",
+                param="prompt",
+            )
+        num_chars = sum(map(len, all_given))
+        prompts = []
+        for given in all_given:
+            if isinstance(given, str):
+                token_ids = await _off_loop(num_chars, partial(model.text.encode, given))
+                prompts.append(Prompt(given, token_ids))
+            else:
+                prompts.append(Prompt(None, given))
+            _check_prompt(model, prompts[-1].token_ids, "prompt")
+        return prompts
+
+    async def conversation(self, model: ServedModel, body: TemplateFields) -> list[int]:
+        """Token ids of a conversation.
+
+        Raises:
+            RequestError: the model has no chat template, or refuses the messages.
+        """
+        messages = [message.for_template() for message in body.messages]
+        add_prompt = True if body.add_generation_prompt is None else body.add_generation_prompt
+        template_args = body.template_args()
+        num_chars = sum(len(message.get("content") or "") for message in messages)
+        if body.chat_template is not None:
+            num_chars = _INLINE_CHARS + 1  # who knows what a stranger's template does
+        return await _off_loop(
+            num_chars,
+            lambda: model.text.encode_chat(messages, add_prompt, body.chat_template, template_args),
+        )
+
+    def jobs(
+        self,
+        model: ServedModel,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        response_id: str,
+        arrival_s: float,
+    ) -> list[Job]:
+        """Prepare to run prompts.
+
+        Raises:
+            RequestError: the parameters need a tokenizer, and there is none.
+        """
+        if params.stop_strings and model.text.tokenizer is None:
+            raise RequestError(
+                f"stop needs text, and model {model.info.name!r} has no tokenizer; use "
+                "stop_token_ids",
+                param="stop",
+            )
+        return [
+            Job.prepare(model.text, prompt, params, f"{response_id}-{index}", arrival_s)
+            for index, prompt in enumerate(prompts)
+        ]
+
+    async def pieces(
+        self, jobs: Sequence[Job], buffers: Sequence[PieceBuffer]
+    ) -> AsyncGenerator[tuple[int, Piece], None]:
+        """(index of the job, what a client gets to see next), as it comes."""
+        async with aclosing(run_jobs(self.client, self.metrics, jobs)) as deltas:
+            async for index, delta in deltas:
+                buffers[index].add(delta)
+                piece = buffers[index].take()
+                if piece is not None:
+                    yield index, piece
+
+    async def whole(self, jobs: Sequence[Job], buffers: Sequence[PieceBuffer]) -> list[Piece]:
+        """Each job's whole output."""
+        async with aclosing(run_jobs(self.client, self.metrics, jobs)) as deltas:
+            async for index, delta in deltas:
+                buffers[index].add(delta)
+        pieces = [buffer.take() for buffer in buffers]
+        return [piece for piece in pieces if piece is not None]
+
+
+async def _service(request: Request) -> Service:
+    service = request.app.state.service
+    assert isinstance(service, Service)
+    return service
+
+
+Served = Annotated[Service, Depends(_service)]
+
+
+def create_app(
+    client: EngineClient, models: Mapping[str, ServedModel], api_key: str | None = None
+) -> FastAPI:
+    """The ASGI application.
+
+    Args:
+        client: the engine. Pre-condition: it is ready.
+        models: by served name.
+        api_key: if given, what clients must send as their bearer token.
+    """
+    app = FastAPI(title="Aquifer", version=__version__)
+    app.state.service = Service(client, models)
+    install_error_handlers(app)
+    app.add_middleware(BodyLimitMiddleware)
+    if api_key is not None:
+        app.add_middleware(ApiKeyMiddleware, api_key=api_key, guarded=_GUARDED)
+    for path, endpoint, method in _ROUTES:
+        app.add_api_route(path, endpoint, methods=[method], response_model=None)
+    return app
+
+
+# ---- OpenAI's endpoints
+
+
+async def list_models(service: Served) -> ModelList:
+    """What is served."""
+    return ModelList(data=[service.card(model) for model in service.models.values()])
+
+
+async def get_model(service: Served, model_id: str) -> ModelCard:
+    """One served model."""
+    return service.card(service.model(model_id))
+
+
+async def completions(request: Request, body: CompletionRequest, service: Served) -> Response:
+    """Complete one or several prompts."""
+    arrival_s = time.monotonic()
+    model = service.model(body.model)
+    params = body.params(model.text.defaults)
+    prompts = await service.prompts(model, body)
+    response_id = f"cmpl-{uuid4().hex}"
+    jobs = service.jobs(model, prompts, params, response_id, arrival_s)
+    buffers = [PieceBuffer(job, _echo_of(job) if body.echo else None) for job in jobs]
+    writer = CompletionWriter(response_id, model.info.name, jobs)
+    if not body.stream:
+        pieces = await unless_disconnected(request.receive, service.whole(jobs, buffers))
+        return _json(writer.response(pieces))
+    return await _stream(
+        request,
+        service.pieces(jobs, buffers),
+        writer.chunk,
+        writer.usage_chunk if body.include_usage else None,
+    )
+
+
+async def chat_completions(
+    request: Request, body: ChatCompletionRequest, service: Served
+) -> Response:
+    """Answer a conversation."""
+    arrival_s = time.monotonic()
+    model = service.model(body.model)
+    params = body.params(model.text.defaults)
+    token_ids = await service.conversation(model, body)
+    _check_prompt(model, token_ids, "messages")
+    response_id = f"chatcmpl-{uuid4().hex}"
+    jobs = service.jobs(model, [Prompt(None, token_ids)], params, response_id, arrival_s)
+    buffers = [PieceBuffer(job) for job in jobs]
+    writer = ChatWriter(response_id, model.info.name, jobs[0])
+    if not body.stream:
+        pieces = await unless_disconnected(request.receive, service.whole(jobs, buffers))
+        return _json(writer.response(pieces[0]))
+    return await _stream(
+        request,
+        service.pieces(jobs, buffers),
+        lambda _, piece: writer.chunk(piece),
+        writer.usage_chunk if body.include_usage else None,
+    )
+
+
+async def _stream(
+    request: Request,
+    pieces: AsyncGenerator[tuple[int, Piece], None],
+    chunk: Callable[[int, Piece], BaseModel],
+    usage_chunk: Callable[[], BaseModel] | None,
+) -> Response:
+    """Stream pieces as events. What fails before the first one is an ordinary error."""
+
+    async def first_piece() -> tuple[int, Piece]:
+        return await anext(pieces)
+
+    async def events(first: tuple[int, Piece]) -> AsyncGenerator[bytes, None]:
+        yield _event(chunk(*first))
+        try:
+            async for index, piece in pieces:
+                yield _event(chunk(index, piece))
+        except (RequestError, EngineError) as error:
+            yield b"event: error\ndata: " + bytes(response_to(error).body) + b"\n\n"
+            return
+        if usage_chunk is not None:
+            yield _event(usage_chunk())
+        yield b"data: [DONE]\n\n"
+
+    async with AsyncExitStack() as resources:
+        await resources.enter_async_context(aclosing(pieces))
+        first = await unless_disconnected(request.receive, first_piece())
+        return EventStream(events(first), resources.pop_all())
+
+
+async def tokenize(body: TokenizeRequest, service: Served) -> TokenizeResponse:
+    """Token ids of a text or a conversation."""
+    model = service.model(body.model)
+    tokenizer = model.text.need_tokenizer()
+    conversation = body.conversation()
+    if conversation is not None:
+        token_ids = await service.conversation(model, conversation)
+    else:
+        text = body.prompt or ""
+        add_special_tokens = body.add_special_tokens is not False
+        token_ids = await _off_loop(len(text), lambda: model.text.encode(text, add_special_tokens))
+    token_strs = None
+    if body.return_token_strs:
+        token_strs = [tokenizer.decode([i], skip_special_tokens=False) for i in token_ids]
+    return TokenizeResponse(
+        count=len(token_ids),
+        max_model_len=model.info.max_model_len,
+        tokens=token_ids,
+        token_strs=token_strs,
+    )
+
+
+async def detokenize(body: DetokenizeRequest, service: Served) -> DetokenizeResponse:
+    """Text of token ids."""
+    model = service.model(body.model)
+    tokenizer = model.text.need_tokenizer()
+    if body.tokens:
+        check_token_ids(body.tokens, model.info.vocab_size, "tokens")
+    return DetokenizeResponse(prompt=tokenizer.decode(body.tokens, skip_special_tokens=False))
+
+
+# ---- for operators
+
+
+async def health(service: Served) -> Response:
+    """200 while requests are welcome, else 503."""
+    if service.client.is_serving:
+        return Response(status_code=200)
+    if service.client.is_dead:
+        return error_response(503, "the engine process died; restart the server")
+    return error_response(503, "the server is shutting down")
+
+
+async def version() -> dict[str, str]:
+    """Aquifer's version."""
+    return {"version": __version__}
+
+
+async def metrics(service: Served) -> Response:
+    """Prometheus's text format."""
+    report = None
+    if service.client.is_serving:
+        report = await _memory_report(service.client)
+    return Response(
+        service.metrics.render(service.client.stats, report), media_type=CONTENT_TYPE_LATEST
+    )
+
+
+async def memory(service: Served) -> dict[str, Any]:
+    """Where the pool's budget is, in bytes and for people."""
+    return _memory_dict(await service.client.memory())
+
+
+async def _memory_report(client: EngineClient) -> MemoryReport | None:
+    """The report, or None if the engine dies or takes too long over a step."""
+    try:
+        async with asyncio.timeout(_MEMORY_S):
+            return await client.memory()
+    except (EngineError, TimeoutError):
+        return None
+
+
+def _memory_dict(report: MemoryReport) -> dict[str, Any]:
+    used_bytes = report.budget_bytes - report.free_bytes
+    return {
+        "device": report.device,
+        **_sizes(
+            page=report.page_bytes,
+            budget=report.budget_bytes,
+            used=used_bytes,
+            free=report.free_bytes,
+            idle=report.idle_bytes,
+            process_resident=report.process_resident_bytes,
+        ),
+        "mapped_pages": report.mapped_pages,
+        "free_pages": report.free_pages,
+        "requests_running": sum(model.num_running for model in report.models.values()),
+        "requests_waiting": sum(model.num_waiting for model in report.models.values()),
+        "models": {
+            name: {
+                **_sizes(**{kind.value: n for kind, n in model.bytes_by_kind.items()}),
+                **_sizes(
+                    kv_written=model.kv_written_bytes,
+                    kv_mapped=model.kv_mapped_bytes,
+                    kv_wasted=model.kv_wasted_bytes,
+                ),
+                "kv_written_tokens": model.kv_written_tokens,
+                "requests_running": model.num_running,
+                "requests_waiting": model.num_waiting,
+            }
+            for name, model in report.models.items()
+        },
+    }
+
+
+def _sizes(**num_bytes: int) -> dict[str, int | str]:
+    """Each quantity twice: `name_bytes` as a number, `name` for people."""
+    sizes: dict[str, int | str] = {}
+    for name, value in num_bytes.items():
+        sizes[f"{name}_bytes"] = value
+        sizes[name] = format_size(value)
+    return sizes
+
+
+_ROUTES: tuple[tuple[str, Callable[..., Awaitable[object]], str], ...] = (
+    ("/v1/models", list_models, "GET"),
+    ("/v1/models/{model_id:path}", get_model, "GET"),
+    ("/v1/completions", completions, "POST"),
+    ("/v1/chat/completions", chat_completions, "POST"),
+    ("/tokenize", tokenize, "POST"),
+    ("/detokenize", detokenize, "POST"),
+    ("/health", health, "GET"),
+    ("/metrics", metrics, "GET"),
+    ("/version", version, "GET"),
+    ("/memory", memory, "GET"),
+)
+
+
+# ---- helpers
+
+
+async def _off_loop(num_chars: int, encode: Callable[[], list[int]]) -> list[int]:
+    """Run an encoding: in a thread if it may take long, so that other streams go on."""
+    if num_chars <= _INLINE_CHARS:
+        return encode()
+    return await anyio.to_thread.run_sync(encode)
+
+
+def _check_prompt(model: ServedModel, token_ids: Sequence[int], param: str) -> None:
+    """What can be refused here need not cross the pipe, however long it is."""
+    check_token_ids(token_ids, model.info.vocab_size, param)
+    limit = model.info.max_model_len
+    if len(token_ids) >= limit:
+        raise ContextLengthError(
+            f"the prompt has {len(token_ids)} tokens and this model's context length is {limit}, "
+            "which must hold at least one more; shorten the prompt",
+            param=param,
+        )
+
+
+def _echo_of(job: Job) -> str:
+    """The prompt's text, from its tokens if it came without."""
+    text = job.builder.output.prompt
+    if text is None and job.tokenizer is not None:
+        text = job.tokenizer.decode(job.request.prompt_token_ids, skip_special_tokens=False)
+    return text or ""
+
+
+def _json(body: BaseModel) -> Response:
+    return Response(body.model_dump_json(), media_type="application/json")
+
+
+def _event(body: BaseModel) -> bytes:
+    return b"data: " + body.model_dump_json().encode() + b"\n\n"

@@ -1,0 +1,336 @@
+"""The engine process as the event loop sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import queue
+import signal
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from enum import Enum, auto
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+
+from aquifer.config import EngineConfig
+from aquifer.engine.request import (
+    EngineStats,
+    LoadProgress,
+    MemoryReport,
+    ModelInfo,
+    Request,
+    TokenOutput,
+)
+from aquifer.errors import AquiferError, ConfigError, EngineError
+from aquifer.serve.messages import (
+    Abort,
+    Add,
+    Close,
+    FromEngine,
+    GetMemory,
+    Memory,
+    OpenFailed,
+    Ready,
+    Step,
+    ToEngine,
+)
+from aquifer.serve.process import STOP_SIGNALS, OpenEngine, open_engine, run_engine_process
+
+_EXIT_S = 10.0  # how long the process may take to give its pages back before it is killed
+
+
+class _State(Enum):
+    NEW = auto()
+    LOADING = auto()
+    SERVING = auto()
+    STOPPING = auto()
+    DEAD = auto()
+
+
+class TokenStream(AsyncIterator[TokenOutput]):
+    """The outputs of one or several requests, as they come, until each has had its last.
+
+    Closing it aborts what is unfinished.
+    """
+
+    def __init__(self, client: EngineClient, request_ids: Sequence[str]) -> None:
+        self._client = client
+        self._open = set(request_ids)
+        self._arrived: asyncio.Queue[TokenOutput | AquiferError] = asyncio.Queue()
+
+    async def __anext__(self) -> TokenOutput:
+        while self._open:
+            item = await self._arrived.get()
+            if isinstance(item, AquiferError):
+                raise item
+            if item.request_id not in self._open:
+                continue  # it was under way when the request was aborted
+            if item.finish_reason is not None:
+                self._open.discard(item.request_id)
+            return item
+        raise StopAsyncIteration
+
+    def put(self, item: TokenOutput | AquiferError) -> None:
+        """Hand over an output, or what ends the whole stream."""
+        self._arrived.put_nowait(item)
+
+    def abort(self, request_id: str) -> None:
+        """End one request: no more output of it comes."""
+        if request_id in self._open:
+            self._open.discard(request_id)
+            self._client.abort(request_id)
+
+    async def aclose(self) -> None:
+        """Abort every request that is not finished."""
+        for request_id in sorted(self._open):
+            self.abort(request_id)
+
+
+class EngineClient:
+    """Starts the engine process and talks to it; lives in one event loop.
+
+    Two threads move messages, so that neither a full pipe nor a long one blocks the loop:
+    "aquifer-engine-reader" ends with the pipe, "aquifer-engine-writer" with a None in its queue.
+
+    Args:
+        config: the engine's.
+        open_it: opens the engine, in the other process.
+    """
+
+    def __init__(self, config: EngineConfig, open_it: OpenEngine = open_engine) -> None:
+        self._config = config
+        self._open_it = open_it
+        self._state = _State.NEW
+        self._streams: dict[str, TokenStream] = {}
+        self._memory_waiters: deque[asyncio.Future[MemoryReport]] = deque()
+        self._outbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
+        self._stats: EngineStats | None = None
+
+    @property
+    def max_prompts(self) -> int:
+        """The most requests that can be added at once: they all wait for the next step."""
+        return self._config.max_num_waiting
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether requests are welcome."""
+        return self._state is _State.SERVING
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the engine process ended without being asked to."""
+        return self._state is _State.DEAD
+
+    @property
+    def stats(self) -> EngineStats:
+        """The engine's latest counters. Pre-condition: it has been ready."""
+        assert self._stats is not None
+        return self._stats
+
+    def start(self) -> None:
+        """Start the engine process; `ready` then waits for its models."""
+        assert self._state is _State.NEW
+        self._state = _State.LOADING
+        self._loop = asyncio.get_running_loop()
+        self._died = asyncio.Event()
+        self._opened: asyncio.Future[dict[str, ModelInfo]] = self._loop.create_future()
+        self._on_progress: Callable[[LoadProgress], None] | None = None
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(
+            target=run_engine_process,
+            args=(theirs, self._config, self._open_it),
+            name="aquifer-engine",
+            daemon=True,
+        )
+        with _stop_signals_blocked():
+            self._process.start()
+        theirs.close()
+        self._reader = threading.Thread(
+            target=self._read, args=(self._connection,), name="aquifer-engine-reader", daemon=True
+        )
+        self._writer = threading.Thread(
+            target=self._write, args=(self._connection,), name="aquifer-engine-writer", daemon=True
+        )
+        self._reader.start()
+        self._writer.start()
+
+    async def ready(
+        self, on_progress: Callable[[LoadProgress], None] | None = None
+    ) -> dict[str, ModelInfo]:
+        """Wait until all models are loaded; their infos by served name.
+
+        Raises:
+            ConfigError: an option or a checkpoint cannot be used.
+            EngineError: the device refused, or the process died.
+        """
+        self._on_progress = on_progress
+        return await self._opened
+
+    def generate(self, requests: Sequence[Request]) -> TokenStream:
+        """Run requests; their outputs arrive in the returned stream, which must be closed.
+
+        If one request is refused, the whole stream ends with that error.
+
+        Raises:
+            EngineError: the engine has stopped, or is about to.
+        """
+        self._check_serving()
+        stream = TokenStream(self, [request.request_id for request in requests])
+        for request in requests:
+            self._streams[request.request_id] = stream
+            self._send(Add(request))
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request; it needs not exist."""
+        if self._streams.pop(request_id, None) is not None:
+            self._send(Abort(request_id))
+
+    async def memory(self) -> MemoryReport:
+        """Ask the engine where its memory is; after all aborts sent so far.
+
+        Raises:
+            EngineError: the engine has stopped.
+        """
+        self._check_serving()
+        waiter: asyncio.Future[MemoryReport] = self._loop.create_future()
+        self._memory_waiters.append(waiter)
+        self._send(GetMemory())
+        return await waiter
+
+    async def died(self) -> None:
+        """Wait until the engine process has ended without being asked to."""
+        await self._died.wait()
+
+    def kill(self) -> None:
+        """End the engine process at once, whatever it is doing."""
+        self._process.kill()
+
+    async def stop(self, timeout_s: float) -> None:
+        """Admit no more, let running requests finish for that long, end the others, exit.
+
+        The engine process is gone when this returns, and with it its memory.
+        """
+        if self._state is _State.SERVING:
+            self._state = _State.STOPPING
+            deadline = self._loop.time() + timeout_s
+            while self._streams and self._loop.time() < deadline:
+                await asyncio.sleep(0.02)
+            self._fail_everyone("the server shut down before the request finished")
+            self._send(Close())
+        elif self._state is _State.LOADING:
+            self._state = _State.STOPPING
+            self.kill()  # it does not listen while it loads
+        if self._state is not _State.NEW:
+            await asyncio.to_thread(self._join)
+
+    def _join(self) -> None:
+        self._process.join(_EXIT_S)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._outbox.put(None)
+        self._writer.join()
+        self._reader.join()
+        self._connection.close()
+
+    def _check_serving(self) -> None:
+        if self._state is _State.SERVING:
+            return
+        if self._state is _State.STOPPING:
+            raise EngineError("the server is shutting down")
+        raise EngineError("the engine has stopped; restart the server")
+
+    def _send(self, message: ToEngine) -> None:
+        self._outbox.put(message)
+
+    def _fail_everyone(self, why: str) -> None:
+        streams, self._streams = self._streams, {}
+        for request_id in streams:
+            self._send(Abort(request_id))
+        for stream in set(streams.values()):
+            stream.put(EngineError(why))
+        while self._memory_waiters:
+            waiter = self._memory_waiters.popleft()
+            if not waiter.done():
+                waiter.set_exception(EngineError(why))
+
+    # ---- the threads
+
+    def _read(self, connection: Connection) -> None:
+        while True:
+            try:
+                message: FromEngine | None = connection.recv()
+            except (EOFError, OSError):
+                message = None
+            self._loop.call_soon_threadsafe(self._handle, message)
+            if message is None:
+                return
+
+    def _write(self, connection: Connection) -> None:
+        while (message := self._outbox.get()) is not None:
+            try:
+                connection.send(message)
+            except OSError:
+                continue  # the process is gone, which the reader reports
+
+    # ---- on the loop
+
+    def _handle(self, message: FromEngine | None) -> None:
+        match message:
+            case Step(outputs, refused, stats):
+                self._stats = stats
+                for request_id, error in refused.items():
+                    if (stream := self._streams.pop(request_id, None)) is not None:
+                        stream.put(error)
+                for output in outputs:
+                    self._deliver(output)
+            case Memory(report):
+                waiter = self._memory_waiters.popleft()
+                if not waiter.done():
+                    waiter.set_result(report)
+            case LoadProgress():
+                if self._on_progress is not None:
+                    self._on_progress(message)
+            case Ready(models, stats):
+                self._stats = stats
+                self._state = _State.SERVING
+                self._opened.set_result(models)
+            case OpenFailed(text, is_config):
+                self._opened.set_exception(ConfigError(text) if is_config else EngineError(text))
+            case None:
+                self._handle_end()
+
+    def _deliver(self, output: TokenOutput) -> None:
+        stream = self._streams.get(output.request_id)
+        if stream is not None:
+            if output.finish_reason is not None:
+                del self._streams[output.request_id]
+            stream.put(output)
+
+    def _handle_end(self) -> None:
+        """The pipe has ended: as it should, or because the process died."""
+        if self._state is not _State.STOPPING:
+            self._state = _State.DEAD
+            self._died.set()
+            if not self._opened.done():
+                self._opened.set_exception(EngineError("the engine process died while loading"))
+        self._fail_everyone("the engine process died before the request finished")
+
+
+@contextlib.contextmanager
+def _stop_signals_blocked() -> Iterator[None]:
+    """A process started in here is born with these signals blocked.
+
+    So Ctrl-C, which goes to all processes of a terminal, cannot hit the engine process before it
+    has arranged to ignore it.
+    """
+    resource_tracker.ensure_running()  # or it starts in here, and unblocks them
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)

@@ -1,0 +1,93 @@
+"""Prompts in, pieces of text out: one HTTP request's way through the engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from aquifer.engine.request import FinishReason, Request, SamplingParams
+from aquifer.engine.text import Delta, OutputBuilder, Tokenizer
+from aquifer.errors import EngineError, RequestError
+from aquifer.serve.client import EngineClient
+from aquifer.serve.metrics import Metrics
+from aquifer.serve.models import TextModel
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A tokenised prompt; `text` is None if it came as token ids."""
+
+    text: str | None
+    token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A prompt and what becomes of it."""
+
+    request: Request
+    builder: OutputBuilder
+    tokenizer: Tokenizer | None
+
+    @classmethod
+    def prepare(
+        cls,
+        model: TextModel,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        arrival_s: float,
+    ) -> Job:
+        """A job that has not begun."""
+        request = Request(request_id, model.name, prompt.token_ids, params, arrival_s)
+        builder = OutputBuilder(request, prompt.text, model.tokenizer)
+        return cls(request, builder, model.tokenizer)
+
+    def text_of_token(self, token_id: int) -> str:
+        """The text of one token alone; nothing where there is no tokenizer."""
+        if self.tokenizer is None:
+            return ""
+        return self.tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+async def run_jobs(
+    client: EngineClient, metrics: Metrics, jobs: Sequence[Job]
+) -> AsyncGenerator[tuple[int, Delta], None]:
+    """(index of the job, what was added to its output), until all are finished.
+
+    Whatever is unfinished when the generator closes is aborted.
+
+    Raises:
+        RequestError: the engine refused one of them.
+        EngineError: the engine stopped.
+    """
+    indexes = {job.request.request_id: index for index, job in enumerate(jobs)}
+    watches = [
+        metrics.watch(job.request.model, len(job.request.prompt_token_ids), job.request.arrival_s)
+        for job in jobs
+    ]
+    reason_of_the_rest: FinishReason | None = "abort"
+    try:
+        async with aclosing(client.generate([job.request for job in jobs])) as outputs:
+            async for output in outputs:
+                index = indexes[output.request_id]
+                builder, watch = jobs[index].builder, watches[index]
+                watch.output(output)
+                if output.finish_reason == "error":
+                    raise EngineError(output.error or "the engine lost the request")
+                delta = builder.push(output)
+                if builder.finished:
+                    outputs.abort(output.request_id)  # nothing, unless a stop string ended it
+                    watch.finish(builder.completion.finish_reason or "stop")
+                yield index, delta
+    except RequestError:
+        reason_of_the_rest = None  # it was never accepted
+        raise
+    except EngineError:
+        reason_of_the_rest = "error"
+        raise
+    finally:
+        if reason_of_the_rest is not None:
+            for watch in watches:
+                watch.finish(reason_of_the_rest)

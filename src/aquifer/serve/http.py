@@ -1,0 +1,266 @@
+"""What every answer has in common: errors in OpenAI's form, keys, body limits, disconnects."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import AsyncExitStack, aclosing
+from typing import Any, TypeVar
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from aquifer.errors import EngineError, QueueFullError, RequestError, UnknownModelError
+from aquifer.serve.protocol import ErrorInfo, ErrorResponse
+
+MAX_BODY_BYTES = 16 << 20
+_LINGER_BYTES = 64 << 20  # of a body that is too large: read and dropped, so that its sender
+_LINGER_S = 5.0  # gets as far as reading the answer instead of a broken pipe
+
+_CLIENT_CLOSED_REQUEST = 499  # nobody reads it
+
+_T = TypeVar("_T")
+
+
+# ---- errors
+
+
+def error_response(
+    status: int,
+    message: str,
+    param: str | None = None,
+    code: str | None = None,
+    headers: dict[str, str] | None = None,
+) -> Response:
+    """An error as OpenAI's clients expect it."""
+    body = ErrorResponse(
+        error=ErrorInfo(message=message, type=_error_type(status), param=param, code=code)
+    )
+    return Response(body.model_dump_json(), status, headers, "application/json")
+
+
+def response_to(error: RequestError | EngineError) -> Response:
+    """The answer that one of our own exceptions deserves."""
+    if isinstance(error, EngineError):
+        return error_response(503, str(error), code="engine_error")
+    if isinstance(error, QueueFullError):
+        return error_response(
+            429, error.message, error.param, error.code, headers={"Retry-After": "1"}
+        )
+    status = 404 if isinstance(error, UnknownModelError) else 400
+    return error_response(status, error.message, error.param, error.code)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Give every failure of the app OpenAI's form."""
+
+    @app.exception_handler(RequestError)
+    @app.exception_handler(EngineError)
+    async def own(_: Request, error: RequestError | EngineError) -> Response:
+        return response_to(error)
+
+    @app.exception_handler(StarletteHTTPException)
+    async def http(request: Request, error: StarletteHTTPException) -> Response:
+        message = str(error.detail)
+        if error.status_code in (404, 405):
+            message = f"{message}: {request.method} {request.url.path}"
+        headers = dict(error.headers or {})
+        return error_response(error.status_code, message, headers=headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        return _validation_response(error)
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(_: Request, __: ClientDisconnect) -> Response:
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+
+    @app.exception_handler(Exception)
+    async def bug(_: Request, __: Exception) -> Response:
+        # Starlette raises it again after this, so that it is logged.
+        return error_response(500, "internal error; the server's log says more")
+
+
+def _validation_response(error: RequestValidationError) -> Response:
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid":
+        reason = first.get("ctx", {}).get("error", first["msg"])
+        return error_response(400, f"the body is not valid JSON: {reason}", code="invalid_json")
+    if not path:
+        return error_response(
+            400, "the body must be a JSON object, sent with Content-Type: application/json"
+        )
+    message = first["msg"].removeprefix("Value error, ")
+    return error_response(400, f"{'.'.join(path)}: {message}", param=path[0])
+
+
+def _error_type(status: int) -> str:
+    if status == 401:
+        return "authentication_error"
+    if status == 429:
+        return "rate_limit_error"
+    return "server_error" if status >= 500 else "invalid_request_error"
+
+
+# ---- middleware
+
+
+class ApiKeyMiddleware:
+    """Lets requests to the guarded paths pass only with the right bearer key.
+
+    Args:
+        app: what is behind.
+        api_key: the key.
+        guarded: beginnings of paths.
+    """
+
+    def __init__(self, app: ASGIApp, api_key: str, guarded: tuple[str, ...]) -> None:
+        self._app = app
+        self._expected = f"Bearer {api_key}".encode()
+        self._guarded = guarded
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, or answer 401."""
+        if scope["type"] == "http" and scope["path"].startswith(self._guarded):
+            given = Headers(scope=scope).get("authorization", "").encode("latin-1")
+            if not hmac.compare_digest(given, self._expected):
+                response = error_response(
+                    401,
+                    "wrong or missing API key; send it as 'Authorization: Bearer KEY'",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+                await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class BodyLimitMiddleware:
+    """Refuses bodies of more than `MAX_BODY_BYTES`, announced or not, without keeping them."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read the body and pass it on, or answer 413."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        length = Headers(scope=scope).get("content-length", "")
+        if length.isdecimal() and int(length) > MAX_BODY_BYTES:
+            await self._refuse(scope, receive, send)
+            return
+        chunks: list[bytes] = []
+        num_bytes = 0
+        while True:
+            message = await receive()
+            if message["type"] != "http.request":
+                return  # the client is gone
+            chunks.append(message.get("body", b""))
+            num_bytes += len(chunks[-1])
+            if num_bytes > MAX_BODY_BYTES:
+                chunks.clear()
+                await self._refuse(scope, receive, send)
+                return
+            if not message.get("more_body", False):
+                break
+        body: Message | None = {"type": "http.request", "body": b"".join(chunks)}
+
+        async def replay() -> Message:
+            nonlocal body
+            message, body = body, None
+            return await receive() if message is None else message
+
+        await self._app(scope, replay, send)
+
+    @staticmethod
+    async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        response = error_response(
+            413,
+            f"the body is larger than {MAX_BODY_BYTES} bytes; send less",
+            code="request_too_large",
+        )
+        # Without its length, so that the answer can stay open for a while after its only part.
+        headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": 413, "headers": headers})
+        await send({"type": "http.response.body", "body": response.body, "more_body": True})
+        if "expect" not in Headers(scope=scope):  # else the sender waits, and has sent nothing
+            await _drop_body(receive)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _drop_body(receive: Receive) -> None:
+    num_bytes = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LINGER_S):
+            while num_bytes < _LINGER_BYTES:
+                message = await receive()
+                if not message.get("more_body", False):
+                    return
+                num_bytes += len(message["body"])
+
+
+# ---- clients that go away
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+    """The result of `work`, which is cancelled at once if the client goes away.
+
+    Pre-condition: the body has been read, so that all that can still arrive is the end.
+
+    Raises:
+        ClientDisconnect: the client went away.
+    """
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events; closes their source at once when the client goes away.
+
+    Args:
+        events: the events, complete with their framing.
+        resources: closed with the stream, begun or not.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], resources: AsyncExitStack) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._resources = resources
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events as they come."""
+        async with self._resources, aclosing(self._events):
+            with contextlib.suppress(ClientDisconnect):
+                await unless_disconnected(receive, self._send_all(send))
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

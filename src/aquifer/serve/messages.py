@@ -1,0 +1,84 @@
+"""What crosses the pipe between the web process and the engine process.
+
+Everything here can be unpickled without importing torch, which the web process never does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aquifer.engine.request import (
+    EngineStats,
+    LoadProgress,
+    MemoryReport,
+    ModelInfo,
+    Request,
+    TokenOutput,
+)
+from aquifer.errors import RequestError
+
+# ---- to the engine process
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Start a request."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Forget a request; unknown ones are ignored."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class GetMemory:
+    """Ask for a `Memory`; answers come in the order of the questions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Give everything back and exit."""
+
+
+ToEngine = Add | Abort | GetMemory | Close
+
+# ---- from the engine process
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """All models are loaded; requests are welcome."""
+
+    models: dict[str, ModelInfo]
+    stats: EngineStats
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFailed:
+    """The engine could not start. The process exits after this."""
+
+    message: str
+    is_config: bool  # the operator can mend it by another option
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """All that one turn of the loop brought."""
+
+    outputs: list[TokenOutput]
+    refused: dict[str, RequestError]  # by request id
+    stats: EngineStats
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The answer to `GetMemory`."""
+
+    report: MemoryReport
+
+
+FromEngine = LoadProgress | Ready | OpenFailed | Step | Memory

@@ -1,0 +1,131 @@
+"""The engine process: owns the device, drains the pipe, steps the engine.
+
+It has no policy of its own. Whoever is at the other end decides when to abort and when to close;
+if that end goes away, so does this process. An exception in the loop is our bug: it ends the
+process with a traceback and a non-zero code, which the other end notices as the end of the pipe.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Protocol
+
+from aquifer.config import EngineConfig
+from aquifer.engine.request import (
+    EngineStats,
+    LoadProgress,
+    MemoryReport,
+    ModelInfo,
+    Request,
+    TokenOutput,
+)
+from aquifer.errors import ConfigError, DriverError, RequestError
+from aquifer.serve.messages import (
+    Abort,
+    Add,
+    Close,
+    FromEngine,
+    GetMemory,
+    Memory,
+    OpenFailed,
+    Ready,
+    Step,
+    ToEngine,
+)
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class EngineLike(Protocol):
+    """What the loop needs of an engine; `aquifer.engine.engine.Engine` is one."""
+
+    @property
+    def models(self) -> dict[str, ModelInfo]:
+        """What is served, by name."""
+
+    def add(self, request: Request) -> None:
+        """Accept a request, or raise a `RequestError`."""
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request; its pages are free when this returns."""
+
+    def step(self) -> list[TokenOutput]:
+        """Run one batch."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+
+    def stats(self) -> EngineStats:
+        """Cheap counters."""
+
+    def memory(self) -> MemoryReport:
+        """Where the budget is."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+OpenEngine = Callable[[EngineConfig, Callable[[LoadProgress], None]], EngineLike]
+
+
+def open_engine(config: EngineConfig, on_progress: Callable[[LoadProgress], None]) -> EngineLike:
+    """Open the real engine; imported here, so that only this process imports torch."""
+    from aquifer.engine.engine import Engine
+
+    return Engine.open(config, on_progress)
+
+
+def run_engine_process(connection: Connection, config: EngineConfig, open_it: OpenEngine) -> None:
+    """The process's main function.
+
+    Args:
+        connection: our end of the pipe; it closes when the other process ends.
+        config: handed to `open_it`.
+        open_it: opens the engine.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # the web process decides when to stop
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+    try:
+        try:
+            engine = open_it(config, connection.send)
+        except (ConfigError, DriverError) as error:
+            _send(connection, OpenFailed(str(error), isinstance(error, ConfigError)))
+            return
+        _send(connection, Ready(engine.models, engine.stats()))
+        _run(engine, connection)
+        engine.close()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return  # the web process is gone, and nobody is left to serve
+
+
+def _run(engine: EngineLike, connection: Connection) -> None:
+    """Take messages and step until told to close."""
+    while True:
+        refused: dict[str, RequestError] = {}
+        may_block = not engine.has_work
+        while may_block or connection.poll():
+            may_block = False
+            message: ToEngine = connection.recv()
+            match message:
+                case Add(request):
+                    try:
+                        engine.add(request)
+                    except RequestError as error:
+                        refused[request.request_id] = error
+                case Abort(request_id):
+                    engine.abort(request_id)
+                case GetMemory():
+                    _send(connection, Memory(engine.memory()))
+                case Close():
+                    return
+        outputs = engine.step() if engine.has_work else []
+        _send(connection, Step(outputs, refused, engine.stats()))
+
+
+def _send(connection: Connection, message: FromEngine) -> None:
+    connection.send(message)

@@ -1,0 +1,444 @@
+"""OpenAI's API as pydantic models, with the fields beyond it that users of other servers send.
+
+A field that is null counts as not given. Fields that are not listed are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictInt,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
+
+from aquifer.engine.request import MAX_LOGPROBS, SamplingParams
+from aquifer.errors import RequestError
+
+# What the template is given anyway, or what names an argument on the way to it.
+_RESERVED_TEMPLATE_ARGS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversations",
+        "documents",
+        "messages",
+        "return_assistant_tokens_mask",
+        "self",
+        "tools",
+    }
+)
+
+
+def _check_prompt(value: Any, _: ValidatorFunctionWrapHandler) -> Any:
+    """Check the type in one go; pydantic would try each in turn, and report on every token."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        types = set(map(type, value))
+        if len(types) <= 1 and types <= {str, int}:
+            return value
+        if types == {list} and {type(i) for token_ids in value for i in token_ids} <= {int}:
+            return value
+    raise ValueError("must be a text, a list of texts, a list of token ids or a list of such lists")
+
+
+Prompt = Annotated[str | list[str] | list[int] | list[list[int]], WrapValidator(_check_prompt)]
+
+
+class StreamOptions(BaseModel):
+    """`stream_options`."""
+
+    include_usage: bool | None = None
+
+
+class SamplingFields(BaseModel):
+    """What completions and chat have in common."""
+
+    model: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk that has the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def _params(self, defaults: Mapping[str, Any], **others: Any) -> SamplingParams:
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options needs stream to be true", param="stream_options")
+        given = {
+            name: value
+            for name in SamplingFields.model_fields
+            if name not in ("model", "stream", "stream_options")
+            and (value := getattr(self, name)) is not None
+        }
+        return SamplingParams(**{**defaults, **given, **others})
+
+
+class CompletionRequest(SamplingFields):
+    """Body of POST /v1/completions."""
+
+    prompt: Prompt
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts, each a text or a list of token ids.
+
+        Raises:
+            RequestError: there is none.
+        """
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if not prompt:
+            raise RequestError("prompt is empty; it must have at least one token", param="prompt")
+        # The type of the first element is that of all: validation has seen to it.
+        if isinstance(prompt[0], int):
+            return [[i for i in prompt if isinstance(i, int)]]
+        return prompt
+
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """Sampling parameters; `defaults` are the model's.
+
+        Raises:
+            RequestError: a value is impossible, or asks for what is not supported.
+        """
+        if self.suffix:
+            raise RequestError("suffix is not supported; leave it out", param="suffix")
+        if self.best_of is not None and self.best_of != 1:
+            raise RequestError(
+                f"best_of is {self.best_of}; it must be 1, the only value supported",
+                param="best_of",
+            )
+        return self._params(
+            defaults,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.logprobs if self.echo else None,
+        )
+
+
+class ChatMessage(BaseModel):
+    """A message; fields that are not listed reach the template as they are."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The message with its content as one text.
+
+        Raises:
+            RequestError: a part of it is no text.
+        """
+        message = self.model_dump(exclude_unset=True)
+        if isinstance(self.content, list):
+            message["content"] = "\n".join(map(_text_of_part, self.content))
+        return message
+
+
+class TemplateFields(BaseModel):
+    """How a conversation becomes a prompt."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+
+    def template_args(self) -> dict[str, Any]:
+        """What goes to the chat template beside the messages.
+
+        Raises:
+            RequestError: it would replace something that is not the client's to replace.
+        """
+        args = self.chat_template_kwargs or {}
+        reserved = sorted(_RESERVED_TEMPLATE_ARGS & args.keys())
+        if reserved:
+            raise RequestError(
+                f"chat_template_kwargs may not have {reserved[0]!r}", param="chat_template_kwargs"
+            )
+        return args
+
+
+class ChatCompletionRequest(SamplingFields, TemplateFields):
+    """Body of POST /v1/chat/completions."""
+
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    functions: list[Any] | None = None
+
+    def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """Sampling parameters; `defaults` are the model's.
+
+        Raises:
+            RequestError: a value is impossible, or asks for what is not supported.
+        """
+        for name in ("tools", "functions"):
+            if getattr(self, name):
+                raise RequestError(f"{name} are not supported; leave them out", param=name)
+        if self.tool_choice not in (None, "none", "auto"):
+            raise RequestError("tool_choice is not supported; leave it out", param="tool_choice")
+        kind = (self.response_format or {}).get("type", "text")
+        if kind != "text":
+            raise RequestError(
+                f"response_format of type {kind!r} is not supported; the only one is 'text'",
+                param="response_format",
+            )
+        if self.top_logprobs is not None:
+            if not self.logprobs:
+                raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+            if not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+                raise RequestError(
+                    f"top_logprobs is {self.top_logprobs}; it must be from 0 to {MAX_LOGPROBS}",
+                    param="top_logprobs",
+                )
+        max_tokens = self.max_completion_tokens
+        return self._params(
+            defaults,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            max_tokens=self.max_tokens if max_tokens is None else max_tokens,
+        )
+
+
+class TokenizeRequest(BaseModel):
+    """Body of POST /tokenize: either `prompt` or `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    messages: list[ChatMessage] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+
+    def conversation(self) -> TemplateFields | None:
+        """The conversation to tokenize, or None if it is `prompt`.
+
+        Raises:
+            RequestError: there are both or neither.
+        """
+        if (self.prompt is None) == (not self.messages):
+            raise RequestError("give either prompt or messages", param="prompt")
+        if not self.messages:
+            return None
+        return TemplateFields.model_construct(
+            messages=self.messages,
+            chat_template=self.chat_template,
+            chat_template_kwargs=self.chat_template_kwargs,
+            add_generation_prompt=self.add_generation_prompt,
+        )
+
+
+class DetokenizeRequest(BaseModel):
+    """Body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[StrictInt]
+
+
+# ---- what goes back
+
+
+class PromptTokensDetails(BaseModel):
+    """Part of `Usage`."""
+
+    cached_tokens: int = 0
+
+
+class Usage(BaseModel):
+    """Tokens of a request, all its choices together."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(BaseModel):
+    """Log probabilities in the form of completions: parallel lists, one entry a token."""
+
+    tokens: list[str] = Field(default_factory=list)
+    token_logprobs: list[float | None] = Field(default_factory=list)
+    top_logprobs: list[dict[str, float] | None] = Field(default_factory=list)
+    text_offset: list[int] = Field(default_factory=list)
+
+
+class CompletionChoice(BaseModel):
+    """One completion, or in a stream its next piece."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class CompletionResponse(BaseModel):
+    """Answer to POST /v1/completions, and a chunk of its stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class TopLogprob(BaseModel):
+    """A token and its log probability, in the form of chat."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    """A chosen token, and the most probable ones at its position."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Log probabilities in the form of chat."""
+
+    content: list[TokenLogprob]
+
+
+class AssistantMessage(BaseModel):
+    """What the model said."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+
+
+class ChatChoice(BaseModel):
+    """The answer to a conversation."""
+
+    index: int = 0
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class ChatCompletionResponse(BaseModel):
+    """Answer to POST /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatChunkChoice(BaseModel):
+    """The next piece of an answer."""
+
+    index: int = 0
+    delta: dict[Literal["role", "content"], str]
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class ChatCompletionChunk(BaseModel):
+    """A chunk of a streamed chat completion."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
+class ModelCard(BaseModel):
+    """A served model."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "aquifer"
+    root: str
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """Answer to GET /v1/models."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class TokenizeResponse(BaseModel):
+    """Answer to POST /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(BaseModel):
+    """Answer to POST /detokenize."""
+
+    prompt: str
+
+
+class ErrorInfo(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorResponse(BaseModel):
+    """Body of every answer that is no success."""
+
+    error: ErrorInfo
+
+
+def _text_of_part(part: Mapping[str, Any]) -> str:
+    text = part.get("text")
+    if part.get("type", "text") != "text" or not isinstance(text, str):
+        raise RequestError(
+            f"a content part of type {part.get('type')!r} is not supported; send parts like "
+            '{"type": "text", "text": "..."}',
+            param="messages",
+        )
+    return text

@@ -1,0 +1,212 @@
+"""Starting, running and stopping a server: the engine process, then uvicorn."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import uvicorn
+
+from aquifer.config import EngineConfig
+from aquifer.engine.request import LoadProgress
+from aquifer.errors import ConfigError, EngineError
+from aquifer.serve.app import ServedModel, create_app
+from aquifer.serve.client import EngineClient
+from aquifer.serve.models import TextModel
+from aquifer.serve.process import STOP_SIGNALS, OpenEngine, open_engine
+
+_BACKLOG = 2048
+_KEEP_ALIVE_S = 60  # longer than most clients keep a connection, so that they close it first
+_LAST_BYTES_S = 5  # after the last request ended: for its answer to reach a slow client
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """The options of the HTTP side.
+
+    Args:
+        host: address to listen on.
+        port: 0 for a free one.
+        api_key: what clients must send, or None.
+        chat_template: Jinja source used in place of the checkpoints' own.
+        shutdown_timeout_s: how long running requests may go on after the signal to stop.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    chat_template: str | None = None
+    shutdown_timeout_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 2**16:
+            raise ConfigError(f"port is {self.port}; it must be from 0 to 65535")
+        if not self.shutdown_timeout_s >= 0:
+            raise ConfigError(
+                f"shutdown_timeout is {self.shutdown_timeout_s}; it must be at least 0 seconds"
+            )
+
+
+def serve(
+    engine: EngineConfig,
+    server: ServerConfig,
+    *,
+    on_progress: Callable[[LoadProgress], None],
+    on_ready: Callable[[str], None],
+    on_death: Callable[[EngineError], None],
+    open_it: OpenEngine = open_engine,
+) -> None:
+    """Serve until SIGINT or SIGTERM; a second one ends everything at once.
+
+    Args:
+        engine: what to serve.
+        server: where, and to whom.
+        on_progress: told how loading goes.
+        on_ready: told the server's URL, once it answers.
+        on_death: told if the engine process dies; the server then answers 503.
+        open_it: opens the engine in its process.
+
+    Raises:
+        ConfigError: an option or a checkpoint cannot be used.
+        EngineError: the engine could not start, or died.
+    """
+    with _bind(server.host, server.port) as listener:
+        url = _url(server.host, listener.getsockname()[1])
+
+        def ready() -> None:
+            on_ready(url)
+
+        asyncio.run(_Server(engine, server, listener, open_it).run(on_progress, ready, on_death))
+
+
+class _Server:
+    """One run of a server."""
+
+    def __init__(
+        self,
+        engine: EngineConfig,
+        config: ServerConfig,
+        listener: socket.socket,
+        open_it: OpenEngine,
+    ) -> None:
+        self._engine = engine
+        self._config = config
+        self._listener = listener
+        self._client = EngineClient(engine, open_it)
+        self._stopping = asyncio.Event()
+
+    async def run(
+        self,
+        on_progress: Callable[[LoadProgress], None],
+        on_ready: Callable[[], None],
+        on_death: Callable[[EngineError], None],
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        for number in STOP_SIGNALS:
+            loop.add_signal_handler(number, self._on_signal)
+        self._client.start()
+        stopping = asyncio.create_task(self._stopping.wait())
+        opening = asyncio.create_task(self._open(on_progress))
+        try:
+            await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if opening.done():
+                await self._listen(opening.result(), stopping, on_ready, on_death)
+        finally:
+            stopping.cancel()
+            opening.cancel()
+            await self._client.stop(self._config.shutdown_timeout_s)
+
+    async def _open(self, on_progress: Callable[[LoadProgress], None]) -> dict[str, ServedModel]:
+        """Read the tokenizers while the engine process loads the weights."""
+        texts = await asyncio.to_thread(
+            lambda: [
+                TextModel.load(spec, self._config.chat_template) for spec in self._engine.models
+            ]
+        )
+        infos = await self._client.ready(on_progress)
+        return {text.name: ServedModel(text, infos[text.name]) for text in texts}
+
+    async def _listen(
+        self,
+        models: dict[str, ServedModel],
+        stopping: asyncio.Task[bool],
+        on_ready: Callable[[], None],
+        on_death: Callable[[EngineError], None],
+    ) -> None:
+        """Answer requests until told to stop."""
+        app = create_app(self._client, models, self._config.api_key)
+        timeout_s = self._config.shutdown_timeout_s
+        uvicorn_server = _Uvicorn(
+            uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_graceful_shutdown=int(timeout_s) + _LAST_BYTES_S,
+            )
+        )
+        self._listener.listen(_BACKLOG)
+        serving = asyncio.create_task(uvicorn_server.serve(sockets=[self._listener]))
+        dying = asyncio.create_task(self._report_death(on_death))
+        on_ready()
+        try:
+            await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            uvicorn_server.should_exit = True  # accept no more; let what runs finish
+            await self._client.stop(timeout_s)
+            await serving
+        finally:
+            dying.cancel()
+        if self._client.is_dead:
+            raise _death()
+
+    async def _report_death(self, on_death: Callable[[EngineError], None]) -> None:
+        await self._client.died()
+        on_death(_death())
+
+    def _on_signal(self) -> None:
+        if self._stopping.is_set():
+            self._client.kill()
+            os._exit(1)
+        self._stopping.set()
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without signal handlers of its own: stopping starts with the engine."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _death() -> EngineError:
+    return EngineError("the engine process died; all requests are answered with 503 from now on")
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A bound socket; it does not listen yet, so that nobody connects before models are loaded."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"host {host!r} is no address of this machine: {error}") from error
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port"
+        ) from error
+    return listener
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

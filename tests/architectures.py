@@ -1,0 +1,171 @@
+"""Tiny models of every architecture, made and saved by Transformers, with weights that matter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+VOCAB_SIZE = 199
+MAX_TOKENS = 128  # the context of each of them
+ORIGINAL_TOKENS = 32  # the context before rotary scaling, where there is one
+WINDOW_TOKENS = 5  # the sliding window, where there is one
+
+_MHA: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": MAX_TOKENS,
+}
+GQA: dict[str, Any] = {
+    **_MHA,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_STRETCHED = {**GQA, "max_position_embeddings": ORIGINAL_TOKENS}
+_FACTOR = MAX_TOKENS / ORIGINAL_TOKENS
+
+
+def _rope(kind: str, **parameters: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 10000.0, **parameters}
+
+
+OUR_DECODER: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**GQA),
+    "llama-biases": lambda: transformers.LlamaConfig(**GQA, attention_bias=True, mlp_bias=True),
+    "llama-head-dim": lambda: transformers.LlamaConfig(**GQA, head_dim=20),
+    "llama-tied": lambda: transformers.LlamaConfig(**GQA, tie_word_embeddings=True),
+    "llama-linear": lambda: transformers.LlamaConfig(
+        **_STRETCHED, rope_parameters=_rope("linear", factor=_FACTOR)
+    ),
+    "llama-dynamic": lambda: transformers.LlamaConfig(
+        **_STRETCHED, rope_parameters=_rope("dynamic", factor=_FACTOR)
+    ),
+    "llama-llama3": lambda: transformers.LlamaConfig(
+        **GQA,
+        rope_parameters=_rope(
+            "llama3",
+            factor=_FACTOR,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=ORIGINAL_TOKENS,
+        ),
+    ),
+    "llama-yarn": lambda: transformers.LlamaConfig(
+        **GQA,
+        rope_parameters=_rope(
+            "yarn", factor=_FACTOR, original_max_position_embeddings=ORIGINAL_TOKENS
+        ),
+    ),
+    "mistral": lambda: transformers.MistralConfig(**GQA, sliding_window=WINDOW_TOKENS),
+    "qwen2": lambda: transformers.Qwen2Config(**GQA),
+    "qwen2-window": lambda: transformers.Qwen2Config(
+        **GQA, use_sliding_window=True, sliding_window=WINDOW_TOKENS, max_window_layers=1
+    ),
+    "qwen3": lambda: transformers.Qwen3Config(**GQA, head_dim=20),
+}
+"""What `aquifer.models.decoder` serves."""
+
+TRANSFORMERS: dict[str, Callable[[], Any]] = {
+    "opt": lambda: transformers.OPTConfig(**_MHA, ffn_dim=96, word_embed_proj_dim=64),
+    "opt-350m-style": lambda: transformers.OPTConfig(
+        **_MHA, ffn_dim=96, word_embed_proj_dim=16, do_layer_norm_before=False
+    ),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=VOCAB_SIZE,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        n_positions=MAX_TOKENS,
+        scale_attn_by_inverse_layer_idx=True,
+        pad_token_id=0,
+    ),
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(**_MHA, intermediate_size=96),
+    "gemma2": lambda: transformers.Gemma2Config(
+        **GQA,
+        head_dim=16,
+        sliding_window=WINDOW_TOKENS,
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=1.5,
+    ),
+    "gemma3_text": lambda: transformers.Gemma3TextConfig(
+        **{**GQA, "num_hidden_layers": 6}, head_dim=16, sliding_window=WINDOW_TOKENS
+    ),
+    "phi3": lambda: transformers.Phi3Config(**GQA, sliding_window=WINDOW_TOKENS),
+    "phi3-longrope": lambda: transformers.Phi3Config(
+        **GQA,
+        original_max_position_embeddings=ORIGINAL_TOKENS,
+        rope_parameters=_rope(
+            "longrope",
+            short_factor=[1.0 + 0.1 * i for i in range(8)],
+            long_factor=[2.0 + i for i in range(8)],
+        ),
+    ),
+    "olmo2": lambda: transformers.Olmo2Config(**GQA),
+    "mixtral": lambda: transformers.MixtralConfig(
+        **GQA, num_local_experts=4, sliding_window=WINDOW_TOKENS, output_router_logits=True
+    ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **GQA,
+        head_dim=16,
+        moe_intermediate_size=24,
+        num_experts=4,
+        num_experts_per_tok=2,
+        use_sliding_window=True,
+        sliding_window=WINDOW_TOKENS,
+        norm_topk_prob=True,
+    ),
+    "cohere": lambda: transformers.CohereConfig(**GQA, logit_scale=0.25),
+    "granite": lambda: transformers.GraniteConfig(
+        **GQA, logits_scaling=4.0, attention_multiplier=0.3, embedding_multiplier=2.0
+    ),
+    "gpt_bigcode": lambda: transformers.GPTBigCodeConfig(
+        vocab_size=VOCAB_SIZE,
+        n_embd=64,
+        n_layer=4,
+        n_head=4,
+        n_positions=MAX_TOKENS,
+        multi_query=True,
+    ),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **{**GQA, "num_key_value_heads": 4},
+        moe_intermediate_size=24,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        kv_lora_rank=16,
+        q_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=12,
+    ),
+}
+"""What `aquifer.models.transformers` serves."""
+
+
+def save_tiny(config: Any, folder: Path, seed: int = 1) -> Any:
+    """Save a model with random float32 weights; returns Transformers' own."""
+    torch.manual_seed(seed)
+    # "eager", for some versions leave out Gemma 2's soft caps in the faster ones.
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    for tensor in model.parameters():
+        if tensor.ndim > 1:
+            # Large enough that attention is far from uniform and soft caps bend.
+            torch.nn.init.normal_(tensor, std=1.5 * tensor.shape[-1] ** -0.5)
+        else:
+            tensor.data += 0.2 * torch.randn_like(tensor)
+    model.save_pretrained(folder)
+    return model

@@ -1,0 +1,492 @@
+"""The sampler against references in NumPy and Transformers, and parameters end to end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tests.checkpoints import EOS_TOKEN_ID, tiny_llama
+
+from aquifer.engine import slots
+from aquifer.engine.llm import LLM
+from aquifer.engine.random import philox, uniform
+from aquifer.engine.request import Request, RequestOutput, SamplingParams
+from aquifer.engine.sampler import sample
+from aquifer.engine.slots import STOP_IDS_PER_SLOT, SlotTable
+from aquifer.errors import RequestError
+
+# --- random numbers ------------------------------------------------------------------------
+
+
+def philox_reference(counter: Sequence[int], key: Sequence[int]) -> list[int]:
+    """Philox4x32-10, word by word from the paper's figure 5."""
+    c, k = list(counter), list(key)
+    for _ in range(10):
+        high0, low0 = divmod(0xD2511F53 * c[0], 2**32)
+        high1, low1 = divmod(0xCD9E8D57 * c[2], 2**32)
+        c = [high1 ^ c[1] ^ k[0], low1, high0 ^ c[3] ^ k[1], low0]
+        k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
+    return c
+
+
+ONES = 0xFFFFFFFF
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        ([ONES] * 4, [ONES] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            [0xA4093822, 0x299F31D0],
+            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+        ),
+    ],
+)
+def test_the_reference_gives_the_known_answers_of_random123(
+    counter: list[int], key: list[int], expected: list[int]
+) -> None:
+    assert philox_reference(counter, key) == expected
+
+
+def test_philox_and_uniform() -> None:
+    generator = np.random.default_rng(0)
+    seeds = generator.integers(2**64, size=64, dtype=np.uint64)
+    counters = generator.integers(2**63, size=64)
+    seeds[:2], counters[:2] = (0, 2**64 - 1), (0, 2**63 - 1)
+    first, second = philox(seeds, counters)
+    assert (first[0], second[0]) == (0x6627E8D5, 0xE169C58D)
+    numbers = uniform(seeds, counters)
+    for i, (seed, counter) in enumerate(zip(seeds.tolist(), counters.tolist(), strict=True)):
+        words = philox_reference([counter % 2**32, counter >> 32, 0, 0], [seed % 2**32, seed >> 32])
+        assert [first[i], second[i]] == words[:2]
+        assert numbers[i] == ((words[0] << 32 | words[1]) >> 11) / 2**53
+    assert 0 <= numbers.min() <= numbers.max() < 1
+
+
+# --- which tokens can be drawn, and how often ----------------------------------------------
+
+
+def make_table(rows: Sequence[dict[str, Any]]) -> tuple[SlotTable, Any]:
+    """Seated sequences, each given by `params` and maybe `prompt`, `output`, `seed`, `stops`."""
+    longest = max(len(row.get("prompt", [0])) + len(row.get("output", [])) for row in rows)
+    table = SlotTable(len(rows), longest + 1)
+    seats = []
+    for i, row in enumerate(rows):
+        prompt = row.get("prompt", [0])
+        sequence = slots.Sequence(
+            request=Request(str(i), "m", prompt, row["params"], 0.0),
+            arrival=i,
+            seed=row.get("seed", i),
+            max_total=longest + 1,
+            stop_ids=frozenset(row.get("stops", ())),
+            eos_ids=frozenset(),
+            token_ids=np.array([*prompt, *row.get("output", [])], np.int32),
+        )
+        seats.append(table.seat(sequence))
+    return table, np.array(seats)
+
+
+def expected_probabilities(logits: Any, params: SamplingParams) -> Any:
+    """Temperature, min-p, top-k, top-p, in this order and one token at a time; [vocab]."""
+    weights = np.exp((logits - logits.max()) / params.temperature)
+    probabilities = weights / weights.sum()
+    probabilities[probabilities < np.float32(params.min_p) * probabilities.max()] = 0
+    order = np.argsort(-probabilities, kind="stable")
+    if params.top_k > 0:
+        probabilities[order[params.top_k :]] = 0
+    wanted = np.float32(params.top_p) * probabilities.sum()
+    mass = 0.0
+    for token in order:
+        if mass >= wanted and params.top_p < 1:
+            probabilities[token] = 0
+        mass += probabilities[token]
+    return probabilities / probabilities.sum()
+
+
+def chi_square_excess(counts: Any, probabilities: Any) -> float:
+    """How many standard deviations the statistic lies above its mean.
+
+    Tokens of similar probability are pooled until each pool expects 10 draws or more.
+    """
+    order = np.argsort(-probabilities, kind="stable")[: np.count_nonzero(probabilities)]
+    expected = probabilities[order] * counts.sum()
+    pool = (np.cumsum(expected) - expected) // 10
+    _, pool = np.unique(pool, return_inverse=True)
+    expected = np.bincount(pool, expected)
+    observed = np.bincount(pool, counts[order])
+    freedom = max(len(expected) - 1, 1)
+    return float((((observed - expected) ** 2 / expected).sum() - freedom) / (2 * freedom) ** 0.5)
+
+
+SHAPES = [
+    SamplingParams(),
+    SamplingParams(temperature=0.3),
+    SamplingParams(temperature=3.0),
+    SamplingParams(top_k=1),
+    SamplingParams(top_k=5),
+    SamplingParams(top_k=10_000),
+    SamplingParams(top_k=-1, top_p=0.999),
+    SamplingParams(top_p=0.5),
+    SamplingParams(top_p=1e-6),
+    SamplingParams(min_p=0.2),
+    SamplingParams(min_p=1.0),
+    SamplingParams(temperature=0.7, top_k=8, top_p=0.8),
+    SamplingParams(temperature=1.5, top_k=12, top_p=0.9, min_p=0.05),
+]
+FLAT_SHAPES = [
+    SamplingParams(temperature=4.0, top_p=0.97),  # more tokens than are sorted at first
+    SamplingParams(temperature=4.0, top_k=1500, top_p=0.9),
+    SamplingParams(temperature=4.0, top_k=20),
+    SamplingParams(temperature=4.0, min_p=0.1),
+]
+
+
+@pytest.mark.parametrize(("vocab_size", "shapes"), [(40, SHAPES), (3000, FLAT_SHAPES)])
+def test_draws_follow_the_cut_softmax(vocab_size: int, shapes: list[SamplingParams]) -> None:
+    """All shapes in one batch, so that rows could mix up their parameters."""
+    draws = 500
+    generator = np.random.default_rng(1)
+    logits = generator.normal(0, 2, (len(shapes), vocab_size)).astype(np.float32)
+    which = generator.permutation(np.repeat(np.arange(len(shapes)), draws))
+    table, seats = make_table([{"params": shapes[i]} for i in which])
+    counts = np.zeros((len(shapes), vocab_size), np.int64)
+    for _ in range(8):
+        tokens = sample(torch.from_numpy(logits[which]), table, seats)
+        np.add.at(counts, (which, tokens), 1)
+        table.num_tokens += 1  # the next position
+    for shape, row, seen in zip(shapes, logits, counts, strict=True):
+        probabilities = expected_probabilities(row.astype(np.float64), shape)
+        assert not seen[probabilities == 0].any(), shape
+        assert chi_square_excess(seen, probabilities) < 5, shape
+
+
+def test_ties_do_not_widen_top_k() -> None:
+    table, seats = make_table([{"params": SamplingParams(top_k=3)}] * 200)
+    assert len(set(sample(torch.zeros(200, 30), table, seats).tolist())) == 3
+
+
+def test_low_temperature_is_greedy() -> None:
+    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
+    table, seats = make_table([{"params": SamplingParams(temperature=t)} for t in (0, 1e-9)])
+    expected = logits.argmax(-1).tolist()
+    assert sample(logits, table, seats).tolist() == expected
+
+
+def test_a_row_depends_on_nothing_but_itself() -> None:
+    logits = torch.randn(len(SHAPES), 50, generator=torch.Generator().manual_seed(0))
+    rows = [{"params": shape, "seed": 77} for shape in SHAPES]
+    together = sample(logits.clone(), *make_table(rows)).tolist()
+    for i, row in enumerate(rows):
+        assert sample(logits[i : i + 1].clone(), *make_table([row])).tolist() == [together[i]]
+
+
+# --- what changes logits -------------------------------------------------------------------
+
+
+def changed_logits(logits: torch.Tensor, **row: Any) -> torch.Tensor:
+    """The logits, [vocab], that a greedy request chooses from: `sample` overwrites its input."""
+    batch = logits.clone()[None]
+    table, seats = make_table([row])
+    tokens = sample(batch, table, seats)
+    assert tokens.tolist() == [int(batch[0].argmax())]
+    return batch[0]
+
+
+LOGITS = torch.randn(30, generator=torch.Generator().manual_seed(3)) * 3
+PROMPT, OUTPUT = [4, 5, 4, 6], [7, 8, 7, 7, 5]
+
+
+def greedy(**params: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, **params)
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.3, 2.0])
+def test_repetition_penalty(penalty: float) -> None:
+    processor = transformers.RepetitionPenaltyLogitsProcessor(penalty)
+    expected = processor(torch.tensor([PROMPT + OUTPUT]), LOGITS[None].clone())[0]
+    params = greedy(repetition_penalty=penalty)
+    actual = changed_logits(LOGITS, params=params, prompt=PROMPT, output=OUTPUT)
+    torch.testing.assert_close(actual, expected)
+    assert not torch.equal(actual, LOGITS)
+
+
+@pytest.mark.parametrize(("presence", "frequency"), [(1.5, 0.0), (0.0, 0.7), (-1.0, 0.3)])
+def test_presence_and_frequency_penalties(presence: float, frequency: float) -> None:
+    expected = LOGITS.clone()
+    for token in set(OUTPUT):  # the prompt does not count
+        expected[token] -= presence + frequency * OUTPUT.count(token)
+    params = greedy(presence_penalty=presence, frequency_penalty=frequency)
+    actual = changed_logits(LOGITS, params=params, prompt=PROMPT, output=OUTPUT)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_logit_bias() -> None:
+    expected = LOGITS.clone()
+    expected[3] += 100
+    expected[9] -= 2.5
+    params = greedy(logit_bias={3: 100.0, 9: -2.5})
+    torch.testing.assert_close(changed_logits(LOGITS, params=params), expected)
+
+
+def test_allowed_token_ids() -> None:
+    params = greedy(allowed_token_ids=[2, 11, 2], logit_bias={11: 1.0, 20: 100.0})
+    actual = changed_logits(LOGITS, params=params)
+    assert actual.isfinite().nonzero().flatten().tolist() == [2, 11]
+    torch.testing.assert_close(actual[[2, 11]], LOGITS[[2, 11]] + torch.tensor([0.0, 1.0]))
+
+
+def test_min_tokens_forbids_all_that_would_stop() -> None:
+    stops = list(range(20))  # more than a slot has room for
+    for num_output, forbidden in ((0, True), (2, True), (3, False)):
+        params = greedy(min_tokens=3)
+        actual = changed_logits(LOGITS, params=params, output=[25] * num_output, stops=stops)
+        assert (actual[:20] == -torch.inf).all() == forbidden
+        torch.testing.assert_close(actual[20:], LOGITS[20:])
+
+
+def test_min_tokens_yields_where_only_stops_are_allowed() -> None:
+    params = greedy(min_tokens=3, allowed_token_ids=[1, 2])
+    actual = changed_logits(LOGITS, params=params, stops=[1, 2])
+    assert actual.isfinite().nonzero().flatten().tolist() == [1, 2]
+
+
+# --- end to end ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("sampling") / "llama")
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: Path) -> Iterator[LLM]:
+    with LLM(checkpoint, memory="16MiB", max_num_batched_tokens=16) as llm:
+        yield llm
+
+
+def random_prompts(*lengths: int) -> list[list[int]]:
+    generator = np.random.default_rng(5)
+    return [generator.integers(6, 320, length).tolist() for length in lengths]
+
+
+def complete(llm: LLM, prompts: Any, params: Any) -> list[RequestOutput]:
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def test_logprobs_are_those_of_transformers(llm: LLM, checkpoint: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    prompts = random_prompts(1, 9, 40)
+    params = [
+        SamplingParams(temperature=t, seed=1, max_tokens=12, logprobs=n, prompt_logprobs=m)
+        for t, n, m in ((0.0, 0, 3), (1.0, 5, 0), (2.0, 20, 20))
+    ]
+    for out, wanted in zip(complete(llm, prompts, params), params, strict=True):
+        (completion,) = out.outputs
+        ids = [*out.prompt_token_ids, *completion.token_ids]
+        with torch.no_grad():
+            reference = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+        assert out.prompt_logprobs is not None
+        assert completion.logprobs is not None
+        assert out.prompt_logprobs[0] is None
+        entries = [*out.prompt_logprobs[1:], *completion.logprobs]
+        assert len(entries) == len(ids) - 1
+        for position, entry in enumerate(entries):
+            row, chosen = reference[position], ids[position + 1]
+            in_prompt = position + 1 < len(out.prompt_token_ids)
+            count = wanted.prompt_logprobs if in_prompt else wanted.logprobs
+            assert count is not None
+            assert entry is not None
+            assert entry.keys() == {chosen, *row.topk(count).indices.tolist()}
+            for token, logprob in entry.items():
+                assert logprob.logprob == pytest.approx(float(row[token]), abs=1e-4)
+                assert logprob.rank == int((row > row[token]).sum()) + 1
+        assert completion.cumulative_logprob == pytest.approx(
+            sum(completion.logprobs[i][t].logprob for i, t in enumerate(completion.token_ids))
+        )
+
+
+def test_penalties_end_to_end(llm: LLM, checkpoint: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    (prompt,) = random_prompts(9)
+    expected = model.generate(
+        torch.tensor([prompt]),
+        do_sample=False,
+        max_new_tokens=30,
+        repetition_penalty=1.4,
+        eos_token_id=None,
+        pad_token_id=0,
+    )[0, len(prompt) :]
+    params = greedy(max_tokens=30, repetition_penalty=1.4, ignore_eos=True)
+    (out,) = complete(llm, prompt, params)
+    assert out.outputs[0].token_ids == expected.tolist()
+    (plain,) = complete(llm, prompt, greedy(max_tokens=30, ignore_eos=True))
+    assert plain.outputs[0].token_ids != expected.tolist()
+
+
+def greedy_tokens(llm: LLM, prompt: list[int]) -> list[int]:
+    (out,) = complete(llm, prompt, greedy(max_tokens=12, ignore_eos=True))
+    return out.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("num_stops", [1, STOP_IDS_PER_SLOT, STOP_IDS_PER_SLOT + 8])
+def test_stop_token_ids(llm: LLM, num_stops: int) -> None:
+    (prompt,) = random_prompts(9)
+    tokens = greedy_tokens(llm, prompt)
+    stop = tokens[5]
+    # Smaller ids than the one that counts, for the slot has room for the smallest only.
+    others = [i for i in range(stop) if i not in tokens][: num_stops - 1]
+    assert len(others) == num_stops - 1
+    (out,) = complete(llm, prompt, greedy(max_tokens=12, stop_token_ids=[stop, *others]))
+    (completion,) = out.outputs
+    assert completion.token_ids == tokens[: tokens.index(stop) + 1]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+    params = greedy(max_tokens=12, min_tokens=10, stop_token_ids=[stop, *others])
+    (out,) = complete(llm, prompt, params)
+    assert stop not in out.outputs[0].token_ids[:10]
+    assert len(out.outputs[0].token_ids) > 10 or out.outputs[0].finish_reason == "length"
+
+
+def test_max_tokens_and_allowed_token_ids(llm: LLM) -> None:
+    (prompt,) = random_prompts(9)
+    params = SamplingParams(allowed_token_ids=[7, 8, 9], seed=0, max_tokens=40)
+    (completion,) = complete(llm, prompt, params)[0].outputs
+    assert set(completion.token_ids) == {7, 8, 9}
+    assert (len(completion.token_ids), completion.finish_reason) == (40, "length")
+
+
+def test_end_of_sequence_token(checkpoint: Path, tmp_path: Path) -> None:
+    (prompt,) = random_prompts(9)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in checkpoint.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    with LLM(checkpoint, memory="8MiB") as llm:
+        tokens = greedy_tokens(llm, prompt)
+    eos = next(token for token in tokens if token != tokens[0])
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": [EOS_TOKEN_ID, eos]}))
+    with LLM(folder, memory="8MiB") as llm:
+        (out,) = complete(llm, prompt, greedy(max_tokens=12))
+        assert out.outputs[0].token_ids == tokens[: tokens.index(eos) + 1]
+        assert (out.outputs[0].finish_reason, out.outputs[0].stop_reason) == ("stop", None)
+        assert greedy_tokens(llm, prompt) == tokens
+        (out,) = complete(llm, prompt, greedy(max_tokens=12, min_tokens=12))
+        assert not {EOS_TOKEN_ID, eos} & set(out.outputs[0].token_ids)
+        assert len(out.outputs[0].token_ids) == 12
+
+
+def test_a_seed_gives_the_same_tokens_in_any_company(checkpoint: Path) -> None:
+    prompts = random_prompts(20, 5, 30, 12, 1)
+    common: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
+    params = [
+        SamplingParams(seed=123, top_p=0.95, presence_penalty=0.5, logprobs=1, **common),
+        SamplingParams(seed=-5, top_k=40, temperature=1.3, prompt_logprobs=1, **common),
+        *[SamplingParams(seed=s, **common) for s in (2**64 - 1, 0, 123)],
+    ]
+    results = []
+    for kv_cache in ("virtual", "paged"):
+        options: dict[str, Any] = {"kv_cache": kv_cache, "page_size": "4KiB"}
+        with LLM(checkpoint, memory="16MiB", **options) as llm:
+            (info,) = llm.engine.models.values()
+            results.append([complete(llm, [p], q)[0] for p, q in zip(prompts, params, strict=True)])
+            results.append(complete(llm, prompts, params))
+        memory_bytes = info.weight_bytes + 72 * info.kv_bytes_per_token
+        with LLM(checkpoint, memory=memory_bytes, max_num_batched_tokens=9, **options) as llm:
+            results.append(complete(llm, prompts, params))
+            assert sum(llm.engine.stats().num_preemptions.values()) > 0
+    for result in results[1:]:
+        for ours, first in zip(result, results[0], strict=True):
+            assert ours.outputs[0].token_ids == first.outputs[0].token_ids
+            assert (ours.prompt_logprobs is None) == (first.prompt_logprobs is None)
+            for entry, other in zip(
+                ours.prompt_logprobs or (), first.prompt_logprobs or (), strict=True
+            ):
+                assert (entry and entry.keys()) == (other and other.keys())
+    assert results[0][0].outputs[0].token_ids != results[0][4].outputs[0].token_ids
+
+
+def test_the_engines_seed_stands_in_for_a_missing_one(checkpoint: Path) -> None:
+    prompts = random_prompts(8, 8)
+    runs = []
+    for seed in (1, 1, 2):
+        with LLM(checkpoint, memory="8MiB", seed=seed) as llm:
+            outs = complete(llm, [prompts[0]] * 2, SamplingParams(max_tokens=16, ignore_eos=True))
+            runs.append([out.outputs[0].token_ids for out in outs])
+    assert runs[0] == runs[1] != runs[2]
+    assert runs[0][0] != runs[0][1]
+
+
+# --- validation ----------------------------------------------------------------------------
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [
+        *[("n", value) for value in (0, 2, -1)],
+        *[("temperature", value) for value in (-0.1, NAN, INF)],
+        *[("top_p", value) for value in (0, -0.5, 1.01, NAN)],
+        ("top_k", -2),
+        *[("min_p", value) for value in (-0.1, 1.1, NAN)],
+        *[("presence_penalty", value) for value in (-2.1, 2.1, NAN)],
+        *[("frequency_penalty", value) for value in (-2.1, 2.1, NAN)],
+        *[("repetition_penalty", value) for value in (0, -1, INF, NAN)],
+        *[("seed", value) for value in (2**64, -(2**63) - 1)],
+        *[("max_tokens", value) for value in (0, -1)],
+        *[("min_tokens", value) for value in (-1, 17)],  # 16 is max_tokens' default
+        *[("logprobs", value) for value in (-1, 21)],
+        *[("prompt_logprobs", value) for value in (-1, 21)],
+        *[("stop", value) for value in ("", ["a", ""])],
+        *[("logit_bias", value) for value in ({3: NAN}, {3: 100.5}, {3: -INF})],
+        ("allowed_token_ids", []),
+    ],
+)
+def test_impossible_parameters_are_refused_by_name(param: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=param) as caught:
+        SamplingParams(**{param: value})
+    assert caught.value.param == param
+
+
+def test_edges_of_what_is_possible() -> None:
+    SamplingParams(
+        temperature=0,
+        top_p=1e-9,
+        top_k=-1,
+        min_p=1,
+        seed=2**64 - 1,
+        stop=["a"],
+        max_tokens=1,
+        min_tokens=1,
+        logprobs=0,
+        prompt_logprobs=20,
+        presence_penalty=-2,
+        frequency_penalty=2,
+        repetition_penalty=0.01,
+        logit_bias={},
+        allowed_token_ids=[0],
+    )
+    SamplingParams(max_tokens=None, min_tokens=5, logit_bias={0: -100, 1: 100})
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"stop_token_ids": [320]},
+        {"stop_token_ids": [-1]},
+        {"logit_bias": {320: 1.0}},
+        {"allowed_token_ids": [5, 1000]},
+    ],
+)
+def test_tokens_outside_of_the_vocabulary_are_refused(llm: LLM, params: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="outside of the vocabulary"):
+        complete(llm, [[7, 8]], SamplingParams(**params))
+    assert not llm.engine.has_work

@@ -1,0 +1,231 @@
+"""The scheduler over real caches and a tiny pool, with a runner that makes tokens up.
+
+Random arrivals, lengths, aborts and refusals of the device; after every step the rules that the
+scheduler promises are checked, and that the KV read through the caches is what was written.
+"""
+
+from __future__ import annotations
+
+import random
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from aquifer.cache import KV_CACHES, kv_cache
+from aquifer.cache.base import KVLayout, LayerKV
+from aquifer.engine.request import Request, SamplingParams, TokenOutput
+from aquifer.engine.scheduler import Lane, Plan, Sampled, Scheduler
+from aquifer.engine.slots import Sequence, SlotTable
+from aquifer.memory.driver import open_driver
+from aquifer.memory.driver.faulty import FaultyDriver
+from aquifer.memory.pool import Kind, Owner, PagePool
+
+PAGE_BYTES = 4096
+MAX_TOKENS = 64
+MAX_SEQS = 5
+STOP_ID = 7
+VOCAB_SIZE = 40
+LAYOUTS = {
+    "small": KVLayout((LayerKV(2, 32, 32),) * 2, torch.float32),  # four tokens a page
+    "large": KVLayout((LayerKV(4, 96, 96),) * 2, torch.float32),  # a page and a half a token
+}
+
+
+@dataclass
+class Tracked:
+    """A request, and what became of it."""
+
+    lane: Lane
+    sequence: Sequence
+    given: list[int] = field(default_factory=list)  # by the runner
+    received: list[int] = field(default_factory=list)  # through outputs
+    ending: str | None = None
+
+
+class World:
+    """Two models in one pool."""
+
+    def __init__(self, seed: int, cache: str, *, faulty: bool, resources: ExitStack) -> None:
+        self.random = random.Random(seed)
+        self.faulty = faulty
+        self.driver = FaultyDriver(open_driver("cpu"))
+        resources.callback(self.driver.close)
+        block_size = self.random.choice((1, 3, 4, 16))
+        # The longest sequences of the larger model hardly fit, or several do.
+        needed = MAX_TOKENS * LAYOUTS["large"].token_bytes
+        self.pool = PagePool(self.driver, int(needed * self.random.uniform(0.7, 2)), PAGE_BYTES)
+        resources.callback(self.pool.close)
+        self.max_batched_tokens = self.random.choice((1, 5, 16, 200))
+        self.scheduler = Scheduler(self.pool, self.max_batched_tokens)
+        for name, layout in LAYOUTS.items():
+            owner = Owner(name, Kind.KV)
+            manager = kv_cache(cache, block_size)(self.pool, owner, layout, MAX_SEQS, MAX_TOKENS)
+            resources.callback(manager.close)
+            self.scheduler.add_lane(Lane(name, manager, SlotTable(MAX_SEQS, MAX_TOKENS)))
+        self.requests: dict[str, Tracked] = {}
+        self.first_seen: dict[str, list[int]] = {name: [] for name in LAYOUTS}
+
+    @property
+    def live(self) -> list[Tracked]:
+        return [tracked for tracked in self.requests.values() if tracked.ending is None]
+
+    def arrive(self) -> None:
+        """A request; refused at once, as the engine does it, if it would not fit alone."""
+        number = len(self.requests)
+        lane = self.scheduler.lanes[self.random.choice(list(LAYOUTS))]
+        num_prompt = self.random.choice((1, self.random.randrange(1, MAX_TOKENS)))
+        max_total = self.random.randrange(num_prompt + 1, MAX_TOKENS + 1)
+        if lane.cache.bytes_needed(max_total - 1) > self.pool.budget_bytes:
+            return
+        prompt = [self.random.randrange(VOCAB_SIZE) for _ in range(num_prompt)]
+        params = SamplingParams(max_tokens=None, min_tokens=self.random.choice((0, 0, 3)))
+        sequence = Sequence(
+            request=Request(str(number), lane.name, prompt, params, 0.0),
+            arrival=number,
+            seed=0,
+            max_total=max_total,
+            stop_ids=frozenset({STOP_ID}),
+            eos_ids=frozenset(),
+            token_ids=np.array(prompt, np.int32),
+        )
+        self.requests[str(number)] = Tracked(lane, sequence)
+        self.scheduler.add(lane, sequence)
+
+    def abort(self) -> None:
+        tracked = self.random.choice(self.live)
+        self.scheduler.abort(tracked.lane, tracked.sequence)
+        tracked.ending = "abort"
+        assert tracked.sequence.slot is None
+
+    def step(self) -> None:
+        if self.faulty and self.driver.num_calls > (self.driver.fail_at or -1):
+            self.driver.fail_at = self.driver.num_calls + self.random.randrange(25)
+        earliest = min(self.live, key=lambda t: t.sequence.arrival, default=None)
+        was_running = earliest is not None and earliest.sequence.slot is not None
+        plan = self.scheduler.plan()
+        outputs = self.scheduler.take_failed()
+        assert all(output.finish_reason == "error" for output in outputs)
+        assert self.faulty or not outputs
+        if earliest is not None and was_running and not outputs:
+            assert earliest.sequence.slot is not None, "the earliest arrival was preempted"
+        if plan is not None:
+            self.check_plan(plan)
+            outputs += self.scheduler.commit(plan, self.run(plan))
+        for output in outputs:
+            self.receive(output)
+        self.check()
+
+    def check_plan(self, plan: Plan) -> None:
+        spans, table = plan.spans, plan.lane.slots
+        assert 0 < spans.num_tokens <= self.max_batched_tokens
+        assert len(set(spans.slots.tolist())) == len(spans.slots)
+        assert (spans.counts > 0).all()
+        np.testing.assert_array_equal(spans.starts, table.num_computed[spans.slots])
+        ends = spans.starts + spans.counts
+        assert (ends <= table.num_tokens[spans.slots]).all()
+        np.testing.assert_array_equal(
+            plan.sampled, np.flatnonzero(ends == table.num_tokens[spans.slots])
+        )
+        for slot in spans.slots:
+            sequence = table.sequences[slot]
+            assert sequence is not None
+            if sequence.arrival not in self.first_seen[plan.lane.name]:
+                self.first_seen[plan.lane.name].append(sequence.arrival)
+
+    def run(self, plan: Plan) -> Sampled:
+        """Write each token's id as its KV, and find the mean of all ids so far by attention."""
+        table, cache = plan.lane.slots, plan.lane.cache
+        view = cache.view(plan.spans)
+        slots, positions = plan.spans.rows()
+        ids = torch.from_numpy(table.token_ids[slots, positions]).float()
+        sums = np.cumsum(table.token_ids.astype(np.int64), axis=1)
+        expected = torch.from_numpy(sums[slots, positions] / (positions + 1)).float()
+        for index, layer in enumerate(cache.layout.layers):
+            key = ids[:, None, None].expand(-1, layer.num_kv_heads, layer.key_dim)
+            means = view.attend(index, torch.zeros(key.shape), key, key + index, scale=1.0)
+            torch.testing.assert_close(
+                means, (expected + index)[:, None, None].expand_as(means), rtol=1e-4, atol=1e-4
+            )
+        tokens = [self.random.randrange(VOCAB_SIZE) for _ in plan.sampled]
+        for index, token in zip(plan.sampled.tolist(), tokens, strict=True):
+            sequence = table.sequences[plan.spans.slots[index]]
+            assert sequence is not None
+            self.requests[sequence.request.request_id].given.append(token)
+        return Sampled(np.array(tokens, np.int64), {}, {})
+
+    def receive(self, output: TokenOutput) -> None:
+        tracked = self.requests[output.request_id]
+        assert tracked.ending is None, "an output after the last one"
+        tracked.received += output.token_ids
+        assert tracked.received == tracked.given
+        tracked.ending = output.finish_reason
+        sequence = tracked.sequence
+        num_output = len(tracked.received)
+        if output.finish_reason != "error":
+            stops = (
+                tracked.received[-1] == STOP_ID and num_output > sequence.request.params.min_tokens
+            )
+            full = sequence.num_prompt_tokens + num_output == sequence.max_total
+            assert output.finish_reason == ("stop" if stops else "length" if full else None)
+
+    def check(self) -> None:
+        self.pool.check()
+        in_use = self.pool.usage().in_use_bytes
+        arrivals: list[int] = []
+        for name, lane in self.scheduler.lanes.items():
+            for queue in (lane.running, lane.waiting):
+                order = [sequence.arrival for sequence in queue]
+                assert order == sorted(order)
+                arrivals += order
+            assert all(s.slot is not None for s in lane.running)
+            assert all(s.slot is None for s in lane.waiting)
+            assert lane.slots.num_free == MAX_SEQS - len(lane.running)
+            stats = lane.cache.stats(lane.written_tokens)
+            assert stats.mapped_bytes == in_use.get(Owner(name, Kind.KV), 0)
+            assert stats.wasted_bytes >= 0
+        assert sorted(arrivals) == [tracked.sequence.arrival for tracked in self.live]
+        for seen in self.first_seen.values():
+            assert seen == sorted(seen), "admitted out of order"
+
+
+@pytest.mark.parametrize("faulty", [False, True], ids=["sound", "faulty"])
+@pytest.mark.parametrize("cache", KV_CACHES)
+@pytest.mark.parametrize("seed", range(15))
+def test_every_request_ends(seed: int, cache: str, faulty: bool) -> None:
+    with ExitStack() as resources:
+        world = World(seed, cache, faulty=faulty, resources=resources)
+        rate = world.random.choice((0.05, 0.3, 1.0))
+        while len(world.requests) < 40:
+            if world.random.random() < rate:
+                world.arrive()
+            if world.live and world.random.random() < 0.02:
+                world.abort()
+            world.step()
+        # Even if all run alone and start anew for each token, that is the most steps there are.
+        steps_left = 40 * MAX_TOKENS * (1 + MAX_TOKENS // world.max_batched_tokens)
+        while world.scheduler.has_work:
+            world.step()
+            steps_left -= 1
+            assert steps_left, "no end"
+        assert not world.live
+        assert not world.pool.usage().in_use_bytes
+        assert {t.ending for t in world.requests.values()} <= {"stop", "length", "abort", "error"}
+
+
+def test_the_worlds_are_crowded() -> None:
+    """The test above means nothing unless pools run short and devices refuse."""
+    num_preemptions = num_errors = 0
+    for seed in range(3):
+        with ExitStack() as resources:
+            world = World(seed, "virtual", faulty=True, resources=resources)
+            for _ in range(20):
+                world.arrive()
+            while world.scheduler.has_work:
+                world.step()
+            num_preemptions += world.scheduler.num_preemptions
+            num_errors += sum(t.ending == "error" for t in world.requests.values())
+    assert num_preemptions > 10
+    assert num_errors > 0

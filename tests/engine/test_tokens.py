@@ -1,0 +1,120 @@
+"""Token for token the same as Transformers' greedy `generate`, whatever the architecture, the
+cache, the size of steps, and the memory there is."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.architectures import MAX_TOKENS, OUR_DECODER, TRANSFORMERS, VOCAB_SIZE, save_tiny
+
+from aquifer.engine.llm import LLM
+from aquifer.engine.request import SamplingParams
+from aquifer.memory.pool import Kind
+from aquifer.models import plan_model
+from aquifer.weights.checkpoint import Checkpoint
+
+ARCHITECTURES = OUR_DECODER | TRANSFORMERS
+PROMPT_TOKENS = (1, 12, 33, 70)
+OUTPUT_TOKENS = 24
+SEED = 2
+CLEAR_GAP = 1e-4
+"""By how much the best logit leads: far more than what the order of additions changes."""
+
+KV_CACHES = ("virtual", "paged")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What Transformers generates after each prompt alone."""
+
+    folder: Path
+    prompts: list[list[int]]
+    outputs: list[list[int]]
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def reference(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Reference:
+    folder = tmp_path_factory.mktemp(request.param)
+    model = save_tiny(ARCHITECTURES[request.param](), folder, SEED)
+    longest = plan_model(Checkpoint.open(folder)).max_model_len
+    generator = torch.Generator().manual_seed(1)
+    prompts = [
+        torch.randint(
+            VOCAB_SIZE, (min(length, longest - OUTPUT_TOKENS),), generator=generator
+        ).tolist()
+        for length in PROMPT_TOKENS
+    ]
+    return Reference(folder, prompts, [greedy(model, prompt) for prompt in prompts])
+
+
+@torch.inference_mode()
+def greedy(model: Any, prompt: list[int]) -> list[int]:
+    # A copy, for "dynamic" rotary scaling remembers the longest sequence that it has seen.
+    model = copy.deepcopy(model)
+    model.generation_config.eos_token_id = None
+    ids = torch.tensor([prompt])
+    result = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=OUTPUT_TOKENS,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    first, second = torch.stack(result.scores).float().topk(2).values.unbind(-1)
+    assert (first - second).min() > CLEAR_GAP, "choose another seed: a tie proves nothing"
+    output: list[int] = result.sequences[0, len(prompt) :].tolist()
+    return output
+
+
+def assert_same_tokens(llm: LLM, reference: Reference, indices: list[int]) -> None:
+    outputs = llm.generate(
+        [reference.prompts[i] for i in indices],
+        SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True),
+        use_tqdm=False,
+    )
+    assert [out.outputs[0].token_ids for out in outputs] == [reference.outputs[i] for i in indices]
+    llm.engine.pool.check()
+    (memory,) = llm.memory().models.values()
+    assert memory.bytes_by_kind[Kind.KV] == 0
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [1, 7, 512])
+@pytest.mark.parametrize("kv_cache", KV_CACHES)
+def test_tokens_equal_transformers(
+    reference: Reference, kv_cache: str, max_num_batched_tokens: int
+) -> None:
+    with LLM(
+        reference.folder,
+        memory="16MiB",
+        kv_cache=kv_cache,
+        max_num_batched_tokens=max_num_batched_tokens,
+    ) as llm:
+        assert_same_tokens(llm, reference, list(range(len(reference.prompts))))
+        assert sum(llm.engine.stats().num_preemptions.values()) == 0
+
+
+@pytest.mark.parametrize("kv_cache", KV_CACHES)
+def test_tokens_equal_transformers_under_preemption(reference: Reference, kv_cache: str) -> None:
+    """A pool for the longest request and little more: the first two fit only at their beginning."""
+    options: Any = {"kv_cache": kv_cache, "page_size": "4KiB", "block_size": 4}
+    longest = max(map(len, reference.prompts)) + OUTPUT_TOKENS - 1
+    with LLM(reference.folder, memory="16MiB", **options) as llm:
+        (info,) = llm.engine.models.values()
+        memory_bytes = info.weight_bytes + (longest + 4) * info.kv_bytes_per_token + 4096
+    with LLM(reference.folder, memory=memory_bytes, **options) as llm:
+        assert_same_tokens(llm, reference, [2, 2, 1, 0, 3])
+        assert sum(llm.engine.stats().num_preemptions.values()) > 0
+
+
+@pytest.mark.parametrize("architecture", ["llama-linear", "llama-dynamic", "llama-yarn"])
+def test_rotary_scaling_stretches_the_context(architecture: str, tmp_path: Path) -> None:
+    save_tiny(OUR_DECODER[architecture](), tmp_path)
+    assert plan_model(Checkpoint.open(tmp_path)).max_model_len == MAX_TOKENS

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.checkpoints import tiny_llama
+from tests.serve.running import RunningServer, eventually, running
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("checkpoints") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """Two models in one pool, shared by all tests that do not stop the server."""
+    other = tiny_llama(tmp_path_factory.mktemp("checkpoints") / "other", seed=1)
+    command = ["-m", "aquifer", "serve", f"tiny={checkpoint}", f"other={other}"]
+    with running([*command, "--port", "0", "--memory", "64M", "--seed", "1"]) as server:
+        yield server
+    assert server.process.returncode == 0
+    assert server.stderr == ""
+
+
+@pytest.fixture
+def idle_server(server: RunningServer) -> Iterator[RunningServer]:
+    """The shared server; whatever a test does to it, its memory is free again afterwards."""
+    before = server.memory_in_use()
+    assert before["running"] == before["waiting"] == 0
+    yield server
+    eventually(lambda: server.memory_in_use() == before, "the server's memory is free again")

@@ -1,0 +1,152 @@
+"""A server in a subprocess, on a real socket, and what tests ask of it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from queue import Empty, Queue
+from typing import Any
+from urllib.parse import urlsplit
+
+import openai
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 60.0  # for what must happen; only a failing test waits that long
+
+
+class RunningServer:
+    """A server process whose output is collected."""
+
+    only_model = "fake"
+
+    def __init__(self, command: list[str]) -> None:
+        python_path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+        environment = {**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
+        environment.pop("AQUIFER_API_KEY", None)
+        self.process = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.stderr = ""
+        self._stdout: Queue[str | None] = Queue()
+        self._threads = [
+            threading.Thread(target=self._collect_stdout, daemon=True),
+            threading.Thread(target=self._collect_stderr, daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def wait_ready(self) -> None:
+        """Wait for the line that says where the server is."""
+        while True:
+            try:
+                line = self._stdout.get(timeout=PATIENCE_S)
+            except Empty:
+                line = None
+            if line is None:
+                self.process.kill()
+                raise AssertionError(f"the server did not start:\n{self.stderr}")
+            match = re.fullmatch(r"Aquifer is ready on (http://\S+)\n", line)
+            if match is not None:
+                self.url = match[1]
+                self.host, self.port = urlsplit(self.url).hostname, urlsplit(self.url).port
+                return
+
+    def openai(self, **options: Any) -> openai.OpenAI:
+        """The official client."""
+        defaults: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": PATIENCE_S}
+        return openai.OpenAI(base_url=f"{self.url}/v1", **(defaults | options))
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        headers: dict[str, str] | None = None,
+    ) -> tuple[int, Any, dict[str, str]]:
+        """(status, parsed JSON or text, headers) of a request; a body that is no bytes is JSON."""
+        connection = http.client.HTTPConnection(str(self.host), self.port, timeout=PATIENCE_S)
+        try:
+            if body is not None and not isinstance(body, bytes):
+                body = json.dumps(body).encode()
+            connection.request(
+                method, path, body, {"Content-Type": "application/json", **(headers or {})}
+            )
+            response = connection.getresponse()
+            content = response.read()
+            lowered = {name.lower(): value for name, value in response.getheaders()}
+            is_json = lowered.get("content-type", "").startswith("application/json")
+            return response.status, json.loads(content) if is_json else content.decode(), lowered
+        finally:
+            connection.close()
+
+    def memory_in_use(self) -> dict[str, Any]:
+        """What must be the same whenever the server is idle."""
+        _, memory, _ = self.call("GET", "/memory")
+        return {
+            "used_bytes": memory["used_bytes"],
+            "running": memory["requests_running"],
+            "waiting": memory["requests_waiting"],
+            "kv_bytes": {name: model["kv_bytes"] for name, model in memory["models"].items()},
+        }
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Send a signal; the exit code."""
+        self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        """The exit code, once the process has ended."""
+        try:
+            code = self.process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+        for thread in self._threads:
+            thread.join()
+        return code
+
+    def _collect_stdout(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._stdout.put(line)
+        self._stdout.put(None)
+
+    def _collect_stderr(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.stderr += line
+
+
+@contextmanager
+def running(command: list[str]) -> Iterator[RunningServer]:
+    """A ready server, stopped at the end if it has not stopped before."""
+    server = RunningServer(command)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.stop()
+
+
+def eventually(holds: Callable[[], bool], what: str) -> None:
+    """Wait until something holds."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline_s, f"it never came about that {what}"
+        time.sleep(0.02)

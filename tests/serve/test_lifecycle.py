@@ -1,0 +1,192 @@
+"""Full queues, keys, signals, and an engine that dies."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from tests.serve.running import RunningServer, eventually, running
+
+KEY = {"Authorization": "Bearer secret"}
+
+
+@pytest.fixture(scope="module")
+def narrow_server(checkpoint: Path) -> Iterator[RunningServer]:
+    """A server with a key where one request runs and one waits."""
+    command = ["-m", "aquifer", "serve", f"tiny={checkpoint}", "--port", "0", "--api-key", "secret"]
+    limits = ["--max-num-seqs", "1", "--max-num-waiting", "1", "--shutdown-timeout", "60"]
+    with running([*command, "--memory", "16M", *limits]) as server:
+        server.only_model = "tiny"
+        yield server
+
+
+@pytest.fixture
+def fake_server(checkpoint: Path) -> Iterator[RunningServer]:
+    with running(["-m", "tests.serve.fake_server", str(checkpoint), "30"]) as server:
+        yield server
+
+
+@pytest.fixture
+def impatient_server(checkpoint: Path) -> Iterator[RunningServer]:
+    """One that gives running requests no time when it is told to stop."""
+    with running(["-m", "tests.serve.fake_server", str(checkpoint), "0"]) as server:
+        yield server
+
+
+def _stream(server: RunningServer, prompt: str, **options: Any) -> openai.Stream[Any]:
+    """A stream whose first chunk has arrived."""
+    defaults: dict[str, Any] = {"model": server.only_model, "max_tokens": 10**5}
+    client = server.openai(api_key="secret")
+    stream: openai.Stream[Any] = client.completions.create(
+        **(defaults | options), prompt=prompt, stream=True
+    )
+    next(stream)
+    return stream
+
+
+def _drain(stream: openai.Stream[Any]) -> str | None:
+    """Read a stream to its end; the reason that it gives."""
+    reasons: list[str | None] = [chunk.choices[0].finish_reason for chunk in stream]
+    return reasons[-1]
+
+
+def test_key(narrow_server: RunningServer):
+    body = {"prompt": "x", "max_tokens": 1}
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+        status, answer, _ = narrow_server.call("POST", "/v1/completions", body, headers)
+        assert status == 401
+        assert answer["error"]["code"] == "invalid_api_key"
+    for path in ("/v1/models", "/memory"):
+        assert narrow_server.call("GET", path)[0] == 401
+    for path in ("/health", "/metrics", "/version"):
+        assert narrow_server.call("GET", path)[0] == 200
+    assert narrow_server.call("POST", "/v1/completions", body, KEY)[0] == 200
+
+
+def test_more_requests_than_may_wait(narrow_server: RunningServer):
+    body = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True}
+    with ThreadPoolExecutor(8) as threads:
+        calls = [
+            threads.submit(narrow_server.call, "POST", "/v1/completions", body, KEY)
+            for _ in range(8)
+        ]
+    statuses = [call.result()[0] for call in calls]
+    assert set(statuses) == {200, 429}
+
+
+def test_a_stream_goes_on_after_sigterm(narrow_server: RunningServer):
+    stream = _stream(narrow_server, "x", max_tokens=2000, extra_body={"ignore_eos": True})
+    narrow_server.process.send_signal(signal.SIGTERM)
+    assert _drain(stream) == "length"
+    assert narrow_server.wait() == 0
+    assert narrow_server.stderr == ""
+
+
+def test_full_queue_says_when_to_retry(fake_server: RunningServer):
+    status, answer, headers = fake_server.call("POST", "/v1/completions", {"prompt": "refuse"})
+    assert status == 429
+    assert answer["error"]["code"] == "queue_full"
+    assert headers["retry-after"] == "1"
+
+
+def test_a_lost_request_is_an_error_in_its_stream(fake_server: RunningServer):
+    status, answer, _ = fake_server.call("POST", "/v1/completions", {"prompt": "lose"})
+    assert status == 503
+    assert answer["error"]["message"] == "lost on purpose"
+    with pytest.raises(openai.APIError, match="lost on purpose"):
+        _drain(_stream(fake_server, "lose"))
+    assert fake_server.call("POST", "/v1/completions", {"prompt": "x"})[0] == 200
+
+
+def test_an_engine_that_crashes(fake_server: RunningServer):
+    stream = _stream(fake_server, "an innocent one")
+    status, answer, _ = fake_server.call("POST", "/v1/completions", {"prompt": "crash"})
+    assert status == 503
+    assert "the engine process died" in answer["error"]["message"]
+    with pytest.raises(openai.APIError, match="the engine process died"):
+        _drain(stream)
+    for path in ("/health", "/memory"):
+        assert fake_server.call("GET", path)[0] == 503
+    assert fake_server.call("POST", "/v1/completions", {"prompt": "x"})[0] == 503
+    assert fake_server.call("GET", "/metrics")[0] == 200
+    assert fake_server.stop() == 1
+    assert "told to crash" in fake_server.stderr
+    assert "error: the engine process died" in fake_server.stderr
+
+
+def test_a_stream_that_outlasts_the_timeout_gets_an_error(impatient_server: RunningServer):
+    stream = _stream(impatient_server, "x")
+    impatient_server.process.send_signal(signal.SIGINT)
+    with pytest.raises(openai.APIError, match="shut down before the request finished"):
+        _drain(stream)
+    assert impatient_server.wait() == 0
+    assert impatient_server.stderr == ""
+
+
+def test_no_new_requests_while_stopping_and_a_second_signal_ends_at_once(
+    fake_server: RunningServer,
+):
+    connection = http.client.HTTPConnection(str(fake_server.host), fake_server.port)
+    connection.connect()
+    stream = _stream(fake_server, "x")
+    fake_server.process.send_signal(signal.SIGTERM)
+    eventually(lambda: not _accepts(fake_server), "the server accepts no more connections")
+    next(stream)  # while this one goes on
+    engine = _engine_process(fake_server)
+    assert fake_server.stop() == 1
+    eventually(lambda: not _status(engine), "the engine process is gone")
+    connection.close()
+
+
+def test_the_engine_process_ends_with_its_parent(fake_server: RunningServer):
+    engine = _engine_process(fake_server)
+    fake_server.process.kill()
+    fake_server.wait()
+    eventually(lambda: not _status(engine), "the engine process is gone")
+
+
+def test_ctrl_c_in_a_terminal_reaches_both_processes(impatient_server: RunningServer):
+    engine = _engine_process(impatient_server)
+    os.kill(engine, signal.SIGINT)
+    os.kill(engine, signal.SIGTERM)
+    assert impatient_server.call("POST", "/v1/completions", {"prompt": "x"})[0] == 200
+    assert impatient_server.stop(signal.SIGINT) == 0
+
+
+def _accepts(server: RunningServer) -> bool:
+    try:
+        socket.create_connection((str(server.host), server.port)).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+def _engine_process(server: RunningServer) -> int:
+    """Process id of the engine of a server."""
+    return next(
+        int(folder.name)
+        for folder in Path("/proc").iterdir()
+        if folder.name.isdecimal()
+        and _status(int(folder.name)).get("PPid") == str(server.process.pid)
+        and b"spawn_main" in (folder / "cmdline").read_bytes()
+    )
+
+
+def _status(process_id: int) -> dict[str, str]:
+    """The system's record of a process; empty if it has ended."""
+    try:
+        text = Path(f"/proc/{process_id}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return {}
+    record = {
+        name: value.strip() for name, _, value in (x.partition(":") for x in text.splitlines())
+    }
+    return {} if record["State"].startswith("Z") else record

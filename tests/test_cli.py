@@ -1,0 +1,216 @@
+"""The command line, as its users see it."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.checkpoints import tiny_llama
+
+from aquifer import ConfigError, __version__
+from aquifer.cli import app
+from aquifer.config import EngineConfig
+from aquifer.serve import server
+from aquifer.serve.server import ServerConfig
+
+ROOT = Path(__file__).parents[1]
+PATIENCE_S = 120.0
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
+    "OMP_NUM_THREADS": "1",
+    "TERM": "dumb",
+    "COLUMNS": "200",
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("checkpoints") / "tiny")
+
+
+def _aquifer(*arguments: str | Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "aquifer", *map(str, arguments)],
+        input=stdin,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+
+def test_version():
+    result = _aquifer("--version")
+    assert (result.returncode, result.stdout) == (0, f"aquifer {__version__}\n")
+
+
+def test_no_command_shows_help():
+    assert "serve" in _aquifer("--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve", "no/such/folder", "--port", "0"], "no/such/folder does not exist"),
+        (["serve", "x", "--memory", "lots"], "--memory: 'lots' is not a size"),
+        (["serve", "x", "--max-num-seqs", "0"], "max_num_seqs is 0"),
+        (["serve", "x", "--dtype", "int4"], "dtype is 'int4'"),
+        (["serve", "x", "--chat-template", "missing.jinja"], "missing.jinja"),
+        (["serve", "x", "--config", "missing.yaml"], "missing.yaml"),
+        (["serve", "x", "x"], "same name"),
+        (["serve", "x", "--port", "70000"], "port is 70000"),
+        (["serve", "x", "--host", "256.0.0.1"], "256.0.0.1"),
+        (["run", "no/such/folder", "hello"], "no/such/folder does not exist"),
+    ],
+)
+def test_errors_are_one_line(arguments: list[str], words: str):
+    result = _aquifer(*arguments)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ")
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--gpu-memory-utilization"])
+def test_options_that_do_not_exist_say_so(flag: str):
+    result = _aquifer("serve", "x", flag, "2")
+    assert result.returncode == 2
+    assert "No such option" in result.stderr
+
+
+def test_memory_too_small_is_an_error(checkpoint: Path):
+    result = _aquifer("serve", checkpoint, "--port", "0", "--memory", "128K")
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: the weights take")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.fixture
+def serve_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[EngineConfig, ServerConfig]]:
+    """Runs `aquifer serve` up to where the server would start; the options that it would get."""
+
+    def serve_with(*arguments: str) -> tuple[EngineConfig, ServerConfig]:
+        got: list[Any] = []
+        monkeypatch.setattr(server, "serve", lambda *configs, **_: got.extend(configs))
+        app(["serve", *arguments], standalone_mode=False)
+        return got[0], got[1]
+
+    return serve_with
+
+
+def test_options_reach_the_engine(serve_with: Callable[..., tuple[EngineConfig, ServerConfig]]):
+    engine, http = serve_with(
+        *("a=/a", "b=/b", "--memory", "4G", "--max-model-len", "32K", "--page-size", "128KiB"),
+        *("--host", "0.0.0.0", "--port", "0", "--api-key", "k", "--shutdown-timeout", "1.5"),
+        *("--kv-cache", "paged", "--block-size", "32", "--max-num-waiting", "7", "--seed", "3"),
+        *("--max-num-batched-tokens", "1K", "--dtype", "float32", "--max-num-seqs", "9"),
+    )
+    assert [model.name for model in engine.models] == ["a", "b"]
+    assert engine.memory_bytes == 4 << 30
+    assert engine.max_model_len == 32 << 10
+    assert engine.page_bytes == 128 << 10
+    assert (engine.kv_cache, engine.block_size) == ("paged", 32)
+    assert (engine.max_num_waiting, engine.max_num_seqs) == (7, 9)
+    assert (engine.max_num_batched_tokens, engine.dtype, engine.seed) == (1024, "float32", 3)
+    assert http == ServerConfig("0.0.0.0", 0, "k", None, 1.5)
+
+
+def test_defaults_are_the_config_s(serve_with: Callable[..., tuple[EngineConfig, ServerConfig]]):
+    engine, http = serve_with("a=/a")
+    assert engine == EngineConfig(models=engine.models)
+    assert http == ServerConfig()
+
+
+def test_key_from_the_environment(
+    serve_with: Callable[..., tuple[EngineConfig, ServerConfig]], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("AQUIFER_API_KEY", "from-env")
+    assert serve_with("a=/a")[1].api_key == "from-env"
+
+
+def test_config_file(serve_with: Callable[..., tuple[EngineConfig, ServerConfig]], tmp_path: Path):
+    file = tmp_path / "x.yaml"
+    file.write_text("models: [a=/a, b=/b]\nport: 9\nmax-model-len: 4096\nmemory: 1G\n")
+    engine, http = serve_with("--config", str(file), "--port", "10")
+    assert [model.name for model in engine.models] == ["a", "b"]
+    assert (http.port, engine.max_model_len, engine.memory_bytes) == (10, 4096, 1 << 30)
+    file.write_text("model: /one\n")
+    assert len(serve_with("--config", str(file))[0].models) == 1
+    assert serve_with("--config", str(file), "c=/c")[0].models[0].name == "c"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("prot: 8000\n", "unknown key 'prot'"), ("- port\n", "must hold"), ("a: [\n", "cannot read")],
+)
+def test_bad_config_files(
+    serve_with: Callable[..., tuple[EngineConfig, ServerConfig]],
+    tmp_path: Path,
+    content: str,
+    words: str,
+):
+    file = tmp_path / "x.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=words):
+        serve_with("a=/a", "--config", str(file))
+
+
+def test_run_answers_a_prompt_or_standard_input(checkpoint: Path):
+    options = ("--max-tokens", "8", "--temperature", "0", "--memory", "16M")
+    chat = _aquifer("run", checkpoint, "hello", *options)
+    assert chat.returncode == 0, chat.stderr
+    assert chat.stderr == ""
+    assert len(chat.stdout) > 1
+    assert _aquifer("run", checkpoint, *options, stdin="hello").stdout == chat.stdout
+    assert _aquifer("run", checkpoint, "hello", "--raw", *options).stdout != chat.stdout
+
+
+def test_run_refuses_what_cannot_be_answered(checkpoint: Path):
+    result = _aquifer("run", checkpoint, "x" * 3000)
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: the prompt has")
+
+
+def test_run_converses_in_a_terminal(checkpoint: Path):
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "aquifer", "run", str(checkpoint), "--max-tokens", "4"]
+    with subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=ENVIRONMENT
+    ) as process:
+        os.close(theirs)
+        for line in (b"hello\n", b"\n", b"again\n", b"/bye\n"):
+            output = b""
+            while b">>> " not in output:
+                assert select.select([ours], [], [], PATIENCE_S)[0], output
+                output += os.read(ours, 1024)
+            os.write(ours, line)
+        assert process.wait(PATIENCE_S) == 0
+    os.close(ours)
+
+
+def test_info():
+    result = _aquifer("info")
+    assert result.returncode == 0, result.stderr
+    for words in ("create one page", "map one page", "unmap", "release", "torch", "demo"):
+        assert words in result.stdout
+
+
+def test_demonstration(checkpoint: Path):
+    command = [sys.executable, str(ROOT / "tools" / "demo.py")]
+    options: dict[str, Any] = {"env": ENVIRONMENT, "capture_output": True, "timeout": PATIENCE_S}
+    shown = subprocess.run([*command, str(checkpoint)], check=False, text=True, **options)
+    assert shown.returncode == 0, shown.stderr
+    for words in ("Once upon a time", "assistant: ", "/ weights", "free"):
+        assert words in shown.stdout
+    failed = subprocess.run([*command, "no/such/model"], check=False, text=True, **options)
+    assert failed.returncode == 1
+    assert "no/such/model does not exist" in failed.stderr
