@@ -24,7 +24,7 @@ from rich.table import Table
 _READY = "Aquifer is ready on "
 _PATIENCE_S = 300.0
 _BAR_CELLS = 30
-_MIDDLE_CHUNK = 16
+_MIDDLE_CHUNK = 100
 
 _console = Console(highlight=False)
 
@@ -67,7 +67,7 @@ def _wait_ready(server: subprocess.Popen[str]) -> str:
 
 def _show_completion(address: str) -> None:
     prompt = "Once upon a time"
-    body = {"prompt": prompt, "max_tokens": 48, "temperature": 0}
+    body = {"prompt": prompt, "max_tokens": 400, "temperature": 0.7, "seed": 3}
     with _call(address, "POST", "/v1/completions", body) as response:
         answer = json.load(response)
     _title("A completion")
@@ -80,7 +80,7 @@ def _show_chat(address: str) -> dict[str, Any]:
     question = "Tell me a story about a small boat."
     body = {
         "messages": [{"role": "user", "content": question}],
-        "max_tokens": 96,
+        "max_tokens": 400,
         "temperature": 0.7,
         "seed": 1,
         "stream": True,
