@@ -78,14 +78,14 @@ class Tokenizer:
             template_file = folder / "chat_template.jinja"
             if chat_template is None and template_file.is_file():
                 chat_template = template_file.read_text(encoding="utf-8")
+            special_tokens = {
+                name: token["content"] if isinstance(token, dict) else token
+                for name, token in config.items()
+                if name.endswith("_token") and isinstance(token, (str, dict))
+            }
+            return cls(backend, chat_template or _default_template(config), special_tokens)
         except Exception as error:  # the backend raises bare Exception
-            raise ConfigError(f"cannot read the tokenizer in {folder}: {error}") from error
-        special_tokens = {
-            name: token["content"] if isinstance(token, dict) else token
-            for name, token in config.items()
-            if name.endswith("_token") and isinstance(token, (str, dict))
-        }
-        return cls(backend, chat_template or _default_template(config), special_tokens)
+            raise ConfigError(f"cannot read the tokenizer in {folder}: {error!r}") from error
 
     @property
     def vocab_size(self) -> int:

@@ -1,0 +1,341 @@
+"""Text at the ends of the engine: tokenizers, chat templates, pieces of output, stop strings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.checkpoints import SPECIAL_TOKENS, VOCAB_SIZE, tiny_llama
+from tokenizers import decoders
+from tokenizers.models import WordLevel
+
+from aquifer.engine.request import Request, SamplingParams, TokenLogprobs, TokenOutput
+from aquifer.engine.text import Detokenizer, OutputBuilder, StopStrings, Tokenizer
+from aquifer.errors import ConfigError, RequestError
+
+CONVERSATION = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tiny_llama(tmp_path / "model")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Bytes and a few pairs: every character but ASCII takes several tokens."""
+    loaded = Tokenizer.load(tiny_llama(tmp_path_factory.mktemp("text") / "model"))
+    assert loaded is not None
+    return loaded
+
+
+# --- pieces of output ----------------------------------------------------------------------
+
+texts = st.text(st.sampled_from("aet no.é漢字😀👩\u200d🚀\n\u0301ﬁ"), max_size=12)
+
+
+def pieces_of(tokenizer: Tokenizer, prompt: Sequence[int], output: Sequence[int]) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=True)
+    return [detokenizer.push(token_id) for token_id in output]
+
+
+@settings(deadline=None)
+@given(prompt=texts, output=texts)
+def test_pieces_are_whole_characters_and_add_up(
+    tokenizer: Tokenizer, prompt: str, output: str
+) -> None:
+    pieces = pieces_of(tokenizer, tokenizer.encode(prompt), tokenizer.encode(output))
+    assert "".join(pieces) == output
+    assert "\ufffd" not in "".join(pieces)
+
+
+@settings(deadline=None)
+@given(
+    prompt=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=8),
+    output=st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=20),
+)
+def test_any_tokens_come_out_as_they_decode(
+    tokenizer: Tokenizer, prompt: list[int], output: list[int]
+) -> None:
+    """Prompts may end within a character, and models may emit bytes that are none."""
+    pieces = pieces_of(tokenizer, prompt, output)
+    whole = tokenizer.decode(output)
+    assert whole.startswith("".join(pieces))
+    assert not any(piece.endswith("\ufffd") for piece in pieces)
+    if tokenizer.decode(prompt).endswith("\ufffd"):
+        return  # the output's beginning may complete the prompt's last character
+    if not whole.endswith("\ufffd"):
+        assert "".join(pieces) == whole
+
+
+def test_an_emoji_waits_for_its_last_byte(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("😀")
+    assert len(ids) == 4
+    assert pieces_of(tokenizer, [], [*ids, *tokenizer.encode("!")]) == ["", "", "", "😀", "!"]
+
+
+def test_special_tokens_are_left_out_or_not(tokenizer: Tokenizer) -> None:
+    ids = [*tokenizer.encode("n"), SPECIAL_TOKENS.index("<|end|>")]
+    assert pieces_of(tokenizer, [], ids) == ["n", ""]
+    shown = Detokenizer(tokenizer, [], skip_special_tokens=False)
+    assert [shown.push(token_id) for token_id in ids] == ["n", "<|end|>"]
+
+
+def word_tokenizer(words: Sequence[str], decoder: Any) -> Tokenizer:
+    vocab = {word: i for i, word in enumerate(words)}
+    backend = tokenizers.Tokenizer(WordLevel(vocab, unk_token=words[0]))
+    backend.decoder = decoder
+    return Tokenizer(backend, None, {})
+
+
+def test_the_prompt_decides_on_the_leading_space() -> None:
+    """SentencePiece: a text's first space is no space, but an output is not a text's beginning."""
+    words = ["▁hello", "▁world", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>", "!"]
+    decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer = word_tokenizer(words, decoder)
+    assert pieces_of(tokenizer, [], [0, 1]) == ["hello", " world"]
+    assert pieces_of(tokenizer, [0], [1, 2, 3, 4, 5, 6]) == [" world", "", "", "", "😀", "!"]
+
+
+def test_a_decoder_that_changes_its_mind_loses_no_token() -> None:
+    """WordPiece's decoder makes "it 's" into "it's" once the s is there."""
+    tokenizer = word_tokenizer(["it", "'", "s", "me"], decoders.WordPiece())
+    pieces = pieces_of(tokenizer, [], [0, 1, 2, 3])
+    assert "".join(pieces).replace(" ", "") == "it'sme"
+
+
+# --- stop strings --------------------------------------------------------------------------
+
+
+def push_all(stop: Sequence[str], pieces: Sequence[str]) -> tuple[str, str | None]:
+    """(text shown, stop string found) after each piece; checks what is held back on the way."""
+    strings = StopStrings(stop)
+    shown = arrived = ""
+    for piece in pieces:
+        text, found = strings.push(piece)
+        shown, arrived = shown + text, arrived + piece
+        if found is not None:
+            assert strings.flush() == ""
+            return shown, found
+        assert arrived.startswith(shown)
+        held = arrived[len(shown) :]
+        # No more than could become a stop string, and no less.
+        assert not held or any(s.startswith(held) for s in stop)
+        assert not any(arrived.endswith(s[:n]) for s in stop for n in range(len(held) + 1, len(s)))
+    return shown + strings.flush(), None
+
+
+def search(stop: Sequence[str], pieces: Sequence[str]) -> tuple[str, str | None]:
+    """The same by searching the whole text anew after each piece."""
+    text = ""
+    for piece in pieces:
+        text += piece
+        found = [(text.find(s), -len(s), s) for s in stop if s in text]
+        if found:
+            return text[: min(found)[0]], min(found)[2]
+    return text, None
+
+
+_ab = st.text("ab", max_size=5)
+
+
+@settings(deadline=None)
+@given(
+    stop=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+    pieces=st.lists(_ab, max_size=12),
+)
+def test_stop_strings_are_found_wherever_they_are_cut(stop: list[str], pieces: list[str]) -> None:
+    assert push_all(stop, pieces) == search(stop, pieces)
+
+
+@settings(deadline=None)
+@given(
+    stop=st.text("ab", min_size=1, max_size=4), text=st.text("ab", max_size=30), seed=st.integers()
+)
+def test_one_stop_string_is_found_where_str_finds_it(stop: str, text: str, seed: int) -> None:
+    random = Random(seed)
+    cuts = sorted(random.randrange(len(text) + 1) for _ in range(random.randrange(8)))
+    pieces = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    position = text.find(stop)
+    expected = (text, None) if position < 0 else (text[:position], stop)
+    assert push_all([stop], pieces) == expected
+
+
+# --- a request's output --------------------------------------------------------------------
+
+
+def builder_of(tokenizer: Tokenizer | None, **params: Any) -> OutputBuilder:
+    request = Request("0", "m", [6], SamplingParams(**params), 0.0)
+    return OutputBuilder(request, None, tokenizer)
+
+
+def test_output_ends_at_a_stop_string(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("one. Two. x")
+    builder = builder_of(tokenizer, stop=["Two", "x"], max_tokens=None)
+    shown = ""
+    for token_id in ids:
+        shown += builder.push(TokenOutput("0", [token_id])).text
+        if builder.finished:
+            break
+    (completion,) = builder.output.outputs
+    assert shown == completion.text == "one. "
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", "Two")
+    assert tokenizer.decode(completion.token_ids) == "one. Two"
+
+
+def test_text_held_back_comes_with_the_end(tokenizer: Tokenizer) -> None:
+    *first, last = tokenizer.encode("one Tw")
+    builder = builder_of(tokenizer, stop="Two", max_tokens=None)
+    texts = [builder.push(TokenOutput("0", [token_id])).text for token_id in first]
+    assert "".join(texts) == "one "
+    assert builder.push(TokenOutput("0", [last], finish_reason="length")).text == "Tw"
+    assert builder.output.outputs[0].text == "one Tw"
+    assert builder.output.outputs[0].finish_reason == "length"
+
+
+def test_no_stop_string_before_min_tokens(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("xxxxxx")
+    builder = builder_of(tokenizer, stop="x", min_tokens=3, max_tokens=None)
+    for token_id in ids[:3]:
+        builder.push(TokenOutput("0", [token_id]))
+        assert not builder.finished
+    builder.push(TokenOutput("0", [ids[3]]))
+    assert builder.finished
+    assert builder.output.outputs[0].text == "xxx"
+
+
+def test_logprobs_name_their_tokens(tokenizer: Tokenizer) -> None:
+    a, b = tokenizer.encode("ab")
+    builder = builder_of(tokenizer, logprobs=1)
+    entry = TokenLogprobs([a, b], [-2.0, -0.5], [2, 1])
+    delta = builder.push(TokenOutput("0", [a], logprobs=[entry]))
+    assert delta.logprobs is not None
+    assert [logprob.decoded_token for logprob in delta.logprobs[0].values()] == ["a", "b"]
+    assert builder.completion.cumulative_logprob == -2.0
+
+
+def test_without_a_tokenizer_there_are_only_token_ids() -> None:
+    builder = builder_of(None, logprobs=0)
+    entry = TokenLogprobs([9], [-1.0], [1])
+    builder.push(TokenOutput("0", [9], logprobs=[entry], finish_reason="stop"))
+    (completion,) = builder.output.outputs
+    assert (completion.text, completion.token_ids) == ("", [9])
+    assert completion.logprobs is not None
+    assert completion.logprobs[0][9].decoded_token is None
+
+
+# --- loading -------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_may_have_no_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    assert Tokenizer.load(folder) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", b""),
+        ("tokenizer.json", b"{}"),
+        ("tokenizer.json", b'{"version": "1.0", "model": {"type": "BPE", "vocab": '),
+        ("tokenizer.json", b"\xff\xfe\x00"),
+        ("tokenizer_config.json", b"{"),
+        ("tokenizer_config.json", b"[]"),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": "default"}]}'),
+        ("tokenizer_config.json", b'{"bos_token": {"lstrip": false}}'),
+        ("chat_template.jinja", b"\xff\xff"),
+    ],
+)
+def test_damaged_files_are_the_operators_to_mend(folder: Path, name: str, content: bytes) -> None:
+    (folder / name).write_bytes(content)
+    with pytest.raises(ConfigError, match="cannot read the tokenizer in") as caught:
+        Tokenizer.load(folder)
+    assert str(folder) in str(caught.value)
+
+
+def test_text_that_is_no_unicode_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="not valid Unicode") as caught:
+        tokenizer.encode("\ud83d")
+    assert caught.value.param == "prompt"
+
+
+# --- chat templates ------------------------------------------------------------------------
+
+
+def configure(folder: Path, **changes: Any) -> Tokenizer:
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer is not None
+    return tokenizer
+
+
+def rendered(tokenizer: Tokenizer, **args: Any) -> str:
+    ids = tokenizer.encode_chat(CONVERSATION, **args)
+    return tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def test_the_template_lays_out_the_conversation(tokenizer: Tokenizer) -> None:
+    assert rendered(tokenizer) == "<|user|>hi<|end|><|assistant|>"
+    assert rendered(tokenizer, add_generation_prompt=False) == "<|user|>hi<|end|>"
+    assert rendered(tokenizer, chat_template="{{ bos_token }}{{ mood }}", mood="e") == "<s>e"
+
+
+def test_where_templates_come_from(folder: Path) -> None:
+    several = [{"name": "tool_use", "template": "n"}, {"name": "default", "template": "e"}]
+    assert rendered(configure(folder, chat_template=several)) == "e"
+    special = {"content": "<s>", "lstrip": False}
+    configured = configure(folder, bos_token=special, chat_template="{{ bos_token }}o")
+    assert rendered(configured) == "<s>o"
+    (folder / "chat_template.jinja").write_text("a")
+    assert rendered(configure(folder)) == "a"
+    given = Tokenizer.load(folder, chat_template="t")
+    assert given is not None
+    assert rendered(given) == "t"
+
+
+def test_without_a_template_there_is_no_chat(folder: Path) -> None:
+    tokenizer = configure(folder, chat_template=None)
+    with pytest.raises(RequestError, match="no chat template") as caught:
+        tokenizer.encode_chat(CONVERSATION)
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{% for message in messages %}",
+        "{{ messages[0]['content'] + 1 }}",
+        "{{ messages[7]['content'] }}",
+        "{{ messages[0].content.nothing.at.all }}",
+        "{{ 1 / 0 }}",
+        "{{ ''.join(1) }}",
+        "{{ messages[0]['content'].__class__.__mro__ }}",
+    ],
+)
+def test_what_a_template_raises_is_about_the_request(tokenizer: Tokenizer, template: str) -> None:
+    with pytest.raises(RequestError, match="chat template refused the messages") as caught:
+        tokenizer.encode_chat(CONVERSATION, chat_template=template)
+    assert caught.value.param == "messages"
+
+
+def test_messages_that_the_template_cannot_read(tokenizer: Tokenizer) -> None:
+    messages: list[Any]
+    for messages in ([{"role": "user"}], [{"role": "user", "content": None}], [{"content": "x"}]):
+        with pytest.raises(RequestError, match="chat template refused"):
+            tokenizer.encode_chat(messages)
