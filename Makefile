@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint types unit bench-cpu clean
+.PHONY: demo test lint types unit test-gpu bench-cpu clean
 
 demo: $(VENV)/installed
 	$(BIN)/python tools/demo.py
@@ -21,6 +21,10 @@ types: $(VENV)/installed-test
 
 unit: $(VENV)/installed-test
 	$(BIN)/python -m pytest
+
+# On a GPU machine: with its own Python, whose torch, triton and cuda-bindings fit its driver.
+test-gpu:
+	PYTHONPATH=src python3 -m pytest -s tests/gpu
 
 bench-cpu: $(VENV)/installed-test
 	$(BIN)/python benchmarks/cpu/run.py

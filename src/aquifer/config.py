@@ -66,6 +66,8 @@ class EngineConfig:
     Args:
         models: what to serve, all from one pool.
         device: "cpu".
+        load_format: "auto" to read the checkpoint's weights, or "dummy" for random ones, which need
+            no more than its config.json.
         dtype: "auto" for the checkpoint's own, or "float32", "bfloat16", "float16".
         memory_bytes: the pool's whole budget, weights included; None for the weights plus a
             quarter of the memory that is free at the start.
@@ -82,6 +84,7 @@ class EngineConfig:
 
     models: tuple[ModelSpec, ...]
     device: str = "cpu"
+    load_format: str = "auto"
     dtype: str = "auto"
     memory_bytes: int | None = None
     page_bytes: int | None = None
@@ -103,5 +106,7 @@ class EngineConfig:
             value = getattr(self, option.name)
             if option.name != "seed" and isinstance(value, int) and value < 1:
                 raise ConfigError(f"{option.name} is {value}; it must be at least 1")
+        if self.load_format not in ("auto", "dummy"):
+            raise ConfigError(f"load_format is {self.load_format!r}; choose auto or dummy")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ConfigError(f"dtype is {self.dtype!r}; choose auto, float32, bfloat16 or float16")

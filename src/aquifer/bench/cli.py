@@ -144,6 +144,7 @@ def _run_offline(
     transformers: bool,
     output: Path | None,
 ) -> None:
+    from aquifer.bench.floor import read_bandwidth
     from aquifer.bench.offline import compare
     from aquifer.engine.llm import LLM
 
@@ -166,10 +167,18 @@ def _run_offline(
         "total_output_tokens": workload.num_output_tokens,
         "aquifer": _series(ours, workload),
     }
+    if num_prompts == 1:
+        # One stream reads all weights for each token.
+        bandwidth = read_bandwidth()
+        figures["read_bandwidth"] = bandwidth
+        figures["floor_ms_per_token"] = 1e3 * info.weight_bytes / bandwidth
     table = _table(f"{benchmark}: {info.num_parameters / 1e6:.0f} M parameters, {info.dtype}")
     for column in ("", "output tok/s", "ms/token", "runs"):
         table.add_column(column, justify="right" if column else "left")
     _add_row(table, "Aquifer", figures["aquifer"], num_prompts)
+    if "floor_ms_per_token" in figures:
+        floor = f"{figures['floor_ms_per_token']:.2f}"
+        table.add_row("floor: weights", "", floor, f"at {figures['read_bandwidth'] / 1e9:.1f} GB/s")
     if theirs is not None:
         figures["transformers"] = _series(theirs, workload)
         figures["ratio"] = (

@@ -16,7 +16,6 @@ import torch
 
 from aquifer.cache.base import CacheStats, IntArray, KVLayout, Spans
 from aquifer.kernels.attention import attention_paged
-from aquifer.memory.driver.base import Handle
 from aquifer.memory.pool import Owner, PagePool
 from aquifer.memory.virtual import VirtualRange
 
@@ -78,6 +77,10 @@ class PagedCache:
             new_pages = sorted(
                 {page for b in blocks for page in self._pages_of(b) if not self._page_users[page]}
             )
+            retired = self._pool.retired
+            taken = [page for page in new_pages if retired.take_back(self._range, page, 1)]
+            undo.callback(retired.retire, self._range, taken)
+            new_pages = sorted(set(new_pages).difference(taken))
             handles = self._pool.acquire(self._owner, len(new_pages))
             if handles is None:
                 return False
@@ -107,11 +110,7 @@ class PagedCache:
                 if not self._page_users[page]:
                     empty.add(page)
         self._put_back(blocks)
-        pages = sorted(empty)
-        handles: list[Handle] = []
-        for start, end in _runs(pages):
-            handles += self._range.unmap(pages[start], end - start)
-        self._pool.release(handles)
+        self._pool.retired.retire(self._range, sorted(empty))
 
     def view(self, spans: Spans) -> PagedView:
         """Blocks of the step's tokens, and the tables through which they see the others."""
@@ -135,6 +134,7 @@ class PagedCache:
         """Release all slots, then the addresses."""
         for slot in np.flatnonzero(self._num_blocks):
             self.release(int(slot))
+        self._pool.retired.settle()
         self._range.close()
 
     def _pages_of(self, block: int) -> range:

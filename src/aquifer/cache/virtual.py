@@ -70,18 +70,25 @@ class VirtualCache:
             return True
         slots, held, num_tokens = slots[is_short], held[is_short], num_tokens[is_short]
         ahead = np.minimum(self._pages_for(num_tokens + _AHEAD_TOKENS - 1), self._slot_pages)
-        for needed in (ahead, self._pages_for(num_tokens)):
-            pages = self._pool.acquire(self._owner, int((needed - held).sum()))
-            if pages is not None:
-                self._map(slots, held, needed - held, pages)
-                return True
+        with ExitStack() as undo:
+            taken = self._take_back(slots, held, ahead - held)
+            undo.callback(self._retire, slots, held, taken)
+            held = held + taken
+            for needed in (ahead, np.maximum(self._pages_for(num_tokens), held)):
+                pages = self._pool.acquire(self._owner, int((needed - held).sum()))
+                if pages is not None:
+                    self._map(slots, held, needed - held, pages)
+                    self._num_pages[slots] = needed
+                    undo.pop_all()
+                    return True
         return False
 
     def release(self, slot: int) -> None:
-        """Unmap the slot's pages; its addresses stay."""
-        pages = self._range.unmap(slot * self._slot_pages, int(self._num_pages[slot]))
+        """Give up the slot's pages; its addresses stay."""
+        count = int(self._num_pages[slot])
         self._num_pages[slot] = 0
-        self._pool.release(pages)
+        first = slot * self._slot_pages
+        self._pool.retired.retire(self._range, range(first, first + count))
 
     def view(self, spans: Spans) -> VirtualView:
         """Slots and positions of the step's tokens: all that a kernel needs."""
@@ -97,10 +104,31 @@ class VirtualCache:
         """Release all slots, then the addresses."""
         for slot in np.flatnonzero(self._num_pages):
             self.release(int(slot))
+        self._pool.retired.settle()
         self._range.close()
 
     def _pages_for(self, num_tokens: IntArray | np.int64) -> IntArray:
         return np.asarray(-(-num_tokens * self.layout.token_bytes // self._page_bytes))
+
+    def _take_back(self, slots: IntArray, held: IntArray, missing: IntArray) -> IntArray:
+        """How many of the missing pages are there still from a slot's last sequence."""
+        retired = self._pool.retired
+        if not len(retired):
+            return np.zeros_like(held)
+        firsts = slots * self._slot_pages + held
+        return np.array(
+            [
+                retired.take_back(self._range, first, count)
+                for first, count in zip(firsts.tolist(), missing.tolist(), strict=True)
+            ],
+            np.int64,
+        )
+
+    def _retire(self, slots: IntArray, held: IntArray, count: IntArray) -> None:
+        """Give up `count[i]` pages of slot i beyond the first `held[i]`."""
+        firsts = slots * self._slot_pages + held
+        for first, end in zip(firsts.tolist(), (firsts + count).tolist(), strict=True):
+            self._pool.retired.retire(self._range, range(first, end))
 
     def _map(self, slots: IntArray, held: IntArray, missing: IntArray, pages: list[Handle]) -> None:
         """Map `pages`, `missing[i]` of them at the end of slot i; if the driver refuses, none."""
@@ -115,7 +143,6 @@ class VirtualCache:
                 undo.callback(self._range.unmap, index, count)
                 first += count
             undo.pop_all()
-        self._num_pages[slots] += missing
 
 
 class VirtualView:

@@ -116,7 +116,8 @@ class Engine:
         dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
         planned = []
         for spec in config.models:
-            checkpoint = Checkpoint.open(spec.path)
+            is_dummy = config.load_format == "dummy"
+            checkpoint = (Checkpoint.without_tensors if is_dummy else Checkpoint.open)(spec.path)
             planned.append(_Planned(spec, checkpoint, plan_model(checkpoint, dtype)))
         with ExitStack() as resources:
             if driver is None:
@@ -336,9 +337,15 @@ def _make_pool(config: EngineConfig, driver: Driver, planned: list[_Planned]) ->
             f"page size {page_bytes} is not a multiple of {driver.granularity_bytes}, which this "
             "device requires"
         )
-    if config.page_bytes is None and driver.max_mappings is not None:
-        while budget_bytes // page_bytes > driver.max_mappings:
-            page_bytes *= 2
+    most_pages = driver.max_mappings or budget_bytes
+    while config.page_bytes is None and budget_bytes // page_bytes > most_pages:
+        page_bytes *= 2
+    if budget_bytes // page_bytes > most_pages:
+        raise ConfigError(
+            f"a budget of {format_size(budget_bytes)} in pages of {format_size(page_bytes)} is "
+            f"more than the {most_pages} pages that this system lets a process map; give a larger "
+            "--page-size"
+        )
     placed_bytes = sum(Placement.plan(group, page_bytes).num_bytes for group in parameters)
     if config.memory_bytes is None:
         budget_bytes = placed_bytes + available_bytes // 4
@@ -348,10 +355,11 @@ def _make_pool(config: EngineConfig, driver: Driver, planned: list[_Planned]) ->
             f"{format_size(budget_bytes)} of --memory; give at least "
             f"{format_size(placed_bytes * 1.1)}"
         )
-    if placed_bytes > available_bytes:
+    if max(placed_bytes, config.memory_bytes or 0) > available_bytes:
+        wanted = "the weights take" if config.memory_bytes is None else "--memory is"
         raise ConfigError(
-            f"the weights take {format_size(placed_bytes)} and this machine has "
-            f"{format_size(available_bytes)} of memory free"
+            f"{wanted} {format_size(config.memory_bytes or placed_bytes)} and this machine has "
+            f"{format_size(available_bytes)} free"
         )
     return PagePool(driver, budget_bytes, page_bytes)
 
@@ -372,20 +380,7 @@ def _load(
         )
     weights = WeightStore(pool, Owner(spec.name, Kind.WEIGHTS), plan.parameters)
     resources.callback(weights.close)
-    total_bytes = sum(
-        checkpoint.tensors[source.name].num_bytes
-        for parameter in plan.parameters
-        for source in parameter.sources
-        if source.name in checkpoint.tensors
-    )
-    loaded_bytes = 0
-
-    def advance(num_bytes: int) -> None:
-        nonlocal loaded_bytes
-        loaded_bytes += num_bytes
-        on_progress(LoadProgress(spec.name, loaded_bytes, total_bytes))
-
-    weights.load(checkpoint, advance)
+    _fill(config, weights, checkpoint, on_progress, spec.name)
     with torch.inference_mode():
         model = plan.build(weights.tensors)
     cache = kv_cache(config.kv_cache, config.block_size)(
@@ -405,6 +400,35 @@ def _load(
     )
     lane = Lane(spec.name, cache, SlotTable(config.max_num_seqs, max_model_len))
     return _Served(info, weights, Runner(model), lane, _eos_ids(checkpoint))
+
+
+def _fill(
+    config: EngineConfig,
+    weights: WeightStore,
+    checkpoint: Checkpoint,
+    on_progress: Callable[[LoadProgress], None],
+    model: str,
+) -> None:
+    """Give the weights their values."""
+    if config.load_format == "dummy":
+        weights.fill_random(config.seed or 0)
+        num_bytes = sum(parameter.num_bytes for parameter in weights.parameters)
+        on_progress(LoadProgress(model, num_bytes, num_bytes))
+        return
+    total_bytes = sum(
+        checkpoint.tensors[source.name].num_bytes
+        for parameter in weights.parameters
+        for source in parameter.sources
+        if source.name in checkpoint.tensors
+    )
+    loaded_bytes = 0
+
+    def advance(num_bytes: int) -> None:
+        nonlocal loaded_bytes
+        loaded_bytes += num_bytes
+        on_progress(LoadProgress(model, loaded_bytes, total_bytes))
+
+    weights.load(checkpoint, advance)
 
 
 def _eos_ids(checkpoint: Checkpoint) -> frozenset[int]:

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+
+from aquifer.kernels._triton import constexpr, jit, runs_triton, tensor, tl
+
+
+def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`rms_norm` in plain torch."""
+    if x.dtype == torch.float32:
+        return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -10,14 +23,110 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
     Args:
         x: [..., n].
-        weight: [n].
+        weight: [n], of x's dtype.
         eps: added to the mean square.
 
     Returns:
         [..., n] of x's dtype.
     """
-    if x.dtype == torch.float32:
-        return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
+    if not runs_triton(x):
+        return rms_norm_reference(x, weight, eps)
+    rows = x.reshape(-1, x.shape[-1])
+    assert weight.dtype == x.dtype
+    assert weight.shape == rows.shape[1:]
+    out = rows.new_empty(rows.shape)
+    if len(rows):
+        _launch(_rms_norm_kernel, (rows, weight, out, rows.stride(0), eps))
+    return out.view(x.shape)
+
+
+def add_rms_norm_reference(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """`add_rms_norm` in plain torch."""
+    residual += x
+    return rms_norm_reference(residual, weight, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Add to the residual stream, and normalise what it is then.
+
+    Args:
+        x: [tokens, n], what a layer adds; rows may lie further apart.
+        residual: [tokens, n] of x's dtype, overwritten with the sum; likewise.
+        weight: [n], of x's dtype.
+        eps: added to the mean square.
+
+    Returns:
+        [tokens, n] of x's dtype, contiguous: the norm of the sum as it was stored.
+    """
+    if not runs_triton(x):
+        return add_rms_norm_reference(x, residual, weight, eps)
+    assert x.shape == residual.shape
+    assert x.dtype == residual.dtype == weight.dtype
+    assert x.stride(1) == residual.stride(1) == 1
+    out = x.new_empty(x.shape)
+    if len(x):
+        _launch(
+            _add_rms_norm_kernel, (x, residual, weight, out, x.stride(0), residual.stride(0), eps)
+        )
+    return out
+
+
+def _launch(kernel: Any, arguments: tuple[Any, ...]) -> None:
+    """One program for each row of the first tensor, which holds all of the row."""
+    num_rows, n = arguments[0].shape
+    n_pow2 = max(1 << (n - 1).bit_length(), 16)
+    num_warps = min(max(n_pow2 // 512, 4), 16)
+    kernel[(num_rows,)](*arguments, n, n_pow2=n_pow2, num_warps=num_warps)
+
+
+@jit
+def _rms_norm_kernel(
+    x: tensor,
+    weight: tensor,
+    out: tensor,
+    x_stride: tensor,
+    eps: tensor,
+    n: tensor,
+    n_pow2: constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, n_pow2)
+    inside = columns < n
+    own = tl.load(x + row * x_stride + columns, mask=inside, other=0.0)
+    scales = tl.load(weight + columns, mask=inside, other=0.0)
+    tl.store(out + row * n + columns, _normalised(own, scales, n, eps), mask=inside)
+
+
+@jit
+def _add_rms_norm_kernel(
+    x: tensor,
+    residual: tensor,
+    weight: tensor,
+    out: tensor,
+    x_stride: tensor,
+    residual_stride: tensor,
+    eps: tensor,
+    n: tensor,
+    n_pow2: constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, n_pow2)
+    inside = columns < n
+    added = tl.load(x + row * x_stride + columns, mask=inside, other=0.0)
+    before = tl.load(residual + row * residual_stride + columns, mask=inside, other=0.0)
+    scales = tl.load(weight + columns, mask=inside, other=0.0)
+    total = (added.to(tl.float32) + before.to(tl.float32)).to(added.dtype)
+    tl.store(residual + row * residual_stride + columns, total, mask=inside)
+    tl.store(out + row * n + columns, _normalised(total, scales, n, eps), mask=inside)
+
+
+@jit
+def _normalised(row: tensor, scales: tensor, n: tensor, eps: tensor) -> tensor:
+    """One row, zero behind its n elements; rounded before and after the weight."""
+    wide = row.to(tl.float32)
+    wide = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / n + eps)
+    return (scales.to(tl.float32) * wide.to(row.dtype).to(tl.float32)).to(row.dtype)

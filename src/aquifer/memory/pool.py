@@ -9,8 +9,9 @@ kept, mapped nowhere, because creating one costs far more than handing one out a
 watermark they really go back to the system. The pool never chooses a victim: when it is short it
 calls its reclaim hook, and if that does not help it answers None.
 
-All methods but one are for the engine's loop. `stock` alone is for a second thread: it creates
-idle pages ahead of need, so that the loop finds them made.
+All methods but two are for the engine's loop. A second thread calls `stock`, which creates idle
+pages ahead of need, so that the loop finds them made, and `retired.collect`, which gives back what
+work in flight has stopped using.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from enum import StrEnum
 
 from aquifer.errors import DriverError, InvariantError
 from aquifer.memory.driver.base import Driver, Handle
+from aquifer.memory.retire import RetireQueue
 
 
 class Kind(StrEnum):
@@ -45,10 +47,11 @@ class Owner:
         return f"{self.model}/{self.kind}"
 
 
-_NOBODY = Owner("nobody", Kind.KV)
+# No model has an empty name, so these two are nobody's.
+_NOBODY = Owner("", Kind.KV)
 """Who last wrote to a page of unknown contents: nobody asks for these, so all get it zeroed."""
 
-_UNTOUCHED = Owner("untouched", Kind.KV)
+_UNTOUCHED = Owner("", Kind.WEIGHTS)
 """Whose idle pages are fresh from the driver: zero, so anybody may have them as they are."""
 
 
@@ -128,6 +131,8 @@ class PagePool:
         on_short: the reclaim hook. Called with the number of bytes missing; it should release
             pages (its victims are its own choice) and return whether it released any. It may be
             called again within one `acquire`, until it returns False.
+        retired: pages that were given up, but are mapped until nothing in flight can touch them.
+            The pool counts them as in use by their owners.
     """
 
     def __init__(
@@ -154,6 +159,7 @@ class PagePool:
         # Held while the books above are read or written. `stock` lets go of it while the system
         # makes pages, so that the loop can go on meanwhile.
         self._books = threading.RLock()
+        self.retired = RetireQueue(self, self._books)
 
     @property
     def created_bytes(self) -> int:
@@ -162,8 +168,9 @@ class PagePool:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that nobody uses: idle pages, and what is not created."""
-        return self.budget_bytes - self._in_use_bytes.total()
+        """Bytes that nobody uses: idle pages, what is not created, and retired pages."""
+        with self._books:
+            return self.budget_bytes - self._in_use_bytes.total() + self.retired.num_bytes
 
     def acquire(
         self, owner: Owner, count: int, page_bytes: int | None = None
@@ -216,8 +223,9 @@ class PagePool:
 
     def share(self, handles: Sequence[Handle]) -> None:
         """Add a reference to each page; each must be released once more."""
-        for handle in handles:
-            self._pages[handle].num_references += 1
+        with self._books:
+            for handle in handles:
+                self._in_use(handle).num_references += 1
 
     def num_references(self, handle: Handle) -> int:
         """How many users a page has; 0 if it is not in use."""
@@ -229,13 +237,14 @@ class PagePool:
 
         This is how a finished request's KV becomes a retained prefix.
         """
-        for handle in handles:
-            page = self._pages[handle]
-            if page.owner.model != owner.model:
-                raise InvariantError(f"page {handle} of {page.owner} cannot go to {owner} unzeroed")
-            self._in_use_bytes[page.owner] -= page.page_bytes
-            self._in_use_bytes[owner] += page.page_bytes
-            page.owner = owner
+        with self._books:
+            pages = [self._in_use(handle) for handle in handles]
+            for page in pages:
+                if page.owner.model != owner.model:
+                    raise InvariantError(f"a page of {page.owner} cannot go to {owner} unzeroed")
+                self._in_use_bytes[page.owner] -= page.page_bytes
+                self._in_use_bytes[owner] += page.page_bytes
+                page.owner = owner
 
     def release(self, handles: Sequence[Handle]) -> None:
         """Drop one reference of each page. Pre-condition: the caller has unmapped them.
@@ -245,11 +254,7 @@ class PagePool:
         with self._books:
             done: dict[tuple[int, Owner], list[Handle]] = {}
             for handle in handles:
-                page = self._pages.get(handle)
-                if page is None:
-                    raise InvariantError(
-                        f"page {handle} was released by someone who does not hold it"
-                    )
+                page = self._in_use(handle)
                 page.num_references -= 1
                 if page.num_references == 0:
                     del self._pages[handle]
@@ -325,9 +330,16 @@ class PagePool:
 
     def close(self) -> None:
         """Give the idle pages back. Pre-condition: none is in use."""
+        self.retired.settle()
         if self._pages:
             raise InvariantError(f"{len(self._pages)} pages are still in use: {self.usage()}")
         self.trim()
+
+    def _in_use(self, handle: Handle) -> _Page:
+        page = self._pages.get(handle)
+        if page is None:
+            raise InvariantError(f"page {handle} is named by someone who does not hold it")
+        return page
 
     def _hand_out(self, handles: list[Handle], owner: Owner, page_bytes: int) -> list[Handle]:
         """Enter pages as in use."""
@@ -341,6 +353,8 @@ class PagePool:
     ) -> list[Handle] | None:
         """Acquire where ready pages do not suffice: create, zero what was another's, reclaim."""
         while (missing := count * page_bytes - self._within_reach_bytes(page_bytes)) > 0:
+            if self.retired.reclaim(missing):
+                continue
             if self.on_short is None or not self.on_short(missing):
                 return None
         own = idle.take(owner, count)

@@ -21,17 +21,22 @@ class VirtualRange:
         driver: the device.
         num_bytes: how much to reserve; rounded up to whole pages.
         page_bytes: size of the pages to be mapped.
+        address: the start of a stretch that somebody else has reserved and will give back; by
+            default the range reserves its own.
 
     Raises:
         DriverError: the addresses could not be reserved.
     """
 
-    def __init__(self, driver: Driver, num_bytes: int, page_bytes: int) -> None:
+    def __init__(
+        self, driver: Driver, num_bytes: int, page_bytes: int, address: int | None = None
+    ) -> None:
         self.driver = driver
         self.page_bytes = page_bytes
         self.num_pages = max(-(-num_bytes // page_bytes), 1)
         self.num_bytes = self.num_pages * page_bytes
-        self.address = driver.reserve(self.num_bytes)
+        self._is_own = address is None
+        self.address = driver.reserve(self.num_bytes) if address is None else address
         self._handles: dict[int, Handle] = {}  # page index -> page
 
     @property
@@ -60,7 +65,10 @@ class VirtualRange:
 
     def handles(self, index: int, count: int) -> list[Handle]:
         """The pages at [index, index + count): map them elsewhere to alias this stretch."""
-        return [self._handles[i] for i in range(index, index + count)]
+        indices = range(index, index + count)
+        if any(i not in self._handles for i in indices):
+            raise InvariantError(f"a page of [{index}, {index + count}) is not mapped")
+        return [self._handles[i] for i in indices]
 
     def unmap(self, index: int, count: int) -> list[Handle]:
         """Unmap [index, index + count) and return the pages, which the caller still holds."""
@@ -71,10 +79,9 @@ class VirtualRange:
                 del self._handles[i]
         return handles
 
-    def unmap_all(self) -> list[Handle]:
-        """Unmap whatever is mapped and return those pages."""
+    def unmap_at(self, indices: Sequence[int]) -> list[Handle]:
+        """Unmap the pages at these indices, in ascending order, and return them likewise."""
         handles: list[Handle] = []
-        indices = sorted(self._handles)
         start = 0
         while start < len(indices):
             end = start + 1
@@ -83,6 +90,10 @@ class VirtualRange:
             handles += self.unmap(indices[start], end - start)
             start = end
         return handles
+
+    def unmap_all(self) -> list[Handle]:
+        """Unmap whatever is mapped and return those pages."""
+        return self.unmap_at(sorted(self._handles))
 
     def tensor(
         self,
@@ -99,13 +110,16 @@ class VirtualRange:
         if stride is None:
             stride = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         last = sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if shape else 0
-        if offset_bytes + (last + 1) * dtype.itemsize > self.num_bytes:
+        if offset_bytes < 0 or offset_bytes + (last + 1) * dtype.itemsize > self.num_bytes:
             raise InvariantError(f"a tensor of {list(shape)} {dtype} leaves the range")
+        if offset_bytes % dtype.itemsize:
+            raise InvariantError(f"{offset_bytes} bytes are no whole number of {dtype}")
         flat = self.driver.view(self.address, self.num_bytes).view(dtype)
         return flat.as_strided(list(shape), list(stride), offset_bytes // dtype.itemsize)
 
     def close(self) -> None:
-        """Give the addresses back. Pre-condition: nothing is mapped."""
+        """Give back addresses of its own. Pre-condition: nothing is mapped."""
         if self._handles:
             raise InvariantError(f"{len(self._handles)} pages are still mapped in this range")
-        self.driver.free(self.address, self.num_bytes)
+        if self._is_own:
+            self.driver.free(self.address, self.num_bytes)

@@ -51,7 +51,10 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A directory with `config.json` and safetensors files."""
+    """A directory with `config.json` and safetensors files.
+
+    `tensors` is empty only if it was opened without them.
+    """
 
     path: Path
     config: Mapping[str, Any]
@@ -70,7 +73,19 @@ class Checkpoint:
         tensors: dict[str, StoredTensor] = {}
         for file in _weight_files(folder):
             tensors.update(_read_header(file))
+        if not tensors:
+            raise ConfigError(f"{folder} holds no tensors: its safetensors files are empty")
         return cls(folder, config, tensors)
+
+    @classmethod
+    def without_tensors(cls, path: str | os.PathLike[str]) -> Checkpoint:
+        """Read the configuration alone: of a model whose weights will be random numbers.
+
+        Raises:
+            ConfigError: there is no such directory, or no sound config.json in it.
+        """
+        folder = Path(path).expanduser()
+        return cls(folder, read_config(folder), {})
 
     @property
     def num_bytes(self) -> int:
@@ -85,7 +100,7 @@ class Checkpoint:
         """
         stored = self.tensors[name]
         if stored.dtype == out.dtype:
-            _read_range(stored.file, stored.offset_bytes, out)
+            read_range(stored.file, stored.offset_bytes, out)
             return
         flat = out.view(-1)
         step = max(_CONVERT_BYTES // stored.dtype.itemsize, 1)
@@ -93,7 +108,7 @@ class Checkpoint:
         for start in range(0, flat.numel(), step):
             part = flat[start : start + step]
             piece = scratch[: part.numel()]
-            _read_range(stored.file, stored.offset_bytes + start * stored.dtype.itemsize, piece)
+            read_range(stored.file, stored.offset_bytes + start * stored.dtype.itemsize, piece)
             part.copy_(piece)
 
 
@@ -120,6 +135,10 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     dtype = getattr(torch, str(declared).removeprefix("torch."), None)
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
         return dtype
+    if not checkpoint.tensors:
+        raise ConfigError(
+            f"{checkpoint.path / 'config.json'} names no dtype; give --dtype bfloat16"
+        )
     return max(checkpoint.tensors.values(), key=lambda tensor: tensor.num_bytes).dtype
 
 
@@ -149,23 +168,32 @@ def _weight_files(folder: Path) -> list[Path]:
             f"{folder} holds neither model.safetensors nor model.safetensors.index.json{found}"
         )
     weight_map = _read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ConfigError(f"{index} has no weight_map")
-    files = [folder / name for name in sorted(set(weight_map.values()))]
+    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{index} has no weight_map from tensors to files; download it again")
+    files = [folder / name for name in sorted(set(names))]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
-        raise ConfigError(f"{folder} lacks {', '.join(missing)}, which its index names")
+        raise ConfigError(
+            f"{folder} lacks {', '.join(missing)}, which its index names; download it again"
+        )
     return files
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
-    file_bytes = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        if not 0 < header_bytes <= min(file_bytes - 8, _MAX_HEADER_BYTES):
-            raise ConfigError(f"{file} is truncated or not a safetensors file (bad header length)")
-        raw = stream.read(header_bytes)
+    try:
+        file_bytes = file.stat().st_size
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+            header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+            if not 0 < header_bytes <= min(file_bytes - 8, _MAX_HEADER_BYTES):
+                raise ConfigError(
+                    f"{file} is truncated or no safetensors file (bad header length); "
+                    "download it again"
+                )
+            raw = stream.read(header_bytes)
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error}") from error
     data_start = 8 + header_bytes
     try:
         header = json.loads(raw)
@@ -174,10 +202,20 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
             for name, entry in header.items()
             if name != "__metadata__"
         }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{file} has a damaged safetensors header: {error}") from error
+    except ConfigError:
+        raise
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
+        raise ConfigError(
+            f"{file} has a damaged safetensors header ({type(error).__name__}: {error}); "
+            "download it again"
+        ) from error
 
 
 def _stored_tensor(
@@ -192,7 +230,7 @@ def _stored_tensor(
     if begin < 0 or end - begin != num_bytes:
         raise ConfigError(
             f"{file}: tensor {name!r} of shape {list(shape)} takes {num_bytes} bytes, the header "
-            f"gives it {end - begin}"
+            f"gives it {end - begin}; download it again"
         )
     if data_start + end > file_bytes:
         raise ConfigError(
@@ -202,14 +240,21 @@ def _stored_tensor(
     return StoredTensor(file, dtype, shape, data_start + begin, num_bytes)
 
 
-def _read_range(file: Path, offset_bytes: int, out: torch.Tensor) -> None:
-    """Fill a contiguous CPU tensor from a file, with no buffer in between."""
+def read_range(file: Path, offset_bytes: int, out: torch.Tensor) -> None:
+    """Fill a contiguous CPU tensor from a file, with no buffer in between.
+
+    Raises:
+        ConfigError: the file ended early or could not be read.
+    """
     buffer = out.view(-1).view(torch.uint8).numpy().data
-    with file.open("rb", buffering=0) as stream:
-        stream.seek(offset_bytes)
-        done = 0
-        while done < len(buffer):
-            count = stream.readinto(buffer[done:])
-            if not count:
-                raise ConfigError(f"{file} ended early: it changed while it was read")
-            done += count
+    try:
+        with file.open("rb", buffering=0) as stream:
+            stream.seek(offset_bytes)
+            done = 0
+            while done < len(buffer):
+                count = stream.readinto(buffer[done:])
+                if not count:
+                    raise ConfigError(f"{file} ended early: it changed while it was read")
+                done += count
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error}") from error

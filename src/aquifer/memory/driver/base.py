@@ -9,7 +9,8 @@ cuMemSetAccess), which is the narrower of the two implementations:
 - A handle may be mapped at several addresses at once; all see the same bytes.
 
 Error convention: a call that raises `DriverError` has changed nothing. `release`, `free` and
-`unmap` raise only for arguments that were never valid, so teardown cannot get stuck half-way.
+`unmap` raise only for arguments that were never valid, or when the device itself is lost, so
+teardown cannot get stuck half-way.
 """
 
 from __future__ import annotations
@@ -22,6 +23,16 @@ if TYPE_CHECKING:
 
 Handle = NewType("Handle", int)
 """One physical page. Unique among the driver's live pages; its size is fixed at creation."""
+
+
+class Fence(Protocol):
+    """A moment in the device's work: whatever was handed to it before this was made."""
+
+    def passed(self) -> bool:
+        """Whether all of that work is done; does not wait."""
+
+    def wait(self) -> None:
+        """Return when all of that work is done."""
 
 
 class Driver(Protocol):
@@ -42,6 +53,13 @@ class Driver(Protocol):
     @property
     def default_page_bytes(self) -> int:
         """The page size to use where nobody chose one."""
+
+    @property
+    def large_page_bytes(self) -> int:
+        """The page size for much data that moves together, such as a weight matrix.
+
+        Costs are per page, so it is large where the device has large pages; else the default.
+        """
 
     @property
     def max_mappings(self) -> int | None:
@@ -79,6 +97,12 @@ class Driver(Protocol):
 
         The tensor does not keep the reservation alive. Touching an unmapped address through it
         is a fault.
+        """
+
+    def fence(self) -> Fence | None:
+        """Mark the work handed to the device so far, by this thread's current stream.
+
+        None where there is nothing to wait for: work is done when the call that does it returns.
         """
 
     def close(self) -> None:

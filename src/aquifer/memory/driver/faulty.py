@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from aquifer.errors import DriverError
-from aquifer.memory.driver.base import Driver, Handle
+from aquifer.memory.driver.base import Driver, Fence, Handle
 
 
 class FaultyDriver:
@@ -48,6 +48,11 @@ class FaultyDriver:
     def default_page_bytes(self) -> int:
         """The inner driver's default page size."""
         return self.inner.default_page_bytes
+
+    @property
+    def large_page_bytes(self) -> int:
+        """The inner driver's large page size."""
+        return self.inner.large_page_bytes
 
     @property
     def max_mappings(self) -> int | None:
@@ -101,6 +106,10 @@ class FaultyDriver:
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
         """Pass on."""
         return self.inner.view(address, num_bytes)
+
+    def fence(self) -> Fence | None:
+        """The inner driver's fence."""
+        return self.inner.fence()
 
     def close(self) -> None:
         """Pass on."""

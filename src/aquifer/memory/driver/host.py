@@ -29,12 +29,13 @@ from aquifer.memory.driver.base import Handle
 
 _PROT_NONE, _PROT_READ_WRITE = 0x0, 0x3
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED = 0x01, 0x02, 0x10
-_MAP_ANONYMOUS, _MAP_NORESERVE = 0x20, 0x4000
+_MAP_ANONYMOUS, _MAP_NORESERVE, _MAP_FIXED_NOREPLACE = 0x20, 0x4000, 0x100000
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 0x01, 0x02
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _DEFAULT_PAGE_BYTES = 64 * 1024
 _ZEROS_BYTES = 1 << 20  # how much `zero` writes at a time
+_MAX_FILE_BYTES = 2**63 - 1
 _MAPPINGS_LEFT_TO_OTHERS = 8192  # libraries, thread stacks, allocator arenas
 
 
@@ -45,6 +46,7 @@ class HostDriver:
     device = torch.device("cpu")
     granularity_bytes = mmap.PAGESIZE
     default_page_bytes = _DEFAULT_PAGE_BYTES
+    large_page_bytes = _DEFAULT_PAGE_BYTES  # neighbours are mapped by one call, whatever their size
 
     def __init__(self) -> None:
         if not hasattr(os, "memfd_create"):
@@ -69,7 +71,8 @@ class HostDriver:
         """Free and reclaimable memory, or what the control group still allows if that is less."""
         fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         available = int(fields["MemAvailable"].split()[0]) * 1024
-        return min(available, _cgroup_room_bytes() or available)
+        room = _cgroup_room_bytes()
+        return available if room is None else min(available, room)
 
     def create(self, page_bytes: int, count: int) -> list[Handle]:
         """Take released offsets of the same size first, lowest first, then grow the file."""
@@ -84,6 +87,8 @@ class HostDriver:
             reused = holes[max(len(holes) - count, 0) :][::-1]
             num_new = count - len(reused)
             new_end = self._file_bytes + num_new * page_bytes
+            if new_end > _MAX_FILE_BYTES:
+                raise DriverError("EFBIG", f"{count} pages of {page_bytes} bytes are no file size")
             handles = reused + [Handle(o) for o in range(self._file_bytes, new_end, page_bytes)]
             try:
                 if num_new:
@@ -91,9 +96,9 @@ class HostDriver:
                 for offset, length in self._runs(handles, page_bytes):
                     self._fallocate(0, offset, length)
             except OSError as error:
-                for offset, length in self._runs(handles, page_bytes):
+                for offset, length in self._runs(reused, page_bytes):
                     self._fallocate(_FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, offset, length)
-                os.ftruncate(self._fd, self._file_bytes)
+                os.ftruncate(self._fd, self._file_bytes)  # drops the new ones
                 raise _driver_error(
                     error, f"could not create {count} pages of {page_bytes} bytes"
                 ) from error
@@ -166,6 +171,9 @@ class HostDriver:
         buffer = (ctypes.c_uint8 * num_bytes).from_address(address)
         return torch.frombuffer(buffer, dtype=torch.uint8)
 
+    def fence(self) -> None:
+        """Nothing to wait for: the CPU's work is done when the call returns."""
+
     def resident_bytes(self) -> int:
         """Bytes that the pages take from the system right now, mapped or not."""
         return os.fstat(self._fd).st_blocks * 512
@@ -204,8 +212,16 @@ class HostDriver:
             start = end
 
     def _map_nothing(self, address: int, num_bytes: int) -> None:
-        flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
-        self._mmap(address, num_bytes, _PROT_NONE, flags, -1, 0)
+        flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
+        try:
+            self._mmap(address, num_bytes, _PROT_NONE, flags | _MAP_FIXED, -1, 0)
+        except DriverError:
+            # At vm.max_map_count the system refuses every mmap, even one that leaves fewer
+            # mappings, but not munmap. The gap is open for a moment: if another thread's mmap
+            # lands in it, the second call fails rather than overwrite that.
+            if self._libc.munmap(address, num_bytes):
+                raise
+            self._mmap(address, num_bytes, _PROT_NONE, flags | _MAP_FIXED_NOREPLACE, -1, 0)
 
     def _mmap(
         self, address: int | None, num_bytes: int, prot: int, flags: int, fd: int, offset: int
@@ -252,13 +268,20 @@ def _driver_error(error: OSError, what: str) -> DriverError:
 
 
 def _cgroup_room_bytes() -> int | None:
-    """What the memory limit of this process's control group (version 2) leaves, or None."""
+    """What the memory limit of this process's control group (version 2) leaves, or None.
+
+    Cached files count as free, as they do in MemAvailable: else a checkpoint that was read before
+    would seem to leave no room for itself.
+    """
     try:
         group = Path("/proc/self/cgroup").read_text().strip().rsplit("::", 1)[-1]
         folder = Path("/sys/fs/cgroup") / group.lstrip("/")
         limit = (folder / "memory.max").read_text().strip()
         if limit == "max":
             return None
-        return max(int(limit) - int((folder / "memory.current").read_text()), 0)
-    except (OSError, ValueError):
+        used = int((folder / "memory.current").read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        cached = int(stat["active_file"]) + int(stat["inactive_file"])
+        return max(int(limit) - used + cached, 0)
+    except (OSError, ValueError, KeyError):
         return None

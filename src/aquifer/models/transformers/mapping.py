@@ -57,14 +57,16 @@ def map_parameters(
         if source_name is None:
             if not tensor.is_meta:
                 continue  # a buffer that has its value from the configuration
-            raise ConfigError(
-                f"{checkpoint.path} lacks the tensor {name!r}, which its config calls for"
-            )
+            if checkpoint.tensors:
+                raise ConfigError(
+                    f"{checkpoint.path} lacks the tensor {name!r}, which its config calls for"
+                )
         if not tensor.is_floating_point():
             raise UnsupportedModelError(architecture, f"{name!r} holds {tensor.dtype}")
         exact = [dtype for part, dtype in exact_dtypes.items() if _contains(name, part)]
+        sources = () if source_name is None else filled[source_name]
         parameters.append(
-            Parameter(name, tuple(tensor.shape), (exact or [tensor.dtype])[0], filled[source_name])
+            Parameter(name, tuple(tensor.shape), (exact or [tensor.dtype])[0], sources)
         )
     return tuple(parameters)
 

@@ -1,0 +1,310 @@
+"""How fast the decode attention kernel reads KV, beside a device copy of the same device.
+
+Each figure is a CUDA graph of one call for each layer over token-major KV of all layers, so that
+nothing is left in the L2 cache from one replay to the next. GB/s are bytes of K and V attended
+to, over the time of both kernels; the copy counts bytes read and written.
+
+    python benchmarks/gpu/decode_attention.py --output result.json
+    python benchmarks/gpu/decode_attention.py --sweep --shapes 64x2048 1x8192 --output sweep.json
+
+`--sweep` varies one field of the config after the other, from the default, keeping the best.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.runtime.errors import OutOfResources
+
+from aquifer.bench.result import save
+from aquifer.kernels.decode_attention import (
+    Config,
+    decode_attention,
+    decode_attention_reference,
+    default_config,
+    workspace_shape,
+)
+
+HEAD_DIM = 128
+BLOCK_SIZE = 16
+DTYPE = torch.bfloat16
+SCALE = HEAD_DIM**-0.5
+
+Change = Callable[[Config], Config]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A batch of equal lengths. At 128 elements a head, 256 bytes, KV is 512 bytes a KV head."""
+
+    batch: int
+    tokens: int
+    num_kv_heads: int = 8
+    num_layers: int = 32
+
+    @property
+    def name(self) -> str:
+        """As `--shapes` takes it."""
+        return f"{self.batch}x{self.tokens}"
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of K and V of one layer."""
+        return self.batch * self.tokens * self.num_kv_heads * 2 * HEAD_DIM * DTYPE.itemsize
+
+
+# At most 35 GB each.
+SHAPES = (
+    Shape(1, 8192),
+    Shape(8, 4096),
+    Shape(32, 1024),
+    Shape(64, 2048),
+    Shape(128, 2048, num_kv_heads=4),
+    Shape(256, 640),
+    Shape(16, 16384),
+)
+
+
+class Batch:
+    """Tensors of one shape, random KV of all layers included; both layouts see the same KV."""
+
+    def __init__(self, shape: Shape, group: int) -> None:
+        self.shape = shape
+        self.num_heads = shape.num_kv_heads * group
+        layer_elements = shape.num_kv_heads * 2 * HEAD_DIM
+        self.kv = torch.empty(
+            shape.batch,
+            shape.tokens,
+            shape.num_layers,
+            layer_elements,
+            dtype=DTYPE,
+            device="cuda",
+        )
+        for row in self.kv:
+            row.normal_()
+        self.query = torch.randn(shape.batch, self.num_heads, HEAD_DIM, dtype=DTYPE, device="cuda")
+        self.out = torch.empty_like(self.query)
+        self.slots = torch.randperm(shape.batch, device="cuda")
+        self.lengths = torch.full((shape.batch,), shape.tokens, device="cuda")
+        num_blocks = shape.batch * shape.tokens // BLOCK_SIZE
+        self.tables = torch.randperm(num_blocks, device="cuda").view(shape.batch, -1)
+
+    def layer_kv(self, layer: int, *, paged: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer: [slots, tokens, kv_heads, dim], or [blocks, 16, ...]."""
+        kv = self.kv[:, :, layer]
+        if paged:
+            kv = kv.unflatten(1, (-1, BLOCK_SIZE)).flatten(0, 1)
+        keys, values = kv.unflatten(-1, (2, self.shape.num_kv_heads, HEAD_DIM)).unbind(-3)
+        return keys, values
+
+    def attend(
+        self,
+        kv: tuple[torch.Tensor, torch.Tensor],
+        config: Config,
+        workspace: torch.Tensor,
+        *,
+        paged: bool,
+    ) -> None:
+        """Overwrite `out`."""
+        decode_attention(
+            self.query,
+            *kv,
+            self.tables if paged else None,
+            self.slots,
+            self.lengths,
+            self.out,
+            workspace,
+            config=config,
+            scale=SCALE,
+        )
+
+    def check(self, *, paged: bool) -> None:
+        """Compare two rows of `out`, which is the last layer's, with the reference."""
+        query = self.query[:2].float()
+        expected = torch.empty_like(query)
+        decode_attention_reference(
+            query,
+            *self.layer_kv(self.shape.num_layers - 1, paged=paged),
+            self.tables if paged else None,
+            self.slots[:2],
+            self.lengths[:2],
+            expected,
+            scale=SCALE,
+        )
+        error = (self.out[:2].float() - expected).norm() / expected.norm()
+        assert error < 1e-2, f"relative error {error:.2e}"
+
+
+def measure(run: Callable[[], object], repeats: int) -> list[float]:
+    """Seconds of each replay of `run`, captured as a graph."""
+    run()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    graph.replay()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(events)]
+
+
+def measure_copy(repeats: int) -> float:
+    """Bytes a second, read plus written, of a device copy; the median."""
+    source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    times = measure(lambda: target.copy_(source), repeats)
+    return 2 * source.nbytes / statistics.median(times)
+
+
+def measure_config(batch: Batch, config: Config, repeats: int, *, paged: bool) -> list[float]:
+    """Seconds of one layer, for each repeat."""
+    workspace = torch.empty(workspace_shape(config, batch.num_heads, HEAD_DIM), device="cuda")
+    layers = [batch.layer_kv(layer, paged=paged) for layer in range(batch.shape.num_layers)]
+
+    def all_layers() -> None:
+        for kv in layers:
+            batch.attend(kv, config, workspace, paged=paged)
+
+    batch.out.fill_(torch.nan)
+    times = measure(all_layers, repeats)
+    batch.check(paged=paged)
+    return [seconds / batch.shape.num_layers for seconds in times]
+
+
+def variations(num_kv_heads: int, num_multiprocessors: int) -> Iterator[list[Change]]:
+    """For each field in turn, functions from the best config so far to others."""
+
+    def heads(kv_heads: int) -> Change:
+        def change(best: Config) -> Config:
+            """Other heads in tiles of the same size, and as many programs."""
+            old = best.kv_heads_per_program
+            return replace(
+                best,
+                kv_heads_per_program=kv_heads,
+                block_tokens=max(best.block_tokens * old // kv_heads, 1),
+                num_shares=max(best.num_shares * kv_heads // old, 1),
+            )
+
+        return change
+
+    def programs(per_multiprocessor: float) -> Change:
+        def change(best: Config) -> Config:
+            groups = num_kv_heads // best.kv_heads_per_program
+            shares = round(per_multiprocessor * num_multiprocessors / groups)
+            return replace(best, num_shares=shares)
+
+        return change
+
+    def field(name: str, value: int) -> Change:
+        return lambda best: replace(best, **{name: value})
+
+    yield [heads(n) for n in (1, 2, 4, 8) if num_kv_heads % n == 0]
+    yield [field("block_tokens", n) for n in (4, 8, 16, 32, 64, 128)]
+    yield [field("num_stages", n) for n in (2, 3, 4, 5, 6, 7)]
+    yield [field("num_warps", n) for n in (2, 4, 8)]
+    yield [programs(n) for n in (0.5, 1, 2, 3, 4, 6, 8, 12)]
+
+
+def main() -> None:
+    """Measure the default configs, or sweep around them."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--sweep", action="store_true", help="search for better configs")
+    parser.add_argument("--shapes", nargs="*", default=[s.name for s in SHAPES])
+    parser.add_argument("--layouts", nargs="*", default=["contiguous", "paged"])
+    parser.add_argument("--group", type=int, default=4, help="query heads of a KV head")
+    parser.add_argument("--repeats", type=int, default=20)
+    arguments = parser.parse_args()
+
+    torch.manual_seed(0)
+    device = torch.cuda.get_device_properties(0)
+    num_multiprocessors = device.multi_processor_count
+    copy_rate = measure_copy(arguments.repeats)
+    torch.cuda.empty_cache()
+    print(f"{device.name}: copy {copy_rate / 1e9:.0f} GB/s", flush=True)
+    results: list[dict[str, Any]] = []
+
+    def run(batch: Batch, config: Config, layout: str) -> float:
+        """Seconds of one layer, the median; noted and printed. Infinite if it does not fit."""
+        label = f"{batch.shape.name:9} {batch.shape.num_kv_heads} {layout:10}"
+        cut = (
+            f"heads {config.kv_heads_per_program} tokens {config.block_tokens:3} "
+            f"shares {config.num_shares:4} warps {config.num_warps} stages {config.num_stages}"
+        )
+        try:
+            times = measure_config(batch, config, arguments.repeats, paged=layout == "paged")
+        except OutOfResources as error:
+            print(f"{label} {cut}: {error}", flush=True)
+            return float("inf")
+        seconds = statistics.median(times)
+        rate = batch.shape.layer_bytes / seconds
+        print(
+            f"{label} {cut}: {seconds * 1e6:7.1f} us, {rate / 1e9:5.0f} GB/s, "
+            f"{rate / copy_rate:6.1%} of copy",
+            flush=True,
+        )
+        results.append(
+            {
+                "shape": asdict(batch.shape),
+                "layout": layout,
+                "config": asdict(config),
+                "layer_bytes": batch.shape.layer_bytes,
+                "layer_s": times,
+                "gb_per_s": rate / 1e9,
+                "of_copy": rate / copy_rate,
+            }
+        )
+        return seconds
+
+    for shape in SHAPES:
+        if shape.name not in arguments.shapes:
+            continue
+        batch = Batch(shape, arguments.group)
+        for layout in arguments.layouts:
+            best = default_config(
+                shape.batch,
+                batch.num_heads,
+                shape.num_kv_heads,
+                HEAD_DIM,
+                DTYPE,
+                num_multiprocessors,
+                paged=layout == "paged",
+            )
+            seen = {best: run(batch, best, layout)}
+            if not arguments.sweep:
+                continue
+            for changes in variations(shape.num_kv_heads, num_multiprocessors):
+                for change in changes:
+                    config = change(best)
+                    is_tile = 16 <= config.block_tokens * config.kv_heads_per_program <= 256
+                    if is_tile and config not in seen:
+                        seen[config] = run(batch, config, layout)
+                best = min(seen, key=lambda config: seen[config])
+            print(f"best of {shape.name} {layout}: {best}", flush=True)
+        del batch
+        torch.cuda.empty_cache()
+
+    figures = {
+        "gpu": {"name": device.name, "multiprocessors": num_multiprocessors},
+        "triton": triton.__version__,
+        "seed": 0,
+        "copy_gb_per_s": copy_rate / 1e9,
+        "results": results,
+    }
+    save(arguments.output, figures)
+
+
+if __name__ == "__main__":
+    main()

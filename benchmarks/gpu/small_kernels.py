@@ -1,0 +1,239 @@
+"""Each small kernel of a decode step against its floor, the bytes it must move.
+
+    python benchmarks/gpu/small_kernels.py --output benchmarks/gpu/small_kernels.json
+
+A kernel runs many times in one CUDA graph; the figure is the median over replays of the time of
+one. Activations stay in the L2 cache, as they do in a model; weights come from memory, for as many
+copies take turns as overflow that cache. A floor below two microseconds means little: that is what
+starting a kernel takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from aquifer.bench.result import save
+from aquifer.kernels.activation import silu_mul
+from aquifer.kernels.linear import Shape, Tile, measure
+from aquifer.kernels.norm import add_rms_norm, rms_norm
+from aquifer.kernels.rotary import qk_norm_rope_write
+from aquifer.kernels.sampling import SamplingColumns, Variant, sample
+
+DTYPE = torch.bfloat16
+DEVICE = torch.device("cuda")
+BATCHES = (1, 32, 128, 256)
+LINEAR_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+REPEATS = 20  # of a kernel in its graph
+REPLAYS = 15
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What of a model the kernels see."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: int
+    vocab: int
+    qk_norm: bool
+
+    def products(self, tokens: int) -> dict[str, tuple[Shape, int]]:
+        """The products of one step, each with how often it comes."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "qkv": (Shape(tokens, q + 2 * kv, self.hidden), self.layers),
+            "out": (Shape(tokens, self.hidden, q), self.layers),
+            "gate_up": (Shape(tokens, 2 * self.intermediate, self.hidden), self.layers),
+            "down": (Shape(tokens, self.hidden, self.intermediate), self.layers),
+            "head": (Shape(tokens, self.vocab, self.hidden), 1),
+        }
+
+
+MODELS = (
+    ModelShape("Qwen3-0.6B", 1024, 3072, 16, 8, 128, 28, 151936, True),
+    ModelShape("Llama-3-8B", 4096, 14336, 32, 8, 128, 32, 128256, False),
+)
+
+
+def seconds_of(run: Callable[[], object]) -> list[float]:
+    """One value for each replay."""
+    run()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for _ in range(REPEATS):
+            run()
+    graph.replay()
+    seconds = []
+    for _ in range(REPLAYS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        seconds.append(begin.elapsed_time(end) / 1e3 / REPEATS)
+    return seconds
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second of a large copy on the device, read plus written."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=DEVICE).random_()
+    target = torch.empty_like(source)
+    return 2 * source.numel() / statistics.median(seconds_of(lambda: target.copy_(source)))
+
+
+def random(*shape: int) -> torch.Tensor:
+    """Random activations."""
+    return torch.randn(shape, dtype=DTYPE, device=DEVICE)
+
+
+def kernels(model: ModelShape, batch: int) -> Iterator[tuple[str, Callable[[], object], int]]:
+    """(name, what to time, bytes that it must move) of all but products."""
+    item = DTYPE.itemsize
+    x, residual = random(batch, model.hidden), random(batch, model.hidden)
+    weight = random(model.hidden)
+    yield "rms_norm", lambda: rms_norm(x, weight, 1e-6), 2 * x.numel() * item
+    yield "add_rms_norm", lambda: add_rms_norm(x, residual, weight, 1e-6), 4 * x.numel() * item
+
+    gate_up = random(batch, 2 * model.intermediate)
+    yield "silu_mul", lambda: silu_mul(gate_up), 3 * gate_up.numel() // 2 * item
+
+    # Token-major KV: all layers of a token are neighbours.
+    kv_elements = model.kv_heads * model.head_dim
+    cache = torch.empty(batch, 4, model.layers * 2 * kv_elements, dtype=DTYPE, device=DEVICE)
+    keys, values = (
+        cache[..., i * kv_elements : (i + 1) * kv_elements].unflatten(-1, (-1, model.head_dim))
+        for i in (4, 5)
+    )
+    qkv = random(batch, (model.heads + 2 * model.kv_heads) * model.head_dim)
+    q_weight = random(model.head_dim) if model.qk_norm else None
+    k_weight = random(model.head_dim) if model.qk_norm else None
+    cos, sin = torch.rand(2, batch, model.head_dim // 2, device=DEVICE)
+    query = torch.empty(batch, model.heads, model.head_dim, dtype=DTYPE, device=DEVICE)
+    slots = torch.arange(batch, device=DEVICE)
+    positions = torch.ones_like(slots)
+
+    def write() -> None:
+        qk_norm_rope_write(
+            qkv, q_weight, k_weight, cos, sin, query, keys, values, slots, positions, eps=1e-6
+        )
+
+    yield "qk_norm_rope_write", write, 2 * qkv.numel() * item + 8 * cos.numel()
+
+    logits = random(batch, model.vocab) * 3
+    out = torch.empty(batch, dtype=torch.int64, device=DEVICE)
+    for name, variant, values_of in _sampling_cases():
+        columns = SamplingColumns.empty(batch, 0, model.vocab, DEVICE)
+        for column, value in values_of.items():
+            getattr(columns, column).fill_(value)
+        columns.seed.random_()
+
+        def draw(columns: SamplingColumns = columns, variant: Variant = variant) -> None:
+            sample(logits, slots, columns, out, variant=variant)
+
+        yield name, draw, logits.numel() * item
+
+
+def _sampling_cases() -> list[tuple[str, Variant, dict[str, float]]]:
+    return [
+        ("sample greedy", "greedy", {}),
+        ("sample temperature 0.6", "plain", {"temperature": 0.6}),
+        ("sample top-k 20, top-p 0.95", "full", {"temperature": 0.6, "top_k": 20, "top_p": 0.95}),
+        ("sample top-p 0.5", "full", {"temperature": 0.6, "top_p": 0.5}),
+        ("sample top-p 0.99, flat", "full", {"temperature": 5.0, "top_p": 0.99}),
+        ("sample min-p 0.05", "full", {"temperature": 0.6, "min_p": 0.05}),
+    ]
+
+
+def tile_name(tile: Tile | None) -> str:
+    """As the table shows it."""
+    if tile is None:
+        return "cuBLAS"
+    return f"{tile.rows}x{tile.columns}, {tile.num_warps} warps, {tile.num_stages} stages"
+
+
+def run_small(bandwidth: float) -> list[dict[str, Any]]:
+    """Time everything but products."""
+    rows: list[dict[str, Any]] = []
+    for model in MODELS:
+        for batch in BATCHES:
+            for name, run, num_bytes in kernels(model, batch):
+                seconds = seconds_of(run)
+                floor = num_bytes / bandwidth
+                rows.append(
+                    {"model": model.name, "batch": batch, "kernel": name, "bytes": num_bytes}
+                    | {"floor_s": floor, "seconds": seconds}
+                )
+                median = statistics.median(seconds)
+                print(
+                    f"{model.name:11} {batch:4} {name:28} {median * 1e6:8.2f} us"
+                    f"   floor {floor * 1e6:7.2f} us",
+                    flush=True,
+                )
+    return rows
+
+
+def run_products(bandwidth: float) -> list[dict[str, Any]]:
+    """Time products by every candidate; and add up a step, by the best and by cuBLAS alone."""
+    rows: list[dict[str, Any]] = []
+    for model in MODELS:
+        for batch in LINEAR_BATCHES:
+            products = model.products(batch)
+            shapes = [shape for shape, _ in products.values()]
+            best_step = cublas_step = floor_step = 0.0
+            for (name, (shape, count)), (_, seconds) in zip(
+                products.items(), measure(shapes, DEVICE, DTYPE), strict=True
+            ):
+                best = min(seconds, key=lambda tile, seconds=seconds: seconds[tile])  # type: ignore[misc]
+                floor = shape.out * shape.in_ * DTYPE.itemsize / bandwidth
+                best_step += count * seconds[best]
+                cublas_step += count * seconds[None]
+                floor_step += count * floor
+                rows.append(
+                    {"model": model.name, "product": name, **asdict(shape), "floor_s": floor}
+                    | {"seconds": {tile_name(tile): value for tile, value in seconds.items()}}
+                )
+                print(
+                    f"{model.name:11} {batch:4} {name:8} cuBLAS {seconds[None] * 1e6:8.2f} us"
+                    f"   best {seconds[best] * 1e6:8.2f} us ({tile_name(best)})"
+                    f"   floor {floor * 1e6:8.2f} us",
+                    flush=True,
+                )
+            print(
+                f"{model.name:11} {batch:4} all      cuBLAS {cublas_step * 1e3:8.3f} ms"
+                f"   best {best_step * 1e3:8.3f} ms   floor {floor_step * 1e3:8.3f} ms",
+                flush=True,
+            )
+    return rows
+
+
+def main() -> None:
+    """Print the tables, and write them with every repeat."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    bandwidth = copy_bandwidth()
+    gpu = torch.cuda.get_device_name(DEVICE)
+    print(f"{gpu}, copy {bandwidth / 1e12:.2f} TB/s read plus written\n")
+    small = run_small(bandwidth)
+    print()
+    products = run_products(bandwidth)
+    if arguments.output is not None:
+        figures = {"gpu": gpu, "cuda": torch.version.cuda, "copy_bytes_per_s": bandwidth, "seed": 0}
+        save(arguments.output, {**figures, "kernels": small, "products": products})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,513 @@
+"""Attention of one new token a sequence over all of its KV, for either layout of the cache.
+
+Decoding reads all KV once and computes little, so what counts is to keep every multiprocessor
+reading until the end, whatever the lengths. The tokens of the whole batch, row after row, are
+cut into tiles of `block_tokens`, and the tiles into `num_shares` equal shares:
+
+    row 0                 row 1     row 2
+    |.....................|.........|.....................|
+    |---- share 0 ----|---- share 1 ----|---- share 2 ----|
+
+Each share is one program (for each group of KV heads), which visits the rows that its share
+touches. A row within one share is finished there. Other rows leave a partial result in each share
+that touches them, and a second kernel merges those by their log-sum-exp (FlashDecoding). Lengths
+are read on the device alone, so a captured graph stays valid while sequences grow.
+
+Token-major KV has all heads of a token side by side, so a program takes several KV heads of a
+tile at once and reads longer stretches. A matrix product needs 16 rows at least; with the queries
+of several KV heads in them, few are padding. Scores of a query with another head's keys are masked.
+
+Shapes throughout: B rows, one query token each. `keys` and `values` are [blocks, block_size,
+kv_heads, dim] of any strides but the last, which is 1. Paged: `tables` [slots, max_blocks] has a
+slot's blocks in order. Contiguous: `tables` is None, and a slot is one block, as long as the
+longest sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from aquifer.kernels._triton import constexpr, jit, runs_triton, tensor, tl
+
+_MIN_DOT = 16
+"""The smallest side of a matrix product in Triton."""
+
+_MERGE_ELEMENTS = 8192
+"""Elements that a program of the second kernel holds at once: 32 registers a thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How the work is cut; which cut is fast depends on shape and device.
+
+    There are `kv_heads / kv_heads_per_program * num_shares` programs. Each reads tiles of
+    `block_tokens * kv_heads_per_program` keys and values, at least 16, and keeps
+    `num_stages - 1` of them in shared memory; of a paged cache, half as many.
+    """
+
+    kv_heads_per_program: int  # a power of two that divides kv_heads
+    block_tokens: int  # a power of two
+    num_shares: int
+    num_warps: int
+    num_stages: int
+
+
+def default_config(
+    batch: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    num_multiprocessors: int,
+    *,
+    paged: bool,
+) -> Config:
+    """A config by shape alone.
+
+    Args:
+        batch: rows of the step.
+        num_heads: query heads.
+        num_kv_heads: KV heads.
+        head_dim: the larger of key_dim and value_dim.
+        dtype: of KV.
+        num_multiprocessors: of the device.
+        paged: whether KV is found through tables.
+    """
+    group = num_heads // num_kv_heads
+    kv_heads = 1
+    while num_kv_heads % (2 * kv_heads) == 0 and 2 * kv_heads * group <= _MIN_DOT:
+        kv_heads *= 2
+    # A tile of K, and one of V, has 16 KiB, and at least the 16 columns that a product needs.
+    columns = max(16384 // (_pow2(head_dim) * dtype.itemsize), _MIN_DOT)
+    block_tokens = max(columns // kv_heads, 1)
+    # Several programs on each multiprocessor, so that some read while others start or end. Few
+    # rows end up in many partial results, whose merging then takes longer than reading.
+    programs = num_multiprocessors * (2 if batch <= 4 else 4)
+    num_shares = -(-programs // (num_kv_heads // kv_heads))
+    # Of the stages that a table takes part in, every other one is its own.
+    return Config(kv_heads, block_tokens, num_shares, num_warps=4, num_stages=5 if paged else 3)
+
+
+def workspace_shape(config: Config, num_heads: int, value_dim: int) -> tuple[int]:
+    """Shape of the float32 workspace: two partial results of each share, with their log-sum-exp."""
+    return (config.num_shares * 2 * num_heads * (value_dim + 1),)
+
+
+def decode_attention_reference(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor | None,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    window_tokens: int | None = None,
+    softcap: float | None = None,
+) -> None:
+    """What `decode_attention` computes. Arguments as there; computes in the dtype of `query`."""
+    block_size = keys.shape[1]
+    num_kv_heads = keys.shape[2]
+    for row, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
+        if length == 0:
+            out[row] = 0
+            continue
+        first = 0 if window_tokens is None else max(length - window_tokens, 0)
+        if tables is None:
+            k, v = keys[slot, first:length], values[slot, first:length]
+        else:
+            tokens = torch.arange(first, length, device=tables.device)
+            blocks = tables[slot, tokens // block_size].long()
+            k, v = keys[blocks, tokens % block_size], values[blocks, tokens % block_size]
+        q = query[row].unflatten(0, (num_kv_heads, -1))  # [kv_heads, group, key_dim]
+        scores = torch.einsum("hgd,thd->hgt", q, k.to(q.dtype)) * scale
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        weights = scores.softmax(-1)
+        out[row] = torch.einsum("hgt,thd->hgd", weights, v.to(q.dtype)).flatten(0, 1)
+
+
+def decode_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor | None,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    out: torch.Tensor,
+    workspace: torch.Tensor,
+    *,
+    config: Config,
+    scale: float,
+    window_tokens: int | None = None,
+    softcap: float | None = None,
+) -> None:
+    """Attend over all KV of each row's sequence. Reads no token but those it attends to.
+
+    Args:
+        query: [B, heads, key_dim].
+        keys: [blocks, block_size, kv_heads, key_dim]; contiguous: [slots, max_tokens, ...].
+        values: likewise, with value_dim.
+        tables: [slots, max_blocks] int32 or int64; None: KV is contiguous.
+        slots: [B] int32 or int64, where each row's sequence is.
+        lengths: [B] int32 or int64, tokens in KV, the row's own included. 0: a row that pads the
+            batch; zeros are written and its slot means nothing.
+        out: [B, heads, value_dim], overwritten.
+        workspace: float32 of at least `workspace_shape`, contiguous; its contents mean nothing
+            before and after.
+        config: how to cut the work.
+        scale: factor on the dot products.
+        window_tokens: attend to that many of the latest tokens only, the own one included.
+        softcap: squash scores to (-softcap, softcap) with tanh before the softmax.
+    """
+    batch, num_heads, key_dim = query.shape
+    _, block_size, num_kv_heads, value_dim = values.shape
+    group = num_heads // num_kv_heads
+    assert keys.shape == (*values.shape[:3], key_dim), "query, keys and values disagree"
+    assert out.shape == (batch, num_heads, value_dim)
+    assert slots.shape == lengths.shape == (batch,)
+    assert group * num_kv_heads == num_heads
+    assert num_kv_heads % config.kv_heads_per_program == 0
+    assert config.block_tokens * config.kv_heads_per_program >= _MIN_DOT
+    assert all(t.stride(-1) == 1 for t in (query, keys, values, out))
+    if not runs_triton(query):
+        decode_attention_reference(
+            query,
+            keys,
+            values,
+            tables,
+            slots,
+            lengths,
+            out,
+            scale=scale,
+            window_tokens=window_tokens,
+            softcap=softcap,
+        )
+        return
+    if batch == 0:
+        return
+    # partials: [shares, 2, heads, value_dim], lse: [shares, 2, heads]
+    num_lse = config.num_shares * 2 * num_heads
+    (needed,) = workspace_shape(config, num_heads, value_dim)
+    assert workspace.dtype == torch.float32
+    assert workspace.is_contiguous()
+    assert workspace.numel() >= needed, f"workspace has {workspace.numel()} of {needed} elements"
+    partials, lse = workspace[: num_lse * value_dim], workspace[num_lse * value_dim : needed]
+
+    _decode_attention_kernel[(num_kv_heads // config.kv_heads_per_program, config.num_shares)](
+        query,
+        keys,
+        values,
+        tables,
+        slots,
+        lengths,
+        out,
+        partials,
+        lse,
+        scale,
+        batch,
+        query.stride(0),
+        query.stride(1),
+        keys.stride(0),
+        keys.stride(1),
+        keys.stride(2),
+        values.stride(0),
+        values.stride(1),
+        values.stride(2),
+        0 if tables is None else tables.stride(0),
+        out.stride(0),
+        out.stride(1),
+        batch_pow2=_pow2(batch),
+        num_heads=num_heads,
+        group=group,
+        kv_heads=config.kv_heads_per_program,
+        block_tokens=config.block_tokens,
+        block_size=None if tables is None else block_size,
+        same_strides=keys.stride() == values.stride(),
+        key_dim=key_dim,
+        key_dim_pow2=_pow2(key_dim, _MIN_DOT),
+        value_dim=value_dim,
+        value_dim_pow2=_pow2(value_dim, _MIN_DOT),
+        query_rows=_pow2(group * config.kv_heads_per_program, _MIN_DOT),
+        window_tokens=window_tokens,
+        softcap=softcap,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+    value_dim_pow2 = _pow2(value_dim)
+    merge_shares = min(_pow2(config.num_shares // batch + 2), 64)
+    merge_heads = max(_MERGE_ELEMENTS // (merge_shares * value_dim_pow2), 1)
+    merge_heads = min(merge_heads, _pow2(num_heads))
+    _merge_kernel[(-(-num_heads // merge_heads), batch)](
+        lengths,
+        out,
+        partials,
+        lse,
+        batch,
+        out.stride(0),
+        out.stride(1),
+        batch_pow2=_pow2(batch),
+        num_shares=config.num_shares,
+        num_shares_pow2=_pow2(config.num_shares),
+        num_heads=num_heads,
+        block_tokens=config.block_tokens,
+        value_dim=value_dim,
+        value_dim_pow2=value_dim_pow2,
+        merge_heads=merge_heads,
+        merge_shares=merge_shares,
+        window_tokens=window_tokens,
+        num_warps=8,
+    )
+
+
+def _pow2(number: int, at_least: int = 1) -> int:
+    """The next power of two."""
+    return max(1 << (number - 1).bit_length(), at_least)
+
+
+@jit
+def _row_tiles(
+    lengths: tensor,
+    batch: tensor,
+    batch_pow2: constexpr,
+    block_tokens: constexpr,
+    window_tokens: constexpr,
+) -> tensor:
+    """[batch_pow2]: tiles of each row, from the one with the window's first token."""
+    rows = tl.arange(0, batch_pow2)
+    length = tl.load(lengths + rows, mask=rows < batch, other=0).to(tl.int32)
+    tiles = tl.cdiv(length, block_tokens)
+    if window_tokens is not None:
+        tiles -= tl.maximum(length - window_tokens, 0) // block_tokens
+    return tiles
+
+
+@jit
+def _decode_attention_kernel(
+    query: tensor,
+    keys: tensor,
+    values: tensor,
+    tables: tensor,
+    slots: tensor,
+    lengths: tensor,
+    out: tensor,
+    partials: tensor,
+    lse: tensor,
+    scale: tensor,
+    batch: tensor,
+    query_row_stride: tensor,
+    query_head_stride: tensor,
+    key_block_stride: tensor,
+    key_token_stride: tensor,
+    key_head_stride: tensor,
+    value_block_stride: tensor,
+    value_token_stride: tensor,
+    value_head_stride: tensor,
+    table_stride: tensor,
+    out_row_stride: tensor,
+    out_head_stride: tensor,
+    batch_pow2: constexpr,
+    num_heads: constexpr,
+    group: constexpr,
+    kv_heads: constexpr,
+    block_tokens: constexpr,
+    block_size: constexpr,
+    same_strides: constexpr,
+    key_dim: constexpr,
+    key_dim_pow2: constexpr,
+    value_dim: constexpr,
+    value_dim_pow2: constexpr,
+    query_rows: constexpr,
+    window_tokens: constexpr,
+    softcap: constexpr,
+) -> None:
+    # Neighbouring programs read neighbouring heads of the same tokens.
+    first_kv_head = tl.program_id(0) * kv_heads
+    share = tl.program_id(1)
+
+    # Tiles are numbered through the batch; this share is [begin, end) of them.
+    tiles = _row_tiles(lengths, batch, batch_pow2, block_tokens, window_tokens)
+    row_ends = tl.cumsum(tiles, 0)
+    num_tiles = tl.sum(tiles, 0)
+    share_tiles = tl.cdiv(num_tiles, tl.num_programs(1))
+    begin = share * share_tiles
+    end = tl.minimum(begin + share_tiles, num_tiles)
+    if begin >= end:
+        return
+    first_row = tl.sum((row_ends <= begin).to(tl.int32), 0)
+    last_row = tl.sum((row_ends < end).to(tl.int32), 0)
+    row_begin = tl.sum(tl.where(row_ends <= begin, tiles, 0), 0)
+
+    # Rows of the products: the query heads of KV heads [first_kv_head, first_kv_head + kv_heads).
+    query_row = tl.arange(0, query_rows)
+    is_query = query_row < group * kv_heads
+    head = first_kv_head * group + query_row
+    # Columns: the keys of a tile, all heads of a token side by side.
+    column = tl.arange(0, block_tokens * kv_heads)
+    column_token = column // kv_heads
+    column_head = column % kv_heads
+    same_head = ((query_row // group) % kv_heads)[:, None] == column_head[None, :]
+    key_columns = (first_kv_head + column_head) * key_head_stride
+    value_columns = (first_kv_head + column_head) * value_head_stride
+
+    dim_k = tl.arange(0, key_dim_pow2)
+    dim_v = tl.arange(0, value_dim_pow2)
+    log2_e: constexpr = 1.4426950408889634
+
+    for row in range(first_row, last_row + 1):
+        length = tl.load(lengths + row).to(tl.int32)
+        slot = tl.load(slots + row).to(tl.int64)
+        first_token = 0
+        if window_tokens is not None:
+            first_token = tl.maximum(length - window_tokens, 0)
+        first_tile = first_token // block_tokens
+        row_end = row_begin + tl.cdiv(length, block_tokens) - first_tile
+        # This share's tiles of the row are [tile_begin, tile_end), counted from the row's token 0.
+        tile_begin = first_tile + tl.maximum(begin, row_begin) - row_begin
+        tile_end = first_tile + tl.minimum(end, row_end) - row_begin
+
+        q = tl.load(
+            query + row * query_row_stride + head[:, None] * query_head_stride + dim_k[None, :],
+            mask=is_query[:, None] & (dim_k < key_dim)[None, :],
+            other=0.0,
+        )  # [query_rows, key_dim]
+        top = tl.full([query_rows], float("-inf"), tl.float32)
+        total = tl.zeros([query_rows], tl.float32)
+        acc = tl.zeros([query_rows, value_dim_pow2], tl.float32)
+
+        for tile in range(tile_begin, tile_end):
+            token = tile * block_tokens + column_token
+            is_token = (token < length) & (token >= first_token)
+            if block_size is None:
+                block = slot
+                place = token
+            elif block_size % block_tokens == 0:  # all of the tile is in one block
+                tiles_per_block: constexpr = block_size // block_tokens
+                block = tl.load(tables + slot * table_stride + tile // tiles_per_block)
+                place = (tile % tiles_per_block) * block_tokens + column_token
+            else:
+                entry = tables + slot * table_stride + token // block_size
+                block = tl.load(entry, mask=is_token, other=0)
+                place = token % block_size
+            block = block.to(tl.int64)
+            place = place.to(tl.int64)  # the column's token within its block
+            key_rows = block * key_block_stride + place * key_token_stride + key_columns
+            value_rows = key_rows
+            if not same_strides:
+                value_rows = block * value_block_stride + place * value_token_stride + value_columns
+            k = tl.load(
+                keys + key_rows[:, None] + dim_k[None, :],
+                mask=is_token[:, None] & (dim_k < key_dim)[None, :],
+                other=0.0,
+            )  # [columns, key_dim]
+            v = tl.load(
+                values + value_rows[:, None] + dim_v[None, :],
+                mask=is_token[:, None] & (dim_v < value_dim)[None, :],
+                other=0.0,
+            )  # [columns, value_dim]
+
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            if softcap is not None:
+                # tanh(x) = 1 - 2 / (e^2x + 1), right at both infinities of e^2x
+                scores = softcap - 2 * softcap / (tl.exp2(scores * (2 * log2_e / softcap)) + 1)
+            scores = tl.where(same_head & is_token[None, :], scores * log2_e, float("-inf"))
+            # Every query sees at least one key of every tile, so that no maximum is -inf.
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_top[:, None])
+            decay = tl.exp2(top - new_top)
+            total = total * decay + tl.sum(weights, 1)
+            acc = acc * decay[:, None]
+            acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+            top = new_top
+
+        # A row without tokens, between others, has nothing to divide.
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        is_stored = is_query[:, None] & (dim_v < value_dim)[None, :]
+        if (row_begin >= begin) & (row_end <= end):
+            tl.store(
+                out + row * out_row_stride + head[:, None] * out_head_stride + dim_v[None, :],
+                acc.to(out.dtype.element_ty),
+                mask=is_stored,
+            )
+        else:
+            # One row at most comes from an earlier share, and one at most goes on into the next.
+            partial = (share * 2 + (row_begin >= begin).to(tl.int32)) * num_heads + head
+            tl.store(partials + partial[:, None] * value_dim + dim_v[None, :], acc, mask=is_stored)
+            tl.store(lse + partial, top + tl.log2(total), mask=is_query)
+        row_begin = row_end
+
+
+@jit
+def _merge_kernel(
+    lengths: tensor,
+    out: tensor,
+    partials: tensor,
+    lse: tensor,
+    batch: tensor,
+    out_row_stride: tensor,
+    out_head_stride: tensor,
+    batch_pow2: constexpr,
+    num_shares: constexpr,
+    num_shares_pow2: constexpr,
+    num_heads: constexpr,
+    block_tokens: constexpr,
+    value_dim: constexpr,
+    value_dim_pow2: constexpr,
+    merge_heads: constexpr,
+    merge_shares: constexpr,
+    window_tokens: constexpr,
+) -> None:
+    head = tl.program_id(0) * merge_heads + tl.arange(0, merge_heads)
+    row = tl.program_id(1)
+    dim = tl.arange(0, value_dim_pow2)
+    is_head = head < num_heads
+    is_stored = is_head[:, None] & (dim < value_dim)[None, :]  # [merge_heads, value_dim]
+    target = out + row * out_row_stride
+    target = target + head[:, None] * out_head_stride + dim[None, :]
+
+    # The row's tiles are [begin, end).
+    tiles = _row_tiles(lengths, batch, batch_pow2, block_tokens, window_tokens)
+    rows = tl.arange(0, batch_pow2)
+    begin = tl.sum(tl.where(rows < row, tiles, 0), 0)
+    end = tl.sum(tl.where(rows <= row, tiles, 0), 0)
+    if begin == end:
+        zeros = tl.zeros([merge_heads, value_dim_pow2], tl.float32)
+        tl.store(target, zeros.to(out.dtype.element_ty), mask=is_stored)
+        return
+    share_tiles = tl.cdiv(tl.sum(tiles, 0), num_shares)
+    first_share = begin // share_tiles
+    last_share = (end - 1) // share_tiles
+    if first_share == last_share:
+        return  # finished by the share's program
+
+    # Partial 1 of its first share is the row's, and partial 0 of those that follow.
+    share = first_share + tl.arange(0, num_shares_pow2)
+    partial = (share * 2 + (share == first_share).to(tl.int32)) * num_heads
+    all_lse = tl.load(
+        lse + partial[:, None] + head[None, :],
+        mask=(share <= last_share)[:, None] & is_head[None, :],
+        other=float("-inf"),
+    )  # [num_shares, merge_heads]
+    top = tl.max(all_lse, 0)
+    top = tl.where(is_head, top, 0.0)
+    total = tl.sum(tl.exp2(all_lse - top[None, :]), 0)
+
+    acc = tl.zeros([merge_heads, value_dim_pow2], tl.float32)
+    for next_share in range(first_share, last_share + 1, merge_shares):
+        some = next_share + tl.arange(0, merge_shares)
+        some_partial = (some * 2 + (some == first_share).to(tl.int32)) * num_heads
+        index = some_partial[:, None] + head[None, :]  # [merge_shares, merge_heads]
+        is_partial = (some <= last_share)[:, None] & is_head[None, :]
+        weights = tl.exp2(tl.load(lse + index, mask=is_partial, other=float("-inf")) - top[None, :])
+        part = tl.load(
+            partials + index[:, :, None] * value_dim + dim[None, None, :],
+            mask=is_partial[:, :, None] & (dim < value_dim)[None, None, :],
+            other=0.0,
+        )  # [merge_shares, merge_heads, value_dim]
+        acc += tl.sum(part * weights[:, :, None], 0)
+    acc = acc / tl.where(is_head, total, 1.0)[:, None]
+    tl.store(target, acc.to(out.dtype.element_ty), mask=is_stored)

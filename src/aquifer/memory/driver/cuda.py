@@ -1,0 +1,351 @@
+"""Pages of an NVIDIA GPU, through the driver's virtual memory management.
+
+A handle is the driver's own (`CUmemGenericAllocationHandle`). What the implementation relies on,
+beyond what the driver's manual promises; `tests/gpu/test_cuda_driver.py` checks each:
+
+- A handle maps whole. `cuMemSetAccess` and `cuMemUnmap` take a range of many handles, as long as
+  its ends are ends of handles; they cost about as much per handle as one by one.
+- A new handle reads as zeros, also where this process wrote before: the kernel driver scrubs what
+  is released. So `create` writes nothing.
+- Neither mapping nor unmapping waits for kernels that run. Unmapping what one of them still reads
+  is a fault that ends the process, so whoever unmaps asks `fence` first (`memory/retire.py`).
+- A CUDA graph refers to addresses: it replays correctly after the page behind one was replaced.
+
+All calls work on the device's primary context, which is torch's, and leave the calling thread's
+current context as it was. Calls may come from several threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from aquifer.errors import ConfigError, DriverError, InvariantError
+from aquifer.memory.driver.base import Handle
+from aquifer.memory.driver.dlpack import tensor_over
+
+_PAGE_BYTES = 2 << 20  # the granularity of every GPU so far
+_LARGE_PAGE_BYTES = 32 << 20
+
+
+class CudaDriver:
+    """The `Driver` of one NVIDIA GPU.
+
+    Args:
+        index: which one, as torch numbers them.
+        api: stands in for `cuda.bindings.driver`; for tests.
+
+    Raises:
+        ConfigError: the packages to drive a GPU are not installed.
+        DriverError: there is no such GPU, or it refused.
+    """
+
+    name = "cuda"
+    max_mappings = None
+
+    def __init__(self, index: int = 0, api: Any = None) -> None:
+        self._api = api = _load_api() if api is None else api
+        self.device = torch.device("cuda", index)
+        self._page_bytes: dict[Handle, int] = {}  # live handles -> size
+        self._reservations: dict[int, int] = {}  # address -> size
+        self._mapped: dict[int, int] = {}  # address -> size of the page there
+        with ExitStack() as undo:
+            self._check(api.cuInit(0), "no NVIDIA GPU can be used; --device cpu needs none")
+            self._device_id = self._check(api.cuDeviceGet(index), f"there is no {self.device}")
+            context = self._check(
+                api.cuDevicePrimaryCtxRetain(self._device_id), f"{self.device} gives no context"
+            )
+            undo.callback(api.cuDevicePrimaryCtxRelease, self._device_id)
+            self._current = _CurrentContext(self, context)
+            with self._current:
+                self._stream = self._check(
+                    api.cuStreamCreate(api.CUstream_flags.CU_STREAM_NON_BLOCKING.value),
+                    "could not create a stream",
+                )
+                undo.callback(api.cuStreamDestroy, self._stream)
+                self._properties = self._allocation_properties(index)
+                self.granularity_bytes: int = self._check(
+                    api.cuMemGetAllocationGranularity(
+                        self._properties,
+                        api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM,
+                    ),
+                    "could not get the page granularity",
+                )
+            self._access = api.CUmemAccessDesc()
+            self._access.location = self._properties.location
+            self._access.flags = api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+            undo.pop_all()
+        self.default_page_bytes = max(_PAGE_BYTES, self.granularity_bytes)
+        self.large_page_bytes = max(_LARGE_PAGE_BYTES, self.granularity_bytes)
+
+    def available_bytes(self) -> int:
+        """What the device has free, whoever uses the rest."""
+        with self._current:
+            free_bytes, _ = self._check(self._api.cuMemGetInfo(), "could not read free memory")
+        return int(free_bytes)
+
+    def create(self, page_bytes: int, count: int) -> list[Handle]:
+        """One driver call a page; pages can be exported."""
+        if page_bytes <= 0 or page_bytes % self.granularity_bytes:
+            raise DriverError(
+                "CUDA_ERROR_INVALID_VALUE",
+                f"page size {page_bytes} is not a positive multiple of {self.granularity_bytes}",
+            )
+        handles: list[Handle] = []
+        with self._current, ExitStack() as undo:
+            undo.callback(self.release, handles)
+            for _ in range(count):
+                handle = self._check(
+                    self._api.cuMemCreate(page_bytes, self._properties, 0),
+                    f"could not create {count} pages of {page_bytes} bytes",
+                )
+                self._enter(handle, page_bytes)
+                handles.append(Handle(int(handle)))
+            undo.pop_all()
+        return handles
+
+    def release(self, handles: Sequence[Handle]) -> None:
+        """Give pages back; the memory is free when this returns, unless somebody imported it."""
+        for handle in handles:
+            if handle not in self._page_bytes:
+                raise InvariantError(f"page {handle} was released twice or never created")
+        with self._current:
+            for handle in handles:
+                del self._page_bytes[handle]
+                self._check(self._api.cuMemRelease(handle), "could not release a page")
+
+    def reserve(self, num_bytes: int) -> int:
+        """Reserve addresses; terabytes cost nothing."""
+        with self._current:
+            address = int(
+                self._check(
+                    self._api.cuMemAddressReserve(num_bytes, self.granularity_bytes, 0, 0),
+                    f"could not reserve {num_bytes} bytes of addresses",
+                )
+            )
+        self._reservations[address] = num_bytes
+        return address
+
+    def free(self, address: int, num_bytes: int) -> None:
+        """Return the addresses."""
+        if self._reservations.pop(address, None) != num_bytes:
+            raise InvariantError(f"{num_bytes} bytes at {address:#x} were never reserved")
+        with self._current:
+            self._check(self._api.cuMemAddressFree(address, num_bytes), "could not free addresses")
+
+    def map(self, address: int, handles: Sequence[Handle]) -> None:
+        """Map one by one, then make the whole stretch accessible by one call."""
+        if not handles:
+            return
+        page_bytes = self._page_bytes[handles[0]]
+        num_mapped = 0
+        what = f"could not map {len(handles)} pages of {page_bytes} bytes"
+        with self._current, ExitStack() as undo:
+            undo.callback(lambda: self._unmap(address, num_mapped * page_bytes))
+            for handle in handles:
+                place = address + num_mapped * page_bytes
+                self._check(self._api.cuMemMap(place, page_bytes, 0, handle, 0), what)
+                num_mapped += 1
+            self._check(
+                self._api.cuMemSetAccess(address, num_mapped * page_bytes, [self._access], 1), what
+            )
+            undo.pop_all()
+        end = address + num_mapped * page_bytes
+        self._mapped.update(dict.fromkeys(range(address, end, page_bytes), page_bytes))
+
+    def unmap(self, address: int, page_bytes: int, count: int) -> None:
+        """Unmap by one call. Pre-condition: `fence` has shown that nothing in flight is there."""
+        places = range(address, address + count * page_bytes, page_bytes)
+        for place in places:
+            if self._mapped.get(place) != page_bytes:
+                raise InvariantError(f"no page of {page_bytes} bytes is mapped at {place:#x}")
+        with self._current:
+            self._unmap(address, count * page_bytes)
+        for place in places:
+            del self._mapped[place]
+
+    def zero(self, handles: Sequence[Handle]) -> None:
+        """Map the pages at addresses of their own for a moment, and wait until they are written.
+
+        The write runs on a stream of its own, so it does not wait for the kernels in flight. That
+        is safe, because a page to be zeroed belongs to nobody.
+        """
+        sizes = {self._page_bytes[handle] for handle in handles}
+        for page_bytes in sizes:
+            group = [handle for handle in handles if self._page_bytes[handle] == page_bytes]
+            num_bytes = len(group) * page_bytes
+            with self._current, ExitStack() as undo:
+                address = self.reserve(num_bytes)
+                undo.callback(self.free, address, num_bytes)
+                self.map(address, group)
+                undo.callback(self.unmap, address, page_bytes, len(group))
+                what = f"could not zero {len(group)} pages of {page_bytes} bytes"
+                self._check(self._api.cuMemsetD8Async(address, 0, num_bytes, self._stream), what)
+                self._check(self._api.cuStreamSynchronize(self._stream), what)
+
+    def view(self, address: int, num_bytes: int) -> torch.Tensor:
+        """A tensor that torch makes without asking the driver about the address."""
+        return tensor_over(address, num_bytes, self.device)
+
+    def fence(self) -> EventFence:
+        """An event on torch's current stream.
+
+        It covers that stream alone: work on another one that touches pages must be joined to it
+        (`current.wait_stream(other)`) or waited for before the pages are given up.
+        """
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return EventFence(event)
+
+    def export(self, handle: Handle) -> int:
+        """A file descriptor that stands for the page; the caller closes it.
+
+        Another process that gets it, inherited or through a socket, may `import_` it. The memory
+        goes back to the system when both processes have released the page and closed theirs.
+        """
+        if handle not in self._page_bytes:
+            raise InvariantError(f"page {handle} does not exist")
+        with self._current:
+            return int(
+                self._check(
+                    self._api.cuMemExportToShareableHandle(handle, self._fd_type, 0),
+                    "could not export a page",
+                )
+            )
+
+    def import_(self, fd: int, page_bytes: int) -> Handle:
+        """A page of another process, to be mapped and released like one's own.
+
+        Args:
+            fd: as `export` made it; it stays open, and stays the caller's.
+            page_bytes: the size with which the page was created.
+        """
+        with self._current:
+            handle = self._check(
+                self._api.cuMemImportFromShareableHandle(fd, self._fd_type),
+                f"file descriptor {fd} is no page of this device",
+            )
+            return self._enter(handle, page_bytes)
+
+    def close(self) -> None:
+        """Wait for the device, then give everything back, mapped or not."""
+        if self._stream is None:
+            return
+        with self._current:
+            self._check(self._api.cuCtxSynchronize(), "the device failed")
+            for place, page_bytes in list(self._mapped.items()):
+                self.unmap(place, page_bytes, 1)
+            for address, num_bytes in list(self._reservations.items()):
+                self.free(address, num_bytes)
+            self.release(list(self._page_bytes))
+            self._check(self._api.cuStreamDestroy(self._stream), "could not destroy a stream")
+            self._stream = None
+        self._check(
+            self._api.cuDevicePrimaryCtxRelease(self._device_id), "could not release the context"
+        )
+
+    @property
+    def _fd_type(self) -> Any:
+        return self._api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+    def _allocation_properties(self, index: int) -> Any:
+        """Memory of this device, which stays where it is and can be exported."""
+        properties = self._api.CUmemAllocationProp()
+        properties.type = self._api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.location.type = self._api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        properties.location.id = index
+        properties.requestedHandleTypes = self._fd_type
+        return properties
+
+    def _enter(self, driver_handle: Any, page_bytes: int) -> Handle:
+        handle = Handle(int(driver_handle))
+        if handle in self._page_bytes:
+            self._api.cuMemRelease(handle)
+            raise InvariantError(f"page {handle} exists already: a process cannot import its own")
+        self._page_bytes[handle] = page_bytes
+        return handle
+
+    def _unmap(self, address: int, num_bytes: int) -> None:
+        if num_bytes:
+            self._check(self._api.cuMemUnmap(address, num_bytes), "could not unmap pages")
+
+    def _check(self, result: tuple[Any, ...], what: str) -> Any:
+        """The values of a driver call that returned (code, *values).
+
+        Raises:
+            DriverError: the code is not success.
+        """
+        code, *values = result
+        if code != self._api.CUresult.CUDA_SUCCESS:
+            _, text = self._api.cuGetErrorString(code)
+            reason = text.decode() if text else "unknown error"
+            raise DriverError(code.name, f"{what} ({reason})")
+        return values[0] if len(values) == 1 else tuple(values)
+
+
+class EventFence:
+    """The `Fence` of a CUDA event that has been recorded."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def passed(self) -> bool:
+        """See `Fence.passed`."""
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        """See `Fence.wait`."""
+        self._event.synchronize()
+
+
+class _CurrentContext:
+    """Makes a context current while it is entered, in whichever thread; may be nested."""
+
+    def __init__(self, driver: CudaDriver, context: Any) -> None:
+        self._driver = driver
+        self._context = context
+
+    def __enter__(self) -> None:
+        self._driver._check(
+            self._driver._api.cuCtxPushCurrent(self._context), "could not enter the context"
+        )
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._driver._check(self._driver._api.cuCtxPopCurrent(), "could not leave the context")
+
+
+def _load_api() -> Any:
+    """The driver's bindings.
+
+    Raises:
+        ConfigError: they, or torch for CUDA, are not installed.
+        DriverError: the driver itself is not.
+    """
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise ConfigError(
+            f"device 'cuda' needs the CUDA bindings ({error}); pip install 'aquifer[cuda]', or "
+            "use --device cpu"
+        ) from error
+    if torch.version.cuda is None:
+        raise ConfigError(
+            f"device 'cuda' needs torch with CUDA, and torch {torch.__version__} has none; "
+            "install one that has, or use --device cpu"
+        )
+    try:
+        driver.cuDriverGetVersion()
+    except RuntimeError as error:  # how the bindings say that they found no libcuda
+        raise DriverError(
+            "NO_CUDA_DRIVER", f"no NVIDIA driver is installed ({error}); use --device cpu"
+        ) from error
+    return driver

@@ -1,0 +1,391 @@
+"""Both KV managers: what is written is read back, and every byte is accounted for.
+
+Numbers such as K1 are the invariants of docs/memory.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.models.dense_kv import DenseKV
+
+from aquifer.cache import KV_CACHES, kv_cache
+from aquifer.cache.base import KVLayout, LayerKV, SequenceCache, Spans
+from aquifer.errors import ConfigError
+from aquifer.memory.driver.faulty import FaultyDriver
+from aquifer.memory.driver.host import HostDriver
+from aquifer.memory.pool import Kind, Owner, PagePool
+
+PAGE = 4096
+BLOCK_SIZE = 8
+AHEAD_TOKENS = 16
+MAX_SEQS, MAX_TOKENS = 6, 160
+OWNER, OTHER = Owner("a", Kind.KV), Owner("b", Kind.KV)
+
+# Two layers that differ in everything; 2 query heads for each KV head in `_step`.
+SMALL_TOKENS = KVLayout((LayerKV(2, 16, 16), LayerKV(1, 24, 8)), torch.float32)
+ODD_TOKENS = KVLayout((LayerKV(3, 40, 24), LayerKV(1, 56, 24)), torch.float32)  # 1088 bytes
+LARGE_TOKENS = KVLayout((LayerKV(4, 96, 96), LayerKV(2, 128, 64)), torch.float32)  # over a page
+LAYOUTS = {"small": SMALL_TOKENS, "odd": ODD_TOKENS, "large": LARGE_TOKENS}
+
+
+class Harness:
+    """A manager, the dense tensors that it must agree with, and the lengths of both."""
+
+    def __init__(self, name: str, layout: KVLayout, num_pages: int, keep_idle_pages: int = 4):
+        self.name, self.layout = name, layout
+        self.driver = FaultyDriver(HostDriver())
+        self.pool = PagePool(self.driver, num_pages * PAGE, PAGE, keep_idle_pages * PAGE)
+        make = partial(kv_cache(name, BLOCK_SIZE), self.pool, OWNER, layout)
+        self.cache: SequenceCache = make(MAX_SEQS, MAX_TOKENS)
+        self.dense = DenseKV(layout, MAX_SEQS, MAX_TOKENS)
+        self.lengths = np.zeros(MAX_SEQS, np.int64)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def reserve(self, slots: list[int], counts: list[int]) -> bool:
+        return self.cache.reserve(np.array(slots), self.lengths[slots] + counts)
+
+    def step(
+        self,
+        slots: list[int],
+        counts: list[int],
+        *,
+        window_tokens: int | None = None,
+        softcap: float | None = None,
+    ) -> None:
+        """Write tokens of several sequences and compare attention over all there is."""
+        spans = Spans.make(np.array(slots), self.lengths[slots], np.array(counts))
+        view = self.cache.view(spans)
+        dense_view = self.dense.view(np.array(slots), self.lengths[slots], np.array(counts))
+        for index, layer in enumerate(self.layout.layers):
+            # Slices of one larger tensor, as the fused projection of a model gives them.
+            heads = layer.num_kv_heads
+            widths = [2 * heads * layer.key_dim, heads * layer.key_dim, heads * layer.value_dim]
+            fused = torch.randn(sum(counts), sum(widths), generator=self.generator)
+            query, key, value = (
+                part.unflatten(1, (-1, dim))
+                for part, dim in zip(
+                    fused.split(widths, 1),
+                    (layer.key_dim, layer.key_dim, layer.value_dim),
+                    strict=True,
+                )
+            )
+            kwargs: dict[str, Any] = {
+                "scale": 0.2,
+                "window_tokens": window_tokens,
+                "softcap": softcap,
+            }
+            actual = view.attend(index, query, key, value, **kwargs)
+            expected = dense_view.attend(index, query, key, value, **kwargs)
+            assert actual.shape == (sum(counts), 2 * heads, layer.value_dim)
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+        self.lengths[slots] += counts
+
+    def read_back(self, slot: int) -> None:
+        """Every K and V that was ever written, exactly."""
+        length = int(self.lengths[slot])
+        for index in range(len(self.layout.layers)):
+            keys, values = self.stored(slot, index)
+            dense_keys, dense_values = self.dense._layers[index]
+            assert torch.equal(keys, dense_keys[slot, :length])
+            assert torch.equal(values, dense_values[slot, :length])
+
+    def stored(self, slot: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a slot where they lie: [length, kv_heads, head_dim] each."""
+        keys, values = self.cache._layers[layer]  # type: ignore[attr-defined]
+        length = int(self.lengths[slot])
+        if self.name == "virtual":
+            return keys[slot, :length], values[slot, :length]
+        table = self.cache._tables[slot, : -(-length // BLOCK_SIZE)]  # type: ignore[attr-defined]
+        blocks = torch.from_numpy(table)
+        return keys[blocks].flatten(0, 1)[:length], values[blocks].flatten(0, 1)[:length]
+
+    def release(self, slot: int) -> None:
+        self.cache.release(slot)
+        self.lengths[slot] = 0
+
+    def check(self) -> None:
+        """K1 and K2: all mapped bytes are in use by the owner, and are written or wasted."""
+        self.pool.check()
+        written_tokens = int(self.lengths.sum())
+        stats = self.cache.stats(written_tokens)
+        assert stats.written_tokens == written_tokens
+        assert stats.written_bytes == written_tokens * self.layout.token_bytes
+        assert stats.mapped_bytes == stats.written_bytes + stats.wasted_bytes
+        assert stats.wasted_bytes >= 0
+        assert self.pool.usage().in_use_bytes.get(OWNER, 0) == stats.mapped_bytes
+        assert self.driver.mapped_pages * PAGE == stats.mapped_bytes
+
+    def waste_bound_bytes(self) -> int:
+        """K3: what may be mapped without a token in it, while nothing was released."""
+        token_bytes = self.layout.token_bytes
+        num_running = np.count_nonzero(self.lengths)
+        if self.name == "virtual":
+            return int(num_running) * (PAGE + AHEAD_TOKENS * token_bytes)
+        return int(num_running) * (BLOCK_SIZE * token_bytes) + PAGE
+
+    def close(self) -> None:
+        self.cache.close()
+        assert not self.pool.usage().in_use_bytes
+        self.pool.close()
+        driver = self.driver
+        assert (driver.live_handles, driver.mapped_pages, driver.reservations) == (set(), 0, {})
+        driver.close()
+
+
+@pytest.fixture(params=KV_CACHES)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request: pytest.FixtureRequest) -> KVLayout:
+    return LAYOUTS[request.param]
+
+
+@pytest.fixture
+def harness(name: str, layout: KVLayout) -> Iterator[Harness]:
+    harness = Harness(name, layout, 1500)
+    yield harness
+    harness.close()
+
+
+def test_unknown_name():
+    with pytest.raises(ConfigError, match="'virutal'; choose one of virtual, paged"):
+        kv_cache("virutal")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_lives(name, layout, seed):
+    """Sequences come, grow by chunks and by tokens, and go, in a pool that is often short."""
+    peak_bytes = MAX_SEQS * MAX_TOKENS * layout.token_bytes
+    harness = Harness(name, layout, peak_bytes // PAGE // 3, keep_idle_pages=seed)
+    rng = np.random.default_rng(seed)
+    num_short = 0
+    for _ in range(120):
+        if rng.random() < 0.25:
+            harness.release(int(rng.integers(MAX_SEQS)))
+            harness.check()
+            continue
+        slots = rng.permutation(MAX_SEQS)[: rng.integers(1, MAX_SEQS + 1)]
+        counts = np.where(rng.random(len(slots)) < 0.6, 1, rng.integers(1, 40, len(slots)))
+        fits = harness.lengths[slots] + counts <= MAX_TOKENS
+        slots, counts = slots[fits].tolist(), counts[fits].tolist()
+        if not slots:
+            continue
+        before = harness.pool.usage(), harness.driver.mapped_pages
+        if harness.reserve(slots, counts):
+            harness.step(slots, counts, window_tokens=[None, 7, 50][rng.integers(3)])
+        else:
+            num_short += 1
+            after = harness.pool.usage(), harness.driver.mapped_pages
+            assert after == before
+        for slot in range(MAX_SEQS):
+            harness.read_back(slot)
+        harness.check()
+    assert num_short > 3
+    for slot in range(MAX_SEQS):
+        harness.release(slot)
+    assert harness.cache.stats(0).mapped_bytes == 0
+    harness.check()
+    harness.close()
+
+
+def test_no_two_slots_share_bytes(harness):
+    """K4: each token of each layer has bytes of its own."""
+    for counts in ([5, 30, 1], [20, 1, 17]):
+        assert harness.reserve([0, 3, 5], counts)
+        harness.step([0, 3, 5], counts)
+    seen: set[int] = set()
+    for slot in (0, 3, 5):
+        for layer in range(len(harness.layout.layers)):
+            keys, values = harness.cache._layers[layer]
+            for position in range(int(harness.lengths[slot])):
+                at = (slot, position)
+                if harness.name == "paged":
+                    block = int(harness.cache._tables[slot, position // BLOCK_SIZE])
+                    at = (block, position % BLOCK_SIZE)
+                for tensor in (keys[at], values[at]):
+                    # [kv_heads, head_dim], contiguous
+                    assert tensor.is_contiguous()
+                    elements = range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, 4)
+                    assert seen.isdisjoint(elements)
+                    seen.update(elements)
+    assert len(seen) * 4 == harness.lengths.sum() * harness.layout.token_bytes
+
+
+@pytest.mark.parametrize("window_tokens", [None, 1, 6, 33])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_attention_in_chunks(harness, window_tokens, softcap):
+    """A prompt in chunks beside others that decode, then all of them decode."""
+    for slots, counts in [
+        ([2], [9]),
+        ([0, 2, 4], [31, 1, 12]),
+        ([4, 2, 0, 1], [1, 1, 20, 3]),
+        ([0, 1, 2, 4], [1, 1, 1, 1]),
+        ([1, 0], [50, 1]),
+    ]:
+        assert harness.reserve(slots, counts)
+        harness.step(slots, counts, window_tokens=window_tokens, softcap=softcap)
+    for slot in range(MAX_SEQS):
+        harness.read_back(slot)
+
+
+def test_waste_is_bounded(harness):
+    """K3, at every length that a growing batch goes through."""
+    rng = np.random.default_rng(0)
+    starts = rng.integers(1, 40, MAX_SEQS).tolist()
+    slots = list(range(MAX_SEQS))
+    counts = starts
+    while (harness.lengths[slots] + counts).max() <= MAX_TOKENS:
+        assert harness.reserve(slots, counts)
+        harness.lengths[slots] += counts
+        harness.check()
+        stats = harness.cache.stats(int(harness.lengths.sum()))
+        assert stats.wasted_bytes < harness.waste_bound_bytes()
+        counts = rng.integers(1, 4, MAX_SEQS).tolist()
+    for slot in slots:
+        harness.release(slot)
+    assert harness.cache.stats(0).wasted_bytes == 0
+
+
+def test_bytes_needed_is_enough_and_no_more_than_is_taken(name, layout):
+    """A pool of just that size holds the sequence, and one of a page less does not."""
+    for num_tokens in (1, BLOCK_SIZE, BLOCK_SIZE + 1, 100, MAX_TOKENS):
+        needed_bytes = Harness(name, layout, 1).cache.bytes_needed(num_tokens)
+        assert needed_bytes % PAGE == 0
+        assert needed_bytes >= num_tokens * layout.token_bytes
+        harness = Harness(name, layout, needed_bytes // PAGE)
+        assert harness.reserve([3], [num_tokens])
+        assert harness.pool.usage().in_use_bytes == {OWNER: needed_bytes}
+        harness.step([3], [num_tokens])
+        harness.read_back(3)
+        harness.close()
+        if needed_bytes > PAGE:
+            harness = Harness(name, layout, needed_bytes // PAGE - 1)
+            assert not harness.reserve([3], [num_tokens])
+            harness.check()
+            harness.close()
+
+
+def test_all_or_nothing(name, layout):
+    """One of several sequences does not fit, as another tenant has the pages: none gets any."""
+    needed_pages = -(-2 * MAX_TOKENS * layout.token_bytes // PAGE) + 4
+    harness = Harness(name, layout, needed_pages)
+    others = harness.pool.acquire(OTHER, needed_pages - 4 - 40 * layout.token_bytes // PAGE)
+    assert others is not None
+    assert harness.reserve([0], [10])
+    harness.step([0], [10])
+    before = harness.pool.usage()
+    for _ in range(20):
+        assert not harness.reserve([0, 1], [1, 100])
+        assert not harness.reserve([1, 2, 0], [1, 1, 90])
+    assert harness.pool.usage() == before
+    harness.check()
+    harness.pool.release(others)
+    # All of it can be had now: nothing was used up by asking in vain.
+    assert harness.reserve([0, 1], [MAX_TOKENS - 10, MAX_TOKENS])
+    harness.step([0, 1], [MAX_TOKENS - 10, MAX_TOKENS])
+    for slot in (0, 1):
+        harness.read_back(slot)
+    harness.close()
+
+
+def test_asking_for_less_is_no_change(harness):
+    assert harness.reserve([0, 1], [50, 20])
+    before = harness.pool.usage()
+    for counts in ([50, 20], [1, 1], [0, 0]):
+        assert harness.reserve([0, 1], counts)
+    assert harness.pool.usage() == before
+
+
+def test_release_of_an_empty_slot_is_no_change(harness):
+    harness.release(4)
+    assert harness.reserve([4], [1])
+    harness.step([4], [1])
+    harness.release(4)
+    harness.release(4)
+    harness.check()
+    assert not harness.pool.usage().in_use_bytes
+
+
+def test_pages_of_another_owner_come_back_zeroed(name):
+    """M5, as it reaches a tenant: what one model wrote is gone before the other sees the page."""
+    harness = Harness(name, SMALL_TOKENS, 16, keep_idle_pages=16)
+    assert harness.reserve([0], [100])
+    harness.step([0], [100])
+    harness.release(0)
+    other = kv_cache(name, BLOCK_SIZE)(harness.pool, OTHER, SMALL_TOKENS, MAX_SEQS, MAX_TOKENS)
+    assert other.reserve(np.array([0]), np.array([MAX_TOKENS]))
+    keys, values = other._layers[0]  # type: ignore[attr-defined]
+    # Slot 0, or the blocks of slot 0: both are the first there are.
+    mapped = slice(0, 1) if name == "virtual" else slice(0, MAX_TOKENS // BLOCK_SIZE)
+    assert not keys[mapped].any()
+    assert not values[mapped].any()
+    other.close()
+    harness.close()
+
+
+def test_virtual_maps_ahead_only_where_the_pool_has_it():
+    """A sequence whose tokens are larger than a page grows by 16 of them at a time."""
+    pages_per_token = -(-LARGE_TOKENS.token_bytes // PAGE)
+    harness = Harness("virtual", LARGE_TOKENS, 40)
+    assert harness.reserve([0], [1])
+    ahead_bytes = harness.cache.stats(1).mapped_bytes
+    assert ahead_bytes >= AHEAD_TOKENS * LARGE_TOKENS.token_bytes
+    assert ahead_bytes < AHEAD_TOKENS * LARGE_TOKENS.token_bytes + PAGE
+    calls = harness.driver.num_calls
+    for count in range(1, AHEAD_TOKENS + 1):
+        assert harness.reserve([0], [count])
+    assert harness.driver.num_calls == calls
+    harness.release(0)
+    others = harness.pool.acquire(OTHER, 40 - pages_per_token)
+    assert others is not None
+    assert harness.reserve([0], [1])
+    assert harness.cache.stats(1).mapped_bytes == pages_per_token * PAGE
+    harness.pool.release(others)
+    harness.close()
+
+
+def test_paged_takes_the_lowest_block_and_gives_back_whole_pages():
+    """K5: after most sequences ended, the blocks that are left do not pin all pages for long."""
+    harness = Harness("paged", SMALL_TOKENS, 200, keep_idle_pages=0)
+    for slot in range(MAX_SEQS):
+        assert harness.reserve([slot], [40])
+    for slot in (0, 2, 4):
+        harness.release(slot)
+    highest = harness.cache._tables[5, 4]  # type: ignore[attr-defined]
+    assert harness.reserve([0], [5 * BLOCK_SIZE])
+    taken = harness.cache._tables[0, :5]  # type: ignore[attr-defined]
+    assert taken.tolist() == list(range(5))
+    assert taken.max() < highest
+    for slot in range(1, MAX_SEQS):
+        harness.release(slot)
+    mapped_bytes = harness.cache.stats(0).mapped_bytes
+    assert mapped_bytes == harness.cache.bytes_needed(5 * BLOCK_SIZE)
+    harness.close()
+
+
+def test_layout_splits_a_token_into_layers():
+    tokens = torch.arange(2 * ODD_TOKENS.token_elements).view(2, -1)
+    assert ODD_TOKENS.token_elements == 3 * 64 + 80
+    assert ODD_TOKENS.token_bytes == 4 * ODD_TOKENS.token_elements
+    (k0, v0), (k1, v1) = ODD_TOKENS.split(tokens)
+    assert (k0.shape, v0.shape) == ((2, 3, 40), (2, 3, 24))
+    assert (k1.shape, v1.shape) == ((2, 1, 56), (2, 1, 24))
+    flat = torch.cat([part.flatten(1) for part in (k0, v0, k1, v1)], dim=1)
+    assert torch.equal(flat, tokens)
+
+
+def test_spans_name_every_row():
+    spans = Spans.make(np.array([4, 1, 2]), np.array([0, 7, 3]), np.array([2, 1, 3]))
+    slots, positions = spans.rows()
+    assert spans.num_tokens == 6
+    assert spans.offsets.tolist() == [0, 2, 3, 6]
+    assert slots.tolist() == [4, 4, 1, 2, 2, 2]
+    assert positions.tolist() == [0, 1, 7, 3, 4, 5]

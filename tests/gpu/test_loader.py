@@ -1,0 +1,140 @@
+"""Weights on their way to a GPU: every byte arrives, and how fast."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from aquifer.memory.driver.cuda import CudaDriver
+from aquifer.memory.pool import Kind, Owner, PagePool
+from aquifer.weights import loader
+from aquifer.weights.checkpoint import Checkpoint
+from aquifer.weights.store import Parameter, Source, WeightStore
+
+OWNER = Owner("a", Kind.WEIGHTS)
+HIDDEN = 4096
+NUM_LAYERS = 16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """About 2 GB in two files: large and small tensors, most in bfloat16, one in float32."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda").to(dtype).cpu()
+
+    tensors = {"embed": random(64_000, HIDDEN)}
+    for i in range(NUM_LAYERS):
+        tensors |= {
+            f"{i}.norm": random(HIDDEN),
+            f"{i}.q": random(HIDDEN, HIDDEN),
+            f"{i}.k": random(1024, HIDDEN),
+            f"{i}.up": random(5000, HIDDEN),
+            f"{i}.scale": random(1),
+        }
+    tensors["head"] = random(16_000, HIDDEN, dtype=torch.float32)
+    names = sorted(tensors)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, part in parts.items():
+        save_file({name: tensors[name] for name in part}, folder / file)
+    weight_map = {name: file for file, part in parts.items() for name in part}
+    index = {"weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def pool(driver: CudaDriver) -> Iterator[PagePool]:
+    pool = PagePool(driver, 6 << 30)
+    yield pool
+    pool.close()
+
+
+def _parameters(checkpoint: Checkpoint, dtype: torch.dtype) -> list[Parameter]:
+    """One for each stored tensor, but for q and k, which go into one."""
+    parameters = [
+        Parameter(name, stored.shape, dtype, (Source(name),))
+        for name, stored in checkpoint.tensors.items()
+        if not name.endswith((".q", ".k"))
+    ]
+    for i in range(NUM_LAYERS):
+        sources = (
+            Source(f"{i}.q", (slice(0, HIDDEN),)),
+            Source(f"{i}.k", (slice(HIDDEN, HIDDEN + 1024),)),
+        )
+        parameters.append(Parameter(f"{i}.qk", (HIDDEN + 1024, HIDDEN), dtype, sources))
+    return parameters
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_is_loaded_is_what_is_stored(folder, pool, dtype):
+    checkpoint = Checkpoint.open(folder)
+    store = WeightStore(pool, OWNER, _parameters(checkpoint, dtype))
+    for tensor in store.tensors.values():
+        tensor.fill_(float("nan"))
+    seen_bytes: list[int] = []
+    store.load(checkpoint, seen_bytes.append)
+    assert sum(seen_bytes) == checkpoint.num_bytes
+    expected = load_file(folder / "a.safetensors") | load_file(folder / "b.safetensors")
+    for i in range(NUM_LAYERS):
+        expected[f"{i}.qk"] = torch.cat([expected.pop(f"{i}.q"), expected.pop(f"{i}.k")])
+    assert expected.keys() == store.tensors.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(store.tensors[name], tensor.cuda().to(dtype)), name
+    store.close()
+
+
+def test_a_file_that_ends_early_leaves_nothing_behind(folder, pool, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    file = tmp_path / "model.safetensors"
+    save_file({"w": torch.zeros(100 << 20, dtype=torch.bfloat16)}, file)
+    checkpoint = Checkpoint.open(tmp_path)
+    with file.open("r+b") as stream:
+        stream.truncate(90 << 20)
+    parameters = [Parameter("w", (100 << 20,), torch.bfloat16, (Source("w"),))]
+    store = WeightStore(pool, OWNER, parameters)
+    with pytest.raises(ValueError, match="ended early"):
+        store.load(checkpoint)
+    store.close()
+    torch.cuda.synchronize()
+
+
+def test_speed(folder, pool, monkeypatch):
+    """Nothing is asserted: GB/s from cached files, beside the bus and one thread's reading."""
+    checkpoint = Checkpoint.open(folder)
+    num_bytes = checkpoint.num_bytes
+    store = WeightStore(pool, OWNER, _parameters(checkpoint, torch.bfloat16))
+    print(f"\nloading {num_bytes / 1e9:.2f} GB")
+    for buffers, buffer_mib in [(8, 16), (8, 16), (8, 16), (1, 16), (4, 32), (8, 32), (16, 16)]:
+        monkeypatch.setattr(loader, "NUM_BUFFERS", buffers)
+        monkeypatch.setattr(loader, "BUFFER_BYTES", buffer_mib << 20)
+        start_s = time.perf_counter()
+        store.load(checkpoint)
+        seconds = time.perf_counter() - start_s
+        print(f"{buffers:2} buffers x {buffer_mib} MiB: {num_bytes / seconds / 1e9:5.1f} GB/s")
+    pinned = torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty_like(pinned, device="cuda")
+    torch.cuda.synchronize()
+    start_s = time.perf_counter()
+    for _ in range(32):
+        device.copy_(pinned, non_blocking=True)
+    torch.cuda.synchronize()
+    rate = 32 * pinned.nbytes / (time.perf_counter() - start_s) / 1e9
+    print(f"page-locked memory to device, nothing else: {rate:5.1f} GB/s")
+    store.fill_random(0)
+    torch.cuda.synchronize()
+    start_s = time.perf_counter()
+    store.fill_random(0)
+    torch.cuda.synchronize()
+    rate = store.placement.num_bytes / (time.perf_counter() - start_s) / 1e9
+    print(f"random weights: {rate:.0f} GB/s")
+    store.close()

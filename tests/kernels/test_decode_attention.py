@@ -1,0 +1,303 @@
+"""Decode attention against its reference in float64, over KV that is NaN wherever unwritten."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from aquifer.kernels.decode_attention import (
+    Config,
+    decode_attention,
+    decode_attention_reference,
+    default_config,
+    workspace_shape,
+)
+
+SMALL = Config(kv_heads_per_program=2, block_tokens=8, num_shares=3, num_warps=4, num_stages=3)
+MAX_TOKENS = 64
+MAX_ERROR = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+FAR_SLOT = 1 << 40  # of rows that pad: an address that nobody may read
+
+
+@dataclass
+class Case:
+    query: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    tables: torch.Tensor | None
+    slots: torch.Tensor
+    lengths: torch.Tensor
+
+    def run(self, config: Config, out: torch.Tensor | None = None, **options) -> torch.Tensor:
+        batch, num_heads, _ = self.query.shape
+        value_dim = self.values.shape[-1]
+        shape = workspace_shape(config, num_heads, value_dim)
+        workspace = torch.full(shape, torch.nan, device=self.query.device)
+        if out is None:
+            out = self.query.new_full((batch, num_heads, value_dim), torch.nan)
+        kv = self.keys, self.values, self.tables
+        rows = self.slots, self.lengths
+        decode_attention(self.query, *kv, *rows, out, workspace, config=config, **options)
+        return out
+
+    def reference(self, **options) -> torch.Tensor:
+        query = self.query.double()
+        out = query.new_empty((*query.shape[:2], self.values.shape[-1]))
+        kv = self.keys, self.values, self.tables
+        decode_attention_reference(query, *kv, self.slots, self.lengths, out, **options)
+        return out
+
+
+def make_case(
+    device: torch.device,
+    lengths: list[int],
+    *,
+    num_heads: int = 8,
+    num_kv_heads: int = 4,
+    key_dim: int = 16,
+    value_dim: int = 16,
+    block_size: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    index_dtype: torch.dtype = torch.int64,
+    max_tokens: int = MAX_TOKENS,
+    seed: int = 0,
+) -> Case:
+    """The second of three layers, token-major; contiguous, or in shuffled blocks."""
+    random = torch.Generator().manual_seed(seed)
+    batch = len(lengths)
+    num_slots = batch + 2
+    layer = num_kv_heads * (key_dim + value_dim)
+    kv = torch.full((num_slots, max_tokens, 3, layer), torch.nan)
+    slots = torch.randperm(num_slots, generator=random)[:batch]
+    for slot, length in zip(slots.tolist(), lengths, strict=True):
+        kv[slot, :length, 1] = torch.randn(length, layer, generator=random)
+    # A view, as of a product that gives queries, keys and values at once.
+    query = torch.full((batch, 2 * num_heads, key_dim), torch.nan)
+    query[:, :num_heads] = 2 * torch.randn(batch, num_heads, key_dim, generator=random)
+    tables = None
+    if block_size is not None:
+        assert max_tokens % block_size == 0
+        blocks = kv.view(-1, block_size, 3, layer)
+        places = torch.randperm(len(blocks), generator=random)
+        kv = torch.empty_like(blocks)
+        kv[places] = blocks
+        tables = places.view(num_slots, -1).to(device, index_dtype)
+    kv = kv.to(device, dtype)[..., 1, :]
+    split = num_kv_heads * key_dim
+    is_padding = torch.tensor(lengths) == 0
+    far = FAR_SLOT if index_dtype == torch.int64 else -1
+    return Case(
+        query.to(device, dtype)[:, :num_heads],
+        kv[..., :split].unflatten(-1, (num_kv_heads, key_dim)),
+        kv[..., split:].unflatten(-1, (num_kv_heads, value_dim)),
+        tables,
+        slots.masked_fill(is_padding, far).to(device, index_dtype),
+        torch.tensor(lengths, device=device, dtype=index_dtype),
+    )
+
+
+def check(case: Case, config: Config, **options) -> None:
+    options = {"scale": 0.2, **options}
+    out, expected = case.run(config, **options), case.reference(**options)
+    assert torch.isfinite(out).all()
+    is_padding = case.lengths == 0
+    assert (out[is_padding] == 0).all()
+    out, expected = out[~is_padding].double(), expected[~is_padding]
+    errors = (out - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
+    assert (errors < MAX_ERROR[case.query.dtype]).all()
+
+
+@pytest.mark.parametrize("block_size", [None, 16])
+@pytest.mark.parametrize("num_shares", [1, 3, 40])
+def test_rows_of_all_lengths_in_any_number_of_shares(device, block_size, num_shares):
+    case = make_case(device, [33, 0, 1, 16, 0, 15, 64, 17, 0], block_size=block_size)
+    check(case, replace(SMALL, num_shares=num_shares))
+
+
+@pytest.mark.parametrize("block_size", [None, 8])
+def test_batch_of_padding(device, block_size):
+    check(make_case(device, [0, 0], block_size=block_size), SMALL)
+
+
+@pytest.mark.parametrize("block_size", [None, 16])
+@pytest.mark.parametrize(
+    ("group", "num_kv_heads", "kv_heads_per_program"),
+    [(1, 8, 8), (1, 1, 1), (4, 4, 4), (4, 8, 8), (7, 2, 2), (7, 2, 1), (8, 2, 2), (2, 6, 2)],
+)
+def test_groups(device, block_size, group, num_kv_heads, kv_heads_per_program):
+    case = make_case(
+        device,
+        [33, 20],
+        num_heads=group * num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        block_size=block_size,
+    )
+    block_tokens = 16 // kv_heads_per_program
+    check(
+        case, replace(SMALL, kv_heads_per_program=kv_heads_per_program, block_tokens=block_tokens)
+    )
+
+
+@pytest.mark.parametrize("block_size", [None, 16])
+@pytest.mark.parametrize("window_tokens", [1, 8, 13, 100])
+def test_window(device, block_size, window_tokens):
+    case = make_case(device, [33, 0, 1, 13, 50], block_size=block_size)
+    check(case, SMALL, window_tokens=window_tokens)
+
+
+def test_nothing_is_needed_of_blocks_before_the_window(device):
+    case = make_case(device, [50, 64], block_size=16)
+    assert case.tables is not None
+    for row, length in enumerate([50, 64]):
+        before = case.tables[case.slots[row], : (length - 10) // 16]
+        case.keys[before] = case.values[before] = torch.nan
+        case.tables[case.slots[row], : (length - 10) // 16] = -1
+    check(case, SMALL, window_tokens=10)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 30.0])
+def test_softcap(device, softcap):
+    check(make_case(device, [33, 1]), SMALL, softcap=softcap)
+
+
+@pytest.mark.parametrize("block_tokens", [8, 16, 32])
+@pytest.mark.parametrize("block_size", [4, 16, 32])
+def test_tiles_and_blocks_of_different_sizes(device, block_tokens, block_size):
+    case = make_case(device, [33, 16], block_size=block_size, index_dtype=torch.int32)
+    check(case, replace(SMALL, block_tokens=block_tokens), window_tokens=21)
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(80, 80), (96, 64), (8, 24), (128, 256)])
+def test_head_dims(device, key_dim, value_dim):
+    check(make_case(device, [33, 2], key_dim=key_dim, value_dim=value_dim), SMALL)
+
+
+def test_half_precision(device):
+    check(make_case(device, [33, 2], dtype=torch.float16), SMALL)
+
+
+def test_large_scores_do_not_overflow(device):
+    check(make_case(device, [40, 3]), SMALL, scale=300.0)
+
+
+def test_layer_major_strides(device):
+    case = make_case(device, [33, 64, 5])
+    case.keys, case.values = case.keys.contiguous(), case.values.transpose(1, 2).contiguous()
+    case.values = case.values.transpose(1, 2)
+    check(case, SMALL)
+
+
+def test_out_may_be_a_view(device):
+    case = make_case(device, [33, 64, 5])
+    whole = torch.full((3, 10, 20), 7.0, device=device)
+    case.run(SMALL, whole[:, 1:9, 2:18], scale=0.2)
+    expected = torch.full_like(whole, 7.0)
+    expected[:, 1:9, 2:18] = case.run(SMALL, scale=0.2)
+    assert torch.equal(whole, expected)
+
+
+def test_reference_is_what_torch_calls_attention():
+    case = make_case(torch.device("cpu"), [33])
+    slot, length = int(case.slots[0]), 33
+    expected = F.scaled_dot_product_attention(
+        case.query.double().transpose(0, 1)[None],
+        case.keys[slot, :length].double().transpose(0, 1)[None],
+        case.values[slot, :length].double().transpose(0, 1)[None],
+        scale=0.2,
+        enable_gqa=True,
+    )
+    torch.testing.assert_close(case.reference(scale=0.2), expected[0].transpose(0, 1))
+
+
+def test_workspace_that_is_too_small_is_refused(device):
+    case = make_case(device, [5])
+    out, workspace = torch.empty_like(case.query), torch.empty(10, device=device)
+    kv = case.keys, case.values, case.tables
+    with pytest.raises(AssertionError, match="workspace has 10"):
+        decode_attention(
+            case.query, *kv, case.slots, case.lengths, out, workspace, config=SMALL, scale=1.0
+        )
+
+
+# Llama-3-8B, Qwen3-0.6B, Qwen2.5-0.5B, Phi-2, Gemma-2-9B and a model of one KV head
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"),
+    [(32, 8, 128), (16, 8, 128), (14, 2, 64), (32, 32, 80), (16, 8, 256), (48, 1, 128)],
+)
+@pytest.mark.parametrize("block_size", [None, 16])
+def test_default_config_on_models(device, num_heads, num_kv_heads, head_dim, block_size):
+    if device.type == "cuda":
+        dtypes = [torch.bfloat16, torch.float16, torch.float32]
+        num_multiprocessors, batches, max_tokens = 132, [1, 5, 64], 1024
+    else:
+        dtypes, num_multiprocessors, batches, max_tokens = [torch.float32], 1, [2], 64
+    for dtype in dtypes:
+        for batch in batches:
+            lengths = torch.randint(max_tokens + 1, (batch,), generator=torch.Generator()).tolist()
+            lengths[0] = max_tokens
+            case = make_case(
+                device,
+                lengths,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                key_dim=head_dim,
+                value_dim=head_dim,
+                block_size=block_size,
+                dtype=dtype,
+                max_tokens=max_tokens,
+            )
+            config = default_config(
+                batch,
+                num_heads,
+                num_kv_heads,
+                head_dim,
+                dtype,
+                num_multiprocessors,
+                paged=block_size is not None,
+            )
+            check(case, config, scale=head_dim**-0.5)
+
+
+@pytest.mark.parametrize("block_size", [None, 16])
+def test_captured_graph_follows_lengths_and_tables(device, block_size):
+    if device.type != "cuda":
+        pytest.skip("graphs are CUDA's")
+    lengths = [700, 0, 1, 200, 64]
+    case, later = (
+        make_case(
+            device,
+            some,
+            num_heads=32,
+            num_kv_heads=8,
+            key_dim=128,
+            value_dim=128,
+            block_size=block_size,
+            dtype=torch.bfloat16,
+            max_tokens=1024,
+            seed=seed,
+        )
+        for seed, some in enumerate([lengths, [0, 1024, 300, 17, 65]])
+    )
+    config = default_config(5, 32, 8, 128, torch.bfloat16, 132, paged=block_size is not None)
+    out = torch.empty_like(case.query)
+    workspace = torch.empty(workspace_shape(config, 32, 128), device=device)
+    arguments = case.query, case.keys, case.values, case.tables, case.slots, case.lengths, out
+    decode_attention(*arguments, workspace, config=config, scale=0.1)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decode_attention(*arguments, workspace, config=config, scale=0.1)
+    for current in (case, later):
+        case.query.copy_(current.query)
+        case.keys.copy_(current.keys)
+        case.values.copy_(current.values)
+        case.slots.copy_(current.slots)
+        case.lengths.copy_(current.lengths)
+        if case.tables is not None and current.tables is not None:
+            case.tables.copy_(current.tables)
+        out.fill_(torch.nan)
+        graph.replay()
+        torch.testing.assert_close(out.double(), current.reference(scale=0.1), rtol=2e-2, atol=2e-2)

@@ -1,0 +1,237 @@
+"""The CUDA driver's bookkeeping and errors, over a stand-in for `cuda.bindings.driver`.
+
+What a GPU really does is for `tests/gpu`.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from aquifer.errors import ConfigError, DriverError, InvariantError
+from aquifer.memory.driver import open_driver
+from aquifer.memory.driver.base import Handle
+from aquifer.memory.driver.cuda import CudaDriver
+
+PAGE = 2 << 20
+
+
+class _Result(IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_OUT_OF_MEMORY = 2
+    CUDA_ERROR_NO_DEVICE = 100
+    CUDA_ERROR_UNKNOWN = 999
+
+
+class FakeApi:
+    """Remembers what exists and what is mapped; `refuse[name] = n` makes the n-th call fail."""
+
+    CUresult = _Result
+    CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=SimpleNamespace(value=1))
+    CUmemAllocationGranularity_flags = SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_MINIMUM=0)
+    CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
+    CUmemLocationType = SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE=1)
+    CUmemAllocationHandleType = SimpleNamespace(CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR=1)
+    CUmemAccess_flags = SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE=3)
+
+    def __init__(self) -> None:
+        self.refuse: dict[str, int] = {}
+        self.code = _Result.CUDA_ERROR_OUT_OF_MEMORY
+        self.calls: list[str] = []
+        self.contexts = 0
+        self.sizes: dict[int, int] = {}
+        self.mapped: dict[int, int] = {}
+        self.accessible: set[int] = set()
+        self.next_handle = 1000
+        self.next_address = 1 << 40
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("cu"):
+            raise AttributeError(name)
+        act = getattr(self, f"do_{name}", lambda *_: ())
+
+        def call(*arguments: Any) -> tuple[Any, ...]:
+            self.calls.append(name)
+            if name in self.refuse:
+                self.refuse[name] -= 1
+                if self.refuse[name] < 0:
+                    del self.refuse[name]
+                    return (self.code, None)
+            return (_Result.CUDA_SUCCESS, *act(*arguments))
+
+        return call
+
+    @staticmethod
+    def CUmemAllocationProp() -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(location=SimpleNamespace())
+
+    @staticmethod
+    def CUmemAccessDesc() -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace()
+
+    def cuGetErrorString(self, code: _Result) -> tuple[_Result, bytes]:  # noqa: N802
+        return _Result.CUDA_SUCCESS, f"text of {code.value}".encode()
+
+    def do_cuCtxPushCurrent(self, _: Any) -> tuple[()]:  # noqa: N802
+        self.contexts += 1
+        return ()
+
+    def do_cuCtxPopCurrent(self) -> tuple[None]:  # noqa: N802
+        self.contexts -= 1
+        return (None,)
+
+    def do_cuDeviceGet(self, index: int) -> tuple[int]:  # noqa: N802
+        return (index,)
+
+    def do_cuDevicePrimaryCtxRetain(self, _: int) -> tuple[str]:  # noqa: N802
+        return ("context",)
+
+    def do_cuStreamCreate(self, _: int) -> tuple[str]:  # noqa: N802
+        return ("stream",)
+
+    def do_cuMemGetAllocationGranularity(self, *_: Any) -> tuple[int]:  # noqa: N802
+        return (PAGE,)
+
+    def do_cuMemGetInfo(self) -> tuple[int, int]:  # noqa: N802
+        return 7, 8
+
+    def do_cuMemCreate(self, size: int, *_: Any) -> tuple[int]:  # noqa: N802
+        assert self.contexts
+        self.next_handle += 1
+        self.sizes[self.next_handle] = size
+        return (self.next_handle,)
+
+    def do_cuMemRelease(self, handle: int) -> tuple[()]:  # noqa: N802
+        del self.sizes[handle]
+        return ()
+
+    def do_cuMemAddressReserve(self, size: int, *_: Any) -> tuple[int]:  # noqa: N802
+        self.next_address += size
+        return (self.next_address - size,)
+
+    def do_cuMemMap(self, address: int, size: int, offset: int, handle: int, _: int) -> tuple[()]:  # noqa: N802
+        assert (self.sizes[handle], offset) == (size, 0)
+        assert address not in self.mapped
+        self.mapped[address] = handle
+        return ()
+
+    def do_cuMemSetAccess(self, address: int, size: int, access: Any, count: int) -> tuple[()]:  # noqa: N802
+        assert (len(access), count) == (1, 1)
+        self.accessible |= {place for place in self.mapped if address <= place < address + size}
+        return ()
+
+    def do_cuMemUnmap(self, address: int, size: int) -> tuple[()]:  # noqa: N802
+        for place in [p for p in self.mapped if address <= p < address + size]:
+            size -= self.sizes[self.mapped.pop(place)]
+            self.accessible.discard(place)
+        assert size == 0
+        return ()
+
+
+@pytest.fixture
+def api() -> FakeApi:
+    return FakeApi()
+
+
+@pytest.fixture
+def driver(api: FakeApi) -> CudaDriver:
+    return CudaDriver(api=api)
+
+
+def test_errors_carry_the_driver_s_own_words(api):
+    api.code = _Result.CUDA_ERROR_NO_DEVICE
+    api.refuse["cuInit"] = 0
+    with pytest.raises(DriverError, match=r"^CUDA_ERROR_NO_DEVICE: .*--device cpu.*\(text of 100"):
+        CudaDriver(api=api)
+    for name in ("cuStreamCreate", "cuMemGetAllocationGranularity"):
+        api.refuse[name] = 0
+        with pytest.raises(DriverError, match="CUDA_ERROR_NO_DEVICE"):
+            CudaDriver(api=api)
+        assert api.calls[-1] == "cuDevicePrimaryCtxRelease"
+        assert api.contexts == 0
+
+
+def test_no_gpu_is_said_by_name():
+    """Whatever is missing on this machine: the bindings, torch for CUDA, or the GPU."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    with pytest.raises((ConfigError, DriverError), match="--device cpu"):
+        open_driver("cuda:0")
+    with pytest.raises(ConfigError, match="'cuda' and 'cuda:N'"):
+        open_driver("cuda:x")
+
+
+def test_pages(driver, api):
+    handles = driver.create(PAGE, 3)
+    assert len(set(handles)) == 3
+    assert driver.available_bytes() == 7
+    address = driver.reserve(8 * PAGE)
+    driver.map(address + PAGE, handles)
+    assert api.mapped.keys() == api.accessible
+    assert api.calls.count("cuMemSetAccess") == 1
+    driver.zero([handles[2], handles[0]])
+    assert len(api.mapped) == 3
+    with pytest.raises(InvariantError, match="no page of"):
+        driver.unmap(address, PAGE, 2)
+    driver.unmap(address + PAGE, PAGE, 2)
+    assert [place - address for place in api.mapped] == [3 * PAGE]
+    driver.unmap(address + 3 * PAGE, PAGE, 1)
+    driver.free(address, 8 * PAGE)
+    driver.release(handles)
+    with pytest.raises(InvariantError):
+        driver.release(handles)
+    with pytest.raises(InvariantError):
+        driver.free(address, 8 * PAGE)
+    with pytest.raises(InvariantError):
+        driver.export(Handle(3))
+    with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_VALUE: page size 5"):
+        driver.create(5, 1)
+    driver.close()
+    assert (api.sizes, api.mapped, api.contexts) == ({}, {}, 0)
+
+
+@pytest.mark.parametrize("nth", range(3))
+def test_create_all_or_none(driver, api, nth):
+    api.refuse["cuMemCreate"] = nth
+    with pytest.raises(DriverError, match=r"CUDA_ERROR_OUT_OF_MEMORY: .*\(text of 2\)"):
+        driver.create(PAGE, 3)
+    assert (api.sizes, driver._page_bytes, api.contexts) == ({}, {}, 0)
+
+
+@pytest.mark.parametrize(
+    ("call", "nth"), [("cuMemMap", n) for n in range(3)] + [("cuMemSetAccess", 0)]
+)
+def test_map_all_or_none(driver, api, call, nth):
+    handles = driver.create(PAGE, 3)
+    address = driver.reserve(3 * PAGE)
+    api.refuse[call] = nth
+    with pytest.raises(DriverError, match="could not map 3 pages"):
+        driver.map(address, handles)
+    assert (api.mapped, driver._mapped, api.contexts) == ({}, {}, 0)
+    driver.map(address, handles)
+    assert len(api.mapped) == 3
+
+
+@pytest.mark.parametrize(
+    "call", ["cuMemAddressReserve", "cuMemMap", "cuMemSetAccess", "cuMemsetD8Async"]
+)
+def test_zero_leaves_nothing_behind(driver, api, call):
+    handles = driver.create(PAGE, 2)
+    api.refuse[call] = 0
+    with pytest.raises(DriverError):
+        driver.zero(handles)
+    assert (api.mapped, driver._reservations, api.contexts) == ({}, {}, 0)
+
+
+def test_close_gives_back_what_is_still_mapped(driver, api):
+    address = driver.reserve(64 * PAGE)
+    driver.map(address, driver.create(PAGE, 2))
+    driver.map(address + 16 * PAGE, driver.create(16 * PAGE, 1))
+    driver.close()
+    driver.close()
+    assert (api.sizes, api.mapped, api.contexts) == ({}, {}, 0)
+    assert api.calls.count("cuCtxSynchronize") == 1

@@ -1,0 +1,97 @@
+"""The documents name only what there is."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [*sorted((ROOT / "docs").glob("**/*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+
+_CODE = re.compile(r"`([^`\n]+)`")
+_FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+_DOTTED = re.compile(r"aquifer(\.\w+)+")
+_CLASS = re.compile(r"[A-Z][a-z]\w*[A-Z]\w*|[A-Z]{2,}[a-z]\w*")
+_PATH = re.compile(r"(?:src|docs|tests|tools|benchmarks)/[\w./-]*")
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+@cache
+def _sources() -> str:
+    return "\n".join(file.read_text() for file in sorted((ROOT / "src").glob("**/*.py")))
+
+
+def _resolve(dotted: str) -> Any:
+    """The module, class, function, method or field of that name."""
+    parts = dotted.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError as error:
+            if not dotted.startswith(error.name or "-"):
+                raise
+            continue
+        for part in parts[end:]:
+            if inspect.isclass(found) and part in inspect.get_annotations(found):
+                return found.__annotations__[part]
+            found = getattr(found, part)
+        return found
+    raise AttributeError(dotted)
+
+
+def _problems(text: str, folder: Path) -> list[str]:
+    problems = []
+    for code in _CODE.findall(_FENCE.sub("", text)):
+        name = code.removesuffix("()")
+        if _DOTTED.fullmatch(name):
+            try:
+                _resolve(name)
+            except (AttributeError, ImportError):
+                problems.append(f"there is no {name}")
+        elif _CLASS.fullmatch(name) and not re.search(rf"\b{name}\b", _sources()):
+            problems.append(f"nothing in src/ is called {name}")
+        elif _PATH.fullmatch(name) and not (ROOT / name).exists():
+            problems.append(f"there is no file {name}")
+    for link in _LINK.findall(text):
+        target = link.partition("#")[0]
+        is_outside = "://" in target or target.startswith("mailto:")
+        if not is_outside and not (folder / target).exists():
+            problems.append(f"the link to {link} leads nowhere")
+    return problems
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda file: str(file.relative_to(ROOT)))
+def test_names_paths_and_links(document):
+    assert not _problems(document.read_text(encoding="utf-8"), document.parent)
+
+
+def test_what_is_not_there_is_found():
+    text = """
+    `aquifer.memory.pool.PagePool.acquire` `aquifer.memory.pool.PoolUsage.idle_bytes` `PagePool`
+    `aquifer.memory.pool.PagePool.aquire` `aquifer.memroy` `PagePoool` `docs/nothing.md`
+    `src/aquifer/cli.py` [here](README.md#top) [gone](gone.md) [out](https://example.org/x)
+    """
+    assert _problems(text, ROOT) == [
+        "there is no aquifer.memory.pool.PagePool.aquire",
+        "there is no aquifer.memroy",
+        "nothing in src/ is called PagePoool",
+        "there is no file docs/nothing.md",
+        "the link to gone.md leads nowhere",
+    ]
+
+
+def test_the_numbers_of_invariants_that_are_cited_exist():
+    """Those of docs/memory.md: cited in the tests, and in the pool's own check."""
+    document = (ROOT / "docs" / "memory.md").read_text()
+    defined = set(re.findall(r"^- \*\*([MK]\d+)\*\*", document, re.MULTILINE))
+    cited = set(re.findall(r"\bM\d\b", (ROOT / "src/aquifer/memory/pool.py").read_text()))
+    for folder in ("memory", "cache"):
+        for file in (ROOT / "tests" / folder).glob("*.py"):
+            cited |= set(re.findall(r"\b[MK]\d\b", file.read_text()))
+    assert cited == defined

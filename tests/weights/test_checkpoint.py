@@ -1,0 +1,462 @@
+"""Checkpoints: what is wrong with one is said by name, and what is right is loaded once."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.checkpoints import tiny_llama
+
+from aquifer.config import EngineConfig, ModelSpec
+from aquifer.engine.engine import Engine
+from aquifer.errors import ConfigError
+from aquifer.memory.driver.faulty import FaultyDriver
+from aquifer.memory.driver.host import HostDriver
+from aquifer.memory.pool import Kind, Owner, PagePool
+from aquifer.weights.checkpoint import Checkpoint, stored_dtype
+from aquifer.weights.store import Parameter, Placement, Source, WeightStore
+
+PAGE = 4096
+OWNER = Owner("a", Kind.WEIGHTS)
+MIB = 1 << 20
+UP_PROJ = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("checkpoints") / "tiny")
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    """A copy to be damaged."""
+    return shutil.copytree(original, tmp_path / "tiny")
+
+
+# --- damage --------------------------------------------------------------------------------
+
+
+def _edit_config(folder: Path, **entries: Any) -> None:
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | entries
+    file.write_text(json.dumps({k: v for k, v in config.items() if v != "absent"}))
+
+
+def _remove_from_config(folder: Path, entry: str) -> None:
+    _edit_config(folder, **{entry: "absent"})
+
+
+def _edit_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    edit(tensors)
+    save_file(tensors, file)
+
+
+def _shard(folder: Path) -> list[str]:
+    """Spread the tensors over three files, with an index."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    weight_map = {tensor: names[i % 3] for i, tensor in enumerate(sorted(tensors))}
+    for name in names:
+        part = {tensor: tensors[tensor] for tensor in tensors if weight_map[tensor] == name}
+        save_file(part, folder / name)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return names
+
+
+def _only_a_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_text("")
+
+
+def _all_int8(folder: Path) -> None:
+    _edit_tensors(folder, lambda t: t.update({name: t[name].char() for name in t}))
+    _edit_config(folder, torch_dtype="absent")
+
+
+def _only_bin(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def _missing_shard(folder: Path) -> None:
+    (folder / _shard(folder)[1]).unlink()
+
+
+def _odd_index(folder: Path) -> None:
+    _shard(folder)
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": 3, "b": []}}')
+
+
+def _damaged_index(folder: Path) -> None:
+    _shard(folder)
+    (folder / "model.safetensors.index.json").write_text("{")
+
+
+def _shard_without_tensor(folder: Path) -> None:
+    names = _shard(folder)
+    for name in names:
+        tensors = load_file(folder / name)
+        tensors.pop(UP_PROJ, None)
+        save_file(tensors, folder / name)
+
+
+def _header(folder: Path, header: bytes, data: bytes = b"") -> None:
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + data)
+
+
+def _entry(folder: Path, **entry: Any) -> None:
+    whole = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | entry
+    _header(folder, json.dumps({"weight": whole}).encode(), bytes(8))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no such path": (shutil.rmtree, r"no such model: .*/tiny does not exist"),
+    "no config": (
+        lambda folder: (folder / "config.json").unlink(),
+        r"tiny is not a checkpoint: give a directory that holds config.json",
+    ),
+    "a file": (
+        _only_a_file,
+        r"tiny is not a checkpoint: give a directory",
+    ),
+    "config is no JSON": (
+        lambda folder: (folder / "config.json").write_text("{"),
+        r"cannot read .*config.json",
+    ),
+    "config is a list": (
+        lambda folder: (folder / "config.json").write_text("[1]"),
+        r"cannot read .*config.json: it holds no JSON object",
+    ),
+    "no weights": (
+        lambda folder: (folder / "model.safetensors").unlink(),
+        r"tiny holds neither model.safetensors nor model.safetensors.index.json$",
+    ),
+    "only bin": (_only_bin, r"found pytorch_model.bin; convert it to safetensors first"),
+    "missing shard": (_missing_shard, r"tiny lacks model-00002-of-00003.safetensors, which"),
+    "odd index": (_odd_index, r"index.json has no weight_map from tensors to files"),
+    "damaged index": (_damaged_index, r"cannot read .*model.safetensors.index.json"),
+    "tensor missing in shards": (_shard_without_tensor, rf"lacks the tensor '{UP_PROJ}'"),
+    "no tensors": (lambda folder: _header(folder, b"{}"), r"tiny holds no tensors"),
+    "header garbage": (
+        lambda folder: _header(folder, b"\xff\x00 garbage"),
+        r"model.safetensors has a damaged safetensors header.*download it again",
+    ),
+    "header of another kind": (
+        lambda folder: _header(folder, b'["weight"]'),
+        r"model.safetensors has a damaged safetensors header",
+    ),
+    "header nested": (
+        lambda folder: _header(folder, b"[" * 100_000),
+        r"model.safetensors has a damaged safetensors header",
+    ),
+    "header length": (
+        lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 8 + b"{}"),
+        r"model.safetensors is truncated or no safetensors file",
+    ),
+    "empty file": (
+        lambda folder: (folder / "model.safetensors").write_bytes(b""),
+        r"model.safetensors is truncated or no safetensors file",
+    ),
+    "unknown dtype": (lambda f: _entry(f, dtype="F4"), r"'weight' has the unknown dtype 'F4'"),
+    "dtype of another kind": (lambda f: _entry(f, dtype=["F32"]), r"damaged safetensors header"),
+    "shape and bytes differ": (
+        lambda f: _entry(f, shape=[3]),
+        r"'weight' of shape \[3\] takes 12 bytes, the header gives it 8",
+    ),
+    "shape is infinite": (
+        lambda f: _header(f, b'{"w":{"dtype":"F32","shape":[1e999],"data_offsets":[0,8]}}'),
+        r"damaged safetensors header",
+    ),
+    "no offsets": (lambda f: _entry(f, data_offsets=None), r"damaged safetensors header"),
+    "beyond the end": (
+        lambda f: _entry(f, data_offsets=[4, 12]),
+        r"model.safetensors is truncated: tensor 'weight' ends .*download it again",
+    ),
+    "tensor missing": (
+        lambda folder: _edit_tensors(folder, lambda tensors: tensors.pop(UP_PROJ)),
+        rf"tiny lacks the tensor '{UP_PROJ}', which its config calls for",
+    ),
+    "wrong shape": (
+        lambda folder: _edit_tensors(folder, lambda t: t.update({UP_PROJ: t[UP_PROJ][:5].clone()})),
+        rf"'{UP_PROJ}' has shape \[5, 64\], its config calls for \[128, 64\]",
+    ),
+    "another size in config": (
+        lambda folder: _edit_config(folder, hidden_size=32),
+        r"has shape \[320, 64\], its config calls for \[320, 32\]",
+    ),
+    "int8": (
+        lambda folder: _edit_tensors(folder, lambda t: t.update({UP_PROJ: t[UP_PROJ].char()})),
+        rf"'{UP_PROJ}' is stored as torch.int8; quantised checkpoints are not supported",
+    ),
+    "all int8": (
+        _all_int8,
+        r"is stored as torch.int8; quantised",
+    ),
+    "float8": (
+        lambda folder: _edit_tensors(
+            folder, lambda t: t.update({UP_PROJ: t[UP_PROJ].to(torch.float8_e4m3fn)})
+        ),
+        rf"'{UP_PROJ}' is stored as torch.float8_e4m3fn; quantised",
+    ),
+    **{
+        f"config without {entry}": (
+            partial(_remove_from_config, entry=entry),
+            rf"config.json of a llama model lacks '{entry}'",
+        )
+        for entry in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+            "num_hidden_layers",
+        )
+    },
+    "rope scaling": (
+        lambda folder: _edit_config(folder, rope_scaling={"rope_type": "spiral", "factor": 2.0}),
+        r"unknown rope scaling 'spiral'; known are linear, dynamic, llama3 and yarn",
+    ),
+    "rope scaling without factor": (
+        lambda folder: _edit_config(folder, rope_scaling={"type": "linear"}),
+        r"rope scaling 'linear' lacks its parameter 'factor'",
+    ),
+}
+
+
+def _check_refused(folder: Path, message: str) -> None:
+    """Opened as a server would: refused by name, and nothing is left of the attempt."""
+    driver = FaultyDriver(HostDriver())
+    config = EngineConfig((ModelSpec("a", folder),), memory_bytes=16 * MIB, max_num_seqs=2)
+    with pytest.raises(ConfigError, match=message) as caught:
+        Engine.open(config, driver=driver)
+    assert type(caught.value) is ConfigError
+    assert (driver.live_handles, driver.mapped_pages, driver.reservations) == (set(), 0, {})
+    driver.close()
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged(folder, damage):
+    act, message = DAMAGE[damage]
+    act(folder)
+    _check_refused(folder, message)
+
+
+def test_truncated_anywhere(folder):
+    """Cut within the length, within the header, at its end, within the data, before the last."""
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    header_bytes = struct.unpack("<Q", whole[:8])[0]
+    data_start = 8 + header_bytes
+    cuts = [0, 1, 7, 8, 9, 8 + header_bytes // 2, data_start - 1, data_start, data_start + 1]
+    for cut in [*cuts, (data_start + len(whole)) // 2, len(whole) - 1]:
+        file.write_bytes(whole[:cut])
+        _check_refused(folder, r"model.safetensors is truncated.*download it again")
+
+
+def test_random_damage_to_the_header(folder):
+    """Whatever one byte is changed to: either it still opens, or the error names the file."""
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        at = int(torch.randint(8 + 400, (), generator=generator))
+        byte = int(torch.randint(256, (), generator=generator))
+        file.write_bytes(whole[:at] + bytes([byte]) + whole[at + 1 :])
+        message = "model.safetensors"
+        try:
+            Checkpoint.open(folder)
+        except ConfigError as error:
+            message = str(error)
+        assert "model.safetensors" in message
+
+
+def test_a_file_that_changes_while_it_is_read(folder):
+    checkpoint = Checkpoint.open(folder)
+    out = torch.empty(checkpoint.tensors[UP_PROJ].shape)
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 8])
+    with pytest.raises(ConfigError, match=r"model.safetensors ended early"):
+        checkpoint.read_into(UP_PROJ, out)
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"cannot read .*model.safetensors"):
+        checkpoint.read_into(UP_PROJ, out)
+
+
+def test_weights_beyond_the_budget(folder):
+    driver = FaultyDriver(HostDriver())
+    pool = PagePool(driver, 4 * PAGE, PAGE)
+    with pytest.raises(ConfigError, match=r"take .* GiB and the pool has .* left; raise --memory"):
+        WeightStore(pool, OWNER, [Parameter("p", (5 * PAGE,), torch.uint8, ())])
+    assert (driver.live_handles, driver.mapped_pages, driver.reservations) == (set(), 0, {})
+    driver.close()
+
+
+# --- loading -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.float64, torch.float32),
+        (torch.float16, torch.bfloat16),
+    ],
+)
+def test_every_value_arrives(folder, sharded, stored, wanted):
+    """Tensors of their own, and one made of two stored ones, in every dtype."""
+    _edit_tensors(folder, lambda t: t.update({name: t[name].to(stored) for name in t}))
+    tensors = load_file(folder / "model.safetensors")
+    if sharded:
+        _shard(folder)
+    checkpoint = Checkpoint.open(folder)
+    assert checkpoint.tensors.keys() == tensors.keys()
+    assert checkpoint.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
+    parameters = [
+        Parameter(name, tuple(tensor.shape), wanted, (Source(name),))
+        for name, tensor in tensors.items()
+    ]
+    gate, up = UP_PROJ.replace("up", "gate"), UP_PROJ
+    sources = (Source(gate, (slice(0, 128),)), Source(up, (slice(128, 256),)))
+    parameters.append(Parameter("fused", (256, 64), wanted, sources))
+    driver = HostDriver()
+    pool = PagePool(driver, 4 * MIB, PAGE)
+    store = WeightStore(pool, OWNER, parameters)
+    seen_bytes: list[int] = []
+    store.load(checkpoint, seen_bytes.append)
+    assert sum(seen_bytes) == checkpoint.num_bytes + tensors[gate].nbytes + tensors[up].nbytes
+    for name, tensor in tensors.items():
+        assert torch.equal(store.tensors[name], tensor.to(wanted))
+    assert torch.equal(store.tensors["fused"], torch.cat([tensors[gate], tensors[up]]).to(wanted))
+    assert pool.usage().in_use_bytes == {OWNER: store.placement.num_bytes}
+    store.close()
+    assert not pool.usage().in_use_bytes
+    pool.close()
+    driver.close()
+
+
+def test_conversion_of_a_tensor_larger_than_the_scratch(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    tensor = torch.randn(9 * MIB // 2 + 5).bfloat16()  # 9 MiB in bfloat16, the scratch is 8
+    save_file({"weight": tensor}, tmp_path / "model.safetensors")
+    out = torch.empty(tensor.shape)
+    Checkpoint.open(tmp_path).read_into("weight", out)
+    assert torch.equal(out, tensor.float())
+
+
+def test_dtype_of_a_checkpoint(folder):
+    _edit_tensors(folder, lambda t: t.update({UP_PROJ: t[UP_PROJ].half()}))
+    for entries, expected in [
+        ({"torch_dtype": "bfloat16"}, torch.bfloat16),
+        ({"torch_dtype": "torch.float16"}, torch.float16),
+        ({"dtype": "float16", "torch_dtype": "float32"}, torch.float16),
+        ({"dtype": "int8", "torch_dtype": "absent"}, torch.float32),  # that of the largest
+        ({"dtype": "absent", "torch_dtype": "absent"}, torch.float32),
+    ]:
+        _edit_config(folder, **entries)
+        assert stored_dtype(Checkpoint.open(folder)) == expected
+
+
+def test_placement():
+    """Large parameters begin a page; small ones follow, packed, and none overlap."""
+    sizes = [100, 3 * PAGE + 1, 7, PAGE, PAGE - 1, 1]
+    parameters = [Parameter(str(i), (n,), torch.uint8, ()) for i, n in enumerate(sizes)]
+    placement = Placement.plan(parameters, PAGE)
+    ends = [0]
+    for name, offset in sorted(placement.offsets_bytes.items(), key=lambda item: item[1]):
+        size = sizes[int(name)]
+        assert offset >= ends[-1]
+        assert offset % (PAGE if size >= PAGE else 256) == 0
+        ends.append(offset + size)
+    assert [placement.offsets_bytes[str(i)] for i in (1, 3)] == [0, 4 * PAGE]
+    assert placement.num_bytes == placement.num_pages * PAGE
+    assert placement.num_bytes - PAGE < ends[-1] <= placement.num_bytes
+
+
+# --- memory --------------------------------------------------------------------------------
+
+_STATUS = """
+import json, sys
+def status():
+    lines = open("/proc/self/status").read().splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    return {name: int(fields[name].split()[0]) * 1024 for name in ("VmHWM", "VmRSS")}
+"""
+
+_LOAD = """
+from pathlib import Path
+import torch
+from aquifer.memory.driver.host import HostDriver
+from aquifer.memory.pool import Kind, Owner, PagePool
+from aquifer.models import plan_model
+from aquifer.weights.checkpoint import Checkpoint
+from aquifer.weights.store import WeightStore
+checkpoint = Checkpoint.open(sys.argv[1])
+plan = plan_model(checkpoint, getattr(torch, sys.argv[2]))
+before = status()
+store = WeightStore(PagePool(HostDriver(), 2**31), Owner("a", Kind.WEIGHTS), plan.parameters)
+store.load(checkpoint)
+print(json.dumps([store.placement.num_bytes, before["VmRSS"], status()["VmHWM"]]))
+"""
+
+_SERVE = """
+from aquifer import LLM, SamplingParams
+llm = LLM(sys.argv[1], memory="1GiB")
+def measure():
+    memory = llm.memory()
+    [model] = memory.models.values()
+    kv_bytes = model.kv_mapped_bytes + memory.idle_bytes
+    return model.bytes_by_kind["weights"], kv_bytes, memory.process_resident_bytes
+loaded = measure()
+llm.generate([[1] * 100] * 8, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+print(json.dumps([*loaded, *measure()]))
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """About 200 MB of float32 in few tensors."""
+    folder = tmp_path_factory.mktemp("checkpoints") / "large"
+    return tiny_llama(
+        folder, vocab_size=24000, hidden_size=640, intermediate_size=10240, num_hidden_layers=1
+    )
+
+
+def _measure(script: str, *arguments: object) -> list[int]:
+    """Run in a fresh process; VmHWM, as ru_maxrss begins at the parent's peak."""
+    command = [sys.executable, "-c", _STATUS + script, *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    figures: list[int] = json.loads(result.stdout)
+    return figures
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_loading_never_holds_a_second_copy(large, dtype):
+    weight_bytes, before_bytes, peak_bytes = _measure(_LOAD, large, dtype)
+    assert weight_bytes > (190 if dtype == "float32" else 95) * MIB
+    assert peak_bytes - before_bytes < weight_bytes + 64 * MIB
+
+
+def test_resident_memory_of_the_whole_engine(large):
+    """Weights, mapped KV, and at most 400 MB for everything else: Python, torch, scratch."""
+    figures = _measure(_SERVE, large)
+    for weight_bytes, kv_bytes, resident_bytes in (figures[:3], figures[3:]):
+        assert weight_bytes > 190 * MIB
+        assert resident_bytes <= weight_bytes + kv_bytes + 400 * 10**6

@@ -1,0 +1,105 @@
+"""Stretches of files, and how their tensors get to their places; on the CPU, as far as it goes.
+
+The copies to a GPU are for `tests/gpu`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from aquifer.weights.checkpoint import StoredTensor, read_range
+from aquifer.weights.loader import Stretch, plan_stretches, scatter
+
+KIB = 1 << 10
+
+
+def _write(
+    file: Path, tensors: list[torch.Tensor], padding_bytes: int = 0
+) -> list[tuple[StoredTensor, torch.Tensor]]:
+    """Tensors one after the other, and for each an empty one to be filled."""
+    data = b"header" + bytes(padding_bytes)
+    jobs = []
+    for tensor in tensors:
+        stored = StoredTensor(file, tensor.dtype, tuple(tensor.shape), len(data), tensor.nbytes)
+        jobs.append((stored, torch.empty_like(tensor)))
+        data += tensor.view(-1).view(torch.uint8).numpy().tobytes()
+    file.write_bytes(data)
+    return jobs
+
+
+def _load(stretches: list[Stretch]) -> None:
+    for stretch in stretches:
+        stage = torch.full((stretch.end_bytes - stretch.begin_bytes,), 0xA5, dtype=torch.uint8)
+        read_range(stretch.file, stretch.begin_bytes, stage)
+        scatter(stage, stretch)
+
+
+@pytest.mark.parametrize("padding_bytes", [0, 1, 2, 58])
+@pytest.mark.parametrize("max_bytes", [256, 1000, 1 << 20])
+def test_every_byte_arrives(tmp_path, max_bytes, padding_bytes):
+    """Two files; tensors of all sizes, aligned or not, with and without a change of dtype."""
+    generator = torch.Generator().manual_seed(0)
+    expected, jobs = [], []
+    for name in ("a", "b"):
+        tensors = [
+            torch.randn(n, generator=generator).to(dtype)
+            for n, dtype in [
+                (1, torch.bfloat16),
+                (3000, torch.float32),
+                (0, torch.float32),
+                (7, torch.bfloat16),
+                (500, torch.float64),
+                (1001, torch.float16),
+            ]
+        ]
+        written = _write(tmp_path / name, tensors, padding_bytes)
+        jobs += written
+        expected += tensors
+    wanted = [torch.empty(out.shape, dtype=torch.bfloat16) for _, out in jobs]
+    same = plan_stretches(jobs, max_bytes)
+    _load(same)
+    _load(
+        plan_stretches(
+            [(stored, out) for (stored, _), out in zip(jobs, wanted, strict=True)], max_bytes
+        )
+    )
+    for (_, out), converted, tensor in zip(jobs, wanted, expected, strict=True):
+        assert torch.equal(out, tensor)
+        assert torch.equal(converted, tensor.bfloat16())
+    for stretch in same:
+        assert 0 < stretch.end_bytes - stretch.begin_bytes <= max_bytes
+        assert stretch.begin_bytes % 64 == 0
+
+
+def test_few_large_stretches(tmp_path):
+    """Small tensors travel together, large ones are cut, and what nobody wants is not read."""
+    file = tmp_path / "a"
+    sizes = [100, 200, 40 * KIB, 300, 8 << 20, 10, 20]
+    jobs, offset = [], 8
+    for n in sizes:
+        out = torch.empty(0, dtype=torch.uint8)
+        jobs.append((StoredTensor(file, torch.uint8, (n,), offset, n), out))
+        offset += n
+    del jobs[4]
+    stretches = plan_stretches(jobs, 16 * KIB)
+    read_bytes = sum(s.end_bytes - s.begin_bytes for s in stretches)
+    assert len(stretches) == 4
+    assert read_bytes < sum(sizes) - sizes[4] + 2 * 64 + len(stretches) * 64
+    arrived = Counter[int]()
+    for stretch in stretches:
+        for piece in stretch.pieces:
+            arrived[piece.stored.offset_bytes] += piece.num_bytes
+    assert arrived == {stored.offset_bytes: stored.num_bytes for stored, _ in jobs}
+
+
+def test_one_stored_tensor_for_two_parameters(tmp_path):
+    jobs = _write(tmp_path / "a", [torch.arange(1000.0)])
+    stored, out = jobs[0]
+    again = torch.empty_like(out)
+    _load(plan_stretches([(stored, out), (stored, again)], 512))
+    assert torch.equal(out, torch.arange(1000.0))
+    assert torch.equal(again, out)

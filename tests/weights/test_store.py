@@ -1,0 +1,151 @@
+"""Weights in pages of two sizes, and weights made up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.architectures import OUR_DECODER, TRANSFORMERS
+from tests.checkpoints import tiny_llama
+
+from aquifer.config import EngineConfig, ModelSpec
+from aquifer.engine.engine import Engine
+from aquifer.engine.request import Request, SamplingParams
+from aquifer.errors import ConfigError
+from aquifer.memory.driver.faulty import FaultyDriver
+from aquifer.memory.driver.host import HostDriver
+from aquifer.memory.pool import Kind, Owner, PagePool
+from aquifer.weights.store import Parameter, Placement, WeightStore
+
+PAGE, LARGE = 4096, 4 * 4096
+OWNER = Owner("a", Kind.WEIGHTS)
+
+
+class LargePageDriver(HostDriver):
+    """A host on which large pages pay."""
+
+    default_page_bytes = PAGE
+    large_page_bytes = LARGE
+
+
+def _parameters(*sizes: int) -> list[Parameter]:
+    return [Parameter(str(i), (n,), torch.uint8, ()) for i, n in enumerate(sizes)]
+
+
+def test_large_pages_as_far_as_they_are_full():
+    sizes = [9 * PAGE, 100, PAGE, 4 * PAGE, 8 * PAGE + 1, 3 * PAGE]
+    driver = FaultyDriver(LargePageDriver())
+    pool = PagePool(driver, 40 * PAGE)
+    store = WeightStore(pool, OWNER, _parameters(*sizes))
+    placement = store.placement
+    assert placement == Placement.plan(store.parameters, PAGE)
+    assert pool.usage().in_use_bytes == {OWNER: placement.num_pages * PAGE}
+    page_sizes = sorted(pool._pages[handle].page_bytes for handle in driver.live_handles)
+    assert page_sizes == [PAGE] * (placement.num_pages - 5 * 4) + [LARGE] * 5
+    for value, (name, tensor) in enumerate(store.tensors.items()):
+        assert tensor.shape == (sizes[int(name)],)
+        tensor.fill_(value)
+    for value, tensor in enumerate(store.tensors.values()):
+        assert (tensor == value).all()
+    store.close()
+    pool.close()
+    assert (driver.live_handles, driver.mapped_pages, driver.reservations) == (set(), 0, {})
+
+
+def test_a_budget_that_is_exactly_enough():
+    parameters = _parameters(9 * PAGE, 5 * PAGE, 3 * PAGE)
+    pool = PagePool(LargePageDriver(), 17 * PAGE)
+    WeightStore(pool, OWNER, parameters).close()
+    pool.close()
+    driver = FaultyDriver(LargePageDriver())
+    pool = PagePool(driver, 16 * PAGE)
+    with pytest.raises(ConfigError, match="raise --memory"):
+        WeightStore(pool, OWNER, parameters)
+    assert (driver.mapped_pages, driver.reservations) == (0, {})
+    pool.close()
+    assert not driver.live_handles
+
+
+def test_a_chosen_page_size_is_kept():
+    driver = FaultyDriver(LargePageDriver())
+    pool = PagePool(driver, 40 * PAGE, 2 * PAGE)
+    store = WeightStore(pool, OWNER, _parameters(16 * PAGE))
+    assert len(driver.live_handles) == 8
+    store.close()
+    pool.close()
+
+
+def test_random_weights():
+    parameters = [
+        Parameter("embed", (300, 200), torch.bfloat16, ()),
+        Parameter("layers.0.norm1", (200,), torch.bfloat16, ()),
+        Parameter("layers.0.qkv.bias", (200,), torch.bfloat16, ()),
+        Parameter("layers.0.qkv.weight", (200, 200), torch.float32, ()),
+    ]
+    drawn = []
+    for seed in (0, 0, 1):
+        pool = PagePool(HostDriver(), 1 << 20, PAGE)
+        store = WeightStore(pool, OWNER, parameters)
+        store.fill_random(seed)
+        embed, norm, bias, weight = (tensor.float().clone() for tensor in store.tensors.values())
+        assert (norm == 1).all()
+        assert (bias == 0).all()
+        for matrix in (embed, weight):
+            assert abs(matrix.mean()) < 1e-3
+            assert abs(matrix.std() - 0.02) < 1e-3
+        drawn.append(weight)
+        store.close()
+        pool.close()
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+
+
+def _generate(folder: Path, **options: Any) -> list[int]:
+    config = EngineConfig(
+        (ModelSpec("a", folder),),
+        load_format="dummy",
+        memory_bytes=32 << 20,
+        max_num_seqs=2,
+        **options,
+    )
+    engine = Engine.open(config)
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    engine.add(Request("r", "a", [1, 2, 3], params, 0.0))
+    tokens: list[int] = []
+    while engine.has_work:
+        for output in engine.step():
+            tokens += output.token_ids
+    engine.close()
+    return tokens
+
+
+def test_an_engine_needs_no_more_than_a_configuration(tmp_path):
+    whole = tiny_llama(tmp_path / "whole")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    config = json.loads((whole / "config.json").read_text())
+    (bare / "config.json").write_text(json.dumps(config))
+    tokens = _generate(bare)
+    assert len(tokens) == 4
+    assert tokens == _generate(whole)  # the files are not looked at
+    del config["torch_dtype"]
+    (bare / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="names no dtype; give --dtype"):
+        _generate(bare)
+    assert len(_generate(bare, dtype="bfloat16")) == 4
+
+
+@pytest.mark.parametrize("name", [*OUR_DECODER, *TRANSFORMERS])
+def test_any_architecture(name, tmp_path):
+    config = (OUR_DECODER | TRANSFORMERS)[name]()
+    config.dtype = "float32"
+    config.save_pretrained(tmp_path)
+    assert len(_generate(tmp_path)) == 4
+
+
+def test_a_load_format_that_does_not_exist():
+    with pytest.raises(ConfigError, match="choose auto or dummy"):
+        EngineConfig((ModelSpec("a", Path("x")),), load_format="pt")
