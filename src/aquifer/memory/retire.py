@@ -30,16 +30,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from aquifer.errors import InvariantError
 from aquifer.memory.driver.base import Fence, Handle
-from aquifer.memory.virtual import VirtualRange
 
 if TYPE_CHECKING:
     from aquifer.memory.pool import PagePool
+    from aquifer.memory.virtual import VirtualRange
 
-_Place = tuple[VirtualRange, int]  # a range, and the index of a page in it
+_Place: TypeAlias = "tuple[VirtualRange, int]"  # a range, and the index of a page in it
 
 _COLLECT_PAGES = 16
 """How many pages `collect` unmaps in one go: about 0.3 ms, which is how long `take_back` may have
