@@ -24,6 +24,7 @@ import torch
 import triton
 from triton.runtime.errors import OutOfResources
 
+from aquifer.bench.floor import device_copy_bandwidth
 from aquifer.bench.result import save
 from aquifer.kernels.decode_attention import (
     Config,
@@ -160,14 +161,6 @@ def measure(run: Callable[[], object], repeats: int) -> list[float]:
     return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(events)]
 
 
-def measure_copy(repeats: int) -> float:
-    """Bytes a second, read plus written, of a device copy; the median."""
-    source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda").random_()
-    target = torch.empty_like(source)
-    times = measure(lambda: target.copy_(source), repeats)
-    return 2 * source.nbytes / statistics.median(times)
-
-
 def measure_config(batch: Batch, config: Config, repeats: int, *, paged: bool) -> list[float]:
     """Seconds of one layer, for each repeat."""
     workspace = torch.empty(workspace_shape(config, batch.num_heads, HEAD_DIM), device="cuda")
@@ -231,7 +224,7 @@ def main() -> None:
     torch.manual_seed(0)
     device = torch.cuda.get_device_properties(0)
     num_multiprocessors = device.multi_processor_count
-    copy_rate = measure_copy(arguments.repeats)
+    copy_rate = device_copy_bandwidth()
     torch.cuda.empty_cache()
     print(f"{device.name}: copy {copy_rate / 1e9:.0f} GB/s", flush=True)
     results: list[dict[str, Any]] = []

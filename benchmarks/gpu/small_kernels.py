@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from aquifer.bench.floor import device_copy_bandwidth
 from aquifer.bench.result import save
 from aquifer.kernels.activation import silu_mul
 from aquifer.kernels.linear import Shape, Tile, measure
@@ -84,13 +85,6 @@ def seconds_of(run: Callable[[], object]) -> list[float]:
         end.synchronize()
         seconds.append(begin.elapsed_time(end) / 1e3 / REPEATS)
     return seconds
-
-
-def copy_bandwidth() -> float:
-    """Bytes per second of a large copy on the device, read plus written."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device=DEVICE).random_()
-    target = torch.empty_like(source)
-    return 2 * source.numel() / statistics.median(seconds_of(lambda: target.copy_(source)))
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -224,7 +218,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON file to write")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    bandwidth = copy_bandwidth()
+    bandwidth = device_copy_bandwidth()
     gpu = torch.cuda.get_device_name(DEVICE)
     print(f"{gpu}, copy {bandwidth / 1e12:.2f} TB/s read plus written\n")
     small = run_small(bandwidth)

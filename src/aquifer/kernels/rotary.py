@@ -172,6 +172,7 @@ def _qk_norm_rope_write_kernel(
     second = tl.load(row_second + token)
     lane = tl.arange(0, half_pow2)[None, :]
     head = tl.arange(0, block_heads)[:, None]
+    num_written = tl.where(first >= 0, num_kv_heads, 0)  # KV heads: none of a padded row
     source = qkv + token * qkv_stride + lane
     angle = token * half + lane
     if block < q_blocks:
@@ -186,7 +187,7 @@ def _qk_norm_rope_write_kernel(
         tl.store(q_target + half, q_high, mask=is_q)
     elif block < q_blocks + kv_blocks:
         k_head = head + (block - q_blocks) * block_heads
-        is_k = (k_head < num_kv_heads) & (lane < half) & (first >= 0)
+        is_k = (k_head < num_written) & (lane < half)
         k_source = source + (num_heads + k_head) * (2 * half)
         k_low, k_high = _rotated(
             k_source, k_weight, cos, sin, angle, lane, is_k, eps, half, has_norm
@@ -197,7 +198,7 @@ def _qk_norm_rope_write_kernel(
         tl.store(k_target + half, k_high, mask=is_k)
     else:
         v_head = head + (block - q_blocks - kv_blocks) * block_heads
-        is_v = (v_head < num_kv_heads) & (lane < half) & (first >= 0)
+        is_v = (v_head < num_written) & (lane < half)
         v_source = source + (num_heads + num_kv_heads + v_head) * (2 * half)
         v_token = values + (first * value_first_stride + second * value_second_stride)
         v_target = v_token + v_head * value_head_stride + lane
