@@ -75,19 +75,23 @@ def default_config(
         num_multiprocessors: of the device.
         paged: whether KV is found through tables.
     """
-    group = num_heads // num_kv_heads
-    kv_heads = 1
-    while num_kv_heads % (2 * kv_heads) == 0 and 2 * kv_heads * group <= _MIN_DOT:
-        kv_heads *= 2
-    # A tile of K, and one of V, has 16 KiB, and at least the 16 columns that a product needs.
-    columns = max(16384 // (_pow2(head_dim) * dtype.itemsize), _MIN_DOT)
-    block_tokens = max(columns // kv_heads, 1)
+    # The figures are the best of a sweep on an H200 (benchmarks/gpu). Through tables, two KV heads
+    # a program make up in longer reads for what the lookups cost.
+    pairs = paged and num_kv_heads % 2 == 0 and 2 * num_heads // num_kv_heads <= _MIN_DOT
+    kv_heads = 2 if pairs else 1
+    # A tile has at least the 16 columns that a product needs.
+    tile_bytes = kv_heads * 8192
+    columns = max(tile_bytes // (_pow2(head_dim) * dtype.itemsize), _MIN_DOT)
     # Several programs on each multiprocessor, so that some read while others start or end. Few
     # rows end up in many partial results, whose merging then takes longer than reading.
-    programs = num_multiprocessors * (2 if batch <= 4 else 4)
-    num_shares = -(-programs // (num_kv_heads // kv_heads))
-    # Of the stages that a table takes part in, every other one is its own.
-    return Config(kv_heads, block_tokens, num_shares, num_warps=4, num_stages=5 if paged else 3)
+    programs = num_multiprocessors * (2 if batch <= 4 else 4 if paged else 3)
+    return Config(
+        kv_heads_per_program=kv_heads,
+        block_tokens=columns // kv_heads,
+        num_shares=-(-programs * kv_heads // num_kv_heads),
+        num_warps=2,
+        num_stages=2 if paged else 3,
+    )
 
 
 def workspace_shape(config: Config, num_heads: int, value_dim: int) -> tuple[int]:
