@@ -106,6 +106,8 @@ class EngineConfig:
             value = getattr(self, option.name)
             if option.name != "seed" and isinstance(value, int) and value < 1:
                 raise ConfigError(f"{option.name} is {value}; it must be at least 1")
+        if self.device != "cpu":
+            raise ConfigError(f"device is {self.device!r}; the engine runs on 'cpu' only, so far")
         if self.load_format not in ("auto", "dummy"):
             raise ConfigError(f"load_format is {self.load_format!r}; choose auto or dummy")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
