@@ -6,6 +6,7 @@ results are the JSON files in this folder.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-RESULTS = Path(__file__).parent
+RESULTS = Path(__file__).resolve().parent
 
 
 def make_model(folder: Path) -> None:
@@ -34,19 +35,25 @@ def make_model(folder: Path) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def bench(*arguments: str) -> None:
-    """Run `aquifer bench` in a process of its own."""
-    subprocess.run([sys.executable, "-m", "aquifer", "bench", *arguments], check=True)
+def bench(folder: Path, *arguments: str) -> None:
+    """Run `aquifer bench` in a process of its own, and keep its result.
+
+    It runs in `folder`, so that the command in the result is what anyone would type.
+    """
+    result = f"{arguments[0]}.json"
+    command = [sys.executable, "-m", "aquifer", "bench", *arguments, "--output", result]
+    subprocess.run(command, cwd=folder, check=True)
+    shutil.copy(folder / result, RESULTS / result)
 
 
 def main() -> None:
     """All three measurements."""
-    with tempfile.TemporaryDirectory() as folder:
-        model = str(Path(folder) / "llama-100m")
-        make_model(Path(model))
-        bench("throughput", model, "--transformers", "--output", f"{RESULTS / 'throughput.json'}")
-        bench("latency", model, "--transformers", "--output", f"{RESULTS / 'latency.json'}")
-    bench("overhead", "--output", f"{RESULTS / 'overhead.json'}")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_model(folder / "llama-100m")
+        bench(folder, "throughput", "llama-100m", "--transformers")
+        bench(folder, "latency", "llama-100m", "--transformers")
+        bench(folder, "overhead")
 
 
 if __name__ == "__main__":

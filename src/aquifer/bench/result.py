@@ -32,7 +32,7 @@ def environment() -> dict[str, Any]:
     """Where and with what a measurement was made."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([_program(), *sys.argv[1:]]),
         "commit": _commit(),
         "python": platform.python_version(),
         "kernel": platform.release(),
@@ -48,6 +48,11 @@ def save(file: Path, figures: dict[str, Any]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     content = {"environment": environment(), **figures}
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _program() -> str:
+    name = Path(sys.argv[0]).name
+    return "aquifer" if name == "__main__.py" else name
 
 
 def _commit() -> str | None:
