@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.checkpoints import tiny_llama
 
 from aquifer import ConfigError, __version__
 from aquifer.cli import app
 from aquifer.config import EngineConfig
+from aquifer.memory.driver import cuda
 from aquifer.serve import server
 from aquifer.serve.server import ServerConfig
 
@@ -64,6 +66,9 @@ def test_no_command_shows_help():
         (["serve", "x", "--memory", "lots"], "--memory: 'lots' is not a size"),
         (["serve", "x", "--max-num-seqs", "0"], "max_num_seqs is 0"),
         (["serve", "x", "--dtype", "int4"], "dtype is 'int4'"),
+        (["serve", "x", "--device", "tpu"], "device is 'tpu'"),
+        (["serve", "x", "--gpu-memory-utilization", "1.5"], "gpu_memory_utilization is 1.5"),
+        (["serve", "x", "--load-format", "fast"], "load_format is 'fast'"),
         (["serve", "x", "--chat-template", "missing.jinja"], "missing.jinja"),
         (["serve", "x", "--config", "missing.yaml"], "missing.yaml"),
         (["serve", "x", "x"], "same name"),
@@ -80,9 +85,8 @@ def test_errors_are_one_line(arguments: list[str], words: str):
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--gpu-memory-utilization"])
-def test_options_that_do_not_exist_say_so(flag: str):
-    result = _aquifer("serve", "x", flag, "2")
+def test_options_that_do_not_exist_say_so():
+    result = _aquifer("serve", "x", "--tensor-parallel-size", "2")
     assert result.returncode == 2
     assert "No such option" in result.stderr
 
@@ -113,6 +117,7 @@ def test_options_reach_the_engine(serve_with: Callable[..., tuple[EngineConfig, 
         *("--host", "0.0.0.0", "--port", "0", "--api-key", "k", "--shutdown-timeout", "1.5"),
         *("--kv-cache", "paged", "--block-size", "32", "--max-num-waiting", "7", "--seed", "3"),
         *("--max-num-batched-tokens", "1K", "--dtype", "float32", "--max-num-seqs", "9"),
+        *("--device", "cuda:1", "--gpu-memory-utilization", "0.5", "--load-format", "dummy"),
     )
     assert [model.name for model in engine.models] == ["a", "b"]
     assert engine.memory_bytes == 4 << 30
@@ -121,6 +126,8 @@ def test_options_reach_the_engine(serve_with: Callable[..., tuple[EngineConfig, 
     assert (engine.kv_cache, engine.block_size) == ("paged", 32)
     assert (engine.max_num_waiting, engine.max_num_seqs) == (7, 9)
     assert (engine.max_num_batched_tokens, engine.dtype, engine.seed) == (1024, "float32", 3)
+    assert (engine.device, engine.gpu_memory_utilization) == ("cuda:1", 0.5)
+    assert engine.load_format == "dummy"
     assert http == ServerConfig("0.0.0.0", 0, "k", None, 1.5)
 
 
@@ -202,6 +209,22 @@ def test_info():
     assert result.returncode == 0, result.stderr
     for words in ("create one page", "map one page", "unmap", "release", "torch", "demo"):
         assert words in result.stdout
+
+
+def test_info_on_a_machine_with_a_gpu_but_without_the_bindings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def missing() -> None:
+        raise ConfigError("device 'cuda' needs the CUDA bindings; pip install 'aquifer[cuda]'")
+
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(cuda, "_load_api", missing)
+    app(["info"], standalone_mode=False)
+    shown = capsys.readouterr().out
+    assert "cuda:0 cannot be used: device 'cuda' needs the CUDA bindings; pip install" in shown
+    assert "cpu (host driver)" in shown
 
 
 def test_demonstration(checkpoint: Path):

@@ -2,7 +2,8 @@
 
 Each figure is a CUDA graph of one call for each layer over token-major KV of all layers, so that
 nothing is left in the L2 cache from one replay to the next. GB/s are bytes of K and V attended
-to, over the time of both kernels; the copy counts bytes read and written.
+to, over the time of the kernel, or of both where a second one merges partial results; the copy
+counts bytes read and written.
 
     python benchmarks/gpu/decode_attention.py --output result.json
     python benchmarks/gpu/decode_attention.py --sweep --shapes 64x2048 1x8192 --output sweep.json
@@ -28,10 +29,10 @@ from aquifer.bench.floor import device_copy_bandwidth
 from aquifer.bench.result import save
 from aquifer.kernels.decode_attention import (
     Config,
+    Workspace,
     decode_attention,
     decode_attention_reference,
     default_config,
-    workspace_shape,
 )
 
 HEAD_DIM = 128
@@ -71,6 +72,10 @@ SHAPES = (
     Shape(128, 2048, num_kv_heads=4),
     Shape(256, 640),
     Shape(16, 16384),
+    Shape(1, 576),
+    Shape(32, 576),
+    Shape(128, 576),
+    Shape(256, 576),
 )
 
 
@@ -110,7 +115,7 @@ class Batch:
         self,
         kv: tuple[torch.Tensor, torch.Tensor],
         config: Config,
-        workspace: torch.Tensor,
+        workspace: Workspace,
         *,
         paged: bool,
     ) -> None:
@@ -123,7 +128,7 @@ class Batch:
             self.lengths,
             self.out,
             workspace,
-            config=config,
+            config,
             scale=SCALE,
         )
 
@@ -163,7 +168,9 @@ def measure(run: Callable[[], object], repeats: int) -> list[float]:
 
 def measure_config(batch: Batch, config: Config, repeats: int, *, paged: bool) -> list[float]:
     """Seconds of one layer, for each repeat."""
-    workspace = torch.empty(workspace_shape(config, batch.num_heads, HEAD_DIM), device="cuda")
+    workspace = Workspace.empty(
+        [config], batch.num_heads, batch.shape.num_kv_heads, HEAD_DIM, torch.device("cuda")
+    )
     layers = [batch.layer_kv(layer, paged=paged) for layer in range(batch.shape.num_layers)]
 
     def all_layers() -> None:
@@ -200,14 +207,23 @@ def variations(num_kv_heads: int, num_multiprocessors: int) -> Iterator[list[Cha
 
         return change
 
+    def shares(value: int) -> Change:
+        return lambda best: replace(best, num_shares=value)
+
+    def merges_itself(value: bool) -> Change:
+        return lambda best: replace(best, merges_itself=value)
+
     def field(name: str, value: int) -> Change:
-        return lambda best: replace(best, **{name: value})
+        changes: dict[str, Any] = {name: value}
+        return lambda best: replace(best, **changes)
 
     yield [heads(n) for n in (1, 2, 4, 8) if num_kv_heads % n == 0]
     yield [field("block_tokens", n) for n in (4, 8, 16, 32, 64, 128)]
     yield [field("num_stages", n) for n in (2, 3, 4, 5, 6, 7)]
     yield [field("num_warps", n) for n in (2, 4, 8)]
     yield [programs(n) for n in (0.5, 1, 2, 3, 4, 6, 8, 12)]
+    yield [shares(n) for n in (16, 32, 64, 128, 256)]
+    yield [merges_itself(value) for value in (True, False)]
 
 
 def main() -> None:
@@ -234,7 +250,8 @@ def main() -> None:
         label = f"{batch.shape.name:9} {batch.shape.num_kv_heads} {layout:10}"
         cut = (
             f"heads {config.kv_heads_per_program} tokens {config.block_tokens:3} "
-            f"shares {config.num_shares:4} warps {config.num_warps} stages {config.num_stages}"
+            f"shares {config.num_shares:4} warps {config.num_warps} stages {config.num_stages} "
+            f"kernels {1 if config.merges_itself else 2}"
         )
         try:
             times = measure_config(batch, config, arguments.repeats, paged=layout == "paged")

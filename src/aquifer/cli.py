@@ -102,13 +102,25 @@ _MaxModelLen = Annotated[
     str | None,
     typer.Option(metavar="TOKENS", help="Longest context, such as 32K; default: the model's."),
 ]
+_Device = Annotated[str, typer.Option(help="auto, cpu, cuda (the first GPU) or cuda:N.")]
+_LoadFormat = Annotated[str, typer.Option(help="auto, or dummy for random weights.")]
+_MaxNumBatchedTokens = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TOKENS",
+        help="Of one step, prompts and outputs together; default: 2048, or 8192 on a GPU.",
+    ),
+]
 _Memory = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
         help="The pool's whole budget, weights included, such as 4G; default: the weights plus "
-        "a quarter of free memory.",
+        "a quarter of free memory, or a part of the GPU.",
     ),
+]
+_GpuMemoryUtilization = Annotated[
+    float, typer.Option(metavar="PART", help="That part of the GPU's memory, without --memory.")
 ]
 _KvCache = Annotated[str, typer.Option(help="virtual (contiguous) or paged (blocks).")]
 _PageSize = Annotated[
@@ -138,18 +150,19 @@ def _serve(
         str | None,
         typer.Option(envvar="AQUIFER_API_KEY", help="What clients must send as bearer token."),
     ] = None,
+    device: _Device = "auto",
+    load_format: _LoadFormat = "auto",
     dtype: _Dtype = "auto",
     max_model_len: _MaxModelLen = None,
     max_num_seqs: Annotated[
         int, typer.Option(help="Sequences of one model that run at once.")
     ] = 256,
-    max_num_batched_tokens: Annotated[
-        str, typer.Option(metavar="TOKENS", help="Of one step, prompts and outputs together.")
-    ] = "2048",
+    max_num_batched_tokens: _MaxNumBatchedTokens = None,
     max_num_waiting: Annotated[
         int, typer.Option(help="Requests that may wait before new ones get 429.")
     ] = 1024,
     memory: _Memory = None,
+    gpu_memory_utilization: _GpuMemoryUtilization = 0.9,
     kv_cache: _KvCache = "virtual",
     page_size: _PageSize = None,
     block_size: _BlockSize = 16,
@@ -175,14 +188,17 @@ def _serve(
 
     engine_config = EngineConfig(
         models=tuple(map(ModelSpec.parse, models)),
+        device=device,
+        load_format=load_format,
         dtype=dtype,
         memory_bytes=_size("memory", memory),
+        gpu_memory_utilization=gpu_memory_utilization,
         page_bytes=_size("page-size", page_size),
         kv_cache=kv_cache,
         block_size=block_size,
         max_model_len=_size("max-model-len", max_model_len),
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=_size("max-num-batched-tokens", max_num_batched_tokens) or 0,
+        max_num_batched_tokens=_size("max-num-batched-tokens", max_num_batched_tokens),
         max_num_waiting=max_num_waiting,
         seed=seed,
     )
@@ -219,9 +235,13 @@ def _run(
         float | None, typer.Option(help="0 is greedy; default: what the model recommends, or 1.")
     ] = None,
     seed: _Seed = None,
+    device: _Device = "auto",
+    load_format: _LoadFormat = "auto",
     dtype: _Dtype = "auto",
     max_model_len: _MaxModelLen = None,
+    max_num_batched_tokens: _MaxNumBatchedTokens = None,
     memory: _Memory = None,
+    gpu_memory_utilization: _GpuMemoryUtilization = 0.9,
     kv_cache: _KvCache = "virtual",
     page_size: _PageSize = None,
     block_size: _BlockSize = 16,
@@ -238,12 +258,16 @@ def _run(
     params = SamplingParams(**values, max_tokens=max_tokens, seed=seed)
     with LLM(
         model,
+        device=device,
+        load_format=load_format,
         memory=memory,
+        gpu_memory_utilization=gpu_memory_utilization,
         kv_cache=kv_cache,
         dtype=dtype,
         page_size=page_size,
         block_size=block_size,
         max_model_len=_size("max-model-len", max_model_len),
+        max_num_batched_tokens=_size("max-num-batched-tokens", max_num_batched_tokens),
         chat_template=_read_template(chat_template),
     ) as llm:
         is_chat = not raw and llm.tokenizer is not None and llm.tokenizer.chat_template is not None
@@ -258,19 +282,17 @@ def _run(
 
 @app.command("info")
 def _info() -> None:
-    """Show the device, what its driver calls cost, and versions."""
-    from aquifer.memory.driver import open_driver
+    """Show the devices, what their driver's calls cost, and versions."""
+    import torch
 
     table = Table(show_header=False, box=None)
-    driver = open_driver("cpu")
-    try:
-        table.add_row("device", f"{driver.device} ({driver.name} driver)")
-        table.add_row("memory available", format_size(driver.available_bytes()))
-        table.add_row("page size", format_size(driver.default_page_bytes))
-        for call, seconds in _measure_driver(driver).items():
-            table.add_row(f"{call} one page", f"{seconds * 1e6:.1f} us (median of {_REPEATS})")
-    finally:
-        driver.close()
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for device in ("cpu", *(f"cuda:{index}" for index in range(num_gpus))):
+        try:
+            _add_device(table, device)
+        except AquiferError as error:  # a package is missing, or the GPU is taken
+            table.add_row("device", f"{device} cannot be used: {error}")
+        table.add_row()
     table.add_row("aquifer", __version__)
     table.add_row("python", platform.python_version())
     for package in ("torch", "transformers"):
@@ -278,6 +300,36 @@ def _info() -> None:
     for name, path in BUNDLED_MODELS.items():
         table.add_row(f"bundled model {name}", str(path) if path.is_dir() else "not there")
     Console().print(table)
+
+
+def _add_device(table: Table, device: str) -> None:
+    """What there is to say of one device, a row each."""
+    from aquifer.memory.driver import open_driver
+    from aquifer.memory.driver.cuda import CudaDriver
+
+    with contextlib.closing(open_driver(device)) as driver:
+        table.add_row("device", f"{driver.device} ({driver.name} driver)")
+        if isinstance(driver, CudaDriver):
+            table.add_row("product", driver.product)
+            table.add_row(
+                "driver version", f"{_nvidia_version()}, up to CUDA {driver.cuda_version}"
+            )
+        table.add_row("memory in all", format_size(driver.total_bytes()))
+        table.add_row("memory available", format_size(driver.available_bytes()))
+        if overhead_bytes := driver.overhead_bytes():
+            table.add_row("memory of this process", format_size(overhead_bytes))
+        table.add_row("page size", format_size(driver.default_page_bytes))
+        table.add_row("page granularity", format_size(driver.granularity_bytes))
+        for call, seconds in _measure_driver(driver).items():
+            table.add_row(f"{call} one page", f"{seconds * 1e6:.1f} us (median of {_REPEATS})")
+
+
+def _nvidia_version() -> str:
+    """The version of the NVIDIA driver that the system has loaded."""
+    try:
+        return Path("/sys/module/nvidia/version").read_text().strip()
+    except OSError:
+        return "unknown"
 
 
 def _measure_driver(driver: Driver) -> dict[str, float]:

@@ -65,34 +65,40 @@ class EngineConfig:
 
     Args:
         models: what to serve, all from one pool.
-        device: "cpu".
+        device: "cpu", "cuda" (the first GPU), "cuda:N", or "auto" for a GPU where there is one and
+            its packages are installed, and else the CPU.
         load_format: "auto" to read the checkpoint's weights, or "dummy" for random ones, which need
             no more than its config.json.
         dtype: "auto" for the checkpoint's own, or "float32", "bfloat16", "float16".
-        memory_bytes: the pool's whole budget, weights included; None for the weights plus a
+        memory_bytes: the pool's whole budget, weights included, and on a GPU all else that the
+            process holds there. None for a part of the GPU, or on the CPU for the weights plus a
             quarter of the memory that is free at the start.
+        gpu_memory_utilization: that part of the GPU's whole memory, above 0 and up to 1; without
+            effect on the CPU or beside `memory_bytes`.
         page_bytes: size of a physical page; None for the driver's default, doubled until the
             budget is no more pages than the system lets a process map.
         kv_cache: "virtual" or "paged".
         block_size: tokens of a block of the paged cache.
         max_model_len: longest context; None for what each model allows.
         max_num_seqs: sequences of one model that run at once.
-        max_num_batched_tokens: tokens of one step, prompts and outputs together.
+        max_num_batched_tokens: tokens of one step, prompts and outputs together; None for 2048 on
+            the CPU and 8192 on a GPU.
         max_num_waiting: requests that may wait before new ones are refused with "queue full".
         seed: for requests that bring none; None for a different one each start.
     """
 
     models: tuple[ModelSpec, ...]
-    device: str = "cpu"
+    device: str = "auto"
     load_format: str = "auto"
     dtype: str = "auto"
     memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
     page_bytes: int | None = None
     kv_cache: str = "virtual"
     block_size: int = 16
     max_model_len: int | None = None
     max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None
     max_num_waiting: int = 1024
     seed: int | None = None
 
@@ -106,8 +112,13 @@ class EngineConfig:
             value = getattr(self, option.name)
             if option.name != "seed" and isinstance(value, int) and value < 1:
                 raise ConfigError(f"{option.name} is {value}; it must be at least 1")
-        if self.device != "cpu":
-            raise ConfigError(f"device is {self.device!r}; the engine runs on 'cpu' only, so far")
+        if re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is None:
+            raise ConfigError(f"device is {self.device!r}; choose auto, cpu, cuda or cuda:N")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be above 0 and "
+                "at most 1"
+            )
         if self.load_format not in ("auto", "dummy"):
             raise ConfigError(f"load_format is {self.load_format!r}; choose auto or dummy")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):

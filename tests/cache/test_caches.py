@@ -5,7 +5,7 @@ Numbers such as K1 are the invariants of docs/memory.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,8 +15,10 @@ import torch
 from tests.models.dense_kv import DenseKV
 
 from aquifer.cache import KV_CACHES, kv_cache
-from aquifer.cache.base import KVLayout, LayerKV, SequenceCache, Spans
+from aquifer.cache.base import KVLayout, LayerKV, Rows, SequenceCache, Spans
+from aquifer.cache.virtual import VirtualCache
 from aquifer.errors import ConfigError
+from aquifer.memory.driver.base import Handle
 from aquifer.memory.driver.faulty import FaultyDriver
 from aquifer.memory.driver.host import HostDriver
 from aquifer.memory.pool import Kind, Owner, PagePool
@@ -60,7 +62,8 @@ class Harness:
     ) -> None:
         """Write tokens of several sequences and compare attention over all there is."""
         spans = Spans.make(np.array(slots), self.lengths[slots], np.array(counts))
-        view = self.cache.view(spans)
+        self.cache.upload()
+        view = self.cache.view(Rows.of(spans, 0, torch.device("cpu")))
         dense_view = self.dense.view(np.array(slots), self.lengths[slots], np.array(counts))
         for index, layer in enumerate(self.layout.layers):
             # Slices of one larger tensor, as the fused projection of a model gives them.
@@ -80,8 +83,10 @@ class Harness:
                 "window_tokens": window_tokens,
                 "softcap": softcap,
             }
-            actual = view.attend(index, query, key, value, **kwargs)
-            expected = dense_view.attend(index, query, key, value, **kwargs)
+            for each in (view, dense_view):
+                each.write(index, key, value)
+            actual = view.attend(index, query, **kwargs)
+            expected = dense_view.attend(index, query, **kwargs)
             assert actual.shape == (sum(counts), 2 * heads, layer.value_dim)
             torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
         self.lengths[slots] += counts
@@ -350,6 +355,102 @@ def test_virtual_maps_ahead_only_where_the_pool_has_it():
     assert harness.cache.stats(1).mapped_bytes == pages_per_token * PAGE
     harness.pool.release(others)
     harness.close()
+
+
+SPREAD_SEQS = 24
+PAGE_OF_TOKENS = KVLayout((LayerKV(1, 32, 32),), torch.float32)  # 16 tokens a page
+
+
+def _growing(num_seqs: int, num_pages: int) -> tuple[PagePool, VirtualCache, list[int]]:
+    """A cache, and a list that gets the number of pages mapped by each call to the driver."""
+    driver = FaultyDriver(HostDriver())
+    pool = PagePool(driver, num_pages * PAGE, PAGE)
+    mapped: list[int] = []
+    act = driver.map
+
+    def count(address: int, handles: Sequence[Handle]) -> None:
+        mapped.append(len(handles))
+        act(address, handles)
+
+    driver.map = count  # type: ignore[method-assign]
+    return pool, VirtualCache(pool, OWNER, PAGE_OF_TOKENS, num_seqs, 1024), mapped
+
+
+def _close(pool: PagePool, cache: VirtualCache) -> None:
+    cache.close()
+    pool.close()
+    pool.driver.close()
+
+
+def test_virtual_spreads_the_pages_of_sequences_that_grow_together():
+    """Never more than 24 in a call, however many begin at the same length; and K3."""
+    num_seqs = 256
+    pool, cache, mapped = _growing(num_seqs, 4000)
+    slots = np.arange(num_seqs)
+    assert cache.reserve(slots, np.full(num_seqs, 5))
+    assert len(mapped) == num_seqs
+    most = 0
+    for length in range(6, 150):
+        mapped.clear()
+        assert cache.reserve(slots, np.full(num_seqs, length))
+        most = max(most, sum(mapped))
+        stats = cache.stats(num_seqs * length)
+        token_bytes = PAGE_OF_TOKENS.token_bytes
+        assert 0 <= stats.wasted_bytes < num_seqs * (PAGE + AHEAD_TOKENS * token_bytes)
+        assert pool.usage().in_use_bytes == {OWNER: stats.mapped_bytes}  # K1
+    assert most == SPREAD_SEQS
+    _close(pool, cache)
+
+
+def test_virtual_maps_for_nobody_ahead_where_lengths_are_spread_already():
+    num_seqs = 256
+    pool, cache, mapped = _growing(num_seqs, 4000)
+    slots = np.arange(num_seqs)
+    lengths = 1 + slots % 16
+    for _ in range(16):  # what came with the first pages is used up
+        assert cache.reserve(slots, lengths)
+        lengths += 1
+    for _ in range(80):
+        mapped.clear()
+        assert cache.reserve(slots, lengths)
+        assert sum(mapped) == np.count_nonzero(lengths % 16 == 1) == 16
+        lengths += 1
+    _close(pool, cache)
+
+
+def test_virtual_maps_ahead_for_those_who_are_short_first():
+    """32 sequences, of which 31 are short in the next call, and are too many for it."""
+    pool, cache, _ = _growing(33, 4000)
+    slots = np.arange(32)
+    assert cache.reserve(slots, np.ones(32, np.int64))
+    before = cache._num_pages.copy()
+    assert cache.reserve(slots[::-1].copy(), np.where(slots[::-1] == 7, 10, 16))
+    grown = np.flatnonzero(cache._num_pages - before)
+    assert len(grown) == 31 - SPREAD_SEQS
+    assert 7 not in grown
+    _close(pool, cache)
+
+
+def test_virtual_maps_ahead_of_need_only_what_lies_ready():
+    """Nobody is asked to give up anything for it, and it is no failure."""
+    num_seqs = 64
+    pool, cache, mapped = _growing(num_seqs, num_seqs + 3)
+    asked: list[int] = []
+
+    def on_short(missing_bytes: int) -> bool:
+        asked.append(missing_bytes)
+        return False
+
+    pool.on_short = on_short
+    slots = np.arange(num_seqs)
+    for length in range(1, 17):
+        mapped.clear()
+        assert cache.reserve(slots, np.full(num_seqs, length))
+    assert pool.usage().free_bytes == 3 * PAGE
+    assert (mapped, asked) == ([], [])
+    assert not cache.reserve(slots, np.full(num_seqs, 17))
+    assert asked == [(num_seqs - 3) * PAGE]
+    _close(pool, cache)
 
 
 def test_paged_takes_the_lowest_block_and_gives_back_whole_pages():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,11 @@ from tests.checkpoints import EOS_TOKEN_ID, tiny_llama
 
 from aquifer.engine import slots
 from aquifer.engine.llm import LLM
-from aquifer.engine.random import philox, uniform
 from aquifer.engine.request import Request, RequestOutput, SamplingParams
-from aquifer.engine.sampler import sample
+from aquifer.engine.sampler import Sampler
 from aquifer.engine.slots import STOP_IDS_PER_SLOT, SlotTable
 from aquifer.errors import RequestError
+from aquifer.kernels.philox import philox, uniform
 
 # --- random numbers ------------------------------------------------------------------------
 
@@ -92,6 +92,18 @@ def make_table(rows: Sequence[dict[str, Any]]) -> tuple[SlotTable, Any]:
         )
         seats.append(table.seat(sequence))
     return table, np.array(seats)
+
+
+def sample(logits: torch.Tensor, table: SlotTable, seats: Any) -> Any:
+    """The token of each row; the logits may be overwritten."""
+    sampler = Sampler(table, logits.shape[1], torch.device("cpu"))
+    sampler.seat(seats)
+    known = table.num_tokens[seats]
+    sampler.change_logits(logits, seats, known)
+    out = torch.full((len(seats),), -1)
+    rows = torch.from_numpy(seats), torch.from_numpy(known)
+    sampler.sample(logits, *rows, out, sampler.choice(seats))
+    return out.numpy()
 
 
 def expected_probabilities(logits: Any, params: SamplingParams) -> Any:
@@ -192,7 +204,7 @@ def test_a_row_depends_on_nothing_but_itself() -> None:
 
 
 def changed_logits(logits: torch.Tensor, **row: Any) -> torch.Tensor:
-    """The logits, [vocab], that a greedy request chooses from: `sample` overwrites its input."""
+    """The logits, [vocab], that a greedy request chooses from."""
     batch = logits.clone()[None]
     table, seats = make_table([row])
     tokens = sample(batch, table, seats)
@@ -208,24 +220,44 @@ def greedy(**params: Any) -> SamplingParams:
     return SamplingParams(temperature=0, **params)
 
 
+def check_penalties(
+    penalised: Callable[[torch.Tensor], torch.Tensor], params: SamplingParams
+) -> None:
+    """Each token has its turn to be the best one by little, so that what is taken off it shows."""
+    num_changed = 0
+    for token in range(len(LOGITS)):
+        for lead in (-0.5, 0.1, 0.5, 1.0, 1.6, 3.0):
+            for base in (LOGITS, -LOGITS.abs() - 1):  # the best score positive, and negative
+                logits = base.clone()
+                logits[token] = base.max() + lead
+                expected = int(penalised(logits).argmax())
+                row = {"params": params, "prompt": PROMPT, "output": OUTPUT}
+                assert sample(logits[None].clone(), *make_table([row])).tolist() == [expected]
+                num_changed += expected != int(logits.argmax())
+    assert num_changed
+
+
 @pytest.mark.parametrize("penalty", [0.5, 1.3, 2.0])
 def test_repetition_penalty(penalty: float) -> None:
     processor = transformers.RepetitionPenaltyLogitsProcessor(penalty)
-    expected = processor(torch.tensor([PROMPT + OUTPUT]), LOGITS[None].clone())[0]
-    params = greedy(repetition_penalty=penalty)
-    actual = changed_logits(LOGITS, params=params, prompt=PROMPT, output=OUTPUT)
-    torch.testing.assert_close(actual, expected)
-    assert not torch.equal(actual, LOGITS)
+
+    def penalised(logits: torch.Tensor) -> torch.Tensor:
+        changed: torch.Tensor = processor(torch.tensor([PROMPT + OUTPUT]), logits[None].clone())
+        return changed[0]
+
+    check_penalties(penalised, greedy(repetition_penalty=penalty))
 
 
 @pytest.mark.parametrize(("presence", "frequency"), [(1.5, 0.0), (0.0, 0.7), (-1.0, 0.3)])
 def test_presence_and_frequency_penalties(presence: float, frequency: float) -> None:
-    expected = LOGITS.clone()
-    for token in set(OUTPUT):  # the prompt does not count
-        expected[token] -= presence + frequency * OUTPUT.count(token)
+    def penalised(logits: torch.Tensor) -> torch.Tensor:
+        changed = logits.clone()
+        for token in set(OUTPUT):  # the prompt does not count
+            changed[token] -= presence + frequency * OUTPUT.count(token)
+        return changed
+
     params = greedy(presence_penalty=presence, frequency_penalty=frequency)
-    actual = changed_logits(LOGITS, params=params, prompt=PROMPT, output=OUTPUT)
-    torch.testing.assert_close(actual, expected)
+    check_penalties(penalised, params)
 
 
 def test_logit_bias() -> None:

@@ -1,11 +1,13 @@
 """The scheduler over real caches and a tiny pool, with a runner that makes tokens up.
 
-Random arrivals, lengths, aborts and refusals of the device; after every step the rules that the
-scheduler promises are checked, and that the KV read through the caches is what was written.
+Random arrivals, lengths, aborts and refusals of the device, with up to one step in flight; after
+every step the rules that the scheduler promises are checked, and that the KV read through the
+caches is what was written.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from random import Random
@@ -15,7 +17,7 @@ import pytest
 import torch
 
 from aquifer.cache import KV_CACHES, kv_cache
-from aquifer.cache.base import KVLayout, LayerKV
+from aquifer.cache.base import KVLayout, LayerKV, Rows
 from aquifer.engine.request import Request, SamplingParams, TokenOutput
 from aquifer.engine.scheduler import Lane, Plan, Sampled, Scheduler
 from aquifer.engine.slots import Sequence, SlotTable
@@ -58,8 +60,11 @@ class World:
         budget_bytes: int,
         max_batched_tokens: int = 200,
         faulty: bool = False,
+        num_ahead: int = 0,
     ) -> None:
         self.random = random
+        self.num_ahead = num_ahead
+        self.in_flight: deque[tuple[Plan, Sampled]] = deque()
         self.faulty = faulty
         self.driver = FaultyDriver(open_driver("cpu"))
         resources.callback(self.driver.close)
@@ -72,6 +77,8 @@ class World:
             manager = factory(self.pool, Owner(name, Kind.KV), LAYOUTS[name], MAX_SEQS, MAX_TOKENS)
             resources.callback(manager.close)
             self.scheduler.add_lane(Lane(name, manager, SlotTable(MAX_SEQS, MAX_TOKENS)))
+        # What the device knows: all tokens of each slot, those in flight included.
+        self.known = {name: np.zeros((MAX_SEQS, MAX_TOKENS), np.int64) for name in names}
         self.requests: dict[str, Tracked] = {}
         self.admitted: list[int] = []  # arrivals, in the order in which they ran first
 
@@ -89,6 +96,7 @@ class World:
             budget_bytes=int(needed_bytes * random.uniform(0.7, 2)),
             max_batched_tokens=random.choice((1, 5, 16, 200)),
             faulty=faulty,
+            num_ahead=random.choice((0, 1)),
         )
 
     @property
@@ -138,7 +146,9 @@ class World:
             assert earliest.sequence.slot is not None, "the earliest arrival was preempted"
         if plan is not None:
             self.check_plan(plan)
-            outputs += self.scheduler.commit(plan, self.run(plan))
+            self.in_flight.append((plan, self.run(plan)))
+        if len(self.in_flight) > (0 if plan is None else self.num_ahead):
+            outputs += self.scheduler.commit(*self.in_flight.popleft())
         for output in outputs:
             self.receive(output)
         self.check()
@@ -148,12 +158,18 @@ class World:
         assert 0 < spans.num_tokens <= self.max_batched_tokens
         assert len(set(spans.slots.tolist())) == len(spans.slots)
         assert (spans.counts > 0).all()
-        np.testing.assert_array_equal(spans.starts, table.num_computed[spans.slots])
         ends = spans.starts + spans.counts
+        np.testing.assert_array_equal(ends, table.num_computed[spans.slots])
         assert (ends <= table.num_tokens[spans.slots]).all()
+        assert (ends < table.max_total[spans.slots]).all()
         np.testing.assert_array_equal(
-            plan.sampled, np.flatnonzero(ends == table.num_tokens[spans.slots])
+            plan.sampled, np.flatnonzero(ends >= table.num_seated[spans.slots])
         )
+        decodes = spans.starts >= table.num_seated[spans.slots]
+        np.testing.assert_array_equal(np.flatnonzero(decodes), np.arange(plan.num_decodes))
+        assert (spans.counts[: plan.num_decodes] == 1).all()
+        admitted = np.flatnonzero(spans.starts == 0)
+        np.testing.assert_array_equal(np.sort(plan.admitted), np.sort(spans.slots[admitted]))
         for slot in spans.slots:
             sequence = table.sequences[slot]
             assert sequence is not None
@@ -163,20 +179,26 @@ class World:
     def run(self, plan: Plan) -> Sampled:
         """Write each token's id as its KV, and find the mean of all ids so far by attention."""
         table, cache = plan.lane.slots, plan.lane.cache
-        view = cache.view(plan.spans)
+        known = self.known[plan.lane.name]
+        known[plan.admitted] = table.token_ids[plan.admitted]
+        cache.upload()
+        view = cache.view(Rows.of(plan.spans, plan.num_decodes, torch.device("cpu")))
         slots, positions = plan.spans.rows()
-        ids = torch.from_numpy(table.token_ids[slots, positions]).float()
-        sums = np.cumsum(table.token_ids.astype(np.int64), axis=1)
+        ids = torch.from_numpy(known[slots, positions]).float()
+        sums = np.cumsum(known, axis=1)
         expected = torch.from_numpy(sums[slots, positions] / (positions + 1)).float()
         for index, layer in enumerate(cache.layout.layers):
             key = ids[:, None, None].expand(-1, layer.num_kv_heads, layer.key_dim)
-            means = view.attend(index, torch.zeros(key.shape), key, key + index, scale=1.0)
+            view.write(index, key, key + index)
+            means = view.attend(index, torch.zeros(key.shape), scale=1.0)
             torch.testing.assert_close(
                 means, (expected + index)[:, None, None].expand_as(means), rtol=1e-4, atol=1e-4
             )
         tokens = [self.random.randrange(VOCAB_SIZE) for _ in plan.sampled]
         for index, token in zip(plan.sampled.tolist(), tokens, strict=True):
-            sequence = table.sequences[plan.spans.slots[index]]
+            slot = plan.spans.slots[index]
+            known[slot, plan.spans.starts[index] + plan.spans.counts[index]] = token
+            sequence = table.sequences[slot]
             assert sequence is not None
             self.requests[sequence.request.request_id].given.append(token)
         return Sampled(np.array(tokens, np.int64), {}, {})
@@ -185,7 +207,9 @@ class World:
         tracked = self.requests[output.request_id]
         assert tracked.ending is None, "an output after the last one"
         tracked.received += output.token_ids
-        assert tracked.received == tracked.given
+        # At most what is in flight is not known yet.
+        assert 0 <= len(tracked.given) - len(tracked.received) <= self.num_ahead
+        assert tracked.received == tracked.given[: len(tracked.received)]
         tracked.ending = output.finish_reason
         sequence = tracked.sequence
         num_output = len(tracked.received)

@@ -86,10 +86,10 @@ def assert_same_tokens(llm: LLM, reference: Reference, indices: list[int]) -> No
     assert memory.bytes_by_kind[Kind.KV] == 0
 
 
-@pytest.mark.parametrize("max_num_batched_tokens", [1, 7, 512])
+@pytest.mark.parametrize(("max_num_batched_tokens", "num_ahead"), [(1, 0), (7, 1), (512, 0)])
 @pytest.mark.parametrize("kv_cache", KV_CACHES)
 def test_tokens_equal_transformers(
-    reference: Reference, kv_cache: str, max_num_batched_tokens: int
+    reference: Reference, kv_cache: str, max_num_batched_tokens: int, num_ahead: int
 ) -> None:
     with LLM(
         reference.folder,
@@ -97,12 +97,15 @@ def test_tokens_equal_transformers(
         kv_cache=kv_cache,
         max_num_batched_tokens=max_num_batched_tokens,
     ) as llm:
+        llm.engine.num_ahead = num_ahead
         assert_same_tokens(llm, reference, list(range(len(reference.prompts))))
         assert sum(llm.engine.stats().num_preemptions.values()) == 0
 
 
-@pytest.mark.parametrize("kv_cache", KV_CACHES)
-def test_tokens_equal_transformers_under_preemption(reference: Reference, kv_cache: str) -> None:
+@pytest.mark.parametrize(("kv_cache", "num_ahead"), [("virtual", 0), ("virtual", 1), ("paged", 1)])
+def test_tokens_equal_transformers_under_preemption(
+    reference: Reference, kv_cache: str, num_ahead: int
+) -> None:
     """A pool for the longest request and little more: the first two fit only at their beginning."""
     options: Any = {"kv_cache": kv_cache, "page_size": "4KiB", "block_size": 4}
     longest = max(map(len, reference.prompts)) + OUTPUT_TOKENS - 1
@@ -110,6 +113,7 @@ def test_tokens_equal_transformers_under_preemption(reference: Reference, kv_cac
         (info,) = llm.engine.models.values()
         memory_bytes = info.weight_bytes + (longest + 4) * info.kv_bytes_per_token + 4096
     with LLM(reference.folder, memory=memory_bytes, **options) as llm:
+        llm.engine.num_ahead = num_ahead
         assert_same_tokens(llm, reference, [2, 2, 1, 0, 3])
         assert sum(llm.engine.stats().num_preemptions.values()) > 0
 

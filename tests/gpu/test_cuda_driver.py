@@ -129,6 +129,84 @@ def test_create_all_or_none(driver):
         driver.create(PAGE + 4096, 1)
 
 
+# --- what is not pages ---------------------------------------------------------------------
+
+SLACK = 16 * MIB  # the system rounds, and a page of tables may come with a page of memory
+
+
+def test_total(driver):
+    assert driver.total_bytes() == torch.cuda.mem_get_info()[1]
+    assert driver.product == torch.cuda.get_device_name()
+    assert int(driver.cuda_version.split(".")[0]) >= 12
+
+
+def test_overhead_is_this_process_s_own(driver):
+    """Pages are not in it, torch's memory is, and another process makes no difference."""
+    torch.ones(1, device="cuda").sum().item()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    is_measured = driver._process_memory.used_bytes() is not None
+    first = driver.overhead_bytes()
+    print(f"\noverhead {first >> 20} MiB, {'measured' if is_measured else 'an allowance'}")
+    pages = driver.create(PAGE, 512) + driver.create(LARGE, 16)
+    assert abs(driver.overhead_bytes() - first) < SLACK
+    torchs = torch.empty(GIB, dtype=torch.uint8, device="cuda")
+    assert abs(driver.overhead_bytes() - first - GIB) < SLACK
+    with subprocess.Popen(
+        [sys.executable, "-c", _HOG],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as hog:
+        assert hog.stdin is not None
+        assert hog.stdout is not None
+        assert hog.stdout.readline() == "taken\n"
+        assert abs(driver.overhead_bytes() - first - GIB) < SLACK
+        hog.stdin.close()
+    del torchs
+    torch.cuda.empty_cache()
+    driver.release(pages)
+    deadline_s = time.monotonic() + 5
+    while abs(driver.overhead_bytes() - first) >= SLACK and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert abs(driver.overhead_bytes() - first) < SLACK
+
+
+_HOG = """
+import sys, torch
+taken = torch.empty(2 << 30, dtype=torch.uint8, device="cuda").fill_(1)
+torch.cuda.synchronize()
+print("taken", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_overhead_has_captured_graphs_in_it(driver):
+    """Their private pools are torch's memory; it is the figure of whichever way there is."""
+    matrix = torch.ones(1024, 1024, device="cuda")
+    torch.mm(matrix, matrix)
+    torch.cuda.synchronize()
+    before = driver.overhead_bytes()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = [torch.empty(64 * MIB, dtype=torch.uint8, device="cuda") for _ in range(8)]
+    after = driver.overhead_bytes()
+    assert after - before >= 512 * MIB
+    assert after >= torch.cuda.memory_reserved()
+    del held, graph
+
+
+def test_the_cost_of_asking(driver):
+    """Nothing is asserted: it is asked once a second, in the loop."""
+    driver.overhead_bytes()
+    start_s = time.perf_counter()
+    for _ in range(20):
+        driver.overhead_bytes()
+    cost_us = (time.perf_counter() - start_s) / 20 * 1e6
+    is_measured = driver._process_memory.used_bytes() is not None
+    print(f"\noverhead_bytes: {cost_us:.0f} us, {'measured' if is_measured else 'an allowance'}")
+
+
 # --- contents ------------------------------------------------------------------------------
 
 
@@ -281,8 +359,10 @@ def test_retired_pages_under_a_kernel(driver):
 
 
 def test_the_stocker_s_thread_makes_and_unmaps_pages_while_kernels_run(driver):
-    pool = PagePool(driver, 512 * PAGE)
-    stocker = PageStocker(pool, 32 * PAGE)
+    # 64 pages are touched, and 8 have to be ready, so that some of them are unmapped again.
+    pool = PagePool(driver, 64 * PAGE)
+    stocker = PageStocker(pool, 32)
+    stocker._ready_bytes = 8 * PAGE
     stocker.start()
     range_ = VirtualRange(driver, 64 * PAGE, PAGE)
     tensor = range_.tensor((64, PAGE), torch.uint8)
@@ -297,10 +377,14 @@ def test_the_stocker_s_thread_makes_and_unmaps_pages_while_kernels_run(driver):
         assert step % 50 or (tensor[first : first + 8] == step % 256).all()
         pool.retired.retire(range_, range(first, first + 8))
     deadline_s = time.monotonic() + 10
-    while len(pool.retired) and time.monotonic() < deadline_s:
+    while pool.ready_bytes < 8 * PAGE and time.monotonic() < deadline_s:
         time.sleep(0.001)
-    assert range_.num_mapped_pages == 0
+    assert pool.ready_bytes >= 8 * PAGE
+    assert range_.num_mapped_pages == len(pool.retired) <= 56
+    assert not pool.usage().in_use_bytes
     pool.check()
+    pool.retired.settle()
+    assert range_.num_mapped_pages == 0
     stocker.close()
     range_.close()
     pool.close()

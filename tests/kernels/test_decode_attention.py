@@ -8,12 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from aquifer.kernels import linear
 from aquifer.kernels.decode_attention import (
     Config,
+    DecodeWorkspaces,
+    Workspace,
     decode_attention,
     decode_attention_reference,
     default_config,
-    workspace_shape,
 )
 
 SMALL = Config(kv_heads_per_program=2, block_tokens=8, num_shares=3, num_warps=4, num_stages=3)
@@ -34,21 +36,28 @@ class Case:
     def run(self, config: Config, out: torch.Tensor | None = None, **options) -> torch.Tensor:
         batch, num_heads, _ = self.query.shape
         value_dim = self.values.shape[-1]
-        shape = workspace_shape(config, num_heads, value_dim)
-        workspace = torch.full(shape, torch.nan, device=self.query.device)
+        num_kv_heads = self.keys.shape[2]
+        workspace = Workspace.empty([config], num_heads, num_kv_heads, value_dim, self.query.device)
+        workspace.partials.fill_(torch.nan)
         if out is None:
             out = self.query.new_full((batch, num_heads, value_dim), torch.nan)
         kv = self.keys, self.values, self.tables
         rows = self.slots, self.lengths
-        decode_attention(self.query, *kv, *rows, out, workspace, config=config, **options)
+        decode_attention(self.query, *kv, *rows, out, workspace, config, **options)
+        assert not workspace.tickets.any()
         return out
 
-    def reference(self, **options) -> torch.Tensor:
-        query = self.query.double()
+    def reference(self, dtype: torch.dtype = torch.float64, **options) -> torch.Tensor:
+        query = self.query.to(dtype)
         out = query.new_empty((*query.shape[:2], self.values.shape[-1]))
         kv = self.keys, self.values, self.tables
         decode_attention_reference(query, *kv, self.slots, self.lengths, out, **options)
         return out
+
+    def cpu(self) -> Case:
+        tables = None if self.tables is None else self.tables.cpu()
+        kv = self.keys.cpu(), self.values.cpu(), tables
+        return Case(self.query.cpu(), *kv, self.slots.cpu(), self.lengths.cpu())
 
 
 def make_case(
@@ -99,27 +108,84 @@ def make_case(
     )
 
 
+def row_errors(out: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    squares = (out.double() - expected).square().flatten(1).sum(1)
+    return (squares / expected.square().flatten(1).sum(1)).sqrt()
+
+
+def max_error(case: Case, expected: torch.Tensor, **options) -> float:
+    """What a row may be off by.
+
+    In float32 at least four times what plain torch is off by on a CPU, which depends on the shape.
+    Torch cuts long sums into blocks. The kernel adds one product after the other, as the hardware
+    does; on the same numbers that alone makes up to 2.2 times the error with heads of 256.
+    """
+    bar = MAX_ERROR[case.query.dtype]
+    if case.query.dtype == torch.float32 and len(expected):
+        plain = case.cpu().reference(torch.float32, **options)[(case.lengths > 0).cpu()]
+        bar = max(bar, 4 * float(row_errors(plain, expected.cpu()).amax()))
+    return bar
+
+
 def check(case: Case, config: Config, **options) -> None:
     options = {"scale": 0.2, **options}
     out, expected = case.run(config, **options), case.reference(**options)
     assert torch.isfinite(out).all()
     is_padding = case.lengths == 0
     assert (out[is_padding] == 0).all()
-    out, expected = out[~is_padding].double(), expected[~is_padding]
-    errors = (out - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
-    assert (errors < MAX_ERROR[case.query.dtype]).all()
+    errors = row_errors(out[~is_padding], expected[~is_padding])
+    assert (errors < max_error(case, expected[~is_padding], **options)).all()
 
 
 @pytest.mark.parametrize("block_size", [None, 16])
 @pytest.mark.parametrize("num_shares", [1, 3, 40])
-def test_rows_of_all_lengths_in_any_number_of_shares(device, block_size, num_shares):
-    case = make_case(device, [33, 0, 1, 16, 0, 15, 64, 17, 0], block_size=block_size)
-    check(case, replace(SMALL, num_shares=num_shares))
+@pytest.mark.parametrize("merges_itself", [True, False])
+def test_rows_of_all_lengths_in_any_number_of_shares(device, block_size, num_shares, merges_itself):
+    case = make_case(device, [0, 33, 0, 1, 16, 0, 15, 64, 17, 0, 0], block_size=block_size)
+    check(case, replace(SMALL, num_shares=num_shares, merges_itself=merges_itself))
 
 
 @pytest.mark.parametrize("block_size", [None, 8])
-def test_batch_of_padding(device, block_size):
-    check(make_case(device, [0, 0], block_size=block_size), SMALL)
+@pytest.mark.parametrize("merges_itself", [True, False])
+def test_batch_of_padding(device, block_size, merges_itself):
+    case = make_case(device, [0, 0], block_size=block_size)
+    check(case, replace(SMALL, merges_itself=merges_itself))
+
+
+@pytest.mark.parametrize("num_heads", [4, 12])
+def test_merge_of_more_partial_results_than_fit_at_once(device, num_heads):
+    """64 partial results of a row; a group of 3 heads, too, which is no power of two."""
+    case = make_case(device, [1024, 3], num_heads=num_heads, value_dim=256, max_tokens=1024)
+    config = Config(1, 16, num_shares=64, num_warps=2, num_stages=2)
+    check(case, config)
+
+
+def test_one_workspace_serves_calls_of_any_shape(device):
+    other = replace(SMALL, kv_heads_per_program=4, block_tokens=4, num_shares=7)
+    workspace = Workspace.empty([SMALL, other], 8, 4, 16, device)
+    for lengths in ([64], [20, 0, 33], [5, 64, 64, 1]):
+        for config in (SMALL, other):
+            case = make_case(device, lengths)
+            out = torch.full_like(case.query, torch.nan)
+            arguments = case.query, case.keys, case.values, None, case.slots, case.lengths, out
+            decode_attention(*arguments, workspace, config, scale=0.2)
+            torch.testing.assert_close(out, case.reference(torch.float32, scale=0.2))
+            assert not workspace.tickets.any()
+
+
+def test_workspaces_are_made_once_and_shared(device):
+    case, workspaces = make_case(device, [30] * 5), DecodeWorkspaces()
+    first, config = workspaces.get(case.query, case.values, paged=False)
+    again, _ = workspaces.get(case.query, case.values, paged=False)
+    other, other_config = workspaces.get(case.query[:4], case.values, paged=False)
+    fewer, _ = workspaces.get(case.query[1:4], case.values, paged=False)
+    assert first is again
+    assert other is fewer
+    assert other.partials.numel() < first.partials.numel() or config == other_config
+    out = torch.full_like(case.query, torch.nan)
+    arguments = case.query, case.keys, case.values, None, case.slots, case.lengths, out
+    decode_attention(*arguments, first, config, scale=0.2)
+    torch.testing.assert_close(out, case.reference(torch.float32, scale=0.2))
 
 
 @pytest.mark.parametrize("block_size", [None, 16])
@@ -214,12 +280,14 @@ def test_reference_is_what_torch_calls_attention():
 
 def test_workspace_that_is_too_small_is_refused(device):
     case = make_case(device, [5])
-    out, workspace = torch.empty_like(case.query), torch.empty(10, device=device)
-    kv = case.keys, case.values, case.tables
+    out, tickets = torch.empty_like(case.query), torch.zeros(6, dtype=torch.int32, device=device)
+    arguments = case.query, case.keys, case.values, None, case.slots, case.lengths, out
+    workspace = Workspace(torch.empty(10, device=device), tickets)
     with pytest.raises(AssertionError, match="workspace has 10"):
-        decode_attention(
-            case.query, *kv, case.slots, case.lengths, out, workspace, config=SMALL, scale=1.0
-        )
+        decode_attention(*arguments, workspace, SMALL, scale=1.0)
+    workspace = Workspace(torch.empty(10_000, device=device), tickets[:5])
+    with pytest.raises(AssertionError, match="too few tickets"):
+        decode_attention(*arguments, workspace, SMALL, scale=1.0)
 
 
 # Llama-3-8B, Qwen3-0.6B, Qwen2.5-0.5B, Phi-2, Gemma-2-9B and a model of one KV head
@@ -262,7 +330,9 @@ def test_default_config_on_models(device, num_heads, num_kv_heads, head_dim, blo
 
 
 @pytest.mark.parametrize("block_size", [None, 16])
-def test_captured_graph_follows_lengths_and_tables(device, block_size):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_captured_graph_follows_lengths_and_tables(device, block_size, overlap, monkeypatch):
+    monkeypatch.setattr(linear, "overlap", overlap)
     if device.type != "cuda":
         pytest.skip("graphs are CUDA's")
     lengths = [700, 0, 1, 200, 64]
@@ -283,14 +353,17 @@ def test_captured_graph_follows_lengths_and_tables(device, block_size):
     )
     config = default_config(5, 32, 8, 128, torch.bfloat16, 132, paged=block_size is not None)
     out = torch.empty_like(case.query)
-    workspace = torch.empty(workspace_shape(config, 32, 128), device=device)
+    workspace = Workspace.empty([config], 32, 8, 128, device)
     arguments = case.query, case.keys, case.values, case.tables, case.slots, case.lengths, out
-    decode_attention(*arguments, workspace, config=config, scale=0.1)
+    decode_attention(*arguments, workspace, config, scale=0.1)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        decode_attention(*arguments, workspace, config=config, scale=0.1)
-    for current in (case, later):
+        # Twice: the second finds the counters as the first has left them.
+        decode_attention(*arguments, workspace, config, scale=0.1)
+        out.fill_(torch.nan)
+        decode_attention(*arguments, workspace, config, scale=0.1)
+    for current in (case, later, case, later):
         case.query.copy_(current.query)
         case.keys.copy_(current.keys)
         case.values.copy_(current.values)

@@ -1,19 +1,69 @@
-"""Products of few tokens against float64."""
+"""Products of few tokens against float64, and with what comes before them against its parts."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from aquifer.kernels.linear import MAX_TILE_TOKENS, Shape, Tile, linear, tiles, tune
+from aquifer.kernels import linear as module
+from aquifer.kernels.activation import silu_mul_reference
+from aquifer.kernels.linear import (
+    MAX_TILE_TOKENS,
+    Shape,
+    Tile,
+    best_tile,
+    linear,
+    measure,
+    norm_linear,
+    silu_linear,
+    tiles,
+)
+from aquifer.kernels.norm import add_rms_norm, rms_norm, rms_norm_reference
 
 MAX_ERROR = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+EPS = 1e-5
 SMALL_TILES: dict[int, tuple[Tile, ...]] = {
     1: (Tile(2, 32, 4), Tile(4, 64, 2)),
-    3: (Tile(16, 32, 2, 2), Tile(32, 64, 4, 3)),
+    3: (Tile(16, 32, 2, 2), Tile(32, 64, 4, 3), Tile(16, 32, 2, 2, 3), Tile(16, 16, 2, 2, 8)),
 }
 
 
+@pytest.fixture(params=[False, True], ids=["serial", "overlapping"])
+def overlap(
+    request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if request.param and device.type != "cuda":
+        pytest.skip("only a GPU overlaps kernels")
+    monkeypatch.setattr(module, "overlap", request.param)
+
+
+class Random:
+    """Tensors of one dtype; rows further apart than they are long, and NaN between them."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, seed: int) -> None:
+        self._generator = torch.Generator(device).manual_seed(seed)
+        self._device, self._dtype = device, dtype
+
+    def __call__(self, *shape: int) -> torch.Tensor:
+        random = torch.randn(shape, generator=self._generator, device=self._device)
+        return random.to(self._dtype)
+
+    def rows(self, num_rows: int, num_columns: int) -> torch.Tensor:
+        wide = torch.full((num_rows, num_columns + 8), torch.nan, device=self._device)
+        wide[:, :num_columns] = self(num_rows, num_columns)
+        return wide.to(self._dtype)[:, :num_columns]
+
+
+def error(result: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((result.double() - exact).norm() / exact.norm())
+
+
+def exact_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x.double() @ weight.double().T + (0 if bias is None else bias.double())
+
+
+@pytest.mark.usefixtures("overlap")
 @pytest.mark.parametrize("dtype", list(MAX_ERROR), ids=str)
 @pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize(("num_out", "num_in"), [(64, 64), (37, 40), (16, 100)])
@@ -26,34 +76,176 @@ def test_tiles(
     has_bias: bool,
     dtype: torch.dtype,
 ) -> None:
-    if device.type == "cpu" and dtype == torch.bfloat16:
+    if device.type == "cpu" and dtype == torch.bfloat16 and num_tokens > 1:
         pytest.skip("Triton's interpreter has no products of bfloat16")
-    generator = torch.Generator(device).manual_seed(num_out)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device=device).to(dtype)
-
-    x, weight = random(num_tokens, num_in + 8)[:, :num_in], random(num_out, num_in)
+    random = Random(device, dtype, num_out)
+    x, weight = random.rows(num_tokens, num_in), random(num_out, num_in)
     bias = random(num_out) if has_bias else None
-    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    exact = exact_product(x, weight, bias)
     candidates = SMALL_TILES[min(num_tokens, 3)]
     if device.type == "cuda" and dtype != torch.float32:
         candidates += tiles(Shape(num_tokens, num_out, num_in))
     for tile in (None, *candidates):
-        result = linear(x, weight, bias, tile)
-        assert result.is_contiguous()
-        assert result.dtype == dtype
-        assert (result.double() - exact).norm() / exact.norm() < MAX_ERROR[dtype], tile
+        for _ in range(2):  # what one call counts in must be as it was for the next
+            result = linear(x, weight, bias, tile)
+            assert result.is_contiguous()
+            assert result.dtype == dtype
+            assert error(result, exact) < MAX_ERROR[dtype], tile
+
+
+def test_sums_of_several_programs_are_always_the_same(device: torch.device) -> None:
+    random = Random(device, torch.float16, 1)
+    x, weight = random(4, 256), random(64, 256)
+    tile = Tile(16, 32, 2, 2, 8)
+    first = linear(x, weight, None, tile)
+    for _ in range(3):
+        assert torch.equal(linear(x, weight, None, tile), first)
+
+
+@pytest.mark.usefixtures("overlap")
+@pytest.mark.parametrize("dtype", list(MAX_ERROR), ids=str)
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("has_delta", [False, True], ids=["first", "later"])
+@pytest.mark.parametrize(("num_out", "num_in"), [(300, 64), (37, 100), (5, 1000)])
+@pytest.mark.parametrize("num_tokens", [0, 1, 3])
+def test_norm_linear(
+    device: torch.device,
+    num_tokens: int,
+    num_out: int,
+    num_in: int,
+    has_delta: bool,
+    has_bias: bool,
+    dtype: torch.dtype,
+) -> None:
+    random = Random(device, dtype, num_in)
+    residual, norm_weight = random.rows(num_tokens, num_in), random(num_in)
+    delta = random.rows(num_tokens, num_in) if has_delta else None
+    weight, bias = random(num_out, num_in), random(num_out) if has_bias else None
+    total = residual.clone()
+    if delta is None:
+        normed = rms_norm(total, norm_weight, EPS)
+    else:
+        normed = add_rms_norm(delta, total, norm_weight, EPS)
+    exact = exact_product(normed, weight, bias)
+
+    result, new_residual = norm_linear(delta, residual, norm_weight, EPS, weight, bias)
+    assert result.shape == (num_tokens, num_out)
+    assert result.is_contiguous()
+    assert result.dtype == new_residual.dtype == dtype
+    assert torch.equal(new_residual, total)
+    if num_tokens:
+        # A last bit of the norm may differ, as its sum is in another order.
+        assert error(result, exact) < 2 * MAX_ERROR[dtype]
+
+
+def test_norm_linear_leaves_one_row_of_the_stream_as_it_was(device: torch.device) -> None:
+    """Other programs still read it while one stores the sum."""
+    random = Random(device, torch.float32, 0)
+    residual, delta, weight = random(1, 64), random(1, 64), random(8, 64)
+    before = residual.clone()
+    _, total = norm_linear(delta, residual, random(64), EPS, weight, None)
+    assert torch.equal(residual, before)
+    assert torch.equal(total, before + delta)
+
+
+@pytest.mark.usefixtures("overlap")
+@pytest.mark.parametrize("dtype", list(MAX_ERROR), ids=str)
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize(("num_out", "num_in"), [(64, 64), (37, 100), (9, 2100)])
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_silu_linear(
+    device: torch.device,
+    num_tokens: int,
+    num_out: int,
+    num_in: int,
+    has_bias: bool,
+    dtype: torch.dtype,
+) -> None:
+    random = Random(device, dtype, num_in)
+    gate_up, weight = random.rows(num_tokens, 2 * num_in), random(num_out, num_in)
+    bias = random(num_out) if has_bias else None
+    # In float32, what torch computes is no more right than what we do.
+    wide = gate_up.double() if dtype == torch.float32 else gate_up
+    exact = exact_product(silu_mul_reference(wide), weight, bias)
+    result = silu_linear(gate_up, weight, bias)
+    assert result.is_contiguous()
+    assert result.dtype == dtype
+    assert error(result, exact) < 2 * MAX_ERROR[dtype]
+
+
+@pytest.mark.parametrize("num_in", [8, 100, 896, 1024, 3072, 4096, 14336])
+@pytest.mark.parametrize("num_out", [1, 100, 1024, 4096, 28672, 151936])
+def test_cuts_for_one_token(num_out: int, num_in: int) -> None:
+    """Every cut covers all rows, and its programs differ by one tile at most."""
+    tile = best_tile(Shape(1, num_out, num_in))
+    assert tile is not None
+    assert tile.columns & (tile.columns - 1) == 0
+    assert tile.columns <= 1024
+    gated = module._gated_tile(num_out, num_in, 132)
+    assert gated.rows == 1 or -(-num_out // gated.rows) >= 3 * 132
+    norm = module._norm_tile(num_in)
+    assert norm.columns >= num_in
+    num_tiles = -(-num_out // norm.rows)
+    num_programs = module._norm_programs(num_out, norm, 132)
+    assert num_programs <= num_tiles
+    assert num_programs * norm.num_warps <= 16 * 132
+    assert num_programs * -(-num_tiles // num_programs) - num_tiles < num_programs
 
 
 def test_no_tiles_for_many_tokens() -> None:
-    assert not tiles(Shape(MAX_TILE_TOKENS + 1, 64, 64))
+    shape = Shape(MAX_TILE_TOKENS + 1, 64, 64)
+    assert not tiles(shape)
+    assert best_tile(shape) is None
 
 
-def test_tune(device: torch.device) -> None:
+def test_measure(device: torch.device) -> None:
     if device.type != "cuda":
         pytest.skip("only a GPU can be measured")
     shapes = [Shape(tokens, 1024, 512) for tokens in (1, 4, 32, 256)]
-    chosen = tune([*shapes, shapes[0]], device)
-    assert list(chosen) == shapes
-    assert all(tile is None or tile in tiles(shape) for shape, tile in chosen.items())
+    for (shape, seconds), expected in zip(
+        measure(shapes, device, torch.bfloat16), shapes, strict=True
+    ):
+        assert shape == expected
+        assert set(seconds) <= {None, *tiles(shape)}
+        assert all(value > 0 for value in seconds.values())
+
+
+@pytest.mark.usefixtures("overlap")
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_captured_chain(device: torch.device, num_tokens: int) -> None:
+    """A feed-forward layer after the other, replayed; each kernel reads what the last one wrote."""
+    if device.type != "cuda":
+        pytest.skip("graphs are CUDA's")
+    hidden, inner, num_layers = 1024, 3072, 8
+    random = Random(device, torch.bfloat16, 3)
+    gate_ups = [random(2 * inner, hidden) * hidden**-0.5 for _ in range(num_layers)]
+    downs = [random(hidden, inner) * inner**-0.5 for _ in range(num_layers)]
+    norm_weight, embedded = random(hidden).abs(), torch.empty_like(random(num_tokens, hidden))
+
+    def forward() -> torch.Tensor:
+        residual, delta = embedded.clone(), None
+        for gate_up_weight, down_weight in zip(gate_ups, downs, strict=True):
+            gate_up, residual = norm_linear(delta, residual, norm_weight, EPS, gate_up_weight, None)
+            delta = silu_linear(gate_up, down_weight, None)
+        assert delta is not None
+        return residual + delta
+
+    def reference() -> torch.Tensor:
+        stream = embedded.clone()
+        for gate_up_weight, down_weight in zip(gate_ups, downs, strict=True):
+            normed = rms_norm_reference(stream, norm_weight, EPS)
+            gate_up = F.linear(normed, gate_up_weight)
+            stream = stream + F.linear(silu_mul_reference(gate_up), down_weight)
+        return stream
+
+    embedded.zero_()
+    forward()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = forward()
+    for _ in range(20):
+        embedded.copy_(random(num_tokens, hidden))
+        out.fill_(torch.nan)
+        graph.replay()
+        assert error(out, reference().double()) < 2e-2

@@ -5,6 +5,7 @@ What a GPU really does is for `tests/gpu`.
 
 from __future__ import annotations
 
+import os
 from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from aquifer.errors import ConfigError, DriverError, InvariantError
-from aquifer.memory.driver import open_driver
+from aquifer.memory.driver import cuda, open_driver
 from aquifer.memory.driver.base import Handle
 from aquifer.memory.driver.cuda import CudaDriver
 
@@ -96,6 +97,19 @@ class FakeApi:
     def do_cuMemGetAllocationGranularity(self, *_: Any) -> tuple[int]:  # noqa: N802
         return (PAGE,)
 
+    def do_cuDeviceGetPCIBusId(self, length: int, _: int) -> tuple[bytes]:  # noqa: N802
+        return (b"0000:1B:00.0".ljust(length, b"\0"),)
+
+    def do_cuDeviceGetName(self, length: int, _: int) -> tuple[bytes]:  # noqa: N802
+        return (b"NVIDIA H200".ljust(length, b"\0"),)
+
+    def do_cuDriverGetVersion(self) -> tuple[int]:  # noqa: N802
+        return (13020,)
+
+    def do_cuMemImportFromShareableHandle(self, *_: Any) -> tuple[int]:  # noqa: N802
+        self.sizes[7] = PAGE
+        return (7,)
+
     def do_cuMemGetInfo(self) -> tuple[int, int]:  # noqa: N802
         return 7, 8
 
@@ -165,10 +179,30 @@ def test_no_gpu_is_said_by_name():
         open_driver("cuda:x")
 
 
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_auto_without_the_bindings_is_the_cpu_and_says_so(monkeypatch, caplog, has_gpu):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(cuda, "has_bindings", lambda: False)
+    driver = open_driver("auto")
+    assert driver.device.type == "cpu"
+    driver.close()
+    assert ("pip install 'aquifer[cuda]'" in caplog.text) == has_gpu
+
+
+def test_auto_is_the_first_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda, "has_bindings", lambda: True)
+    opened: list[int] = []
+    monkeypatch.setattr(cuda, "CudaDriver", opened.append)
+    open_driver("auto")
+    assert opened == [0]
+
+
 def test_pages(driver, api):
     handles = driver.create(PAGE, 3)
     assert len(set(handles)) == 3
-    assert driver.available_bytes() == 7
+    assert (driver.available_bytes(), driver.total_bytes()) == (7, 8)
+    assert (driver.product, driver.cuda_version) == ("NVIDIA H200", "13.2")
     address = driver.reserve(8 * PAGE)
     driver.map(address + PAGE, handles)
     assert api.mapped.keys() == api.accessible
@@ -225,6 +259,73 @@ def test_zero_leaves_nothing_behind(driver, api, call):
     with pytest.raises(DriverError):
         driver.zero(handles)
     assert (api.mapped, driver._reservations, api.contexts) == ({}, {}, 0)
+
+
+class FakeNvml:
+    """Lists these processes, as (process id, bytes), on the device of the fake above."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, processes: list[tuple[int, int | None]], fails_at: str = "") -> None:
+        self.processes = processes
+        self.fails_at = fails_at
+        self.num_open = 0
+
+    def _call(self, name: str) -> None:
+        if name == self.fails_at:
+            raise self.NVMLError(name)
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        self._call("init")
+        self.num_open += 1
+
+    def nvmlShutdown(self) -> None:  # noqa: N802
+        self.num_open -= 1
+
+    def nvmlDeviceGetHandleByPciBusId(self, bus_id: str) -> str:  # noqa: N802
+        assert bus_id == "0000:1B:00.0"
+        self._call("handle")
+        return "device"
+
+    def nvmlDeviceGetComputeRunningProcesses(self, device: str) -> list[SimpleNamespace]:  # noqa: N802
+        assert device == "device"
+        self._call("processes")
+        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in self.processes]
+
+
+MIB = 1 << 20
+PID = os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("processes", "fails_at", "overhead_mib"),
+    [
+        ([(PID + 1, 9000 * MIB), (PID, 806 * MIB)], "", 800),  # less the three pages
+        ([(PID, 6 * MIB)], "", 600 + 100),  # less than is ours for certain: somebody else
+        ([(PID, None)], "", 600 + 100),
+        ([(PID + 1, 806 * MIB)], "", 600 + 100),
+        ([], "", 600 + 100),
+        ([(PID, 806 * MIB)], "init", 600 + 100),
+        ([(PID, 806 * MIB)], "handle", 600 + 100),
+        ([(PID, 806 * MIB)], "processes", 600 + 100),
+    ],
+)
+def test_overhead_is_what_is_not_pages(api, monkeypatch, processes, fails_at, overhead_mib):
+    """100 MiB are torch's."""
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 100 * MIB)
+    nvml = FakeNvml(processes, fails_at)
+    driver = CudaDriver(api=api, nvml=nvml)
+    pages = driver.create(PAGE, 4)
+    driver.release(pages[:1])
+    imported = driver.import_(3, PAGE)  # which is another process's
+    for _ in range(2):
+        assert driver.overhead_bytes() == overhead_mib * MIB
+    driver.release([imported, *pages[1:]])
+    if fails_at == "" and overhead_mib == 800:
+        assert driver.overhead_bytes() == 806 * MIB
+    driver.close()
+    assert nvml.num_open == 0
 
 
 def test_close_gives_back_what_is_still_mapped(driver, api):

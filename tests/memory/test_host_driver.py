@@ -347,3 +347,11 @@ def _shmem_bytes() -> int:
     status = Path("/proc/self/status").read_text()
     fields = dict(line.split(":", 1) for line in status.splitlines())
     return int(fields["RssShmem"].split()[0]) * 1024
+
+
+def test_all_memory_is_the_machine_s_or_the_control_group_s(driver, monkeypatch):
+    machine_bytes = host._meminfo_bytes("MemTotal")
+    for limit_bytes, total_bytes in ((None, machine_bytes), (1 << 20, 1 << 20)):
+        monkeypatch.setattr(host, "_cgroup_limit_bytes", lambda limit=limit_bytes: limit)
+        assert driver.total_bytes() == total_bytes
+    assert driver.overhead_bytes() == 0

@@ -18,7 +18,7 @@ from aquifer.errors import InvariantError
 from aquifer.memory.driver.base import Handle
 from aquifer.memory.driver.faulty import FaultyDriver
 from aquifer.memory.driver.host import HostDriver
-from aquifer.memory.pool import Kind, Owner, PagePool
+from aquifer.memory.pool import PROCESS, Kind, Owner, PagePool
 from aquifer.memory.virtual import VirtualRange
 
 SMALL, LARGE = 4096, 12288
@@ -51,6 +51,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = PagePool(self.driver, BUDGET + 100, SMALL, keep_idle_pages * SMALL)
         self.keep_idle_bytes = keep_idle_pages * SMALL
         self.windows = {size: VirtualRange(self.driver, size, size) for size in (SMALL, LARGE)}
+        self.overhead_bytes = 0
         self.pages: dict[Handle, Page] = {}  # in use
         self.left: dict[Handle, Page] = {}  # as they were when they were given back
         self.holdings: list[list[Handle]] = []  # each holds one reference of each of its pages
@@ -61,17 +62,21 @@ class PoolMachine(RuleBasedStateMachine):
         count=st.integers(0, 7),
         page_bytes=st.sampled_from([SMALL, LARGE, None]),
         has_hook=st.booleans(),
+        may_reclaim=st.booleans(),
     )
-    def acquire(self, owner: Owner, count: int, page_bytes: int | None, has_hook: bool):
+    def acquire(
+        self, owner: Owner, count: int, page_bytes: int | None, has_hook: bool, may_reclaim: bool
+    ):
         self.pool.on_short = self.reclaim if has_hook else None
         wanted_bytes = count * (page_bytes or SMALL)
         num_holdings = len(self.holdings)
         before = self.pool.usage()
-        handles = self.pool.acquire(owner, count, page_bytes)
+        handles = self.pool.acquire(owner, count, page_bytes, may_reclaim=may_reclaim)
         self.pool.on_short = None
+        assert may_reclaim or len(self.holdings) == num_holdings
         if handles is None:  # M6
-            assert wanted_bytes > BUDGET - self.in_use_bytes()
-            assert not (has_hook and self.holdings)
+            assert wanted_bytes > BUDGET - self.in_use_bytes() - self.overhead_bytes
+            assert not (has_hook and may_reclaim and self.holdings)
             if len(self.holdings) == num_holdings:
                 assert self.pool.usage() == before
             return
@@ -147,6 +152,17 @@ class PoolMachine(RuleBasedStateMachine):
             pass
         assert self.pool.usage().idle_bytes <= self.keep_idle_bytes
 
+    @rule(num_bytes=st.one_of(st.just(0), st.integers(0, BUDGET + SMALL)))
+    def account_overhead(self, num_bytes: int):
+        """It takes what it is, and leaves what is in use alone."""
+        idle_bytes = self.pool.usage().idle_bytes
+        self.pool.account_overhead(num_bytes)
+        self.overhead_bytes = num_bytes
+        room_bytes = max(BUDGET - self.in_use_bytes() - num_bytes, 0)
+        # Not more goes than has to; the size of a page comes on top.
+        kept_bytes = self.pool.usage().idle_bytes
+        assert min(idle_bytes, room_bytes - LARGE) < kept_bytes + 1 <= idle_bytes + 1
+
     @rule()
     def release_of_unknown(self):
         with pytest.raises(InvariantError):
@@ -158,11 +174,17 @@ class PoolMachine(RuleBasedStateMachine):
         usage = self.pool.usage()
         in_use = sum(usage.in_use_bytes.values())
         # M1, and that the driver really holds as many bytes (M4)
-        assert in_use + usage.idle_bytes + usage.uncreated_bytes == usage.budget_bytes == BUDGET
-        assert usage.free_bytes == self.pool.free_bytes
-        assert min(usage.idle_bytes, usage.uncreated_bytes) >= 0
-        assert self.resident_bytes() == in_use + usage.idle_bytes == self.pool.created_bytes
-        by_owner = dict.fromkeys(OWNERS, 0)
+        accounted_bytes = in_use + usage.retired_bytes + usage.idle_bytes + usage.uncreated_bytes
+        assert accounted_bytes == usage.budget_bytes + usage.excess_bytes
+        assert usage.budget_bytes == BUDGET
+        assert min(usage.idle_bytes, usage.uncreated_bytes, usage.excess_bytes) >= 0
+        assert not usage.excess_bytes or usage.idle_bytes == usage.uncreated_bytes == 0
+        assert usage.overhead_bytes == self.overhead_bytes
+        assert in_use + usage.free_bytes == max(BUDGET, in_use)
+        assert usage.free_bytes == self.pool.free_bytes == self.pool.ready_bytes
+        created_bytes = in_use - self.overhead_bytes + usage.idle_bytes
+        assert self.resident_bytes() == created_bytes == self.pool.created_bytes <= BUDGET
+        by_owner = dict.fromkeys(OWNERS, 0) | {PROCESS: self.overhead_bytes}
         for handle, page in self.pages.items():  # M2
             by_owner[page.owner] += page.page_bytes
             assert self.pool.num_references(handle) == page.num_references

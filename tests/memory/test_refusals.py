@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from aquifer.cache import KV_CACHES, kv_cache
-from aquifer.cache.base import KVLayout, LayerKV, Spans
+from aquifer.cache.base import KVLayout, LayerKV, Rows, Spans
 from aquifer.errors import DriverError
 from aquifer.memory.driver.base import Handle
 from aquifer.memory.driver.faulty import FaultyDriver
@@ -141,7 +141,9 @@ def sequences(device: Device, name: str) -> None:
     assert device.attempt(lambda: cache.reserve(np.array([3, 1]), np.array([16, 8])))
     spans = Spans.make(np.array([3]), np.array([0]), np.array([16]))
     ones = torch.ones(16, 1, 24)
-    assert (cache.view(spans).attend(0, ones, ones, ones, scale=1.0) == 1).all()
+    view = cache.view(Rows.of(spans, 0, torch.device("cpu")))
+    view.write(0, ones, ones)
+    assert (view.attend(0, ones, scale=1.0) == 1).all()
     others = device.acquire(B, 4)
     assert not device.attempt(lambda: cache.reserve(np.array([0, 2]), np.array([64, 64])))
     device.pool.release(others)
@@ -227,7 +229,7 @@ def test_the_stocker_beside_the_loop(caplog):
     """Two threads at one pool: the equations hold at every moment, and nothing is left behind."""
     driver = FaultyDriver(HostDriver(), fail_at=5)  # once; it may hit either thread
     pool = PagePool(driver, NUM_PAGES * PAGE, PAGE, 8 * PAGE)
-    stocker = PageStocker(pool, 4 * PAGE)
+    stocker = PageStocker(pool, 4)
     stocker.start()
     rng = np.random.default_rng(0)
     held: list[list[Handle]] = []

@@ -15,10 +15,12 @@ import pytest
 import torch
 
 from aquifer.cache import KV_CACHES, kv_cache
-from aquifer.cache.base import KVLayout, LayerKV, Spans
+from aquifer.cache.base import KVLayout, LayerKV, Rows, Spans
+from aquifer.cache.virtual import VirtualCache
 from aquifer.errors import InvariantError
+from aquifer.memory.driver.base import Handle
 from aquifer.memory.driver.host import HostDriver
-from aquifer.memory.pool import Kind, Owner, PagePool
+from aquifer.memory.pool import PROCESS, Kind, Owner, PagePool
 from aquifer.memory.stock import PageStocker
 from aquifer.memory.virtual import VirtualRange
 
@@ -104,13 +106,18 @@ def test_a_page_leaves_only_after_its_fence(driver, pool, range_):
     _launch(driver, range_, 0, 4)
     pool.retired.retire(range_, range(4))
     assert not pool.retired.collect()
-    assert (range_.num_mapped_pages, pool.usage().in_use_bytes) == (4, {A: 4 * PAGE})
-    assert (pool.retired.num_bytes, pool.free_bytes) == (4 * PAGE, 8 * PAGE)
+    assert (range_.num_mapped_pages, pool.usage().in_use_bytes) == (4, {})
+    assert (pool.usage().retired_bytes, pool.free_bytes) == (4 * PAGE, 8 * PAGE)
+    assert (pool.usage().free_bytes, pool.ready_bytes) == (8 * PAGE, 4 * PAGE)
     driver.finish()
     assert pool.retired.collect()
     assert not pool.retired.collect()
     assert (range_.num_mapped_pages, pool.usage().in_use_bytes) == (0, {})
-    assert (pool.retired.num_bytes, pool.free_bytes) == (0, 8 * PAGE)
+    assert (pool.usage().retired_bytes, pool.free_bytes, pool.ready_bytes) == (
+        0,
+        8 * PAGE,
+        8 * PAGE,
+    )
     assert driver.num_waits == 0
 
 
@@ -181,7 +188,7 @@ def test_a_shared_page_is_not_written_by_two(driver, pool, range_):
     range_.map(9, shared)
     _launch(driver, range_, 0, 3)
     pool.retired.retire(range_, range(3))
-    assert pool.retired.num_bytes == 2 * PAGE
+    assert (pool.usage().retired_bytes, pool.usage().in_use_bytes) == (2 * PAGE, {A: PAGE})
     assert pool.retired.take_back(range_, 0, 3) == 1
     assert driver.num_waits == 1
     assert sorted(range_._handles) == [0, 9]
@@ -199,11 +206,202 @@ def test_nothing_is_given_up_twice(driver, pool, range_):
     assert len(pool.retired) == 1
 
 
+def test_a_page_of_which_all_places_are_retired_is_nobody_s(driver, pool, range_):
+    """M1, M2: it is counted once, and nobody may name it until one of them takes it back."""
+    _map(pool, range_, 0, 1)
+    page = range_.handles(0, 1)
+    for index in (5, 9):
+        pool.share(page)
+        range_.map(index, page)
+    _launch(driver, range_, 0, 10)
+    pool.retired.retire(range_, [0, 5])
+    assert (pool.usage().retired_bytes, pool.usage().in_use_bytes) == (0, {A: PAGE})
+    driver.finish()
+    pool.release(range_.unmap_at([9]))
+    assert (pool.usage().retired_bytes, pool.usage().in_use_bytes) == (PAGE, {})
+    for act in (pool.share, pool.release):
+        with pytest.raises(InvariantError, match="does not hold it"):
+            act(page)
+    pool.check()
+    assert pool.retired.reclaim(PAGE)
+    pool.check()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_accounts(seed):
+    """M1 to M4 with shared pages, retired ones and overhead, against who holds what."""
+    random = Random(seed)
+    driver = LateDriver()
+    pool = PagePool(driver, 40 * PAGE, PAGE, random.choice([0, 8]) * PAGE)
+    range_ = VirtualRange(driver, 64 * PAGE, PAGE)
+    owners = {index: random.choice([A, B]) for index in range(64)}
+    held: dict[int, Handle] = {}  # places in use
+    retired: dict[int, Handle] = {}  # at least those that were not unmapped meanwhile
+    owner_of: dict[Handle, Owner] = {}
+    overhead_bytes = 0
+
+    def free_places() -> list[int]:
+        return [index for index in range(64) if index not in held and index not in retired]
+
+    for _ in range(600):
+        act = random.choice(("map", "map", "share", "retire", "back", "collect", "over", "settle"))
+        if act == "map" and free_places():
+            index = random.choice(free_places())
+            owner = owners[index]
+            may_reclaim = random.random() < 0.5
+            pages = pool.acquire(owner, 1, may_reclaim=may_reclaim)
+            used = len(set(held.values()))
+            if pages is None:
+                unused = len(set(retired.values()) - set(held.values()))
+                room_bytes = (40 - used - (0 if may_reclaim else unused)) * PAGE - overhead_bytes
+                assert room_bytes < PAGE
+            else:
+                range_.map(index, pages)
+                held[index], owner_of[pages[0]] = pages[0], owner
+        elif act == "share" and held and free_places():
+            index, page = random.choice(free_places()), random.choice(list(held.values()))
+            pool.share([page])
+            range_.map(index, [page])
+            held[index] = page
+        elif act == "retire" and held:
+            chosen = sorted(random.sample(list(held), random.randint(1, min(len(held), 6))))
+            driver.launch([range_.address + index * PAGE for index in chosen])
+            pool.retired.retire(range_, chosen)
+            retired |= {index: held.pop(index) for index in chosen}
+            driver.finish(len(driver.work) - random.randint(0, 3))
+        elif act == "back" and retired:
+            index = random.choice(list(retired))
+            page = retired.pop(index)
+            if pool.retired.take_back(range_, index, 1):
+                held[index] = page
+        elif act == "collect":
+            pool.retired.collect()
+        elif act == "over":
+            overhead_bytes = random.choice([0, 0, 1, 5 * PAGE, 20 * PAGE + 7, 41 * PAGE])
+            pool.account_overhead(overhead_bytes)
+        elif act == "settle" and random.random() < 0.1:
+            pool.retired.settle()
+        retired = {index: page for index, page in retired.items() if index in range_._handles}
+        pool.check()
+        usage = pool.usage()
+        in_use = {page: owner_of[page] for page in held.values()}
+        expected = {
+            owner: num_bytes
+            for owner in (A, B)
+            if (num_bytes := list(in_use.values()).count(owner) * PAGE)
+        }
+        assert usage.in_use_bytes == expected | (
+            {PROCESS: overhead_bytes} if overhead_bytes else {}
+        )
+        assert usage.retired_bytes == len(set(retired.values()) - set(in_use)) * PAGE
+        total = sum(usage.in_use_bytes.values())
+        terms = usage.retired_bytes + usage.idle_bytes + usage.uncreated_bytes
+        assert total + terms == 40 * PAGE + usage.excess_bytes
+        assert not usage.excess_bytes or usage.idle_bytes == usage.uncreated_bytes == 0
+        assert usage.free_bytes == pool.free_bytes == max(40 * PAGE - total, 0)
+        assert driver.resident_bytes() == pool.created_bytes
+        assert range_.num_mapped_pages == len(held) + len(retired)
+    driver.finish()
+    pool.retired.retire(range_, sorted(held))
+    pool.account_overhead(0)
+    pool.retired.settle()
+    assert not pool.usage().in_use_bytes
+    range_.close()
+    pool.close()
+    driver.close()
+
+
+def test_overhead_takes_idle_pages_then_retired_ones(driver, pool, range_):
+    _map(pool, range_, 0, 6)
+    _launch(driver, range_, 0, 6)
+    pool.retired.retire(range_, range(2, 6))
+    idle = pool.acquire(B, 1)
+    assert idle is not None
+    pool.release(idle)
+    pool.account_overhead(2 * PAGE)
+    assert (pool.usage().idle_bytes, pool.usage().retired_bytes) == (0, 4 * PAGE)
+    pool.account_overhead(3 * PAGE)
+    assert (range_.num_mapped_pages, driver.num_waits) == (5, 1)
+    pool.account_overhead(7 * PAGE)
+    assert (range_.num_mapped_pages, pool.usage().excess_bytes) == (2, PAGE)
+    assert (pool.free_bytes, pool.acquire(B, 1)) == (0, None)
+    assert pool.acquire(B, 0) == []
+    pool.retired.retire(range_, [1])
+    assert (pool.usage().retired_bytes, pool.usage().free_bytes, pool.free_bytes) == (PAGE, 0, 0)
+    pool.retired.settle()
+    assert (pool.usage().excess_bytes, pool.usage().idle_bytes, pool.created_bytes) == (0, 0, PAGE)
+    pool.account_overhead(0)
+    assert pool.free_bytes == 7 * PAGE
+
+
+def test_large_pages_are_made_of_retired_small_ones(driver, pool, range_):
+    """As weights that come while the KV of sequences that ended lies about."""
+    _map(pool, range_, 0, 8)
+    _launch(driver, range_, 0, 8)
+    pool.retired.retire(range_, range(8))
+    assert pool.acquire(B, 1, 4 * PAGE, may_reclaim=False) is None
+    large = pool.acquire(B, 2, 4 * PAGE)
+    assert large is not None
+    assert (range_.num_mapped_pages, driver.resident_bytes()) == (0, 8 * PAGE)
+    pool.release(large)
+
+
+def test_the_stocker_leaves_retired_pages_alone_until_the_pool_gets_short(driver, range_):
+    pool = PagePool(driver, 32 * PAGE, PAGE)
+    stocker = PageStocker(pool, 0)
+    stocker.start()
+    _map(pool, range_, 0, 24)
+    pool.retired.retire(range_, range(24))
+    time.sleep(0.05)
+    assert (range_.num_mapped_pages, pool.ready_bytes) == (24, 8 * PAGE)
+    pages = pool.acquire(B, 7)  # one is left, and two are to be ready: a sixteenth
+    assert pages is not None
+    stocker.wake()
+    _until(lambda: pool.ready_bytes >= 2 * PAGE)
+    assert 0 < range_.num_mapped_pages < 24
+    pool.check()
+    assert pool.retired.take_back(range_, 0, 8) == 8  # what is left is the beginning
+    stocker.close()
+    pool.release(pages)
+    pool.retired.retire(range_, range(8))
+    pool.retired.settle()
+    pool.close()
+
+
 LAYOUTS = {
     "small": KVLayout((LayerKV(2, 16, 16), LayerKV(1, 24, 8)), torch.float32),
     "large": KVLayout((LayerKV(4, 96, 96), LayerKV(2, 128, 64)), torch.float32),  # over a page
 }
 MAX_SEQS, MAX_TOKENS = 6, 96
+
+
+def test_the_next_sequence_of_a_slot_finds_its_pages_mapped():
+    """Deferred reclamation: nothing is created, mapped or unmapped, however long they lay."""
+    driver = LateDriver()
+    pool = PagePool(driver, 300 * PAGE, PAGE)
+    stocker = PageStocker(pool, 0)
+    stocker.start()
+    cache = VirtualCache(pool, A, LAYOUTS["small"], MAX_SEQS, MAX_TOKENS)
+    range_ = cache._range
+    slots = np.array([2, 4])
+    assert cache.reserve(slots, np.array([80, 60]))
+    before = dict(range_._handles)
+    for slot in slots.tolist():
+        cache.release(slot)
+    driver.finish()
+    time.sleep(0.02)
+    assert cache.stats(0).mapped_bytes == 0
+    assert pool.usage().retired_bytes == len(before) * PAGE
+    assert cache.reserve(slots, np.array([30, 90]))
+    assert {i: page for i, page in range_._handles.items() if i in before} == before
+    assert cache.stats(120).mapped_bytes == pool.usage().in_use_bytes[A]
+    assert cache.reserve(slots, np.array([96, 96]))
+    assert {i: page for i, page in range_._handles.items() if i in before} == before
+    assert pool.usage().retired_bytes == 0
+    cache.close()
+    stocker.close()
+    pool.close()
+    driver.close()
 
 
 def _in_use(pool: PagePool, range_: VirtualRange) -> set[int]:
@@ -232,7 +430,7 @@ def test_random_lives_on_a_late_device(name, layout, seed):
     random = Random(seed)
     driver = LateDriver()
     pool = PagePool(driver, random.choice([12, 40, 200]) * PAGE, PAGE)
-    stocker = PageStocker(pool, 8 * PAGE)
+    stocker = PageStocker(pool, 8)
     if seed % 2:
         stocker.start()
     cache = kv_cache(name, 8)(pool, A, LAYOUTS[layout], MAX_SEQS, MAX_TOKENS)
@@ -258,14 +456,15 @@ def test_random_lives_on_a_late_device(name, layout, seed):
             continue
         number[slots[lengths[slots] == 0]] = step
         spans = Spans.make(slots, lengths[slots], counts)
-        view = cache.view(spans)
+        view = cache.view(Rows.of(spans, 0, torch.device("cpu")))
         row_slots, positions = spans.rows()
         for index, layer in enumerate(LAYOUTS[layout].layers):
             mark = torch.from_numpy(number[row_slots] * 1000 + positions).float()[:, None, None]
             keys = mark.expand(-1, layer.num_kv_heads, layer.key_dim)
             values = mark.expand(-1, layer.num_kv_heads, layer.value_dim)
             # The mean of all values so far, as no query prefers any key.
-            attended = view.attend(index, torch.zeros_like(keys), keys, values, scale=1.0)
+            view.write(index, keys, values)
+            attended = view.attend(index, torch.zeros_like(keys), scale=1.0)
             mean = number[row_slots] * 1000 + positions / 2
             expected = torch.from_numpy(mean).float()[:, None, None].expand_as(attended)
             torch.testing.assert_close(attended, expected, rtol=1e-4, atol=1e-2)
@@ -275,14 +474,19 @@ def test_random_lives_on_a_late_device(name, layout, seed):
         if not seed % 2 and random.random() < 0.5:
             pool.retired.collect()
         pool.check()
+        # K1
+        in_use_bytes = len(_in_use(pool, range_)) * PAGE
+        assert cache.stats(int(lengths.sum())).mapped_bytes == in_use_bytes
+        assert pool.usage().in_use_bytes.get(A, 0) == in_use_bytes
     assert num_refused or pool.budget_bytes > 12 * PAGE
     for left in np.flatnonzero(lengths):
         cache.release(int(left))
     driver.finish()
+    assert pool.free_bytes == pool.budget_bytes
     if seed % 2:
-        _until(lambda: not len(pool.retired))
         stocker.close()
     cache.close()
+    assert not len(pool.retired)
     assert not pool.usage().in_use_bytes
     pool.close()
     driver.close()

@@ -26,12 +26,21 @@ class _DenseView:
         self._layers = layers
         self._spans = spans
 
+    def destination(
+        self, layer: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        return *self._layers[layer], *map(torch.from_numpy, self._spans.rows())
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        keys, values, slots, positions = self.destination(layer)
+        assert key.shape[0] == value.shape[0] == len(slots)
+        keys[slots, positions] = key
+        values[slots, positions] = value
+
     def attend(
         self,
         layer: int,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
         *,
         scale: float,
         window_tokens: int | None = None,
@@ -39,9 +48,7 @@ class _DenseView:
     ) -> torch.Tensor:
         keys, values = self._layers[layer]
         slots, positions = self._spans.rows()
-        assert query.shape[0] == key.shape[0] == value.shape[0] == len(slots)
-        keys[slots, positions] = key
-        values[slots, positions] = value
+        assert query.shape[0] == len(slots)
         rows = [
             _attend_one(
                 query[row],

@@ -17,19 +17,24 @@ from rich.table import Table
 from aquifer.bench.result import save, summarize
 from aquifer.bench.workload import LengthRange, Workload
 from aquifer.config import ModelSpec, parse_size
+from aquifer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from aquifer.bench.offline import Series
+    from aquifer.bench.floor import Rates
+    from aquifer.engine.llm import LLM
 
 app = typer.Typer(no_args_is_help=True, help="Measure the engine; each result is also a file.")
 
 ModelArgument = Annotated[str, typer.Argument(help="A checkpoint's path, or a bundled model.")]
 InputLen = Annotated[str, typer.Option(help="Prompt tokens: 128, or a range 16-256.")]
 OutputLen = Annotated[str, typer.Option(help="Output tokens: 128, or a range 16-256.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+LoadFormat = Annotated[str, typer.Option(help="auto, or dummy: random weights, config.json alone.")]
 KVCache = Annotated[str, typer.Option(help="virtual or paged.")]
 Memory = Annotated[str | None, typer.Option(help="The pool's budget, such as 4GiB.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-Seed = Annotated[int, typer.Option(help="Of the workload.")]
+BatchedTokens = Annotated[int | None, typer.Option(help="Tokens of one step.", min=1)]
+Seed = Annotated[int, typer.Option(help="Of the workload, and of sampling.")]
 Repeats = Annotated[int, typer.Option(help="Timed runs; the median counts.", min=1)]
 Against = Annotated[
     bool, typer.Option("--transformers", help="Also run Transformers' generate, turn by turn.")
@@ -40,56 +45,264 @@ Output = Annotated[Path | None, typer.Option(help="Write the result to this JSON
 @app.command()
 def throughput(
     model: ModelArgument,
-    num_prompts: Annotated[int, typer.Option(help="Requests, all there at the start.")] = 32,
+    num_prompts: Annotated[int, typer.Option(help="Requests, all there at the start.", min=1)] = 32,
     input_len: InputLen = "16-256",
     output_len: OutputLen = "16-256",
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    device: Device = "auto",
+    load_format: LoadFormat = "auto",
     kv_cache: KVCache = "virtual",
     memory: Memory = None,
     dtype: Dtype = "auto",
+    max_num_batched_tokens: BatchedTokens = None,
     seed: Seed = 0,
     repeats: Repeats = 3,
     transformers: Against = False,
     output: Output = None,
 ) -> None:
     """Output tokens a second of many requests at once."""
-    _run_offline(
-        "throughput",
-        model,
-        num_prompts,
-        (input_len, output_len),
-        {"kv_cache": kv_cache, "memory": memory, "dtype": dtype},
-        seed,
-        repeats,
-        transformers,
-        output,
+    if transformers and temperature:
+        raise ConfigError("--transformers compares greedy outputs; leave --temperature at 0")
+    from aquifer.bench import offline
+    from aquifer.bench.floor import Cost
+
+    options = _options(device, load_format, kv_cache, memory, dtype, max_num_batched_tokens)
+    inputs, outputs = LengthRange.parse(input_len), LengthRange.parse(output_len)
+    with _open(model, options, num_prompts, seed) as llm:
+        (info,) = llm.engine.models.values()
+        workload = Workload.random(num_prompts, inputs, outputs, info.vocab_size, seed)
+        peer = offline.load_transformers(llm) if transformers else None
+        ours, theirs = offline.compare(llm, workload, repeats, peer, temperature)
+        described, cost = _describe("throughput", llm, options), Cost.of(llm)
+    rates = _rates(described)
+    figures = {
+        **described,
+        "input_len": input_len,
+        "output_len": output_len,
+        "temperature": temperature,
+        "seed": seed,
+        **offline.figures(workload, ours, theirs, cost, rates),
+    }
+    table = _table(_title(figures))
+    for column in ("", "output tok/s", "prompt tok/s", "s", "runs"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, key in (("Aquifer", "aquifer"), ("Transformers", "transformers")):
+        if key in figures:
+            _add_series(table, name, figures[key])
+    table.add_row(
+        "floor",
+        f"{figures['floor_output_throughput']:.1f}",
+        "",
+        f"{figures['floor_seconds']:.2f}",
+        "",
     )
+    table.caption = f"floor: weights and KV at {_rates_text(rates)}"
+    if theirs is not None:
+        table.caption += f"\n{_against(figures)}"
+    _finish(table, figures, output)
 
 
 @app.command()
 def latency(
     model: ModelArgument,
+    batch_size: Annotated[str, typer.Option(help="Requests that decode at once: 1,32,128.")] = "1",
     input_len: InputLen = "128",
     output_len: OutputLen = "128",
+    everything_mapped: Annotated[
+        bool,
+        typer.Option("--everything-mapped", help="Map all KV once the prompts are read."),
+    ] = False,
+    device: Device = "auto",
+    load_format: LoadFormat = "auto",
     kv_cache: KVCache = "virtual",
     memory: Memory = None,
     dtype: Dtype = "auto",
+    max_num_batched_tokens: BatchedTokens = None,
     seed: Seed = 0,
     repeats: Repeats = 5,
     transformers: Against = False,
     output: Output = None,
 ) -> None:
-    """Time per token of one request alone."""
-    _run_offline(
-        "latency",
-        model,
-        1,
-        (input_len, output_len),
-        {"kv_cache": kv_cache, "memory": memory, "dtype": dtype},
-        seed,
-        repeats,
-        transformers,
-        output,
+    """Time of a decode step, and until the first tokens, by batch size."""
+    from aquifer.bench import offline
+    from aquifer.bench.floor import Cost
+    from aquifer.bench.latency import measure_steps
+
+    options = _options(device, load_format, kv_cache, memory, dtype, max_num_batched_tokens)
+    sizes = _batch_sizes(batch_size)
+    inputs, outputs = LengthRange.parse(input_len), LengthRange.parse(output_len)
+    with _open(model, options, max(sizes), seed) as llm:
+        (info,) = llm.engine.models.values()
+        peer = offline.load_transformers(llm) if transformers else None
+        batches = [
+            measure_steps(
+                llm,
+                Workload.random(size, inputs, outputs, info.vocab_size, seed),
+                repeats,
+                everything_mapped=everything_mapped,
+                transformers=peer,
+            )
+            for size in sizes
+        ]
+        described, cost = _describe("latency", llm, options), Cost.of(llm)
+    rates = _rates(described)
+    figures = {
+        **described,
+        "input_len": input_len,
+        "output_len": output_len,
+        "everything_mapped": everything_mapped,
+        "seed": seed,
+        "batches": [batch.figures(cost, rates) for batch in batches],
+    }
+    table = _table(_title(figures))
+    for column in ("batch", "ms/step", "mean", "p99", "floor", "of floor", "first tokens, s"):
+        table.add_column(column, justify="right")
+    table.add_column("output tok/s", justify="right")
+    for batch in figures["batches"]:
+        ours = batch["aquifer"]
+        table.add_row(
+            str(batch["num_prompts"]),
+            *(f"{ours['step_ms'][key]:.3f}" for key in ("median", "mean", "p99")),
+            f"{batch['floor_ms_per_token']:.3f}",
+            f"{batch['times_floor']:.2f} x, {1 / batch['times_floor']:.0%}",
+            f"{summarize(ours['first_tokens_seconds'])['median']:.3f}",
+            f"{ours['output_throughput']:.1f}",
+        )
+        if "transformers" in batch:
+            theirs = batch["transformers"]
+            # All of its time by token: prompts included.
+            per_token_ms = 1e3 * batch["num_prompts"] / theirs["output_throughput"]
+            table.add_row("Transf.", "", f"{per_token_ms:.3f}", "", "", "", "", _rate(theirs))
+    table.caption = f"floor: weights and KV read once, at {_rates_text(rates)}"
+    if transformers:
+        table.caption += "".join(
+            f"\nbatch {batch['num_prompts']}: {_against(batch)}" for batch in figures["batches"]
+        )
+    _finish(table, figures, output)
+
+
+@app.command()
+def prefill(
+    model: ModelArgument,
+    num_prompts: Annotated[int, typer.Option(help="Requests, all there at the start.", min=1)] = 16,
+    input_len: InputLen = "512",
+    device: Device = "auto",
+    load_format: LoadFormat = "auto",
+    kv_cache: KVCache = "virtual",
+    memory: Memory = None,
+    dtype: Dtype = "auto",
+    max_num_batched_tokens: BatchedTokens = None,
+    seed: Seed = 0,
+    repeats: Repeats = 3,
+    output: Output = None,
+) -> None:
+    """Prompt tokens a second, of requests that end with their first token."""
+    from aquifer.bench import offline
+    from aquifer.bench.floor import Cost
+
+    options = _options(device, load_format, kv_cache, memory, dtype, max_num_batched_tokens)
+    inputs = LengthRange.parse(input_len)
+    with _open(model, options, num_prompts, seed) as llm:
+        (info,) = llm.engine.models.values()
+        workload = Workload.random(num_prompts, inputs, LengthRange(1, 1), info.vocab_size, seed)
+        ours, _ = offline.compare(llm, workload, repeats)
+        described, cost = _describe("prefill", llm, options), Cost.of(llm)
+    rates = _rates(described)
+    figures = {
+        **described,
+        "input_len": input_len,
+        "seed": seed,
+        **offline.prefill_figures(workload, ours, cost, rates),
+    }
+    table = _table(_title(figures))
+    for column in ("", "prompt tok/s", "s", "runs"):
+        table.add_column(column, justify="right" if column else "left")
+    series = figures["aquifer"]
+    table.add_row(
+        "Aquifer",
+        f"{series['prompt_throughput']:.0f}",
+        f"{series['duration']:.3f}",
+        _runs(series),
     )
+    table.add_row(
+        "floor",
+        f"{figures['floor_prompt_throughput']:.0f}",
+        f"{figures['floor_seconds']:.3f}",
+        f"{rates.operations_per_s / 1e12:.2f} TFLOP/s",
+    )
+    _finish(table, figures, output)
+
+
+@app.command()
+def start(
+    model: ModelArgument,
+    device: Device = "auto",
+    load_format: LoadFormat = "auto",
+    kv_cache: KVCache = "virtual",
+    memory: Memory = None,
+    dtype: Dtype = "auto",
+    repeats: Annotated[int, typer.Option(help="The first may have to compile.", min=1)] = 2,
+    output: Output = None,
+) -> None:
+    """Time from a fresh process to its first token."""
+    from aquifer.bench.start import measure_start
+
+    options = _options(device, load_format, kv_cache, memory, dtype, None)
+    starts = [measure_start(model, options) for _ in range(repeats)]
+    figures = {
+        "benchmark": "start",
+        "model": model,
+        **options,
+        "starts": [asdict(times) for times in starts],
+    }
+    table = _table(f"start of {model}, s")
+    for column in ("", "import", "construct", "first token", "whole process", "compiled"):
+        table.add_column(column, justify="right" if column else "left")
+    for number, times in enumerate(starts, 1):
+        seconds = (times.import_s, times.construct_s, times.first_token_s, times.process_s)
+        table.add_row(f"run {number}", *(f"{s:.2f}" for s in seconds), str(times.num_compiled))
+    _finish(table, figures, output)
+
+
+@app.command()
+def load(
+    model: ModelArgument,
+    make_bytes: Annotated[
+        str | None,
+        typer.Option(help="First write random weights of the model's shapes, about so many."),
+    ] = None,
+    from_pinned: Annotated[
+        bool, typer.Option("--from-pinned", help="Also time it from page-locked host memory.")
+    ] = False,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    repeats: Annotated[int, typer.Option(help="The first may read from disk.", min=1)] = 2,
+    output: Output = None,
+) -> None:
+    """How fast a checkpoint's weights come onto the device."""
+    import contextlib
+
+    import torch
+
+    from aquifer.bench.load import made_checkpoint, measure_load
+
+    wanted = None if dtype == "auto" else getattr(torch, dtype)
+    with contextlib.ExitStack() as resources:
+        path = ModelSpec.parse(model).path
+        if make_bytes is not None:
+            path = resources.enter_context(made_checkpoint(path, parse_size(make_bytes)))
+        times = measure_load(path, device, wanted, repeats, from_pinned=from_pinned)
+    figures = {"benchmark": "load", "model": model, "make_bytes": make_bytes, **asdict(times)}
+    table = _table(f"{times.num_bytes / 1e9:.2f} GB of weights onto {times.device}")
+    for column in ("", "s", "GB/s"):
+        table.add_column(column, justify="right" if column else "left")
+    table.add_row("pages created and mapped", f"{times.pages_s:.3f}", "")
+    rows = {"files": times.load_s, "page-locked memory": times.pinned_s}
+    for name, series in rows.items():
+        for number, seconds in enumerate(series, 1):
+            rate = f"{times.num_bytes / seconds / 1e9:.1f}"
+            table.add_row(f"from {name}, run {number}", f"{seconds:.3f}", rate)
+    _finish(table, figures, output)
 
 
 @app.command()
@@ -133,84 +346,96 @@ def overhead(
     _finish(table, figures, output)
 
 
-def _run_offline(
-    benchmark: str,
-    model: str,
-    num_prompts: int,
-    lengths: tuple[str, str],
-    options: dict[str, Any],
-    seed: int,
-    repeats: int,
-    transformers: bool,
-    output: Path | None,
-) -> None:
-    from aquifer.bench.floor import read_bandwidth
-    from aquifer.bench.offline import compare
+def _options(
+    device: str,
+    load_format: str,
+    kv_cache: str,
+    memory: str | None,
+    dtype: str,
+    max_num_batched_tokens: int | None,
+) -> dict[str, Any]:
+    """Of `LLM`."""
+    return {
+        "device": device,
+        "load_format": load_format,
+        "kv_cache": kv_cache,
+        "memory": memory,
+        "dtype": dtype,
+        "max_num_batched_tokens": max_num_batched_tokens,
+    }
+
+
+def _open(model: str, options: dict[str, Any], num_seqs: int, seed: int) -> LLM:
+    """An engine in which so many sequences can run at once; the seed is of sampling."""
     from aquifer.engine.llm import LLM
 
-    inputs, outputs = map(LengthRange.parse, lengths)
-    spec = ModelSpec.parse(model)
-    with LLM(model, **options) as llm:
-        (info,) = llm.engine.models.values()
-        workload = Workload.random(num_prompts, inputs, outputs, info.vocab_size, seed)
-        ours, theirs = compare(llm, workload, repeats, str(spec.path) if transformers else None)
-    figures: dict[str, Any] = {
-        "benchmark": benchmark,
-        "num_parameters": info.num_parameters,
-        "dtype": info.dtype,
-        "num_prompts": num_prompts,
-        "input_len": lengths[0],
-        "output_len": lengths[1],
-        "seed": seed,
-        **options,
-        "total_input_tokens": workload.num_input_tokens,
-        "total_output_tokens": workload.num_output_tokens,
-        "aquifer": _series(ours, workload),
-    }
-    if num_prompts == 1:
-        # One stream reads all weights for each token.
-        bandwidth = read_bandwidth()
-        figures["read_bandwidth"] = bandwidth
-        figures["floor_ms_per_token"] = 1e3 * info.weight_bytes / bandwidth
-    table = _table(f"{benchmark}: {info.num_parameters / 1e6:.0f} M parameters, {info.dtype}")
-    for column in ("", "output tok/s", "ms/token", "runs"):
-        table.add_column(column, justify="right" if column else "left")
-    _add_row(table, "Aquifer", figures["aquifer"], num_prompts)
-    if "floor_ms_per_token" in figures:
-        floor = f"{figures['floor_ms_per_token']:.2f}"
-        table.add_row("floor: weights", "", floor, f"at {figures['read_bandwidth'] / 1e9:.1f} GB/s")
-    if theirs is not None:
-        figures["transformers"] = _series(theirs, workload)
-        figures["ratio"] = (
-            figures["aquifer"]["output_throughput"] / figures["transformers"]["output_throughput"]
-        )
-        figures["equal_outputs"] = sum(
-            mine == other for mine, other in zip(ours.completed, theirs.completed, strict=True)
-        )
-        _add_row(table, "Transformers", figures["transformers"], num_prompts)
-        table.caption = (
-            f"{figures['ratio']:.2f} times Transformers; "
-            f"{figures['equal_outputs']} of {num_prompts} outputs equal to the last token"
-        )
-    _finish(table, figures, output)
+    return LLM(model, **options, max_num_seqs=max(num_seqs, 256), seed=seed)
 
 
-def _series(series: Series, workload: Workload) -> dict[str, Any]:
-    seconds = summarize(series.seconds)["median"]
+def _describe(benchmark: str, llm: LLM, options: dict[str, Any]) -> dict[str, Any]:
+    """What was measured, for the result's file; before the engine is closed."""
+    (info,) = llm.engine.models.values()
     return {
-        "output_throughput": workload.num_output_tokens / seconds,
-        "total_token_throughput": (
-            (workload.num_input_tokens + workload.num_output_tokens) / seconds
-        ),
-        "duration": seconds,
-        "seconds": series.seconds,
+        "benchmark": benchmark,
+        "model": info.name,
+        "num_parameters": info.num_parameters,
+        **options,
+        "dtype": info.dtype,
+        "device": str(llm.engine.pool.driver.device),
     }
 
 
-def _add_row(table: Table, name: str, figures: dict[str, Any], num_streams: int) -> None:
-    runs = ", ".join(f"{seconds:.2f} s" for seconds in figures["seconds"])
-    per_token_ms = 1e3 * num_streams / figures["output_throughput"]
-    table.add_row(name, f"{figures['output_throughput']:.1f}", f"{per_token_ms:.2f}", runs)
+def _rates(described: dict[str, Any]) -> Rates:
+    """What the device does at best, measured now that the engine has given its memory back."""
+    import torch
+
+    from aquifer.bench.floor import Rates
+
+    rates = Rates.measure(torch.device(described["device"]), getattr(torch, described["dtype"]))
+    described["read_bandwidth"] = rates.bytes_per_s
+    described["matmul_rate"] = rates.operations_per_s
+    return rates
+
+
+def _rates_text(rates: Rates) -> str:
+    return f"{rates.bytes_per_s / 1e9:.1f} GB/s and {rates.operations_per_s / 1e12:.2f} TFLOP/s"
+
+
+def _batch_sizes(text: str) -> list[int]:
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        sizes = [0]
+    if min(sizes) < 1:
+        raise ConfigError(f"--batch-size is {text!r}; write 1 or 1,32,128")
+    return sizes
+
+
+def _title(figures: dict[str, Any]) -> str:
+    return (
+        f"{figures['benchmark']}: {figures['num_parameters'] / 1e6:.0f} M parameters, "
+        f"{figures['dtype']}, {figures['kv_cache']} cache, on {figures['device']}"
+    )
+
+
+def _add_series(table: Table, name: str, series: dict[str, Any]) -> None:
+    prompt_rate = f"{series['prompt_throughput']:.1f}"
+    table.add_row(name, _rate(series), prompt_rate, f"{series['duration']:.2f}", _runs(series))
+
+
+def _rate(series: dict[str, Any]) -> str:
+    return f"{series['output_throughput']:.1f}"
+
+
+def _runs(series: dict[str, Any]) -> str:
+    return ", ".join(f"{seconds:.2f} s" for seconds in series["seconds"])
+
+
+def _against(figures: dict[str, Any]) -> str:
+    return (
+        f"{figures['ratio']:.2f} times Transformers; {figures['equal_outputs']} of "
+        f"{figures['num_prompts']} outputs equal to the last token"
+    )
 
 
 def _table(title: str) -> Table:

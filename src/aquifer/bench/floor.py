@@ -1,15 +1,27 @@
-"""What the machine allows, measured: no program can be faster."""
+"""What the machine allows, measured, and what a model asks of it: no program can be faster."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
+from aquifer.bench.workload import Workload
+from aquifer.models import plan_model
+from aquifer.weights.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from aquifer.engine.llm import LLM
+
 _BYTES = 512 << 20  # several times any cache
 _COPY_BYTES = 4 << 30  # of a GPU, likewise
+_PRODUCT_SIZE = {"cpu": 1024, "cuda": 8192}  # rows and columns of the matrices multiplied
 _REPEATS = 8
 
 
@@ -40,3 +52,109 @@ def device_copy_bandwidth() -> float:
     torch.cuda.synchronize()
     times_ms = [float(a.elapsed_time(b)) for a, b in itertools.pairwise(events)]
     return 2e3 * _COPY_BYTES / statistics.median(times_ms)
+
+
+def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations a second of a large matrix product; the median of several."""
+    size = _PRODUCT_SIZE[device.type]
+    # Random numbers, for products of zeros draw less power and run at a higher clock.
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(left)
+    seconds = []
+    for _ in range(_REPEATS + 1):
+        start = time.perf_counter()
+        torch.mm(left, right, out=out)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return float(2 * size**3 / statistics.median(seconds[1:]))
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a device does at best."""
+
+    bytes_per_s: float
+    operations_per_s: float  # floating-point, of matrix products
+
+    @classmethod
+    def measure(cls, device: torch.device, dtype: torch.dtype) -> Rates:
+        """Take the figures of an idle device, on which 8 GiB are free if it is a GPU."""
+        if device.type != "cuda":
+            return cls(read_bandwidth(), matmul_rate(device, dtype))
+        with torch.cuda.device(device):
+            rates = cls(device_copy_bandwidth(), matmul_rate(device, dtype))
+            torch.cuda.empty_cache()
+        return rates
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a model's tokens take at least, whatever computes them.
+
+    Sliding windows are not taken into account: where a model has them, its attention takes less.
+    Of a mixture of experts every expert counts, which is true of large batches only.
+    """
+
+    body_parameters: int  # of all matrices but embedding and head: every token meets these
+    head_parameters: int  # tokens that are sampled from meet these too
+    parameter_bytes: int  # of one of them
+    kv_bytes_per_token: int
+    attention_operations: float  # for each pair of a token and one that it attends to, all layers
+
+    @classmethod
+    def of(cls, llm: LLM) -> Cost:
+        """Read off the shapes of the model that is loaded."""
+        (info,) = llm.engine.models.values()
+        is_dummy = llm.engine.config.load_format == "dummy"
+        checkpoint = (Checkpoint.without_tensors if is_dummy else Checkpoint.open)(info.path)
+        dtype: torch.dtype = getattr(torch, info.dtype)
+        shapes = [p.shape for p in plan_model(checkpoint, dtype).parameters if len(p.shape) > 1]
+        # The embedding, of which a step reads but a few rows, and the head; or one that is both.
+        tables = [math.prod(shape) for shape in shapes if shape[0] == info.vocab_size]
+        config = checkpoint.config
+        num_heads = config.get("num_attention_heads") or 1
+        group = num_heads / (config.get("num_key_value_heads") or num_heads)
+        kv_elements = info.kv_bytes_per_token // dtype.itemsize  # of all layers
+        return cls(
+            body_parameters=sum(map(math.prod, shapes)) - sum(tables),
+            head_parameters=tables[-1] if tables else 0,
+            parameter_bytes=dtype.itemsize,
+            kv_bytes_per_token=info.kv_bytes_per_token,
+            # Each query head multiplies and adds once with every element of K and of V.
+            attention_operations=2 * group * kv_elements,
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        """Weights that one step reads."""
+        return (self.body_parameters + self.head_parameters) * self.parameter_bytes
+
+    def step_s(self, workload: Workload, rates: Rates) -> float:
+        """Seconds of one decode step of all requests, the mean over their outputs.
+
+        The weights are read once, and the KV of each request's context.
+        """
+        num_steps = max(max(workload.output_lengths) - 1, 1)
+        kv_bytes = workload.num_attended_tokens / num_steps * self.kv_bytes_per_token
+        return (self.weight_bytes + kv_bytes) / rates.bytes_per_s
+
+    def prefill_s(self, prompt_lengths: Sequence[int], rates: Rates) -> float:
+        """Seconds to read prompts: their matrix products and causal attention."""
+        operations = 2.0 * self.body_parameters * sum(prompt_lengths)
+        operations += 2.0 * self.head_parameters * len(prompt_lengths)
+        operations += self.attention_operations * sum(n * n / 2 for n in prompt_lengths)
+        return operations / rates.operations_per_s
+
+    def total_s(self, workload: Workload, rates: Rates) -> float:
+        """Seconds of a whole workload, if all of it runs at once from the start.
+
+        The prompts are read as fast as products go. Then there are as many steps as the longest
+        output has tokens: each reads the weights once, and the KV of the requests that still run.
+        That no request waits, and that reading prompts and decoding do not overlap, are the
+        simplifications: the first is more than an engine can do, the second somewhat less.
+        """
+        decode_bytes = max(workload.output_lengths) * self.weight_bytes
+        decode_bytes += workload.num_attended_tokens * self.kv_bytes_per_token
+        prompts_s = self.prefill_s([len(prompt) for prompt in workload.prompts], rates)
+        return prompts_s + decode_bytes / rates.bytes_per_s

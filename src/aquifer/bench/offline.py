@@ -1,6 +1,6 @@
-"""Throughput of a batch, and latency of one stream, of the engine and of Transformers' `generate`.
+"""Many requests at once through the engine, and through Transformers' `generate`.
 
-Both run in this process on the same threads, turn by turn, so that whatever else the machine does
+Both run in this process on the same device, turn by turn, so that whatever else the machine does
 hits both alike.
 """
 
@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from aquifer.bench.floor import Cost, Rates
+from aquifer.bench.result import summarize
 from aquifer.bench.workload import Workload
 from aquifer.engine.llm import LLM
 from aquifer.engine.request import RequestOutput, SamplingParams
@@ -34,30 +36,43 @@ class Series:
         self.completed = run()
         self.seconds.append(time.perf_counter() - start)
 
+    def figures(self, workload: Workload) -> dict[str, Any]:
+        """For the result's file; rates are those of the median run."""
+        seconds = summarize(self.seconds)["median"]
+        num_tokens = workload.num_input_tokens + workload.num_output_tokens
+        return {
+            "output_throughput": workload.num_output_tokens / seconds,
+            "prompt_throughput": workload.num_input_tokens / seconds,
+            "total_token_throughput": num_tokens / seconds,
+            "duration": seconds,
+            "seconds": self.seconds,
+        }
 
-def greedy_params(workload: Workload) -> list[SamplingParams]:
+
+def sampling_params(workload: Workload, temperature: float = 0.0) -> list[SamplingParams]:
     """Exactly as many tokens as the workload says."""
     return [
-        SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
+        SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True)
         for n in workload.output_lengths
     ]
 
 
-def run_aquifer(llm: LLM, workload: Workload) -> Completed:
+def run_aquifer(llm: LLM, workload: Workload, temperature: float) -> Completed:
     """All prompts at once through the engine."""
     outputs: list[RequestOutput] = llm.generate(
-        workload.prompts, greedy_params(workload), use_tqdm=False
+        workload.prompts, sampling_params(workload, temperature), use_tqdm=False
     )
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def load_transformers(path: str, dtype: str) -> Any:
+def load_transformers(llm: LLM) -> Any:
     """The same checkpoint in Transformers, its end-of-sequence tokens switched off."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
+    (info,) = llm.engine.models.values()
+    model = AutoModelForCausalLM.from_pretrained(info.path, dtype=getattr(torch, info.dtype))
     model.generation_config.eos_token_id = None
-    return model.eval()
+    return model.eval().to(llm.engine.pool.driver.device)
 
 
 def run_transformers(model: Any, workload: Workload) -> Completed:
@@ -70,8 +85,8 @@ def run_transformers(model: Any, workload: Workload) -> Completed:
         mask[row, longest - len(prompt) :] = 1
     with torch.inference_mode():
         tokens = model.generate(
-            ids,
-            attention_mask=mask,
+            ids.to(model.device),
+            attention_mask=mask.to(model.device),
             max_new_tokens=max(workload.output_lengths),
             do_sample=False,
             pad_token_id=0,
@@ -83,19 +98,63 @@ def run_transformers(model: Any, workload: Workload) -> Completed:
 
 
 def compare(
-    llm: LLM, workload: Workload, repeats: int, transformers_path: str | None
+    llm: LLM, workload: Workload, repeats: int, transformers: Any = None, temperature: float = 0.0
 ) -> tuple[Series, Series | None]:
-    """Measure the engine, and Transformers if a path is given, alternating, after one warm-up."""
-    warm_up = Workload(workload.prompts[:1], [2])
-    ours, theirs = Series(), None
-    run_aquifer(llm, warm_up)
-    model: Any = None
-    if transformers_path is not None:
-        (info,) = llm.engine.models.values()
-        model, theirs = load_transformers(transformers_path, info.dtype), Series()
-        run_transformers(model, warm_up)
+    """Time the engine, and a model of Transformers if there is one, alternating.
+
+    Each runs the whole workload once before: kernels are compiled, graphs captured and pages made
+    in the first run.
+    """
+    ours, theirs = Series(), None if transformers is None else Series()
+    run_aquifer(llm, workload, temperature)
+    if theirs is not None:
+        run_transformers(transformers, workload)
     for _ in range(repeats):
-        ours.measure(lambda: run_aquifer(llm, workload))
+        ours.measure(lambda: run_aquifer(llm, workload, temperature))
         if theirs is not None:
-            theirs.measure(lambda: run_transformers(model, workload))
+            theirs.measure(lambda: run_transformers(transformers, workload))
     return ours, theirs
+
+
+def figures(
+    workload: Workload, ours: Series, theirs: Series | None, cost: Cost, rates: Rates
+) -> dict[str, Any]:
+    """What `compare` found, and the floor, for the result's file."""
+    floor_s = cost.total_s(workload, rates)
+    result: dict[str, Any] = {
+        **sizes(workload),
+        "aquifer": ours.figures(workload),
+        "floor_seconds": floor_s,
+        "floor_output_throughput": workload.num_output_tokens / floor_s,
+    }
+    if theirs is not None:
+        result["transformers"] = theirs.figures(workload)
+        result |= ratios(workload, ours, theirs)
+    return result
+
+
+def prefill_figures(workload: Workload, ours: Series, cost: Cost, rates: Rates) -> dict[str, Any]:
+    """The same where each request ends with its first token."""
+    floor_s = cost.prefill_s([len(prompt) for prompt in workload.prompts], rates)
+    return {
+        **sizes(workload),
+        "aquifer": ours.figures(workload),
+        "floor_seconds": floor_s,
+        "floor_prompt_throughput": workload.num_input_tokens / floor_s,
+    }
+
+
+def sizes(workload: Workload) -> dict[str, int]:
+    """Of a workload, for the result's file."""
+    return {
+        "num_prompts": len(workload.prompts),
+        "total_input_tokens": workload.num_input_tokens,
+        "total_output_tokens": workload.num_output_tokens,
+    }
+
+
+def ratios(workload: Workload, ours: Series, theirs: Series) -> dict[str, Any]:
+    """How two series of one workload compare."""
+    ours_s, theirs_s = (summarize(series.seconds)["median"] for series in (ours, theirs))
+    equal = [a == b for a, b in zip(ours.completed, theirs.completed, strict=True)]
+    return {"ratio": theirs_s / ours_s, "equal_outputs": sum(equal)}

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from aquifer.cache import kv_cache
-from aquifer.cache.base import KVLayout, LayerKV
+from aquifer.cache.base import KVLayout, LayerKV, Rows
 from aquifer.engine.request import Request, SamplingParams
 from aquifer.engine.scheduler import Lane, Plan, Sampled, Scheduler
 from aquifer.engine.slots import Sequence, SlotTable
@@ -17,6 +17,7 @@ from aquifer.memory.driver import open_driver
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.memory.stock import PageStocker
 
+_DEVICE = torch.device("cpu")
 _MAX_PROMPT_TOKENS = 64
 _MODEL_S = 0.005  # what a model would take at least, while new pages are created
 _POOL_BYTES = 64 << 30  # an address range; only what is used becomes real
@@ -47,7 +48,7 @@ def measure_steps(
     """
     driver = open_driver("cpu")
     pool = PagePool(driver, _POOL_BYTES, page_bytes, keep_idle_bytes=_POOL_BYTES)
-    stocker = PageStocker(pool, 32 << 20)
+    stocker = PageStocker(pool)
     stocker.start()
     max_tokens = _MAX_PROMPT_TOKENS + num_steps + 1
     cache = kv_cache(kv_name)(pool, Owner("bench", Kind.KV), layout, num_seqs, max_tokens)
@@ -109,7 +110,8 @@ def _decode(scheduler: Scheduler, lane: Lane, num_steps: int, stocker: PageStock
         plan = scheduler.plan()
         planned = time.perf_counter()
         assert plan is not None
-        lane.cache.view(plan.spans)
+        lane.cache.upload()
+        lane.cache.view(Rows.of(plan.spans, plan.num_decodes, _DEVICE))
         viewed = time.perf_counter()
         sampled = _sampled(plan)
         ready = time.perf_counter()

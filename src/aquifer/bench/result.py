@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-_PACKAGES = ("aquifer", "torch", "transformers", "numpy", "tokenizers")
+_PACKAGES = ("aquifer", "torch", "triton", "cuda-bindings", "transformers", "numpy", "tokenizers")
 
 
 def summarize(values: Sequence[float]) -> dict[str, float]:
@@ -38,8 +38,22 @@ def environment() -> dict[str, Any]:
         "kernel": platform.release(),
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
+        "gpu": gpu(),
         "load_average": os.getloadavg()[0],
         "versions": {name: _version(name) for name in _PACKAGES},
+    }
+
+
+def gpu() -> dict[str, str | None] | None:
+    """Name and driver of the GPU that torch uses; None where it uses none."""
+    torch = sys.modules.get("torch")  # whoever measured on a GPU has imported it
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    driver = Path("/proc/driver/nvidia/version")
+    return {
+        "name": torch.cuda.get_device_name(),
+        "driver": driver.read_text().splitlines()[0] if driver.is_file() else None,
+        "cuda": torch.version.cuda,
     }
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
-import numpy as np
-
 from aquifer.errors import ConfigError
+
+_TOKEN_LIMIT = 10_000
+"""Token ids are drawn from [0, this], or from the vocabulary where that is smaller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +34,9 @@ class LengthRange:
             raise ConfigError(f"{text!r} is no range of lengths from 1 up")
         return result
 
-    def draw(self, rng: np.random.Generator, count: int) -> list[int]:
-        """`count` lengths."""
-        return [int(n) for n in rng.integers(self.lowest, self.highest + 1, count)]
+    def draw(self, rng: random.Random) -> int:
+        """One length."""
+        return rng.randint(self.lowest, self.highest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +50,18 @@ class Workload:
     def random(
         cls, count: int, inputs: LengthRange, outputs: LengthRange, vocab_size: int, seed: int
     ) -> Workload:
-        """The same workload for the same arguments."""
-        rng = np.random.default_rng(seed)
-        prompts = [rng.integers(0, vocab_size, n).tolist() for n in inputs.draw(rng, count)]
-        return cls(prompts, outputs.draw(rng, count))
+        """The same workload for the same arguments.
+
+        Python's own generator draws each prompt's length, then its tokens; after all prompts the
+        output lengths. Other engines' benchmarks do it in this order, so with the same seed they
+        get the same requests.
+        """
+        rng = random.Random(seed)
+        last_token = min(_TOKEN_LIMIT, vocab_size - 1)
+        prompts = [
+            [rng.randint(0, last_token) for _ in range(inputs.draw(rng))] for _ in range(count)
+        ]
+        return cls(prompts, [outputs.draw(rng) for _ in range(count)])
 
     @property
     def num_input_tokens(self) -> int:
@@ -62,3 +72,15 @@ class Workload:
     def num_output_tokens(self) -> int:
         """Tokens to be generated."""
         return sum(self.output_lengths)
+
+    @property
+    def num_attended_tokens(self) -> int:
+        """Tokens whose KV the decode steps read, summed over steps and requests.
+
+        A prompt of p tokens brings the first of o output tokens. The steps of the others attend
+        to p + 1, ..., p + o - 1 tokens, the step's own included.
+        """
+        return sum(
+            (o - 1) * len(prompt) + (o - 1) * o // 2
+            for prompt, o in zip(self.prompts, self.output_lengths, strict=True)
+        )

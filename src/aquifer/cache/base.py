@@ -14,7 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from aquifer.kernels.prefill_attention import PrefillSpans
 from aquifer.memory.pool import Owner, PagePool
+from aquifer.memory.transfer import upload
 
 IntArray = npt.NDArray[np.int64]
 
@@ -106,27 +108,99 @@ class Spans:
         return np.repeat(self.slots, self.counts), first + np.arange(self.num_tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The tokens of one step, on the device of the KV. The rows that decode come first."""
+
+    slots: torch.Tensor  # [tokens] int64; -1 for a row that only pads the batch
+    positions: torch.Tensor  # [tokens] int64
+    # [num_decodes], positions + 1, or 0 for padding: rows of one token each that attend to all KV
+    # of their sequence.
+    decode_lengths: torch.Tensor
+    chunks: PrefillSpans | None  # all other rows: several tokens of a sequence each
+
+    @classmethod
+    def of(cls, spans: Spans, num_decodes: int, device: torch.device) -> Rows:
+        """The rows of `spans`, of which the first `num_decodes` have one token each.
+
+        On the host, rows that decode are chunks of one token: that is the fast way there.
+        """
+        if device.type == "cpu":
+            num_decodes = 0
+        slots, positions = spans.rows()
+        chunks = slice(num_decodes, None)
+        num_chunks = len(spans.slots) - num_decodes
+        # One copy for all.
+        packed = upload(
+            np.concatenate(
+                (slots, positions, spans.slots[chunks], spans.starts[chunks], spans.offsets[chunks])
+            ),
+            device,
+        )
+        sizes = (len(slots), len(slots), num_chunks, num_chunks, num_chunks + 1)
+        row_slots, row_positions, chunk_slots, chunk_starts, chunk_offsets = packed.split(sizes)
+        return cls(
+            row_slots,
+            row_positions,
+            row_positions[:num_decodes] + 1,
+            PrefillSpans(
+                slots=spans.slots[chunks].tolist(),
+                starts=spans.starts[chunks].tolist(),
+                offsets=spans.offsets[chunks].tolist(),
+                device_slots=chunk_slots,
+                device_starts=chunk_starts,
+                device_offsets=chunk_offsets,
+                max_count=int(spans.counts[chunks].max()),
+            )
+            if num_chunks
+            else None,
+        )
+
+    @property
+    def num_decodes(self) -> int:
+        """How many rows, from the first, have a sequence to themselves."""
+        return len(self.decode_lengths)
+
+
 class KVView(Protocol):
-    """The addresses of one step's KV, with attention over them. Made by `SequenceCache.view`."""
+    """The addresses of one step's KV, with attention over them. Made by `SequenceCache.view`.
+
+    For each layer, first this step's K and V are written, by `write` or by a kernel that is given
+    `destination`; then `attend` reads all there is.
+    """
+
+    def destination(
+        self, layer: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Where this step's K and V of one layer go: (keys, values, first, second).
+
+        Row i belongs at `keys[first[i], second[i]]` and `values[first[i], second[i]]`; nowhere if
+        `first[i]` is negative. `keys` is [slots or blocks, tokens, kv_heads, key_dim].
+        """
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write this step's K and V of one layer.
+
+        Args:
+            layer: index into `KVLayout.layers`.
+            key: [tokens, kv_heads, key_dim], rotated already.
+            value: [tokens, kv_heads, value_dim].
+        """
 
     def attend(
         self,
         layer: int,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
         *,
         scale: float,
         window_tokens: int | None = None,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        """Write this step's K and V of one layer, then attend causally over all there is.
+        """Attend causally over all KV of one layer, this step's included.
 
         Args:
             layer: index into `KVLayout.layers`.
             query: [tokens, heads, key_dim], rotated already.
-            key: [tokens, kv_heads, key_dim], rotated already.
-            value: [tokens, kv_heads, value_dim].
             scale: factor on the dot products.
             window_tokens: attend to that many of the latest tokens only, the own one included.
             softcap: squash scores to (-softcap, softcap) with tanh before the softmax.
@@ -170,8 +244,17 @@ class SequenceCache(Protocol):
     def release(self, slot: int) -> None:
         """Forget a sequence and give back what it held."""
 
-    def view(self, spans: Spans) -> KVView:
-        """The addresses of one step. Pre-condition: room was reserved for it."""
+    def upload(self) -> None:
+        """Let the device know of what was reserved; to be called before each step.
+
+        Nothing to do where the addresses say it all.
+        """
+
+    def view(self, rows: Rows) -> KVView:
+        """The addresses of one step. Pre-condition: room was reserved for it.
+
+        It reads nothing but tensors, so that a captured step stays valid as its rows change.
+        """
 
     def stats(self, written_tokens: int) -> CacheStats:
         """What is held, given how many tokens the scheduler knows to be written."""

@@ -12,11 +12,14 @@ import heapq
 from contextlib import ExitStack
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from aquifer.cache.base import CacheStats, IntArray, KVLayout, Spans
-from aquifer.kernels.attention import attention_paged
+from aquifer.cache.base import CacheStats, IntArray, KVLayout, Rows
+from aquifer.cache.view import StepView
+from aquifer.kernels.decode_attention import DecodeWorkspaces
 from aquifer.memory.pool import Owner, PagePool
+from aquifer.memory.transfer import upload
 from aquifer.memory.virtual import VirtualRange
 
 
@@ -53,9 +56,19 @@ class PagedCache:
         # [blocks, block_size, token_elements]
         tokens = self._range.tensor((num_blocks, block_size, layout.token_elements), layout.dtype)
         self._layers = layout.split(tokens)
+        self._workspaces = DecodeWorkspaces()
         self._free_blocks = list(range(num_blocks))  # a heap: the lowest comes first
         self._page_users = np.zeros(self._range.num_pages, np.int64)  # blocks in use on each page
-        self._tables = np.zeros((max_seqs, blocks_per_seq), np.int64)
+        self._tables = np.zeros((max_seqs, blocks_per_seq), np.int32)
+        device = pool.driver.device
+        # What kernels read: the same memory on the host, else a copy that `upload` keeps up.
+        self._device_tables = (
+            torch.from_numpy(self._tables)
+            if device.type == "cpu"
+            else torch.zeros(self._tables.shape, dtype=torch.int32, device=device)
+        )
+        # [slot, index, block] of each entry that the device does not know yet
+        self._appended: list[npt.NDArray[np.int64]] = []
         self._num_blocks = np.zeros(max_seqs, np.int64)
 
     def bytes_needed(self, num_tokens: int) -> int:
@@ -91,11 +104,11 @@ class PagedCache:
             undo.pop_all()
         for block in blocks:
             self._page_users[self._pages_of(block)] += 1
-        first = 0
-        for slot, count in zip(slots.tolist(), missing.tolist(), strict=True):
-            end = self._num_blocks[slot]
-            self._tables[slot, end : end + count] = blocks[first : first + count]
-            first += count
+        ends = np.cumsum(missing)
+        indices = np.arange(ends[-1]) + np.repeat(self._num_blocks[slots] - ends + missing, missing)
+        appended = np.stack((np.repeat(slots, missing), indices, blocks))
+        self._tables[appended[0], appended[1]] = appended[2]
+        self._appended.append(appended)
         self._num_blocks[slots] += missing
         return True
 
@@ -112,22 +125,27 @@ class PagedCache:
         self._put_back(blocks)
         self._pool.retired.retire(self._range, sorted(empty))
 
-    def view(self, spans: Spans) -> PagedView:
-        """Blocks of the step's tokens, and the tables through which they see the others."""
-        slots, positions = spans.rows()
-        blocks = self._tables[slots, positions // self._block_size]
-        return PagedView(
-            self._layers,
-            torch.from_numpy(self._tables),
-            spans,
-            torch.from_numpy(blocks),
-            torch.from_numpy(positions % self._block_size),
-        )
+    def upload(self) -> None:
+        """Copy what was appended to the tables: the price of tables (vAttention, section 3.3)."""
+        if not self._appended:
+            return
+        appended = np.concatenate(self._appended, axis=1)
+        self._appended.clear()
+        device = self._device_tables.device
+        if device.type != "cpu":
+            slots, indices, blocks = upload(appended, device)
+            self._device_tables[slots, indices] = blocks.int()
+
+    def view(self, rows: Rows) -> StepView:
+        """Slots and positions of the step's tokens, and the tables that lead to their blocks."""
+        return StepView(self._layers, rows, self._device_tables, self._workspaces)
 
     def stats(self, written_tokens: int) -> CacheStats:
         """Waste is the empty tail of last blocks, and of pages that are partly in use."""
         return CacheStats(
-            written_tokens, written_tokens * self.layout.token_bytes, self._range.mapped_bytes
+            written_tokens,
+            written_tokens * self.layout.token_bytes,
+            int(np.count_nonzero(self._page_users)) * self._pool.page_bytes,
         )
 
     def close(self) -> None:
@@ -146,57 +164,6 @@ class PagedCache:
     def _put_back(self, blocks: list[int]) -> None:
         for block in blocks:
             heapq.heappush(self._free_blocks, block)
-
-
-class PagedView:
-    """The `KVView` of block tables."""
-
-    def __init__(
-        self,
-        layers: list[tuple[torch.Tensor, torch.Tensor]],
-        tables: torch.Tensor,
-        spans: Spans,
-        row_blocks: torch.Tensor,
-        row_offsets: torch.Tensor,
-    ) -> None:
-        self._layers = layers
-        self._tables = tables
-        self._row_blocks = row_blocks  # [tokens], where each of the step's tokens goes
-        self._row_offsets = row_offsets  # [tokens], and at which place in that block
-        self._slots = spans.slots.tolist()
-        self._starts = spans.starts.tolist()
-        self._offsets = spans.offsets.tolist()
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scale: float,
-        window_tokens: int | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
-        """See `KVView.attend`."""
-        keys, values = self._layers[layer]
-        keys[self._row_blocks, self._row_offsets] = key
-        values[self._row_blocks, self._row_offsets] = value
-        out = query.new_empty(*query.shape[:2], value.shape[-1])
-        attention_paged(
-            query,
-            keys,
-            values,
-            self._tables,
-            self._slots,
-            self._starts,
-            self._offsets,
-            out,
-            scale=scale,
-            window_tokens=window_tokens,
-            softcap=softcap,
-        )
-        return out
 
 
 def _runs(sorted_pages: list[int]) -> list[tuple[int, int]]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 import numpy as np
-import torch
 
-from aquifer.cache.base import CacheStats, IntArray, KVLayout, Spans
-from aquifer.kernels.attention import attention_contiguous
+from aquifer.cache.base import CacheStats, IntArray, KVLayout, Rows
+from aquifer.cache.view import StepView
+from aquifer.kernels.decode_attention import DecodeWorkspaces
 from aquifer.memory.driver.base import Handle
 from aquifer.memory.pool import Owner, PagePool
 from aquifer.memory.virtual import VirtualRange
@@ -21,6 +21,14 @@ _AHEAD_TOKENS = 16
 """How far to map beyond what is asked, where the pool has room: mapping costs by the call, so a
 sequence whose tokens are larger than a page is grown by several tokens at a time. The waste is
 what a block of PagedAttention's size wastes."""
+
+_SPREAD_SEQS = 24
+"""How many sequences to map for in one call, as long as nobody has to wait for more. Sequences that
+started together need their next page in the same step: 256 of them, at 27 us a page on an H200, are
+a stall of 7 ms. Spread out, that is one of 16 in each step, where a page is 16 tokens, or fewer;
+half as many again are allowed for those that come in clusters."""
+
+_MANY_TOKENS = 1 << 40  # more than any sequence will have
 
 
 class VirtualCache:
@@ -56,29 +64,43 @@ class VirtualCache:
             ),
         )
         self._layers = layout.split(tokens)
-        self._num_pages = np.zeros(max_seqs, np.int64)  # mapped under each slot
+        self._workspaces = DecodeWorkspaces()
+        self._num_pages = np.zeros(max_seqs, np.int64)  # in use under each slot
+        # How many tokens fit on them; without limit where the slot is mapped to its end.
+        self._room_tokens = np.zeros(max_seqs, np.int64)
+        # No page of an earlier sequence is left at this place in the slot or further on.
+        self._left_pages = np.zeros(max_seqs, np.int64)
+        # Ranks from 1 on, less what the next call will map for. See `_choose`.
+        self._ranks = np.arange(1, max_seqs + 1) - _SPREAD_SEQS
 
     def bytes_needed(self, num_tokens: int) -> int:
         """Whole pages under the sequence's tokens."""
         return int(self._pages_for(np.int64(num_tokens))) * self._page_bytes
 
     def reserve(self, slots: IntArray, num_tokens: IntArray) -> bool:
-        """Map what is missing, somewhat ahead if the pool has it, else to the byte."""
-        held = self._num_pages[slots]
-        is_short = self._pages_for(num_tokens) > held
-        if not is_short.any():
+        """Map what is missing, somewhat ahead if the pool has it at hand, else to the byte.
+
+        Where more sequences will be short in some later call than should be mapped for in one, a
+        part of them is mapped for now, those that are short first.
+        """
+        chosen = self._choose(self._room_tokens[slots] - num_tokens)
+        if not len(chosen):
             return True
-        slots, held, num_tokens = slots[is_short], held[is_short], num_tokens[is_short]
+        slots, num_tokens = slots[chosen], num_tokens[chosen]
+        held = self._num_pages[slots]
         ahead = np.minimum(self._pages_for(num_tokens + _AHEAD_TOKENS - 1), self._slot_pages)
+        ahead = np.maximum(ahead, held)
         with ExitStack() as undo:
             taken = self._take_back(slots, held, ahead - held)
             undo.callback(self._retire, slots, held, taken)
             held = held + taken
-            for needed in (ahead, np.maximum(self._pages_for(num_tokens), held)):
-                pages = self._pool.acquire(self._owner, int((needed - held).sum()))
+            now = np.maximum(self._pages_for(num_tokens), held)
+            for needed, may_reclaim in ((ahead, False), (now, True)):
+                count = int((needed - held).sum())
+                pages = self._pool.acquire(self._owner, count, may_reclaim=may_reclaim)
                 if pages is not None:
                     self._map(slots, held, needed - held, pages)
-                    self._num_pages[slots] = needed
+                    self._set_pages(slots, needed)
                     undo.pop_all()
                     return True
         return False
@@ -86,18 +108,24 @@ class VirtualCache:
     def release(self, slot: int) -> None:
         """Give up the slot's pages; its addresses stay."""
         count = int(self._num_pages[slot])
-        self._num_pages[slot] = 0
+        self._set_pages(np.array([slot]), np.zeros(1, np.int64))
+        self._left_pages[slot] = max(self._left_pages[slot], count)
         first = slot * self._slot_pages
         self._pool.retired.retire(self._range, range(first, first + count))
 
-    def view(self, spans: Spans) -> VirtualView:
+    def upload(self) -> None:
+        """Nothing: slot and position are the address."""
+
+    def view(self, rows: Rows) -> StepView:
         """Slots and positions of the step's tokens: all that a kernel needs."""
-        return VirtualView(self._layers, spans)
+        return StepView(self._layers, rows, None, self._workspaces)
 
     def stats(self, written_tokens: int) -> CacheStats:
-        """Mapped bytes are exact; waste is the tail of each sequence's last page."""
+        """Mapped bytes are exact, retired pages left out; waste is the tail of each sequence."""
         return CacheStats(
-            written_tokens, written_tokens * self.layout.token_bytes, self._range.mapped_bytes
+            written_tokens,
+            written_tokens * self.layout.token_bytes,
+            int(self._num_pages.sum()) * self._page_bytes,
         )
 
     def close(self) -> None:
@@ -110,19 +138,51 @@ class VirtualCache:
     def _pages_for(self, num_tokens: IntArray | np.int64) -> IntArray:
         return np.asarray(-(-num_tokens * self.layout.token_bytes // self._page_bytes))
 
+    def _choose(self, left: IntArray) -> IntArray:
+        """Which sequences to map for in this call, by index: who is short, and who will be soon.
+
+        A sequence for which `left` is negative is short now. One with d tokens left can wait for
+        d + 1 calls, if each brings it a token. Each of these maps for _SPREAD_SEQS, so all goes
+        well as long as among the non-short, in order of `left` and counted from 1,
+
+            rank <= _SPREAD_SEQS * (left + 1)
+
+        holds for each. By how much it does not, so many have to be mapped for ahead of need. Only
+        those count that an extension by _AHEAD_TOKENS would give a page to.
+
+        Args:
+            left: [num_seqs], tokens that fit on the mapped pages beyond those asked for.
+        """
+        ordered = np.sort(left)
+        num_short = int(ordered.searchsorted(0))
+        waiting = ordered[num_short : ordered.searchsorted(_AHEAD_TOKENS - 1)]
+        num_ahead = 0
+        if len(waiting) > _SPREAD_SEQS:
+            surplus = (self._ranks[: len(waiting)] - _SPREAD_SEQS * waiting).max()
+            num_ahead = max(min(int(surplus), _SPREAD_SEQS - num_short), 0)
+        if not num_short + num_ahead:
+            return np.zeros(0, np.int64)
+        # In the order of the call, in which pages are handed out.
+        return np.sort(np.argsort(left, kind="stable")[: num_short + num_ahead])
+
+    def _set_pages(self, slots: IntArray, num_pages: IntArray) -> None:
+        self._num_pages[slots] = num_pages
+        self._room_tokens[slots] = np.where(
+            num_pages < self._slot_pages,
+            num_pages * self._page_bytes // self.layout.token_bytes,
+            _MANY_TOKENS,
+        )
+
     def _take_back(self, slots: IntArray, held: IntArray, missing: IntArray) -> IntArray:
-        """How many of the missing pages are there still from a slot's last sequence."""
+        """How many of the missing pages are there still from a slot's earlier sequences."""
+        taken = np.zeros_like(held)
         retired = self._pool.retired
         if not len(retired):
-            return np.zeros_like(held)
-        firsts = slots * self._slot_pages + held
-        return np.array(
-            [
-                retired.take_back(self._range, first, count)
-                for first, count in zip(firsts.tolist(), missing.tolist(), strict=True)
-            ],
-            np.int64,
-        )
+            return taken
+        for i in np.flatnonzero(held < self._left_pages[slots]).tolist():
+            first = int(slots[i] * self._slot_pages + held[i])
+            taken[i] = retired.take_back(self._range, first, int(missing[i]))
+        return taken
 
     def _retire(self, slots: IntArray, held: IntArray, count: IntArray) -> None:
         """Give up `count[i]` pages of slot i beyond the first `held[i]`."""
@@ -138,51 +198,9 @@ class VirtualCache:
             for slot, index, count in zip(
                 slots.tolist(), held.tolist(), missing.tolist(), strict=True
             ):
-                index += slot * self._slot_pages
-                self._range.map(index, pages[first : first + count])
-                undo.callback(self._range.unmap, index, count)
-                first += count
+                if count:
+                    index += slot * self._slot_pages
+                    self._range.map(index, pages[first : first + count])
+                    undo.callback(self._range.unmap, index, count)
+                    first += count
             undo.pop_all()
-
-
-class VirtualView:
-    """The `KVView` of contiguous addresses."""
-
-    def __init__(self, layers: list[tuple[torch.Tensor, torch.Tensor]], spans: Spans) -> None:
-        self._layers = layers
-        slots, positions = spans.rows()
-        self._row_slots = torch.from_numpy(slots)
-        self._row_positions = torch.from_numpy(positions)
-        self._slots = spans.slots.tolist()
-        self._starts = spans.starts.tolist()
-        self._offsets = spans.offsets.tolist()
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scale: float,
-        window_tokens: int | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
-        """See `KVView.attend`."""
-        keys, values = self._layers[layer]
-        keys[self._row_slots, self._row_positions] = key
-        values[self._row_slots, self._row_positions] = value
-        out = query.new_empty(*query.shape[:2], value.shape[-1])
-        attention_contiguous(
-            query,
-            keys,
-            values,
-            self._slots,
-            self._starts,
-            self._offsets,
-            out,
-            scale=scale,
-            window_tokens=window_tokens,
-            softcap=softcap,
-        )
-        return out

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -25,8 +27,9 @@ from aquifer.engine.request import (
     Request,
     TokenOutput,
 )
-from aquifer.engine.runner import Runner
-from aquifer.engine.scheduler import Lane, Scheduler
+from aquifer.engine.runner import InFlight, Runner
+from aquifer.engine.scheduler import Lane, Plan, Scheduler
+from aquifer.engine.sizing import batched_tokens, make_pool
 from aquifer.engine.slots import Sequence, SlotTable
 from aquifer.errors import (
     CapacityError,
@@ -42,12 +45,12 @@ from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.memory.stock import PageStocker
 from aquifer.models import ModelPlan, plan_model
 from aquifer.weights.checkpoint import Checkpoint
-from aquifer.weights.store import Placement, WeightStore
+from aquifer.weights.store import WeightStore
 
 _log = logging.getLogger(__name__)
 
-_STOCK_BYTES = 32 << 20
-"""Pages to keep in stock: several steps' growth of a large batch, little beside any model."""
+_ACCOUNT_EVERY_S = 1.0
+"""How often to ask what the process holds beside pages, which takes the driver about 0.1 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,9 @@ class Engine:
     """Serves the models of a configuration from one pool. Made by `Engine.open`.
 
     Nothing here is thread-safe; one loop calls `add`, `abort` and `step`.
+
+    Attributes:
+        num_ahead: steps that are launched before the first of them is waited for, less one.
     """
 
     def __init__(
@@ -92,6 +98,11 @@ class Engine:
         self._stocker = stocker
         self._resources = resources
         self._requests: dict[str, tuple[Lane, Sequence]] = {}
+        self._in_flight: deque[tuple[Plan, InFlight]] = deque()
+        # Where work is done when the call that does it returns, running ahead would only let
+        # sequences that have ended be computed once more.
+        self._accounted_s = time.monotonic()
+        self.num_ahead = 0 if pool.driver.fence() is None else 1
         self._num_arrivals = 0
         self._seeds = np.random.default_rng(config.seed)
 
@@ -123,13 +134,16 @@ class Engine:
             if driver is None:
                 driver = open_driver(config.device)
                 resources.callback(driver.close)
-            pool = _make_pool(config, driver, planned)
+            pool = make_pool(config, driver, [p.plan.parameters for p in planned])
             resources.callback(pool.close)
-            scheduler = Scheduler(pool, config.max_num_batched_tokens)
+            max_batched_tokens = batched_tokens(config, driver.device.type)
+            scheduler = Scheduler(pool, max_batched_tokens)
             served = {p.spec.name: _load(config, pool, p, on_progress, resources) for p in planned}
             for model in served.values():
                 scheduler.add_lane(model.lane)
-            stocker = PageStocker(pool, _STOCK_BYTES)
+                model.runner.warm_up(max_batched_tokens)
+            pool.account_overhead(driver.overhead_bytes())
+            stocker = PageStocker(pool)
             stocker.start()
             resources.callback(stocker.close)
             engine = cls(config, pool, served, scheduler, stocker, resources.pop_all())
@@ -143,8 +157,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is waiting or running."""
-        return self._scheduler.has_work
+        """Whether any request is waiting or running, or any step in flight."""
+        return self._scheduler.has_work or bool(self._in_flight)
 
     def add(self, request: Request) -> None:
         """Take in a request.
@@ -194,13 +208,22 @@ class Engine:
             self._scheduler.abort(*found)
 
     def step(self) -> list[TokenOutput]:
-        """Run one step of one model; returns what each of its requests got."""
+        """Launch one step of one model; returns what requests got from the step that is done.
+
+        On a device that works by itself, that is the step before: it runs while the next one is
+        planned, so that the device always has work.
+        """
         plan = self._scheduler.plan()
         outputs = self._scheduler.take_failed()
         if plan is not None:
             self._stocker.wake()
-            sampled = self._served[plan.lane.name].runner.run(plan)
-            outputs += self._scheduler.commit(plan, sampled)
+            launched = self._served[plan.lane.name].runner.launch(plan)
+            self._in_flight.append((plan, launched))
+            self._account_overhead()
+        # With nothing more to launch, there is nothing to wait for behind.
+        if len(self._in_flight) > (0 if plan is None else self.num_ahead):
+            plan, launched = self._in_flight.popleft()
+            outputs += self._scheduler.commit(plan, launched.wait())
         for output in outputs:
             if output.finish_reason is not None:
                 del self._requests[output.request_id]
@@ -225,7 +248,11 @@ class Engine:
         for name, lane in self._scheduler.lanes.items():
             kv = lane.cache.stats(lane.written_tokens)
             models[name] = ModelMemory(
-                bytes_by_kind={kind: usage.in_use_bytes.get(Owner(name, kind), 0) for kind in Kind},
+                bytes_by_kind={
+                    kind: usage.in_use_bytes.get(Owner(name, kind), 0)
+                    for kind in Kind
+                    if kind != Kind.OVERHEAD
+                },
                 num_running=len(lane.running),
                 num_waiting=len(lane.waiting),
                 kv_written_tokens=kv.written_tokens,
@@ -235,12 +262,14 @@ class Engine:
             )
         page_bytes = self.pool.page_bytes
         return MemoryReport(
-            device=self.config.device,
+            device=str(self.pool.driver.device),
             page_bytes=page_bytes,
             budget_bytes=usage.budget_bytes,
+            overhead_bytes=usage.overhead_bytes,
             free_bytes=usage.free_bytes,
             idle_bytes=usage.idle_bytes,
-            mapped_pages=sum(usage.in_use_bytes.values()) // page_bytes,
+            retired_bytes=usage.retired_bytes,
+            mapped_pages=(sum(usage.in_use_bytes.values()) - usage.overhead_bytes) // page_bytes,
             free_pages=usage.free_bytes // page_bytes,
             models=models,
             process_resident_bytes=_resident_bytes(),
@@ -252,11 +281,18 @@ class Engine:
             self.abort(request_id)
         self._resources.close()
 
+    def _account_overhead(self) -> None:
+        """Captured graphs, and whatever else has grown, leave less for pages."""
+        now = time.monotonic()
+        if now - self._accounted_s >= _ACCOUNT_EVERY_S:
+            self._accounted_s = now
+            self.pool.account_overhead(self.pool.driver.overhead_bytes())
+
     @property
     def _kv_budget_bytes(self) -> int:
-        """What KV could have, if nobody but the weights had anything."""
+        """What KV could have, if nobody but the weights and the process itself had anything."""
         weights = sum(served.info.weight_bytes for served in self._served.values())
-        return self.pool.budget_bytes - weights
+        return self.pool.budget_bytes - weights - self.pool.usage().overhead_bytes
 
     def _max_total(self, request: Request, served: _Served) -> int:
         """Length in tokens, prompt included, at which a request ends."""
@@ -325,45 +361,6 @@ class Engine:
                 )
 
 
-def _make_pool(config: EngineConfig, driver: Driver, planned: list[_Planned]) -> PagePool:
-    """Size the pool: as told, or the weights plus a quarter of the memory that is free."""
-    parameters = [p.plan.parameters for p in planned]
-    weight_bytes = sum(parameter.num_bytes for group in parameters for parameter in group)
-    available_bytes = driver.available_bytes()
-    budget_bytes = config.memory_bytes or weight_bytes + available_bytes // 4
-    page_bytes = config.page_bytes or driver.default_page_bytes
-    if page_bytes % driver.granularity_bytes:
-        raise ConfigError(
-            f"page size {page_bytes} is not a multiple of {driver.granularity_bytes}, which this "
-            "device requires"
-        )
-    most_pages = driver.max_mappings or budget_bytes
-    while config.page_bytes is None and budget_bytes // page_bytes > most_pages:
-        page_bytes *= 2
-    if budget_bytes // page_bytes > most_pages:
-        raise ConfigError(
-            f"a budget of {format_size(budget_bytes)} in pages of {format_size(page_bytes)} is "
-            f"more than the {most_pages} pages that this system lets a process map; give a larger "
-            "--page-size"
-        )
-    placed_bytes = sum(Placement.plan(group, page_bytes).num_bytes for group in parameters)
-    if config.memory_bytes is None:
-        budget_bytes = placed_bytes + available_bytes // 4
-    elif placed_bytes > budget_bytes:
-        raise ConfigError(
-            f"the weights take {format_size(placed_bytes)}, more than the "
-            f"{format_size(budget_bytes)} of --memory; give at least "
-            f"{format_size(placed_bytes * 1.1)}"
-        )
-    if max(placed_bytes, config.memory_bytes or 0) > available_bytes:
-        wanted = "the weights take" if config.memory_bytes is None else "--memory is"
-        raise ConfigError(
-            f"{wanted} {format_size(config.memory_bytes or placed_bytes)} and this machine has "
-            f"{format_size(available_bytes)} free"
-        )
-    return PagePool(driver, budget_bytes, page_bytes)
-
-
 def _load(
     config: EngineConfig,
     pool: PagePool,
@@ -399,7 +396,8 @@ def _load(
         kv_bytes_per_token=model.kv_layout.token_bytes,
     )
     lane = Lane(spec.name, cache, SlotTable(config.max_num_seqs, max_model_len))
-    return _Served(info, weights, Runner(model), lane, _eos_ids(checkpoint))
+    runner = Runner(model, cache, lane.slots, pool.driver)
+    return _Served(info, weights, runner, lane, _eos_ids(checkpoint))
 
 
 def _fill(

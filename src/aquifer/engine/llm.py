@@ -31,15 +31,19 @@ class LLM:
 
     Args:
         model: path of a checkpoint, or the name of a bundled model.
-        memory: the pool's whole budget, weights included, as bytes or "4GiB"; None for the
-            weights plus a quarter of free memory.
+        device: "cuda", "cuda:1", "cpu", or "auto" for a GPU where there is one.
+        load_format: "auto" for the checkpoint's weights, "dummy" for random ones.
+        memory: the pool's whole budget, weights included, as bytes or "4GiB"; None for
+            `gpu_memory_utilization` of a GPU, or on the host for the weights plus a quarter of
+            free memory.
+        gpu_memory_utilization: the part of a GPU's memory to take where `memory` is None.
         kv_cache: "virtual" or "paged".
         dtype: "auto", "float32", "bfloat16" or "float16".
         page_size: size of a physical page, such as "64KiB"; None for the device's own.
         block_size: tokens of a block of the paged cache.
         max_model_len: longest context in tokens; None for what the model allows.
         max_num_seqs: sequences that run at once.
-        max_num_batched_tokens: tokens of one step.
+        max_num_batched_tokens: tokens of one step; None for what suits the device.
         seed: for requests that bring none.
         chat_template: Jinja source used in place of the checkpoint's own.
 
@@ -51,20 +55,26 @@ class LLM:
         self,
         model: str | os.PathLike[str],
         *,
+        device: str = "auto",
+        load_format: str = "auto",
         memory: str | int | None = None,
+        gpu_memory_utilization: float = 0.9,
         kv_cache: str = "virtual",
         dtype: str = "auto",
         page_size: str | int | None = None,
         block_size: int = 16,
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 2048,
+        max_num_batched_tokens: int | None = None,
         seed: int | None = None,
         chat_template: str | None = None,
     ) -> None:
         spec = ModelSpec.parse(os.fspath(model))
         config = EngineConfig(
             models=(spec,),
+            device=device,
+            load_format=load_format,
+            gpu_memory_utilization=gpu_memory_utilization,
             dtype=dtype,
             memory_bytes=None if memory is None else parse_size(memory),
             page_bytes=None if page_size is None else parse_size(page_size),

@@ -207,13 +207,18 @@ class ModelMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """Where the pool's budget is. Bytes in use by all models + free_bytes == budget_bytes."""
+    """Where the pool's budget is.
+
+    Bytes in use by all models + overhead_bytes + free_bytes == budget_bytes.
+    """
 
     device: str
     page_bytes: int
     budget_bytes: int
+    overhead_bytes: int  # what the process holds of a GPU beside pages: context, workspace, graphs
     free_bytes: int
     idle_bytes: int  # the part of free_bytes that is kept as pages for quick reuse
+    retired_bytes: int  # the part of free_bytes whose pages are still where they were used last
     mapped_pages: int
     free_pages: int
     models: dict[str, ModelMemory]

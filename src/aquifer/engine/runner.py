@@ -1,55 +1,269 @@
-"""Runs a plan: from token ids to the next token ids. Sees addresses, allocates nothing."""
+"""Runs plans: from token ids to the next token ids. Sees addresses, allocates no pages.
+
+What a step needs to know of each sequence is on the device, in columns indexed by slot, and moves
+on there. The token that one step samples is the next one's input without the host having seen it.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from aquifer.cache.base import IntArray, KVLayout, Rows, SequenceCache
+from aquifer.engine.graphs import DecodeGraphs
 from aquifer.engine.request import TokenLogprobs
-from aquifer.engine.sampler import sample, token_logprobs
+from aquifer.engine.sampler import Sampler, token_logprobs
 from aquifer.engine.scheduler import Plan, Sampled
+from aquifer.engine.slots import Choice, SlotTable
+from aquifer.kernels.step import advance, decode_inputs
+from aquifer.memory.driver.base import Driver, Fence
+from aquifer.memory.transfer import download, upload
 from aquifer.models import Model, ModelInput
+
+_Entries = Callable[[], list[TokenLogprobs]]
+
+
+class _Columns:
+    """What the device knows of each sequence. Slot -1, of padding, has the last row."""
+
+    def __init__(self, max_seqs: int, device: torch.device) -> None:
+        def column() -> torch.Tensor:
+            return torch.zeros(max_seqs + 1, dtype=torch.int64, device=device)
+
+        self.num_prompt = column()
+        self.num_computed = column()  # tokens in the cache: the position of the next
+        self.last_token = column()  # the one that was sampled last
+
+
+class _NoCache:
+    """A `KVView` of rows that are all padding: nothing is written, and nothing is attended to."""
+
+    def __init__(self, layout: KVLayout, padding: torch.Tensor) -> None:
+        self._padding = padding
+        token = padding.new_zeros((1, 1, layout.token_elements), dtype=layout.dtype)
+        self._layers = layout.split(token)
+
+    def destination(
+        self, layer: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        return *self._layers[layer], self._padding, self._padding
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        pass
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        *,
+        scale: float,
+        window_tokens: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        return query.new_zeros(*query.shape[:2], self._layers[layer][1].shape[-1])
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A step that was handed to the device."""
+
+    token_ids: torch.Tensor  # [num_sampled], on the host, complete once the fence has passed
+    fence: Fence | None
+    reported: IntArray  # indices into `token_ids` whose log probabilities were asked for
+    logprobs: _Entries | None = None  # of those
+    # (index into the plan's spans, first position, log probabilities of the positions from there)
+    prompt_logprobs: list[tuple[int, int, _Entries]] = field(default_factory=list)
+
+    def wait(self) -> Sampled:
+        """What the step computed, as soon as it has."""
+        if self.fence is not None:
+            self.fence.wait()
+        entries = [] if self.logprobs is None else self.logprobs()
+        return Sampled(
+            token_ids=self.token_ids.numpy(),
+            logprobs=dict(zip(self.reported.tolist(), entries, strict=True)),
+            prompt_logprobs={
+                (index, first + i): entry
+                for index, first, entries_of in self.prompt_logprobs
+                for i, entry in enumerate(entries_of())
+            },
+        )
 
 
 class Runner:
-    """Runs the steps of one model."""
+    """Runs the steps of one model, in the order of their launches.
 
-    def __init__(self, model: Model) -> None:
+    Args:
+        model: what to run.
+        cache: where its KV is.
+        table: its sequences.
+        driver: of the device.
+    """
+
+    def __init__(
+        self, model: Model, cache: SequenceCache, table: SlotTable, driver: Driver
+    ) -> None:
         self._model = model
+        self._cache = cache
+        self._table = table
+        self._driver = driver
+        self._device = driver.device
+        max_seqs = len(table.sequences)
+        self._columns = _Columns(max_seqs, self._device)
+        self._sampler = Sampler(table, model.vocab_size, self._device)
+        self._graphs: DecodeGraphs | None = None
+        if self._device.type == "cuda" and model.is_capturable:
+            self._graphs = DecodeGraphs(self._decode, max_seqs, self._device)
 
     @torch.inference_mode()
-    def run(self, plan: Plan) -> Sampled:
-        """Compute a step: write its KV, and sample for the sequences that are due."""
-        table, spans = plan.lane.slots, plan.spans
-        slots, positions = spans.rows()
-        batch = ModelInput(
-            token_ids=torch.from_numpy(table.token_ids[slots, positions].astype(np.int64)),
-            positions=torch.from_numpy(positions),
-            context_lengths=torch.from_numpy(np.maximum(table.num_prompt[slots], positions + 1)),
-        )
-        hidden = self._model.forward(batch, plan.lane.cache.view(spans))
-        prompt_logprobs = self._prompt_logprobs(plan, hidden)
-        if not len(plan.sampled):
-            return Sampled(np.zeros(0, np.int64), {}, prompt_logprobs)
-        last_rows = torch.from_numpy(spans.offsets[1:][plan.sampled] - 1)
-        logits = self._model.logits(hidden[last_rows])
-        sampled_slots = spans.slots[plan.sampled]
-        num_logprobs = table.num_logprobs[sampled_slots]
-        reported = np.flatnonzero(num_logprobs >= 0)
-        raw = logits[torch.from_numpy(reported)]  # a copy: sampling overwrites the logits
-        tokens = sample(logits, table, sampled_slots)
-        logprobs: dict[int, TokenLogprobs] = {}
-        if len(reported):
-            entries = token_logprobs(raw, tokens[reported], num_logprobs[reported])
-            logprobs = dict(zip(reported.tolist(), entries, strict=True))
-        return Sampled(tokens, logprobs, prompt_logprobs)
+    def warm_up(self, num_tokens: int) -> None:
+        """Run the largest step there can be, of no sequence at all.
 
-    def _prompt_logprobs(
-        self, plan: Plan, hidden: torch.Tensor
-    ) -> dict[tuple[int, int], TokenLogprobs]:
+        A device's memory for activations is taken now, so that it is known what pages can have,
+        and most of what has to be compiled or loaded is.
+        """
+        if self._driver.fence() is None:
+            return  # there is nothing to prepare on the host
+        padding = torch.full((num_tokens,), -1, dtype=torch.int64, device=self._device)
+        zeros = torch.zeros_like(padding)
+        view = _NoCache(self._model.kv_layout, padding)
+        hidden = self._model.forward(ModelInput(zeros, zeros, zeros), view)
+        num_seqs = min(len(self._table.sequences), num_tokens)
+        logits = self._model.logits(hidden[:num_seqs])
+        self._sampler.sample(
+            logits, padding[:num_seqs], zeros[:num_seqs], zeros[:num_seqs], Choice.PLAIN
+        )
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> InFlight:
+        """Hand a step to the device: write its KV, and sample for the sequences that are due."""
+        self._cache.upload()
+        if len(plan.admitted):
+            self._seat(plan.admitted)
+        if self._graphs is not None and plan.num_decodes == len(plan.spans.slots):
+            return self._launch_graph(self._graphs, plan)
+        return self._launch_rows(plan)
+
+    def _seat(self, slots: IntArray) -> None:
+        if self._sampler.seat(slots) and self._graphs is not None:
+            self._graphs.forget(Choice.FULL)
+        on_device = upload(np.stack((slots, self._table.num_prompt[slots])), self._device)
+        self._columns.num_prompt[on_device[0]] = on_device[1]
+
+    def _launch_graph(self, graphs: DecodeGraphs, plan: Plan) -> InFlight:
+        """A step of nothing but decoding: each span is one token, and all are sampled."""
+        slots = plan.spans.slots
+        choice = self._sampler.choice(slots)
+        logits, token_ids = graphs.run(slots, choice)
+        if logits is None:
+            return self._in_flight(plan, token_ids)
+        ends = plan.spans.starts + 1
+        where = upload(np.stack((slots, ends)), self._device)
+        return self._sample(plan, logits, where[0], where[1], token_ids)
+
+    def _decode(self, slots: torch.Tensor, choice: Choice) -> tuple[torch.Tensor, torch.Tensor]:
+        """The step that graphs capture; every value of it is found by slot, on the device."""
+        columns = self._columns
+        token_ids, positions, lengths, contexts = decode_inputs(
+            slots, columns.num_prompt, columns.num_computed, columns.last_token
+        )
+        batch = ModelInput(token_ids, positions, contexts)
+        rows = Rows(slots, positions, lengths, None)
+        logits = self._model.logits(self._model.forward(batch, self._cache.view(rows)))
+        sampled: torch.Tensor | None = None
+        out = torch.empty_like(slots)
+        if choice != Choice.OWN:
+            self._sampler.sample(logits, slots, lengths, out, choice)
+            sampled = out
+        advance(slots, lengths, sampled, columns.num_computed, columns.last_token)
+        return logits, out
+
+    def _launch_rows(self, plan: Plan) -> InFlight:
+        """Any step, kernel by kernel."""
+        table, spans, columns = self._table, plan.spans, self._columns
+        slots, positions = spans.rows()
+        ends = spans.starts + spans.counts
+        sampled = plan.sampled
+        parts = (
+            table.token_ids[slots, positions],
+            np.maximum(table.num_prompt[slots], positions + 1),
+            spans.slots,
+            ends,
+            spans.offsets[1:][sampled] - 1,
+            spans.slots[sampled],
+            ends[sampled],
+        )
+        # One copy for all.
+        packed = upload(np.concatenate(parts, dtype=np.int64), self._device)
+        token_ids, contexts, span_slots, span_ends, last_rows, sampled_slots, num_tokens = (
+            packed.split([len(part) for part in parts])
+        )
+        rows = Rows.of(spans, plan.num_decodes, self._device)
+        # The host may not have seen these yet.
+        token_ids[: plan.num_decodes] = columns.last_token[span_slots[: plan.num_decodes]]
+        batch = ModelInput(token_ids, rows.positions, contexts)
+        hidden = self._model.forward(batch, self._cache.view(rows))
+        columns.num_computed[span_slots] = span_ends
+        prompt_logprobs = self._prompt_logprobs(plan, hidden)
+        if len(sampled):
+            logits = self._model.logits(hidden[last_rows])
+            out = torch.empty_like(num_tokens)
+            in_flight = self._sample(plan, logits, sampled_slots, num_tokens, out)
+        else:
+            in_flight = self._in_flight(plan, num_tokens)
+        in_flight.prompt_logprobs = prompt_logprobs
+        return in_flight
+
+    def _sample(
+        self,
+        plan: Plan,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        num_tokens: torch.Tensor,
+        out: torch.Tensor,
+    ) -> InFlight:
+        """Sample for `plan.sampled`; the tensors have a row for each, `logits` is overwritten."""
+        spans, sampled = plan.spans, plan.sampled
+        host_slots = spans.slots[sampled]
+        choice = self._sampler.choice(host_slots)
+        num_logprobs = np.zeros(0, np.int64)
+        reported = np.zeros(0, np.int64)
+        raw = logits[:0]
+        if choice == Choice.OWN:
+            num_logprobs = self._table.num_logprobs[host_slots]
+            reported = np.flatnonzero(num_logprobs >= 0)
+            raw = logits[upload(reported, self._device)]  # a copy, as the model gave them
+            self._sampler.change_logits(
+                logits, host_slots, spans.starts[sampled] + spans.counts[sampled]
+            )
+        self._sampler.sample(logits, slots, num_tokens, out, choice)
+        self._columns.last_token[slots] = out
+        logprobs: _Entries | None = None
+        if len(reported):
+            tokens = out[upload(reported, self._device)]
+            logprobs = token_logprobs(raw, tokens, num_logprobs[reported])
+        return self._in_flight(plan, out, reported, logprobs)
+
+    def _in_flight(
+        self,
+        plan: Plan,
+        token_ids: torch.Tensor,
+        reported: IntArray | None = None,
+        logprobs: _Entries | None = None,
+    ) -> InFlight:
+        token_ids = download(token_ids)
+        if reported is None:
+            reported = np.zeros(0, np.int64)
+        # After the last copy to the host.
+        return InFlight(token_ids, self._driver.fence(), reported, logprobs)
+
+    def _prompt_logprobs(self, plan: Plan, hidden: torch.Tensor) -> list[tuple[int, int, _Entries]]:
         """Log probabilities of those prompt tokens whose predecessors are in this step."""
-        table, spans = plan.lane.slots, plan.spans
-        result: dict[tuple[int, int], TokenLogprobs] = {}
+        table, spans = self._table, plan.spans
+        result: list[tuple[int, int, _Entries]] = []
         for index in np.flatnonzero(table.needs_care[spans.slots]).tolist():
             slot, start = int(spans.slots[index]), int(spans.starts[index])
             sequence = table.sequences[slot]
@@ -60,7 +274,9 @@ class Runner:
                 continue
             row = int(spans.offsets[index])
             logits = self._model.logits(hidden[row : row + end - start])
-            targets = table.token_ids[slot, start + 1 : end + 1].astype(np.int64)
+            targets = upload(
+                table.token_ids[slot, start + 1 : end + 1].astype(np.int64), self._device
+            )
             entries = token_logprobs(logits, targets, np.full(len(targets), wanted))
-            result.update({(index, start + 1 + i): entry for i, entry in enumerate(entries)})
+            result.append((index, start + 1, entries))
         return result

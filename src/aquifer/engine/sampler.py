@@ -2,178 +2,205 @@
 
 Every row is treated by itself: what it gets depends on its own logits, parameters, seed and
 position only. The order of the steps is vLLM's: allowed tokens, biases, penalties, temperature,
-min-p, top-k, top-p.
+min-p, top-k, top-p. The first two, which few requests ask for, are done here, row by row; the rest
+is `aquifer.kernels.sampling`, for all rows at once.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Callable, Iterable
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from aquifer.cache.base import IntArray
-from aquifer.engine.random import uniform
 from aquifer.engine.request import TokenLogprobs
-from aquifer.engine.slots import Sequence, SlotTable
+from aquifer.engine.slots import Choice, Sequence, SlotTable
+from aquifer.kernels.sampling import SamplingColumns, Variant, sample, write_counts
+from aquifer.memory.transfer import download, upload
 
-_GREEDY_BELOW = 1e-5  # a temperature so low that dividing by it would overflow
-_CANDIDATES = 1024
-"""How many of the most probable tokens are sorted at first. Nearly always top-p is satisfied
-among them; where it is not, the row is sorted whole."""
+_VARIANTS: dict[Choice, Variant] = {
+    Choice.GREEDY: "greedy",
+    Choice.PLAIN: "plain",
+    Choice.FULL: "full",
+    Choice.OWN: "full",
+}
 
 
-def sample(logits: torch.Tensor, table: SlotTable, slots: IntArray) -> IntArray:
-    """Choose a token for each row.
+class Sampler:
+    """Samples for the sequences of one table, and keeps on the device what that takes.
 
     Args:
-        logits: [n, vocab] float32; overwritten.
-        table: the parameters of all running sequences.
-        slots: [n], the slot of each row.
-
-    Returns:
-        [n] token ids.
+        table: the running sequences.
+        vocab_size: columns of the logits.
+        device: of the logits.
     """
-    for row in np.flatnonzero(table.changes_logits[slots]).tolist():
-        _change_logits(logits[row], table, int(slots[row]))
-    temperature = table.temperature[slots]
-    tokens: IntArray = logits.argmax(-1).numpy()
-    random_rows = np.flatnonzero(temperature >= _GREEDY_BELOW)
-    if len(random_rows):
-        chosen = slots[random_rows]
-        scores = logits[torch.from_numpy(random_rows)]
-        scores /= torch.from_numpy(temperature[random_rows]).unsqueeze(1)
-        numbers = uniform(table.seed[chosen], table.num_tokens[chosen])
-        tokens[random_rows] = _draw(
-            scores, table.top_k[chosen], table.top_p[chosen], table.min_p[chosen], numbers
-        )
-    return tokens
+
+    def __init__(self, table: SlotTable, vocab_size: int, device: torch.device) -> None:
+        self._table = table
+        self._device = device
+        self.columns = SamplingColumns.empty(len(table.sequences), 0, vocab_size, device)
+        # Who has each row of counts, by arrival: rows go round, since few requests need one.
+        self._counting = np.zeros(0, np.int64)
+
+    def seat(self, slots: IntArray) -> bool:
+        """Take over the parameters of sequences that have these slots now.
+
+        Returns: whether `columns` has been replaced; steps captured before refer to the old ones.
+        """
+        sequences = [self._sequence(slot) for slot in slots.tolist()]
+        grown = self._find_counts(sequences)
+        floats = np.zeros((6, len(slots)), np.float32)
+        ints = np.zeros((3, len(slots)), np.int64)
+        for i, sequence in enumerate(sequences):
+            params = sequence.request.params
+            floats[:, i] = (
+                params.temperature,
+                params.top_p,
+                params.min_p,
+                params.repetition_penalty,
+                params.presence_penalty,
+                params.frequency_penalty,
+            )
+            counts_row = -1
+            if sequence.has_penalties:
+                counts_row = int(np.flatnonzero(self._counting == sequence.arrival)[0])
+                known = upload(sequence.token_ids.astype(np.int64), self._device)
+                num_prompt = sequence.num_prompt_tokens
+                write_counts(
+                    self.columns.counts[counts_row], known[:num_prompt], known[num_prompt:]
+                )
+            seed = int(np.uint64(sequence.seed).astype(np.int64))
+            ints[:, i] = max(params.top_k, 0), seed, counts_row
+        self.columns.write(*(upload(array, self._device) for array in (slots, floats, ints)))
+        return grown
+
+    def choice(self, slots: IntArray) -> Choice:
+        """What it takes to sample for these slots."""
+        return Choice(int(self._table.choice[slots].max(initial=0)))
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        num_tokens: torch.Tensor,
+        out: torch.Tensor,
+        choice: Choice,
+    ) -> None:
+        """Choose a token for each row; nothing here asks the device or the table anything.
+
+        Args:
+            logits: [n, vocab].
+            slots: [n] int64, the slot of each row, -1 for padding.
+            num_tokens: [n] int64, tokens that the row's sequence has.
+            out: [n] int64, overwritten.
+            choice: what any of the rows needs.
+        """
+        sample(logits, slots, num_tokens, self.columns, out, variant=_VARIANTS[choice])
+
+    def change_logits(self, logits: torch.Tensor, slots: IntArray, num_tokens: IntArray) -> None:
+        """Apply what is particular to single requests to their rows, in place.
+
+        Args:
+            logits: [n, vocab].
+            slots: [n], the slot of each row.
+            num_tokens: [n], tokens that the row's sequence has.
+        """
+        for row in np.flatnonzero(self._table.choice[slots] == Choice.OWN).tolist():
+            sequence = self._sequence(int(slots[row]))
+            may_stop = bool(num_tokens[row] >= self._table.min_total[slots[row]])
+            _change_logits(logits[row], sequence, may_stop)
+
+    def _sequence(self, slot: int) -> Sequence:
+        sequence = self._table.sequences[slot]
+        assert sequence is not None
+        return sequence
+
+    def _find_counts(self, sequences: list[Sequence]) -> bool:
+        """A row of counts for each sequence with penalties; whether there had to be more rows."""
+        arrivals = [s.arrival for s in sequences if s.has_penalties]
+        if not arrivals:
+            return False
+        has_ended = ~np.isin(self._counting, self._table.arrival)
+        self._counting[has_ended | np.isin(self._counting, arrivals)] = -1
+        free = np.flatnonzero(self._counting == -1)
+        missing = len(arrivals) - len(free)
+        if missing > 0:
+            num_rows = len(self._counting)
+            # At least twice as many, so that this happens seldom.
+            counts = self.columns.counts.new_zeros(
+                (num_rows + max(missing, num_rows), self.columns.counts.shape[1])
+            )
+            counts[:num_rows] = self.columns.counts
+            self.columns = dataclasses.replace(self.columns, counts=counts)
+            new_rows = np.full(len(counts) - num_rows, -1, np.int64)
+            self._counting = np.append(self._counting, new_rows)
+            free = np.flatnonzero(self._counting == -1)
+        self._counting[free[: len(arrivals)]] = arrivals
+        return missing > 0
 
 
 def token_logprobs(
-    logits: torch.Tensor, tokens: IntArray, num_logprobs: IntArray
-) -> list[TokenLogprobs]:
+    logits: torch.Tensor, tokens: torch.Tensor, num_logprobs: IntArray
+) -> Callable[[], list[TokenLogprobs]]:
     """Log probabilities of each row's token and of the most probable ones.
 
     Args:
-        logits: [n, vocab] float32, as the model gave them.
+        logits: [n, vocab], as the model gave them.
         tokens: [n], the token to report first.
         num_logprobs: [n], how many of the most probable to report.
+
+    Returns:
+        What gives one entry for each row, to be called once the device has done its work.
     """
-    logprobs = logits.log_softmax(-1)
-    chosen = torch.from_numpy(tokens).unsqueeze(1)
-    own = logprobs.gather(1, chosen)
+    logprobs = logits.float().log_softmax(-1)
+    own = logprobs.gather(1, tokens.unsqueeze(1))
     ranks = (logprobs > own).sum(1) + 1
     top_values, top_ids = logprobs.topk(max(int(num_logprobs.max()), 1), dim=1)
-    entries = []
-    for i, count in enumerate(num_logprobs.tolist()):
-        entries.append(
+    parts = [download(part) for part in (tokens, own[:, 0], ranks, top_values, top_ids)]
+
+    def entries() -> list[TokenLogprobs]:
+        return [
             TokenLogprobs(
-                token_ids=[int(tokens[i]), *top_ids[i, :count].tolist()],
-                logprobs=[float(own[i, 0]), *top_values[i, :count].tolist()],
-                ranks=[int(ranks[i]), *range(1, count + 1)],
+                token_ids=[token, *ids[:count]],
+                logprobs=[logprob, *values[:count]],
+                ranks=[rank, *range(1, count + 1)],
             )
-        )
+            for count, token, logprob, rank, values, ids in zip(
+                num_logprobs.tolist(), *(part.tolist() for part in parts), strict=True
+            )
+        ]
+
     return entries
 
 
-def _change_logits(logits: torch.Tensor, table: SlotTable, slot: int) -> None:
-    """Apply what is particular to one request to its row, in place."""
-    sequence = table.sequences[slot]
-    assert sequence is not None
+def _change_logits(logits: torch.Tensor, sequence: Sequence, may_stop: bool) -> None:
+    """One row, [vocab], in place."""
     params = sequence.request.params
     if params.allowed_token_ids is not None:
-        allowed = torch.tensor(list(params.allowed_token_ids))
-        kept = logits[allowed]
-        logits.fill_(-math.inf)
-        logits[allowed] = kept
-    for token_id, bias in (params.logit_bias or {}).items():
-        logits[token_id] += bias
-    if table.num_tokens[slot] < table.min_total[slot]:
-        _forbid_stops(logits, sequence)
-    known = torch.from_numpy(table.token_ids[slot, : table.num_tokens[slot]].astype(np.int64))
-    if params.repetition_penalty != 1:
-        seen = known.unique()
-        scores = logits[seen]
-        logits[seen] = torch.where(
-            scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty
-        )
-    if params.presence_penalty or params.frequency_penalty:
-        output, counts = known[sequence.num_prompt_tokens :].unique(return_counts=True)
-        logits[output] -= params.presence_penalty + params.frequency_penalty * counts
+        _keep(logits, _ids(params.allowed_token_ids, logits))
+    if params.logit_bias:
+        ids = _ids(params.logit_bias, logits)
+        biases = np.array(list(params.logit_bias.values()), np.float32)
+        logits[ids] += upload(biases, logits.device).to(logits.dtype)
+    if not may_stop:
+        _forbid(logits, _ids(sorted(sequence.stop_ids), logits))
 
 
-def _forbid_stops(logits: torch.Tensor, sequence: Sequence) -> None:
-    """Before `min_tokens`, no token that would end the output; unless nothing else is left."""
-    stops = torch.tensor(sorted(sequence.stop_ids), dtype=torch.int64)
+def _ids(ids: Iterable[int], logits: torch.Tensor) -> torch.Tensor:
+    return upload(np.array(list(ids), np.int64), logits.device)
+
+
+def _keep(logits: torch.Tensor, allowed: torch.Tensor) -> None:
+    kept = logits[allowed]
+    logits.fill_(-math.inf)
+    logits[allowed] = kept
+
+
+def _forbid(logits: torch.Tensor, stops: torch.Tensor) -> None:
+    """No token that would end the output; unless nothing else is left."""
     kept = logits[stops]
     logits[stops] = -math.inf
-    if not logits.isfinite().any():
-        logits[stops] = kept
-
-
-def _draw(
-    scores: torch.Tensor,
-    top_k: IntArray,
-    top_p: npt.NDArray[np.float32],
-    min_p: npt.NDArray[np.float32],
-    numbers: npt.NDArray[np.float64],
-) -> IntArray:
-    """Draw from softmax(scores), [n, vocab], cut by min-p, top-k and top-p; `numbers` in [0, 1)."""
-    probs = scores.softmax(-1, dtype=torch.float64)
-    if min_p.any():
-        threshold = torch.from_numpy(min_p).unsqueeze(1) * probs.amax(-1, keepdim=True)
-        probs = torch.where(probs < threshold, 0.0, probs)
-    tokens = np.empty(len(numbers), np.int64)
-    is_cut = ((top_k > 0) & (top_k < probs.shape[1])) | (top_p < 1)
-    whole = np.flatnonzero(~is_cut)
-    if len(whole):
-        tokens[whole] = _invert(probs[torch.from_numpy(whole)], numbers[whole])
-    cut = np.flatnonzero(is_cut)
-    num_candidates = _CANDIDATES
-    while len(cut):
-        num_candidates = min(max(num_candidates, int(top_k[cut].max())), probs.shape[1])
-        index = torch.from_numpy(cut)
-        values, ids, complete = _candidates(probs[index], top_k[cut], top_p[cut], num_candidates)
-        done = np.flatnonzero(complete)
-        picked = _invert(values[torch.from_numpy(done)], numbers[cut[done]])
-        tokens[cut[done]] = ids[torch.from_numpy(done), torch.from_numpy(picked)].numpy()
-        cut = cut[~complete]
-        num_candidates = probs.shape[1]
-    return tokens
-
-
-def _candidates(
-    probs: torch.Tensor,
-    top_k: IntArray,
-    top_p: npt.NDArray[np.float32],
-    num_candidates: int,
-) -> tuple[torch.Tensor, torch.Tensor, npt.NDArray[np.bool_]]:
-    """The most probable tokens, those outside of top-k and top-p at probability zero.
-
-    Returns:
-        (probabilities, token ids), each [n, num_candidates], best first, and [n] bool: whether
-        that many candidates were enough to know.
-    """
-    num_tokens = probs.shape[1]
-    k = torch.from_numpy(np.where(top_k > 0, top_k, num_tokens)).unsqueeze(1)
-    values, ids = probs.topk(num_candidates, dim=1)
-    values = torch.where(torch.arange(num_candidates) < k, values, 0.0)
-    # What top-p is a fraction of: all that top-k has left.
-    mass = torch.where(k > num_candidates, probs.sum(1, keepdim=True), values.sum(1, keepdim=True))
-    wanted = torch.from_numpy(top_p).unsqueeze(1) * mass
-    before = values.cumsum(1) - values
-    reached = before[:, -1:] + values[:, -1:] >= wanted
-    complete = (k <= num_candidates) | reached
-    return torch.where(before < wanted, values, 0.0), ids, complete.squeeze(1).numpy()
-
-
-def _invert(weights: torch.Tensor, numbers: npt.NDArray[np.float64]) -> IntArray:
-    """The column where each row's running sum passes its number, as a fraction of the total."""
-    sums = weights.cumsum(1)
-    targets = torch.from_numpy(numbers).unsqueeze(1) * sums[:, -1:]
-    columns = torch.searchsorted(sums, targets, right=True).squeeze(1)
-    # Rounding may put the target at the very end, behind the last column of any weight.
-    last = weights.shape[1] - 1 - (weights.flip(1) > 0).int().argmax(1)
-    return np.asarray(torch.minimum(columns, last).numpy(), np.int64)
+    logits[stops] = torch.where(logits.isfinite().any(), -math.inf, kept)

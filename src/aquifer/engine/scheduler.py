@@ -13,6 +13,14 @@ sequence's progress. Rules, in this order:
 
 The earliest arrival is never preempted, and a request that would not fit alone is refused when it
 arrives; so the earliest always ends, and with it all others in turn: no deadlock, no starvation.
+
+Planning runs ahead of what is known: a step may be planned while the one before it is in flight, so
+a plan counts as done at once, and `commit` fills in the tokens later. Two things follow:
+
+- A sequence that turns out to have ended may have been planned once more. Whoever has its slot by
+  then is another arrival; what was computed for the old one is dropped.
+- Before anyone is preempted, the steps in flight are waited for: they may end sequences, and
+  whoever is preempted must know all of its tokens.
 """
 
 from __future__ import annotations
@@ -55,8 +63,12 @@ class Plan:
 
     lane: Lane
     spans: Spans
-    # Sequences of `spans` whose last known token is run: each gets a new one. [num_sampled]
+    arrivals: IntArray  # [num_seqs], whose each span is
+    # So many of the first spans are one token each, the last one that was sampled.
+    num_decodes: int
+    # Sequences of `spans` whose last token is run: each gets a new one. [num_sampled]
     sampled: IntArray
+    admitted: IntArray  # slots whose sequences run for the first time since they have them
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +96,7 @@ class Scheduler:
         self._turns: deque[str] = deque()
         # The earliest arrival that waits for memory: nobody later may be admitted before it.
         self._first_blocked: int | None = None
+        self._num_in_flight = 0  # plans that are not committed yet
         self._failed: list[TokenOutput] = []
 
     def add_lane(self, lane: Lane) -> None:
@@ -119,12 +132,17 @@ class Scheduler:
             self._stop(lane, sequence)
 
     def plan(self) -> Plan | None:
-        """The next step of the next model that has one; None if nothing can run."""
+        """The next step of the next model that has one, which must then be run and committed.
+
+        None if nothing can run; maybe because the pool is short and what is in flight has to be
+        committed first.
+        """
         for _ in range(len(self._turns)):
             lane = self.lanes[self._turns[0]]
             self._turns.rotate(-1)
             plan = self._plan(lane)
             if plan is not None:
+                self._num_in_flight += 1
                 return plan
         return None
 
@@ -134,20 +152,25 @@ class Scheduler:
         return failed
 
     def commit(self, plan: Plan, sampled: Sampled) -> list[TokenOutput]:
-        """Advance the plan's sequences, end those that are done, and say what each one got."""
+        """Fill in the tokens of the earliest plan in flight, end sequences that are done.
+
+        Returns: what each sequence that still runs got.
+        """
+        self._num_in_flight -= 1
         lane, spans = plan.lane, plan.spans
         table = lane.slots
-        table.num_computed[spans.slots] += spans.counts
+        runs_still = table.arrival[spans.slots] == plan.arrivals
         for (index, position), entry in sampled.prompt_logprobs.items():
-            sequence = table.sequences[spans.slots[index]]
-            assert sequence is not None
-            assert sequence.prompt_logprobs is not None
-            sequence.prompt_logprobs[position] = entry
-        slots = spans.slots[plan.sampled]
-        tokens = sampled.token_ids
-        lengths = table.num_tokens[slots]
-        table.token_ids[slots, lengths] = tokens
-        table.num_tokens[slots] = lengths = lengths + 1
+            sequence = table.sequences[spans.slots[index]] if runs_still[index] else None
+            if sequence is not None:
+                assert sequence.prompt_logprobs is not None
+                sequence.prompt_logprobs[position] = entry
+        kept = np.flatnonzero(runs_still[plan.sampled])
+        rows = plan.sampled[kept]
+        slots = spans.slots[rows]
+        tokens = sampled.token_ids[kept]
+        lengths = spans.starts[rows] + spans.counts[rows] + 1  # the new token included
+        table.token_ids[slots, lengths - 1] = tokens
         may_stop = lengths > table.min_total[slots]
         stops = (table.stop_ids[slots] == tokens[:, None]).any(1) & may_stop
         ends = stops | (lengths >= table.max_total[slots])
@@ -155,22 +178,26 @@ class Scheduler:
         special = ends | first | table.needs_care[slots]
         now = time.monotonic()
         outputs = []
-        for i, (slot, token, is_special) in enumerate(
-            zip(slots.tolist(), tokens.tolist(), special.tolist(), strict=True)
+        for i, (row, slot, token, is_special) in enumerate(
+            zip(kept.tolist(), slots.tolist(), tokens.tolist(), special.tolist(), strict=True)
         ):
             sequence = table.sequences[slot]
             assert sequence is not None
             output = TokenOutput(sequence.request.request_id, [token])
             outputs.append(output)
             if is_special:
-                output.logprobs = [sampled.logprobs[i]] if i in sampled.logprobs else None
+                output.logprobs = [sampled.logprobs[row]] if row in sampled.logprobs else None
                 stopped = bool(stops[i]) or self._stops_late(sequence, token, bool(may_stop[i]))
                 self._finish(lane, sequence, output, stopped, bool(ends[i]), now)
         return outputs
 
     def _plan(self, lane: Lane) -> Plan | None:
         num_preemptions = self.num_preemptions
-        slots, counts = self._grow(lane)
+        grown = self._grow(lane)
+        if grown is None:
+            return None
+        slots, counts = grown
+        admitted_slots = np.zeros(0, np.int64)
         if self.num_preemptions == num_preemptions:  # else whoever left would come back at once
             budget = self._max_batched_tokens - int(counts.sum())
             admitted_slots, admitted_counts = self._admit(lane, budget)
@@ -180,16 +207,32 @@ class Scheduler:
             return None
         table = lane.slots
         starts = table.num_computed[slots]
-        sampled = np.flatnonzero(starts + counts == table.num_tokens[slots])
-        return Plan(lane, Spans.make(slots, starts, counts), sampled)
+        ends = starts + counts
+        sampled = np.flatnonzero(ends == table.num_tokens[slots])
+        table.num_computed[slots] = ends
+        table.num_tokens[slots[sampled]] += 1
+        return Plan(
+            lane=lane,
+            spans=Spans.make(slots, starts, counts),
+            arrivals=table.arrival[slots],
+            num_decodes=int((starts >= table.num_seated[slots]).sum()),
+            sampled=sampled,
+            admitted=admitted_slots,
+        )
 
-    def _grow(self, lane: Lane) -> tuple[IntArray, IntArray]:
-        """Running sequences that go on, as (slots, counts), with room for their next tokens."""
+    def _grow(self, lane: Lane) -> tuple[IntArray, IntArray] | None:
+        """Running sequences that go on, as (slots, counts), with room for their next tokens.
+
+        None if the pool is short, and steps in flight have to be committed first.
+        """
         table = lane.slots
         while True:
             slots = np.array([s.slot for s in lane.running], np.int64)
-            waiting = table.num_tokens[slots] - table.num_computed[slots]
-            order = np.argsort(waiting > 1, kind="stable")
+            # The very last token is never run.
+            known = np.minimum(table.num_tokens[slots], table.max_total[slots] - 1)
+            waiting = known - table.num_computed[slots]
+            is_reading = table.num_computed[slots] < table.num_seated[slots]
+            order = np.argsort(is_reading, kind="stable")
             slots, waiting = slots[order], waiting[order]
             before = np.cumsum(waiting) - waiting
             counts = np.clip(self._max_batched_tokens - before, 0, waiting)
@@ -200,13 +243,16 @@ class Scheduler:
                 refusal = None
             except DriverError as error:
                 refusal = error
+            if self._num_in_flight:
+                return None
             self._preempt_latest(refusal)
 
     def _preempt_latest(self, refusal: DriverError | None) -> None:
         """Take the memory of the latest arrival among all running sequences.
 
-        If that is the only one, the device itself is out of memory (the pool would have had
-        enough): then the request fails, since trying again would not end.
+        If that is the only one, the device itself is out of memory, or the process holds more of it
+        than when the request was taken in: then the request fails, since trying again would not
+        end.
         """
         lane, sequence = max(
             ((lane, s) for lane in self.lanes.values() for s in lane.running[-1:]),
@@ -214,7 +260,7 @@ class Scheduler:
         )
         num_running = sum(len(lane.running) for lane in self.lanes.values())
         self._stop(lane, sequence)
-        if refusal is not None and num_running == 1:
+        if num_running == 1:
             self._fail(sequence, refusal)
             return
         lane.num_preemptions += 1
@@ -240,7 +286,7 @@ class Scheduler:
                 has_room, refusal = False, error
             if not has_room:
                 lane.slots.unseat(sequence)
-                if refusal is not None and not self._any_running():
+                if not self._any_running() and not self._num_in_flight:
                     lane.waiting.popleft()
                     self._unblock(sequence)
                     self._fail(sequence, refusal)
@@ -284,9 +330,10 @@ class Scheduler:
         lane.cache.release(sequence.slot)
         lane.slots.unseat(sequence)
 
-    def _fail(self, sequence: Sequence, refusal: DriverError) -> None:
+    def _fail(self, sequence: Sequence, refusal: DriverError | None) -> None:
         output = TokenOutput(sequence.request.request_id, finish_reason="error")
-        output.error = f"the device is out of memory: {refusal}"
+        reason = refusal or "beside weights and overhead the pool has no room for this request"
+        output.error = f"the device is out of memory: {reason}"
         output.timing = _timing(sequence, time.monotonic())
         self._failed.append(output)
 

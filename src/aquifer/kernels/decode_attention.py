@@ -10,8 +10,10 @@ cut into tiles of `block_tokens`, and the tiles into `num_shares` equal shares:
 
 Each share is one program (for each group of KV heads), which visits the rows that its share
 touches. A row within one share is finished there. Other rows leave a partial result in each share
-that touches them, and a second kernel merges those by their log-sum-exp (FlashDecoding). Lengths
-are read on the device alone, so a captured graph stays valid while sequences grow.
+that touches them, and those are merged by their log-sum-exp (FlashDecoding). The program that is
+the last to leave its partial result does that; it knows by a ticket, drawn from a counter for each
+row that is cut. Lengths are read on the device alone, so a captured graph stays valid while
+sequences grow.
 
 Token-major KV has all heads of a token side by side, so a program takes several KV heads of a
 tile at once and reads longer stretches. A matrix product needs 16 rows at least; with the queries
@@ -25,17 +27,25 @@ longest sequence.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from aquifer.kernels._triton import constexpr, jit, runs_triton, tensor, tl
+from aquifer.kernels.linear import count_multiprocessors, launch_options
 
 _MIN_DOT = 16
 """The smallest side of a matrix product in Triton."""
 
 _MERGE_ELEMENTS = 8192
 """Elements that a program of the second kernel holds at once: 32 registers a thread."""
+
+_WARP_MERGE_ELEMENTS = 1024
+"""Elements that a warp of the first kernel holds at once when it merges: 32 registers a thread."""
+
+_FEW_ROWS = 4
+"""Up to so many, a step of attention is too short for all programs, and merging counts most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +62,86 @@ class Config:
     num_shares: int
     num_warps: int
     num_stages: int
+    merges_itself: bool = True  # False: in a second kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """What programs leave for each other. One call at a time uses it."""
+
+    partials: torch.Tensor  # float32; means nothing between calls
+    tickets: torch.Tensor  # int32; zero between calls
+
+    @classmethod
+    def empty(
+        cls,
+        configs: Iterable[Config],
+        num_heads: int,
+        num_kv_heads: int,
+        value_dim: int,
+        device: torch.device,
+    ) -> Workspace:
+        """Large enough for each of these configs."""
+        sizes = [_workspace_sizes(config, num_heads, num_kv_heads, value_dim) for config in configs]
+        return cls(
+            torch.empty(max(size for size, _ in sizes), dtype=torch.float32, device=device),
+            torch.zeros(max(size for _, size in sizes), dtype=torch.int32, device=device),
+        )
+
+
+def _workspace_sizes(
+    config: Config, num_heads: int, num_kv_heads: int, value_dim: int
+) -> tuple[int, int]:
+    """Elements of both: of each share two partial results with their log-sum-exp, and tickets."""
+    groups = num_kv_heads // config.kv_heads_per_program
+    return config.num_shares * 2 * num_heads * (value_dim + 1), config.num_shares * groups
+
+
+class DecodeWorkspaces:
+    """The config and the workspace for whatever is attended to, made when first asked for.
+
+    Graphs refer to workspaces, so none is freed before this is.
+    """
+
+    def __init__(self) -> None:
+        self._workspaces: dict[tuple[torch.device, int, int], Workspace] = {}
+        self._found: dict[tuple[object, ...], tuple[Workspace, Config]] = {}
+
+    def get(
+        self, query: torch.Tensor, values: torch.Tensor, *, paged: bool
+    ) -> tuple[Workspace, Config]:
+        """For a call of `decode_attention` with tensors of these shapes.
+
+        It must have been asked for before a graph of that call is captured.
+        """
+        key = (query.shape, values.shape[2:], values.dtype, values.device, paged)
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._make(query, values, paged=paged)
+        return found
+
+    def _make(
+        self, query: torch.Tensor, values: torch.Tensor, *, paged: bool
+    ) -> tuple[Workspace, Config]:
+        batch, num_heads, key_dim = query.shape
+        num_kv_heads, value_dim = values.shape[2:]
+        config = default_config(
+            batch,
+            num_heads,
+            num_kv_heads,
+            max(key_dim, value_dim),
+            values.dtype,
+            count_multiprocessors(values.device),
+            paged=paged,
+        )
+        sizes = _workspace_sizes(config, num_heads, num_kv_heads, value_dim)
+        workspace = self._workspaces.get((values.device, *sizes))
+        if workspace is None:
+            is_capturing = values.is_cuda and torch.cuda.is_current_stream_capturing()
+            assert not is_capturing, "attend once before it is captured"
+            workspace = Workspace.empty([config], num_heads, num_kv_heads, value_dim, values.device)
+            self._workspaces[values.device, *sizes] = workspace
+        return workspace, config
 
 
 def default_config(
@@ -84,19 +174,16 @@ def default_config(
     columns = max(tile_bytes // (_pow2(head_dim) * dtype.itemsize), _MIN_DOT)
     # Several programs on each multiprocessor, so that some read while others start or end. Few
     # rows end up in many partial results, whose merging then takes longer than reading.
-    programs = num_multiprocessors * (2 if batch <= 4 else 4 if paged else 3)
+    programs = num_multiprocessors * (2 if batch <= _FEW_ROWS else 4)
+    shares = max(programs * kv_heads // num_kv_heads, 1)
     return Config(
         kv_heads_per_program=kv_heads,
         block_tokens=columns // kv_heads,
-        num_shares=-(-programs * kv_heads // num_kv_heads),
+        # A power of two, so that shares of equal lengths often begin where rows do.
+        num_shares=1 << (shares.bit_length() - 1),
         num_warps=2,
         num_stages=2 if paged else 3,
     )
-
-
-def workspace_shape(config: Config, num_heads: int, value_dim: int) -> tuple[int]:
-    """Shape of the float32 workspace: two partial results of each share, with their log-sum-exp."""
-    return (config.num_shares * 2 * num_heads * (value_dim + 1),)
 
 
 def decode_attention_reference(
@@ -142,9 +229,9 @@ def decode_attention(
     slots: torch.Tensor,
     lengths: torch.Tensor,
     out: torch.Tensor,
-    workspace: torch.Tensor,
-    *,
+    workspace: Workspace,
     config: Config,
+    *,
     scale: float,
     window_tokens: int | None = None,
     softcap: float | None = None,
@@ -160,8 +247,7 @@ def decode_attention(
         lengths: [B] int32 or int64, tokens in KV, the row's own included. 0: a row that pads the
             batch; zeros are written and its slot means nothing.
         out: [B, heads, value_dim], overwritten.
-        workspace: float32 of at least `workspace_shape`, contiguous; its contents mean nothing
-            before and after.
+        workspace: made for this config, among others.
         config: how to cut the work.
         scale: factor on the dot products.
         window_tokens: attend to that many of the latest tokens only, the own one included.
@@ -195,12 +281,15 @@ def decode_attention(
         return
     # partials: [shares, 2, heads, value_dim], lse: [shares, 2, heads]
     num_lse = config.num_shares * 2 * num_heads
-    (needed,) = workspace_shape(config, num_heads, value_dim)
-    assert workspace.dtype == torch.float32
-    assert workspace.is_contiguous()
-    assert workspace.numel() >= needed, f"workspace has {workspace.numel()} of {needed} elements"
-    partials, lse = workspace[: num_lse * value_dim], workspace[num_lse * value_dim : needed]
-
+    needed, num_tickets = _workspace_sizes(config, num_heads, num_kv_heads, value_dim)
+    numel = workspace.partials.numel()
+    assert numel >= needed, f"workspace has {numel} of {needed} elements"
+    assert workspace.tickets.numel() >= num_tickets, "workspace has too few tickets"
+    lse = workspace.partials[num_lse * value_dim : needed]
+    heads_pow2 = _pow2(group * config.kv_heads_per_program)
+    merge_elements = config.num_warps * _WARP_MERGE_ELEMENTS * (4 if batch <= _FEW_ROWS else 1)
+    merge_shares = merge_elements // (heads_pow2 * _pow2(value_dim))
+    options = launch_options(query.device)
     _decode_attention_kernel[(num_kv_heads // config.kv_heads_per_program, config.num_shares)](
         query,
         keys,
@@ -209,8 +298,9 @@ def decode_attention(
         slots,
         lengths,
         out,
-        partials,
+        workspace.partials,
         lse,
+        workspace.tickets,
         scale,
         batch,
         query.stride(0),
@@ -238,9 +328,16 @@ def decode_attention(
         query_rows=_pow2(group * config.kv_heads_per_program, _MIN_DOT),
         window_tokens=window_tokens,
         softcap=softcap,
+        heads_pow2=heads_pow2,
+        merge_shares=min(max(merge_shares, 1), _pow2(config.num_shares)),
+        merges_itself=config.merges_itself,
+        overlaps=bool(options),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **options,
     )
+    if config.merges_itself:
+        return
 
     value_dim_pow2 = _pow2(value_dim)
     merge_shares = min(_pow2(config.num_shares // batch + 2), 64)
@@ -249,7 +346,7 @@ def decode_attention(
     _merge_kernel[(-(-num_heads // merge_heads), batch)](
         lengths,
         out,
-        partials,
+        workspace.partials,
         lse,
         batch,
         out.stride(0),
@@ -301,6 +398,7 @@ def _decode_attention_kernel(
     out: tensor,
     partials: tensor,
     lse: tensor,
+    tickets: tensor,
     scale: tensor,
     batch: tensor,
     query_row_stride: tensor,
@@ -328,7 +426,14 @@ def _decode_attention_kernel(
     query_rows: constexpr,
     window_tokens: constexpr,
     softcap: constexpr,
+    heads_pow2: constexpr,
+    merge_shares: constexpr,
+    merges_itself: constexpr,
+    overlaps: constexpr,
 ) -> None:
+    if overlaps:  # see linear.py
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     # Neighbouring programs read neighbouring heads of the same tokens.
     first_kv_head = tl.program_id(0) * kv_heads
     share = tl.program_id(1)
@@ -340,10 +445,9 @@ def _decode_attention_kernel(
     share_tiles = tl.cdiv(num_tiles, tl.num_programs(1))
     begin = share * share_tiles
     end = tl.minimum(begin + share_tiles, num_tiles)
-    if begin >= end:
-        return
     first_row = tl.sum((row_ends <= begin).to(tl.int32), 0)
     last_row = tl.sum((row_ends < end).to(tl.int32), 0)
+    last_row = tl.where(begin < end, last_row, first_row - 1)  # none of an empty share
     row_begin = tl.sum(tl.where(row_ends <= begin, tiles, 0), 0)
 
     # Rows of the products: the query heads of KV heads [first_kv_head, first_kv_head + kv_heads).
@@ -442,7 +546,98 @@ def _decode_attention_kernel(
             partial = (share * 2 + (row_begin >= begin).to(tl.int32)) * num_heads + head
             tl.store(partials + partial[:, None] * value_dim + dim_v[None, :], acc, mask=is_stored)
             tl.store(lse + partial, top + tl.log2(total), mask=is_query)
+            if merges_itself:
+                first_share = row_begin // share_tiles
+                last_share = (row_end - 1) // share_tiles
+                # In one share, one row at most begins that does not end there.
+                ticket = tickets + first_share * tl.num_programs(0) + tl.program_id(0)
+                tl.debug_barrier()  # all threads have stored before one of them draws
+                drawn = tl.atomic_add(ticket, 1, sem="acq_rel")
+                if drawn == last_share - first_share:
+                    tl.store(ticket, 0)  # for the next call; everybody has drawn
+                    merge_head = tl.arange(0, heads_pow2)
+                    is_merged = merge_head < group * kv_heads
+                    merge_head += first_kv_head * group
+                    merged = _merged(
+                        partials,
+                        lse,
+                        first_share,
+                        last_share,
+                        merge_head,
+                        is_merged,
+                        num_heads,
+                        value_dim,
+                        value_dim_pow2,
+                        heads_pow2,
+                        merge_shares,
+                    )
+                    tl.store(
+                        out
+                        + row * out_row_stride
+                        + merge_head[:, None] * out_head_stride
+                        + dim_v[None, :],
+                        merged.to(out.dtype.element_ty),
+                        mask=is_merged[:, None] & (dim_v < value_dim)[None, :],
+                    )
         row_begin = row_end
+
+    if merges_itself:
+        # Rows of padding between others were met above, but those between shares were not.
+        num_empty = tl.sum((tiles == 0).to(tl.int32), 0)
+        if num_empty > batch_pow2 - batch:
+            zeros = tl.zeros([query_rows, value_dim_pow2], tl.float32)
+            for row in range(share, batch, tl.num_programs(1)):
+                is_empty = tl.load(lengths + row) == 0
+                tl.store(
+                    out + row * out_row_stride + head[:, None] * out_head_stride + dim_v[None, :],
+                    zeros.to(out.dtype.element_ty),
+                    mask=is_empty & is_query[:, None] & (dim_v < value_dim)[None, :],
+                )
+
+
+@jit
+def _merged(
+    partials: tensor,
+    lse: tensor,
+    first_share: tensor,
+    last_share: tensor,
+    head: tensor,
+    is_head: tensor,
+    num_heads: constexpr,
+    value_dim: constexpr,
+    value_dim_pow2: constexpr,
+    heads_pow2: constexpr,
+    merge_shares: constexpr,
+) -> tensor:
+    """[heads, value_dim]: some heads of one row, of what [first_share, last_share] have left.
+
+    The L1 cache is passed by, as it may be older than what others have stored.
+    """
+    dim = tl.arange(0, value_dim_pow2)
+    top = tl.full([heads_pow2], float("-inf"), tl.float32)
+    total = tl.zeros([heads_pow2], tl.float32)
+    acc = tl.zeros([heads_pow2, value_dim_pow2], tl.float32)
+    for next_share in range(first_share, last_share + 1, merge_shares):
+        share = next_share + tl.arange(0, merge_shares)
+        # Partial 1 of its first share is the row's, and partial 0 of those that follow.
+        partial = (share * 2 + (share == first_share).to(tl.int32)) * num_heads
+        index = partial[:, None] + head[None, :]  # [merge_shares, heads]
+        is_partial = (share <= last_share)[:, None] & is_head[None, :]
+        part_lse = tl.load(lse + index, mask=is_partial, other=float("-inf"), cache_modifier=".cg")
+        part = tl.load(
+            partials + index[:, :, None] * value_dim + dim[None, None, :],
+            mask=is_partial[:, :, None] & (dim < value_dim)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )  # [merge_shares, heads, value_dim]
+        part_lse = tl.where(is_head[None, :], part_lse, 0.0)
+        new_top = tl.maximum(top, tl.max(part_lse, 0))
+        weights = tl.exp2(part_lse - new_top[None, :])
+        decay = tl.exp2(top - new_top)
+        total = total * decay + tl.sum(weights, 0)
+        acc = acc * decay[:, None] + tl.sum(part * weights[:, :, None], 0)
+        top = new_top
+    return acc / total[:, None]
 
 
 @jit

@@ -1,26 +1,52 @@
-"""Matrix products of few tokens with large weights.
+"""Matrix products of few tokens with large weights, and what comes right before them.
 
 On a GPU such a product is as fast as its weight can be read. cuBLAS, made for larger ones, leaves
-bandwidth unused where the matrix is small; so for up to `MAX_TILE_TOKENS` tokens there are two
-kernels of our own, and `tune` measures which is the best for each shape.
+bandwidth unused where the matrix is small. So there are kernels of our own: for one token, which
+also take in the norm or the activation before the product, and for up to `MAX_TILE_TOKENS`.
+`best_tile` says which is used where; benchmarks/gpu/small_kernels.py measures the candidates.
+
+Overlapping launches: with `overlap` set, a kernel here starts while its predecessor on the stream
+still runs, and reads its first part of the weight meanwhile (programmatic dependent launch). What
+that takes to be correct:
+
+- Such a kernel waits (`gdc_wait`) in every program, before it reads anything that kernels write
+  and before it writes anything. Until then it reads only weights, which no kernel of a step writes.
+  Waiting ends when the predecessor is complete and its writes are visible.
+- It lets its own successor start (`gdc_launch_dependents`) only after it has waited. So when a
+  kernel starts, all kernels before its predecessor are complete; at most two overlap.
+- A kernel that does not wait is launched without the attribute, and is then ordered as ever.
+- Who writes weights launches something ordinary, or synchronises, before the next step.
+
+The same holds in a captured graph, where these launches become programmatic edges.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from aquifer.kernels._triton import constexpr, jit, runs_triton, tensor, tl, triton
+from aquifer.kernels.activation import silu_mul
+from aquifer.kernels.norm import _normalised, add_rms_norm, rms_norm
 
 _MAX_VECTORS = 4
 _MAX_TOKENS = 256
 
-MAX_TILE_TOKENS = 64
+MAX_TILE_TOKENS = 32
 """Beyond that, arithmetic counts as much as bandwidth, and cuBLAS has it."""
+
+MAX_NORM_COLUMNS = 16384
+"""The widest row that a program normalises in registers."""
+
+overlap = False
+"""Whether kernels that can wait for their predecessor are launched before its end; an experiment,
+which benchmarks/gpu/decode_step.py measures. Read at each launch; a captured graph keeps it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +66,7 @@ class Tile:
     columns: int
     num_warps: int
     num_stages: int = 1  # parts on their way into shared memory; for more than one token
+    num_splits: int = 1  # programs that share a row's columns; likewise
 
 
 _VECTOR_TILES = (Tile(2, 1024, 4), Tile(1, 1024, 2), Tile(4, 512, 4), Tile(4, 1024, 8))
@@ -48,6 +75,11 @@ _MATRIX_TILES = (
     Tile(16, 512, 4, 3),
     Tile(32, 128, 4, 5),
     Tile(64, 128, 4, 4),
+    Tile(32, 256, 4, 2, 4),
+    Tile(32, 256, 4, 2, 8),
+    Tile(64, 128, 4, 4, 2),
+    Tile(64, 128, 4, 4, 4),
+    Tile(64, 128, 4, 3, 8),
 )
 
 
@@ -60,16 +92,169 @@ def linear(
         x: [tokens, in].
         weight: [out, in], contiguous.
         bias: [out] or None.
-        tile: on a GPU, what `tune` found for this shape: None for cuBLAS.
+        tile: on a GPU, what to use instead of `best_tile`; for benchmarks and tests.
 
     Returns:
         [tokens, out], contiguous.
     """
-    if tile is not None and runs_triton(x):
-        return _tiled(x, weight, bias, tile)
+    if runs_triton(x):
+        if tile is None:
+            tile = best_tile(Shape(len(x), len(weight), x.shape[1]))
+            # Float32 has no matrix unit, and Triton's interpreter no products of some dtypes.
+            if len(x) > 1 and (x.dtype == torch.float32 or not x.is_cuda):
+                tile = None
+        if tile is not None:
+            return _tiled(x, weight, bias, tile)
     if x.device.type == "cpu":
         return linear_reference(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def norm_linear(
+    delta: torch.Tensor | None,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The product with the norm of a residual stream, to which the last layer's output is added.
+
+    Rounded like `add_rms_norm` or `rms_norm`, and `linear` after it.
+
+    Args:
+        delta: [tokens, in], what is added to the stream; None for nothing.
+        residual: [tokens, in], the stream. Unless `delta` is None it may be overwritten: go on
+            with what is returned.
+        norm_weight: [in].
+        eps: added to the mean square.
+        weight: [out, in], contiguous.
+        bias: [out] or None.
+
+    Returns:
+        (rms_norm(residual + delta) @ weight.T + bias, [tokens, out] and contiguous,
+        residual + delta, [tokens, in]).
+    """
+    num_tokens, num_in = residual.shape
+    if num_tokens != 1 or num_in > MAX_NORM_COLUMNS or not runs_triton(residual):
+        if delta is None:
+            normed = rms_norm(residual, norm_weight, eps)
+        else:
+            normed = add_rms_norm(delta, residual, norm_weight, eps)
+        return linear(normed, weight, bias), residual
+    num_out = len(weight)
+    assert weight.shape == (num_out, num_in)
+    assert weight.is_contiguous()
+    assert residual.dtype == norm_weight.dtype == weight.dtype
+    assert residual.stride(1) == 1
+    out = residual.new_empty(1, num_out)
+    # The sum goes to a new tensor: while one program stores it, others still read the old stream.
+    total = residual
+    if delta is not None:
+        assert delta.shape == residual.shape
+        assert delta.dtype == residual.dtype
+        assert delta.stride(1) == 1
+        total = residual.new_empty(1, num_in)
+    tile = _norm_tile(num_in)
+    num_programs = _norm_programs(num_out, tile, count_multiprocessors(residual.device))
+    options = launch_options(residual.device)
+    _norm_vector_kernel[(num_programs,)](
+        delta, residual, norm_weight, total, weight, bias, out, eps, num_out,
+        num_in=num_in, rows=tile.rows, columns=tile.columns, has_delta=delta is not None,
+        has_bias=bias is not None, overlaps=bool(options), num_warps=tile.num_warps, **options,
+    )  # fmt: skip
+    return out, total
+
+
+def silu_linear(
+    gate_up: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """(silu(gate) * up) @ weight.T + bias, rounded like `silu_mul` and `linear` after it.
+
+    Args:
+        gate_up: [tokens, 2 in], gate before up; rows may lie further apart.
+        weight: [out, in], contiguous.
+        bias: [out] or None.
+
+    Returns:
+        [tokens, out], contiguous.
+    """
+    if len(gate_up) != 1 or not runs_triton(gate_up):
+        return linear(silu_mul(gate_up), weight, bias)
+    num_out, num_in = weight.shape
+    tile = _gated_tile(num_out, num_in, count_multiprocessors(gate_up.device))
+    return _vector(gate_up, weight, bias, tile, gated=True)
+
+
+def best_tile(shape: Shape) -> Tile | None:
+    """How `linear` does a product on a GPU; None for cuBLAS.
+
+    By measurement on an H200 (benchmarks/gpu/small_kernels.json): for one token that tile was the
+    best or within 6 % of it for every shape, and cuBLAS never was ahead by more than 2 %. For
+    several, cuBLAS is about as good or better for weights of more than 32 M elements.
+    """
+    if shape.tokens == 1:
+        return Tile(2, min(_pow2(shape.in_), 1024), 4)
+    if shape.tokens > MAX_TILE_TOKENS or shape.out * shape.in_ > 1 << 25:
+        return None
+    if shape.out < 4096:
+        # Too few rows to occupy the device: their columns are shared out. Not measured yet.
+        return Tile(32, 256, 4, 2, num_splits=min(max(shape.in_ // 256, 1), 8))
+    if shape.out == 4096 and shape.in_ >= 4096:
+        return Tile(16, 256, 2, 4)
+    return Tile(64, 128, 4, 4)
+
+
+def launch_options(device: torch.device) -> dict[str, Any]:
+    """Options of a launch that may overlap with its predecessor; empty if it must not."""
+    return {"launch_pdl": True} if overlap and _has_grid_dependencies(device) else {}
+
+
+@functools.lru_cache
+def _has_grid_dependencies(device: torch.device) -> bool:
+    """Hopper and later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@functools.lru_cache
+def count_multiprocessors(device: torch.device) -> int:
+    """Of a CUDA device; 1 for the interpreter."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _pow2(number: int) -> int:
+    """The next power of two, at least 16."""
+    return max(1 << (number - 1).bit_length(), 16)
+
+
+def _norm_tile(num_in: int) -> Tile:
+    """Whole rows, so that the norm stays in registers; 8 KiB of 16 bits, or one row."""
+    columns = _pow2(num_in)
+    rows = min(max(4096 // columns, 1), 8)
+    return Tile(rows, columns, min(max(rows * columns // 1024, 1), 16))
+
+
+def _norm_programs(num_out: int, tile: Tile, multiprocessors: int) -> int:
+    """Programs that all run at once, with as equal a number of tiles each as possible.
+
+    Each of them normalises the row, so they are few: 512 threads on each multiprocessor.
+    """
+    num_tiles = -(-num_out // tile.rows)
+    at_once = max(16 // tile.num_warps, 1) * multiprocessors
+    return -(-num_tiles // -(-num_tiles // at_once))
+
+
+def _gated_tile(num_out: int, num_in: int, multiprocessors: int) -> Tile:
+    """As many rows as leave three programs for each multiprocessor.
+
+    Each of them computes all activations: the fewer there are, the less that counts.
+    """
+    rows = 4
+    while rows > 1 and num_out < 3 * rows * multiprocessors:
+        rows //= 2
+    return Tile(rows, min(_pow2(num_in), 1024), 4)
 
 
 def linear_reference(
@@ -110,6 +295,8 @@ def _tiled(
 ) -> torch.Tensor:
     """The kernel for one token, or the one for several."""
     num_tokens, num_in = x.shape
+    if num_tokens == 1:
+        return _vector(x, weight, bias, tile, gated=False)
     num_out = len(weight)
     assert weight.shape == (num_out, num_in)
     assert weight.is_contiguous()
@@ -117,21 +304,53 @@ def _tiled(
     assert x.dtype == weight.dtype
     assert num_tokens <= MAX_TILE_TOKENS
     out = x.new_empty(num_tokens, num_out)
-    grid = (-(-num_out // tile.rows),)
-    even = num_in % tile.columns == 0
-    if num_tokens == 1:
-        _vector_kernel[grid](
-            x, weight, bias, out, num_out, num_in,
-            rows=tile.rows, columns=tile.columns, has_bias=bias is not None, even=even,
-            num_warps=tile.num_warps,
-        )  # fmt: skip
-    elif num_tokens > 1:
-        _matrix_kernel[grid](
-            x, weight, bias, out, num_tokens, num_out, num_in, x.stride(0),
-            tokens=max(1 << (num_tokens - 1).bit_length(), 16), rows=tile.rows,
-            columns=tile.columns, has_bias=bias is not None, even=even,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
-        )  # fmt: skip
+    if num_tokens == 0:
+        return out
+    tokens, num_tiles = _pow2(num_tokens), -(-num_out // tile.rows)
+    partials = tickets = None
+    if tile.num_splits > 1:
+        partials = x.new_empty(
+            tile.num_splits * num_tiles * tile.rows * tokens, dtype=torch.float32
+        )
+        tickets = _tickets(x.device)
+        assert num_tiles <= len(tickets), f"{num_out} rows are too many for {tile}"
+    options = launch_options(x.device)
+    _matrix_kernel[(num_tiles, tile.num_splits)](
+        x, weight, bias, out, partials, tickets, num_tokens, num_out, num_in, x.stride(0),
+        tokens=tokens, rows=tile.rows, columns=tile.columns, splits=tile.num_splits,
+        has_bias=bias is not None, even=num_in % tile.columns == 0, overlaps=bool(options),
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **options,
+    )  # fmt: skip
+    return out
+
+
+@functools.lru_cache
+def _tickets(device: torch.device) -> torch.Tensor:
+    """Zero between kernels: each counts in it, and the program that counts last zeroes it.
+
+    Kernels of one device run one after the other. Graphs refer to it, so it is never freed.
+    """
+    is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    assert not is_capturing, "run a product once before it is captured"
+    return torch.zeros(4096, dtype=torch.int32, device=device)
+
+
+def _vector(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile, *, gated: bool
+) -> torch.Tensor:
+    """The product of one token; `gated`: of its activation, x being [1, 2 in]."""
+    num_out, num_in = weight.shape
+    assert x.shape == (1, 2 * num_in if gated else num_in)
+    assert weight.is_contiguous()
+    assert x.stride(1) == 1
+    assert x.dtype == weight.dtype
+    out = x.new_empty(1, num_out)
+    options = launch_options(x.device)
+    _vector_kernel[(-(-num_out // tile.rows),)](
+        x, weight, bias, out, num_out, num_in=num_in, rows=tile.rows, columns=tile.columns,
+        gated=gated, has_bias=bias is not None, overlaps=bool(options), num_warps=tile.num_warps,
+        **options,
+    )  # fmt: skip
     return out
 
 
@@ -142,31 +361,113 @@ def _vector_kernel(
     bias: tensor,
     out: tensor,
     num_out: tensor,
-    num_in: tensor,
+    num_in: constexpr,
     rows: constexpr,
     columns: constexpr,
+    gated: constexpr,
     has_bias: constexpr,
-    even: constexpr,
+    overlaps: constexpr,
 ) -> None:
+    """Each program has `rows` rows of the weight, and reads one tile ahead."""
     row = tl.program_id(0) * rows + tl.arange(0, rows)
-    column = tl.arange(0, columns)
+    # Two dimensions from the start: the compiler then gives a thread the same columns of both
+    # factors, and nothing goes through shared memory.
+    column = tl.arange(0, columns)[None, :]
     inside = row < num_out
     weight_rows = weight + row.to(tl.int64)[:, None] * num_in
+    w = _weight_tile(weight_rows, column, inside, num_in, columns)
+    if overlaps:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    v = _input_tile(x, column, num_in, gated)
     sums = tl.zeros([rows, columns], tl.float32)
-    for start in range(0, num_in, columns):
-        place = start + column
-        if even:
-            w = tl.load(weight_rows + place[None, :], mask=inside[:, None], other=0.0)
-            v = tl.load(x + place)
-        else:
-            within = place < num_in
-            w = tl.load(weight_rows + place[None, :], mask=inside[:, None] & within, other=0.0)
-            v = tl.load(x + place, mask=within, other=0.0)
-        sums += w.to(tl.float32) * v.to(tl.float32)[None, :]
-    total = tl.sum(sums, axis=1)
+    for start in range(columns, num_in, columns):
+        next_w = _weight_tile(weight_rows, start + column, inside, num_in, columns)
+        sums += w.to(tl.float32) * v
+        w = next_w
+        v = _input_tile(x, start + column, num_in, gated)
+    sums += w.to(tl.float32) * v
+    _store_rows(out, bias, tl.sum(sums, axis=1), row, inside, has_bias)
+
+
+@jit
+def _weight_tile(
+    weight_rows: tensor, place: tensor, inside: tensor, num_in: constexpr, columns: constexpr
+) -> tensor:
+    """[rows, columns] at [1, columns], which nobody reads again: it should displace nothing."""
+    mask = inside[:, None]
+    if num_in % columns != 0:
+        mask = mask & (place < num_in)
+    return tl.load(weight_rows + place, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@jit
+def _input_tile(x: tensor, place: tensor, num_in: constexpr, gated: constexpr) -> tensor:
+    """[1, columns] float32: of x, or of the activation of both halves, rounded as `silu_mul`."""
+    within = place < num_in
+    v = tl.load(x + place, mask=within, other=0.0)
+    wide = v.to(tl.float32)
+    if gated:
+        up = tl.load(x + num_in + place, mask=within, other=0.0)
+        activated = (wide * tl.sigmoid(wide)).to(v.dtype)
+        wide = (activated.to(tl.float32) * up.to(tl.float32)).to(v.dtype).to(tl.float32)
+    return wide
+
+
+@jit
+def _store_rows(
+    out: tensor, bias: tensor, total: tensor, row: tensor, inside: tensor, has_bias: constexpr
+) -> None:
     if has_bias:
         total += tl.load(bias + row, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row, total.to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def _norm_vector_kernel(
+    delta: tensor,
+    residual: tensor,
+    norm_weight: tensor,
+    total: tensor,
+    weight: tensor,
+    bias: tensor,
+    out: tensor,
+    eps: tensor,
+    num_out: tensor,
+    num_in: constexpr,
+    rows: constexpr,
+    columns: constexpr,
+    has_delta: constexpr,
+    has_bias: constexpr,
+    overlaps: constexpr,
+) -> None:
+    """Each program normalises the row, and then has every `num_programs`th tile of the weight."""
+    first = tl.program_id(0) * rows
+    step = tl.num_programs(0) * rows
+    column = tl.arange(0, columns)
+    within = column < num_in
+    row = first + tl.arange(0, rows)
+    weight_rows = weight + row.to(tl.int64)[:, None] * num_in
+    w = _weight_tile(weight_rows, column[None, :], row < num_out, num_in, columns)
+    scales = tl.load(norm_weight + column, mask=within, other=0.0)
+    if overlaps:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    own = tl.load(residual + column, mask=within, other=0.0)
+    if has_delta:
+        added = tl.load(delta + column, mask=within, other=0.0)
+        own = (added.to(tl.float32) + own.to(tl.float32)).to(added.dtype)
+        if first == 0:
+            tl.store(total + column, own, mask=within)
+    v = _normalised(own, scales, num_in, eps).to(tl.float32)[None, :]
+    for start in range(first, num_out, step):
+        next_row = start + step + tl.arange(0, rows)
+        weight_rows = weight + next_row.to(tl.int64)[:, None] * num_in
+        next_w = _weight_tile(weight_rows, column[None, :], next_row < num_out, num_in, columns)
+        row = start + tl.arange(0, rows)
+        sums = tl.sum(w.to(tl.float32) * v, axis=1)
+        _store_rows(out, bias, sums, row, row < num_out, has_bias)
+        w = next_w
 
 
 @jit
@@ -175,6 +476,8 @@ def _matrix_kernel(
     weight: tensor,
     bias: tensor,
     out: tensor,
+    partials: tensor,
+    tickets: tensor,
     num_tokens: tensor,
     num_out: tensor,
     num_in: tensor,
@@ -182,19 +485,33 @@ def _matrix_kernel(
     tokens: constexpr,
     rows: constexpr,
     columns: constexpr,
+    splits: constexpr,
     has_bias: constexpr,
     even: constexpr,
+    overlaps: constexpr,
 ) -> None:
-    """The weight is the left factor: its rows fill the matrix unit, tokens are the short side."""
-    row = tl.program_id(0) * rows + tl.arange(0, rows)
+    """The weight is the left factor: its rows fill the matrix unit, tokens are the short side.
+
+    Of several programs that share rows, the last to finish adds up what all have found, always in
+    the same order.
+    """
+    if overlaps:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    first_row = tl.program_id(0) * rows
+    row = first_row + tl.arange(0, rows)
     token = tl.arange(0, tokens)
     column = tl.arange(0, columns)
     inside = (row < num_out)[:, None]
     present = (token < num_tokens)[None, :]
     weight_tile = weight + row.to(tl.int64)[:, None] * num_in + column[None, :]
     x_tile = x + token[None, :] * x_stride + column[:, None]
+    # This program's columns are [begin, end).
+    share = tl.cdiv(num_in, splits * columns) * columns
+    begin = tl.program_id(1) * share
+    end = tl.minimum(begin + share, num_in)
     sums = tl.zeros([rows, tokens], tl.float32)
-    for start in range(0, num_in, columns):
+    for start in range(begin, end, columns):
         if even:
             w = tl.load(weight_tile + start, mask=inside, other=0.0)
             v = tl.load(x_tile + start, mask=present, other=0.0)
@@ -203,43 +520,53 @@ def _matrix_kernel(
             w = tl.load(weight_tile + start, mask=inside & within[None, :], other=0.0)
             v = tl.load(x_tile + start, mask=present & within[:, None], other=0.0)
         sums = tl.dot(w, v, sums, input_precision="ieee")
+    if splits == 1:
+        _store_tile(out, bias, sums, row, token, num_out, num_tokens, has_bias)
+    else:
+        # [splits, rows of all programs, tokens]
+        place = row[:, None] * tokens + token[None, :]
+        split_size = tl.num_programs(0) * rows * tokens
+        tl.store(partials + tl.program_id(1) * split_size + place, sums)
+        tl.debug_barrier()  # all threads have stored before one of them takes the ticket
+        ticket = tl.atomic_add(tickets + tl.program_id(0), 1, sem="acq_rel")
+        if ticket == splits - 1:
+            sums = tl.zeros([rows, tokens], tl.float32)
+            for split in tl.static_range(splits):
+                # Not through the L1 cache, which may be older than what others have stored.
+                sums += tl.load(partials + split * split_size + place, cache_modifier=".cg")
+            tl.store(tickets + tl.program_id(0), 0)
+            _store_tile(out, bias, sums, row, token, num_out, num_tokens, has_bias)
+
+
+@jit
+def _store_tile(
+    out: tensor,
+    bias: tensor,
+    sums: tensor,
+    row: tensor,
+    token: tensor,
+    num_out: tensor,
+    num_tokens: tensor,
+    has_bias: constexpr,
+) -> None:
     if has_bias:
         sums += tl.load(bias + row, mask=row < num_out, other=0.0).to(tl.float32)[:, None]
-    place = token[None, :] * num_out + row[:, None]
-    tl.store(out + place, sums.to(out.dtype.element_ty), mask=inside & present)
+    tl.store(
+        out + token[None, :] * num_out + row[:, None],
+        sums.to(out.dtype.element_ty),
+        mask=(row < num_out)[:, None] & (token < num_tokens)[None, :],
+    )
 
 
 def tiles(shape: Shape) -> tuple[Tile, ...]:
-    """What `tune` tries besides cuBLAS."""
+    """What `measure` tries besides cuBLAS."""
     if shape.tokens == 1:
         return _VECTOR_TILES
-    return _MATRIX_TILES if shape.tokens <= MAX_TILE_TOKENS else ()
-
-
-def tune(
-    shapes: Iterable[Shape],
-    device: torch.device,
-    dtype: torch.dtype = torch.bfloat16,
-    *,
-    min_gain: float = 0.03,
-) -> dict[Shape, Tile | None]:
-    """For each shape what is the fastest, None for cuBLAS.
-
-    It allocates weights of three times the device's L2 cache, or one of the largest shape, for as
-    long as it runs.
-
-    Args:
-        shapes: products to come.
-        device: a CUDA device.
-        dtype: of weights and activations.
-        min_gain: the part of cuBLAS's time that a kernel must save to be taken.
-    """
-    shapes = list(dict.fromkeys(shapes))
-    best: dict[Shape, Tile | None] = {}
-    for shape, seconds in measure(shapes, device, dtype):
-        tile = min(seconds, key=lambda candidate: seconds[candidate])
-        best[shape] = tile if seconds[tile] < (1 - min_gain) * seconds[None] else None
-    return best
+    if shape.tokens > MAX_TILE_TOKENS:
+        return ()
+    # Sharing columns pays only where rows alone are too few to occupy the device.
+    is_short = shape.out <= 8192
+    return tuple(tile for tile in _MATRIX_TILES if is_short or tile.num_splits == 1)
 
 
 def measure(
@@ -261,21 +588,22 @@ def measure(
         x = torch.randn(shape.tokens, shape.in_, dtype=dtype, device=device)
         seconds: dict[Tile | None, float] = {}
         for tile in (None, *tiles(shape)):
+            product = F.linear if tile is None else functools.partial(linear, tile=tile)
             try:
-                seconds[tile] = _seconds(x, weights, tile)
+                seconds[tile] = _seconds(product, x, weights)
             except triton.runtime.errors.OutOfResources:
                 continue  # more shared memory than this device has
         yield shape, seconds
 
 
-def _seconds(x: torch.Tensor, weights: torch.Tensor, tile: Tile | None) -> float:
+def _seconds(product: Callable[..., object], x: torch.Tensor, weights: torch.Tensor) -> float:
     """Median over replays of the time of one product."""
-    linear(x, weights[0], None, tile)  # compiles
+    product(x, weights[0], None)  # compiles
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize(x.device)
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for weight in weights:
-            linear(x, weight, None, tile)
+            product(x, weight, None)
     graph.replay()
     times: list[float] = []
     for _ in range(5):

@@ -8,6 +8,69 @@ from aquifer.kernels._triton import constexpr, jit, runs_triton, tensor, tl
 from aquifer.kernels.norm import rms_norm_reference
 
 _HEADS = 8  # of one program
+_TOKENS = 16  # of one program that computes angles
+
+
+def rotary_angles_reference(
+    positions: torch.Tensor, frequencies: torch.Tensor, magnitude: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`rotary_angles` in plain torch."""
+    angles = positions.to(torch.float32).unsqueeze(1) * frequencies
+    return angles.cos() * magnitude, angles.sin() * magnitude
+
+
+def rotary_angles(
+    positions: torch.Tensor, frequencies: torch.Tensor, magnitude: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin by which `rotary` turns the heads of tokens.
+
+    Args:
+        positions: [tokens] int64.
+        frequencies: [dim / 2] float32, or [tokens, dim / 2].
+        magnitude: the attention factor, multiplied into both.
+
+    Returns:
+        Two of [tokens, dim / 2], float32, contiguous.
+    """
+    if not runs_triton(positions):
+        return rotary_angles_reference(positions, frequencies, magnitude)
+    num_tokens, half = len(positions), frequencies.shape[-1]
+    assert frequencies.is_contiguous()
+    cos, sin = torch.empty(2, num_tokens, half, dtype=torch.float32, device=positions.device)
+    if num_tokens:
+        _rotary_angles_kernel[(-(-num_tokens // _TOKENS),)](
+            positions, frequencies, cos, sin, num_tokens, magnitude,
+            half=half, half_pow2=1 << (half - 1).bit_length(), tokens=_TOKENS,
+            is_own=frequencies.dim() == 2, num_warps=4,
+        )  # fmt: skip
+    return cos, sin
+
+
+@jit
+def _rotary_angles_kernel(
+    positions: tensor,
+    frequencies: tensor,
+    cos: tensor,
+    sin: tensor,
+    num_tokens: tensor,
+    magnitude: tensor,
+    half: constexpr,
+    half_pow2: constexpr,
+    tokens: constexpr,
+    is_own: constexpr,
+) -> None:
+    token = tl.program_id(0) * tokens + tl.arange(0, tokens)[:, None]
+    lane = tl.arange(0, half_pow2)[None, :]
+    inside = (token < num_tokens) & (lane < half)
+    place = token * half + lane
+    position = tl.load(positions + token, mask=token < num_tokens, other=0).to(tl.float32)
+    if is_own:
+        frequency = tl.load(frequencies + place, mask=inside, other=0.0)
+    else:
+        frequency = tl.load(frequencies + lane, mask=lane < half, other=0.0)
+    angle = position * frequency
+    tl.store(cos + place, tl.cos(angle) * magnitude, mask=inside)
+    tl.store(sin + place, tl.sin(angle) * magnitude, mask=inside)
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -1,20 +1,31 @@
-"""Sampling on the device: from logits to token ids, without a word to the CPU.
+"""Sampling: from logits to token ids, on the device without a word to the CPU.
 
-The steps, their order and the random numbers are those of `engine/sampler.py`: penalties,
-temperature, min-p, top-k, top-p, then the inverse of the cumulative distribution at one Philox
-number. No vocabulary is sorted:
+The order of the steps is vLLM's: penalties, temperature, min-p, top-k, top-p, then the inverse of
+the cumulative distribution at one Philox number, which depends on the request's seed and the
+token's position alone. `sample_reference` is the specification, `sampling_host.py` does it on the
+CPU. On the device no vocabulary is sorted:
 
 1. `_chunk_kernel`: one program for each 4096 tokens of a row: their largest score, their sum of
    exp(score), and the largest score of each group of 128.
 2. `_pick_kernel`: one program a row. Greedy rows and rows of plain temperature end here: the chunk
    where the running sum passes the number is read again. For a row that is cut (min-p, top-k,
    top-p), it finds a threshold: the r-th largest of the groups' largest scores, so that at least r
-   tokens reach it, and seldom many more.
+   tokens reach it, and seldom many more; and which groups these are in.
 3. `_gather_kernel`: collects the tokens that reach the threshold, the candidates.
-4. `_cut_kernel`: one program a row. Each cut, and the draw itself, is the question where a sum
+4. `_settle_kernel`: one program a row. Each cut, and the draw itself, is the question where a sum
    (of ones or of probabilities) over tokens in falling order passes a goal. It is answered by
-   bisection over keys that order all tokens strictly: by score, ties by token id. The candidates
-   are searched if they are enough to know, else all of the row: the same answer, more slowly.
+   bisection over keys that order all tokens strictly: by score, ties by token id. Nearly every row
+   ends here, as the candidates are enough to know.
+5. `_bracket_kernel`, for a row with a flat distribution: from a sample of its tokens, between which
+   two keys the answers must lie, up to five standard deviations (Floyd and Rivest, "Expected Time
+   Bounds for Selection", with probabilities in place of ranks).
+6. `_collect_kernel`: the exact sums above these brackets, and lists of the tokens inside.
+7. `_finish_kernel`: searches the lists as step 4 searches the candidates. Should an answer lie
+   outside of its bracket after all, or a list be too long, it searches the whole row: the same
+   answer, much more slowly.
+
+All is a fixed sequence of launches, where programs of rows that are done return at once. Sums that
+depend on the order in which programs run are of integers.
 
 A batch runs as one of three variants, of which each can do what those before it can.
 """
@@ -28,20 +39,24 @@ from typing import Literal
 import torch
 
 from aquifer.kernels._triton import constexpr, jit, runs_triton, tensor, tl
+from aquifer.kernels.sampling_host import GREEDY_BELOW, IN_PROMPT, sample_host
 
 Variant = Literal["greedy", "plain", "full"]
 """What a batch needs: "plain" if any temperature is not 0, "full" if any row has a penalty, min-p,
 top-k or top-p. Chosen on the host, by what is in the batch."""
 
-GREEDY_BELOW = 1e-5  # a temperature so low that dividing by it would overflow
-
 _GROUP = 128  # tokens whose largest score is kept
 _GROUPS = 32  # of a chunk
 _CHUNK = _GROUP * _GROUPS
 _RANK = 256  # at least that many candidates
-_CAPACITY = 4096  # at most that many
+_CANDIDATES = 4096  # at most that many
 _CANDIDATES_BLOCK = 1024  # searched at once
-_IN_PROMPT = 1 << 30  # the bit of a count that marks a token of the prompt
+_SAMPLE = 4096  # tokens of a row that stand for all
+_DEVIATIONS = 5.0  # how far brackets reach to either side: one row in a million lies outside
+_LIST_SHARE = 8  # a list has room for that part of the vocabulary; brackets take up to a tenth
+_LIST_BLOCK = 2048  # searched at once
+_UNIT = 2.0**44  # probabilities are counted in units of the largest of the row over this
+_MAX_VOCAB = (1 << 19) - 1  # whose sum is then below 2^63
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
@@ -49,16 +64,13 @@ _LOW = 0xFFFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class SamplingColumns:
-    """What sampling knows of each sequence, on the device, indexed by slot."""
+    """What sampling knows of each sequence, indexed by slot.
 
-    temperature: torch.Tensor  # [slots] float32
-    top_k: torch.Tensor  # [slots] int64, 0 is all
-    top_p: torch.Tensor  # [slots] float32
-    min_p: torch.Tensor  # [slots] float32
-    seed: torch.Tensor  # [slots] int64, the bits of a uint64
-    num_tokens: torch.Tensor  # [slots] int64, known tokens: the position of the one to be drawn
-    penalties: torch.Tensor  # [slots, 3] float32: repetition (1 is none), presence, frequency
-    counts_row: torch.Tensor  # [slots] int64, row of `counts`, -1 for a slot without penalties
+    The columns are rows of two matrices, so that many slots are written at once.
+    """
+
+    floats: torch.Tensor  # [6, slots] float32, in the order of the properties below
+    ints: torch.Tensor  # [3, slots] int64, likewise
     counts: torch.Tensor  # [rows, vocab] int32, see `write_counts`; rows only for whom needs them
 
     @classmethod
@@ -66,23 +78,71 @@ class SamplingColumns:
         cls, num_slots: int, num_counts: int, vocab_size: int, device: torch.device
     ) -> SamplingColumns:
         """Columns of greedy sequences without penalties."""
-
-        def column(value: float, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-            return torch.full((num_slots, *shape), value, dtype=dtype, device=device)
-
-        penalties = column(0.0, torch.float32, 3)
-        penalties[:, 0] = 1.0
-        return cls(
-            temperature=column(0.0, torch.float32),
-            top_k=column(0, torch.int64),
-            top_p=column(1.0, torch.float32),
-            min_p=column(0.0, torch.float32),
-            seed=column(0, torch.int64),
-            num_tokens=column(0, torch.int64),
-            penalties=penalties,
-            counts_row=column(-1, torch.int64),
+        columns = cls(
+            floats=torch.zeros(6, num_slots, dtype=torch.float32, device=device),
+            ints=torch.zeros(3, num_slots, dtype=torch.int64, device=device),
             counts=torch.zeros(num_counts, vocab_size, dtype=torch.int32, device=device),
         )
+        columns.top_p.fill_(1.0)
+        columns.repetition.fill_(1.0)
+        columns.counts_row.fill_(-1)
+        return columns
+
+    def write(self, slots: torch.Tensor, floats: torch.Tensor, ints: torch.Tensor) -> None:
+        """Overwrite the columns of some slots, all on the columns' device.
+
+        Args:
+            slots: [n] int64, no slot twice.
+            floats: [6, n] float32.
+            ints: [3, n] int64.
+        """
+        self.floats.index_copy_(1, slots, floats)
+        self.ints.index_copy_(1, slots, ints)
+
+    @property
+    def temperature(self) -> torch.Tensor:
+        """[slots] float32; 0 is greedy."""
+        return self.floats[0]
+
+    @property
+    def top_p(self) -> torch.Tensor:
+        """[slots] float32; 1 is all."""
+        return self.floats[1]
+
+    @property
+    def min_p(self) -> torch.Tensor:
+        """[slots] float32; 0 is all."""
+        return self.floats[2]
+
+    @property
+    def repetition(self) -> torch.Tensor:
+        """[slots] float32, the repetition penalty; 1 is none. Penalties need a `counts_row`."""
+        return self.floats[3]
+
+    @property
+    def presence(self) -> torch.Tensor:
+        """[slots] float32, the presence penalty; 0 is none."""
+        return self.floats[4]
+
+    @property
+    def frequency(self) -> torch.Tensor:
+        """[slots] float32, the frequency penalty; 0 is none."""
+        return self.floats[5]
+
+    @property
+    def top_k(self) -> torch.Tensor:
+        """[slots] int64; 0 is all."""
+        return self.ints[0]
+
+    @property
+    def seed(self) -> torch.Tensor:
+        """[slots] int64, the bits of a uint64."""
+        return self.ints[1]
+
+    @property
+    def counts_row(self) -> torch.Tensor:
+        """[slots] int64, a row of `counts`; -1 for a slot without penalties."""
+        return self.ints[2]
 
 
 def write_counts(counts: torch.Tensor, prompt: torch.Tensor, output: torch.Tensor) -> None:
@@ -94,12 +154,16 @@ def write_counts(counts: torch.Tensor, prompt: torch.Tensor, output: torch.Tenso
         output: [m] int64, what it has generated before, if it was preempted.
     """
     counts.zero_()
-    counts[prompt] = _IN_PROMPT
+    counts[prompt] = IN_PROMPT
     counts.index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
 
 def sample_reference(
-    logits: torch.Tensor, slots: torch.Tensor, columns: SamplingColumns, out: torch.Tensor
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    num_tokens: torch.Tensor,
+    columns: SamplingColumns,
+    out: torch.Tensor,
 ) -> None:
     """`sample` in plain torch, in float64, one row after the other."""
     for row, slot in enumerate(slots.tolist()):
@@ -108,23 +172,26 @@ def sample_reference(
         scores = logits[row].float()
         counts_row = int(columns.counts_row[slot])
         if counts_row >= 0:
-            repetition, presence, frequency = columns.penalties[slot]
+            repetition, presence, frequency = columns.floats[3:, slot]
             counts = columns.counts[counts_row]
             changed = torch.where(scores > 0, scores / repetition, scores * repetition)
             scores = torch.where(counts != 0, changed, scores)
-            output = counts % _IN_PROMPT
+            output = counts % IN_PROMPT
             scores = torch.where(output > 0, scores - (presence + frequency * output), scores)
         temperature = float(columns.temperature[slot])
         if temperature < GREEDY_BELOW:
             token = int(scores.argmax())
         else:
-            token = _draw_reference(scores / temperature, slot, columns)
+            number = _uniform_reference(int(columns.seed[slot]), int(num_tokens[row]))
+            token = _draw_reference(scores / temperature, number, slot, columns)
         out[row] = token
         if counts_row >= 0:
             columns.counts[counts_row, token] += 1
 
 
-def _draw_reference(scores: torch.Tensor, slot: int, columns: SamplingColumns) -> int:
+def _draw_reference(
+    scores: torch.Tensor, number: float, slot: int, columns: SamplingColumns
+) -> int:
     """One row, [vocab]: sorted if it is cut by top-k or top-p."""
     weights = (scores.double() - scores.max()).exp()
     weights = torch.where(weights < columns.min_p[slot], 0.0, weights)
@@ -137,13 +204,12 @@ def _draw_reference(scores: torch.Tensor, slot: int, columns: SamplingColumns) -
         before = weights.cumsum(0) - weights
         weights = torch.where(before < top_p * weights.sum(), weights, 0.0)
     sums = weights.cumsum(0)
-    number = _uniform_reference(int(columns.seed[slot]), int(columns.num_tokens[slot]))
     column = min(int((sums <= number * sums[-1]).sum()), int(weights.nonzero()[-1]))
     return int(ids[column])
 
 
 def _uniform_reference(seed: int, counter: int) -> float:
-    """One number in [0, 1): Philox4x32-10 of that counter under that key (see engine/random.py)."""
+    """One number in [0, 1): Philox4x32-10 of that counter under that key, see philox.py."""
     c = [counter & _LOW, (counter >> 32) & _LOW, 0, 0]
     k = [seed & _LOW, (seed >> 32) & _LOW]
     for _ in range(10):
@@ -157,6 +223,7 @@ def _uniform_reference(seed: int, counter: int) -> float:
 def sample(
     logits: torch.Tensor,
     slots: torch.Tensor,
+    num_tokens: torch.Tensor,
     columns: SamplingColumns,
     out: torch.Tensor,
     *,
@@ -164,20 +231,23 @@ def sample(
 ) -> None:
     """Choose a token for each row, and count it where penalties need to know.
 
+    Of equally probable tokens those with lower ids come first.
+
     Args:
         logits: [B, vocab], rows may lie further apart; left as they are.
-        slots: [B] int64, the slot of each row; below 0 for a row of padding, whose output stays
-            as it was. No slot twice.
+        slots: [B] int64, the slot of each row; below 0 for a row of padding, for which nothing is
+            done. No slot twice.
+        num_tokens: [B] int64, the known tokens of each row: the position of the one to be drawn.
         columns: the parameters.
-        out: [B] int64, overwritten.
-        variant: see `Variant`; it decides which kernels run.
+        out: [B] int64, overwritten but for rows of padding.
+        variant: see `Variant`; it decides which kernels run. The CPU goes by the columns.
     """
     batch, vocab_size = logits.shape
-    assert slots.shape == out.shape == (batch,)
-    assert columns.counts.shape[1] == vocab_size
+    assert slots.shape == num_tokens.shape == out.shape == (batch,)
+    assert columns.counts.shape[1] == vocab_size <= _MAX_VOCAB
     assert logits.stride(1) == 1
     if not runs_triton(logits):
-        sample_reference(logits, slots, columns, out)
+        sample_host(logits, slots, num_tokens, columns, out)
         return
     if batch == 0:
         return
@@ -191,38 +261,65 @@ def sample(
     best_id = scratch(num_chunks, dtype=torch.int32)
     mass = scratch(num_chunks if not greedy else 0, dtype=torch.float64)
     groups = scratch(num_chunks * _GROUPS if full else 0, dtype=torch.float32)
+    chosen = scratch(num_chunks * _GROUPS if full else 0, dtype=torch.int32)
+    num_chosen = scratch(dtype=torch.int32)
+    pending = scratch(dtype=torch.int32)
     threshold = scratch(dtype=torch.float32)
     row_best = scratch(dtype=torch.float32)
     row_mass = scratch(dtype=torch.float64)
-    num_candidates = scratch(dtype=torch.int32)
-    source = (logits, logits.stride(0), vocab_size, slots, columns.temperature)
-    penalties = (columns.penalties, columns.counts_row, columns.counts)
-    draw = (columns.top_k, columns.top_p, columns.min_p, columns.seed, columns.num_tokens)
+    lengths = scratch(2, dtype=torch.int32)
+    # What each row's kernels need to load scores, and to draw.
+    source = (
+        logits, logits.stride(0), vocab_size, slots, num_tokens,
+        columns.floats, columns.ints, columns.floats.shape[1], columns.counts,
+    )  # fmt: skip
     _chunk_kernel[(batch, num_chunks)](
-        *source, *penalties, best, best_id, mass, groups,
-        num_groups=_GROUPS, group=_GROUP, in_prompt=_IN_PROMPT, greedy_below=GREEDY_BELOW,
+        *source, best, best_id, mass, groups,
+        num_groups=_GROUPS, group=_GROUP, in_prompt=IN_PROMPT, greedy_below=GREEDY_BELOW,
         greedy=greedy, full=full, num_warps=4,
     )  # fmt: skip
     _pick_kernel[(batch,)](
-        *source, *penalties, *draw, best, best_id, mass, groups,
-        threshold, row_best, row_mass, num_candidates, out, num_chunks,
+        *source, best, best_id, mass, groups,
+        chosen, num_chosen, pending, threshold, row_best, row_mass, lengths, out, num_chunks,
         chunks_pow2=_pow2(num_chunks), chunk=_CHUNK, groups_pow2=_pow2(num_chunks * _GROUPS),
-        chunk_groups=_GROUPS, rank=_RANK, in_prompt=_IN_PROMPT, greedy_below=GREEDY_BELOW,
-        greedy=greedy, full=full, num_warps=8,
+        num_groups=_GROUPS, group=_GROUP, rank=_RANK, limit=_CANDIDATES,
+        in_prompt=IN_PROMPT, greedy_below=GREEDY_BELOW, greedy=greedy, full=full, num_warps=8,
     )  # fmt: skip
     if not full:
         return
-    scores = scratch(_CAPACITY, dtype=torch.float32)
-    ids = scratch(_CAPACITY, dtype=torch.int32)
+    capacity = max(-(-vocab_size // (_LIST_SHARE * 64)) * 64, _CANDIDATES)
+    # The candidates lie where the first list will be.
+    list_scores = scratch(2, capacity, dtype=torch.float32)
+    list_ids = scratch(2, capacity, dtype=torch.int32)
+    row_head = scratch(dtype=torch.int64)
+    brackets = scratch(4, dtype=torch.int64)
+    sums = scratch(4, dtype=torch.int64)
     _gather_kernel[(batch, num_chunks)](
-        *source, *penalties, best, threshold, num_candidates, scores, ids,
-        chunk=_CHUNK, capacity=_CAPACITY, in_prompt=_IN_PROMPT, greedy_below=GREEDY_BELOW,
-        num_warps=4,
+        *source, pending, chosen, num_chosen, threshold, lengths, list_scores, list_ids, capacity,
+        num_groups=_GROUPS, group=_GROUP, limit=_CANDIDATES,
+        in_prompt=IN_PROMPT, greedy_below=GREEDY_BELOW, num_warps=4,
     )  # fmt: skip
-    _cut_kernel[(batch,)](
-        *source, *penalties, *draw, threshold, row_best, row_mass, num_candidates, scores, ids, out,
-        capacity=_CAPACITY, candidates_block=_CANDIDATES_BLOCK, row_block=_CHUNK,
-        in_prompt=_IN_PROMPT, greedy_below=GREEDY_BELOW, num_warps=16,
+    _settle_kernel[(batch,)](
+        *source, pending, threshold, row_best, row_mass, row_head, lengths,
+        list_scores, list_ids, capacity, out,
+        limit=_CANDIDATES, block=_CANDIDATES_BLOCK, unit=_UNIT,
+        in_prompt=IN_PROMPT, greedy_below=GREEDY_BELOW, num_warps=8,
+    )  # fmt: skip
+    _bracket_kernel[(batch,)](
+        *source, pending, threshold, row_best, row_mass, row_head, lengths, brackets, sums,
+        limit=_CANDIDATES, sample=_SAMPLE, deviations=_DEVIATIONS, unit=_UNIT,
+        in_prompt=IN_PROMPT, greedy_below=GREEDY_BELOW, num_warps=8,
+    )  # fmt: skip
+    _collect_kernel[(batch, num_chunks)](
+        *source, pending, row_best, mass, lengths, brackets, sums,
+        list_scores, list_ids, capacity,
+        chunk=_CHUNK, unit=_UNIT, in_prompt=IN_PROMPT, greedy_below=GREEDY_BELOW, num_warps=8,
+    )  # fmt: skip
+    _finish_kernel[(batch,)](
+        *source, pending, row_best, mass, lengths, brackets, sums,
+        list_scores, list_ids, capacity, out, num_chunks,
+        chunks_pow2=_pow2(num_chunks), chunk=_CHUNK, block=_LIST_BLOCK, unit=_UNIT,
+        in_prompt=IN_PROMPT, greedy_below=GREEDY_BELOW, num_warps=8,
     )  # fmt: skip
 
 
@@ -237,9 +334,10 @@ def _chunk_kernel(
     logits_stride: tensor,
     vocab_size: tensor,
     slots: tensor,
-    temperature: tensor,
-    penalties: tensor,
-    counts_row: tensor,
+    num_tokens: tensor,
+    floats: tensor,
+    ints: tensor,
+    num_slots: tensor,
     counts: tensor,
     best: tensor,
     best_id: tensor,
@@ -261,8 +359,8 @@ def _chunk_kernel(
         ids = (chunk * num_groups + tl.arange(0, num_groups)[:, None]) * group
         ids += tl.arange(0, group)[None, :]
         scores = _load_scores(
-            logits + row * logits_stride, ids, vocab_size, slot,
-            temperature, penalties, counts_row, counts, in_prompt, greedy_below, greedy, full,
+            ids, logits + row * logits_stride, vocab_size, slot, floats, ints, num_slots, counts,
+            in_prompt, greedy_below, greedy, full,
         )  # fmt: skip
         group_best = tl.max(scores, axis=1)
         chunk_best = tl.max(group_best, axis=0)
@@ -281,13 +379,13 @@ def _chunk_kernel(
 
 @jit
 def _load_scores(
-    logits: tensor,
     ids: tensor,
+    logits: tensor,
     vocab_size: tensor,
     slot: tensor,
-    temperature: tensor,
-    penalties: tensor,
-    counts_row: tensor,
+    floats: tensor,
+    ints: tensor,
+    num_slots: tensor,
     counts: tensor,
     in_prompt: constexpr,
     greedy_below: constexpr,
@@ -298,20 +396,31 @@ def _load_scores(
     inside = ids < vocab_size
     scores = tl.load(logits + ids, mask=inside, other=float("-inf")).to(tl.float32)
     if full:
-        counted = tl.load(counts_row + slot)
+        counted = tl.load(ints + 2 * num_slots + slot)
         if counted >= 0:
-            repetition = tl.load(penalties + slot * 3)
-            presence = tl.load(penalties + slot * 3 + 1)
-            frequency = tl.load(penalties + slot * 3 + 2)
+            repetition = tl.load(floats + 3 * num_slots + slot)
+            presence = tl.load(floats + 4 * num_slots + slot)
+            frequency = tl.load(floats + 5 * num_slots + slot)
             known = tl.load(counts + counted * vocab_size + ids, mask=inside, other=0)
             changed = tl.where(scores > 0, scores / repetition, scores * repetition)
             scores = tl.where(known != 0, changed, scores)
             times = known % in_prompt
             scores = tl.where(times > 0, scores - (presence + frequency * times), scores)
     if not greedy:
-        divisor = tl.load(temperature + slot)
+        divisor = tl.load(floats + slot)
         scores = scores * (1.0 / tl.where(divisor < greedy_below, 1.0, divisor))
     return scores
+
+
+@jit
+def _cuts(
+    slot: tensor, vocab_size: tensor, floats: tensor, ints: tensor, num_slots: tensor
+) -> tensor:
+    """(top-k, 0 if it leaves all; top-p in float64; min-p)."""
+    k = tl.load(ints + slot)
+    p = tl.load(floats + num_slots + slot).to(tl.float64)
+    m = tl.load(floats + 2 * num_slots + slot)
+    return tl.where(k < vocab_size, k, 0), p, m
 
 
 @jit
@@ -320,30 +429,31 @@ def _pick_kernel(
     logits_stride: tensor,
     vocab_size: tensor,
     slots: tensor,
-    temperature: tensor,
-    penalties: tensor,
-    counts_row: tensor,
-    counts: tensor,
-    top_k: tensor,
-    top_p: tensor,
-    min_p: tensor,
-    seed: tensor,
     num_tokens: tensor,
+    floats: tensor,
+    ints: tensor,
+    num_slots: tensor,
+    counts: tensor,
     best: tensor,
     best_id: tensor,
     mass: tensor,
     groups: tensor,
+    chosen: tensor,
+    num_chosen: tensor,
+    pending: tensor,
     threshold: tensor,
     row_best: tensor,
     row_mass: tensor,
-    num_candidates: tensor,
+    lengths: tensor,
     out: tensor,
     num_chunks: tensor,
     chunks_pow2: constexpr,
     chunk: constexpr,
     groups_pow2: constexpr,
-    chunk_groups: constexpr,
+    num_groups: constexpr,
+    group: constexpr,
     rank: constexpr,
+    limit: constexpr,
     in_prompt: constexpr,
     greedy_below: constexpr,
     greedy: constexpr,
@@ -351,7 +461,7 @@ def _pick_kernel(
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
-    candidates_from = float("inf")  # no candidates
+    is_pending = 0
     if slot >= 0:
         chunks = tl.arange(0, chunks_pow2)
         inside = chunks < num_chunks
@@ -359,69 +469,84 @@ def _pick_kernel(
         top = tl.max(maxima, axis=0)
         is_greedy = True
         if not greedy:
-            is_greedy = tl.load(temperature + slot) < greedy_below
+            is_greedy = tl.load(floats + slot) < greedy_below
         is_cut = False
+        k = tl.cast(0, tl.int64)
         if full:
-            k = tl.load(top_k + slot)
-            is_cut = ((k > 0) & (k < vocab_size)) | (tl.load(top_p + slot) < 1)
-            is_cut = is_cut | (tl.load(min_p + slot) > 0)
+            k, p, m = _cuts(slot, vocab_size, floats, ints, num_slots)
+            is_cut = (k > 0) | (p < 1) | (m > 0)
         if is_greedy:
             first = tl.load(best_id + row * num_chunks + chunks, mask=inside, other=0x7FFFFFFF)
             greedy_token = tl.min(tl.where(maxima == top, first, 0x7FFFFFFF), axis=0)
-            _put(greedy_token, row, slot, vocab_size, counts_row, counts, out, full)
+            _put(greedy_token, row, slot, vocab_size, ints, num_slots, counts, out, full)
         elif not greedy:
             sums = tl.load(mass + row * num_chunks + chunks, mask=inside, other=0.0)
             sums *= tl.exp(maxima - top).to(tl.float64)
             if is_cut:
+                is_pending = 1
                 tl.store(row_best + row, top)
                 tl.store(row_mass + row, tl.sum(sums, axis=0))
-                tl.store(num_candidates + row, 0)
+                tl.store(lengths + 2 * row, 0)
                 index = tl.arange(0, groups_pow2)
-                num_groups = num_chunks * chunk_groups
-                values = tl.load(
-                    groups + row * num_groups + index, mask=index < num_groups, other=float("-inf")
-                )
-                wanted = tl.minimum(tl.maximum(tl.load(top_k + slot), rank), num_groups)
+                end = num_chunks * num_groups
+                values = tl.load(groups + row * end + index, mask=index < end, other=float("-inf"))
+                wanted = tl.minimum(tl.maximum(k, rank), tl.cdiv(vocab_size, group))
                 candidates_from = _nth_largest(values, wanted)
+                candidates_from = tl.where(vocab_size <= limit, float("-inf"), candidates_from)
+                tl.store(threshold + row, candidates_from)
+                has_candidates = (values >= candidates_from) & (index < end)
+                ones = has_candidates.to(tl.int32)
+                place = row * end + tl.cumsum(ones, axis=0) - 1
+                tl.store(chosen + place, index, mask=has_candidates)
+                tl.store(num_chosen + row, tl.sum(ones, axis=0))
             else:
-                # The chunk, then the token in it, where the running sum passes the number.
-                running = tl.cumsum(sums, axis=0)
-                goal = _uniform(seed, num_tokens, slot) * tl.sum(sums, axis=0)
-                chosen = _first_above(running, sums, chunks, goal)
-                goal -= tl.sum(tl.where(chunks < chosen, sums, 0.0), axis=0)
-                offsets = tl.arange(0, chunk)
-                scores = _load_scores(
-                    logits + row * logits_stride, chosen * chunk + offsets, vocab_size, slot,
-                    temperature, penalties, counts_row, counts, in_prompt, greedy_below,
-                    False, full,
+                number = _uniform(slot, row, num_tokens, ints, num_slots)
+                token = _pick_by_id(
+                    number, sums, chunks, top, 0.0, chunk,
+                    logits + row * logits_stride, vocab_size, slot, floats, ints, num_slots, counts,
+                    in_prompt, greedy_below, full,
                 )  # fmt: skip
-                weights = tl.exp(scores - top).to(tl.float64)
-                place = _first_above(tl.cumsum(weights, axis=0), weights, offsets, goal)
-                token = chosen * chunk + place
-                _put(token, row, slot, vocab_size, counts_row, counts, out, full)
+                _put(token, row, slot, vocab_size, ints, num_slots, counts, out, full)
     if full:
-        tl.store(threshold + row, candidates_from)
+        tl.store(pending + row, is_pending)
 
 
 @jit
-def _put(
-    token: tensor,
-    row: tensor,
-    slot: tensor,
+def _pick_by_id(
+    number: tensor,
+    sums: tensor,
+    chunks: tensor,
+    top: tensor,
+    m: tensor,
+    chunk: constexpr,
+    logits: tensor,
     vocab_size: tensor,
-    counts_row: tensor,
+    slot: tensor,
+    floats: tensor,
+    ints: tensor,
+    num_slots: tensor,
     counts: tensor,
-    out: tensor,
+    in_prompt: constexpr,
+    greedy_below: constexpr,
     full: constexpr,
-) -> None:
-    """Give out a token, which is in the vocabulary even if all logits were NaN, and count it."""
-    valid = tl.minimum(tl.maximum(token, 0), vocab_size - 1).to(tl.int64)
-    tl.store(out + row, valid)
-    if full:
-        counted = tl.load(counts_row + slot)
-        if counted >= 0:
-            place = counts + counted * vocab_size + valid
-            tl.store(place, tl.load(place) + 1)
+) -> tensor:
+    """The chunk, then the token in it, where the running sum in the order of ids passes a number.
+
+    `sums`, of exp(score - top) where that is at least `m`, are those of `chunks`.
+    """
+    running = tl.cumsum(sums, axis=0)
+    goal = number * tl.sum(sums, axis=0)
+    which = _first_above(running, sums, chunks, goal)
+    goal -= tl.sum(tl.where(chunks < which, sums, 0.0), axis=0)
+    offsets = tl.arange(0, chunk)
+    scores = _load_scores(
+        which * chunk + offsets,
+        logits, vocab_size, slot, floats, ints, num_slots, counts, in_prompt, greedy_below,
+        False, full,
+    )  # fmt: skip
+    weights = tl.exp(scores - top)
+    weights = tl.where(weights >= m, weights, 0.0).to(tl.float64)
+    return which * chunk + _first_above(tl.cumsum(weights, axis=0), weights, offsets, goal)
 
 
 @jit
@@ -432,13 +557,37 @@ def _first_above(running: tensor, weights: tensor, index: tensor, goal: tensor) 
 
 
 @jit
-def _uniform(seed: tensor, num_tokens: tensor, slot: tensor) -> tensor:
-    """The number in [0, 1) of engine/random.py: 53 bits of Philox under the seed."""
-    counter = tl.load(num_tokens + slot)
+def _put(
+    token: tensor,
+    row: tensor,
+    slot: tensor,
+    vocab_size: tensor,
+    ints: tensor,
+    num_slots: tensor,
+    counts: tensor,
+    out: tensor,
+    full: constexpr,
+) -> None:
+    """Give out a token, which is in the vocabulary even if all logits were NaN, and count it."""
+    valid = tl.minimum(tl.maximum(token, 0), vocab_size - 1).to(tl.int64)
+    tl.store(out + row, valid)
+    if full:
+        counted = tl.load(ints + 2 * num_slots + slot)
+        if counted >= 0:
+            place = counts + counted * vocab_size + valid
+            tl.store(place, tl.load(place) + 1)
+
+
+@jit
+def _uniform(
+    slot: tensor, row: tensor, num_tokens: tensor, ints: tensor, num_slots: tensor
+) -> tensor:
+    """The number in [0, 1) of `aquifer.kernels.philox.uniform`."""
+    counter = tl.load(num_tokens + row)
     low = (counter & 0xFFFFFFFF).to(tl.uint32)
     high = ((counter >> 32) & 0xFFFFFFFF).to(tl.uint32)
     zero = (counter * 0).to(tl.uint32)
-    first, second, _, _ = tl.philox(tl.load(seed + slot), low, high, zero, zero)
+    first, second, _, _ = tl.philox(tl.load(ints + num_slots + slot), low, high, zero, zero)
     bits = (first.to(tl.int64) << 21) | (second.to(tl.int64) >> 11)
     return bits.to(tl.float64) * 1.1102230246251565e-16  # 2^-53
 
@@ -471,113 +620,131 @@ def _gather_kernel(
     logits_stride: tensor,
     vocab_size: tensor,
     slots: tensor,
-    temperature: tensor,
-    penalties: tensor,
-    counts_row: tensor,
+    num_tokens: tensor,
+    floats: tensor,
+    ints: tensor,
+    num_slots: tensor,
     counts: tensor,
-    best: tensor,
+    pending: tensor,
+    chosen: tensor,
+    num_chosen: tensor,
     threshold: tensor,
-    num_candidates: tensor,
-    candidate_scores: tensor,
-    candidate_ids: tensor,
-    chunk: constexpr,
-    capacity: constexpr,
+    lengths: tensor,
+    list_scores: tensor,
+    list_ids: tensor,
+    capacity: tensor,
+    num_groups: constexpr,
+    group: constexpr,
+    limit: constexpr,
     in_prompt: constexpr,
     greedy_below: constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
-    number = tl.program_id(1)
-    candidates_from = tl.load(threshold + row)
-    chunk_best = tl.load(best + row * tl.num_programs(1) + number)
-    if (candidates_from < float("inf")) & (chunk_best >= candidates_from):
-        slot = tl.load(slots + row)
-        ids = number * chunk + tl.arange(0, chunk)
-        scores = _load_scores(
-            logits + row * logits_stride, ids, vocab_size, slot,
-            temperature, penalties, counts_row, counts, in_prompt, greedy_below, False, True,
-        )  # fmt: skip
-        is_candidate = (scores >= candidates_from) & (ids < vocab_size)
-        ones = is_candidate.to(tl.int32)
-        # In which order the chunks come does not matter: sums are in float64, and keys are unique.
-        first = tl.atomic_add(num_candidates + row, tl.sum(ones, axis=0))
-        place = first + tl.cumsum(ones, axis=0) - 1
-        kept = is_candidate & (place < capacity)
-        tl.store(candidate_scores + row * capacity + place, scores, mask=kept)
-        tl.store(candidate_ids + row * capacity + place, ids, mask=kept)
+    first = tl.program_id(1) * num_groups
+    if tl.load(pending + row) != 0:
+        num_here = tl.load(num_chosen + row) - first
+        if num_here > 0:
+            slot = tl.load(slots + row)
+            offsets = tl.arange(0, num_groups * group)
+            which = offsets // group
+            which_id = tl.load(
+                chosen + row * tl.num_programs(1) * num_groups + first + which,
+                mask=which < num_here, other=0x7FFFFF,
+            )  # fmt: skip
+            ids = which_id * group + offsets % group
+            scores = _load_scores(
+                ids, logits + row * logits_stride, vocab_size, slot,
+                floats, ints, num_slots, counts, in_prompt, greedy_below, False, True,
+            )  # fmt: skip
+            is_candidate = (scores >= tl.load(threshold + row)) & (ids < vocab_size)
+            _append(
+                is_candidate, scores, ids, lengths + 2 * row,
+                list_scores + 2 * row * capacity, list_ids + 2 * row * capacity, limit,
+            )  # fmt: skip
 
 
 @jit
-def _cut_kernel(
+def _append(
+    is_member: tensor,
+    scores: tensor,
+    ids: tensor,
+    length: tensor,
+    list_scores: tensor,
+    list_ids: tensor,
+    limit: tensor,
+) -> None:
+    """Put members on a list, in no certain order; its length counts those without room as well."""
+    ones = is_member.to(tl.int32)
+    count = tl.sum(ones, axis=0)
+    if count > 0:
+        place = tl.atomic_add(length, count) + tl.cumsum(ones, axis=0) - 1
+        has_room = is_member & (place < limit)
+        tl.store(list_scores + place, scores, mask=has_room)
+        tl.store(list_ids + place, ids, mask=has_room)
+
+
+@jit
+def _settle_kernel(
     logits: tensor,
     logits_stride: tensor,
     vocab_size: tensor,
     slots: tensor,
-    temperature: tensor,
-    penalties: tensor,
-    counts_row: tensor,
-    counts: tensor,
-    top_k: tensor,
-    top_p: tensor,
-    min_p: tensor,
-    seed: tensor,
     num_tokens: tensor,
+    floats: tensor,
+    ints: tensor,
+    num_slots: tensor,
+    counts: tensor,
+    pending: tensor,
     threshold: tensor,
     row_best: tensor,
     row_mass: tensor,
-    num_candidates: tensor,
-    candidate_scores: tensor,
-    candidate_ids: tensor,
+    row_head: tensor,
+    lengths: tensor,
+    list_scores: tensor,
+    list_ids: tensor,
+    capacity: tensor,
     out: tensor,
-    capacity: constexpr,
-    candidates_block: constexpr,
-    row_block: constexpr,
+    limit: constexpr,
+    block: constexpr,
+    unit: constexpr,
     in_prompt: constexpr,
     greedy_below: constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
-    candidates_from = tl.load(threshold + row)
-    if candidates_from < float("inf"):
+    if tl.load(pending + row) != 0:
         slot = tl.load(slots + row)
         top = tl.load(row_best + row)
-        total = tl.load(row_mass + row)
-        count = tl.load(num_candidates + row)
-        k = tl.load(top_k + slot)
-        k = tl.where(k < vocab_size, k, 0)
-        p = tl.load(top_p + slot).to(tl.float64)
-        m = tl.load(min_p + slot)
-        number = _uniform(seed, num_tokens, slot)
+        count = tl.load(lengths + 2 * row)
+        k, p, m = _cuts(slot, vocab_size, floats, ints, num_slots)
         # Without min-p and top-k, top-p is a fraction of all there is.
         of_all = (k == 0) & (m == 0)
+        whole = tl.load(row_mass + row) * unit
         # Cut by min-p alone, a row is drawn from in the order of token ids, as if it were whole.
         by_id = (k == 0) & (p >= 1)
 
         logits += row * logits_stride
-        candidate_scores += row * capacity
-        candidate_ids += row * capacity
-        length = tl.minimum(count, capacity)
-        kept, _, _ = _scan(
-            tl.cast(0, tl.int64), length, top, m, by_id, candidate_scores, candidate_ids,
-            logits, vocab_size, slot, temperature, penalties, counts_row, counts,
-            in_prompt, greedy_below, candidates_block, True, False,
+        list_scores += 2 * row * capacity
+        list_ids += 2 * row * capacity
+        length = tl.minimum(count, limit)
+        head, _, _ = _scan(
+            tl.cast(0, tl.int64), length, top, m, by_id, list_scores, list_ids,
+            logits, vocab_size, slot, floats, ints, num_slots, counts, in_prompt, greedy_below,
+            block, unit, True, False,
         )  # fmt: skip
         # Whether the candidates are all that min-p leaves, or all of top-k, or enough for top-p.
-        is_enough = (tl.exp(candidates_from - top) < m) | ((k > 0) & (k <= count))
-        is_enough = (is_enough | (of_all & (kept >= p * total))) & (count <= capacity)
+        is_enough = (tl.exp(tl.load(threshold + row) - top) < m) | ((k > 0) & (k <= count))
+        is_enough = (is_enough | (of_all & (head.to(tl.float64) >= p * whole))) & (count <= limit)
         if is_enough:
-            token = _draw(
-                number, k, p, of_all, total, length, top, m, by_id,
-                candidate_scores, candidate_ids,
-                logits, vocab_size, slot, temperature, penalties, counts_row, counts,
-                in_prompt, greedy_below, candidates_block, True,
+            key = _draw(
+                _uniform(slot, row, num_tokens, ints, num_slots), k, p, of_all, whole,
+                length, top, m, by_id, list_scores, list_ids,
+                logits, vocab_size, slot, floats, ints, num_slots, counts, in_prompt, greedy_below,
+                block, unit, True,
             )  # fmt: skip
+            _put(_id_of(key), row, slot, vocab_size, ints, num_slots, counts, out, True)
+            tl.store(pending + row, 0)
         else:
-            token = _draw(
-                number, k, p, of_all, total, vocab_size, top, m, by_id,
-                candidate_scores, candidate_ids,
-                logits, vocab_size, slot, temperature, penalties, counts_row, counts,
-                in_prompt, greedy_below, row_block, False,
-            )  # fmt: skip
-        _put(token, row, slot, vocab_size, counts_row, counts, out, True)
+            tl.store(row_head + row, head)
 
 
 @jit
@@ -586,57 +753,62 @@ def _draw(
     k: tensor,
     p: tensor,
     of_all: tensor,
-    total: tensor,
+    whole: tensor,
     length: tensor,
     top: tensor,
     m: tensor,
     by_id: tensor,
-    candidate_scores: tensor,
-    candidate_ids: tensor,
+    list_scores: tensor,
+    list_ids: tensor,
     logits: tensor,
     vocab_size: tensor,
     slot: tensor,
-    temperature: tensor,
-    penalties: tensor,
-    counts_row: tensor,
+    floats: tensor,
+    ints: tensor,
+    num_slots: tensor,
     counts: tensor,
     in_prompt: constexpr,
     greedy_below: constexpr,
     block: constexpr,
-    from_candidates: constexpr,
+    unit: constexpr,
+    from_list: constexpr,
 ) -> tensor:
-    """A token id, out of the `length` candidates or out of all the row."""
+    """The key of a token, out of a list of `length`, or out of all the row.
+
+    `whole`, the sum over all the row, is used only if top-p is a fraction `of_all`.
+    """
     floor = tl.cast(0, tl.int64)  # the smallest key that is left by top-k, then by top-p
     if k > 0:
         floor = _search(
-            k.to(tl.float64), floor, length, top, m, by_id, candidate_scores, candidate_ids,
-            logits, vocab_size, slot, temperature, penalties, counts_row, counts,
-            in_prompt, greedy_below, block, from_candidates, True,
+            k.to(tl.float64), floor, length, top, m, by_id, list_scores, list_ids,
+            logits, vocab_size, slot, floats, ints, num_slots, counts, in_prompt, greedy_below,
+            block, unit, from_list, True,
         )  # fmt: skip
     if p < 1:
-        whole = total
+        left = whole
         if not of_all:
-            whole, _, _ = _scan(
-                floor, length, top, m, by_id, candidate_scores, candidate_ids,
-                logits, vocab_size, slot, temperature, penalties, counts_row, counts,
-                in_prompt, greedy_below, block, from_candidates, False,
+            sums, _, _ = _scan(
+                floor, length, top, m, by_id, list_scores, list_ids,
+                logits, vocab_size, slot, floats, ints, num_slots, counts, in_prompt, greedy_below,
+                block, unit, from_list, False,
             )  # fmt: skip
+            left = sums.to(tl.float64)
         floor = _search(
-            p * whole, floor, length, top, m, by_id, candidate_scores, candidate_ids,
-            logits, vocab_size, slot, temperature, penalties, counts_row, counts,
-            in_prompt, greedy_below, block, from_candidates, False,
+            p * left, floor, length, top, m, by_id, list_scores, list_ids,
+            logits, vocab_size, slot, floats, ints, num_slots, counts, in_prompt, greedy_below,
+            block, unit, from_list, False,
         )  # fmt: skip
     kept, _, _ = _scan(
-        floor, length, top, m, by_id, candidate_scores, candidate_ids,
-        logits, vocab_size, slot, temperature, penalties, counts_row, counts,
-        in_prompt, greedy_below, block, from_candidates, False,
+        floor, length, top, m, by_id, list_scores, list_ids,
+        logits, vocab_size, slot, floats, ints, num_slots, counts, in_prompt, greedy_below,
+        block, unit, from_list, False,
     )  # fmt: skip
-    key = _search(
-        number * kept, floor, length, top, m, by_id, candidate_scores, candidate_ids,
-        logits, vocab_size, slot, temperature, penalties, counts_row, counts,
-        in_prompt, greedy_below, block, from_candidates, False,
+    return _search(
+        tl.maximum(number * kept.to(tl.float64), 1.0), floor,
+        length, top, m, by_id, list_scores, list_ids,
+        logits, vocab_size, slot, floats, ints, num_slots, counts, in_prompt, greedy_below,
+        block, unit, from_list, False,
     )  # fmt: skip
-    return 0x7FFFFFFF - (key & 0x7FFFFFFF)
 
 
 @jit
@@ -647,22 +819,23 @@ def _search(
     top: tensor,
     m: tensor,
     by_id: tensor,
-    candidate_scores: tensor,
-    candidate_ids: tensor,
+    list_scores: tensor,
+    list_ids: tensor,
     logits: tensor,
     vocab_size: tensor,
     slot: tensor,
-    temperature: tensor,
-    penalties: tensor,
-    counts_row: tensor,
+    floats: tensor,
+    ints: tensor,
+    num_slots: tensor,
     counts: tensor,
     in_prompt: constexpr,
     greedy_below: constexpr,
     block: constexpr,
-    from_candidates: constexpr,
+    unit: constexpr,
+    from_list: constexpr,
     counting: constexpr,
 ) -> tensor:
-    """The largest key from which on upwards tokens (or their weights) sum up to the goal.
+    """The largest key from which on upwards tokens (or their masses) sum up to the goal.
 
     It is in [low, high]; both ends jump to the nearest key that there is. If everything from `low`
     on is too little, `low`.
@@ -671,11 +844,11 @@ def _search(
     while low < high:
         middle = low + ((high - low) >> 1) + ((high - low) & 1)
         total, above, below = _scan(
-            middle, length, top, m, by_id, candidate_scores, candidate_ids,
-            logits, vocab_size, slot, temperature, penalties, counts_row, counts,
-            in_prompt, greedy_below, block, from_candidates, counting,
+            middle, length, top, m, by_id, list_scores, list_ids,
+            logits, vocab_size, slot, floats, ints, num_slots, counts, in_prompt, greedy_below,
+            block, unit, from_list, counting,
         )  # fmt: skip
-        if total >= goal:
+        if total.to(tl.float64) >= goal:
             low = above
         else:
             high = below
@@ -689,45 +862,449 @@ def _scan(
     top: tensor,
     m: tensor,
     by_id: tensor,
-    candidate_scores: tensor,
-    candidate_ids: tensor,
+    list_scores: tensor,
+    list_ids: tensor,
     logits: tensor,
     vocab_size: tensor,
     slot: tensor,
-    temperature: tensor,
-    penalties: tensor,
-    counts_row: tensor,
+    floats: tensor,
+    ints: tensor,
+    num_slots: tensor,
     counts: tensor,
     in_prompt: constexpr,
     greedy_below: constexpr,
     block: constexpr,
-    from_candidates: constexpr,
+    unit: constexpr,
+    from_list: constexpr,
     counting: constexpr,
 ) -> tensor:
     """(how much has a key of at least `middle`, the lowest key of that, the highest below it)."""
     largest: constexpr = 0x7FFFFFFFFFFFFFFF
-    sums = tl.zeros([block], tl.float64)
+    sums = tl.zeros([block], tl.int64)
     above = tl.full([block], largest, tl.int64)
     below = tl.full([block], -1, tl.int64)
     for start in range(0, length, block):
         place = start + tl.arange(0, block)
-        if from_candidates:
-            ids = tl.load(candidate_ids + place, mask=place < length, other=0)
-            scores = tl.load(candidate_scores + place, mask=place < length, other=float("-inf"))
+        if from_list:
+            ids = tl.load(list_ids + place, mask=place < length, other=0)
+            scores = tl.load(list_scores + place, mask=place < length, other=float("-inf"))
         else:
             ids = place
             scores = _load_scores(
-                logits, place, vocab_size, slot,
-                temperature, penalties, counts_row, counts, in_prompt, greedy_below, False, True,
+                ids,
+                logits, vocab_size, slot, floats, ints, num_slots, counts,
+                in_prompt, greedy_below, False, True,
             )  # fmt: skip
-        weights = tl.exp(scores - top)
-        keys = (tl.where(by_id, 0, _ordered(scores)) << 31) | (0x7FFFFFFF - ids).to(tl.int64)
-        keys = tl.where((weights > 0) & (weights >= m), keys, -1)
+        keys, masses = _weigh(scores, ids, top, m, by_id, unit)
         is_above = keys >= middle
         if counting:
-            sums += tl.where(is_above, 1.0, 0.0)
+            sums += tl.where(is_above, 1, 0)
         else:
-            sums += tl.where(is_above, weights, 0.0)
+            sums += tl.where(is_above, masses, 0)
         above = tl.minimum(above, tl.where(is_above, keys, largest))
         below = tl.maximum(below, tl.where(is_above, -1, keys))
     return tl.sum(sums, axis=0), tl.min(above, axis=0), tl.max(below, axis=0)
+
+
+@jit
+def _weigh(
+    scores: tensor, ids: tensor, top: tensor, m: tensor, by_id: tensor, unit: constexpr
+) -> tensor:
+    """(keys, -1 for what min-p leaves out; masses, exp(score - top) in whole units)."""
+    weights = tl.exp(scores - top)
+    allowed = (weights > 0) & (weights >= m)
+    keys = (tl.where(by_id, 0, _ordered(scores)) << 31) | (0x7FFFFFFF - ids).to(tl.int64)
+    masses = tl.where(allowed, weights, 0.0) * unit
+    return tl.where(allowed, keys, -1), masses.to(tl.int64)
+
+
+@jit
+def _id_of(key: tensor) -> tensor:
+    """The token id in a key."""
+    return 0x7FFFFFFF - (key & 0x7FFFFFFF)
+
+
+@jit
+def _bracket_kernel(
+    logits: tensor,
+    logits_stride: tensor,
+    vocab_size: tensor,
+    slots: tensor,
+    num_tokens: tensor,
+    floats: tensor,
+    ints: tensor,
+    num_slots: tensor,
+    counts: tensor,
+    pending: tensor,
+    threshold: tensor,
+    row_best: tensor,
+    row_mass: tensor,
+    row_head: tensor,
+    lengths: tensor,
+    brackets: tensor,
+    sums: tensor,
+    limit: constexpr,
+    sample: constexpr,
+    deviations: constexpr,
+    unit: constexpr,
+    in_prompt: constexpr,
+    greedy_below: constexpr,
+) -> None:
+    largest: constexpr = 0x7FFFFFFFFFFFFFFF
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(pending + row) != 0:
+        slot = tl.load(slots + row)
+        k, p, m = _cuts(slot, vocab_size, floats, ints, num_slots)
+        # Both brackets are [from, to) in keys.
+        cut_from = tl.cast(0, tl.int64)
+        cut_to = tl.cast(largest, tl.int64)
+        draw_from = cut_from
+        draw_to = cut_to
+        if (vocab_size > sample) & ((k > 0) | (p < 1)):
+            top = tl.load(row_best + row)
+            number = _uniform(slot, row, num_tokens, ints, num_slots)
+            index = tl.arange(0, sample)
+            ids = (index.to(tl.int64) * vocab_size // sample).to(tl.int32)
+            scores = _load_scores(
+                ids, logits + row * logits_stride, vocab_size, slot,
+                floats, ints, num_slots, counts, in_prompt, greedy_below, False, True,
+            )  # fmt: skip
+            keys, masses = _weigh(scores, ids, top, m, False, unit)
+            # Candidates are known exactly; the sample then stands for what is below them. What
+            # follows is in terms of the sample, one token of which stands for `share` of them.
+            share = tl.cast(vocab_size, tl.float64) / sample
+            count = tl.load(lengths + 2 * row)
+            head = tl.cast(0.0, tl.float64)
+            head_count = head
+            head_from = tl.cast(largest, tl.int64)
+            if count <= limit:
+                head = tl.load(row_head + row).to(tl.float64) / share
+                head_count = count / share
+                head_from = _ordered(tl.load(threshold + row)) << 31
+            in_tail = (keys >= 0) & (keys < head_from)
+            keys = tl.where(in_tail, keys, -1)
+            values = tl.where(in_tail, masses, 0).to(tl.float64)
+            of_all = (k == 0) & (m == 0)
+            tail = tl.load(row_mass + row) * unit / share - head
+
+            # Of all tokens outside of top-k, and of all inside.
+            outside_from = tl.cast(0, tl.int64)
+            inside_from = tl.cast(0, tl.int64)
+            cut_from = tl.cast(largest, tl.int64)
+            cut_to = tl.cast(0, tl.int64)
+            if k > 0:
+                fraction = (k / share - head_count) / sample
+                ones = tl.full([sample], 1.0, tl.float64)
+                inside_from = _bracket_end(
+                    fraction, keys, ones, -1, 0.0, sample * 1.0, True, head_from, deviations, True
+                )
+                outside_from = _bracket_end(
+                    fraction, keys, ones, -1, 0.0, sample * 1.0, True, head_from, deviations, False
+                )
+                cut_from = outside_from
+                cut_to = inside_from
+            if p < 1:
+                end = _bracket_end(
+                    p, keys, values, inside_from, head, tail, of_all, head_from, deviations, True
+                )
+                cut_to = tl.maximum(cut_to, end)
+                end = _bracket_end(
+                    p, keys, values, outside_from, head, tail, of_all, head_from, deviations, False
+                )
+                cut_from = tl.minimum(cut_from, end)
+            fraction = number * tl.minimum(p, 1.0)
+            draw_to = _bracket_end(
+                fraction, keys, values, inside_from, head, tail, of_all,
+                head_from, deviations, True,
+            )  # fmt: skip
+            draw_from = _bracket_end(
+                fraction, keys, values, outside_from, head, tail, of_all,
+                head_from, deviations, False,
+            )  # fmt: skip
+        tl.store(brackets + 4 * row, cut_from)
+        tl.store(brackets + 4 * row + 1, cut_to)
+        tl.store(brackets + 4 * row + 2, draw_from)
+        tl.store(brackets + 4 * row + 3, draw_to)
+        tl.store(sums + 4 * row + tl.arange(0, 4), tl.zeros([4], tl.int64))
+        tl.store(lengths + 2 * row + tl.arange(0, 2), tl.zeros([2], tl.int32))
+
+
+@jit
+def _bracket_end(
+    fraction: tensor,
+    keys: tensor,
+    values: tensor,
+    least: tensor,
+    head: tensor,
+    tail: tensor,
+    is_known: tensor,
+    head_from: tensor,
+    deviations: constexpr,
+    is_upper: constexpr,
+) -> tensor:
+    """One end of the keys among which the sum from above reaches a fraction of the whole.
+
+    The whole is `head`, above all of the sample, plus `tail` if that is known, else plus what the
+    sample has of it; only keys of at least `least` belong to it.
+
+    Let A be the sum of the sample above a key and B below it, Q_A and Q_B the sums of squares. For
+    any a + b = 1, A + b (tail - A - B) = a A + b (tail - B) estimates the sum above the key, with
+    the variance a^2 Q_A + b^2 Q_B, as the tokens in a sample are practically Poisson distributed.
+    It is least for a = Q_B / (Q_A + Q_B). If the tail is not known, A less the fraction of A + B is
+    what counts, of which the variance is the same with b = fraction. The margin is Wilson's, who
+    takes the variance at the true value instead of at the estimate; for that, a token is as heavy
+    as the average of those above and below, weighted alike.
+    """
+    largest: constexpr = 0x7FFFFFFFFFFFFFFF
+    values = tl.where(keys >= least, values, 0.0)
+    squares = values * values
+    missing = tl.where(is_known, tail - tl.sum(values, axis=0), 0.0)
+    goal = fraction * (head + tl.sum(values, axis=0) + missing) - head
+    low = tl.cast(0, tl.int64)
+    high = tl.cast(largest, tl.int64)
+    while low < high:
+        middle = low + ((high - low) >> 1) + ((high - low) & 1)
+        is_above = keys >= middle
+        above = tl.sum(tl.where(is_above, values, 0.0), axis=0)
+        below = tl.sum(tl.where(is_above, 0.0, values), axis=0)
+        above_squares = tl.sum(tl.where(is_above, squares, 0.0), axis=0)
+        below_squares = tl.sum(tl.where(is_above, 0.0, squares), axis=0)
+        a = below_squares / tl.maximum(above_squares + below_squares, 1e-300)
+        a = tl.where(is_known, a, 1 - fraction)
+        b = 1 - a
+        variance = a * a * above_squares + b * b * below_squares
+        typical = a * above_squares / tl.maximum(above, 1e-300)
+        typical += b * below_squares / tl.maximum(below, 1e-300)
+        half = deviations * typical / 2
+        margin = deviations * (tl.sqrt(variance + half * half) + half)
+        estimate = above + b * missing
+        if is_upper:
+            estimate += margin
+        else:
+            estimate -= margin
+        if estimate >= goal:
+            low = tl.min(tl.where(is_above, keys, largest), axis=0)
+        else:
+            high = tl.max(tl.where(is_above, -1, keys), axis=0)
+    # `low` is the first key of the sample that reaches the goal; 0 if none does, and `largest` if
+    # even the head alone does. There is more between the head and the sample, and below it.
+    if is_upper:
+        end = tl.where((low == 0) | (low == tl.max(keys, axis=0)), head_from, low + 1)
+        end = tl.where(low == largest, largest, end)
+    else:
+        last = tl.min(tl.where(keys >= 0, keys, largest), axis=0)
+        end = tl.maximum(tl.where(low == last, 0, low), least)
+        end = tl.where(low == largest, head_from, end)
+    return end
+
+
+@jit
+def _collect_kernel(
+    logits: tensor,
+    logits_stride: tensor,
+    vocab_size: tensor,
+    slots: tensor,
+    num_tokens: tensor,
+    floats: tensor,
+    ints: tensor,
+    num_slots: tensor,
+    counts: tensor,
+    pending: tensor,
+    row_best: tensor,
+    mass: tensor,
+    lengths: tensor,
+    brackets: tensor,
+    sums: tensor,
+    list_scores: tensor,
+    list_ids: tensor,
+    capacity: tensor,
+    chunk: constexpr,
+    unit: constexpr,
+    in_prompt: constexpr,
+    greedy_below: constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    number = tl.program_id(1)
+    if tl.load(pending + row) != 0:
+        slot = tl.load(slots + row)
+        k, p, m = _cuts(slot, vocab_size, floats, ints, num_slots)
+        top = tl.load(row_best + row)
+        ids = number * chunk + tl.arange(0, chunk)
+        scores = _load_scores(
+            ids, logits + row * logits_stride, vocab_size, slot,
+            floats, ints, num_slots, counts, in_prompt, greedy_below, False, True,
+        )  # fmt: skip
+        if (k == 0) & (p >= 1):  # min-p alone: drawn in the order of ids
+            weights = tl.exp(scores - top)
+            weights = tl.where(weights >= m, weights, 0.0).to(tl.float64)
+            tl.store(mass + row * tl.num_programs(1) + number, tl.sum(weights, axis=0))
+        else:
+            keys, masses = _weigh(scores, ids, top, m, False, unit)
+            cut_from = tl.load(brackets + 4 * row)
+            cut_to = tl.load(brackets + 4 * row + 1)
+            draw_from = tl.load(brackets + 4 * row + 2)
+            draw_to = tl.load(brackets + 4 * row + 3)
+            above_cut = keys >= cut_to
+            above_draw = keys >= draw_to
+            tl.atomic_add(sums + 4 * row, tl.sum(masses, axis=0))
+            tl.atomic_add(sums + 4 * row + 1, tl.sum(above_cut.to(tl.int64), axis=0))
+            tl.atomic_add(sums + 4 * row + 2, tl.sum(tl.where(above_cut, masses, 0), axis=0))
+            tl.atomic_add(sums + 4 * row + 3, tl.sum(tl.where(above_draw, masses, 0), axis=0))
+            list_scores += 2 * row * capacity
+            list_ids += 2 * row * capacity
+            _append(
+                (keys >= cut_from) & (keys < cut_to), scores, ids, lengths + 2 * row,
+                list_scores, list_ids, capacity,
+            )  # fmt: skip
+            _append(
+                (keys >= draw_from) & (keys < draw_to), scores, ids, lengths + 2 * row + 1,
+                list_scores + capacity, list_ids + capacity, capacity,
+            )  # fmt: skip
+
+
+@jit
+def _finish_kernel(
+    logits: tensor,
+    logits_stride: tensor,
+    vocab_size: tensor,
+    slots: tensor,
+    num_tokens: tensor,
+    floats: tensor,
+    ints: tensor,
+    num_slots: tensor,
+    counts: tensor,
+    pending: tensor,
+    row_best: tensor,
+    mass: tensor,
+    lengths: tensor,
+    brackets: tensor,
+    sums: tensor,
+    list_scores: tensor,
+    list_ids: tensor,
+    capacity: tensor,
+    out: tensor,
+    num_chunks: tensor,
+    chunks_pow2: constexpr,
+    chunk: constexpr,
+    block: constexpr,
+    unit: constexpr,
+    in_prompt: constexpr,
+    greedy_below: constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(pending + row) != 0:
+        slot = tl.load(slots + row)
+        top = tl.load(row_best + row)
+        k, p, m = _cuts(slot, vocab_size, floats, ints, num_slots)
+        number = _uniform(slot, row, num_tokens, ints, num_slots)
+        logits += row * logits_stride
+        token = tl.cast(0, tl.int64)
+        if (k == 0) & (p >= 1):
+            chunks = tl.arange(0, chunks_pow2)
+            by_chunk = tl.load(
+                mass + row * num_chunks + chunks, mask=chunks < num_chunks, other=0.0
+            )
+            place = _pick_by_id(
+                number, by_chunk, chunks, top, m, chunk,
+                logits, vocab_size, slot, floats, ints, num_slots, counts, in_prompt, greedy_below,
+                True,
+            )  # fmt: skip
+            token = place.to(tl.int64)
+        else:
+            key, is_found = _draw_bracketed(
+                number, k, p, top, m, lengths + 2 * row, brackets + 4 * row, sums + 4 * row,
+                list_scores + 2 * row * capacity, list_ids + 2 * row * capacity, capacity,
+                logits, vocab_size, slot, floats, ints, num_slots, counts, in_prompt, greedy_below,
+                block, unit,
+            )  # fmt: skip
+            if not is_found:
+                whole = tl.load(sums + 4 * row).to(tl.float64)
+                key = _draw(
+                    number, k, p, (k == 0) & (m == 0), whole, vocab_size, top, m, False,
+                    list_scores, list_ids,
+                    logits, vocab_size, slot, floats, ints, num_slots, counts,
+                    in_prompt, greedy_below, block, unit, False,
+                )  # fmt: skip
+            token = _id_of(key)
+        _put(token, row, slot, vocab_size, ints, num_slots, counts, out, True)
+
+
+@jit
+def _draw_bracketed(
+    number: tensor,
+    k: tensor,
+    p: tensor,
+    top: tensor,
+    m: tensor,
+    lengths: tensor,
+    brackets: tensor,
+    sums: tensor,
+    list_scores: tensor,
+    list_ids: tensor,
+    capacity: tensor,
+    logits: tensor,
+    vocab_size: tensor,
+    slot: tensor,
+    floats: tensor,
+    ints: tensor,
+    num_slots: tensor,
+    counts: tensor,
+    in_prompt: constexpr,
+    greedy_below: constexpr,
+    block: constexpr,
+    unit: constexpr,
+) -> tensor:
+    """(the key of a token, whether each question had its answer in its list)."""
+    nothing = tl.cast(0, tl.int64)
+    kept = tl.load(sums).to(tl.float64)  # after each cut
+    count_above = tl.load(sums + 1)
+    mass_above = tl.load(sums + 2).to(tl.float64)
+    count = tl.load(lengths)
+    length = tl.minimum(count, capacity)
+    is_found = count <= capacity
+    if k > 0:
+        goal = (k - count_above).to(tl.float64)
+        # There may be fewer tokens than that, if the list goes down to the last.
+        is_found = is_found & (goal > 0) & ((goal <= count) | (tl.load(brackets) == 0))
+        key = _search(
+            goal, nothing, length, top, m, False, list_scores, list_ids,
+            logits, vocab_size, slot, floats, ints, num_slots, counts, in_prompt, greedy_below,
+            block, unit, True, True,
+        )  # fmt: skip
+        inside, _, _ = _scan(
+            key, length, top, m, False, list_scores, list_ids,
+            logits, vocab_size, slot, floats, ints, num_slots, counts, in_prompt, greedy_below,
+            block, unit, True, False,
+        )  # fmt: skip
+        kept = mass_above + inside.to(tl.float64)
+    if p < 1:
+        goal = p * kept - mass_above
+        key = _search(
+            goal, nothing, length, top, m, False, list_scores, list_ids,
+            logits, vocab_size, slot, floats, ints, num_slots, counts, in_prompt, greedy_below,
+            block, unit, True, False,
+        )  # fmt: skip
+        inside, _, _ = _scan(
+            key, length, top, m, False, list_scores, list_ids,
+            logits, vocab_size, slot, floats, ints, num_slots, counts, in_prompt, greedy_below,
+            block, unit, True, False,
+        )  # fmt: skip
+        is_found = is_found & (goal > 0) & (goal <= inside)
+        kept = mass_above + inside.to(tl.float64)
+    list_scores += capacity
+    list_ids += capacity
+    count = tl.load(lengths + 1)
+    length = tl.minimum(count, capacity)
+    goal = tl.maximum(number * kept, 1.0) - tl.load(sums + 3).to(tl.float64)
+    key = _search(
+        goal, nothing, length, top, m, False, list_scores, list_ids,
+        logits, vocab_size, slot, floats, ints, num_slots, counts, in_prompt, greedy_below,
+        block, unit, True, False,
+    )  # fmt: skip
+    inside, _, _ = _scan(
+        key, length, top, m, False, list_scores, list_ids,
+        logits, vocab_size, slot, floats, ints, num_slots, counts, in_prompt, greedy_below,
+        block, unit, True, False,
+    )  # fmt: skip
+    is_found = is_found & (count <= capacity) & (goal > 0) & (goal <= inside)
+    return key, is_found

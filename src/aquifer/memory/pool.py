@@ -2,12 +2,18 @@
 
 Every page is in one of three places, and the equation below holds between any two calls:
 
-    budget = sum over owners of bytes in use + bytes idle + bytes not created
+    budget + excess = sum over owners of bytes in use + bytes retired + bytes idle
+                      + bytes not created
 
-"In use" pages have an owner and at least one reference. "Idle" pages were given back but are
-kept, mapped nowhere, because creating one costs far more than handing one out again; beyond the
-watermark they really go back to the system. The pool never chooses a victim: when it is short it
-calls its reclaim hook, and if that does not help it answers None.
+"In use" pages have an owner and at least one reference. "Retired" ones have references that their
+holders gave up, and are mapped still (`retire.py`). "Idle" pages were given back but are kept,
+mapped nowhere, because creating one costs far more than handing one out again; beyond the watermark
+they really go back to the system. The pool never chooses a victim: when it is short it calls its
+reclaim hook, and if that does not help it answers None.
+
+One owner has no pages: what the process holds of the device beside them (`account_overhead`). That
+figure is measured and not granted, so it may exceed what the budget has left. The excess is then
+positive, nothing is idle or left to be created, and the pool is short until enough comes back.
 
 All methods but two are for the engine's loop. A second thread calls `stock`, which creates idle
 pages ahead of need, so that the loop finds them made, and `retired.collect`, which gives back what
@@ -34,6 +40,7 @@ class Kind(StrEnum):
     KV = "kv"
     STATE = "state"
     PREFIX = "prefix"
+    OVERHEAD = "overhead"  # no pages, but memory all the same
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -47,6 +54,9 @@ class Owner:
         return f"{self.model}/{self.kind}"
 
 
+PROCESS = Owner("process", Kind.OVERHEAD)
+"""Whose the bytes are that the process holds of the device beside pages."""
+
 # No model has an empty name, so these two are nobody's.
 _NOBODY = Owner("", Kind.KV)
 """Who last wrote to a page of unknown contents: nobody asks for these, so all get it zeroed."""
@@ -59,18 +69,31 @@ _UNTOUCHED = Owner("", Kind.WEIGHTS)
 class PoolUsage:
     """Where the budget is at one moment. All figures in bytes.
 
-    `budget_bytes == sum(in_use_bytes.values()) + idle_bytes + uncreated_bytes`.
+    `budget_bytes + excess_bytes == sum(in_use_bytes.values()) + retired_bytes + idle_bytes +
+    uncreated_bytes`, and where there is an excess, nothing is idle or uncreated.
     """
 
     budget_bytes: int
-    in_use_bytes: dict[Owner, int]
+    in_use_bytes: dict[Owner, int]  # that of `PROCESS` included
+    retired_bytes: int  # of pages that nobody uses, mapped still where they were used last
     idle_bytes: int
     uncreated_bytes: int
+    excess_bytes: int  # by which overhead and pages that cannot go are more than the budget
+
+    @property
+    def overhead_bytes(self) -> int:
+        """What the process holds of the device beside pages."""
+        return self.in_use_bytes.get(PROCESS, 0)
 
     @property
     def free_bytes(self) -> int:
-        """What could be acquired right now without taking anything from anyone."""
-        return self.idle_bytes + self.uncreated_bytes
+        """What could be acquired without taking anything from anyone who uses it.
+
+        Without an excess, this and what is in use are the budget.
+        """
+        return max(
+            self.idle_bytes + self.uncreated_bytes + self.retired_bytes - self.excess_bytes, 0
+        )
 
 
 @dataclass(slots=True)
@@ -80,6 +103,12 @@ class _Page:
     page_bytes: int
     owner: Owner
     num_references: int = 1
+    num_retired: int = 0  # of the references: given up by their holders, but not yet released
+
+    @property
+    def is_retired(self) -> bool:
+        """Whether nobody uses it."""
+        return self.num_retired == self.num_references
 
 
 @dataclass(slots=True)
@@ -131,8 +160,8 @@ class PagePool:
         on_short: the reclaim hook. Called with the number of bytes missing; it should release
             pages (its victims are its own choice) and return whether it released any. It may be
             called again within one `acquire`, until it returns False.
-        retired: pages that were given up, but are mapped until nothing in flight can touch them.
-            The pool counts them as in use by their owners.
+        retired: pages that were given up, but are mapped until nothing in flight can touch them,
+            or until somebody needs them elsewhere.
     """
 
     def __init__(
@@ -153,7 +182,9 @@ class PagePool:
         self._pages: dict[Handle, _Page] = {}
         self._idle: dict[int, _Idle] = {}
         self._in_use_bytes: Counter[Owner] = Counter()
+        self._retired_bytes = 0
         self._idle_bytes = 0
+        self._overhead_bytes = 0
         # Held while pages are created. Whoever wants both takes this one first.
         self._creating = threading.RLock()
         # Held while the books above are read or written. `stock` lets go of it while the system
@@ -163,22 +194,57 @@ class PagePool:
 
     @property
     def created_bytes(self) -> int:
-        """Bytes of all pages that exist, in use or idle."""
-        return self._in_use_bytes.total() + self._idle_bytes
+        """Bytes of all pages that exist: in use, retired or idle."""
+        return self._in_use_bytes.total() + self._retired_bytes + self._idle_bytes
 
     @property
     def free_bytes(self) -> int:
         """Bytes that nobody uses: idle pages, what is not created, and retired pages."""
         with self._books:
-            return self.budget_bytes - self._in_use_bytes.total() + self.retired.num_bytes
+            in_use_bytes = self._in_use_bytes.total() + self._overhead_bytes
+            return max(self.budget_bytes - in_use_bytes, 0)
+
+    @property
+    def ready_bytes(self) -> int:
+        """The part of `free_bytes` that is had without unmapping anything: idle or not created."""
+        with self._books:
+            return max(self.free_bytes - self._retired_bytes, 0)
+
+    def account_overhead(self, num_bytes: int) -> None:
+        """Say what the process holds of the device beside pages: `Driver.overhead_bytes`.
+
+        It is a part of the budget from now on, in place of what was said before. Room for it is
+        made by giving back idle pages, then retired ones. If that is not enough, the pool is short
+        until enough is released.
+        """
+        with self._creating, self._books:
+            self._overhead_bytes = num_bytes
+            while (excess_bytes := self._excess_bytes) > 0:
+                if self._idle_bytes:
+                    self.trim(max(self._idle_bytes - excess_bytes, 0))
+                elif not self.retired.reclaim(excess_bytes):
+                    return
 
     def acquire(
-        self, owner: Owner, count: int, page_bytes: int | None = None
+        self,
+        owner: Owner,
+        count: int,
+        page_bytes: int | None = None,
+        *,
+        may_reclaim: bool = True,
     ) -> list[Handle] | None:
         """Take `count` pages for `owner`: all of them, or None and nothing has changed.
 
         A page whose last user was another owner is zeroed, and a new page is zero; a page that
         comes back to the same owner keeps its bytes.
+
+        Args:
+            owner: whose they will be.
+            count: how many.
+            page_bytes: their size; None for the pool's own.
+            may_reclaim: whether to get retired pages back, which may wait for work in flight, and
+                to call the reclaim hook. Otherwise it is None where idle pages and what is not
+                created do not suffice.
 
         Raises:
             DriverError: the device refused; nothing is leaked, nothing is in use.
@@ -192,7 +258,7 @@ class PagePool:
                 self._idle_bytes -= count * page_bytes
                 return self._hand_out(ready, owner, page_bytes)
         with self._creating, self._books:
-            return self._acquire_slowly(owner, count, page_bytes, idle)
+            return self._acquire_slowly(owner, count, page_bytes, idle, may_reclaim)
 
     def stock(self, target_bytes: int, batch_pages: int = 16) -> bool:
         """Create a batch of idle pages, if fewer than `target_bytes` are untouched and idle.
@@ -210,7 +276,7 @@ class PagePool:
                 missing_bytes = min(
                     target_bytes - idle.count(_UNTOUCHED) * self.page_bytes,
                     self.keep_idle_bytes - self._idle_bytes,
-                    self.budget_bytes - self.created_bytes,
+                    -self._excess_bytes,
                 )
             count = min(missing_bytes // self.page_bytes, batch_pages)
             if count <= 0:
@@ -228,9 +294,32 @@ class PagePool:
                 self._in_use(handle).num_references += 1
 
     def num_references(self, handle: Handle) -> int:
-        """How many users a page has; 0 if it is not in use."""
+        """How many places have the page, those that are retired included; 0 if it is idle."""
         page = self._pages.get(handle)
         return page.num_references if page else 0
+
+    def retire(self, handles: Sequence[Handle]) -> None:
+        """Note that one reference of each page was given up, and will be released later.
+
+        For `retired` alone. A page of which all references are retired is in use by nobody.
+        """
+        with self._books:
+            for handle in handles:
+                page = self._in_use(handle)
+                page.num_retired += 1
+                if page.is_retired:
+                    self._in_use_bytes[page.owner] -= page.page_bytes
+                    self._retired_bytes += page.page_bytes
+
+    def unretire(self, handles: Sequence[Handle]) -> None:
+        """The opposite of `retire`: one retired reference of each page is an ordinary one again."""
+        with self._books:
+            for handle in handles:
+                page = self._pages[handle]
+                if page.is_retired:
+                    self._in_use_bytes[page.owner] += page.page_bytes
+                    self._retired_bytes -= page.page_bytes
+                page.num_retired -= 1
 
     def transfer(self, handles: Sequence[Handle], owner: Owner) -> None:
         """Account pages to another owner of the same model from now on; their bytes stay.
@@ -259,11 +348,15 @@ class PagePool:
                 if page.num_references == 0:
                     del self._pages[handle]
                     done.setdefault((page.page_bytes, page.owner), []).append(handle)
+                elif page.is_retired:
+                    self._in_use_bytes[page.owner] -= page.page_bytes
+                    self._retired_bytes += page.page_bytes
             for (page_bytes, owner), group in done.items():
                 self._in_use_bytes[owner] -= len(group) * page_bytes
                 self._idle_bytes += len(group) * page_bytes
                 self._idle.setdefault(page_bytes, _Idle()).put(owner, group)
-            self.trim(self.keep_idle_bytes)
+            excess_bytes = max(self._excess_bytes, 0)
+            self.trim(max(min(self.keep_idle_bytes, self._idle_bytes - excess_bytes), 0))
 
     def trim(self, keep_bytes: int = 0) -> int:
         """Give idle pages back to the system until at most `keep_bytes` are left idle.
@@ -284,11 +377,14 @@ class PagePool:
     def usage(self) -> PoolUsage:
         """The whole budget, accounted for."""
         with self._books:
+            in_use_bytes = {**self._in_use_bytes, PROCESS: self._overhead_bytes}
             return PoolUsage(
                 budget_bytes=self.budget_bytes,
-                in_use_bytes={o: n for o, n in sorted(self._in_use_bytes.items()) if n},
+                in_use_bytes={o: n for o, n in sorted(in_use_bytes.items()) if n},
+                retired_bytes=self._retired_bytes,
                 idle_bytes=self._idle_bytes,
-                uncreated_bytes=self.budget_bytes - self.created_bytes,
+                uncreated_bytes=max(-self._excess_bytes, 0),
+                excess_bytes=max(self._excess_bytes, 0),
             )
 
     def check(self) -> None:
@@ -299,9 +395,13 @@ class PagePool:
         """
         with self._books:
             in_use: Counter[Owner] = Counter()
+            retired_bytes = 0
             for handle, page in self._pages.items():
-                in_use[page.owner] += page.page_bytes
-                if page.num_references < 1:
+                if page.is_retired:
+                    retired_bytes += page.page_bytes
+                else:
+                    in_use[page.owner] += page.page_bytes
+                if not 0 <= page.num_retired <= page.num_references > 0:
                     raise InvariantError(f"M2: page {handle} is in use without a reference")
             idle_handles = [
                 handle
@@ -314,15 +414,20 @@ class PagePool:
                 raise InvariantError(
                     f"M1: owners hold {in_use}, the ledger says {self._in_use_bytes}"
                 )
-            if idle_bytes != self._idle_bytes:
+            if (idle_bytes, retired_bytes) != (self._idle_bytes, self._retired_bytes):
                 raise InvariantError(
-                    f"M1: {idle_bytes} bytes idle, the ledger says {self._idle_bytes}"
+                    f"M1: {idle_bytes} bytes idle and {retired_bytes} retired, the ledger says "
+                    f"{self._idle_bytes} and {self._retired_bytes}"
                 )
             if (
                 len(set(idle_handles)) != len(idle_handles)
                 or set(idle_handles) & self._pages.keys()
             ):
                 raise InvariantError("M3: a page is in two places")
+            if self._excess_bytes > 0 and self._idle_bytes:
+                raise InvariantError(
+                    f"M1: {self._idle_bytes} bytes idle at an excess of {self._excess_bytes}"
+                )
             if self.created_bytes > self.budget_bytes:
                 raise InvariantError(
                     f"M1: {self.created_bytes} bytes exist in a budget of {self.budget_bytes}"
@@ -335,9 +440,14 @@ class PagePool:
             raise InvariantError(f"{len(self._pages)} pages are still in use: {self.usage()}")
         self.trim()
 
+    @property
+    def _excess_bytes(self) -> int:
+        """Pages and overhead beyond the budget; negative as long as there is room."""
+        return self.created_bytes + self._overhead_bytes - self.budget_bytes
+
     def _in_use(self, handle: Handle) -> _Page:
         page = self._pages.get(handle)
-        if page is None:
+        if page is None or page.is_retired:
             raise InvariantError(f"page {handle} is named by someone who does not hold it")
         return page
 
@@ -349,10 +459,12 @@ class PagePool:
         return handles
 
     def _acquire_slowly(
-        self, owner: Owner, count: int, page_bytes: int, idle: _Idle
+        self, owner: Owner, count: int, page_bytes: int, idle: _Idle, may_reclaim: bool
     ) -> list[Handle] | None:
         """Acquire where ready pages do not suffice: create, zero what was another's, reclaim."""
         while (missing := count * page_bytes - self._within_reach_bytes(page_bytes)) > 0:
+            if not may_reclaim:
+                return None
             if self.retired.reclaim(missing):
                 continue
             if self.on_short is None or not self.on_short(missing):
@@ -360,7 +472,7 @@ class PagePool:
         own = idle.take(owner, count)
         fresh = idle.take(_UNTOUCHED, count - len(own))
         wanted = count - len(own) - len(fresh)
-        room = (self.budget_bytes - self.created_bytes) // page_bytes
+        room = max(-self._excess_bytes, 0) // page_bytes
         foreign: list[Handle] = []
         new: list[Handle] = []
         try:
@@ -383,12 +495,13 @@ class PagePool:
     def _within_reach_bytes(self, page_bytes: int) -> int:
         """Bytes obtainable as pages of this size: idle ones, plus what can be created."""
         same_size = len(self._idle.get(page_bytes, ())) * page_bytes
-        creatable = self.budget_bytes - self._in_use_bytes.total() - same_size
+        other_sizes = self._idle_bytes - same_size
+        creatable = max(other_sizes - self._excess_bytes, 0)
         return same_size + creatable // page_bytes * page_bytes
 
     def _give_back_other_sizes(self, page_bytes: int, num_new: int) -> None:
         """Make room in the budget for `num_new` pages by destroying idle ones of other sizes."""
-        short_bytes = self.created_bytes + num_new * page_bytes - self.budget_bytes
+        short_bytes = self._excess_bytes + num_new * page_bytes
         for other_bytes, idle in self._idle.items():
             if short_bytes <= 0:
                 return

@@ -7,15 +7,16 @@ is a fault, and releasing it lets the next owner's bytes mix with the old one's.
     a page is unmapped, and its reference given back to the pool, only after a fence that was made
     when it was given up has passed.
 
-Between the two it is "retired": mapped still, accounted to its owner, of no use to anybody else.
-There are four ways out:
+Between the two it is "retired": mapped still, and accounted to nobody. It may stay so for as long
+as there are other pages to be had. There are four ways out:
 
-- `collect`: its fence has passed; the stocker's thread unmaps it, off the critical path.
-- `reclaim`: the pool is short and waits for the fence. It is at most as far away as the work in
-  flight, so this comes before anybody else's pages are taken.
 - `take_back`: whoever gave it up wants a page at the same place again. It stays where it is: work
   that was in flight and work that comes later run in order. With the slots of a virtual cache
   this is deferred reclamation (vAttention, section 5.4.2): no unmapping and no mapping at all.
+- `collect`: its fence has passed, and the stocker's thread unmaps it, off the critical path. When
+  is up to that thread (`stock.py`): as late as can be, so that more may be taken back.
+- `reclaim`: the pool is short and waits for the fence. It is at most as far away as the work in
+  flight, so this comes before anybody else's pages are taken.
 - `settle`: all fences are waited for, before addresses are given back.
 
 On a device without fences (`Driver.fence` is None) a page is never retired: it goes at once.
@@ -68,17 +69,10 @@ class RetireQueue:
         self._changed = threading.Condition(books)
         self._waiting: dict[_Place, Fence] = {}  # oldest first
         self._leaving: set[_Place] = set()  # being unmapped by `collect` right now
-        self._free_bytes: dict[_Place, int] = {}  # what each place will give back
 
     def __len__(self) -> int:
-        """Places that have a page which nobody uses."""
+        """Places that were given up and have their page still."""
         return len(self._waiting) + len(self._leaving)
-
-    @property
-    def num_bytes(self) -> int:
-        """What the pool will get back from retired pages. Pages in use elsewhere do not count."""
-        with self._changed:
-            return sum(self._free_bytes.values())
 
     def retire(self, range_: VirtualRange, indices: Sequence[int]) -> None:
         """Give up the pages at these indices, with the reference that the caller holds to each.
@@ -93,15 +87,14 @@ class RetireQueue:
             self._pool.release(range_.unmap_at(indices))
             return
         with self._changed:
+            handles: list[Handle] = []
             for index in indices:
                 if (range_, index) in self._waiting or (range_, index) in self._leaving:
                     raise InvariantError(f"page {index} of a range was given up twice")
-                range_.handles(index, 1)
+                handles += range_.handles(index, 1)
+            self._pool.retire(handles)
             for index in reversed(indices):
-                (handle,) = range_.handles(index, 1)
-                is_last_use = self._pool.num_references(handle) == 1
                 self._waiting[range_, index] = fence
-                self._free_bytes[range_, index] = range_.page_bytes if is_last_use else 0
         if self.on_retire is not None:
             self.on_retire()
 
@@ -124,8 +117,9 @@ class RetireQueue:
                 if place not in self._waiting or not self._is_exclusive(place):
                     break
                 num_taken += 1
+            self._pool.unretire(range_.handles(index, num_taken))
             for place in places[:num_taken]:
-                del self._waiting[place], self._free_bytes[place]
+                del self._waiting[place]
             others = [place for place in places[num_taken:] if place in self._waiting]
             for fence in {self._waiting[place] for place in others}:
                 fence.wait()
@@ -149,10 +143,8 @@ class RetireQueue:
             handles = _unmap(batch)
         finally:
             with self._changed:
-                self._pool.release(handles)
+                self._release(handles)
                 self._leaving.difference_update(batch)
-                for place in batch:
-                    del self._free_bytes[place]
                 self._changed.notify_all()
         return True
 
@@ -201,7 +193,12 @@ class RetireQueue:
         """Unmap and release. Pre-condition: their fences have passed."""
         handles = _unmap(places)
         for place in places:
-            del self._waiting[place], self._free_bytes[place]
+            del self._waiting[place]
+        self._release(handles)
+
+    def _release(self, handles: Sequence[Handle]) -> None:
+        """Let go of references that were retired."""
+        self._pool.unretire(handles)
         self._pool.release(handles)
 
 

@@ -37,8 +37,12 @@ class Model(Protocol):
     def forward(self, batch: ModelInput, kv: KVView) -> torch.Tensor:
         """Hidden states after the final norm, [tokens, hidden]; writes KV through `kv`."""
 
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a step of it is the same kernels every time, so that a CUDA graph can hold it."""
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Scores of the next token: [n, hidden] -> [n, vocab_size], float32."""
+        """Scores of the next token: [n, hidden] -> [n, vocab_size], in the model's dtype."""
 
 
 class ModelPlan(Protocol):

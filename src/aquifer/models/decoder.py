@@ -15,9 +15,9 @@ import torch.nn.functional as F
 
 from aquifer.cache.base import KVLayout, KVView, LayerKV
 from aquifer.errors import ConfigError, UnsupportedModelError
-from aquifer.kernels.linear import linear
-from aquifer.kernels.norm import rms_norm
-from aquifer.kernels.rotary import rotary
+from aquifer.kernels.linear import linear, norm_linear, silu_linear
+from aquifer.kernels.norm import add_rms_norm
+from aquifer.kernels.rotary import qk_norm_rope_write
 from aquifer.models.base import ModelInput
 from aquifer.models.rope import RotaryAngles
 from aquifer.weights.checkpoint import Checkpoint, stored_dtype
@@ -264,6 +264,8 @@ class _Layer:
 class Decoder:
     """The `Model` of the families above."""
 
+    is_capturable = True
+
     def __init__(
         self, config: DecoderConfig, dtype: torch.dtype, tensors: Mapping[str, torch.Tensor]
     ) -> None:
@@ -271,7 +273,9 @@ class Decoder:
         layer_kv = LayerKV(c.num_kv_heads, c.head_dim, c.head_dim)
         self.kv_layout = KVLayout((layer_kv,) * c.num_layers, dtype)
         self.vocab_size = c.vocab_size
-        self._angles = RotaryAngles(c.head_dim, c.max_positions, c.rope_theta, c.rope_scaling)
+        self._angles = RotaryAngles(
+            c.head_dim, c.max_positions, c.rope_theta, c.rope_scaling, tensors["embed"].device
+        )
         self._scale = c.head_dim**-0.5
         self._embed = tensors["embed"]
         self._layers = [
@@ -282,43 +286,39 @@ class Decoder:
 
     def forward(self, batch: ModelInput, kv: KVView) -> torch.Tensor:
         """See `Model.forward`."""
-        hidden = F.embedding(batch.token_ids, self._embed)  # [tokens, hidden]
+        eps = self._config.norm_eps
+        residual = F.embedding(batch.token_ids, self._embed)  # [tokens, hidden]
+        delta: torch.Tensor | None = None  # what the last sub-layer adds to it
         cos, sin = self._angles(batch.positions, batch.context_lengths)
         for i, layer in enumerate(self._layers):
-            hidden = hidden + self._attention(i, layer, hidden, cos, sin, kv)
-            hidden = hidden + self._mlp(layer, hidden)
-        return rms_norm(hidden, self._norm, self._config.norm_eps)
+            qkv, residual = norm_linear(
+                delta, residual, layer.norm1, eps, layer.qkv.weight, layer.qkv.bias
+            )
+            delta = layer.out(self._attention(i, layer, qkv, cos, sin, kv))
+            gate_up, residual = norm_linear(
+                delta, residual, layer.norm2, eps, layer.gate_up.weight, layer.gate_up.bias
+            )
+            delta = silu_linear(gate_up, layer.down.weight, layer.down.bias)
+        assert delta is not None, "a decoder has layers"
+        return add_rms_norm(delta, residual, self._norm, eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Model.logits`."""
-        return linear(hidden, self._head, None).float()
+        return linear(hidden, self._head, None)
 
     def _attention(
         self,
         index: int,
         layer: _Layer,
-        hidden: torch.Tensor,
+        qkv: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
         kv: KVView,
     ) -> torch.Tensor:
+        """[tokens, q + k + v rows] -> [tokens, q rows], by way of the cache."""
         c = self._config
-        qkv = layer.qkv(rms_norm(hidden, layer.norm1, c.norm_eps))
-        # [tokens, heads, head_dim] each
-        q, k, v = (part.unflatten(1, (-1, c.head_dim)) for part in qkv.split(c.qkv_rows, dim=1))
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = rms_norm(q, layer.q_norm, c.norm_eps)
-            k = rms_norm(k, layer.k_norm, c.norm_eps)
-        attended = kv.attend(
-            index,
-            rotary(q, cos, sin),
-            rotary(k, cos, sin),
-            v,
-            scale=self._scale,
-            window_tokens=layer.window,
+        query = qkv.new_empty(len(qkv), c.num_heads, c.head_dim)
+        qk_norm_rope_write(
+            qkv, layer.q_norm, layer.k_norm, cos, sin, query, *kv.destination(index), eps=c.norm_eps
         )
-        return layer.out(attended.flatten(1))
-
-    def _mlp(self, layer: _Layer, hidden: torch.Tensor) -> torch.Tensor:
-        gate, up = layer.gate_up(rms_norm(hidden, layer.norm2, self._config.norm_eps)).chunk(2, 1)
-        return layer.down(F.silu(gate) * up)
+        return kv.attend(index, query, scale=self._scale, window_tokens=layer.window).flatten(1)

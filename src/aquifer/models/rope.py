@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from aquifer.errors import ConfigError
+from aquifer.kernels.rotary import rotary_angles
 
 
 class RotaryAngles:
@@ -24,13 +25,19 @@ class RotaryAngles:
         max_positions: `max_position_embeddings` of the model.
         theta: base of the frequencies.
         scaling: `rope_scaling` or `rope_parameters` of the model's configuration.
+        device: where positions will be.
 
     Raises:
         ConfigError: the kind of scaling is unknown, or a parameter of it is missing.
     """
 
     def __init__(
-        self, head_dim: int, max_positions: int, theta: float, scaling: Mapping[str, Any]
+        self,
+        head_dim: int,
+        max_positions: int,
+        theta: float,
+        scaling: Mapping[str, Any],
+        device: torch.device,
     ) -> None:
         kind = scaling.get("rope_type") or scaling.get("type") or "default"
         self._head_dim = head_dim
@@ -58,6 +65,8 @@ class RotaryAngles:
                 )
         except KeyError as error:
             raise ConfigError(f"rope scaling {kind!r} lacks its parameter {error}") from error
+        self._exponents = self._exponents.to(device)
+        self._frequencies = self._frequencies.to(device)
 
     def __call__(
         self, positions: torch.Tensor, context_lengths: torch.Tensor
@@ -71,8 +80,7 @@ class RotaryAngles:
         frequencies = self._frequencies
         if self._dynamic_factor is not None:
             frequencies = self._dynamic(context_lengths)
-        angles = positions.to(torch.float32).unsqueeze(1) * frequencies
-        return angles.cos() * self._magnitude, angles.sin() * self._magnitude
+        return rotary_angles(positions, frequencies, self._magnitude)
 
     def _dynamic(self, context_lengths: torch.Tensor) -> torch.Tensor:
         """Frequencies of a base that grows with the context, [tokens, head_dim / 2]."""

@@ -68,6 +68,16 @@ class Driver(Protocol):
     def available_bytes(self) -> int:
         """Physical memory that this process could still take, in bytes."""
 
+    def total_bytes(self) -> int:
+        """Physical memory that there is for all processes together, in bytes."""
+
+    def overhead_bytes(self) -> int:
+        """What this process holds of the device beside the driver's pages, in bytes.
+
+        0 where that is none of the pool's business. It is this process's own figure, whatever
+        others take or give back meanwhile, and quick enough to be asked once a second.
+        """
+
     def create(self, page_bytes: int, count: int) -> list[Handle]:
         """Create `count` pages of `page_bytes` zeroed bytes each, all or none."""
 

@@ -17,6 +17,8 @@ current context as it was. Calls may come from several threads.
 
 from __future__ import annotations
 
+import importlib.util
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
@@ -27,9 +29,16 @@ import torch
 from aquifer.errors import ConfigError, DriverError, InvariantError
 from aquifer.memory.driver.base import Handle
 from aquifer.memory.driver.dlpack import tensor_over
+from aquifer.memory.driver.nvml import ProcessMemory
 
 _PAGE_BYTES = 2 << 20  # the granularity of every GPU so far
 _LARGE_PAGE_BYTES = 32 << 20
+
+_CONTEXT_BYTES = 600 << 20
+"""What is set aside for the context, loaded modules and executable graphs where nobody can tell
+their size: what a process takes on an H200 with cuBLAS and Triton's kernels loaded, rounded up."""
+
+_NAME_BYTES = 256  # room for the names that the driver gives out
 
 
 class CudaDriver:
@@ -38,6 +47,7 @@ class CudaDriver:
     Args:
         index: which one, as torch numbers them.
         api: stands in for `cuda.bindings.driver`; for tests.
+        nvml: stands in for the module `pynvml`; for tests.
 
     Raises:
         ConfigError: the packages to drive a GPU are not installed.
@@ -47,10 +57,13 @@ class CudaDriver:
     name = "cuda"
     max_mappings = None
 
-    def __init__(self, index: int = 0, api: Any = None) -> None:
+    def __init__(self, index: int = 0, api: Any = None, nvml: Any = None) -> None:
         self._api = api = _load_api() if api is None else api
         self.device = torch.device("cuda", index)
         self._page_bytes: dict[Handle, int] = {}  # live handles -> size
+        self._imported: set[Handle] = set()  # the part of them that other processes created
+        self._created_bytes = 0  # of the others; several threads create and release
+        self._counting = threading.Lock()
         self._reservations: dict[int, int] = {}  # address -> size
         self._mapped: dict[int, int] = {}  # address -> size of the page there
         with ExitStack() as undo:
@@ -75,6 +88,10 @@ class CudaDriver:
                     ),
                     "could not get the page granularity",
                 )
+            bus_id = self._check(
+                api.cuDeviceGetPCIBusId(_NAME_BYTES, self._device_id), "could not get the PCI bus"
+            )
+            self._process_memory = ProcessMemory(_text(bus_id), nvml)
             self._access = api.CUmemAccessDesc()
             self._access.location = self._properties.location
             self._access.flags = api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
@@ -84,9 +101,42 @@ class CudaDriver:
 
     def available_bytes(self) -> int:
         """What the device has free, whoever uses the rest."""
+        return self._memory_info()[0]
+
+    def total_bytes(self) -> int:
+        """What the device has, whoever uses it."""
+        return self._memory_info()[1]
+
+    def overhead_bytes(self) -> int:
+        """The context, what torch's allocator has reserved, modules, workspaces, graphs.
+
+        As the management library counts them, less the pages; right up to the few pages that
+        another thread creates meanwhile. Where the library does not know this process, it is an
+        allowance for the context, and what torch's allocator has reserved, which is exact and has
+        the private pools of captured graphs in it.
+        """
+        reserved_bytes = torch.cuda.memory_reserved(self.device)
+        created_bytes = self._created_bytes
+        used_bytes = self._process_memory.used_bytes()
+        # Less than that is not ours: the library numbers processes as somebody else does.
+        if used_bytes is None or used_bytes < created_bytes + reserved_bytes:
+            return _CONTEXT_BYTES + reserved_bytes
+        return max(used_bytes - max(created_bytes, self._created_bytes), reserved_bytes)
+
+    @property
+    def product(self) -> str:
+        """What the device is called by who made it."""
         with self._current:
-            free_bytes, _ = self._check(self._api.cuMemGetInfo(), "could not read free memory")
-        return int(free_bytes)
+            name = self._check(
+                self._api.cuDeviceGetName(_NAME_BYTES, self._device_id), "could not get the name"
+            )
+        return _text(name)
+
+    @property
+    def cuda_version(self) -> str:
+        """The newest version of CUDA that the installed driver supports."""
+        version = int(self._check(self._api.cuDriverGetVersion(), "could not get the version"))
+        return f"{version // 1000}.{version % 1000 // 10}"
 
     def create(self, page_bytes: int, count: int) -> list[Handle]:
         """One driver call a page; pages can be exported."""
@@ -104,6 +154,7 @@ class CudaDriver:
                     f"could not create {count} pages of {page_bytes} bytes",
                 )
                 self._enter(handle, page_bytes)
+                self._count(page_bytes)
                 handles.append(Handle(int(handle)))
             undo.pop_all()
         return handles
@@ -115,8 +166,12 @@ class CudaDriver:
                 raise InvariantError(f"page {handle} was released twice or never created")
         with self._current:
             for handle in handles:
-                del self._page_bytes[handle]
+                page_bytes = self._page_bytes.pop(handle)
                 self._check(self._api.cuMemRelease(handle), "could not release a page")
+                if handle in self._imported:
+                    self._imported.remove(handle)
+                else:
+                    self._count(-page_bytes)
 
     def reserve(self, num_bytes: int) -> int:
         """Reserve addresses; terabytes cost nothing."""
@@ -229,7 +284,9 @@ class CudaDriver:
                 self._api.cuMemImportFromShareableHandle(fd, self._fd_type),
                 f"file descriptor {fd} is no page of this device",
             )
-            return self._enter(handle, page_bytes)
+            entered = self._enter(handle, page_bytes)
+        self._imported.add(entered)
+        return entered
 
     def close(self) -> None:
         """Wait for the device, then give everything back, mapped or not."""
@@ -244,6 +301,7 @@ class CudaDriver:
             self.release(list(self._page_bytes))
             self._check(self._api.cuStreamDestroy(self._stream), "could not destroy a stream")
             self._stream = None
+        self._process_memory.close()
         self._check(
             self._api.cuDevicePrimaryCtxRelease(self._device_id), "could not release the context"
         )
@@ -260,6 +318,18 @@ class CudaDriver:
         properties.location.id = index
         properties.requestedHandleTypes = self._fd_type
         return properties
+
+    def _memory_info(self) -> tuple[int, int]:
+        """(free, total) bytes of the device."""
+        with self._current:
+            free_bytes, total_bytes = self._check(
+                self._api.cuMemGetInfo(), "could not read free memory"
+            )
+        return int(free_bytes), int(total_bytes)
+
+    def _count(self, num_bytes: int) -> None:
+        with self._counting:
+            self._created_bytes += num_bytes
 
     def _enter(self, driver_handle: Any, page_bytes: int) -> Handle:
         handle = Handle(int(driver_handle))
@@ -321,6 +391,19 @@ class _CurrentContext:
         traceback: TracebackType | None,
     ) -> None:
         self._driver._check(self._driver._api.cuCtxPopCurrent(), "could not leave the context")
+
+
+def has_bindings() -> bool:
+    """Whether the CUDA bindings are installed."""
+    return (
+        importlib.util.find_spec("cuda") is not None
+        and importlib.util.find_spec("cuda.bindings") is not None
+    )
+
+
+def _text(name: bytes) -> str:
+    """What the driver wrote into room for more."""
+    return name.split(b"\0", 1)[0].decode()
 
 
 def _load_api() -> Any:

@@ -63,6 +63,14 @@ class FaultyDriver:
         """The inner driver's answer."""
         return self.inner.available_bytes()
 
+    def total_bytes(self) -> int:
+        """The inner driver's answer."""
+        return self.inner.total_bytes()
+
+    def overhead_bytes(self) -> int:
+        """The inner driver's answer."""
+        return self.inner.overhead_bytes()
+
     def create(self, page_bytes: int, count: int) -> list[Handle]:
         """Count, maybe fail, pass on."""
         self._count("create")

@@ -69,10 +69,19 @@ class HostDriver:
 
     def available_bytes(self) -> int:
         """Free and reclaimable memory, or what the control group still allows if that is less."""
-        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        available = int(fields["MemAvailable"].split()[0]) * 1024
+        available = _meminfo_bytes("MemAvailable")
         room = _cgroup_room_bytes()
         return available if room is None else min(available, room)
+
+    def total_bytes(self) -> int:
+        """The machine's memory, or the limit of the control group if that is less."""
+        limit = _cgroup_limit_bytes()
+        total = _meminfo_bytes("MemTotal")
+        return total if limit is None else min(total, limit)
+
+    def overhead_bytes(self) -> int:
+        """Nothing: Python, torch and activations are not the pool's, and nobody divides them up."""
+        return 0
 
     def create(self, page_bytes: int, count: int) -> list[Handle]:
         """Take released offsets of the same size first, lowest first, then grow the file."""
@@ -267,21 +276,41 @@ def _driver_error(error: OSError, what: str) -> DriverError:
     return DriverError(name, f"{what} ({error.strerror})")
 
 
+def _meminfo_bytes(field: str) -> int:
+    """A figure of /proc/meminfo."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(fields[field].split()[0]) * 1024
+
+
+def _cgroup() -> Path:
+    """The folder of this process's control group (version 2)."""
+    group = Path("/proc/self/cgroup").read_text().strip().rsplit("::", 1)[-1]
+    return Path("/sys/fs/cgroup") / group.lstrip("/")
+
+
+def _cgroup_limit_bytes() -> int | None:
+    """The memory limit of this process's control group (version 2), or None."""
+    try:
+        limit = (_cgroup() / "memory.max").read_text().strip()
+        return None if limit == "max" else int(limit)
+    except (OSError, ValueError):
+        return None
+
+
 def _cgroup_room_bytes() -> int | None:
     """What the memory limit of this process's control group (version 2) leaves, or None.
 
     Cached files count as free, as they do in MemAvailable: else a checkpoint that was read before
     would seem to leave no room for itself.
     """
+    limit = _cgroup_limit_bytes()
+    if limit is None:
+        return None
     try:
-        group = Path("/proc/self/cgroup").read_text().strip().rsplit("::", 1)[-1]
-        folder = Path("/sys/fs/cgroup") / group.lstrip("/")
-        limit = (folder / "memory.max").read_text().strip()
-        if limit == "max":
-            return None
+        folder = _cgroup()
         used = int((folder / "memory.current").read_text())
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         cached = int(stat["active_file"]) + int(stat["inactive_file"])
-        return max(int(limit) - used + cached, 0)
+        return max(limit - used + cached, 0)
     except (OSError, ValueError, KeyError):
         return None

@@ -28,6 +28,9 @@ class TransformersModel:
         windows_tokens: the sliding window of each layer, None where it attends to everything.
     """
 
+    # Other people's code may look at values on the way, as mixtures of experts do.
+    is_capturable = False
+
     def __init__(
         self, model: Any, kv_layout: KVLayout, windows_tokens: tuple[int | None, ...]
     ) -> None:
@@ -50,7 +53,7 @@ class TransformersModel:
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Scores of the next token: [n, hidden] -> [n, vocab_size], float32.
+        """Scores of the next token: [n, hidden] -> [n, vocab_size].
 
         Runs the model's own code beyond its decoder, with whatever scaling or capping it does.
         """
@@ -58,7 +61,7 @@ class TransformersModel:
             self._head, inputs_embeds=hidden[None], use_cache=False, return_dict=True
         )
         scores: torch.Tensor = output.logits[0]
-        return scores.float()
+        return scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +87,10 @@ def _serve_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention as Transformers calls it; returns [1, tokens, heads, value_dim]."""
     step = _STEP.get()
+    step.kv.write(module.layer_idx, key[0].transpose(0, 1), value[0].transpose(0, 1))
     attended = step.kv.attend(
         module.layer_idx,
         query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window_tokens=step.windows_tokens[module.layer_idx],
         softcap=softcap,

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from aquifer.cache.base import KVLayout, LayerKV, Spans
-from aquifer.cache.virtual import VirtualView
+from aquifer.cache.base import KVLayout, LayerKV, Rows, Spans
+from aquifer.cache.view import StepView
 from aquifer.errors import AquiferError, UnsupportedModelError
+from aquifer.kernels.decode_attention import DecodeWorkspaces
 from aquifer.models.base import ModelInput
 from aquifer.models.transformers.model import SERVE, TransformersModel
 from aquifer.models.transformers.skeleton import FOREIGN_ERRORS
@@ -130,9 +131,10 @@ class _Probe:
         positions = _arange(ids)[0]
 
         def serve(ids: torch.Tensor, positions: torch.Tensor, *spans: _Span) -> torch.Tensor:
-            kv = VirtualView(layers, Spans.make(*np.array(spans, np.int64).T))
+            rows = Rows.of(Spans.make(*np.array(spans, np.int64).T), 0, ids.device)
+            kv = StepView(layers, rows, None, DecodeWorkspaces())
             batch = ModelInput(ids, positions, positions + 1)
-            return served.logits(served.forward(batch, kv))
+            return served.logits(served.forward(batch, kv)).float()
 
         start = serve(ids[:first], positions[:first], (0, 0, first))
         rest = serve(

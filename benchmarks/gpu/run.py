@@ -1,0 +1,321 @@
+"""The engine on a GPU: every figure that it is meant to reach, for both models.
+
+    python benchmarks/gpu/run.py --output results
+
+The models are shapes alone, with random weights. Each engine has a process of its own and serves
+all parts that it can; a process that fails takes no other with it. Every measurement is a JSON file
+in the folder of `--output`, and the table in the end is made from what is there. The parts:
+
+- start: from a fresh process to the first token, twice;
+- latency: decode steps at batch 1, 32, 128 and 256, 512 prompt tokens, 128 output tokens;
+- throughput: 256 requests, 100 to 1024 tokens in and out, temperature 0.6;
+- prefill: 64 prompts of 2048 tokens;
+- growing: the decode steps of 256 sequences that grow, beside the same with all KV mapped before;
+- paged: latency once more, with the paged cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from aquifer.bench import offline
+from aquifer.bench.floor import Cost, Rates
+from aquifer.bench.latency import compare_growth, measure_steps
+from aquifer.bench.result import save
+from aquifer.bench.start import measure_start
+from aquifer.bench.workload import LengthRange, Workload
+from aquifer.engine.llm import LLM
+
+DEVICE = "cuda:0"
+MODELS_FOLDER = Path(__file__).resolve().parent / "models"
+MODELS = ("qwen3-0.6b", "llama-3-8b")
+PARTS = ("start", "latency", "throughput", "prefill", "growing", "paged")
+BATCH_SIZES = (1, 32, 128, 256)
+PROMPT, OUTPUT = LengthRange(512, 512), LengthRange(128, 128)
+MIXED = LengthRange(100, 1024)
+SEED = 0
+
+FIGURES = (*(f"step {size}" for size in BATCH_SIZES), "throughput", "prefill", "start")
+"""What there are targets for: milliseconds a step, tokens a second, seconds."""
+
+TARGETS: dict[str, dict[str, float]] = {
+    model: dict(zip(FIGURES, values, strict=True))
+    for model, values in {
+        "qwen3-0.6b": (0.75, 1.6, 3.3, 5.6, 30_000, 430_000, 3),
+        "llama-3-8b": (4.2, 5.1, 7.5, 12.1, 11_000, 43_000, 5),
+    }.items()
+}
+
+VLLM: dict[str, dict[str, float]] = {
+    model: dict(zip(FIGURES, values, strict=True))
+    for model, values in {
+        "qwen3-0.6b": (1.60, 2.17, 4.21, 6.96, 23_800, 413_000, 15 + 44),
+        "llama-3-8b": (4.99, 5.86, 8.69, 13.71, 9_800, 42_900, 15 + 44),
+    }.items()
+}
+"""vLLM 0.24.0 with random weights, bf16, no prefix caching: measured on the same chip (an H200),
+but not in the same run. Its start is import and engine, without a token."""
+
+MOST_GROWTH = 1.03
+"""How much longer the steps of a growing batch may take, at the 99th percentile."""
+
+LIMIT_S = 300
+"""After so long, a process hangs; what it did then is printed, and it is ended."""
+
+
+class Bench:
+    """One engine, and what is measured with it.
+
+    Args:
+        model: one of `MODELS`.
+        kv_cache: "virtual" or "paged".
+        output: folder of the results.
+        repeats: timed runs of each measurement.
+    """
+
+    def __init__(self, model: str, kv_cache: str, output: Path, repeats: int) -> None:
+        self._model = model
+        self._kv_cache = kv_cache
+        self._output = output
+        self._repeats = repeats
+        # Before the engine takes the memory.
+        self._rates = Rates.measure(torch.device(DEVICE), torch.bfloat16)
+        self._llm = LLM(
+            MODELS_FOLDER / model, device=DEVICE, load_format="dummy", kv_cache=kv_cache, seed=SEED
+        )
+        self._cost = Cost.of(self._llm)
+
+    def run(self, part: str) -> None:
+        """Measure one part, or say why that failed."""
+        parts: dict[str, Callable[[], dict[str, Any]]] = {
+            "latency": self._latency,
+            "throughput": self._throughput,
+            "prefill": self._prefill,
+            "growing": self._growing,
+        }
+        start = time.perf_counter()
+        # The next part may still work, and time on the machine is short.
+        try:
+            figures = parts[part]()
+        except Exception:
+            traceback.print_exc()
+            print(f"FAILED: {self._model} {self._kv_cache} {part}", flush=True)
+            return
+        (info,) = self._llm.engine.models.values()
+        save(
+            result_file(self._output, self._model, part, self._kv_cache),
+            {
+                "benchmark": part,
+                "model": self._model,
+                "num_parameters": info.num_parameters,
+                "dtype": info.dtype,
+                "kv_cache": self._kv_cache,
+                "max_num_batched_tokens": self._llm.engine.config.max_num_batched_tokens,
+                "pool_bytes": self._llm.engine.pool.budget_bytes,
+                "seed": SEED,
+                "read_bandwidth": self._rates.bytes_per_s,
+                "matmul_rate": self._rates.operations_per_s,
+                **figures,
+            },
+        )
+        seconds = time.perf_counter() - start
+        print(f"{self._model} {self._kv_cache} {part}: done in {seconds:.1f} s", flush=True)
+
+    def close(self) -> None:
+        """Give the device back."""
+        self._llm.close()
+
+    def _latency(self) -> dict[str, Any]:
+        batches = []
+        for size in BATCH_SIZES:
+            times = measure_steps(self._llm, self._workload(size, PROMPT, OUTPUT), self._repeats)
+            batches.append(times.figures(self._cost, self._rates))
+            print(f"  batch {size}: {_round(times.step_ms)} ms a step", flush=True)
+        return {"batches": batches}
+
+    def _throughput(self) -> dict[str, Any]:
+        workload = self._workload(256, MIXED, MIXED)
+        ours, _ = offline.compare(self._llm, workload, self._repeats, temperature=0.6)
+        stats = self._llm.engine.stats()
+        return {
+            **offline.figures(workload, ours, None, self._cost, self._rates),
+            "temperature": 0.6,
+            "num_preemptions": sum(stats.num_preemptions.values()),  # since the start
+        }
+
+    def _prefill(self) -> dict[str, Any]:
+        workload = self._workload(64, LengthRange(2048, 2048), LengthRange(1, 1))
+        ours, _ = offline.compare(self._llm, workload, self._repeats)
+        return offline.prefill_figures(workload, ours, self._cost, self._rates)
+
+    def _growing(self) -> dict[str, Any]:
+        workload = self._workload(256, PROMPT, OUTPUT)
+        # A 99th percentile needs some more steps.
+        growing, mapped = compare_growth(self._llm, workload, self._repeats + 1)
+        return {
+            "growing": growing.figures(self._cost, self._rates),
+            "mapped": mapped.figures(self._cost, self._rates),
+            "p99_ratio": growing.step_ms["p99"] / mapped.step_ms["p99"],
+            "median_ratio": growing.step_ms["median"] / mapped.step_ms["median"],
+        }
+
+    def _workload(self, count: int, inputs: LengthRange, outputs: LengthRange) -> Workload:
+        (info,) = self._llm.engine.models.values()
+        return Workload.random(count, inputs, outputs, info.vocab_size, SEED)
+
+
+def measure_engine(model: str, kv_cache: str, parts: list[str], output: Path, repeats: int) -> None:
+    """What a process with one engine does."""
+    faulthandler.dump_traceback_later(LIMIT_S - 5)
+    bench = Bench(model, kv_cache, output, repeats)
+    for part in parts:
+        bench.run(part)
+    bench.close()
+
+
+def run_process(*arguments: Any) -> None:
+    """`measure_engine` in a process of its own; how it ended is printed."""
+    process = multiprocessing.get_context("spawn").Process(target=measure_engine, args=arguments)
+    process.start()
+    process.join(LIMIT_S)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    if process.exitcode:
+        print(f"FAILED: {arguments[:3]} ended with {process.exitcode}", flush=True)
+
+
+def run_start(model: str, output: Path) -> None:
+    """The start of one model, twice; the second finds whatever the first compiled."""
+    options = {"device": DEVICE, "load_format": "dummy"}
+    try:
+        starts = [measure_start(str(MODELS_FOLDER / model), options) for _ in range(2)]
+    except Exception:  # as with the other parts
+        traceback.print_exc()
+        print(f"FAILED: {model} start", flush=True)
+        return
+    figures = {
+        "benchmark": "start",
+        "model": model,
+        **options,
+        "starts": [asdict(times) for times in starts],
+    }
+    save(result_file(output, model, "start"), figures)
+
+
+def result_file(output: Path, model: str, part: str, kv_cache: str = "virtual") -> Path:
+    """Where a measurement goes."""
+    return output / f"{model}-{part}{'' if part == 'start' else f'-{kv_cache}'}.json"
+
+
+def _round(values: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 3) for name, value in values.items()}
+
+
+def read(file: Path) -> dict[str, Any]:
+    """A result, or nothing if it is not there."""
+    figures: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    return figures
+
+
+def rows(model: str, output: Path) -> Iterator[tuple[str, str, float, float | None, str]]:
+    """(what, its key in `TARGETS`, ours, the floor, remark) of all results of a model."""
+    for kv_cache in ("virtual", "paged"):
+        for batch in read(result_file(output, model, "latency", kv_cache)).get("batches", ()):
+            size, step_ms = batch["num_prompts"], batch["aquifer"]["step_ms"]
+            yield (
+                f"decode step, batch {size}, {kv_cache}, ms",
+                f"step {size}",
+                step_ms["median"],
+                batch["floor_ms_per_token"],
+                f"mean {step_ms['mean']:.3f}, p99 {step_ms['p99']:.3f}, floor is "
+                f"{1 / batch['times_floor']:.0%} of it",
+            )
+    for part, unit in (("throughput", "output_throughput"), ("prefill", "prompt_throughput")):
+        figures = read(result_file(output, model, part))
+        if figures:
+            ours, floor = figures["aquifer"][unit], figures[f"floor_{unit}"]
+            yield f"{part}, tokens/s", part, ours, floor, f"{ours / floor:.0%} of the floor's rate"
+    for number, times in enumerate(read(result_file(output, model, "start")).get("starts", ()), 1):
+        seconds = times["import_s"] + times["construct_s"] + times["first_token_s"]
+        remark = (
+            f"import {times['import_s']:.1f}, engine {times['construct_s']:.1f}, first token "
+            f"{times['first_token_s']:.1f}; {times['num_compiled']} kernels compiled"
+        )
+        yield f"start {number}, s", "start", seconds, None, remark
+
+
+def summary(models: list[str], output: Path) -> Table:
+    """Everything beside its target and its peer."""
+    table = Table(title="results", title_justify="left")
+    for column in ("", "ours", "target", "vLLM 0.24.0", "floor", "", ""):
+        table.add_column(column, justify="right" if column else "left")
+    for model in models:
+        table.add_row(f"[bold]{model}[/bold]")
+        for what, key, ours, floor, remark in rows(model, output):
+            target = TARGETS[model][key]
+            is_met = ours >= target if key in ("throughput", "prefill") else ours <= target
+            table.add_row(
+                what,
+                *(f"{value:,.6g}" for value in (round(ours, 3), target, VLLM[model][key])),
+                "" if floor is None else f"{floor:,.0f}" if floor > 1000 else f"{floor:.3f}",
+                "ok" if is_met else "MISSED",
+                remark,
+            )
+        growth = read(result_file(output, model, "growing"))
+        if growth:
+            table.add_row(
+                "growing batch of 256, p99 beside all mapped",
+                f"{growth['p99_ratio']:.3f}",
+                f"{MOST_GROWTH}",
+                *("", ""),
+                "ok" if growth["p99_ratio"] <= MOST_GROWTH else "MISSED",
+                f"median {growth['median_ratio']:.3f}",
+            )
+    return table
+
+
+def main() -> None:
+    """Measure what is asked for, then print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--output", type=Path, required=True, help="folder of the JSON files")
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--repeats", type=int, default=2, help="timed runs of each measurement")
+    arguments = parser.parse_args()
+    models, parts = arguments.models.split(","), arguments.parts.split(",")
+    if not {*models} <= {*MODELS} or not {*parts} <= {*PARTS}:
+        parser.error(f"models are {', '.join(MODELS)}; parts are {', '.join(PARTS)}")
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    begun = time.perf_counter()
+    for model in models:
+        virtual = [part for part in parts if part not in ("start", "paged")]
+        # Nothing of an earlier run may stand in for what fails in this one.
+        for part in parts:
+            as_stored = ("latency", "paged") if part == "paged" else (part,)
+            result_file(arguments.output, model, *as_stored).unlink(missing_ok=True)
+        if "start" in parts:
+            run_start(model, arguments.output)
+        if virtual:
+            run_process(model, "virtual", virtual, arguments.output, arguments.repeats)
+        if "paged" in parts:
+            run_process(model, "paged", ["latency"], arguments.output, arguments.repeats)
+    Console(width=170).print(summary(models, arguments.output))
+    print(f"all of it took {time.perf_counter() - begun:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

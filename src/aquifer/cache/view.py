@@ -1,0 +1,102 @@
+"""The `KVView` of both layouts: which differ only in whether tables lead to a token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from aquifer.cache.base import Rows
+from aquifer.kernels.decode_attention import DecodeWorkspaces, decode_attention
+from aquifer.kernels.prefill_attention import prefill_attention
+
+
+class StepView:
+    """One step's KV.
+
+    Args:
+        layers: K and V of each layer, [slots, max_tokens, kv_heads, dim], or of a paged cache
+            [blocks, block_size, kv_heads, dim].
+        rows: the step's tokens.
+        tables: [slots, max_blocks], the blocks of each slot; None where a slot is contiguous.
+        workspaces: of the decode kernel, kept from step to step.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        rows: Rows,
+        tables: torch.Tensor | None,
+        workspaces: DecodeWorkspaces,
+    ) -> None:
+        self._layers = layers
+        self._rows = rows
+        self._tables = tables
+        self._workspaces = workspaces
+        if tables is None:
+            self._first, self._second = rows.slots, rows.positions
+        else:
+            block_size = layers[0][0].shape[1]
+            blocks = tables[rows.slots, rows.positions // block_size].long()
+            self._first = torch.where(rows.slots < 0, -1, blocks)
+            self._second = rows.positions % block_size
+
+    def destination(
+        self, layer: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `KVView.destination`."""
+        keys, values = self._layers[layer]
+        return keys, values, self._first, self._second
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """See `KVView.write`. Not for padded rows."""
+        keys, values = self._layers[layer]
+        keys[self._first, self._second] = key
+        values[self._first, self._second] = value
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        *,
+        scale: float,
+        window_tokens: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """See `KVView.attend`."""
+        keys, values = self._layers[layer]
+        num_decodes, chunks = self._rows.num_decodes, self._rows.chunks
+        out: torch.Tensor | None = None
+        if num_decodes:
+            out = query.new_empty(*query.shape[:2], values.shape[-1])
+            workspace, config = self._workspaces.get(
+                query[:num_decodes], values, paged=self._tables is not None
+            )
+            decode_attention(
+                query[:num_decodes],
+                keys,
+                values,
+                self._tables,
+                self._rows.slots[:num_decodes],
+                self._rows.decode_lengths,
+                out[:num_decodes],
+                workspace,
+                config=config,
+                scale=scale,
+                window_tokens=window_tokens,
+                softcap=softcap,
+            )
+        if chunks is None:
+            assert out is not None, "a step has rows"
+            return out
+        return prefill_attention(
+            query,
+            keys,
+            values,
+            self._tables,
+            chunks,
+            out,
+            scale=scale,
+            window_tokens=window_tokens,
+            softcap=softcap,
+        )

@@ -1,0 +1,105 @@
+"""Decode steps as CUDA graphs.
+
+A step of one token for each sequence is hundreds of kernels, which take longer to launch than to
+run. Captured as a graph they are one launch. Everything that changes from step to step is on the
+device: which slots run is in one tensor of the host's making, and all else is found by slot. So a
+graph stays valid while sequences grow, and while pages come and go under the addresses it knows.
+
+There is a graph for each padded batch size and each way of choosing tokens, captured when it is
+first needed, and kept. Rows that only pad have slot -1; they read and write no cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from aquifer.cache.base import IntArray
+from aquifer.engine.slots import Choice
+from aquifer.memory.transfer import upload
+
+Step = Callable[[torch.Tensor, Choice], tuple[torch.Tensor, torch.Tensor]]
+"""Runs (slots [n] int64, choice) and returns (logits [n, vocab], token ids [n])."""
+
+
+def padded_size(num_seqs: int) -> int:
+    """The batch size that stands for this one: at most 15 % of the rows of a large one pad it."""
+    if num_seqs <= 4:
+        return 1 << (num_seqs - 1).bit_length()
+    multiple = 8 if num_seqs <= 64 else 16 if num_seqs <= 256 else 32
+    return -(-num_seqs // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    logits: torch.Tensor | None  # kept only where somebody looks at them
+    token_ids: torch.Tensor
+
+
+class DecodeGraphs:
+    """The captured steps of one model.
+
+    Args:
+        step: what to capture. It must do the same whatever its rows are, padding included.
+        max_seqs: sequences of the largest step.
+        device: where it runs.
+    """
+
+    def __init__(self, step: Step, max_seqs: int, device: torch.device) -> None:
+        self._step = step
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        # What every graph reads, from the start on: the slots of its rows.
+        self._slots = torch.full((padded_size(max_seqs),), -1, dtype=torch.int64, device=device)
+        self._uploaded = np.full(padded_size(max_seqs), -1, np.int64)
+        self._captured: dict[tuple[int, Choice], _Captured] = {}
+
+    def run(self, slots: IntArray, choice: Choice) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Replay the step of these slots.
+
+        Nothing is copied to the device if the same slots ran before.
+
+        Returns:
+            (logits [n, vocab] if `choice` is OWN, token ids [n]), both overwritten by the next run.
+        """
+        size = padded_size(len(slots))
+        captured = self._captured.get((size, choice))
+        if captured is None:
+            captured = self._captured[size, choice] = self._capture(size, choice)
+        padded = np.full(size, -1, np.int64)
+        padded[: len(slots)] = slots
+        if not np.array_equal(padded, self._uploaded[:size]):
+            self._uploaded[:size] = padded
+            self._slots[:size].copy_(upload(padded, self._device))
+        captured.graph.replay()
+        logits = captured.logits
+        return None if logits is None else logits[: len(slots)], captured.token_ids[: len(slots)]
+
+    def forget(self, choice: Choice) -> None:
+        """Drop what refers to tensors that have been replaced; it is captured again when needed."""
+        for key in [key for key in self._captured if key[1] >= choice]:
+            del self._captured[key]
+
+    def _capture(self, size: int, choice: Choice) -> _Captured:
+        self._uploaded[:] = -1
+        self._slots.fill_(-1)
+        slots = self._slots[:size]
+        # Once for real, over nothing but padding: kernels must be compiled before.
+        self._step(slots, choice)
+        graph = torch.cuda.CUDAGraph()
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            # Other threads map and zero pages meanwhile.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                logits, token_ids = self._step(slots, choice)
+            finally:
+                graph.capture_end()
+        current.wait_stream(self._stream)
+        return _Captured(graph, logits if choice == Choice.OWN else None, token_ids)

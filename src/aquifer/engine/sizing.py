@@ -1,0 +1,199 @@
+"""How large the pool is, and what else follows from the device. Computed before anything is taken.
+
+On a GPU the budget is a part of the whole device, and everything is in it: weights, KV, and what
+the process holds beside pages (`Driver.overhead_bytes`). KV gets what the others leave. On the CPU
+the budget holds weights and KV alone; by default it is the weights and a quarter of free memory.
+
+All figures are the device's and this process's own. None is the difference of two looks at the
+whole device, so that engines that start at the same time size themselves rightly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from aquifer.config import EngineConfig, format_size
+from aquifer.errors import ConfigError
+from aquifer.memory.driver.base import Driver
+from aquifer.memory.pool import PagePool
+from aquifer.weights.store import Parameter, Placement
+
+_CPU_BATCHED_TOKENS, _GPU_BATCHED_TOKENS = 2048, 8192
+"""Tokens of a step where nobody chose. On a CPU, more would only make those wait who decode beside
+a prompt; a GPU takes several thousand to reach its full rate."""
+
+_SLACK = 1.1
+"""What an error proposes, in relation to the least: with the least alone no sequence would fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """What a device has, and what this process has of it. All figures in bytes but for the counts.
+
+    Args:
+        name: what it is called in errors.
+        is_gpu: whether the budget is a part of the whole device.
+        total_bytes: for all processes together.
+        available_bytes: free now.
+        overhead_bytes: held by this process beside pages.
+        granularity_bytes: every page size is a multiple of it.
+        default_page_bytes: the page size where nobody chose one.
+        max_mappings: pages that may be mapped at once, or None for any number.
+    """
+
+    name: str
+    is_gpu: bool
+    total_bytes: int
+    available_bytes: int
+    overhead_bytes: int
+    granularity_bytes: int
+    default_page_bytes: int
+    max_mappings: int | None
+
+    @classmethod
+    def of(cls, driver: Driver) -> DeviceMemory:
+        """As the driver tells it now, when it has no pages yet."""
+        return cls(
+            name=str(driver.device),
+            is_gpu=driver.device.type != "cpu",
+            total_bytes=driver.total_bytes(),
+            available_bytes=driver.available_bytes(),
+            overhead_bytes=driver.overhead_bytes(),
+            granularity_bytes=driver.granularity_bytes,
+            default_page_bytes=driver.default_page_bytes,
+            max_mappings=driver.max_mappings,
+        )
+
+
+def make_pool(
+    config: EngineConfig, driver: Driver, planned_parameters: Sequence[Sequence[Parameter]]
+) -> PagePool:
+    """The pool of an engine, empty, with the process's overhead accounted for.
+
+    Args:
+        config: the engine's options.
+        driver: the device; it has no pages yet.
+        planned_parameters: what each model is going to hold.
+
+    Raises:
+        ConfigError: the memory does not suffice, or an option does not fit the device.
+    """
+    device = DeviceMemory.of(driver)
+    weight_bytes = sum(parameter.num_bytes for group in planned_parameters for parameter in group)
+    page_bytes = choose_page_bytes(config, device, weight_bytes)
+    placed_bytes = sum(Placement.plan(group, page_bytes).num_bytes for group in planned_parameters)
+    pool = PagePool(driver, pool_budget(config, device, placed_bytes), page_bytes)
+    pool.account_overhead(device.overhead_bytes)
+    return pool
+
+
+def batched_tokens(config: EngineConfig, device_type: str) -> int:
+    """Tokens of one step: as told, or what suits the kind of device, "cpu" or "cuda"."""
+    if config.max_num_batched_tokens is not None:
+        return config.max_num_batched_tokens
+    return _CPU_BATCHED_TOKENS if device_type == "cpu" else _GPU_BATCHED_TOKENS
+
+
+def choose_page_bytes(config: EngineConfig, device: DeviceMemory, weight_bytes: int) -> int:
+    """The size of the pool's pages: as told, or the device's own, doubled until all may be mapped.
+
+    Args:
+        config: the engine's options.
+        device: the device.
+        weight_bytes: of all parameters, without the rounding to pages.
+
+    Raises:
+        ConfigError: the size that was told does not fit the device.
+    """
+    budget_bytes = _wanted_bytes(config, device, weight_bytes)
+    page_bytes = config.page_bytes or device.default_page_bytes
+    if page_bytes % device.granularity_bytes:
+        raise ConfigError(
+            f"page size {page_bytes} is not a multiple of {device.granularity_bytes}, which this "
+            "device requires"
+        )
+    most_pages = device.max_mappings or budget_bytes
+    while config.page_bytes is None and budget_bytes // page_bytes > most_pages:
+        page_bytes *= 2
+    if budget_bytes // page_bytes > most_pages:
+        raise ConfigError(
+            f"a budget of {format_size(budget_bytes)} in pages of {format_size(page_bytes)} is "
+            f"more than the {most_pages} pages that this system lets a process map; give a larger "
+            "--page-size"
+        )
+    return page_bytes
+
+
+def pool_budget(config: EngineConfig, device: DeviceMemory, placed_bytes: int) -> int:
+    """The pool's whole budget in bytes.
+
+    Args:
+        config: the engine's options.
+        device: the device.
+        placed_bytes: of all weights, in whole pages.
+
+    Raises:
+        ConfigError: it does not hold the weights (on a GPU: and the overhead), or the device has
+            less than that to give.
+    """
+    if device.is_gpu:
+        return _gpu_budget(config, device, placed_bytes)
+    if config.memory_bytes is not None and placed_bytes > config.memory_bytes:
+        raise ConfigError(
+            f"the weights take {format_size(placed_bytes)}, more than the "
+            f"{format_size(config.memory_bytes)} of --memory; give at least "
+            f"{format_size(placed_bytes * _SLACK)}"
+        )
+    if max(placed_bytes, config.memory_bytes or 0) > device.available_bytes:
+        wanted = "the weights take" if config.memory_bytes is None else "--memory is"
+        raise ConfigError(
+            f"{wanted} {format_size(config.memory_bytes or placed_bytes)} and this machine has "
+            f"{format_size(device.available_bytes)} free"
+        )
+    return _wanted_bytes(config, device, placed_bytes)
+
+
+def _gpu_budget(config: EngineConfig, device: DeviceMemory, placed_bytes: int) -> int:
+    budget_bytes = _wanted_bytes(config, device, placed_bytes)
+    least_bytes = placed_bytes + device.overhead_bytes
+    # What the process holds already is a part of the budget.
+    most_bytes = device.available_bytes + device.overhead_bytes
+    takes = (
+        f"the weights take {format_size(placed_bytes)} and the process itself "
+        f"{format_size(device.overhead_bytes)}"
+    )
+    gives = f"{device.name} has {format_size(most_bytes)} of {format_size(device.total_bytes)} left"
+    if least_bytes > most_bytes:
+        raise ConfigError(f"{takes}, and {gives}; free more of it, or serve less on it")
+    is_share = config.memory_bytes is None
+    option = f"--gpu-memory-utilization {config.gpu_memory_utilization}" if is_share else "--memory"
+    if least_bytes > budget_bytes:
+        enough_bytes = min(int(least_bytes * _SLACK), most_bytes)
+        raise ConfigError(
+            f"{takes}, more than the {format_size(budget_bytes)} of {option}; give at least "
+            f"{_option_value(is_share, device, enough_bytes)}"
+        )
+    if budget_bytes > most_bytes:
+        raise ConfigError(
+            f"{option} asks for {format_size(budget_bytes)}, and {gives} for this process; give at "
+            f"most {_option_value(is_share, device, most_bytes)}"
+        )
+    return budget_bytes
+
+
+def _wanted_bytes(config: EngineConfig, device: DeviceMemory, weight_bytes: int) -> int:
+    """The budget, before anybody asks whether it suffices or can be had."""
+    if config.memory_bytes is not None:
+        return config.memory_bytes
+    if device.is_gpu:
+        return int(config.gpu_memory_utilization * device.total_bytes)
+    return weight_bytes + device.available_bytes // 4
+
+
+def _option_value(is_share: bool, device: DeviceMemory, num_bytes: int) -> str:
+    """That many bytes as one writes them on the command line, rounded down."""
+    if is_share:
+        return f"{math.floor(num_bytes / device.total_bytes * 10_000) / 10_000:g}"
+    return f"{num_bytes >> 20}M"

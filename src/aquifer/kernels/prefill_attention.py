@@ -1,0 +1,898 @@
+"""Causal attention of chunks of prompts over all KV of their sequences, for either KV layout.
+
+A span is a chunk: `count` new tokens of one sequence, whose keys and values are in the cache
+already, after `start` earlier ones. There are two ways, and each span of a batch takes one:
+
+1. **cuDNN**, the fastest kernel there is for large chunks on Hopper, over strided views of
+   contiguous KV. It builds a plan, for tens of milliseconds, whenever it meets a new shape, so
+   that only round shapes may go there: `start` and `count` are multiples of `CUDNN_MULTIPLE`, and
+   `count` is at least `CUDNN_MIN_TOKENS`. Only 16-bit types, head dimensions of at most 128,
+   no softcap, and no window that cuts anything off. At `start` 0 it is one call; neighbouring
+   spans of equal length in ascending slots share one. After a prefix it is two calls, one in full
+   over the prefix and one causal over the chunk, merged by their log-sum-exp.
+2. **A Triton kernel** (FlashAttention-2) for all other spans together, in one launch.
+
+The Triton kernel gives one program the queries of a few tokens and of `heads_per_program` heads
+which share a KV head:
+
+    rows of a program   token 0: head 0, head 1, ...   token 1: head 0, head 1, ...   ...
+
+so that K and V are read once for all of them, and short chunks still fill a matrix product. It
+goes over the keys in tiles; only those on the diagonal and at the window's edge need a mask:
+
+    keys     | before the window | edge | seen by every query | diagonal |
+             0                                                            start + count
+
+Shapes throughout: `keys` and `values` are [blocks, block_size, kv_heads, dim] of any strides but
+the last, which is 1. Paged: `tables` [slots, max_blocks] has a slot's blocks in order. Contiguous:
+`tables` is None, and a slot is one block, as long as the longest sequence.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from aquifer.kernels._triton import constexpr, runs_triton, tensor, tl, triton
+from aquifer.kernels._triton import jit as plain_jit
+from aquifer.kernels.attention import attention_contiguous, attention_paged
+
+CUDNN_MULTIPLE = 256
+"""Tokens. Spans go to cuDNN where start and count are multiples of it: few shapes, few plans."""
+
+CUDNN_MIN_TOKENS = 512
+"""Shorter spans do not fill the device by themselves, and go with others into one launch."""
+
+_CUDNN_MAX_DIM = 128
+_CUDNN_ALIGN_BYTES = 16
+
+_MIN_DOT = 16
+"""The smallest side of a matrix product in Triton."""
+
+_LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSpans:
+    """The chunks of one step, twice: the host decides by its lists, kernels read the tensors.
+
+    Chunk i is rows [offsets[i], offsets[i + 1]) of queries and outputs, and tokens [starts[i],
+    starts[i] + its count) of the sequence in `slots[i]`. Each has at least one token. Rows before
+    `offsets[0]` are somebody else's.
+    """
+
+    slots: list[int]  # [n]
+    starts: list[int]  # [n], tokens before the chunk
+    offsets: list[int]  # [n + 1]
+    device_slots: torch.Tensor  # [n] int64
+    device_starts: torch.Tensor  # [n] int64
+    device_offsets: torch.Tensor  # [n + 1] int64
+    max_count: int  # tokens of the longest chunk
+
+    @classmethod
+    def make(
+        cls,
+        slots: Sequence[int],
+        starts: Sequence[int],
+        offsets: Sequence[int],
+        device: torch.device,
+    ) -> PrefillSpans:
+        """Spans from the host's lists alone, with one copy to the device."""
+        packed = torch.tensor([*slots, *starts, *offsets], dtype=torch.int64, device=device)
+        sizes = [len(slots), len(starts), len(offsets)]
+        device_slots, device_starts, device_offsets = packed.split(sizes)
+        return cls(
+            list(slots),
+            list(starts),
+            list(offsets),
+            device_slots,
+            device_starts,
+            device_offsets,
+            max((end - begin for begin, end in _pairs(offsets)), default=0),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """How the Triton kernel is cut; which cut is fast depends on dimensions and device."""
+
+    block_rows: int  # queries of a program, all heads counted; a power of two, at least 16
+    block_keys: int  # keys of a tile; a power of two, at least 16
+    num_warps: int
+    num_stages: int
+
+
+def default_config(key_dim: int, value_dim: int, dtype: torch.dtype) -> Config:
+    """A config by shape alone.
+
+    Args:
+        key_dim: of a head.
+        value_dim: of a head.
+        dtype: of queries, keys and values.
+    """
+    dim = _pow2(max(key_dim, value_dim), _MIN_DOT)
+    # The largest for which the compiler keeps everything in registers on Hopper, or nearly so.
+    if dtype.itemsize > 2:
+        if dim <= 128:
+            return Config(block_rows=32, block_keys=32, num_warps=8, num_stages=2)
+        if dim <= 256:
+            return Config(block_rows=16, block_keys=16, num_warps=4, num_stages=2)
+        return Config(block_rows=16, block_keys=16, num_warps=8, num_stages=1)
+    if dim <= 128:
+        return Config(block_rows=128, block_keys=64, num_warps=8, num_stages=3)
+    if dim <= 256:
+        return Config(block_rows=128, block_keys=32, num_warps=8, num_stages=3)
+    if dim <= 512:
+        return Config(block_rows=64, block_keys=16, num_warps=8, num_stages=2)
+    return Config(block_rows=16, block_keys=16, num_warps=8, num_stages=1)
+
+
+def prefill_attention_reference(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor | None,
+    spans: PrefillSpans,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    window_tokens: int | None = None,
+    softcap: float | None = None,
+) -> None:
+    """What `prefill_attention` computes. Arguments as there; computes in the dtype of `query`."""
+    block_size = keys.shape[1]
+    num_kv_heads = keys.shape[2]
+    for slot, start, rows in zip(spans.slots, spans.starts, _pairs(spans.offsets), strict=True):
+        begin, end = rows
+        position = torch.arange(start, start + end - begin, device=query.device)
+        token = torch.arange(start + end - begin, device=query.device)
+        if tables is None:
+            k, v = keys[slot, token], values[slot, token]
+        else:
+            blocks = tables[slot, token // block_size].long()
+            k, v = keys[blocks, token % block_size], values[blocks, token % block_size]
+        q = query[begin:end].unflatten(1, (num_kv_heads, -1))  # [count, kv_heads, group, key_dim]
+        scores = torch.einsum("qhgd,thd->hgqt", q, k.to(q.dtype)) * scale
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        distance = position[:, None] - token
+        is_visible = distance >= 0
+        if window_tokens is not None:
+            is_visible &= distance < window_tokens
+        weights = scores.masked_fill(~is_visible, -torch.inf).softmax(-1)
+        # [count, heads, value_dim]
+        out[begin:end] = torch.einsum("hgqt,thd->qhgd", weights, v.to(q.dtype)).flatten(1, 2)
+
+
+def prefill_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor | None,
+    spans: PrefillSpans,
+    out: torch.Tensor | None = None,
+    *,
+    scale: float,
+    window_tokens: int | None = None,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """Attend causally from each chunk to all KV of its sequence.
+
+    Reads no token of a sequence at or after the end of its chunk.
+
+    Args:
+        query: [tokens, heads, key_dim].
+        keys: [blocks, block_size, kv_heads, key_dim]; contiguous: [slots, max_tokens, ...]. Query
+            head h reads KV head h // (heads / kv_heads).
+        values: likewise, with value_dim.
+        tables: [slots, max_blocks] int32 or int64; None: KV is contiguous.
+        spans: the chunks.
+        out: [tokens, heads, value_dim]; the rows of the spans are overwritten, no others. None for
+            a new tensor, which may save a copy.
+        scale: factor on the dot products, positive.
+        window_tokens: attend to that many of the latest tokens only, the own one included.
+        softcap: squash scores to (-softcap, softcap) with tanh before the softmax.
+
+    Returns:
+        `out`, or the new tensor, of which rows outside of the spans mean nothing.
+    """
+    max_count = spans.max_count
+    skips_round = tables is None and softcap is None and _cudnn_takes(query, keys, values)
+    calls: list[_Call] = []
+    if skips_round:
+        calls = list(_calls(spans, window_tokens, max(keys.stride(0), values.stride(0))))
+        max_count = max((call.count for call in calls if not call.is_round), default=0)
+        if out is None and len(calls) == 1 and calls[0].is_round and calls[0].start == 0:
+            (call,) = calls
+            if call.num_seqs * call.count == len(query):
+                return _run_cudnn_once(query, keys, values, call, scale)
+    if out is None:
+        out = query.new_empty(*query.shape[:2], values.shape[3])
+    _check(query, keys, values, spans, out, scale)
+    if not spans.slots:
+        return out
+    if not runs_triton(query):
+        _on_cpu(query, keys, values, tables, spans, out, scale, window_tokens, softcap)
+        return out
+    for call in calls:
+        if call.is_round:
+            _run_cudnn(query, keys, values, out, call, scale)
+    if max_count > 0:
+        _run_triton(
+            query,
+            keys,
+            values,
+            tables,
+            spans,
+            out,
+            config=default_config(query.shape[2], out.shape[2], query.dtype),
+            max_count=max_count,
+            skips_round=skips_round,
+            scale=scale,
+            window_tokens=window_tokens,
+            softcap=softcap,
+        )
+    return out
+
+
+def prefill_attention_triton(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor | None,
+    spans: PrefillSpans,
+    out: torch.Tensor,
+    *,
+    config: Config,
+    scale: float,
+    window_tokens: int | None = None,
+    softcap: float | None = None,
+) -> None:
+    """`prefill_attention` with all spans in the Triton kernel, cut by `config`."""
+    _check(query, keys, values, spans, out, scale)
+    if spans.slots:
+        _run_triton(
+            query,
+            keys,
+            values,
+            tables,
+            spans,
+            out,
+            config=config,
+            max_count=spans.max_count,
+            skips_round=False,
+            scale=scale,
+            window_tokens=window_tokens,
+            softcap=softcap,
+        )
+
+
+def _check(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    spans: PrefillSpans,
+    out: torch.Tensor,
+    scale: float,
+) -> None:
+    num_tokens, num_heads, key_dim = query.shape
+    assert keys.shape == (*values.shape[:3], key_dim), "query, keys and values disagree"
+    assert out.shape == (num_tokens, num_heads, values.shape[3])
+    assert num_heads % keys.shape[2] == 0
+    assert query.dtype == keys.dtype == values.dtype
+    assert all(t.stride(-1) == 1 for t in (query, keys, values, out))
+    assert len(spans.slots) == len(spans.starts) == len(spans.offsets) - 1
+    assert spans.offsets[-1] <= num_tokens
+    assert scale > 0, "scale is multiplied after the maximum is taken"
+
+
+def _on_cpu(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor | None,
+    spans: PrefillSpans,
+    out: torch.Tensor,
+    scale: float,
+    window_tokens: int | None,
+    softcap: float | None,
+) -> None:
+    places = spans.slots, spans.starts, spans.offsets
+    if tables is None:
+        attention_contiguous(
+            query,
+            keys,
+            values,
+            *places,
+            out,
+            scale=scale,
+            window_tokens=window_tokens,
+            softcap=softcap,
+        )
+    else:
+        attention_paged(
+            query,
+            keys,
+            values,
+            tables,
+            *places,
+            out,
+            scale=scale,
+            window_tokens=window_tokens,
+            softcap=softcap,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """`num_seqs` neighbouring spans of equal `count` and `start`, in slots that follow one another.
+
+    Those that are not round come one by one.
+    """
+
+    first_row: int
+    slot: int
+    start: int
+    count: int
+    num_seqs: int
+    is_round: bool
+
+
+def _calls(
+    spans: PrefillSpans, window_tokens: int | None, max_batch_stride: int
+) -> Iterator[_Call]:
+    """The spans, those that can go to cuDNN together as one.
+
+    Args:
+        spans: all chunks of the step.
+        window_tokens: as in `prefill_attention`.
+        max_batch_stride: elements from one slot to the next.
+    """
+    # PyTorch keeps cuDNN's plans by strides that it cuts to 32 bits. The stride from slot to slot
+    # is the one that could be longer, and two models could then share a plan that fits one of them.
+    is_batchable = max_batch_stride < 1 << 32
+    pending: _Call | None = None
+    for slot, start, (begin, end) in zip(
+        spans.slots, spans.starts, _pairs(spans.offsets), strict=True
+    ):
+        count = end - begin
+        is_round = (
+            count >= CUDNN_MIN_TOKENS
+            and count % CUDNN_MULTIPLE == 0
+            and start % CUDNN_MULTIPLE == 0
+            and (window_tokens is None or start + count <= window_tokens)
+        )
+        num_before = 0
+        if pending is not None:
+            if (
+                is_batchable
+                and is_round
+                and pending.is_round
+                and start == pending.start == 0
+                and count == pending.count
+                and slot == pending.slot + pending.num_seqs
+            ):
+                num_before = pending.num_seqs
+            else:
+                yield pending
+        pending = _Call(
+            begin - num_before * count, slot - num_before, start, count, num_before + 1, is_round
+        )
+    if pending is not None:
+        yield pending
+
+
+def _cudnn_takes(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether cuDNN has a kernel for such tensors, of whatever length."""
+    return (
+        query.is_cuda
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and all(t.shape[-1] <= _CUDNN_MAX_DIM for t in (keys, values))
+        and all(_is_aligned(t) for t in (query, keys, values))
+        and _has_cudnn(query.device)
+    )
+
+
+def _is_aligned(t: torch.Tensor) -> bool:
+    """Whether each head begins at a multiple of 16 bytes and is a multiple of 16 bytes long."""
+    elements = _CUDNN_ALIGN_BYTES // t.dtype.itemsize
+    lengths = (t.shape[-1], *t.stride()[:-1])
+    return t.data_ptr() % _CUDNN_ALIGN_BYTES == 0 and all(n % elements == 0 for n in lengths)
+
+
+@cache
+def _has_cudnn(device: torch.device) -> bool:
+    """Whether cuDNN's attention runs, and is the fast one, on that device."""
+    return torch.backends.cudnn.is_available() and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def _run_cudnn(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    call: _Call,
+    scale: float,
+) -> None:
+    """Write the rows of one call."""
+    rows = slice(call.first_row, call.first_row + call.num_seqs * call.count)
+    if call.start == 0:
+        out[rows] = _run_cudnn_once(query, keys, values, call, scale)
+        return
+    q = query[rows].unsqueeze(0).transpose(1, 2)  # [1, heads, count, key_dim]
+    end = call.start + call.count
+    k, v = (_cudnn_view(t, call, 0, call.start) for t in (keys, values))
+    prefix, prefix_lse = _cudnn(q, k, v, scale, is_causal=False, with_lse=True)
+    k, v = (_cudnn_view(t, call, call.start, end) for t in (keys, values))
+    chunk, chunk_lse = _cudnn(q, k, v, scale, is_causal=True, with_lse=True)
+    _merge(
+        prefix[0].transpose(0, 1),
+        prefix_lse.view(-1, call.count),
+        chunk[0].transpose(0, 1),
+        chunk_lse.view(-1, call.count),
+        out[rows],
+    )
+
+
+def _run_cudnn_once(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: _Call, scale: float
+) -> torch.Tensor:
+    """The rows of a call without a prefix, [num_seqs * count, heads, value_dim]."""
+    rows = slice(call.first_row, call.first_row + call.num_seqs * call.count)
+    # [num_seqs, heads, count, key_dim]
+    q = query[rows].unflatten(0, (call.num_seqs, call.count)).transpose(1, 2)
+    k, v = (_cudnn_view(t, call, 0, call.count) for t in (keys, values))
+    result, _ = _cudnn(q, k, v, scale, is_causal=True, with_lse=False)
+    # Laid out as the query is, so this is a view.
+    return result.transpose(1, 2).flatten(0, 1)
+
+
+def _cudnn_view(kv: torch.Tensor, call: _Call, begin: int, end: int) -> torch.Tensor:
+    """[num_seqs, kv_heads, end - begin, dim] of the call's slots."""
+    if call.num_seqs == 1:
+        # The stride from slot to slot means nothing here, and stays out of the plan's key.
+        return kv[call.slot, begin:end].unsqueeze(0).transpose(1, 2)
+    return kv[call.slot : call.slot + call.num_seqs, begin:end].transpose(1, 2)
+
+
+def _cudnn(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    *,
+    is_causal: bool,
+    with_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [num_seqs, heads, count, value_dim]; log-sum-exp [num_seqs, heads, count, 1].
+
+    Grouped-query attention needs nothing: `keys` and `values` have their own number of heads.
+    """
+    result = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        query, keys, values, None, with_lse, 0.0, is_causal, False, scale=scale
+    )
+    return result[0], result[1]
+
+
+def _merge(
+    first: torch.Tensor,
+    first_lse: torch.Tensor,
+    second: torch.Tensor,
+    second_lse: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Attention over two sets of keys, from attention over each.
+
+    Args:
+        first: [tokens, heads, value_dim].
+        first_lse: [heads, tokens] float32, contiguous: natural log of the sum of exp(score).
+        second: as `first`, likewise of any strides but the last, which is 1.
+        second_lse: as `first_lse`.
+        out: [tokens, heads, value_dim], overwritten.
+    """
+    num_tokens, num_heads, value_dim = out.shape
+    assert first_lse.is_contiguous()
+    assert second_lse.is_contiguous()
+    assert all(t.stride(-1) == 1 for t in (first, second, out))
+    value_dim_pow2 = _pow2(value_dim)
+    heads_per_program = min(_pow2(num_heads), max(8192 // value_dim_pow2, 1))
+    _merge_kernel[(num_tokens, -(-num_heads // heads_per_program))](
+        first,
+        first_lse,
+        second,
+        second_lse,
+        out,
+        num_tokens,
+        first.stride(0),
+        first.stride(1),
+        second.stride(0),
+        second.stride(1),
+        out.stride(0),
+        out.stride(1),
+        num_heads=num_heads,
+        value_dim=value_dim,
+        value_dim_pow2=value_dim_pow2,
+        heads_per_program=heads_per_program,
+        num_warps=4,
+    )
+
+
+def _run_triton(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor | None,
+    spans: PrefillSpans,
+    out: torch.Tensor,
+    *,
+    config: Config,
+    max_count: int,
+    skips_round: bool,
+    scale: float,
+    window_tokens: int | None,
+    softcap: float | None,
+) -> None:
+    """Write the rows of all spans, or of those that are not round.
+
+    Args:
+        query: and the tensors after it, as in `prefill_attention`.
+        keys: likewise.
+        values: likewise.
+        tables: likewise.
+        spans: likewise.
+        out: likewise.
+        config: how to cut the work.
+        max_count: tokens of the longest span that is to be written.
+        skips_round: whether round spans, which cuDNN takes, are left out. The kernel finds them
+            by itself: no second set of spans needs to get to the device.
+        scale: as in `prefill_attention`.
+        window_tokens: likewise.
+        softcap: likewise.
+    """
+    num_heads, key_dim = query.shape[1:]
+    _, block_size, num_kv_heads, value_dim = values.shape
+    group = num_heads // num_kv_heads
+    heads_per_program = max(n for n in range(1, _MIN_DOT + 1) if group % n == 0)
+    num_blocks = -(-max_count // (config.block_rows // heads_per_program))
+    # Neighbouring programs read the same tokens; the heaviest of all spans come first.
+    _prefill_attention_kernel[(num_heads // heads_per_program, len(spans.slots), num_blocks)](
+        query,
+        keys,
+        values,
+        tables,
+        spans.device_slots,
+        spans.device_starts,
+        spans.device_offsets,
+        out,
+        # In powers of two; a softcap works on the score itself.
+        scale if softcap is not None else scale * _LOG2_E,
+        query.stride(0),
+        query.stride(1),
+        keys.stride(0),
+        keys.stride(1),
+        keys.stride(2),
+        values.stride(0),
+        values.stride(1),
+        values.stride(2),
+        0 if tables is None else tables.stride(0),
+        out.stride(0),
+        out.stride(1),
+        group=group,
+        heads_per_program=heads_per_program,
+        block_rows=config.block_rows,
+        block_keys=config.block_keys,
+        block_size=None if tables is None else block_size,
+        key_dim=key_dim,
+        key_dim_pow2=_pow2(key_dim, _MIN_DOT),
+        value_dim=value_dim,
+        value_dim_pow2=_pow2(value_dim, _MIN_DOT),
+        window_tokens=window_tokens,
+        softcap=softcap,
+        skip_multiple=CUDNN_MULTIPLE if skips_round else None,
+        skip_min_tokens=CUDNN_MIN_TOKENS if skips_round else None,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def _pairs(offsets: Sequence[int]) -> Iterator[tuple[int, int]]:
+    return itertools.pairwise(offsets)
+
+
+def _pow2(number: int, at_least: int = 1) -> int:
+    """The next power of two."""
+    return max(1 << (number - 1).bit_length(), at_least)
+
+
+def _index_jit(function: Callable[..., Any]) -> Any:
+    """`jit`, but one compiled kernel whatever the alignment of the spans' tensors.
+
+    They are parts of one tensor, so that their alignment changes with the number of spans.
+    """
+    if triton is None:
+        return function
+    indices = ["slots", "starts", "offsets"]
+    return triton.jit(function, do_not_specialize_on_alignment=indices)
+
+
+@plain_jit
+def _attend_tiles(
+    query: tensor,
+    keys: tensor,
+    values: tensor,
+    tables: tensor,
+    slot: tensor,
+    acc: tensor,
+    total: tensor,
+    top: tensor,
+    position: tensor,
+    first_tile: tensor,
+    last_tile: tensor,
+    begin_key: tensor,
+    end_key: tensor,
+    factor: tensor,
+    key_block_stride: tensor,
+    key_token_stride: tensor,
+    value_block_stride: tensor,
+    value_token_stride: tensor,
+    table_stride: tensor,
+    block_keys: constexpr,
+    block_size: constexpr,
+    key_dim: constexpr,
+    key_dim_pow2: constexpr,
+    value_dim: constexpr,
+    value_dim_pow2: constexpr,
+    window_tokens: constexpr,
+    softcap: constexpr,
+    is_masked: constexpr,
+) -> tensor:
+    """Go on with the online softmax over tiles [first_tile, last_tile), counted in keys.
+
+    query: [rows, key_dim]. keys, values: of the head. Returns acc [rows, value_dim], total [rows]
+    and top [rows], in powers of two. Masked: no key outside of [begin_key, end_key) is read.
+    """
+    dim_k = tl.arange(0, key_dim_pow2)
+    dim_v = tl.arange(0, value_dim_pow2)
+    column = tl.arange(0, block_keys)
+    log2_e: constexpr = 1.4426950408889634
+
+    for first_key in range(first_tile, last_tile, block_keys):
+        # Tokens of the tile are at `first_place + place` of their block. Where the tile is in one
+        # block, a 64-bit number for all of them leaves small ones for each: fewer registers.
+        token = first_key + column
+        place = column
+        if block_size is None:
+            block = slot
+            first_place = first_key
+        elif block_size % block_keys == 0:
+            block = tl.load(tables + slot * table_stride + first_key // block_size)
+            first_place = first_key % block_size
+        else:
+            entry = tables + slot * table_stride + token // block_size
+            if is_masked:
+                is_token = (token >= begin_key) & (token < end_key)
+                block = tl.load(entry, mask=is_token, other=0)
+            else:
+                block = tl.load(entry)
+            first_place = 0
+            place = token % block_size
+        block = block.to(tl.int64)
+        first_place = tl.cast(first_place, tl.int64)
+        key_rows = block * key_block_stride + first_place * key_token_stride
+        key_rows = key_rows + place * key_token_stride
+        value_rows = block * value_block_stride + first_place * value_token_stride
+        value_rows = value_rows + place * value_token_stride
+        k_from = keys + key_rows[:, None] + dim_k[None, :]
+        v_from = values + value_rows[:, None] + dim_v[None, :]
+        if is_masked:
+            is_token = ((token >= begin_key) & (token < end_key))[:, None]
+            k = tl.load(k_from, mask=is_token & (dim_k < key_dim)[None, :], other=0.0)
+            v = tl.load(v_from, mask=is_token & (dim_v < value_dim)[None, :], other=0.0)
+        else:
+            if key_dim == key_dim_pow2:
+                k = tl.load(k_from)
+            else:
+                k = tl.load(k_from, mask=(dim_k < key_dim)[None, :], other=0.0)
+            if value_dim == value_dim_pow2:
+                v = tl.load(v_from)
+            else:
+                v = tl.load(v_from, mask=(dim_v < value_dim)[None, :], other=0.0)
+
+        scores = tl.dot(query, tl.trans(k), input_precision="ieee")
+        if softcap is not None:
+            # tanh(x) = 1 - 2 / (e^2x + 1), right at both infinities of e^2x
+            capped = 1 - 2 / (tl.exp2(scores * (factor * (2 * log2_e / softcap))) + 1)
+            scores = capped * (softcap * log2_e)
+        if is_masked:
+            is_visible = token[None, :] <= position[:, None]
+            if window_tokens is not None:
+                is_visible &= token[None, :] > position[:, None] - window_tokens
+            scores = tl.where(is_visible, scores, float("-inf"))
+        # The factor is applied to the difference, in one instruction with the subtraction.
+        if softcap is None:
+            new_top = tl.maximum(top, tl.max(scores, 1) * factor)
+        else:
+            new_top = tl.maximum(top, tl.max(scores, 1))
+        base = new_top
+        if is_masked and window_tokens is not None:
+            # Nothing of the tile, nor of those before, may be in a query's window.
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        if softcap is None:
+            weights = tl.exp2(scores * factor - base[:, None])
+        else:
+            weights = tl.exp2(scores - base[:, None])
+        decay = tl.exp2(top - base)
+        total = total * decay + tl.sum(weights, 1)
+        acc = acc * decay[:, None]
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+        top = new_top
+    return acc, total, top
+
+
+@_index_jit
+def _prefill_attention_kernel(
+    query: tensor,
+    keys: tensor,
+    values: tensor,
+    tables: tensor,
+    slots: tensor,
+    starts: tensor,
+    offsets: tensor,
+    out: tensor,
+    factor: tensor,
+    query_row_stride: tensor,
+    query_head_stride: tensor,
+    key_block_stride: tensor,
+    key_token_stride: tensor,
+    key_head_stride: tensor,
+    value_block_stride: tensor,
+    value_token_stride: tensor,
+    value_head_stride: tensor,
+    table_stride: tensor,
+    out_row_stride: tensor,
+    out_head_stride: tensor,
+    group: constexpr,
+    heads_per_program: constexpr,
+    block_rows: constexpr,
+    block_keys: constexpr,
+    block_size: constexpr,
+    key_dim: constexpr,
+    key_dim_pow2: constexpr,
+    value_dim: constexpr,
+    value_dim_pow2: constexpr,
+    window_tokens: constexpr,
+    softcap: constexpr,
+    skip_multiple: constexpr,
+    skip_min_tokens: constexpr,
+) -> None:
+    first_head = tl.program_id(0) * heads_per_program
+    span = tl.program_id(1)
+    block_tokens: constexpr = block_rows // heads_per_program
+    # The last tokens see the most keys, so that they begin first.
+    first_token = (tl.num_programs(2) - 1 - tl.program_id(2)) * block_tokens
+
+    first_row = tl.load(offsets + span)
+    count = (tl.load(offsets + span + 1) - first_row).to(tl.int32)
+    if first_token >= count:
+        return
+    start = tl.load(starts + span).to(tl.int32)
+    if skip_multiple is not None:
+        is_round = (start % skip_multiple == 0) & (count % skip_multiple == 0)
+        is_round &= count >= skip_min_tokens
+        if window_tokens is not None:
+            is_round &= start + count <= window_tokens
+        if is_round:
+            return
+    slot = tl.load(slots + span).to(tl.int64)
+    kv_head = (first_head // group).to(tl.int64)
+
+    # Rows of the products, see the top of this file.
+    row = tl.arange(0, block_rows)
+    token = first_token + row // heads_per_program
+    head = first_head + row % heads_per_program
+    is_row = (row < block_tokens * heads_per_program) & (token < count)
+    position = start + token
+    dim_k = tl.arange(0, key_dim_pow2)
+    dim_v = tl.arange(0, value_dim_pow2)
+    query_rows = (first_row + token) * query_row_stride + head * query_head_stride
+    q = tl.load(
+        query + query_rows[:, None] + dim_k[None, :],
+        mask=is_row[:, None] & (dim_k < key_dim)[None, :],
+        other=0.0,
+    )  # [block_rows, key_dim]
+
+    # Some query of the program sees keys [begin_key, end_key), all see [full_begin, full_end).
+    first_position = start + first_token
+    end_key = start + tl.minimum(first_token + block_tokens, count)
+    full_end = (first_position + 1) // block_keys * block_keys
+    begin_key = 0
+    first_tile = 0
+    full_begin = 0
+    if window_tokens is not None:
+        begin_key = tl.maximum(first_position + 1 - window_tokens, 0)
+        first_tile = begin_key // block_keys * block_keys
+        full_begin = tl.cdiv(tl.maximum(end_key - window_tokens, 0), block_keys) * block_keys
+        full_begin = tl.minimum(full_begin, full_end)
+
+    acc = tl.zeros([block_rows, value_dim_pow2], tl.float32)
+    total = tl.zeros([block_rows], tl.float32)
+    top = tl.full([block_rows], float("-inf"), tl.float32)
+    keys += kv_head * key_head_stride
+    values += kv_head * value_head_stride
+    if window_tokens is not None:
+        acc, total, top = _attend_tiles(
+            q, keys, values, tables, slot, acc, total, top, position,
+            first_tile, full_begin, begin_key, end_key, factor,
+            key_block_stride, key_token_stride, value_block_stride, value_token_stride,
+            table_stride, block_keys, block_size,
+            key_dim, key_dim_pow2, value_dim, value_dim_pow2, window_tokens, softcap,
+            is_masked=True,
+        )  # fmt: skip
+    acc, total, top = _attend_tiles(
+        q, keys, values, tables, slot, acc, total, top, position,
+        full_begin, full_end, begin_key, end_key, factor,
+        key_block_stride, key_token_stride, value_block_stride, value_token_stride,
+        table_stride, block_keys, block_size,
+        key_dim, key_dim_pow2, value_dim, value_dim_pow2, window_tokens, softcap,
+        is_masked=False,
+    )  # fmt: skip
+    acc, total, top = _attend_tiles(
+        q, keys, values, tables, slot, acc, total, top, position,
+        full_end, end_key, begin_key, end_key, factor,
+        key_block_stride, key_token_stride, value_block_stride, value_token_stride,
+        table_stride, block_keys, block_size,
+        key_dim, key_dim_pow2, value_dim, value_dim_pow2, window_tokens, softcap,
+        is_masked=True,
+    )  # fmt: skip
+
+    # Rows that are not stored may have seen nothing.
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    out_rows = (first_row + token) * out_row_stride + head * out_head_stride
+    tl.store(
+        out + out_rows[:, None] + dim_v[None, :],
+        acc.to(out.dtype.element_ty),
+        mask=is_row[:, None] & (dim_v < value_dim)[None, :],
+    )
+
+
+@plain_jit
+def _merge_kernel(
+    first: tensor,
+    first_lse: tensor,
+    second: tensor,
+    second_lse: tensor,
+    out: tensor,
+    num_tokens: tensor,
+    first_row_stride: tensor,
+    first_head_stride: tensor,
+    second_row_stride: tensor,
+    second_head_stride: tensor,
+    out_row_stride: tensor,
+    out_head_stride: tensor,
+    num_heads: constexpr,
+    value_dim: constexpr,
+    value_dim_pow2: constexpr,
+    heads_per_program: constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * heads_per_program + tl.arange(0, heads_per_program)
+    dim = tl.arange(0, value_dim_pow2)
+    is_head = head < num_heads
+    mask = is_head[:, None] & (dim < value_dim)[None, :]
+
+    first_log = tl.load(first_lse + head * num_tokens + row, mask=is_head, other=0.0)
+    second_log = tl.load(second_lse + head * num_tokens + row, mask=is_head, other=0.0)
+    # The first one's part of both sums. It is 0 or 1 where the exponential is infinite or 0.
+    part = 1 / (1 + tl.exp(second_log - first_log))[:, None]
+    first_from = first + row * first_row_stride + head[:, None] * first_head_stride + dim[None, :]
+    second_from = second + row * second_row_stride
+    second_from = second_from + head[:, None] * second_head_stride + dim[None, :]
+    a = tl.load(first_from, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(second_from, mask=mask, other=0.0).to(tl.float32)
+    target = out + row * out_row_stride + head[:, None] * out_head_stride + dim[None, :]
+    tl.store(target, (b + (a - b) * part).to(out.dtype.element_ty), mask=mask)

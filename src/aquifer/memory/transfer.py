@@ -1,0 +1,31 @@
+"""Small arrays from the loop to the device, without waiting for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+
+def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """The array as a tensor on the device; the copy takes its turn in the current stream.
+
+    On the host it shares the array's memory. For a device it goes through page-locked memory,
+    which torch uses again only once the copy is done, so the caller may overwrite the array.
+    """
+    tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def download(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in page-locked memory, complete once a fence made after this call has passed.
+
+    On the host it is the tensor itself.
+    """
+    if tensor.device.type == "cpu":
+        return tensor
+    out = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return out.copy_(tensor, non_blocking=True)

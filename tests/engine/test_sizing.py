@@ -1,0 +1,185 @@
+"""How large the pool is: a table of devices and options, and what is proposed works."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from aquifer.config import EngineConfig, ModelSpec, parse_size
+from aquifer.engine.sizing import (
+    DeviceMemory,
+    batched_tokens,
+    choose_page_bytes,
+    make_pool,
+    pool_budget,
+)
+from aquifer.errors import ConfigError
+from aquifer.memory.driver.host import HostDriver
+from aquifer.memory.pool import PROCESS
+from aquifer.weights.store import Parameter
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+MODELS = (ModelSpec("a", Path("a")),)
+CPU = DeviceMemory(
+    name="cpu",
+    is_gpu=False,
+    total_bytes=16 * GIB,
+    available_bytes=8 * GIB,
+    overhead_bytes=0,
+    granularity_bytes=4 * KIB,
+    default_page_bytes=64 * KIB,
+    max_mappings=57338,
+)
+GPU = DeviceMemory(
+    name="cuda:0",
+    is_gpu=True,
+    total_bytes=140 * GIB,
+    available_bytes=139 * GIB,
+    overhead_bytes=600 * MIB,
+    granularity_bytes=2 * MIB,
+    default_page_bytes=2 * MIB,
+    max_mappings=None,
+)
+
+
+@pytest.mark.parametrize(
+    ("device", "memory_bytes", "placed_bytes", "expected_bytes"),
+    [
+        (CPU, None, 3 * GIB, 5 * GIB),  # the weights and a quarter of what is free
+        (CPU, None, 8 * GIB, 10 * GIB),
+        (CPU, 3 * GIB, 3 * GIB, 3 * GIB),
+        (CPU, 8 * GIB, 3 * GIB, 8 * GIB),
+        (GPU, None, 15 * GIB, int(0.9 * 140 * GIB)),  # a part of the whole, whoever is in it
+        (GPU, None, 124 * GIB, int(0.9 * 140 * GIB)),
+        (GPU, 20 * GIB, 15 * GIB, 20 * GIB),
+        (GPU, 15 * GIB + 600 * MIB, 15 * GIB, 15 * GIB + 600 * MIB),
+        (GPU, 139 * GIB + 600 * MIB, 15 * GIB, 139 * GIB + 600 * MIB),  # what we hold is ours
+    ],
+)
+def test_budgets(device, memory_bytes, placed_bytes, expected_bytes):
+    config = EngineConfig(MODELS, memory_bytes=memory_bytes)
+    assert pool_budget(config, device, placed_bytes) == expected_bytes
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "placed_bytes", "words"),
+    [
+        (CPU, {"memory_bytes": 2 * GIB}, 3 * GIB, "3.00 GiB, more than the 2.00 GiB of --memory"),
+        (CPU, {"memory_bytes": 9 * GIB}, 3 * GIB, "--memory is 9.00 GiB and this machine has 8.00"),
+        (CPU, {}, 9 * GIB, "the weights take 9.00 GiB and this machine has 8.00 GiB free"),
+        (GPU, {"memory_bytes": 15 * GIB}, 15 * GIB, "600.00 MiB, more than the 15.00 GiB of --mem"),
+        (GPU, {"gpu_memory_utilization": 0.1}, 15 * GIB, "14.00 GiB of --gpu-memory-utilization 0"),
+        (
+            GPU,
+            {"memory_bytes": 140 * GIB},
+            15 * GIB,
+            "--memory asks for 140.00 GiB, and cuda:0 has",
+        ),
+        (GPU, {"gpu_memory_utilization": 1.0}, 15 * GIB, "139.59 GiB of 140.00 GiB left for this"),
+    ],
+)
+def test_what_is_proposed_works(device, options, placed_bytes, words):
+    config = EngineConfig(MODELS, **options)
+    with pytest.raises(ConfigError) as refusal:
+        pool_budget(config, device, placed_bytes)
+    assert words in str(refusal.value)
+    proposal = re.search(r"give at (?:least|most) ([\d.]+ ?\w*)$", str(refusal.value))
+    if proposal is None:
+        assert device is CPU  # where nothing was taken into account but the figures themselves
+    elif "gpu_memory_utilization" in options:
+        better = replace(config, gpu_memory_utilization=float(proposal[1]))
+        assert pool_budget(better, device, placed_bytes) > 0
+    else:
+        better = replace(config, memory_bytes=parse_size(proposal[1]))
+        assert pool_budget(better, device, placed_bytes) > 0
+
+
+def test_a_gpu_that_is_full_is_said_to_be():
+    """No option helps: the default asks for more than there is, and so would any other."""
+    busy = replace(GPU, available_bytes=10 * GIB)
+    with pytest.raises(ConfigError, match=r"10\.59 GiB of 140\.00 GiB left; free more of it"):
+        pool_budget(EngineConfig(MODELS), busy, 15 * GIB)
+    with pytest.raises(ConfigError, match=r"give at most 0\.0756$"):
+        pool_budget(EngineConfig(MODELS), busy, GIB)
+
+
+def test_engines_that_start_together_get_the_same():
+    """Each is told of its own overhead alone, and of what the other has taken so far."""
+    config = EngineConfig(MODELS, gpu_memory_utilization=0.45)
+    budgets = {
+        pool_budget(config, replace(GPU, available_bytes=available_bytes), 15 * GIB)
+        for available_bytes in (139 * GIB, 138 * GIB, 76 * GIB)
+    }
+    assert budgets == {int(0.45 * 140 * GIB)}
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "weight_bytes", "page_bytes"),
+    [
+        (CPU, {}, GIB, 64 * KIB),
+        (CPU, {"memory_bytes": 57338 * 64 * KIB}, GIB, 64 * KIB),
+        (CPU, {"memory_bytes": 57339 * 64 * KIB}, GIB, 128 * KIB),
+        (CPU, {"memory_bytes": 60 * GIB}, GIB, 2 * MIB),
+        (CPU, {"page_bytes": 4 * KIB, "memory_bytes": 57338 * 4 * KIB}, MIB, 4 * KIB),
+        (GPU, {}, 15 * GIB, 2 * MIB),
+        (GPU, {"page_bytes": 32 * MIB}, 15 * GIB, 32 * MIB),
+    ],
+)
+def test_page_sizes(device, options, weight_bytes, page_bytes):
+    assert choose_page_bytes(EngineConfig(MODELS, **options), device, weight_bytes) == page_bytes
+
+
+@pytest.mark.parametrize(
+    ("device", "page_bytes", "words"),
+    [
+        (CPU, 6 * KIB, "page size 6144 is not a multiple of 4096"),
+        (GPU, 64 * KIB, "page size 65536 is not a multiple of 2097152"),
+        (CPU, 4 * KIB, "more than the 57338 pages .* give a larger --page-size"),
+    ],
+)
+def test_page_sizes_that_cannot_be(device, page_bytes, words):
+    with pytest.raises(ConfigError, match=words):
+        choose_page_bytes(EngineConfig(MODELS, page_bytes=page_bytes), device, GIB)
+
+
+@pytest.mark.parametrize(("device_type", "tokens"), [("cpu", 2048), ("cuda", 8192)])
+def test_tokens_of_a_step(device_type, tokens):
+    assert batched_tokens(EngineConfig(MODELS), device_type) == tokens
+    assert batched_tokens(EngineConfig(MODELS, max_num_batched_tokens=77), device_type) == 77
+
+
+class HostWithOverhead(HostDriver):
+    def overhead_bytes(self) -> int:
+        return 3 * MIB + 5
+
+
+def test_the_pool_knows_of_the_overhead_from_the_start():
+    driver = HostWithOverhead()
+    config = EngineConfig(MODELS, memory_bytes=32 * MIB)
+    parameters = [Parameter("w", (MIB,), torch.float32, ())]
+    pool = make_pool(config, driver, [parameters])
+    assert (pool.budget_bytes, pool.page_bytes) == (32 * MIB, 64 * KIB)
+    assert pool.usage().in_use_bytes == {PROCESS: 3 * MIB + 5}
+    pool.close()
+    with pytest.raises(ConfigError, match=r"8\.00 MiB, more than the 3\.00 MiB of --mem"):
+        make_pool(replace(config, memory_bytes=3 * MIB), driver, [parameters, parameters])
+    driver.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"device": "gpu"}, "device is 'gpu'; choose auto, cpu, cuda or cuda:N"),
+        ({"device": "cuda:"}, "device is 'cuda:'"),
+        ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization is 0.0; it must be above 0"),
+        ({"gpu_memory_utilization": 1.01}, "at most 1"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
+    ],
+)
+def test_options_that_cannot_be(options, words):
+    with pytest.raises(ConfigError, match=words):
+        EngineConfig(MODELS, **options)

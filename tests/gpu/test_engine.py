@@ -1,0 +1,424 @@
+"""The engine on a GPU gives the tokens of Transformers on the same GPU.
+
+Two programs that round differently may choose different tokens where two are nearly equally good,
+and everything after that is another text. So Transformers is run over our own tokens, and each of
+them has to be its best one at that place, or behind that by no more than rounding explains.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tests.architectures import OUR_DECODER, TRANSFORMERS, save_tiny
+
+from aquifer.engine.llm import LLM
+from aquifer.engine.request import Request, RequestOutput, SamplingParams, TokenOutput
+from aquifer.memory.pool import Kind, Owner
+
+DEVICE = "cuda"
+MEMORY = "16GiB"
+KV_CACHES = ("virtual", "paged")
+SEED = 2
+FLOAT32_ROUNDING = 1e-3
+"""Far more than what the order of additions changes in logits of about 4, far less than the usual
+distance of the best two."""
+
+Tokens = list[list[int]]
+
+
+# --- what Transformers says ------------------------------------------------------------------
+
+
+def load(folder: Path, dtype: torch.dtype, compute_dtype: torch.dtype | None = None) -> Any:
+    """Transformers' model with its weights rounded to `dtype`, computing in `compute_dtype`."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager"
+    )
+    return model.to(DEVICE, compute_dtype or dtype).eval()
+
+
+@torch.no_grad()
+def output_logits(model: Any, prompts: Tokens, outputs: Tokens) -> list[torch.Tensor]:
+    """What the model would choose each output token from, [output tokens, vocab] in float32."""
+    texts = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
+    result = []
+    for first in range(0, len(texts), 8):
+        batch = texts[first : first + 8]
+        # What stands behind a text cannot change it, so no mask is needed.
+        ids = torch.zeros(len(batch), max(map(len, batch)), dtype=torch.int64)
+        for row, text in enumerate(batch):
+            ids[row, : len(text)] = torch.tensor(text)
+        logits = model(ids.to(DEVICE), use_cache=False).logits
+        for row, text in enumerate(batch):
+            start = len(prompts[first + row]) - 1
+            result.append(logits[row, start : len(text) - 1].float())
+    return result
+
+
+def distances(logits: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+    """How far each token is behind the best one, [tokens]."""
+    chosen = torch.tensor(tokens, device=logits.device)[:, None]
+    best: torch.Tensor = logits.max(-1, keepdim=True).values
+    return (best - logits.gather(1, chosen))[:, 0]
+
+
+def assert_best(model: Any, prompts: Tokens, outputs: Tokens) -> None:
+    """In float32: each token is the best one, but for ties."""
+    for logits, tokens in zip(output_logits(model, prompts, outputs), outputs, strict=True):
+        assert distances(logits, tokens).max() < FLOAT32_ROUNDING
+
+
+def assert_best_within_rounding(folder: Path, prompts: Tokens, outputs: Tokens) -> None:
+    """In bfloat16: our token is the best one, or rounding may have made it so.
+
+    What rounding does is measured: by how much Transformers' own logits are off in bfloat16, at
+    most. No token of ours may be behind by more. And most have to be what Transformers chooses,
+    with or without rounding, so that a model that rounds badly does not excuse everything.
+    """
+    exact = output_logits(load(folder, torch.bfloat16, torch.float32), prompts, outputs)
+    rounded = output_logits(load(folder, torch.bfloat16), prompts, outputs)
+    rounding = max(float((a - b).abs().max()) for a, b in zip(exact, rounded, strict=True))
+    assert rounding < 0.1 * max(float(logits.abs().max()) for logits in exact)
+    num_equal = 0
+    for ours, right, theirs in zip(outputs, exact, rounded, strict=True):
+        assert distances(right, ours).max() <= rounding
+        equal = (distances(right, ours) == 0) | (distances(theirs, ours) == 0)
+        num_equal += int(equal.sum())
+    assert num_equal >= 0.8 * sum(map(len, outputs))
+
+
+# --- ours ------------------------------------------------------------------------------------
+
+
+def open_llm(folder: Path, **options: Any) -> LLM:
+    return LLM(folder, device=DEVICE, **{"memory": MEMORY, **options})
+
+
+def greedy(max_tokens: int, **params: Any) -> SamplingParams:
+    return SamplingParams(**{"ignore_eos": True, **params}, temperature=0, max_tokens=max_tokens)
+
+
+def complete(
+    llm: LLM, prompts: Tokens, params: SamplingParams | Sequence[SamplingParams]
+) -> list[RequestOutput]:
+    """What `llm` makes of the prompts; nothing may be left of them afterwards."""
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert_nothing_left(llm)
+    return outputs
+
+
+def generate(
+    llm: LLM, prompts: Tokens, params: SamplingParams | Sequence[SamplingParams]
+) -> Tokens:
+    return [out.outputs[0].token_ids for out in complete(llm, prompts, params)]
+
+
+def assert_nothing_left(llm: LLM) -> None:
+    assert not llm.engine.has_work
+    llm.engine.pool.check()
+    in_use = llm.engine.pool.usage().in_use_bytes
+    kinds = {owner.kind for owner, num_bytes in in_use.items() if num_bytes}
+    assert kinds <= {Kind.WEIGHTS, Kind.OVERHEAD}
+
+
+def num_preemptions(llm: LLM) -> int:
+    return sum(llm.engine.stats().num_preemptions.values())
+
+
+def random_prompts(lengths: Sequence[int], vocab_size: int = 199) -> Tokens:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+@pytest.fixture(autouse=True)
+def _free_memory() -> Iterator[None]:
+    """Models of Transformers would count as the next engine's overhead."""
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+# --- bfloat16 --------------------------------------------------------------------------------
+
+ARCHITECTURES = {
+    **{name: OUR_DECODER[name] for name in ("llama", "qwen3", "mistral")},
+    "gpt2": TRANSFORMERS["gpt2"],
+}
+
+
+@pytest.mark.parametrize(
+    ("kv_cache", "max_num_batched_tokens"), [("virtual", None), ("virtual", 16), ("paged", 16)]
+)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_bfloat16(
+    architecture: str, kv_cache: str, max_num_batched_tokens: int | None, tmp_path: Path
+) -> None:
+    save_tiny(ARCHITECTURES[architecture](), tmp_path, SEED)
+    prompts = random_prompts((1, 12, 33, 70, 5))
+    options: dict[str, Any] = {"max_num_batched_tokens": max_num_batched_tokens}
+    with open_llm(tmp_path, dtype="bfloat16", kv_cache=kv_cache, **options) as llm:
+        outputs = generate(llm, prompts, [greedy(n) for n in (40, 24, 8, 30, 1)])
+        alone = [generate(llm, [prompt], greedy(24))[0] for prompt in prompts[:2]]
+    assert_best_within_rounding(tmp_path, prompts, outputs)
+    assert_best_within_rounding(tmp_path, prompts[:2], alone)
+
+
+@pytest.fixture(scope="module")
+def mid_size(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of 100 million parameters in the shape of real ones: whole tiles, several of each."""
+    folder = tmp_path_factory.mktemp("llama-100m")
+    torch.manual_seed(SEED)
+    config = transformers.LlamaConfig(
+        vocab_size=32000,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kv_cache", KV_CACHES)
+def test_bfloat16_of_a_larger_model(mid_size: Path, kv_cache: str) -> None:
+    """Many sequences of all lengths, prompts in chunks beside sequences that decode."""
+    lengths = [1, 700, 16, 17, 640, 511, 512, 513, *range(20, 500, 15)]
+    prompts = random_prompts(lengths, 32000)
+    params = [greedy(8 + i * 7 % 57) for i in range(len(prompts))]
+    with open_llm(mid_size, kv_cache=kv_cache, max_num_batched_tokens=1024) as llm:
+        outputs = generate(llm, prompts, params)
+    assert_best_within_rounding(mid_size, prompts, outputs)
+
+
+# --- float32, where the same tokens come out whatever happens ----------------------------------
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    folder: Path
+    model: Any  # Transformers'
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """A tiny Llama."""
+    folder = tmp_path_factory.mktemp("llama")
+    save_tiny(OUR_DECODER["llama"](), folder, SEED)
+    return Checkpoint(folder, load(folder, torch.float32))
+
+
+@pytest.fixture(scope="module", params=KV_CACHES)
+def llm(request: pytest.FixtureRequest, checkpoint: Checkpoint) -> Iterator[LLM]:
+    with open_llm(checkpoint.folder, kv_cache=request.param) as llm:
+        yield llm
+
+
+def test_caches_and_chunks_give_the_same_tokens(checkpoint: Checkpoint) -> None:
+    prompts = random_prompts((1, 12, 33, 70, 5))
+    results = []
+    for kv_cache in KV_CACHES:
+        for max_num_batched_tokens in (7, None):
+            options: dict[str, Any] = {"max_num_batched_tokens": max_num_batched_tokens}
+            with open_llm(checkpoint.folder, kv_cache=kv_cache, **options) as llm:
+                results.append(generate(llm, prompts, greedy(24)))
+    assert_best(checkpoint.model, prompts, results[0])
+    assert all(result == results[0] for result in results)
+
+
+def test_the_batch_grows_and_shrinks(llm: LLM, checkpoint: Checkpoint) -> None:
+    """From 70 sequences down to one, over all padded sizes between, and up again."""
+    prompts = random_prompts([1 + i * 13 % 60 for i in range(70)])
+    outputs = generate(llm, prompts, [greedy(2 + i * 31 % 64) for i in range(len(prompts))])
+    assert_best(checkpoint.model, prompts, outputs)
+
+    engine = llm.engine
+    (model,) = engine.models
+    tokens: defaultdict[str, list[int]] = defaultdict(list)
+    waiting = [(f"late-{i}", prompt) for i, prompt in enumerate(prompts[:24])]
+    while engine.has_work or waiting:
+        if waiting:  # one more in each step
+            name, prompt = waiting.pop(0)
+            engine.add(Request(name, model, prompt, greedy(30), time.monotonic()))
+        collect(engine.step(), tokens)
+    assert_nothing_left(llm)
+    assert_best(checkpoint.model, prompts[:24], [tokens[f"late-{i}"] for i in range(24)])
+
+
+def collect(outputs: list[TokenOutput], tokens: dict[str, list[int]]) -> None:
+    for output in outputs:
+        assert output.error is None
+        tokens[output.request_id] += output.token_ids
+
+
+@pytest.mark.parametrize("kv_cache", KV_CACHES)
+def test_preemption(kv_cache: str, tmp_path: Path) -> None:
+    """Sequences of up to 36 MB where 150 MB are free: most have to leave and come back."""
+    config = transformers.LlamaConfig(
+        vocab_size=199,
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        head_dim=128,
+        max_position_embeddings=512,
+    )
+    save_tiny(config, tmp_path, SEED)
+    prompts = random_prompts([40 + i * 17 % 60 for i in range(12)])
+    params = [greedy(120 + i * 29 % 80) for i in range(len(prompts))]
+    with open_llm(tmp_path, kv_cache=kv_cache) as llm:
+        generate(llm, prompts, greedy(2))  # what is made only once is there now
+        pool = llm.engine.pool
+        count = (pool.free_bytes - (150 << 20)) // pool.page_bytes
+        ballast = pool.acquire(Owner("others", Kind.PREFIX), count)
+        assert ballast is not None
+        outputs = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
+        assert num_preemptions(llm) > 0
+        pool.release(ballast)
+        assert_nothing_left(llm)
+    assert_best(load(tmp_path, torch.float32), prompts, outputs)
+
+
+def test_a_seed_gives_the_same_tokens_in_any_company(checkpoint: Checkpoint) -> None:
+    prompts = random_prompts((20, 5, 30, 12, 1))
+    common: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
+    params = [
+        SamplingParams(seed=123, top_p=0.95, presence_penalty=0.5, logprobs=1, **common),
+        SamplingParams(seed=-5, top_k=40, temperature=1.3, prompt_logprobs=1, **common),
+        *[SamplingParams(seed=s, **common) for s in (2**64 - 1, 0, 123)],
+    ]
+    company = random_prompts([3 + i for i in range(40)])
+    results = []
+    for kv_cache in KV_CACHES:
+        with open_llm(checkpoint.folder, kv_cache=kv_cache, max_num_batched_tokens=64) as llm:
+            results.append([generate(llm, [p], q)[0] for p, q in zip(prompts, params, strict=True)])
+            results.append(generate(llm, prompts, params))
+            others = [SamplingParams(min_p=0.01, **common)] * len(company)
+            together = generate(llm, company + prompts, others + params)
+            results.append(together[len(company) :])
+    assert all(result == results[0] for result in results)
+    assert results[0][0] != results[0][4]
+
+
+# --- what requests may ask for, with steps in flight -------------------------------------------
+
+
+def test_stop_tokens(llm: LLM) -> None:
+    """The step after the one that brings a stop token is in flight when that is seen."""
+    (prompt,) = random_prompts([9])
+    (tokens,) = generate(llm, [prompt], greedy(24))
+    stop = tokens[5]
+    first = tokens.index(stop)
+    others = random_prompts([5, 40])
+    wanted = [greedy(24, stop_token_ids=[stop]), greedy(30), greedy(12)]
+    (completion,) = complete(llm, [prompt, *others], wanted)[0].outputs
+    assert completion.token_ids == tokens[: first + 1]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+    late = greedy(24, stop_token_ids=[stop], min_tokens=first + 4)
+    (completion,) = complete(llm, [prompt], late)[0].outputs
+    assert completion.token_ids[:first] == tokens[:first]
+    assert stop not in completion.token_ids[: first + 4]
+    allowed = SamplingParams(allowed_token_ids=[7, 8, 9], seed=0, max_tokens=40)
+    (drawn,) = generate(llm, [prompt], allowed)
+    assert set(drawn) == {7, 8, 9}
+    assert len(drawn) == 40
+
+
+def test_logprobs(llm: LLM, checkpoint: Checkpoint) -> None:
+    prompts = random_prompts((1, 9, 40))
+    params = [
+        SamplingParams(temperature=t, seed=1, max_tokens=12, logprobs=n, prompt_logprobs=m)
+        for t, n, m in ((0.0, 0, 3), (1.0, 5, 0), (2.0, 20, 20))
+    ]
+    for out, wanted in zip(complete(llm, prompts, params), params, strict=True):
+        (completion,) = out.outputs
+        ids = [*out.prompt_token_ids, *completion.token_ids]
+        (logits,) = output_logits(checkpoint.model, [ids[:1]], [ids[1:]])
+        reference = logits.log_softmax(-1)  # [tokens - 1, vocab]
+        assert out.prompt_logprobs is not None
+        assert completion.logprobs is not None
+        entries = [*out.prompt_logprobs[1:], *completion.logprobs]
+        assert len(entries) == len(ids) - 1
+        for position, entry in enumerate(entries):
+            row, chosen = reference[position], ids[position + 1]
+            is_prompt = position + 1 < len(out.prompt_token_ids)
+            count = wanted.prompt_logprobs if is_prompt else wanted.logprobs
+            assert count is not None
+            assert entry is not None
+            assert chosen in entry
+            assert count <= len(entry) <= count + 1
+            for token, logprob in entry.items():
+                assert logprob.logprob == pytest.approx(float(row[token]), abs=1e-3)
+                better = row > row[token] + FLOAT32_ROUNDING
+                as_good = row > row[token] - FLOAT32_ROUNDING
+                assert int(better.sum()) < logprob.rank <= int(as_good.sum())
+
+
+@pytest.mark.parametrize(
+    ("repetition", "presence", "frequency"), [(1.4, 0.0, 0.0), (1.0, 0.7, 0.4), (1.2, -0.5, 0.3)]
+)
+def test_penalties(
+    llm: LLM, checkpoint: Checkpoint, repetition: float, presence: float, frequency: float
+) -> None:
+    prompts = random_prompts((9, 50))
+    params = greedy(
+        40,
+        repetition_penalty=repetition,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+    )
+    outputs = generate(llm, prompts, params)
+    for prompt, output, logits in zip(
+        prompts, outputs, output_logits(checkpoint.model, prompts, outputs), strict=True
+    ):
+        for i, row in enumerate(logits):
+            seen = list({*prompt, *output[:i]})
+            row[seen] = torch.where(row[seen] > 0, row[seen] / repetition, row[seen] * repetition)
+            for token in set(output[:i]):
+                row[token] -= presence + frequency * output[:i].count(token)
+        assert distances(logits, output).max() < FLOAT32_ROUNDING
+
+
+def test_abort_while_in_flight(llm: LLM, checkpoint: Checkpoint) -> None:
+    """Aborted requests say nothing more, and who gets their slots and pages is not disturbed."""
+    engine = llm.engine
+    (model,) = engine.models
+    prompts = random_prompts((30, 8, 25, 60, 12, 40, 3))
+    tokens: defaultdict[str, list[int]] = defaultdict(list)
+
+    def add(i: int) -> None:
+        engine.add(Request(f"a-{i}", model, prompts[i], greedy(40), time.monotonic()))
+
+    for i in range(5):
+        add(i)
+    for _ in range(9):
+        collect(engine.step(), tokens)
+    aborted = {name: list(tokens[name]) for name in ("a-1", "a-3")}
+    for name in aborted:
+        engine.abort(name)
+    add(5)
+    add(6)
+    collect(engine.step(), tokens)
+    engine.abort("a-6")  # its prompt is in flight
+    while engine.has_work:
+        collect(engine.step(), tokens)
+    assert {name: tokens[name] for name in aborted} == aborted
+    assert not tokens["a-6"]
+    whole = (0, 2, 4, 5)
+    assert [len(tokens[f"a-{i}"]) for i in whole] == [40] * len(whole)
+    assert_best(checkpoint.model, [prompts[i] for i in whole], [tokens[f"a-{i}"] for i in whole])
+    assert_nothing_left(llm)
