@@ -178,6 +178,8 @@ def _sampling_cases() -> list[tuple[str, Variant, dict[str, float]]]:
         ("sample top-p 0.5", "full", {"temperature": 0.6, "top_p": 0.5}),
         ("sample top-p 0.99, flat", "full", {"temperature": 5.0, "top_p": 0.99}),
         ("sample min-p 0.05", "full", {"temperature": 0.6, "min_p": 0.05}),
+        ("sample min-p 0.05, flat", "full", {"temperature": 5.0, "min_p": 0.05}),
+        ("sample top-k 5000, flat", "full", {"temperature": 5.0, "top_k": 5000, "top_p": 0.95}),
     ]
 
 

@@ -29,7 +29,8 @@ class _DenseView:
     def destination(
         self, layer: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        return *self._layers[layer], *map(torch.from_numpy, self._spans.rows())
+        slots, positions = map(torch.from_numpy, self._spans.rows())
+        return *self._layers[layer], slots, positions
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         keys, values, slots, positions = self.destination(layer)

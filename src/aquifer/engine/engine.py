@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,6 +154,11 @@ class Engine:
     def models(self) -> dict[str, ModelInfo]:
         """What is served, by name."""
         return {name: served.info for name, served in self._served.items()}
+
+    @property
+    def lanes(self) -> Mapping[str, Lane]:
+        """The sequences of each model, with their cache; for measurements and tests."""
+        return self._scheduler.lanes
 
     @property
     def has_work(self) -> bool:

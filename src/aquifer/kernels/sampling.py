@@ -50,11 +50,10 @@ _GROUPS = 32  # of a chunk
 _CHUNK = _GROUP * _GROUPS
 _RANK = 256  # at least that many candidates
 _CANDIDATES = 4096  # at most that many
-_CANDIDATES_BLOCK = 1024  # searched at once
 _SAMPLE = 4096  # tokens of a row that stand for all
 _DEVIATIONS = 5.0  # how far brackets reach to either side: one row in a million lies outside
 _LIST_SHARE = 8  # a list has room for that part of the vocabulary; brackets take up to a tenth
-_LIST_BLOCK = 2048  # searched at once
+_LIST_BLOCK = 1024  # searched at once
 _UNIT = 2.0**44  # probabilities are counted in units of the largest of the row over this
 _MAX_VOCAB = (1 << 19) - 1  # whose sum is then below 2^63
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -297,23 +296,23 @@ def sample(
     _gather_kernel[(batch, num_chunks)](
         *source, pending, chosen, num_chosen, threshold, lengths, list_scores, list_ids, capacity,
         num_groups=_GROUPS, group=_GROUP, limit=_CANDIDATES,
-        in_prompt=IN_PROMPT, greedy_below=GREEDY_BELOW, num_warps=4,
+        in_prompt=IN_PROMPT, greedy_below=GREEDY_BELOW, num_warps=8,
     )  # fmt: skip
     _settle_kernel[(batch,)](
         *source, pending, threshold, row_best, row_mass, row_head, lengths,
         list_scores, list_ids, capacity, out,
-        limit=_CANDIDATES, block=_CANDIDATES_BLOCK, unit=_UNIT,
+        limit=_CANDIDATES, block=_LIST_BLOCK, unit=_UNIT,
         in_prompt=IN_PROMPT, greedy_below=GREEDY_BELOW, num_warps=8,
     )  # fmt: skip
     _bracket_kernel[(batch,)](
         *source, pending, threshold, row_best, row_mass, row_head, lengths, brackets, sums,
         limit=_CANDIDATES, sample=_SAMPLE, deviations=_DEVIATIONS, unit=_UNIT,
-        in_prompt=IN_PROMPT, greedy_below=GREEDY_BELOW, num_warps=8,
+        in_prompt=IN_PROMPT, greedy_below=GREEDY_BELOW, num_warps=16,
     )  # fmt: skip
     _collect_kernel[(batch, num_chunks)](
         *source, pending, row_best, mass, lengths, brackets, sums,
         list_scores, list_ids, capacity,
-        chunk=_CHUNK, unit=_UNIT, in_prompt=IN_PROMPT, greedy_below=GREEDY_BELOW, num_warps=8,
+        chunk=_CHUNK, unit=_UNIT, in_prompt=IN_PROMPT, greedy_below=GREEDY_BELOW, num_warps=16,
     )  # fmt: skip
     _finish_kernel[(batch,)](
         *source, pending, row_best, mass, lengths, brackets, sums,
@@ -983,18 +982,18 @@ def _bracket_kernel(
                 head_from = _ordered(tl.load(threshold + row)) << 31
             in_tail = (keys >= 0) & (keys < head_from)
             keys = tl.where(in_tail, keys, -1)
-            values = tl.where(in_tail, masses, 0).to(tl.float64)
+            values = tl.where(in_tail, masses, 0).to(tl.float32)
             of_all = (k == 0) & (m == 0)
             tail = tl.load(row_mass + row) * unit / share - head
 
-            # Of all tokens outside of top-k, and of all inside.
+            # Keys from `inside_from` on are surely in top-k, those below `outside_from` are not.
             outside_from = tl.cast(0, tl.int64)
             inside_from = tl.cast(0, tl.int64)
             cut_from = tl.cast(largest, tl.int64)
             cut_to = tl.cast(0, tl.int64)
             if k > 0:
                 fraction = (k / share - head_count) / sample
-                ones = tl.full([sample], 1.0, tl.float64)
+                ones = tl.full([sample], 1.0, tl.float32)
                 inside_from = _bracket_end(
                     fraction, keys, ones, -1, 0.0, sample * 1.0, True, head_from, deviations, True
                 )
@@ -1058,17 +1057,18 @@ def _bracket_end(
     largest: constexpr = 0x7FFFFFFFFFFFFFFF
     values = tl.where(keys >= least, values, 0.0)
     squares = values * values
-    missing = tl.where(is_known, tail - tl.sum(values, axis=0), 0.0)
-    goal = fraction * (head + tl.sum(values, axis=0) + missing) - head
+    sampled = tl.sum(values, axis=0).to(tl.float64)
+    missing = tl.where(is_known, tail - sampled, 0.0)
+    goal = fraction * (head + sampled + missing) - head
     low = tl.cast(0, tl.int64)
     high = tl.cast(largest, tl.int64)
     while low < high:
         middle = low + ((high - low) >> 1) + ((high - low) & 1)
         is_above = keys >= middle
-        above = tl.sum(tl.where(is_above, values, 0.0), axis=0)
-        below = tl.sum(tl.where(is_above, 0.0, values), axis=0)
-        above_squares = tl.sum(tl.where(is_above, squares, 0.0), axis=0)
-        below_squares = tl.sum(tl.where(is_above, 0.0, squares), axis=0)
+        above = tl.sum(tl.where(is_above, values, 0.0), axis=0).to(tl.float64)
+        below = tl.sum(tl.where(is_above, 0.0, values), axis=0).to(tl.float64)
+        above_squares = tl.sum(tl.where(is_above, squares, 0.0), axis=0).to(tl.float64)
+        below_squares = tl.sum(tl.where(is_above, 0.0, squares), axis=0).to(tl.float64)
         a = below_squares / tl.maximum(above_squares + below_squares, 1e-300)
         a = tl.where(is_known, a, 1 - fraction)
         b = 1 - a

@@ -198,15 +198,18 @@ def _pool_bytes(report: MemoryReport) -> Metric:
     """Bytes by owner. All values together are the pool's budget."""
     family = GaugeMetricFamily(
         "aquifer:pool_bytes",
-        "The pool's budget by owner. Free bytes are retained (kept as idle pages) or uncreated.",
+        "The pool's budget by owner. Free bytes are retained (idle pages, or retired ones that are "
+        "still mapped where they were used) or uncreated.",
         labels=["device", "model", "kind", "state"],
     )
     for model, memory in report.models.items():
-        for kind in Kind:
+        for kind, num_bytes in memory.bytes_by_kind.items():
             state = "retained" if kind is Kind.PREFIX else "mapped"
-            num_bytes = memory.bytes_by_kind.get(kind, 0)
             family.add_metric([report.device, model, kind.value, state], num_bytes)
-    family.add_metric([report.device, "", "free", "retained"], report.idle_bytes)
-    uncreated_bytes = report.free_bytes - report.idle_bytes
+    overhead = [report.device, "", Kind.OVERHEAD.value, "mapped"]
+    family.add_metric(overhead, report.overhead_bytes)
+    retained_bytes = report.idle_bytes + report.retired_bytes
+    family.add_metric([report.device, "", "free", "retained"], retained_bytes)
+    uncreated_bytes = max(report.free_bytes - retained_bytes, 0)
     family.add_metric([report.device, "", "free", "uncreated"], uncreated_bytes)
     return family
