@@ -9,8 +9,10 @@ then norm, head and greedy choice. The floor is weights and KV read once at the 
 copy.
 
 First the hidden states after two layers are compared with the plain torch references, for each
-variant. Variants are timed for few batch sizes only; a profile of one replay gives the time of each
-kernel, which includes its waiting where kernels overlap.
+variant, and those after all layers with the variant in which kernels neither overlap nor prefetch:
+replay after replay, with other tokens each time, and with all memory of the graph poisoned before.
+Variants are timed for few batch sizes only; a profile of one replay gives the time of each kernel,
+which includes its waiting where kernels overlap.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from aquifer.bench.result import save
+from aquifer.kernels import _triton
 from aquifer.kernels import linear as linear_module
 from aquifer.kernels.activation import silu_mul_reference
 from aquifer.kernels.decode_attention import (
@@ -52,7 +55,10 @@ TOKENS = 576  # of each sequence, the step's own included
 BLOCK_SIZE = 16
 CAPACITY_TOKENS = 592  # a multiple of the block; what is beyond TOKENS is NaN
 BATCHES = (1, 8, 32, 128, 256)
-VARIANT_BATCHES = (1, 32)
+VARIANT_BATCHES = (1, 32, 128)
+CHECKED_BATCHES = (1, 5, 32)
+CHECKED_REPLAYS = 20
+COMPARED_REPLAYS = 100
 PROFILED_BATCHES = (1, 32, 256)
 EPS = 1e-6
 REPLAYS = 20
@@ -107,21 +113,28 @@ class Variant:
     """How a step is run."""
 
     name: str
-    overlaps: bool = False
+    overlaps: bool = True
+    prefetch_bytes: int = _triton.prefetch_bytes
     merges_itself: bool = True
     cublas: bool = False  # for several rows
 
     def apply(self) -> None:
         """Set what is set by module."""
-        linear_module.overlap = self.overlaps
+        _triton.overlap = self.overlaps
+        _triton.prefetch_bytes = self.prefetch_bytes
         linear_module.MAX_TILE_TOKENS = 1 if self.cublas else MAX_TILE_TOKENS
 
 
 MAX_TILE_TOKENS = linear_module.MAX_TILE_TOKENS
-PLAIN = Variant("plain")
+DEFAULT = Variant("default")
+SERIAL = Variant("no overlap, no prefetch", overlaps=False, prefetch_bytes=0)
 VARIANTS = (
-    PLAIN,
-    Variant("overlapping launches", overlaps=True),
+    DEFAULT,
+    SERIAL,
+    Variant("no overlap", overlaps=False),
+    Variant("no prefetch", prefetch_bytes=0),
+    Variant("prefetch 4 MiB", prefetch_bytes=4 << 20),
+    Variant("prefetch 24 MiB", prefetch_bytes=24 << 20),
     Variant("merge in a second kernel", merges_itself=False),
     Variant("cuBLAS for several rows", cublas=True),
 )
@@ -275,11 +288,34 @@ class Step:
              for k, v in self.layer_kv]
         )  # fmt: skip
 
-    def poison(self) -> None:
-        """What the step must write is NaN."""
+    def change(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Other tokens; and what the step must write is NaN, or a token that does not exist."""
+        self.token_ids.random_(self.model.shape.vocab)
         for kv in self.layer_kv:
             for part in kv:
                 part[self.first, self.second] = torch.nan
+        self.next_ids.fill_(-1)
+        poison(graph)
+
+
+class Memory:
+    """Some device memory, as `torch.as_tensor` takes it."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3,
+        }  # fmt: skip
+
+
+def poison(graph: torch.cuda.CUDAGraph) -> None:
+    """All memory that a graph allocates becomes NaN, or -1 where there are integers."""
+    pool = tuple(graph.pool())
+    segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == pool]
+    assert segments, "the graph has memory of its own"
+    for segment in segments:
+        memory = torch.as_tensor(Memory(segment["address"], segment["total_size"]), device=DEVICE)
+        assert memory.data_ptr() == segment["address"], "a copy"
+        memory.fill_(0xFF)
 
 
 def capture(step: Step, variant: Variant) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
@@ -300,18 +336,16 @@ def error(result: torch.Tensor, expected: torch.Tensor) -> float:
 
 def check(shape: Shape) -> None:
     """Two layers, in each variant, against the references."""
-    model = Model(replace(shape, layers=2), 8)
-    for batch in (1, 5):
+    model = Model(replace(shape, layers=2), max(CHECKED_BATCHES))
+    for batch in CHECKED_BATCHES:
         for variant in VARIANTS:
             # The variants are about the same things in either layout.
-            for paged in (False, True) if variant == PLAIN else (False,):
+            for paged in (False, True) if variant in (DEFAULT, SERIAL) else (False,):
                 step = Step(model, batch, paged=paged)
                 graph, hidden = capture(step, variant)
-                for _ in range(3):
-                    step.token_ids.random_(shape.vocab)
-                    step.poison()
-                    hidden.fill_(torch.nan)
-                    step.next_ids.fill_(-1)
+                for _ in range(CHECKED_REPLAYS):
+                    step.change(graph)
+                    assert hidden.isnan().all()
                     graph.replay()
                     result, written = hidden.clone(), step.written()
                     expected = step.reference()
@@ -324,6 +358,33 @@ def check(shape: Shape) -> None:
                     gap = (logits.amax(1) - best).abs().amax()
                     assert gap <= 0.02 * logits.abs().amax(), f"{where}: wrong token"
     print(f"{shape.name}: two layers agree with the references", flush=True)
+
+
+def compare(model: Model, batches: list[int]) -> None:
+    """All layers with overlap and prefetch against the same kernels without: the same numbers."""
+    for batch in batches:
+        step = Step(model, batch, paged=False)
+        graphs = [capture(step, variant) for variant in (SERIAL, DEFAULT)]
+        num_equal = 0
+        for _ in range(COMPARED_REPLAYS):
+            results: list[torch.Tensor] = []
+            step.token_ids.random_(model.shape.vocab)
+            token_ids = step.token_ids.clone()
+            for graph, hidden in graphs:
+                step.change(graph)
+                step.token_ids.copy_(token_ids)
+                graph.replay()
+                results.append(torch.cat((hidden.flatten(), step.written().flatten())))
+            # Compiled apart, a kernel might round differently somewhere; reading what is not yet
+            # written would be far off.
+            difference = error(results[1], results[0])
+            assert difference < MAX_ERROR, f"{model.shape.name}, batch {batch}: {difference}"
+            num_equal += torch.equal(*results)
+        print(
+            f"{model.shape.name}, batch {batch}: overlapping and serial launches agree, "
+            f"{num_equal} of {COMPARED_REPLAYS} to the last bit",
+            flush=True,
+        )
 
 
 def seconds_of(graph: torch.cuda.CUDAGraph) -> list[float]:
@@ -358,16 +419,17 @@ def cases(batches: list[int]) -> Iterator[tuple[int, bool, Variant]]:
     """(batch, paged, variant) of all that is timed."""
     for batch in batches:
         for variant in VARIANTS:
-            if variant == PLAIN:
+            if variant == DEFAULT:
                 yield batch, False, variant
                 yield batch, True, variant
-            elif batch in VARIANT_BATCHES and not (variant.cublas and batch == 1):
+            elif batch in VARIANT_BATCHES and not (variant.cublas and batch != 32):
                 yield batch, False, variant
 
 
 def measure(shape: Shape, batches: list[int]) -> Iterator[dict[str, Any]]:
     """A result for each case."""
     model = Model(shape, max(batches))
+    compare(model, batches)
     for batch, paged, variant in cases(batches):
         step = Step(model, batch, paged=paged)  # kept: the graph refers to its tensors
         graph, hidden = capture(step, variant)
@@ -402,7 +464,7 @@ def main() -> None:
         results += measure(shape, arguments.batches)
         torch.cuda.empty_cache()
     for result in results:
-        if "kernels" in result and result["variant"] == PLAIN.name:
+        if "kernels" in result and result["variant"] == DEFAULT.name:
             print(f"\n{result['model']}, batch {result['batch']}: us in all, count, kernel")
             for name, kernel in list(result["kernels"].items())[:10]:
                 print(f"{kernel['total_us']:10.1f} {kernel['count']:5} {name[:70]}")

@@ -22,7 +22,7 @@ import torch
 
 from aquifer.bench.floor import device_copy_bandwidth
 from aquifer.bench.result import save
-from aquifer.kernels import linear as linear_module
+from aquifer.kernels import _triton
 from aquifer.kernels.activation import silu_mul
 from aquifer.kernels.linear import Shape, Tile, best_tile, measure, norm_linear, silu_linear
 from aquifer.kernels.norm import add_rms_norm, rms_norm
@@ -155,11 +155,11 @@ def fused_products(model: ModelShape) -> Iterator[tuple[str, Callable[[], object
         )
 
         def normed(weights: Iterator[torch.Tensor] = weights, overlaps: bool = overlaps) -> None:
-            linear_module.overlap = overlaps
+            _triton.overlap = overlaps
             norm_linear(x, residual, norm_weight, 1e-6, next(weights), None)
 
         def activated(weights: Iterator[torch.Tensor] = weights, overlaps: bool = overlaps) -> None:
-            linear_module.overlap = overlaps
+            _triton.overlap = overlaps
             silu_linear(gate_up, next(weights), None)
 
         suffix = ", overlapping" if overlaps else ""
@@ -167,7 +167,7 @@ def fused_products(model: ModelShape) -> Iterator[tuple[str, Callable[[], object
             yield f"norm_linear {name}{suffix}", normed, num_bytes
         elif name == "down":
             yield f"silu_linear {name}{suffix}", activated, num_bytes
-    linear_module.overlap = False
+    _triton.overlap = True
 
 
 def _sampling_cases() -> list[tuple[str, Variant, dict[str, float]]]:

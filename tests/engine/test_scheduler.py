@@ -19,7 +19,7 @@ import torch
 from aquifer.cache import KV_CACHES, kv_cache
 from aquifer.cache.base import KVLayout, LayerKV, Rows
 from aquifer.engine.request import Request, SamplingParams, TokenOutput
-from aquifer.engine.scheduler import Lane, Plan, Sampled, Scheduler
+from aquifer.engine.scheduler import Lane, Plan, Sampled, Scheduler, chunk_tokens
 from aquifer.engine.slots import Sequence, SlotTable
 from aquifer.memory.driver import open_driver
 from aquifer.memory.driver.faulty import FaultyDriver
@@ -262,6 +262,21 @@ def test_every_request_ends(seed: int, cache: str, faulty: bool) -> None:
         assert not world.live
         assert not world.pool.usage().in_use_bytes
         assert {t.ending for t in world.requests.values()} <= {"stop", "length", "abort", "error"}
+
+
+@pytest.mark.parametrize(
+    ("start", "count", "room", "expected"),
+    [
+        (0, 100, 200, 100),  # all of it
+        (300, 700, 700, 700),
+        (0, 1000, 700, 512),  # cut at a multiple of 256
+        (300, 1000, 700, 468),  # to 768
+        (300, 1000, 100, 100),  # none is within reach
+        (512, 1000, 256, 256),
+    ],
+)
+def test_prompts_are_cut_at_round_places(start: int, count: int, room: int, expected: int) -> None:
+    assert chunk_tokens(start, count, room) == expected
 
 
 def test_the_worlds_are_crowded() -> None:

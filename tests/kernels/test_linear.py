@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from aquifer.kernels import _triton
 from aquifer.kernels import linear as module
 from aquifer.kernels.activation import silu_mul_reference
 from aquifer.kernels.linear import (
@@ -35,7 +36,7 @@ def overlap(
 ) -> None:
     if request.param and device.type != "cuda":
         pytest.skip("only a GPU overlaps kernels")
-    monkeypatch.setattr(module, "overlap", request.param)
+    monkeypatch.setattr(_triton, "overlap", request.param)
 
 
 class Random:
@@ -190,6 +191,16 @@ def test_cuts_for_one_token(num_out: int, num_in: int) -> None:
     assert num_programs <= num_tiles
     assert num_programs * norm.num_warps <= 16 * 132
     assert num_programs * -(-num_tiles // num_programs) - num_tiles < num_programs
+
+
+@pytest.mark.parametrize("num_in", [8, 100, 896, 1024, 3072, 4096, 14336])
+@pytest.mark.parametrize("num_out", [1, 100, 1024, 4096, 28672, 151936])
+def test_cuts_for_few_tokens(num_out: int, num_in: int) -> None:
+    """Columns are shared out only where rows are few, and each program has some."""
+    tile = best_tile(Shape(MAX_TILE_TOKENS, num_out, num_in))
+    assert tile is not None
+    assert 1 <= tile.num_splits <= -(-num_in // tile.columns)
+    assert tile.num_splits == 1 or -(-num_out // tile.rows) * tile.num_splits <= 2 * 132
 
 
 def test_no_tiles_for_many_tokens() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from aquifer.cache.base import IntArray, KVLayout, Rows, SequenceCache
+from aquifer.cache.base import IntArray, KVLayout, Rows, SequenceCache, Spans
 from aquifer.engine.graphs import DecodeGraphs
 from aquifer.engine.request import TokenLogprobs
 from aquifer.engine.sampler import Sampler, token_logprobs
@@ -22,6 +22,8 @@ from aquifer.kernels.step import advance, decode_inputs
 from aquifer.memory.driver.base import Driver, Fence
 from aquifer.memory.transfer import download, upload
 from aquifer.models import Model, ModelInput
+
+_WARM_UP_TOKENS = 8
 
 _Entries = Callable[[], list[TokenLogprobs]]
 
@@ -120,10 +122,10 @@ class Runner:
 
     @torch.inference_mode()
     def warm_up(self, num_tokens: int) -> None:
-        """Run the largest step there can be, of no sequence at all.
+        """Run the largest step there can be, of no sequence at all, and the smallest.
 
         A device's memory for activations is taken now, so that it is known what pages can have,
-        and most of what has to be compiled or loaded is.
+        and what has to be compiled or loaded for prompts is.
         """
         if self._driver.fence() is None:
             return  # there is nothing to prepare on the host
@@ -136,6 +138,15 @@ class Runner:
         self._sampler.sample(
             logits, padding[:num_seqs], zeros[:num_seqs], zeros[:num_seqs], Choice.PLAIN
         )
+        del hidden, logits
+        count = min(_WARM_UP_TOKENS, self._table.token_ids.shape[1])
+        chunk = Spans.make(np.array([0]), np.array([0]), np.array([count]))
+        if self._cache.reserve(chunk.slots, chunk.counts):
+            self._cache.upload()
+            rows = Rows.of(chunk, 0, self._device)
+            few = zeros[: rows.slots.shape[0]]
+            self._model.forward(ModelInput(few, rows.positions, few), self._cache.view(rows))
+            self._cache.release(0)
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> InFlight:

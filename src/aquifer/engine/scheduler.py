@@ -40,6 +40,20 @@ from aquifer.errors import DriverError
 from aquifer.memory.pool import PagePool
 
 
+_CHUNK_MULTIPLE_TOKENS = 256
+"""Where a prompt is cut, it is cut at a multiple of this: attention has a faster kernel for chunks
+of few different shapes (`aquifer.kernels.prefill_attention`)."""
+
+
+def chunk_tokens(start: int, count: int, room: int) -> int:
+    """How many of the `count` tokens from `start` on to run, where there is room for that many."""
+    if count <= room:
+        return count
+    end = start + room
+    round_end = end - end % _CHUNK_MULTIPLE_TOKENS
+    return round_end - start if round_end > start else room
+
+
 @dataclass(slots=True)
 class Lane:
     """One model's sequences: waiting, then running, both in order of arrival."""
@@ -236,7 +250,10 @@ class Scheduler:
             slots, waiting = slots[order], waiting[order]
             before = np.cumsum(waiting) - waiting
             counts = np.clip(self._max_batched_tokens - before, 0, waiting)
-            slots, counts = slots[counts > 0], counts[counts > 0]
+            slots, waiting, counts = (part[counts > 0] for part in (slots, waiting, counts))
+            if len(slots):  # the last one may be cut
+                start = int(table.num_computed[slots[-1]])
+                counts[-1] = chunk_tokens(start, int(waiting[-1]), int(counts[-1]))
             try:
                 if lane.cache.reserve(slots, table.num_computed[slots] + counts):
                     return slots, counts
@@ -299,7 +316,7 @@ class Scheduler:
             if sequence.scheduled_s is None:
                 sequence.scheduled_s = time.monotonic()
             slots.append(slot)
-            counts.append(min(num_tokens, budget_tokens))
+            counts.append(chunk_tokens(0, num_tokens, budget_tokens))
             budget_tokens -= counts[-1]
         return np.array(slots, np.int64), np.array(counts, np.int64)
 

@@ -32,8 +32,19 @@ from dataclasses import dataclass
 
 import torch
 
-from aquifer.kernels._triton import constexpr, jit, runs_triton, tensor, tl
-from aquifer.kernels.linear import count_multiprocessors, launch_options
+from aquifer.kernels import _triton
+from aquifer.kernels._triton import (
+    await_predecessor,
+    constexpr,
+    count_multiprocessors,
+    jit,
+    launch_options,
+    prefetch_points,
+    release_successor,
+    runs_triton,
+    tensor,
+    tl,
+)
 
 _MIN_DOT = 16
 """The smallest side of a matrix product in Triton."""
@@ -46,6 +57,12 @@ _WARP_MERGE_ELEMENTS = 1024
 
 _FEW_ROWS = 4
 """Up to so many, a step of attention is too short for all programs, and merging counts most."""
+
+_SOME_ROWS = 32
+"""Up to so many, smaller tiles read better; by measurement at 576 tokens a row."""
+
+_MANY_ROWS = 96
+"""From so many on, several KV heads a program read better; likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,12 +182,21 @@ def default_config(
         num_multiprocessors: of the device.
         paged: whether KV is found through tables.
     """
-    # The figures are the best of a sweep on an H200 (benchmarks/gpu). Through tables, two KV heads
-    # a program make up in longer reads for what the lookups cost.
-    pairs = paged and num_kv_heads % 2 == 0 and 2 * num_heads // num_kv_heads <= _MIN_DOT
-    kv_heads = 2 if pairs else 1
+    # The figures are the best of sweeps on an H200 (benchmarks/gpu). Through tables, two KV heads a
+    # program make up in longer reads for what the lookups cost. So do they, or four, where rows are
+    # many: shares are then long enough for the fewer programs of each head.
+    wanted, tile_bytes = 1, 8192
+    if paged:
+        wanted = 2
+    elif batch >= _MANY_ROWS:
+        wanted = 4 if batch >= 2 * _MANY_ROWS else 2
+    elif _FEW_ROWS < batch <= _SOME_ROWS:
+        tile_bytes = 4096
+    fits = num_kv_heads % wanted == 0 and wanted * num_heads // num_kv_heads <= _MIN_DOT
+    kv_heads = wanted if fits else 1
+    if paged:
+        tile_bytes *= kv_heads
     # A tile has at least the 16 columns that a product needs.
-    tile_bytes = kv_heads * 8192
     columns = max(tile_bytes // (_pow2(head_dim) * dtype.itemsize), _MIN_DOT)
     # Several programs on each multiprocessor, so that some read while others start or end. Few
     # rows end up in many partial results, whose merging then takes longer than reading.
@@ -237,6 +263,10 @@ def decode_attention(
     softcap: float | None = None,
 ) -> None:
     """Attend over all KV of each row's sequence. Reads no token but those it attends to.
+
+    `tables`, `slots` and `lengths` are read before the kernel launched last is complete (rule 4 of
+    `_triton.py`), so that one must not be what writes them: one kernel at least lies between, as
+    in every model, where something writes the row's own K and V.
 
     Args:
         query: [B, heads, key_dim].
@@ -331,7 +361,9 @@ def decode_attention(
         heads_pow2=heads_pow2,
         merge_shares=min(max(merge_shares, 1), _pow2(config.num_shares)),
         merges_itself=config.merges_itself,
-        overlaps=bool(options),
+        prefetches=options["overlaps"] and _triton.prefetch_bytes > 0,
+        releases_early=batch <= _FEW_ROWS,
+        threads=32 * config.num_warps,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **options,
@@ -380,7 +412,8 @@ def _row_tiles(
 ) -> tensor:
     """[batch_pow2]: tiles of each row, from the one with the window's first token."""
     rows = tl.arange(0, batch_pow2)
-    length = tl.load(lengths + rows, mask=rows < batch, other=0).to(tl.int32)
+    # From the L2 cache, as it may be read before the kernel waits.
+    length = tl.load(lengths + rows, mask=rows < batch, other=0, cache_modifier=".cg").to(tl.int32)
     tiles = tl.cdiv(length, block_tokens)
     if window_tokens is not None:
         tiles -= tl.maximum(length - window_tokens, 0) // block_tokens
@@ -429,11 +462,11 @@ def _decode_attention_kernel(
     heads_pow2: constexpr,
     merge_shares: constexpr,
     merges_itself: constexpr,
+    prefetches: constexpr,
+    releases_early: constexpr,
+    threads: constexpr,
     overlaps: constexpr,
 ) -> None:
-    if overlaps:  # see linear.py
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     # Neighbouring programs read neighbouring heads of the same tokens.
     first_kv_head = tl.program_id(0) * kv_heads
     share = tl.program_id(1)
@@ -449,6 +482,11 @@ def _decode_attention_kernel(
     last_row = tl.sum((row_ends < end).to(tl.int32), 0)
     last_row = tl.where(begin < end, last_row, first_row - 1)  # none of an empty share
     row_begin = tl.sum(tl.where(row_ends <= begin, tiles, 0), 0)
+    # Of the row, whose loads are begun one row ahead.
+    length = _length_of(first_row, lengths, batch)
+    slot = _slot_of(first_row, slots, batch)
+    # Padding that no share meets.
+    num_empty = tl.sum((tiles == 0).to(tl.int32), 0) - (batch_pow2 - batch)
 
     # Rows of the products: the query heads of KV heads [first_kv_head, first_kv_head + kv_heads).
     query_row = tl.arange(0, query_rows)
@@ -466,9 +504,40 @@ def _decode_attention_kernel(
     dim_v = tl.arange(0, value_dim_pow2)
     log2_e: constexpr = 1.4426950408889634
 
+    if prefetches:
+        _prefetch_tokens(
+            keys,
+            values,
+            tables,
+            slot,
+            length,
+            begin - row_begin,
+            end - begin,
+            first_kv_head,
+            key_block_stride,
+            key_token_stride,
+            key_head_stride,
+            value_block_stride,
+            value_token_stride,
+            value_head_stride,
+            table_stride,
+            kv_heads,
+            block_tokens,
+            block_size,
+            key_dim,
+            key_dim_pow2,
+            value_dim,
+            value_dim_pow2,
+            window_tokens,
+            threads,
+        )
+    await_predecessor(overlaps)
+    if releases_early:
+        release_successor(overlaps)
+
     for row in range(first_row, last_row + 1):
-        length = tl.load(lengths + row).to(tl.int32)
-        slot = tl.load(slots + row).to(tl.int64)
+        next_length = _length_of(row + 1, lengths, batch)
+        next_slot = _slot_of(row + 1, slots, batch)
         first_token = 0
         if window_tokens is not None:
             first_token = tl.maximum(length - window_tokens, 0)
@@ -495,10 +564,11 @@ def _decode_attention_kernel(
                 place = token
             elif block_size % block_tokens == 0:  # all of the tile is in one block
                 tiles_per_block: constexpr = block_size // block_tokens
-                block = tl.load(tables + slot * table_stride + tile // tiles_per_block)
+                row_table = tables + slot.to(tl.int64) * table_stride
+                block = tl.load(row_table + tile // tiles_per_block)
                 place = (tile % tiles_per_block) * block_tokens + column_token
             else:
-                entry = tables + slot * table_stride + token // block_size
+                entry = tables + slot.to(tl.int64) * table_stride + token // block_size
                 block = tl.load(entry, mask=is_token, other=0)
                 place = token % block_size
             block = block.to(tl.int64)
@@ -532,6 +602,8 @@ def _decode_attention_kernel(
             acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
             top = new_top
 
+        if not releases_early and row == last_row:
+            release_successor(overlaps)
         # A row without tokens, between others, has nothing to divide.
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
         is_stored = is_query[:, None] & (dim_v < value_dim)[None, :]
@@ -580,19 +652,87 @@ def _decode_attention_kernel(
                         mask=is_merged[:, None] & (dim_v < value_dim)[None, :],
                     )
         row_begin = row_end
+        length = next_length
+        slot = next_slot
 
-    if merges_itself:
-        # Rows of padding between others were met above, but those between shares were not.
-        num_empty = tl.sum((tiles == 0).to(tl.int32), 0)
-        if num_empty > batch_pow2 - batch:
-            zeros = tl.zeros([query_rows, value_dim_pow2], tl.float32)
-            for row in range(share, batch, tl.num_programs(1)):
-                is_empty = tl.load(lengths + row) == 0
-                tl.store(
-                    out + row * out_row_stride + head[:, None] * out_head_stride + dim_v[None, :],
-                    zeros.to(out.dtype.element_ty),
-                    mask=is_empty & is_query[:, None] & (dim_v < value_dim)[None, :],
-                )
+    # Rows of padding between others were met above, but those between shares were not.
+    if merges_itself and num_empty > 0:
+        zeros = tl.zeros([query_rows, value_dim_pow2], tl.float32)
+        for row in range(share, batch, tl.num_programs(1)):
+            is_empty = tl.load(lengths + row) == 0
+            tl.store(
+                out + row * out_row_stride + head[:, None] * out_head_stride + dim_v[None, :],
+                zeros.to(out.dtype.element_ty),
+                mask=is_empty & is_query[:, None] & (dim_v < value_dim)[None, :],
+            )
+
+
+@jit
+def _prefetch_tokens(
+    keys: tensor,
+    values: tensor,
+    tables: tensor,
+    slot: tensor,
+    length: tensor,
+    first_tile: tensor,
+    num_tiles: tensor,
+    first_kv_head: tensor,
+    key_block_stride: tensor,
+    key_token_stride: tensor,
+    key_head_stride: tensor,
+    value_block_stride: tensor,
+    value_token_stride: tensor,
+    value_head_stride: tensor,
+    table_stride: tensor,
+    kv_heads: constexpr,
+    block_tokens: constexpr,
+    block_size: constexpr,
+    key_dim: constexpr,
+    key_dim_pow2: constexpr,
+    value_dim: constexpr,
+    value_dim_pow2: constexpr,
+    window_tokens: constexpr,
+    threads: constexpr,
+) -> None:
+    """The first keys and values of a share, of `threads` heads of tokens.
+
+    They begin `first_tile` tiles into the row, and are of no more than `num_tiles` tiles.
+    """
+    # [heads of tokens, points of one]
+    own = tl.arange(0, threads)[:, None]
+    first_token = 0
+    if window_tokens is not None:
+        first_token = tl.maximum(length - window_tokens, 0)
+    begin = first_token // block_tokens + first_tile
+    token = begin * block_tokens + own // kv_heads
+    wanted = (token < length) & (token >= first_token)
+    wanted = wanted & (token < (begin + num_tiles) * block_tokens)
+    block = slot.to(tl.int64)
+    place = token.to(tl.int64)
+    if block_size is not None:
+        entry = tables + block * table_stride + token // block_size
+        block = tl.load(entry, mask=wanted, other=0, cache_modifier=".cg").to(tl.int64)
+        place = (token % block_size).to(tl.int64)
+    head = first_kv_head + own % kv_heads
+    step: constexpr = 64 * 8 // keys.dtype.element_ty.primitive_bitwidth
+    key_dims = tl.arange(0, (key_dim_pow2 + step - 1) // step)[None, :] * step
+    key_rows = block * key_block_stride + place * key_token_stride + head * key_head_stride
+    prefetch_points(keys + key_rows + key_dims, wanted & (key_dims < key_dim))
+    value_dims = tl.arange(0, (value_dim_pow2 + step - 1) // step)[None, :] * step
+    value_rows = block * value_block_stride + place * value_token_stride + head * value_head_stride
+    prefetch_points(values + value_rows + value_dims, wanted & (value_dims < value_dim))
+
+
+@jit
+def _length_of(row: tensor, lengths: tensor, batch: tensor) -> tensor:
+    """Tokens of a row, or of the last if there is no such row; as `_row_tiles` reads them."""
+    return tl.load(lengths + tl.minimum(row, batch - 1), cache_modifier=".cg").to(tl.int32)
+
+
+@jit
+def _slot_of(row: tensor, slots: tensor, batch: tensor) -> tensor:
+    """Likewise the slot."""
+    return tl.load(slots + tl.minimum(row, batch - 1), cache_modifier=".cg").to(tl.int32)
 
 
 @jit

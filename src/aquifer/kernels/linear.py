@@ -5,19 +5,9 @@ bandwidth unused where the matrix is small. So there are kernels of our own: for
 also take in the norm or the activation before the product, and for up to `MAX_TILE_TOKENS`.
 `best_tile` says which is used where; benchmarks/gpu/small_kernels.py measures the candidates.
 
-Overlapping launches: with `overlap` set, a kernel here starts while its predecessor on the stream
-still runs, and reads its first part of the weight meanwhile (programmatic dependent launch). What
-that takes to be correct:
-
-- Such a kernel waits (`gdc_wait`) in every program, before it reads anything that kernels write
-  and before it writes anything. Until then it reads only weights, which no kernel of a step writes.
-  Waiting ends when the predecessor is complete and its writes are visible.
-- It lets its own successor start (`gdc_launch_dependents`) only after it has waited. So when a
-  kernel starts, all kernels before its predecessor are complete; at most two overlap.
-- A kernel that does not wait is launched without the attribute, and is then ordered as ever.
-- Who writes weights launches something ordinary, or synchronises, before the next step.
-
-The same holds in a captured graph, where these launches become programmatic edges.
+Kernels here overlap with their neighbours, and prefetch weights, as `_triton.py` tells. The one for
+several tokens leaves the weight to the norm or the activation before it, if there is one; else, and
+for one token, the product's own programs fetch what they will read next while they wait.
 """
 
 from __future__ import annotations
@@ -26,12 +16,26 @@ import functools
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from aquifer.kernels._triton import constexpr, jit, runs_triton, tensor, tl, triton
+from aquifer.kernels import _triton
+from aquifer.kernels._triton import (
+    await_predecessor,
+    can_prefetch,
+    constexpr,
+    count_multiprocessors,
+    jit,
+    lanes,
+    launch_options,
+    prefetch_stretches,
+    release_successor,
+    runs_triton,
+    tensor,
+    tl,
+    triton,
+)
 from aquifer.kernels.activation import silu_mul
 from aquifer.kernels.norm import _normalised, add_rms_norm, rms_norm
 
@@ -44,9 +48,9 @@ MAX_TILE_TOKENS = 32
 MAX_NORM_COLUMNS = 16384
 """The widest row that a program normalises in registers."""
 
-overlap = False
-"""Whether kernels that can wait for their predecessor are launched before its end; an experiment,
-which benchmarks/gpu/decode_step.py measures. Read at each launch; a captured graph keeps it."""
+_EARLY_RELEASE_BYTES = 16 << 20
+"""A larger weight streams through the L2 cache for so long, and fills so much of it, that what the
+successor prefetches meanwhile would be gone before it is needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,18 @@ def linear(
     Returns:
         [tokens, out], contiguous.
     """
+    return _linear(x, weight, bias, tile, is_prefetched=False)
+
+
+def _linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tile: Tile | None,
+    *,
+    is_prefetched: bool,
+) -> torch.Tensor:
+    """`linear`; whether the kernel before this one has prefetched the weight."""
     if runs_triton(x):
         if tile is None:
             tile = best_tile(Shape(len(x), len(weight), x.shape[1]))
@@ -104,7 +120,7 @@ def linear(
             if len(x) > 1 and (x.dtype == torch.float32 or not x.is_cuda):
                 tile = None
         if tile is not None:
-            return _tiled(x, weight, bias, tile)
+            return _tiled(x, weight, bias, tile, is_prefetched=is_prefetched)
     if x.device.type == "cpu":
         return linear_reference(x, weight, bias)
     return F.linear(x, weight, bias)
@@ -138,10 +154,10 @@ def norm_linear(
     num_tokens, num_in = residual.shape
     if num_tokens != 1 or num_in > MAX_NORM_COLUMNS or not runs_triton(residual):
         if delta is None:
-            normed = rms_norm(residual, norm_weight, eps)
+            normed = rms_norm(residual, norm_weight, eps, weight)
         else:
-            normed = add_rms_norm(delta, residual, norm_weight, eps)
-        return linear(normed, weight, bias), residual
+            normed = add_rms_norm(delta, residual, norm_weight, eps, weight)
+        return _linear(normed, weight, bias, None, is_prefetched=True), residual
     num_out = len(weight)
     assert weight.shape == (num_out, num_in)
     assert weight.is_contiguous()
@@ -157,11 +173,13 @@ def norm_linear(
         total = residual.new_empty(1, num_in)
     tile = _norm_tile(num_in)
     num_programs = _norm_programs(num_out, tile, count_multiprocessors(residual.device))
-    options = launch_options(residual.device)
+    # Of each program, rows that follow its first tile.
+    ahead_tiles = _ahead_columns(weight, num_programs * tile.rows) // num_in
     _norm_vector_kernel[(num_programs,)](
-        delta, residual, norm_weight, total, weight, bias, out, eps, num_out,
+        delta, residual, norm_weight, total, weight, bias, out, eps, num_out, ahead_tiles,
         num_in=num_in, rows=tile.rows, columns=tile.columns, has_delta=delta is not None,
-        has_bias=bias is not None, overlaps=bool(options), num_warps=tile.num_warps, **options,
+        has_bias=bias is not None, prefetches=ahead_tiles > 0, threads=32 * tile.num_warps,
+        num_warps=tile.num_warps, **launch_options(residual.device),
     )  # fmt: skip
     return out, total
 
@@ -180,7 +198,8 @@ def silu_linear(
         [tokens, out], contiguous.
     """
     if len(gate_up) != 1 or not runs_triton(gate_up):
-        return linear(silu_mul(gate_up), weight, bias)
+        activated = silu_mul(gate_up, weight)
+        return _linear(activated, weight, bias, None, is_prefetched=True)
     num_out, num_in = weight.shape
     tile = _gated_tile(num_out, num_in, count_multiprocessors(gate_up.device))
     return _vector(gate_up, weight, bias, tile, gated=True)
@@ -189,39 +208,26 @@ def silu_linear(
 def best_tile(shape: Shape) -> Tile | None:
     """How `linear` does a product on a GPU; None for cuBLAS.
 
-    By measurement on an H200 (benchmarks/gpu/small_kernels.json): for one token that tile was the
+    By measurement on an H200 (benchmarks/gpu/small_kernels.json). For one token that tile was the
     best or within 6 % of it for every shape, and cuBLAS never was ahead by more than 2 %. For
-    several, cuBLAS is about as good or better for weights of more than 32 M elements.
+    several, the tile of 64 rows was the best or within 4 % of it for every shape, cuBLAS included,
+    with columns shared out where rows alone are too few to occupy the device.
     """
     if shape.tokens == 1:
         return Tile(2, min(_pow2(shape.in_), 1024), 4)
-    if shape.tokens > MAX_TILE_TOKENS or shape.out * shape.in_ > 1 << 25:
+    if shape.tokens > MAX_TILE_TOKENS:
         return None
-    if shape.out < 4096:
-        # Too few rows to occupy the device: their columns are shared out. Not measured yet.
-        return Tile(32, 256, 4, 2, num_splits=min(max(shape.in_ // 256, 1), 8))
-    if shape.out == 4096 and shape.in_ >= 4096:
-        return Tile(16, 256, 2, 4)
-    return Tile(64, 128, 4, 4)
+    num_splits = 1
+    if shape.out <= 4096 and shape.in_ >= shape.out:
+        num_splits = 4 if shape.out < 2048 or shape.in_ > 2 * shape.out else 2
+    return Tile(64, 128, 4, 4, min(num_splits, -(-shape.in_ // 128)))
 
 
-def launch_options(device: torch.device) -> dict[str, Any]:
-    """Options of a launch that may overlap with its predecessor; empty if it must not."""
-    return {"launch_pdl": True} if overlap and _has_grid_dependencies(device) else {}
-
-
-@functools.lru_cache
-def _has_grid_dependencies(device: torch.device) -> bool:
-    """Hopper and later."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@functools.lru_cache
-def count_multiprocessors(device: torch.device) -> int:
-    """Of a CUDA device; 1 for the interpreter."""
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+def _ahead_columns(weight: torch.Tensor, num_rows: int) -> int:
+    """How many columns of that many rows of a weight a product prefetches while it waits."""
+    if not launch_options(weight.device)["overlaps"] or not can_prefetch(weight):
+        return 0
+    return _triton.prefetch_bytes // (num_rows * weight.itemsize) // 64 * 64
 
 
 def _pow2(number: int) -> int:
@@ -291,7 +297,12 @@ def _groups(num_rows: int) -> int:
 
 
 def _tiled(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tile: Tile,
+    *,
+    is_prefetched: bool,
 ) -> torch.Tensor:
     """The kernel for one token, or the one for several."""
     num_tokens, num_in = x.shape
@@ -314,12 +325,17 @@ def _tiled(
         )
         tickets = _tickets(x.device)
         assert num_tiles <= len(tickets), f"{num_out} rows are too many for {tile}"
-    options = launch_options(x.device)
+    # Only programs that run at once prefetch: those that follow would fetch what they are reading.
+    num_first = min(num_tiles * tile.num_splits, 2 * count_multiprocessors(x.device))
+    ahead_columns = 0 if is_prefetched else _ahead_columns(weight, num_first * tile.rows)
     _matrix_kernel[(num_tiles, tile.num_splits)](
         x, weight, bias, out, partials, tickets, num_tokens, num_out, num_in, x.stride(0),
+        num_first, ahead_columns,
         tokens=tokens, rows=tile.rows, columns=tile.columns, splits=tile.num_splits,
-        has_bias=bias is not None, even=num_in % tile.columns == 0, overlaps=bool(options),
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **options,
+        has_bias=bias is not None, even=num_in % tile.columns == 0, prefetches=ahead_columns > 0,
+        releases_early=weight.numel() * weight.itemsize <= _EARLY_RELEASE_BYTES,
+        threads=32 * tile.num_warps, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        **launch_options(x.device),
     )  # fmt: skip
     return out
 
@@ -345,11 +361,17 @@ def _vector(
     assert x.stride(1) == 1
     assert x.dtype == weight.dtype
     out = x.new_empty(1, num_out)
-    options = launch_options(x.device)
-    _vector_kernel[(-(-num_out // tile.rows),)](
-        x, weight, bias, out, num_out, num_in=num_in, rows=tile.rows, columns=tile.columns,
-        gated=gated, has_bias=bias is not None, overlaps=bool(options), num_warps=tile.num_warps,
-        **options,
+    num_programs = -(-num_out // tile.rows)
+    # As in `_tiled`; a multiprocessor runs 64 warps.
+    num_first = min(num_programs, 64 // tile.num_warps * count_multiprocessors(x.device))
+    ahead_columns = 0
+    if num_in > tile.columns:
+        ahead_columns = _ahead_columns(weight, num_first * tile.rows)
+    _vector_kernel[(num_programs,)](
+        x, weight, bias, out, num_out, num_first, ahead_columns,
+        num_in=num_in, rows=tile.rows, columns=tile.columns, gated=gated, has_bias=bias is not None,
+        prefetches=ahead_columns > 0, threads=32 * tile.num_warps, num_warps=tile.num_warps,
+        **launch_options(x.device),
     )  # fmt: skip
     return out
 
@@ -361,11 +383,15 @@ def _vector_kernel(
     bias: tensor,
     out: tensor,
     num_out: tensor,
+    num_first: tensor,
+    ahead_columns: tensor,
     num_in: constexpr,
     rows: constexpr,
     columns: constexpr,
     gated: constexpr,
     has_bias: constexpr,
+    prefetches: constexpr,
+    threads: constexpr,
     overlaps: constexpr,
 ) -> None:
     """Each program has `rows` rows of the weight, and reads one tile ahead."""
@@ -376,9 +402,12 @@ def _vector_kernel(
     inside = row < num_out
     weight_rows = weight + row.to(tl.int64)[:, None] * num_in
     w = _weight_tile(weight_rows, column, inside, num_in, columns)
-    if overlaps:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    if prefetches and tl.program_id(0) < num_first:
+        end = tl.minimum(columns + ahead_columns, num_in)
+        first = tl.program_id(0) * rows
+        _prefetch_rows(weight, first, num_out, num_in, columns, end, rows, threads)
+    await_predecessor(overlaps)
+    release_successor(overlaps)
     v = _input_tile(x, column, num_in, gated)
     sums = tl.zeros([rows, columns], tl.float32)
     for start in range(columns, num_in, columns):
@@ -388,6 +417,28 @@ def _vector_kernel(
         v = _input_tile(x, start + column, num_in, gated)
     sums += w.to(tl.float32) * v
     _store_rows(out, bias, tl.sum(sums, axis=1), row, inside, has_bias)
+
+
+@jit
+def _prefetch_rows(
+    weight: tensor,
+    first_row: tensor,
+    num_out: tensor,
+    num_in: tensor,
+    begin: tensor,
+    end: tensor,
+    rows: constexpr,
+    threads: constexpr,
+) -> None:
+    """Columns [begin, end) of rows [first_row, first_row + rows)."""
+    piece: constexpr = 512  # columns that a thread fetches at once
+    lane = lanes(threads)
+    row = first_row + lane % rows
+    for start in range(begin, end, piece * (threads // rows)):
+        column = start + lane // rows * piece
+        wanted = (row < num_out) & (column < end)
+        pointers = weight + row.to(tl.int64) * num_in + column
+        prefetch_stretches(pointers, tl.minimum(end - column, piece), wanted)
 
 
 @jit
@@ -434,11 +485,14 @@ def _norm_vector_kernel(
     out: tensor,
     eps: tensor,
     num_out: tensor,
+    ahead_tiles: tensor,
     num_in: constexpr,
     rows: constexpr,
     columns: constexpr,
     has_delta: constexpr,
     has_bias: constexpr,
+    prefetches: constexpr,
+    threads: constexpr,
     overlaps: constexpr,
 ) -> None:
     """Each program normalises the row, and then has every `num_programs`th tile of the weight."""
@@ -450,9 +504,12 @@ def _norm_vector_kernel(
     weight_rows = weight + row.to(tl.int64)[:, None] * num_in
     w = _weight_tile(weight_rows, column[None, :], row < num_out, num_in, columns)
     scales = tl.load(norm_weight + column, mask=within, other=0.0)
-    if overlaps:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    if prefetches:
+        ahead_end = tl.minimum(first + step * (1 + ahead_tiles), num_out)
+        for start in range(first + step, ahead_end, step):
+            _prefetch_rows(weight, start, num_out, num_in, 0, num_in, rows, threads)
+    await_predecessor(overlaps)
+    release_successor(overlaps)
     own = tl.load(residual + column, mask=within, other=0.0)
     if has_delta:
         added = tl.load(delta + column, mask=within, other=0.0)
@@ -482,12 +539,17 @@ def _matrix_kernel(
     num_out: tensor,
     num_in: tensor,
     x_stride: tensor,
+    num_first: tensor,
+    ahead_columns: tensor,
     tokens: constexpr,
     rows: constexpr,
     columns: constexpr,
     splits: constexpr,
     has_bias: constexpr,
     even: constexpr,
+    prefetches: constexpr,
+    releases_early: constexpr,
+    threads: constexpr,
     overlaps: constexpr,
 ) -> None:
     """The weight is the left factor: its rows fill the matrix unit, tokens are the short side.
@@ -495,9 +557,6 @@ def _matrix_kernel(
     Of several programs that share rows, the last to finish adds up what all have found, always in
     the same order.
     """
-    if overlaps:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     first_row = tl.program_id(0) * rows
     row = first_row + tl.arange(0, rows)
     token = tl.arange(0, tokens)
@@ -510,6 +569,13 @@ def _matrix_kernel(
     share = tl.cdiv(num_in, splits * columns) * columns
     begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, num_in)
+    program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    if prefetches and program < num_first:
+        ahead_end = tl.minimum(begin + ahead_columns, end)
+        _prefetch_rows(weight, first_row, num_out, num_in, begin, ahead_end, rows, threads)
+    await_predecessor(overlaps)
+    if releases_early:
+        release_successor(overlaps)
     sums = tl.zeros([rows, tokens], tl.float32)
     for start in range(begin, end, columns):
         if even:
@@ -520,6 +586,8 @@ def _matrix_kernel(
             w = tl.load(weight_tile + start, mask=inside & within[None, :], other=0.0)
             v = tl.load(x_tile + start, mask=present & within[:, None], other=0.0)
         sums = tl.dot(w, v, sums, input_precision="ieee")
+    if not releases_early:
+        release_successor(overlaps)
     if splits == 1:
         _store_tile(out, bias, sums, row, token, num_out, num_tokens, has_bias)
     else:

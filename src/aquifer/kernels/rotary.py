@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from aquifer.kernels._triton import constexpr, jit, runs_triton, tensor, tl
+from aquifer.kernels._triton import (
+    await_predecessor,
+    constexpr,
+    jit,
+    launch_options,
+    release_successor,
+    runs_triton,
+    tensor,
+    tl,
+)
 from aquifer.kernels.norm import rms_norm_reference
 
 _HEADS = 8  # of one program
@@ -41,7 +50,7 @@ def rotary_angles(
         _rotary_angles_kernel[(-(-num_tokens // _TOKENS),)](
             positions, frequencies, cos, sin, num_tokens, magnitude,
             half=half, half_pow2=1 << (half - 1).bit_length(), tokens=_TOKENS,
-            is_own=frequencies.dim() == 2, num_warps=4,
+            is_own=frequencies.dim() == 2, num_warps=4, **launch_options(positions.device),
         )  # fmt: skip
     return cos, sin
 
@@ -58,7 +67,10 @@ def _rotary_angles_kernel(
     half_pow2: constexpr,
     tokens: constexpr,
     is_own: constexpr,
+    overlaps: constexpr,
 ) -> None:
+    await_predecessor(overlaps)
+    release_successor(overlaps)
     token = tl.program_id(0) * tokens + tl.arange(0, tokens)[:, None]
     lane = tl.arange(0, half_pow2)[None, :]
     inside = (token < num_tokens) & (lane < half)
@@ -196,6 +208,7 @@ def qk_norm_rope_write(
         kv_blocks=kv_blocks,
         has_norm=q_weight is not None,
         num_warps=4,
+        **launch_options(qkv.device),
     )
 
 
@@ -227,10 +240,13 @@ def _qk_norm_rope_write_kernel(
     q_blocks: constexpr,
     kv_blocks: constexpr,
     has_norm: constexpr,
+    overlaps: constexpr,
 ) -> None:
     """A program has up to `block_heads` heads of one token: all of q, or of k, or of v."""
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
+    await_predecessor(overlaps)
+    release_successor(overlaps)
     first = tl.load(row_first + token)
     second = tl.load(row_second + token)
     lane = tl.arange(0, half_pow2)[None, :]
@@ -283,19 +299,20 @@ def _rotated(
     has_norm: constexpr,
 ) -> tensor:
     """Both halves of some heads, [heads, half] each, rounded wherever the reference rounds."""
+    # All loads come first: none waits for another.
     low = tl.load(source, mask=inside, other=0.0)
     high = tl.load(source + half, mask=inside, other=0.0)
     dtype = low.dtype
-    a, b = low.to(tl.float32), high.to(tl.float32)
-    if has_norm:
-        mean_square = (tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * half)
-        scale = tl.rsqrt(mean_square + eps)[:, None]
-        weight_a = tl.load(weight + lane, mask=lane < half, other=0.0).to(tl.float32)
-        weight_b = tl.load(weight + half + lane, mask=lane < half, other=0.0).to(tl.float32)
-        a = (weight_a * (a * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-        b = (weight_b * (b * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
     c = tl.load(cos + angle, mask=lane < half, other=0.0).to(dtype).to(tl.float32)
     s = tl.load(sin + angle, mask=lane < half, other=0.0).to(dtype).to(tl.float32)
+    a, b = low.to(tl.float32), high.to(tl.float32)
+    if has_norm:
+        weight_a = tl.load(weight + lane, mask=lane < half, other=0.0).to(tl.float32)
+        weight_b = tl.load(weight + half + lane, mask=lane < half, other=0.0).to(tl.float32)
+        mean_square = (tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * half)
+        scale = tl.rsqrt(mean_square + eps)[:, None]
+        a = (weight_a * (a * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+        b = (weight_b * (b * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
     a_c, a_s = (a * c).to(dtype).to(tl.float32), (a * s).to(dtype).to(tl.float32)
     b_c, b_s = (b * c).to(dtype).to(tl.float32), (b * s).to(dtype).to(tl.float32)
     return (a_c - b_s).to(dtype), (b_c + a_s).to(dtype)

@@ -38,7 +38,16 @@ from typing import Literal
 
 import torch
 
-from aquifer.kernels._triton import constexpr, jit, runs_triton, tensor, tl
+from aquifer.kernels._triton import (
+    await_predecessor,
+    constexpr,
+    jit,
+    launch_options,
+    release_successor,
+    runs_triton,
+    tensor,
+    tl,
+)
 from aquifer.kernels.sampling_host import GREEDY_BELOW, IN_PROMPT, sample_host
 
 Variant = Literal["greedy", "plain", "full"]
@@ -275,7 +284,7 @@ def sample(
     _chunk_kernel[(batch, num_chunks)](
         *source, best, best_id, mass, groups,
         num_groups=_GROUPS, group=_GROUP, in_prompt=IN_PROMPT, greedy_below=GREEDY_BELOW,
-        greedy=greedy, full=full, num_warps=4,
+        greedy=greedy, full=full, num_warps=4, **launch_options(logits.device),
     )  # fmt: skip
     _pick_kernel[(batch,)](
         *source, best, best_id, mass, groups,
@@ -283,6 +292,7 @@ def sample(
         chunks_pow2=_pow2(num_chunks), chunk=_CHUNK, groups_pow2=_pow2(num_chunks * _GROUPS),
         num_groups=_GROUPS, group=_GROUP, rank=_RANK, limit=_CANDIDATES,
         in_prompt=IN_PROMPT, greedy_below=GREEDY_BELOW, greedy=greedy, full=full, num_warps=8,
+        **launch_options(logits.device),
     )  # fmt: skip
     if not full:
         return
@@ -348,7 +358,10 @@ def _chunk_kernel(
     greedy_below: constexpr,
     greedy: constexpr,
     full: constexpr,
+    overlaps: constexpr,
 ) -> None:
+    await_predecessor(overlaps)
+    release_successor(overlaps)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     num_chunks = tl.num_programs(1)
@@ -457,7 +470,10 @@ def _pick_kernel(
     greedy_below: constexpr,
     greedy: constexpr,
     full: constexpr,
+    overlaps: constexpr,
 ) -> None:
+    await_predecessor(overlaps)
+    release_successor(overlaps)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     is_pending = 0

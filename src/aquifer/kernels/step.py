@@ -9,7 +9,16 @@ from __future__ import annotations
 
 import torch
 
-from aquifer.kernels._triton import constexpr, jit, runs_triton, tensor, tl
+from aquifer.kernels._triton import (
+    await_predecessor,
+    constexpr,
+    jit,
+    launch_options,
+    release_successor,
+    runs_triton,
+    tensor,
+    tl,
+)
 
 _BLOCK = 128  # rows of one program
 
@@ -52,7 +61,7 @@ def decode_inputs(
     )
     _decode_inputs_kernel[(-(-n // _BLOCK),)](
         slots, num_prompt, num_computed, last_token, token_ids, positions, lengths, contexts,
-        n, len(num_prompt) - 1, block=_BLOCK, num_warps=4,
+        n, len(num_prompt) - 1, block=_BLOCK, num_warps=4, **launch_options(slots.device),
     )  # fmt: skip
     return token_ids, positions, lengths, contexts
 
@@ -70,7 +79,10 @@ def _decode_inputs_kernel(
     n: tensor,
     last_row: tensor,
     block: constexpr,
+    overlaps: constexpr,
 ) -> None:
+    await_predecessor(overlaps)
+    release_successor(overlaps)
     row = tl.program_id(0) * block + tl.arange(0, block)
     inside = row < n
     slot = tl.load(slots + row, mask=inside, other=-1)
@@ -122,6 +134,7 @@ def advance(
     _advance_kernel[(-(-n // _BLOCK),)](
         slots, lengths, token_ids, num_computed, last_token, n,
         has_tokens=token_ids is not None, block=_BLOCK, num_warps=4,
+        **launch_options(slots.device),
     )  # fmt: skip
 
 
@@ -135,7 +148,10 @@ def _advance_kernel(
     n: tensor,
     has_tokens: constexpr,
     block: constexpr,
+    overlaps: constexpr,
 ) -> None:
+    await_predecessor(overlaps)
+    release_successor(overlaps)
     row = tl.program_id(0) * block + tl.arange(0, block)
     slot = tl.load(slots + row, mask=row < n, other=-1)
     real = slot >= 0
