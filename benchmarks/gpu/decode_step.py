@@ -9,8 +9,8 @@ then norm, head and greedy choice. The floor is weights and KV read once at the 
 copy.
 
 First the hidden states after two layers are compared with the plain torch references, for each
-variant, and those after all layers with the variant in which kernels neither overlap nor prefetch:
-replay after replay, with other tokens each time, and with all memory of the graph poisoned before.
+variant, and those after all layers with the variant in which kernels do not overlap: replay after
+replay, with other tokens each time, and with all memory of the graph poisoned before.
 Variants are timed for few batch sizes only; a profile of one replay gives the time of each kernel,
 which includes its waiting where kernels overlap.
 """
@@ -114,27 +114,21 @@ class Variant:
 
     name: str
     overlaps: bool = True
-    prefetch_bytes: int = _triton.prefetch_bytes
     merges_itself: bool = True
     cublas: bool = False  # for several rows
 
     def apply(self) -> None:
         """Set what is set by module."""
         _triton.overlap = self.overlaps
-        _triton.prefetch_bytes = self.prefetch_bytes
         linear_module.MAX_TILE_TOKENS = 1 if self.cublas else MAX_TILE_TOKENS
 
 
 MAX_TILE_TOKENS = linear_module.MAX_TILE_TOKENS
 DEFAULT = Variant("default")
-SERIAL = Variant("no overlap, no prefetch", overlaps=False, prefetch_bytes=0)
+SERIAL = Variant("no overlap", overlaps=False)
 VARIANTS = (
     DEFAULT,
     SERIAL,
-    Variant("no overlap", overlaps=False),
-    Variant("no prefetch", prefetch_bytes=0),
-    Variant("prefetch 4 MiB", prefetch_bytes=4 << 20),
-    Variant("prefetch 24 MiB", prefetch_bytes=24 << 20),
     Variant("merge in a second kernel", merges_itself=False),
     Variant("cuBLAS for several rows", cublas=True),
 )
@@ -361,7 +355,7 @@ def check(shape: Shape) -> None:
 
 
 def compare(model: Model, batches: list[int]) -> None:
-    """All layers with overlap and prefetch against the same kernels without: the same numbers."""
+    """All layers with overlap against the same kernels without: the same numbers."""
     for batch in batches:
         step = Step(model, batch, paged=False)
         graphs = [capture(step, variant) for variant in (SERIAL, DEFAULT)]

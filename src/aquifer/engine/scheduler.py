@@ -39,7 +39,6 @@ from aquifer.engine.slots import STOP_IDS_PER_SLOT, Sequence, SlotTable
 from aquifer.errors import DriverError
 from aquifer.memory.pool import PagePool
 
-
 _CHUNK_MULTIPLE_TOKENS = 256
 """Where a prompt is cut, it is cut at a multiple of this: attention has a faster kernel for chunks
 of few different shapes (`aquifer.kernels.prefill_attention`)."""

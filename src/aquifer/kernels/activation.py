@@ -8,11 +8,8 @@ import torch.nn.functional as F
 from aquifer.kernels._triton import (
     await_predecessor,
     constexpr,
-    count_multiprocessors,
     jit,
     launch_options,
-    prefetch_options,
-    prefetch_share,
     release_successor,
     runs_triton,
     tensor,
@@ -20,7 +17,6 @@ from aquifer.kernels._triton import (
 )
 
 _COLUMNS = 1024  # of one program
-_WARPS = 4
 
 
 def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
@@ -29,12 +25,11 @@ def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def silu_mul(gate_up: torch.Tensor, prefetch: torch.Tensor | None = None) -> torch.Tensor:
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up, each rounded to the dtype as torch would.
 
     Args:
         gate_up: [tokens, 2n], gate before up; rows may lie further apart.
-        prefetch: [out, n], contiguous: the weight of the product that follows, if one does.
 
     Returns:
         [tokens, n], contiguous.
@@ -47,14 +42,9 @@ def silu_mul(gate_up: torch.Tensor, prefetch: torch.Tensor | None = None) -> tor
     out = gate_up.new_empty(num_tokens, width // 2)
     if num_tokens == 0:
         return out
-    ahead = prefetch_options(prefetch, num_tokens)
-    num_blocks, num_rows = -(-width // 2 // _COLUMNS), num_tokens
-    if ahead["ahead"] is not None:
-        # A program on each multiprocessor at least; those without a token only prefetch.
-        num_rows = max(num_tokens, -(-count_multiprocessors(gate_up.device) // num_blocks))
-    _silu_mul_kernel[(num_rows, num_blocks)](
-        gate_up, out, gate_up.stride(0), num_tokens, width // 2, block=_COLUMNS,
-        threads=32 * _WARPS, num_warps=_WARPS, **ahead, **launch_options(gate_up.device),
+    _silu_mul_kernel[(num_tokens, -(-width // 2 // _COLUMNS))](
+        gate_up, out, gate_up.stride(0), width // 2, block=_COLUMNS, num_warps=4,
+        **launch_options(gate_up.device),
     )  # fmt: skip
     return out
 
@@ -64,29 +54,19 @@ def _silu_mul_kernel(
     gate_up: tensor,
     out: tensor,
     stride: tensor,
-    num_tokens: tensor,
     n: tensor,
-    ahead: tensor,
-    ahead_rows: tensor,
-    ahead_columns: tensor,
-    ahead_stride: tensor,
     block: constexpr,
-    threads: constexpr,
     overlaps: constexpr,
 ) -> None:
-    program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    num_programs = tl.num_programs(0) * tl.num_programs(1)
-    prefetch_share(ahead, ahead_rows, ahead_columns, ahead_stride, program, num_programs, threads)
-    if tl.program_id(0) < num_tokens:
-        token = tl.program_id(0).to(tl.int64)
-        columns = tl.program_id(1) * block + tl.arange(0, block)
-        inside = columns < n
-        gate_row = gate_up + token * stride
-        await_predecessor(overlaps)
-        release_successor(overlaps)
-        gate = tl.load(gate_row + columns, mask=inside)
-        up = tl.load(gate_row + n + columns, mask=inside)
-        wide = gate.to(tl.float32)
-        activated = (wide * tl.sigmoid(wide)).to(gate.dtype)
-        product = activated.to(tl.float32) * up.to(tl.float32)
-        tl.store(out + token * n + columns, product.to(gate.dtype), mask=inside)
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    inside = columns < n
+    gate_row = gate_up + token * stride
+    await_predecessor(overlaps)
+    release_successor(overlaps)
+    gate = tl.load(gate_row + columns, mask=inside)
+    up = tl.load(gate_row + n + columns, mask=inside)
+    wide = gate.to(tl.float32)
+    activated = (wide * tl.sigmoid(wide)).to(gate.dtype)
+    product = activated.to(tl.float32) * up.to(tl.float32)
+    tl.store(out + token * n + columns, product.to(gate.dtype), mask=inside)

@@ -32,14 +32,12 @@ from dataclasses import dataclass
 
 import torch
 
-from aquifer.kernels import _triton
 from aquifer.kernels._triton import (
     await_predecessor,
     constexpr,
     count_multiprocessors,
     jit,
     launch_options,
-    prefetch_points,
     release_successor,
     runs_triton,
     tensor,
@@ -264,7 +262,7 @@ def decode_attention(
 ) -> None:
     """Attend over all KV of each row's sequence. Reads no token but those it attends to.
 
-    `tables`, `slots` and `lengths` are read before the kernel launched last is complete (rule 4 of
+    `slots` and `lengths` are read before the kernel launched last is complete (rule 4 of
     `_triton.py`), so that one must not be what writes them: one kernel at least lies between, as
     in every model, where something writes the row's own K and V.
 
@@ -319,7 +317,6 @@ def decode_attention(
     heads_pow2 = _pow2(group * config.kv_heads_per_program)
     merge_elements = config.num_warps * _WARP_MERGE_ELEMENTS * (4 if batch <= _FEW_ROWS else 1)
     merge_shares = merge_elements // (heads_pow2 * _pow2(value_dim))
-    options = launch_options(query.device)
     _decode_attention_kernel[(num_kv_heads // config.kv_heads_per_program, config.num_shares)](
         query,
         keys,
@@ -361,12 +358,10 @@ def decode_attention(
         heads_pow2=heads_pow2,
         merge_shares=min(max(merge_shares, 1), _pow2(config.num_shares)),
         merges_itself=config.merges_itself,
-        prefetches=options["overlaps"] and _triton.prefetch_bytes > 0,
         releases_early=batch <= _FEW_ROWS,
-        threads=32 * config.num_warps,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **options,
+        **launch_options(query.device),
     )
     if config.merges_itself:
         return
@@ -462,9 +457,7 @@ def _decode_attention_kernel(
     heads_pow2: constexpr,
     merge_shares: constexpr,
     merges_itself: constexpr,
-    prefetches: constexpr,
     releases_early: constexpr,
-    threads: constexpr,
     overlaps: constexpr,
 ) -> None:
     # Neighbouring programs read neighbouring heads of the same tokens.
@@ -504,33 +497,6 @@ def _decode_attention_kernel(
     dim_v = tl.arange(0, value_dim_pow2)
     log2_e: constexpr = 1.4426950408889634
 
-    if prefetches:
-        _prefetch_tokens(
-            keys,
-            values,
-            tables,
-            slot,
-            length,
-            begin - row_begin,
-            end - begin,
-            first_kv_head,
-            key_block_stride,
-            key_token_stride,
-            key_head_stride,
-            value_block_stride,
-            value_token_stride,
-            value_head_stride,
-            table_stride,
-            kv_heads,
-            block_tokens,
-            block_size,
-            key_dim,
-            key_dim_pow2,
-            value_dim,
-            value_dim_pow2,
-            window_tokens,
-            threads,
-        )
     await_predecessor(overlaps)
     if releases_early:
         release_successor(overlaps)
@@ -665,62 +631,6 @@ def _decode_attention_kernel(
                 zeros.to(out.dtype.element_ty),
                 mask=is_empty & is_query[:, None] & (dim_v < value_dim)[None, :],
             )
-
-
-@jit
-def _prefetch_tokens(
-    keys: tensor,
-    values: tensor,
-    tables: tensor,
-    slot: tensor,
-    length: tensor,
-    first_tile: tensor,
-    num_tiles: tensor,
-    first_kv_head: tensor,
-    key_block_stride: tensor,
-    key_token_stride: tensor,
-    key_head_stride: tensor,
-    value_block_stride: tensor,
-    value_token_stride: tensor,
-    value_head_stride: tensor,
-    table_stride: tensor,
-    kv_heads: constexpr,
-    block_tokens: constexpr,
-    block_size: constexpr,
-    key_dim: constexpr,
-    key_dim_pow2: constexpr,
-    value_dim: constexpr,
-    value_dim_pow2: constexpr,
-    window_tokens: constexpr,
-    threads: constexpr,
-) -> None:
-    """The first keys and values of a share, of `threads` heads of tokens.
-
-    They begin `first_tile` tiles into the row, and are of no more than `num_tiles` tiles.
-    """
-    # [heads of tokens, points of one]
-    own = tl.arange(0, threads)[:, None]
-    first_token = 0
-    if window_tokens is not None:
-        first_token = tl.maximum(length - window_tokens, 0)
-    begin = first_token // block_tokens + first_tile
-    token = begin * block_tokens + own // kv_heads
-    wanted = (token < length) & (token >= first_token)
-    wanted = wanted & (token < (begin + num_tiles) * block_tokens)
-    block = slot.to(tl.int64)
-    place = token.to(tl.int64)
-    if block_size is not None:
-        entry = tables + block * table_stride + token // block_size
-        block = tl.load(entry, mask=wanted, other=0, cache_modifier=".cg").to(tl.int64)
-        place = (token % block_size).to(tl.int64)
-    head = first_kv_head + own % kv_heads
-    step: constexpr = 64 * 8 // keys.dtype.element_ty.primitive_bitwidth
-    key_dims = tl.arange(0, (key_dim_pow2 + step - 1) // step)[None, :] * step
-    key_rows = block * key_block_stride + place * key_token_stride + head * key_head_stride
-    prefetch_points(keys + key_rows + key_dims, wanted & (key_dims < key_dim))
-    value_dims = tl.arange(0, (value_dim_pow2 + step - 1) // step)[None, :] * step
-    value_rows = block * value_block_stride + place * value_token_stride + head * value_head_stride
-    prefetch_points(values + value_rows + value_dims, wanted & (value_dims < value_dim))
 
 
 @jit

@@ -5,9 +5,8 @@ bandwidth unused where the matrix is small. So there are kernels of our own: for
 also take in the norm or the activation before the product, and for up to `MAX_TILE_TOKENS`.
 `best_tile` says which is used where; benchmarks/gpu/small_kernels.py measures the candidates.
 
-Kernels here overlap with their neighbours, and prefetch weights, as `_triton.py` tells. The one for
-several tokens leaves the weight to the norm or the activation before it, if there is one; else, and
-for one token, the product's own programs fetch what they will read next while they wait.
+Kernels here overlap with their neighbours, as `_triton.py` tells. Those for one token load the
+first tile of the weight into registers before they wait.
 """
 
 from __future__ import annotations
@@ -20,16 +19,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from aquifer.kernels import _triton
 from aquifer.kernels._triton import (
     await_predecessor,
-    can_prefetch,
     constexpr,
     count_multiprocessors,
     jit,
-    lanes,
     launch_options,
-    prefetch_stretches,
     release_successor,
     runs_triton,
     tensor,
@@ -49,8 +44,8 @@ MAX_NORM_COLUMNS = 16384
 """The widest row that a program normalises in registers."""
 
 _EARLY_RELEASE_BYTES = 16 << 20
-"""A larger weight streams through the L2 cache for so long, and fills so much of it, that what the
-successor prefetches meanwhile would be gone before it is needed."""
+"""A larger weight streams for so long that what the successor's programs would take meanwhile, of
+registers and shared memory, counts more than that they are in place early; by measurement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,18 +96,6 @@ def linear(
     Returns:
         [tokens, out], contiguous.
     """
-    return _linear(x, weight, bias, tile, is_prefetched=False)
-
-
-def _linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    tile: Tile | None,
-    *,
-    is_prefetched: bool,
-) -> torch.Tensor:
-    """`linear`; whether the kernel before this one has prefetched the weight."""
     if runs_triton(x):
         if tile is None:
             tile = best_tile(Shape(len(x), len(weight), x.shape[1]))
@@ -120,7 +103,7 @@ def _linear(
             if len(x) > 1 and (x.dtype == torch.float32 or not x.is_cuda):
                 tile = None
         if tile is not None:
-            return _tiled(x, weight, bias, tile, is_prefetched=is_prefetched)
+            return _tiled(x, weight, bias, tile)
     if x.device.type == "cpu":
         return linear_reference(x, weight, bias)
     return F.linear(x, weight, bias)
@@ -154,10 +137,10 @@ def norm_linear(
     num_tokens, num_in = residual.shape
     if num_tokens != 1 or num_in > MAX_NORM_COLUMNS or not runs_triton(residual):
         if delta is None:
-            normed = rms_norm(residual, norm_weight, eps, weight)
+            normed = rms_norm(residual, norm_weight, eps)
         else:
-            normed = add_rms_norm(delta, residual, norm_weight, eps, weight)
-        return _linear(normed, weight, bias, None, is_prefetched=True), residual
+            normed = add_rms_norm(delta, residual, norm_weight, eps)
+        return linear(normed, weight, bias), residual
     num_out = len(weight)
     assert weight.shape == (num_out, num_in)
     assert weight.is_contiguous()
@@ -173,13 +156,10 @@ def norm_linear(
         total = residual.new_empty(1, num_in)
     tile = _norm_tile(num_in)
     num_programs = _norm_programs(num_out, tile, count_multiprocessors(residual.device))
-    # Of each program, rows that follow its first tile.
-    ahead_tiles = _ahead_columns(weight, num_programs * tile.rows) // num_in
     _norm_vector_kernel[(num_programs,)](
-        delta, residual, norm_weight, total, weight, bias, out, eps, num_out, ahead_tiles,
+        delta, residual, norm_weight, total, weight, bias, out, eps, num_out,
         num_in=num_in, rows=tile.rows, columns=tile.columns, has_delta=delta is not None,
-        has_bias=bias is not None, prefetches=ahead_tiles > 0, threads=32 * tile.num_warps,
-        num_warps=tile.num_warps, **launch_options(residual.device),
+        has_bias=bias is not None, num_warps=tile.num_warps, **launch_options(residual.device),
     )  # fmt: skip
     return out, total
 
@@ -198,8 +178,7 @@ def silu_linear(
         [tokens, out], contiguous.
     """
     if len(gate_up) != 1 or not runs_triton(gate_up):
-        activated = silu_mul(gate_up, weight)
-        return _linear(activated, weight, bias, None, is_prefetched=True)
+        return linear(silu_mul(gate_up), weight, bias)
     num_out, num_in = weight.shape
     tile = _gated_tile(num_out, num_in, count_multiprocessors(gate_up.device))
     return _vector(gate_up, weight, bias, tile, gated=True)
@@ -221,13 +200,6 @@ def best_tile(shape: Shape) -> Tile | None:
     if shape.out <= 4096 and shape.in_ >= shape.out:
         num_splits = 4 if shape.out < 2048 or shape.in_ > 2 * shape.out else 2
     return Tile(64, 128, 4, 4, min(num_splits, -(-shape.in_ // 128)))
-
-
-def _ahead_columns(weight: torch.Tensor, num_rows: int) -> int:
-    """How many columns of that many rows of a weight a product prefetches while it waits."""
-    if not launch_options(weight.device)["overlaps"] or not can_prefetch(weight):
-        return 0
-    return _triton.prefetch_bytes // (num_rows * weight.itemsize) // 64 * 64
 
 
 def _pow2(number: int) -> int:
@@ -297,12 +269,7 @@ def _groups(num_rows: int) -> int:
 
 
 def _tiled(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    tile: Tile,
-    *,
-    is_prefetched: bool,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile
 ) -> torch.Tensor:
     """The kernel for one token, or the one for several."""
     num_tokens, num_in = x.shape
@@ -325,17 +292,12 @@ def _tiled(
         )
         tickets = _tickets(x.device)
         assert num_tiles <= len(tickets), f"{num_out} rows are too many for {tile}"
-    # Only programs that run at once prefetch: those that follow would fetch what they are reading.
-    num_first = min(num_tiles * tile.num_splits, 2 * count_multiprocessors(x.device))
-    ahead_columns = 0 if is_prefetched else _ahead_columns(weight, num_first * tile.rows)
     _matrix_kernel[(num_tiles, tile.num_splits)](
         x, weight, bias, out, partials, tickets, num_tokens, num_out, num_in, x.stride(0),
-        num_first, ahead_columns,
         tokens=tokens, rows=tile.rows, columns=tile.columns, splits=tile.num_splits,
-        has_bias=bias is not None, even=num_in % tile.columns == 0, prefetches=ahead_columns > 0,
+        has_bias=bias is not None, even=num_in % tile.columns == 0,
         releases_early=weight.numel() * weight.itemsize <= _EARLY_RELEASE_BYTES,
-        threads=32 * tile.num_warps, num_warps=tile.num_warps, num_stages=tile.num_stages,
-        **launch_options(x.device),
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_options(x.device),
     )  # fmt: skip
     return out
 
@@ -361,17 +323,10 @@ def _vector(
     assert x.stride(1) == 1
     assert x.dtype == weight.dtype
     out = x.new_empty(1, num_out)
-    num_programs = -(-num_out // tile.rows)
-    # As in `_tiled`; a multiprocessor runs 64 warps.
-    num_first = min(num_programs, 64 // tile.num_warps * count_multiprocessors(x.device))
-    ahead_columns = 0
-    if num_in > tile.columns:
-        ahead_columns = _ahead_columns(weight, num_first * tile.rows)
-    _vector_kernel[(num_programs,)](
-        x, weight, bias, out, num_out, num_first, ahead_columns,
+    _vector_kernel[(-(-num_out // tile.rows),)](
+        x, weight, bias, out, num_out,
         num_in=num_in, rows=tile.rows, columns=tile.columns, gated=gated, has_bias=bias is not None,
-        prefetches=ahead_columns > 0, threads=32 * tile.num_warps, num_warps=tile.num_warps,
-        **launch_options(x.device),
+        num_warps=tile.num_warps, **launch_options(x.device),
     )  # fmt: skip
     return out
 
@@ -383,15 +338,11 @@ def _vector_kernel(
     bias: tensor,
     out: tensor,
     num_out: tensor,
-    num_first: tensor,
-    ahead_columns: tensor,
     num_in: constexpr,
     rows: constexpr,
     columns: constexpr,
     gated: constexpr,
     has_bias: constexpr,
-    prefetches: constexpr,
-    threads: constexpr,
     overlaps: constexpr,
 ) -> None:
     """Each program has `rows` rows of the weight, and reads one tile ahead."""
@@ -402,10 +353,6 @@ def _vector_kernel(
     inside = row < num_out
     weight_rows = weight + row.to(tl.int64)[:, None] * num_in
     w = _weight_tile(weight_rows, column, inside, num_in, columns)
-    if prefetches and tl.program_id(0) < num_first:
-        end = tl.minimum(columns + ahead_columns, num_in)
-        first = tl.program_id(0) * rows
-        _prefetch_rows(weight, first, num_out, num_in, columns, end, rows, threads)
     await_predecessor(overlaps)
     release_successor(overlaps)
     v = _input_tile(x, column, num_in, gated)
@@ -417,28 +364,6 @@ def _vector_kernel(
         v = _input_tile(x, start + column, num_in, gated)
     sums += w.to(tl.float32) * v
     _store_rows(out, bias, tl.sum(sums, axis=1), row, inside, has_bias)
-
-
-@jit
-def _prefetch_rows(
-    weight: tensor,
-    first_row: tensor,
-    num_out: tensor,
-    num_in: tensor,
-    begin: tensor,
-    end: tensor,
-    rows: constexpr,
-    threads: constexpr,
-) -> None:
-    """Columns [begin, end) of rows [first_row, first_row + rows)."""
-    piece: constexpr = 512  # columns that a thread fetches at once
-    lane = lanes(threads)
-    row = first_row + lane % rows
-    for start in range(begin, end, piece * (threads // rows)):
-        column = start + lane // rows * piece
-        wanted = (row < num_out) & (column < end)
-        pointers = weight + row.to(tl.int64) * num_in + column
-        prefetch_stretches(pointers, tl.minimum(end - column, piece), wanted)
 
 
 @jit
@@ -485,14 +410,11 @@ def _norm_vector_kernel(
     out: tensor,
     eps: tensor,
     num_out: tensor,
-    ahead_tiles: tensor,
     num_in: constexpr,
     rows: constexpr,
     columns: constexpr,
     has_delta: constexpr,
     has_bias: constexpr,
-    prefetches: constexpr,
-    threads: constexpr,
     overlaps: constexpr,
 ) -> None:
     """Each program normalises the row, and then has every `num_programs`th tile of the weight."""
@@ -504,10 +426,6 @@ def _norm_vector_kernel(
     weight_rows = weight + row.to(tl.int64)[:, None] * num_in
     w = _weight_tile(weight_rows, column[None, :], row < num_out, num_in, columns)
     scales = tl.load(norm_weight + column, mask=within, other=0.0)
-    if prefetches:
-        ahead_end = tl.minimum(first + step * (1 + ahead_tiles), num_out)
-        for start in range(first + step, ahead_end, step):
-            _prefetch_rows(weight, start, num_out, num_in, 0, num_in, rows, threads)
     await_predecessor(overlaps)
     release_successor(overlaps)
     own = tl.load(residual + column, mask=within, other=0.0)
@@ -539,17 +457,13 @@ def _matrix_kernel(
     num_out: tensor,
     num_in: tensor,
     x_stride: tensor,
-    num_first: tensor,
-    ahead_columns: tensor,
     tokens: constexpr,
     rows: constexpr,
     columns: constexpr,
     splits: constexpr,
     has_bias: constexpr,
     even: constexpr,
-    prefetches: constexpr,
     releases_early: constexpr,
-    threads: constexpr,
     overlaps: constexpr,
 ) -> None:
     """The weight is the left factor: its rows fill the matrix unit, tokens are the short side.
@@ -557,8 +471,7 @@ def _matrix_kernel(
     Of several programs that share rows, the last to finish adds up what all have found, always in
     the same order.
     """
-    first_row = tl.program_id(0) * rows
-    row = first_row + tl.arange(0, rows)
+    row = tl.program_id(0) * rows + tl.arange(0, rows)
     token = tl.arange(0, tokens)
     column = tl.arange(0, columns)
     inside = (row < num_out)[:, None]
@@ -569,10 +482,6 @@ def _matrix_kernel(
     share = tl.cdiv(num_in, splits * columns) * columns
     begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, num_in)
-    program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    if prefetches and program < num_first:
-        ahead_end = tl.minimum(begin + ahead_columns, end)
-        _prefetch_rows(weight, first_row, num_out, num_in, begin, ahead_end, rows, threads)
     await_predecessor(overlaps)
     if releases_early:
         release_successor(overlaps)

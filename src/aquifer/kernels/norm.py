@@ -9,11 +9,8 @@ import torch
 from aquifer.kernels._triton import (
     await_predecessor,
     constexpr,
-    count_multiprocessors,
     jit,
     launch_options,
-    prefetch_options,
-    prefetch_share,
     release_successor,
     runs_triton,
     tensor,
@@ -30,16 +27,13 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
     return weight * wide.to(x.dtype)
 
 
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, prefetch: torch.Tensor | None = None
-) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Normalise the last dimension to root mean square 1, in float32, then scale.
 
     Args:
         x: [..., n].
         weight: [n], of x's dtype.
         eps: added to the mean square.
-        prefetch: [out, n], contiguous: the weight of the product that follows, if one does.
 
     Returns:
         [..., n] of x's dtype.
@@ -51,7 +45,7 @@ def rms_norm(
     assert weight.shape == rows.shape[1:]
     out = rows.new_empty(rows.shape)
     if len(rows):
-        _launch(_rms_norm_kernel, (rows, weight, out, rows.stride(0), eps), prefetch)
+        _launch(_rms_norm_kernel, (rows, weight, out, rows.stride(0), eps))
     return out.view(x.shape)
 
 
@@ -64,11 +58,7 @@ def add_rms_norm_reference(
 
 
 def add_rms_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    prefetch: torch.Tensor | None = None,
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
     """Add to the residual stream, and normalise what it is then.
 
@@ -77,7 +67,6 @@ def add_rms_norm(
         residual: [tokens, n] of x's dtype, overwritten with the sum; likewise.
         weight: [n], of x's dtype.
         eps: added to the mean square.
-        prefetch: as for `rms_norm`.
 
     Returns:
         [tokens, n] of x's dtype, contiguous: the norm of the sum as it was stored.
@@ -90,27 +79,17 @@ def add_rms_norm(
     out = x.new_empty(x.shape)
     if len(x):
         arguments = (x, residual, weight, out, x.stride(0), residual.stride(0), eps)
-        _launch(_add_rms_norm_kernel, arguments, prefetch)
+        _launch(_add_rms_norm_kernel, arguments)
     return out
 
 
-def _launch(kernel: Any, arguments: tuple[Any, ...], prefetch: torch.Tensor | None) -> None:
-    """One program for each row of the first tensor, which holds all of the row.
-
-    If there is something to prefetch, there are as many programs as multiprocessors at least.
-    """
+def _launch(kernel: Any, arguments: tuple[Any, ...]) -> None:
+    """One program for each row of the first tensor, which holds all of the row."""
     num_rows, n = arguments[0].shape
-    device = arguments[0].device
     n_pow2 = max(1 << (n - 1).bit_length(), 16)
     num_warps = min(max(n_pow2 // 512, 4), 16)
-    ahead = prefetch_options(prefetch, num_rows)
-    num_programs = num_rows
-    if ahead["ahead"] is not None:
-        num_programs = max(num_rows, count_multiprocessors(device))
-    kernel[(num_programs,)](
-        *arguments, num_rows, n, n_pow2=n_pow2, threads=32 * num_warps, num_warps=num_warps,
-        **ahead, **launch_options(device),
-    )  # fmt: skip
+    options = launch_options(arguments[0].device)
+    kernel[(num_rows,)](*arguments, n, n_pow2=n_pow2, num_warps=num_warps, **options)
 
 
 @jit
@@ -120,29 +99,18 @@ def _rms_norm_kernel(
     out: tensor,
     x_stride: tensor,
     eps: tensor,
-    num_rows: tensor,
     n: tensor,
-    ahead: tensor,
-    ahead_rows: tensor,
-    ahead_columns: tensor,
-    ahead_stride: tensor,
     n_pow2: constexpr,
-    threads: constexpr,
     overlaps: constexpr,
 ) -> None:
-    program = tl.program_id(0)
-    prefetch_share(
-        ahead, ahead_rows, ahead_columns, ahead_stride, program, tl.num_programs(0), threads
-    )
-    if program < num_rows:
-        row = program.to(tl.int64)
-        columns = tl.arange(0, n_pow2)
-        inside = columns < n
-        scales = tl.load(weight + columns, mask=inside, other=0.0)
-        await_predecessor(overlaps)
-        release_successor(overlaps)
-        own = tl.load(x + row * x_stride + columns, mask=inside, other=0.0)
-        tl.store(out + row * n + columns, _normalised(own, scales, n, eps), mask=inside)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, n_pow2)
+    inside = columns < n
+    scales = tl.load(weight + columns, mask=inside, other=0.0)
+    await_predecessor(overlaps)
+    release_successor(overlaps)
+    own = tl.load(x + row * x_stride + columns, mask=inside, other=0.0)
+    tl.store(out + row * n + columns, _normalised(own, scales, n, eps), mask=inside)
 
 
 @jit
@@ -154,32 +122,21 @@ def _add_rms_norm_kernel(
     x_stride: tensor,
     residual_stride: tensor,
     eps: tensor,
-    num_rows: tensor,
     n: tensor,
-    ahead: tensor,
-    ahead_rows: tensor,
-    ahead_columns: tensor,
-    ahead_stride: tensor,
     n_pow2: constexpr,
-    threads: constexpr,
     overlaps: constexpr,
 ) -> None:
-    program = tl.program_id(0)
-    prefetch_share(
-        ahead, ahead_rows, ahead_columns, ahead_stride, program, tl.num_programs(0), threads
-    )
-    if program < num_rows:
-        row = program.to(tl.int64)
-        columns = tl.arange(0, n_pow2)
-        inside = columns < n
-        scales = tl.load(weight + columns, mask=inside, other=0.0)
-        await_predecessor(overlaps)
-        release_successor(overlaps)
-        added = tl.load(x + row * x_stride + columns, mask=inside, other=0.0)
-        before = tl.load(residual + row * residual_stride + columns, mask=inside, other=0.0)
-        total = (added.to(tl.float32) + before.to(tl.float32)).to(added.dtype)
-        tl.store(residual + row * residual_stride + columns, total, mask=inside)
-        tl.store(out + row * n + columns, _normalised(total, scales, n, eps), mask=inside)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, n_pow2)
+    inside = columns < n
+    scales = tl.load(weight + columns, mask=inside, other=0.0)
+    await_predecessor(overlaps)
+    release_successor(overlaps)
+    added = tl.load(x + row * x_stride + columns, mask=inside, other=0.0)
+    before = tl.load(residual + row * residual_stride + columns, mask=inside, other=0.0)
+    total = (added.to(tl.float32) + before.to(tl.float32)).to(added.dtype)
+    tl.store(residual + row * residual_stride + columns, total, mask=inside)
+    tl.store(out + row * n + columns, _normalised(total, scales, n, eps), mask=inside)
 
 
 @jit
