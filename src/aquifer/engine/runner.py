@@ -139,12 +139,12 @@ class Runner:
             logits, padding[:num_seqs], zeros[:num_seqs], zeros[:num_seqs], Choice.PLAIN
         )
         del hidden, logits
-        count = min(_WARM_UP_TOKENS, self._table.token_ids.shape[1])
+        count = min(_WARM_UP_TOKENS, num_tokens, self._table.token_ids.shape[1])
         chunk = Spans.make(np.array([0]), np.array([0]), np.array([count]))
         if self._cache.reserve(chunk.slots, chunk.counts):
             self._cache.upload()
             rows = Rows.of(chunk, 0, self._device)
-            few = zeros[: rows.slots.shape[0]]
+            few = zeros[:count]
             self._model.forward(ModelInput(few, rows.positions, few), self._cache.view(rows))
             self._cache.release(0)
 
