@@ -62,12 +62,13 @@ TARGETS: dict[str, dict[str, float]] = {
 VLLM: dict[str, dict[str, float]] = {
     model: dict(zip(FIGURES, values, strict=True))
     for model, values in {
-        "qwen3-0.6b": (1.60, 2.17, 4.21, 6.96, 23_800, 413_000, 15 + 44),
-        "llama-3-8b": (4.99, 5.86, 8.69, 13.71, 9_800, 42_900, 15 + 44),
+        "qwen3-0.6b": (1.60, 2.17, 4.21, 6.96, 23_800, 413_000, 44),
+        "llama-3-8b": (4.99, 5.86, 8.69, 13.71, 9_800, 42_900, 44),
     }.items()
 }
 """vLLM 0.24.0 with random weights, bf16, no prefix caching: measured on the same chip (an H200),
-but not in the same run. Its start is import and engine, without a token."""
+but not in the same run. Its start is the engine's, after 15 s of imports and without a token;
+44 to 117 s were seen for the smaller model. Targets are for the `virtual` cache."""
 
 MOST_GROWTH = 1.03
 """How much longer the steps of a growing batch may take, at the 99th percentile."""
@@ -250,12 +251,12 @@ def rows(model: str, output: Path) -> Iterator[tuple[str, str, float, float | No
             ours, floor = figures["aquifer"][unit], figures[f"floor_{unit}"]
             yield f"{part}, tokens/s", part, ours, floor, f"{ours / floor:.0%} of the floor's rate"
     for number, times in enumerate(read(result_file(output, model, "start")).get("starts", ()), 1):
-        seconds = times["import_s"] + times["construct_s"] + times["first_token_s"]
+        seconds = times["construct_s"] + times["first_token_s"]
         remark = (
-            f"import {times['import_s']:.1f}, engine {times['construct_s']:.1f}, first token "
-            f"{times['first_token_s']:.1f}; {times['num_compiled']} kernels compiled"
+            f"engine {times['construct_s']:.1f}, first token {times['first_token_s']:.1f}, after "
+            f"{times['import_s']:.1f} for imports; {times['num_compiled']} kernels compiled"
         )
-        yield f"start {number}, s", "start", seconds, None, remark
+        yield f"start {number}, after imports, s", "start", seconds, None, remark
 
 
 def summary(models: list[str], output: Path) -> Table:
@@ -272,7 +273,7 @@ def summary(models: list[str], output: Path) -> Table:
                 what,
                 *(f"{value:,.6g}" for value in (round(ours, 3), target, VLLM[model][key])),
                 "" if floor is None else f"{floor:,.0f}" if floor > 1000 else f"{floor:.3f}",
-                "ok" if is_met else "MISSED",
+                "" if "paged" in what else "ok" if is_met else "MISSED",
                 remark,
             )
         growth = read(result_file(output, model, "growing"))

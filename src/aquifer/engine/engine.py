@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from aquifer.cache import kv_cache
@@ -187,7 +188,7 @@ class Engine:
             raise QueueFullError(
                 f"{self._scheduler.num_waiting} requests are waiting already; try again later"
             )
-        _check_token_ids(request, served.info.vocab_size)
+        token_ids = _checked_token_ids(request, served.info.vocab_size)
         params = request.params
         sequence = Sequence(
             request=request,
@@ -198,7 +199,7 @@ class Engine:
                 () if params.ignore_eos else served.eos_ids
             ),
             eos_ids=served.eos_ids,
-            token_ids=np.array(request.prompt_token_ids, np.int32),
+            token_ids=token_ids,
         )
         if params.prompt_logprobs is not None:
             sequence.prompt_logprobs = [None] * sequence.num_prompt_tokens
@@ -447,20 +448,32 @@ def _eos_ids(checkpoint: Checkpoint) -> frozenset[int]:
     return frozenset([ids] if isinstance(ids, int) else ids)
 
 
-def _check_token_ids(request: Request, vocab_size: int) -> None:
+def _checked_token_ids(request: Request, vocab_size: int) -> npt.NDArray[np.int32]:
+    """The prompt as an array; whatever else names tokens is checked too."""
     if not request.prompt_token_ids:
         raise RequestError("the prompt is empty; it must have at least one token", param="prompt")
-    for token_ids, param in (
-        (request.prompt_token_ids, "prompt"),
-        (request.params.token_ids_named, None),
-    ):
-        outside = [i for i in token_ids if not 0 <= i < vocab_size]
-        if outside:
-            raise RequestError(
-                f"token id {outside[0]} is outside of the vocabulary: this model has "
-                f"{vocab_size} tokens, numbered from 0",
-                param=param,
-            )
+    _token_array(list(request.params.token_ids_named), vocab_size, None)
+    return _token_array(request.prompt_token_ids, vocab_size, "prompt")
+
+
+def _token_array(token_ids: list[int], vocab_size: int, param: str | None) -> npt.NDArray[np.int32]:
+    """As an array, which is much faster to look through than a list.
+
+    Raises:
+        RequestError: one of them is outside of the vocabulary.
+    """
+    try:
+        array = np.array(token_ids, np.int32)
+    except OverflowError:
+        array = np.array([-1], np.int32)
+    if len(array) and not (array.min() >= 0 and array.max() < vocab_size):
+        outside = next(i for i in token_ids if not 0 <= i < vocab_size)
+        raise RequestError(
+            f"token id {outside} is outside of the vocabulary: this model has {vocab_size} tokens, "
+            "numbered from 0",
+            param=param,
+        )
+    return array
 
 
 def _resident_bytes() -> int:

@@ -167,6 +167,17 @@ class TokenOutput:
     num_cached_tokens: int = 0
     timing: RequestTiming | None = None  # with the last output
 
+    @property
+    def is_one_token(self) -> bool:
+        """Whether a token id is all that there is to it, as in most steps of most requests."""
+        return (
+            self.finish_reason is None
+            and self.logprobs is None
+            and self.prompt_logprobs is None
+            and not self.num_cached_tokens
+            and len(self.token_ids) == 1
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:

@@ -281,11 +281,13 @@ class EngineClient:
 
     def _handle(self, message: FromEngine | None) -> None:
         match message:
-            case Step(outputs, refused, stats):
+            case Step(token_ids, outputs, refused, stats):
                 self._stats = stats
                 for request_id, error in refused.items():
                     if (stream := self._streams.pop(request_id, None)) is not None:
                         stream.put(error)
+                for request_id, token_id in token_ids.items():
+                    self._deliver(TokenOutput(request_id, [token_id]))
                 for output in outputs:
                     self._deliver(output)
             case Memory(report):

@@ -67,9 +67,14 @@ class OpenFailed:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """All that one turn of the loop brought."""
+    """All that one turn of the loop brought.
 
-    outputs: list[TokenOutput]
+    Hundreds of sequences get a token every few milliseconds. As objects, these would take longer to
+    pickle than a step of a small model takes.
+    """
+
+    token_ids: dict[str, int]  # by request id, where a token is all that there is to say
+    outputs: list[TokenOutput]  # all others
     refused: dict[str, RequestError]  # by request id
     stats: EngineStats
 

@@ -123,8 +123,14 @@ def _run(engine: EngineLike, connection: Connection) -> None:
                     _send(connection, Memory(engine.memory()))
                 case Close():
                     return
-        outputs = engine.step() if engine.has_work else []
-        _send(connection, Step(outputs, refused, engine.stats()))
+        token_ids: dict[str, int] = {}
+        others: list[TokenOutput] = []
+        for output in engine.step() if engine.has_work else ():
+            if output.is_one_token:
+                token_ids[output.request_id] = output.token_ids[0]
+            else:
+                others.append(output)
+        _send(connection, Step(token_ids, others, refused, engine.stats()))
 
 
 def _send(connection: Connection, message: FromEngine) -> None:
