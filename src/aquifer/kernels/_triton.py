@@ -46,7 +46,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -75,7 +75,29 @@ later). Read at each launch; a captured graph keeps it."""
 
 def jit(function: Callable[..., Any]) -> Any:
     """`triton.jit`; without Triton, the function as it is, which is then never called."""
-    return function if triton is None else triton.jit(function)
+    return jit_once()(function)
+
+
+def jit_once(
+    *, counts: Sequence[str] = (), indices: Sequence[str] = ()
+) -> Callable[[Callable[..., Any]], Any]:
+    """`jit` of a kernel that is not to be compiled anew as steps change.
+
+    Triton does so where a number is 1 or a multiple of 16, or an address is one.
+
+    Args:
+        counts: parameters that are such numbers, as of rows.
+        indices: parameters that are tensors which may begin anywhere within others.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        if triton is None:
+            return function
+        return triton.jit(
+            function, do_not_specialize=list(counts), do_not_specialize_on_alignment=list(indices)
+        )
+
+    return decorate
 
 
 def runs_triton(tensor: torch.Tensor) -> bool:

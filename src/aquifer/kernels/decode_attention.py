@@ -37,6 +37,7 @@ from aquifer.kernels._triton import (
     constexpr,
     count_multiprocessors,
     jit,
+    jit_once,
     launch_options,
     release_successor,
     runs_triton,
@@ -415,7 +416,7 @@ def _row_tiles(
     return tiles
 
 
-@jit
+@jit_once(counts=("batch",), indices=("slots", "lengths"))
 def _decode_attention_kernel(
     query: tensor,
     keys: tensor,
@@ -690,7 +691,7 @@ def _merged(
     return acc / total[:, None]
 
 
-@jit
+@jit_once(counts=("batch",), indices=("lengths",))
 def _merge_kernel(
     lengths: tensor,
     out: tensor,

@@ -24,6 +24,7 @@ from aquifer.kernels._triton import (
     constexpr,
     count_multiprocessors,
     jit,
+    jit_once,
     launch_options,
     release_successor,
     runs_triton,
@@ -445,7 +446,7 @@ def _norm_vector_kernel(
         w = next_w
 
 
-@jit
+@jit_once(counts=("num_tokens",))
 def _matrix_kernel(
     x: tensor,
     weight: tensor,

@@ -31,15 +31,13 @@ the last, which is 1. Paged: `tables` [slots, max_blocks] has a slot's blocks in
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 
-from aquifer.kernels._triton import constexpr, runs_triton, tensor, tl, triton
-from aquifer.kernels._triton import jit as plain_jit
+from aquifer.kernels._triton import constexpr, jit, jit_once, runs_triton, tensor, tl
 from aquifer.kernels.attention import attention_contiguous, attention_paged
 
 CUDNN_MULTIPLE = 256
@@ -609,18 +607,7 @@ def _pow2(number: int, at_least: int = 1) -> int:
     return max(1 << (number - 1).bit_length(), at_least)
 
 
-def _index_jit(function: Callable[..., Any]) -> Any:
-    """`jit`, but one compiled kernel whatever the alignment of the spans' tensors.
-
-    They are parts of one tensor, so that their alignment changes with the number of spans.
-    """
-    if triton is None:
-        return function
-    indices = ["slots", "starts", "offsets"]
-    return triton.jit(function, do_not_specialize_on_alignment=indices)
-
-
-@plain_jit
+@jit
 def _attend_tiles(
     query: tensor,
     keys: tensor,
@@ -734,7 +721,7 @@ def _attend_tiles(
     return acc, total, top
 
 
-@_index_jit
+@jit_once(indices=("slots", "starts", "offsets"))
 def _prefill_attention_kernel(
     query: tensor,
     keys: tensor,
@@ -860,7 +847,7 @@ def _prefill_attention_kernel(
     )
 
 
-@plain_jit
+@jit_once(counts=("num_tokens",))
 def _merge_kernel(
     first: tensor,
     first_lse: tensor,

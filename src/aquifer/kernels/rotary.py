@@ -8,6 +8,7 @@ from aquifer.kernels._triton import (
     await_predecessor,
     constexpr,
     jit,
+    jit_once,
     launch_options,
     release_successor,
     runs_triton,
@@ -55,7 +56,7 @@ def rotary_angles(
     return cos, sin
 
 
-@jit
+@jit_once(counts=("num_tokens",), indices=("positions",))
 def _rotary_angles_kernel(
     positions: tensor,
     frequencies: tensor,
@@ -212,7 +213,7 @@ def qk_norm_rope_write(
     )
 
 
-@jit
+@jit_once(indices=("row_first", "row_second"))
 def _qk_norm_rope_write_kernel(
     qkv: tensor,
     q_weight: tensor,

@@ -42,6 +42,7 @@ from aquifer.kernels._triton import (
     await_predecessor,
     constexpr,
     jit,
+    jit_once,
     launch_options,
     release_successor,
     runs_triton,
@@ -337,7 +338,7 @@ def _pow2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-@jit
+@jit_once(indices=("slots",))
 def _chunk_kernel(
     logits: tensor,
     logits_stride: tensor,
@@ -435,7 +436,7 @@ def _cuts(
     return tl.where(k < vocab_size, k, 0), p, m
 
 
-@jit
+@jit_once(indices=("slots", "num_tokens"))
 def _pick_kernel(
     logits: tensor,
     logits_stride: tensor,
@@ -629,7 +630,7 @@ def _nth_largest(values: tensor, n: tensor) -> tensor:
     return tl.max(tl.where(keys == low, values, float("-inf")), axis=0)
 
 
-@jit
+@jit_once(indices=("slots",))
 def _gather_kernel(
     logits: tensor,
     logits_stride: tensor,
@@ -698,7 +699,7 @@ def _append(
         tl.store(list_ids + place, ids, mask=has_room)
 
 
-@jit
+@jit_once(indices=("slots", "num_tokens"))
 def _settle_kernel(
     logits: tensor,
     logits_stride: tensor,
@@ -939,7 +940,7 @@ def _id_of(key: tensor) -> tensor:
     return 0x7FFFFFFF - (key & 0x7FFFFFFF)
 
 
-@jit
+@jit_once(indices=("slots", "num_tokens"))
 def _bracket_kernel(
     logits: tensor,
     logits_stride: tensor,
@@ -1114,7 +1115,7 @@ def _bracket_end(
     return end
 
 
-@jit
+@jit_once(indices=("slots", "num_tokens"))
 def _collect_kernel(
     logits: tensor,
     logits_stride: tensor,
@@ -1178,7 +1179,7 @@ def _collect_kernel(
             )  # fmt: skip
 
 
-@jit
+@jit_once(indices=("slots", "num_tokens"))
 def _finish_kernel(
     logits: tensor,
     logits_stride: tensor,

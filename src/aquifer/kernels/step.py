@@ -12,7 +12,7 @@ import torch
 from aquifer.kernels._triton import (
     await_predecessor,
     constexpr,
-    jit,
+    jit_once,
     launch_options,
     release_successor,
     runs_triton,
@@ -66,7 +66,7 @@ def decode_inputs(
     return token_ids, positions, lengths, contexts
 
 
-@jit
+@jit_once(counts=("n",), indices=("slots",))
 def _decode_inputs_kernel(
     slots: tensor,
     num_prompt: tensor,
@@ -138,7 +138,7 @@ def advance(
     )  # fmt: skip
 
 
-@jit
+@jit_once(counts=("n",), indices=("slots", "lengths", "token_ids"))
 def _advance_kernel(
     slots: tensor,
     lengths: tensor,
