@@ -120,14 +120,19 @@ def qk_norm_rope_write_reference(
     num_heads, dim = query.shape[1:]
     num_kv_heads = keys.shape[2]
     heads = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, dim))
-    q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    values_from = num_heads + num_kv_heads
+    rotated, v = heads[:, :values_from], heads[:, values_from:]
     if q_weight is not None and k_weight is not None:
+        q, k = rotated.split((num_heads, num_kv_heads), dim=1)
         q, k = rms_norm_reference(q, q_weight, eps), rms_norm_reference(k, k_weight, eps)
-    query.copy_(rotary(q, cos, sin))
+        rotated = torch.cat((q, k), dim=1)
+    q, k = rotary(rotated, cos, sin).split((num_heads, num_kv_heads), dim=1)
+    query.copy_(q)
     written = row_first >= 0
-    first, second = row_first[written], row_second[written]
-    keys[first, second] = rotary(k, cos, sin)[written]
-    values[first, second] = v[written]
+    if not written.all():
+        row_first, row_second, k, v = (part[written] for part in (row_first, row_second, k, v))
+    keys[row_first, row_second] = k
+    values[row_first, row_second] = v
 
 
 def qk_norm_rope_write(
