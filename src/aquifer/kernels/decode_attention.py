@@ -626,12 +626,12 @@ def _decode_attention_kernel(
     if merges_itself and num_empty > 0:
         zeros = tl.zeros([query_rows, value_dim_pow2], tl.float32)
         for row in range(share, batch, tl.num_programs(1)):
-            is_empty = tl.load(lengths + row) == 0
-            tl.store(
-                out + row * out_row_stride + head[:, None] * out_head_stride + dim_v[None, :],
-                zeros.to(out.dtype.element_ty),
-                mask=is_empty & is_query[:, None] & (dim_v < value_dim)[None, :],
-            )
+            if tl.load(lengths + row) == 0:
+                tl.store(
+                    out + row * out_row_stride + head[:, None] * out_head_stride + dim_v[None, :],
+                    zeros.to(out.dtype.element_ty),
+                    mask=is_query[:, None] & (dim_v < value_dim)[None, :],
+                )
 
 
 @jit
