@@ -100,6 +100,15 @@ def jit_once(
     return decorate
 
 
+MIN_DOT = 16
+"""The smallest side of a matrix product in Triton."""
+
+
+def pow2(number: int, at_least: int = 1) -> int:
+    """The next power of two: what Triton's blocks must be."""
+    return max(1 << (number - 1).bit_length(), at_least)
+
+
 def runs_triton(tensor: torch.Tensor) -> bool:
     """Whether an operation on that tensor is a kernel, rather than the reference."""
     return tensor.is_cuda or interpret_on_cpu

@@ -33,20 +33,19 @@ from dataclasses import dataclass
 import torch
 
 from aquifer.kernels._triton import (
+    MIN_DOT,
     await_predecessor,
     constexpr,
     count_multiprocessors,
     jit,
     jit_once,
     launch_options,
+    pow2,
     release_successor,
     runs_triton,
     tensor,
     tl,
 )
-
-_MIN_DOT = 16
-"""The smallest side of a matrix product in Triton."""
 
 _MERGE_ELEMENTS = 8192
 """Elements that a program of the second kernel holds at once: 32 registers a thread."""
@@ -191,12 +190,12 @@ def default_config(
         wanted = 4 if batch >= 2 * _MANY_ROWS else 2
     elif _FEW_ROWS < batch <= _SOME_ROWS:
         tile_bytes = 4096
-    fits = num_kv_heads % wanted == 0 and wanted * num_heads // num_kv_heads <= _MIN_DOT
+    fits = num_kv_heads % wanted == 0 and wanted * num_heads // num_kv_heads <= MIN_DOT
     kv_heads = wanted if fits else 1
     if paged:
         tile_bytes *= kv_heads
     # A tile has at least the 16 columns that a product needs.
-    columns = max(tile_bytes // (_pow2(head_dim) * dtype.itemsize), _MIN_DOT)
+    columns = max(tile_bytes // (pow2(head_dim) * dtype.itemsize), MIN_DOT)
     # Several programs on each multiprocessor, so that some read while others start or end. Few
     # rows end up in many partial results, whose merging then takes longer than reading.
     programs = num_multiprocessors * (2 if batch <= _FEW_ROWS else 4)
@@ -290,7 +289,7 @@ def decode_attention(
     assert slots.shape == lengths.shape == (batch,)
     assert group * num_kv_heads == num_heads
     assert num_kv_heads % config.kv_heads_per_program == 0
-    assert config.block_tokens * config.kv_heads_per_program >= _MIN_DOT
+    assert config.block_tokens * config.kv_heads_per_program >= MIN_DOT
     assert all(t.stride(-1) == 1 for t in (query, keys, values, out))
     if not runs_triton(query):
         decode_attention_reference(
@@ -315,9 +314,9 @@ def decode_attention(
     assert numel >= needed, f"workspace has {numel} of {needed} elements"
     assert workspace.tickets.numel() >= num_tickets, "workspace has too few tickets"
     lse = workspace.partials[num_lse * value_dim : needed]
-    heads_pow2 = _pow2(group * config.kv_heads_per_program)
+    heads_pow2 = pow2(group * config.kv_heads_per_program)
     merge_elements = config.num_warps * _WARP_MERGE_ELEMENTS * (4 if batch <= _FEW_ROWS else 1)
-    merge_shares = merge_elements // (heads_pow2 * _pow2(value_dim))
+    merge_shares = merge_elements // (heads_pow2 * pow2(value_dim))
     _decode_attention_kernel[(num_kv_heads // config.kv_heads_per_program, config.num_shares)](
         query,
         keys,
@@ -342,7 +341,7 @@ def decode_attention(
         0 if tables is None else tables.stride(0),
         out.stride(0),
         out.stride(1),
-        batch_pow2=_pow2(batch),
+        batch_pow2=pow2(batch),
         num_heads=num_heads,
         group=group,
         kv_heads=config.kv_heads_per_program,
@@ -350,14 +349,14 @@ def decode_attention(
         block_size=None if tables is None else block_size,
         same_strides=keys.stride() == values.stride(),
         key_dim=key_dim,
-        key_dim_pow2=_pow2(key_dim, _MIN_DOT),
+        key_dim_pow2=pow2(key_dim, MIN_DOT),
         value_dim=value_dim,
-        value_dim_pow2=_pow2(value_dim, _MIN_DOT),
-        query_rows=_pow2(group * config.kv_heads_per_program, _MIN_DOT),
+        value_dim_pow2=pow2(value_dim, MIN_DOT),
+        query_rows=pow2(group * config.kv_heads_per_program, MIN_DOT),
         window_tokens=window_tokens,
         softcap=softcap,
         heads_pow2=heads_pow2,
-        merge_shares=min(max(merge_shares, 1), _pow2(config.num_shares)),
+        merge_shares=min(max(merge_shares, 1), pow2(config.num_shares)),
         merges_itself=config.merges_itself,
         releases_early=batch <= _FEW_ROWS,
         num_warps=config.num_warps,
@@ -367,10 +366,10 @@ def decode_attention(
     if config.merges_itself:
         return
 
-    value_dim_pow2 = _pow2(value_dim)
-    merge_shares = min(_pow2(config.num_shares // batch + 2), 64)
+    value_dim_pow2 = pow2(value_dim)
+    merge_shares = min(pow2(config.num_shares // batch + 2), 64)
     merge_heads = max(_MERGE_ELEMENTS // (merge_shares * value_dim_pow2), 1)
-    merge_heads = min(merge_heads, _pow2(num_heads))
+    merge_heads = min(merge_heads, pow2(num_heads))
     _merge_kernel[(-(-num_heads // merge_heads), batch)](
         lengths,
         out,
@@ -379,9 +378,9 @@ def decode_attention(
         batch,
         out.stride(0),
         out.stride(1),
-        batch_pow2=_pow2(batch),
+        batch_pow2=pow2(batch),
         num_shares=config.num_shares,
-        num_shares_pow2=_pow2(config.num_shares),
+        num_shares_pow2=pow2(config.num_shares),
         num_heads=num_heads,
         block_tokens=config.block_tokens,
         value_dim=value_dim,
@@ -391,11 +390,6 @@ def decode_attention(
         window_tokens=window_tokens,
         num_warps=8,
     )
-
-
-def _pow2(number: int, at_least: int = 1) -> int:
-    """The next power of two."""
-    return max(1 << (number - 1).bit_length(), at_least)
 
 
 @jit

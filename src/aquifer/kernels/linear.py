@@ -20,12 +20,14 @@ import torch
 import torch.nn.functional as F
 
 from aquifer.kernels._triton import (
+    MIN_DOT,
     await_predecessor,
     constexpr,
     count_multiprocessors,
     jit,
     jit_once,
     launch_options,
+    pow2,
     release_successor,
     runs_triton,
     tensor,
@@ -194,7 +196,7 @@ def best_tile(shape: Shape) -> Tile | None:
     with columns shared out where rows alone are too few to occupy the device.
     """
     if shape.tokens == 1:
-        return Tile(2, min(_pow2(shape.in_), 1024), 4)
+        return Tile(2, min(pow2(shape.in_, MIN_DOT), 1024), 4)
     if shape.tokens > MAX_TILE_TOKENS:
         return None
     num_splits = 1
@@ -203,14 +205,9 @@ def best_tile(shape: Shape) -> Tile | None:
     return Tile(64, 128, 4, 4, min(num_splits, -(-shape.in_ // 128)))
 
 
-def _pow2(number: int) -> int:
-    """The next power of two, at least 16."""
-    return max(1 << (number - 1).bit_length(), 16)
-
-
 def _norm_tile(num_in: int) -> Tile:
     """Whole rows, so that the norm stays in registers; 8 KiB of 16 bits, or one row."""
-    columns = _pow2(num_in)
+    columns = pow2(num_in, MIN_DOT)
     rows = min(max(4096 // columns, 1), 8)
     return Tile(rows, columns, min(max(rows * columns // 1024, 1), 16))
 
@@ -233,7 +230,7 @@ def _gated_tile(num_out: int, num_in: int, multiprocessors: int) -> Tile:
     rows = 4
     while rows > 1 and num_out < 3 * rows * multiprocessors:
         rows //= 2
-    return Tile(rows, min(_pow2(num_in), 1024), 4)
+    return Tile(rows, min(pow2(num_in, MIN_DOT), 1024), 4)
 
 
 def linear_reference(
@@ -285,7 +282,7 @@ def _tiled(
     out = x.new_empty(num_tokens, num_out)
     if num_tokens == 0:
         return out
-    tokens, num_tiles = _pow2(num_tokens), -(-num_out // tile.rows)
+    tokens, num_tiles = pow2(num_tokens, MIN_DOT), -(-num_out // tile.rows)
     partials = tickets = None
     if tile.num_splits > 1:
         partials = x.new_empty(

@@ -37,7 +37,7 @@ from functools import cache
 
 import torch
 
-from aquifer.kernels._triton import constexpr, jit, jit_once, runs_triton, tensor, tl
+from aquifer.kernels._triton import MIN_DOT, constexpr, jit, jit_once, pow2, runs_triton, tensor, tl
 from aquifer.kernels.attention import attention_contiguous, attention_paged
 
 CUDNN_MULTIPLE = 256
@@ -48,9 +48,6 @@ CUDNN_MIN_TOKENS = 512
 
 _CUDNN_MAX_DIM = 128
 _CUDNN_ALIGN_BYTES = 16
-
-_MIN_DOT = 16
-"""The smallest side of a matrix product in Triton."""
 
 _LOG2_E = 1.4426950408889634
 
@@ -113,7 +110,7 @@ def default_config(key_dim: int, value_dim: int, dtype: torch.dtype) -> Config:
         value_dim: of a head.
         dtype: of queries, keys and values.
     """
-    dim = _pow2(max(key_dim, value_dim), _MIN_DOT)
+    dim = pow2(max(key_dim, value_dim), MIN_DOT)
     # The largest for which the compiler keeps everything in registers on Hopper, or nearly so.
     if dtype.itemsize > 2:
         if dim <= 128:
@@ -497,8 +494,8 @@ def _merge(
     assert first_lse.is_contiguous()
     assert second_lse.is_contiguous()
     assert all(t.stride(-1) == 1 for t in (first, second, out))
-    value_dim_pow2 = _pow2(value_dim)
-    heads_per_program = min(_pow2(num_heads), max(8192 // value_dim_pow2, 1))
+    value_dim_pow2 = pow2(value_dim)
+    heads_per_program = min(pow2(num_heads), max(8192 // value_dim_pow2, 1))
     _merge_kernel[(num_tokens, -(-num_heads // heads_per_program))](
         first,
         first_lse,
@@ -555,7 +552,7 @@ def _run_triton(
     num_heads, key_dim = query.shape[1:]
     _, block_size, num_kv_heads, value_dim = values.shape
     group = num_heads // num_kv_heads
-    heads_per_program = max(n for n in range(1, _MIN_DOT + 1) if group % n == 0)
+    heads_per_program = max(n for n in range(1, MIN_DOT + 1) if group % n == 0)
     num_blocks = -(-max_count // (config.block_rows // heads_per_program))
     # Neighbouring programs read the same tokens; the heaviest of all spans come first.
     _prefill_attention_kernel[(num_heads // heads_per_program, len(spans.slots), num_blocks)](
@@ -586,9 +583,9 @@ def _run_triton(
         block_keys=config.block_keys,
         block_size=None if tables is None else block_size,
         key_dim=key_dim,
-        key_dim_pow2=_pow2(key_dim, _MIN_DOT),
+        key_dim_pow2=pow2(key_dim, MIN_DOT),
         value_dim=value_dim,
-        value_dim_pow2=_pow2(value_dim, _MIN_DOT),
+        value_dim_pow2=pow2(value_dim, MIN_DOT),
         window_tokens=window_tokens,
         softcap=softcap,
         skip_multiple=CUDNN_MULTIPLE if skips_round else None,
@@ -600,11 +597,6 @@ def _run_triton(
 
 def _pairs(offsets: Sequence[int]) -> Iterator[tuple[int, int]]:
     return itertools.pairwise(offsets)
-
-
-def _pow2(number: int, at_least: int = 1) -> int:
-    """The next power of two."""
-    return max(1 << (number - 1).bit_length(), at_least)
 
 
 @jit

@@ -44,6 +44,7 @@ from aquifer.kernels._triton import (
     jit,
     jit_once,
     launch_options,
+    pow2,
     release_successor,
     runs_triton,
     tensor,
@@ -290,7 +291,7 @@ def sample(
     _pick_kernel[(batch,)](
         *source, best, best_id, mass, groups,
         chosen, num_chosen, pending, threshold, row_best, row_mass, lengths, out, num_chunks,
-        chunks_pow2=_pow2(num_chunks), chunk=_CHUNK, groups_pow2=_pow2(num_chunks * _GROUPS),
+        chunks_pow2=pow2(num_chunks), chunk=_CHUNK, groups_pow2=pow2(num_chunks * _GROUPS),
         num_groups=_GROUPS, group=_GROUP, rank=_RANK, limit=_CANDIDATES,
         in_prompt=IN_PROMPT, greedy_below=GREEDY_BELOW, greedy=greedy, full=full, num_warps=8,
         **launch_options(logits.device),
@@ -328,14 +329,9 @@ def sample(
     _finish_kernel[(batch,)](
         *source, pending, row_best, mass, lengths, brackets, sums,
         list_scores, list_ids, capacity, out, num_chunks,
-        chunks_pow2=_pow2(num_chunks), chunk=_CHUNK, block=_LIST_BLOCK, unit=_UNIT,
+        chunks_pow2=pow2(num_chunks), chunk=_CHUNK, block=_LIST_BLOCK, unit=_UNIT,
         in_prompt=IN_PROMPT, greedy_below=GREEDY_BELOW, num_warps=8,
     )  # fmt: skip
-
-
-def _pow2(number: int) -> int:
-    """The next power of two."""
-    return 1 << (number - 1).bit_length()
 
 
 @jit_once(indices=("slots",))
