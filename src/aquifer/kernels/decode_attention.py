@@ -59,6 +59,9 @@ _FEW_ROWS = 4
 _SOME_ROWS = 32
 """Up to so many, smaller tiles read better; by measurement at 576 tokens a row."""
 
+_MAX_SUM: constexpr = constexpr(64)
+"""Products of one sum, in float32."""
+
 _MANY_ROWS = 96
 """From so many on, several KV heads a program read better; likewise."""
 
@@ -549,7 +552,7 @@ def _decode_attention_kernel(
                 other=0.0,
             )  # [columns, value_dim]
 
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            scores = _products(q, k, key_dim_pow2) * scale
             if softcap is not None:
                 # tanh(x) = 1 - 2 / (e^2x + 1), right at both infinities of e^2x
                 scores = softcap - 2 * softcap / (tl.exp2(scores * (2 * log2_e / softcap)) + 1)
@@ -626,6 +629,21 @@ def _decode_attention_kernel(
                     zeros.to(out.dtype.element_ty),
                     mask=is_query[:, None] & (dim_v < value_dim)[None, :],
                 )
+
+
+@jit
+def _products(q: tensor, k: tensor, dim: constexpr) -> tensor:
+    """Dot products of all rows, [rows of q, rows of k].
+
+    In float32, hardware adds one product after the other. A sum of 256 is then off by twice as much
+    as four sums of 64 added up, and an error of a score is a relative error of its weight.
+    """
+    if q.dtype != tl.float32 or dim <= _MAX_SUM:
+        return tl.dot(q, tl.trans(k), input_precision="ieee")
+    parts: constexpr = dim // _MAX_SUM
+    q_parts = tl.permute(tl.reshape(q, (q.shape[0], parts, _MAX_SUM)), (1, 0, 2))
+    k_parts = tl.permute(tl.reshape(k, (k.shape[0], parts, _MAX_SUM)), (1, 2, 0))
+    return tl.sum(tl.dot(q_parts, k_parts, input_precision="ieee"), 0)
 
 
 @jit
