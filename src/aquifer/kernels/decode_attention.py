@@ -59,9 +59,6 @@ _FEW_ROWS = 4
 _SOME_ROWS = 32
 """Up to so many, smaller tiles read better; by measurement at 576 tokens a row."""
 
-_MAX_SUM: constexpr = constexpr(64)
-"""Products of one sum, in float32."""
-
 _MANY_ROWS = 96
 """From so many on, several KV heads a program read better; likewise."""
 
@@ -638,11 +635,11 @@ def _products(q: tensor, k: tensor, dim: constexpr) -> tensor:
     In float32, hardware adds one product after the other. A sum of 256 is then off by twice as much
     as four sums of 64 added up, and an error of a score is a relative error of its weight.
     """
-    if q.dtype != tl.float32 or dim <= _MAX_SUM:
+    part: constexpr = 64
+    if q.dtype != tl.float32 or dim <= part:
         return tl.dot(q, tl.trans(k), input_precision="ieee")
-    parts: constexpr = dim // _MAX_SUM
-    q_parts = tl.permute(tl.reshape(q, (q.shape[0], parts, _MAX_SUM)), (1, 0, 2))
-    k_parts = tl.permute(tl.reshape(k, (k.shape[0], parts, _MAX_SUM)), (1, 2, 0))
+    q_parts = tl.permute(tl.reshape(q, (q.shape[0], dim // part, part)), (1, 0, 2))
+    k_parts = tl.permute(tl.reshape(k, (k.shape[0], dim // part, part)), (1, 2, 0))
     return tl.sum(tl.dot(q_parts, k_parts, input_precision="ieee"), 0)
 
 
