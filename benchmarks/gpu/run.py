@@ -95,7 +95,12 @@ class Bench:
         # Before the engine takes the memory.
         self._rates = Rates.measure(torch.device(DEVICE), torch.bfloat16)
         self._llm = LLM(
-            MODELS_FOLDER / model, device=DEVICE, load_format="dummy", kv_cache=kv_cache, seed=SEED
+            MODELS_FOLDER / model,
+            device=DEVICE,
+            load_format="dummy",
+            kv_cache=kv_cache,
+            enable_prefix_caching=False,  # repeats have the same prompts
+            seed=SEED,
         )
         self._cost = Cost.of(self._llm)
 

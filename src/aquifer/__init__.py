@@ -29,13 +29,19 @@ from aquifer.errors import (
 
 if TYPE_CHECKING:
     from aquifer.engine.llm import LLM
-    from aquifer.engine.request import CompletionOutput, RequestOutput, SamplingParams
+    from aquifer.engine.request import (
+        BeamSearchParams,
+        CompletionOutput,
+        RequestOutput,
+        SamplingParams,
+    )
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
     "AquiferError",
+    "BeamSearchParams",
     "CapacityError",
     "CompletionOutput",
     "ConfigError",
@@ -54,6 +60,7 @@ __all__ = [
 
 _LAZY = {
     "LLM": "aquifer.engine.llm",
+    "BeamSearchParams": "aquifer.engine.request",
     "CompletionOutput": "aquifer.engine.request",
     "RequestOutput": "aquifer.engine.request",
     "SamplingParams": "aquifer.engine.request",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Literal
 
 from aquifer.errors import ConfigError
 
@@ -84,6 +85,13 @@ class EngineConfig:
         max_num_batched_tokens: tokens of one step, prompts and outputs together; None for 2048 on
             the CPU and 8192 on a GPU.
         max_num_waiting: requests that may wait before new ones are refused with "queue full".
+        enable_prefix_caching: keep the KV of prompts and outputs for later requests that begin
+            with the same tokens, as long as nobody needs the memory.
+        prefix_cache_salt_by_key: over HTTP, let requests find only prefixes of requests that came
+            with the same API key.
+        swap_space_bytes: host memory for the KV of sequences that were preempted; 0 for none.
+        preemption_mode: what becomes of a preempted sequence's KV: "swap" to copy it to the host,
+            "recompute" to forget it and compute it again, "auto" for the cheaper one each time.
         seed: for requests that bring none; None for a different one each start.
     """
 
@@ -100,6 +108,10 @@ class EngineConfig:
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
     max_num_waiting: int = 1024
+    enable_prefix_caching: bool = True
+    prefix_cache_salt_by_key: bool = False
+    swap_space_bytes: int = 4 << 30
+    preemption_mode: Literal["auto", "swap", "recompute"] = "auto"
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -110,8 +122,11 @@ class EngineConfig:
             raise ConfigError(f"two models have the same name in {', '.join(names)}")
         for option in fields(self):
             value = getattr(self, option.name)
-            if option.name != "seed" and isinstance(value, int) and value < 1:
-                raise ConfigError(f"{option.name} is {value}; it must be at least 1")
+            if option.name == "seed" or isinstance(value, bool) or not isinstance(value, int):
+                continue
+            least = 0 if option.name == "swap_space_bytes" else 1
+            if value < least:
+                raise ConfigError(f"{option.name} is {value}; it must be at least {least}")
         if re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is None:
             raise ConfigError(f"device is {self.device!r}; choose auto, cpu, cuda or cuda:N")
         if not 0 < self.gpu_memory_utilization <= 1:
@@ -123,3 +138,9 @@ class EngineConfig:
             raise ConfigError(f"load_format is {self.load_format!r}; choose auto or dummy")
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ConfigError(f"dtype is {self.dtype!r}; choose auto, float32, bfloat16 or float16")
+        if self.preemption_mode not in ("auto", "swap", "recompute"):
+            raise ConfigError(
+                f"preemption_mode is {self.preemption_mode!r}; choose auto, swap or recompute"
+            )
+        if self.preemption_mode == "swap" and self.swap_space_bytes == 0:
+            raise ConfigError("preemption_mode swap needs swap_space above 0, such as 4GiB")

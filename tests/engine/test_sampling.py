@@ -13,10 +13,10 @@ import torch
 import transformers
 from tests.checkpoints import EOS_TOKEN_ID, tiny_llama
 
-from aquifer.engine import slots
 from aquifer.engine.llm import LLM
 from aquifer.engine.request import Request, RequestOutput, SamplingParams
 from aquifer.engine.sampler import Sampler
+from aquifer.engine.sequence import SequenceGroup
 from aquifer.engine.slots import STOP_IDS_PER_SLOT, SlotTable
 from aquifer.errors import RequestError
 from aquifer.kernels.philox import philox, uniform
@@ -81,16 +81,18 @@ def make_table(rows: Sequence[dict[str, Any]]) -> tuple[SlotTable, Any]:
     seats = []
     for i, row in enumerate(rows):
         prompt = row.get("prompt", [0])
-        sequence = slots.Sequence(
-            request=Request(str(i), "m", prompt, row["params"], 0.0),
-            arrival=i,
+        group = SequenceGroup.of(
+            Request(str(i), "m", prompt, row["params"], 0.0),
+            i,
+            np.array(prompt, np.int32),
             seed=row.get("seed", i),
             max_total=longest + 1,
             stop_ids=frozenset(row.get("stops", ())),
-            eos_ids=frozenset(),
-            token_ids=np.array([*prompt, *row.get("output", [])], np.int32),
         )
+        (sequence,) = group.sequences
+        sequence.token_ids = np.array([*prompt, *row.get("output", [])], np.int32)
         seats.append(table.seat(sequence))
+        table.begin(sequence)
     return table, np.array(seats)
 
 
@@ -464,7 +466,10 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize(
     ("param", "value"),
     [
-        *[("n", value) for value in (0, 2, -1)],
+        *[("n", value) for value in (0, 129, -1)],
+        ("best_of", 0),
+        *[("length_penalty", value) for value in (-101, NAN)],
+        ("early_stopping", "soon"),
         *[("temperature", value) for value in (-0.1, NAN, INF)],
         *[("top_p", value) for value in (0, -0.5, 1.01, NAN)],
         ("top_k", -2),

@@ -1,8 +1,9 @@
 """The scheduler over real caches and a tiny pool, with a runner that makes tokens up.
 
-Random arrivals, lengths, aborts and refusals of the device, with up to one step in flight; after
-every step the rules that the scheduler promises are checked, and that the KV read through the
-caches is what was written.
+Random arrivals of all decoding methods, with prompts that begin alike, lengths, aborts and refusals
+of the device, with up to one step in flight; after every step the rules that the scheduler promises
+are checked, and that every sequence reads through its cache the tokens that it has, whatever was
+shared, forked, retained, evicted, swapped or computed again.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections import deque
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,18 +20,25 @@ import torch
 
 from aquifer.cache import KV_CACHES, kv_cache
 from aquifer.cache.base import KVLayout, LayerKV, Rows
-from aquifer.engine.request import Request, SamplingParams, TokenOutput
-from aquifer.engine.scheduler import Lane, Plan, Sampled, Scheduler, chunk_tokens
-from aquifer.engine.slots import Sequence, SlotTable
+from aquifer.cache.prefix import PrefixCache
+from aquifer.cache.swap import SwapSpace
+from aquifer.engine.preemption import Preemption
+from aquifer.engine.request import Request, SamplingParams, TokenLogprobs, TokenOutput
+from aquifer.engine.scheduler import Lane, Plan, Sampled, Scheduler, chunk_tokens, group_bytes
+from aquifer.engine.sequence import SequenceGroup
+from aquifer.engine.slots import SlotTable
 from aquifer.memory.driver import open_driver
 from aquifer.memory.driver.faulty import FaultyDriver
 from aquifer.memory.pool import Kind, Owner, PagePool
+from aquifer.memory.reclaim import Reclaimer
 
 PAGE_BYTES = 4096
 MAX_TOKENS = 64
-MAX_SEQS = 5
+MAX_SEQS = 6
 STOP_ID = 7
 VOCAB_SIZE = 40
+PROMPTS = np.random.default_rng(1).integers(VOCAB_SIZE, size=(3, MAX_TOKENS))
+"""What prompts begin with."""
 LAYOUTS = {
     "small": KVLayout((LayerKV(2, 32, 32),) * 2, torch.float32),  # four tokens a page
     "large": KVLayout((LayerKV(4, 96, 96),) * 2, torch.float32),  # a page and a half a token
@@ -41,10 +50,11 @@ class Tracked:
     """A request, and what became of it."""
 
     lane: Lane
-    sequence: Sequence
-    given: list[int] = field(default_factory=list)  # by the runner
-    received: list[int] = field(default_factory=list)  # through outputs
-    ending: str | None = None
+    group: SequenceGroup
+    given: dict[int, list[int]] = field(default_factory=dict)  # by the runner, each completion
+    received: dict[int, list[int]] = field(default_factory=dict)  # through outputs, likewise
+    endings: dict[int, str] = field(default_factory=dict)
+    ending: str | None = None  # of the whole
 
 
 class World:
@@ -61,6 +71,8 @@ class World:
         max_batched_tokens: int = 200,
         faulty: bool = False,
         num_ahead: int = 0,
+        keeps_prefixes: bool = False,
+        preemption_mode: str = "recompute",
     ) -> None:
         self.random = random
         self.num_ahead = num_ahead
@@ -71,12 +83,26 @@ class World:
         self.pool = PagePool(self.driver, budget_bytes, PAGE_BYTES)
         resources.callback(self.pool.close)
         self.max_batched_tokens = max_batched_tokens
-        self.scheduler = Scheduler(self.pool, max_batched_tokens)
+        self.now_s = 0.0
+        reclaimer = Reclaimer(lambda: self.now_s)
+        self.pool.on_short = reclaimer.reclaim
+        self.space = SwapSpace(3 * budget_bytes // 4, self.driver.device)
+        self.space.start()
+        resources.callback(self.space.close)
+        preemption = Preemption(self.space, preemption_mode)  # type: ignore[arg-type]
+        self.scheduler = Scheduler(
+            self.pool, max_batched_tokens, preemption, clock_s=lambda: self.now_s
+        )
         factory = kv_cache(cache, block_size=random.choice((1, 3, 4, 16)))
         for name in names:
             manager = factory(self.pool, Owner(name, Kind.KV), LAYOUTS[name], MAX_SEQS, MAX_TOKENS)
             resources.callback(manager.close)
-            self.scheduler.add_lane(Lane(name, manager, SlotTable(MAX_SEQS, MAX_TOKENS)))
+            lane = Lane(name, manager, SlotTable(MAX_SEQS, MAX_TOKENS))
+            if keeps_prefixes:
+                lane.prefixes = PrefixCache(manager, lane.recompute_s)
+                reclaimer.register(lane.prefixes)
+                resources.callback(lane.prefixes.close)
+            self.scheduler.add_lane(lane)
         # What the device knows: all tokens of each slot, those in flight included.
         self.known = {name: np.zeros((MAX_SEQS, MAX_TOKENS), np.int64) for name in names}
         self.requests: dict[str, Tracked] = {}
@@ -97,6 +123,8 @@ class World:
             max_batched_tokens=random.choice((1, 5, 16, 200)),
             faulty=faulty,
             num_ahead=random.choice((0, 1)),
+            keeps_prefixes=random.choice((False, True, True)),
+            preemption_mode=random.choice(("recompute", "swap", "auto")),
         )
 
     @property
@@ -108,42 +136,62 @@ class World:
         lane = self.random.choice(list(self.scheduler.lanes.values()))
         num_prompt = self.random.choice((1, self.random.randrange(1, MAX_TOKENS)))
         max_total = self.random.randrange(num_prompt + 1, MAX_TOKENS + 1)
-        if lane.cache.bytes_needed(max_total - 1) <= self.pool.budget_bytes:
-            self.add(lane, num_prompt, max_total, min_tokens=self.random.choice((0, 0, 3)))
+        options: dict[str, Any] = self.random.choice(
+            ({}, {}, {"n": 2}, {"best_of": 3}, {"n": 2, "best_of": 3, "use_beam_search": True})
+        )
+        count = SamplingParams(**options).num_sequences
+        # Blocks of a group may be spread over one page more for each sequence.
+        needed_bytes = group_bytes(lane.cache, num_prompt, max_total, count)
+        needed_bytes += (count - 1) * self.pool.page_bytes
+        if needed_bytes <= self.pool.budget_bytes:
+            if not options and self.random.random() < 0.3:
+                options = {"min_tokens": 3}
+            self.add(lane, num_prompt, max_total, **options)
 
-    def add(self, lane: Lane, num_prompt: int, max_total: int, min_tokens: int = 0) -> None:
+    def add(self, lane: Lane, num_prompt: int, max_total: int, **options) -> None:
         number = len(self.requests)
-        prompt = [self.random.randrange(VOCAB_SIZE) for _ in range(num_prompt)]
-        params = SamplingParams(max_tokens=None, min_tokens=min_tokens)
-        sequence = Sequence(
-            request=Request(str(number), lane.name, prompt, params, 0.0),
-            arrival=number,
+        # Many begin alike.
+        prompt = self.random.choice(PROMPTS)[:num_prompt].tolist()
+        for i in range(self.random.randrange(num_prompt + 1), num_prompt):
+            prompt[i] = self.random.randrange(VOCAB_SIZE)
+        params = SamplingParams(max_tokens=None, **options)
+        group = SequenceGroup.of(
+            Request(str(number), lane.name, prompt, params, 0.0),
+            number,
+            np.array(prompt, np.int32),
             seed=0,
             max_total=max_total,
             stop_ids=frozenset({STOP_ID}),
-            eos_ids=frozenset(),
-            token_ids=np.array(prompt, np.int32),
         )
-        self.requests[str(number)] = Tracked(lane, sequence)
-        self.scheduler.add(lane, sequence)
+        self.requests[str(number)] = Tracked(lane, group)
+        self.scheduler.add(lane, group)
 
     def abort(self) -> None:
         tracked = self.random.choice(self.live)
-        self.scheduler.abort(tracked.lane, tracked.sequence)
+        group = tracked.group
+        if group.beams is None and len(group.sequences) > 1 and self.random.random() < 0.5:
+            sequence = self.random.choice(group.sequences)
+            self.scheduler.abort(tracked.lane, group, sequence.index)
+            tracked.endings[sequence.index] = "abort"
+            assert sequence.slot is None
+            return
+        sequences = list(group.sequences)
+        self.scheduler.abort(tracked.lane, group)
         tracked.ending = "abort"
-        assert tracked.sequence.slot is None
+        assert all(sequence.slot is None for sequence in sequences)
 
     def step(self) -> None:
+        self.now_s += 1
         if self.faulty and self.driver.num_calls > (self.driver.fail_at or -1):
             self.driver.fail_at = self.driver.num_calls + self.random.randrange(25)
-        earliest = min(self.live, key=lambda t: t.sequence.arrival, default=None)
-        was_running = earliest is not None and earliest.sequence.slot is not None
+        earliest = min(self.live, key=lambda t: t.group.arrival, default=None)
+        was_running = earliest is not None and earliest.group in earliest.lane.running
         plan = self.scheduler.plan()
         outputs = self.scheduler.take_failed()
         assert all(output.finish_reason == "error" for output in outputs)
         assert self.faulty or not outputs
         if earliest is not None and was_running and not outputs:
-            assert earliest.sequence.slot is not None, "the earliest arrival was preempted"
+            assert earliest.group in earliest.lane.running, "the earliest arrival was preempted"
         if plan is not None:
             self.check_plan(plan)
             self.in_flight.append((plan, self.run(plan)))
@@ -162,27 +210,29 @@ class World:
         np.testing.assert_array_equal(ends, table.num_computed[spans.slots])
         assert (ends <= table.num_tokens[spans.slots]).all()
         assert (ends < table.max_total[spans.slots]).all()
-        np.testing.assert_array_equal(
-            plan.sampled, np.flatnonzero(ends >= table.num_seated[spans.slots])
-        )
-        decodes = spans.starts >= table.num_seated[spans.slots]
+        is_beam = table.is_beam[spans.slots]
+        known = np.where(is_beam, table.num_tokens[spans.slots], table.num_given[spans.slots])
+        np.testing.assert_array_equal(plan.sampled, np.flatnonzero(ends >= known))
+        decodes = spans.starts >= table.num_given[spans.slots]
         np.testing.assert_array_equal(np.flatnonzero(decodes), np.arange(plan.num_decodes))
-        assert (spans.counts[: plan.num_decodes] == 1).all()
-        admitted = np.flatnonzero(spans.starts == 0)
-        np.testing.assert_array_equal(np.sort(plan.admitted), np.sort(spans.slots[admitted]))
-        for slot in spans.slots:
+        assert plan.num_decodes <= plan.num_single
+        assert (spans.counts[: plan.num_single] == 1).all()
+        assert (spans.counts[plan.num_single :] > 1).all()
+        for slot in spans.slots[np.argsort(table.serial[spans.slots])]:
             sequence = table.sequences[slot]
             assert sequence is not None
-            if sequence.arrival not in self.admitted:
-                self.admitted.append(sequence.arrival)
+            assert sequence.parent is None
+            if sequence.group.arrival not in self.admitted:
+                self.admitted.append(sequence.group.arrival)
 
     def run(self, plan: Plan) -> Sampled:
         """Write each token's id as its KV, and find the mean of all ids so far by attention."""
         table, cache = plan.lane.slots, plan.lane.cache
         known = self.known[plan.lane.name]
-        known[plan.admitted] = table.token_ids[plan.admitted]
+        told = np.append(plan.admitted, plan.spans.slots[table.is_beam[plan.spans.slots]])
+        known[told] = table.token_ids[told]
         cache.upload()
-        view = cache.view(Rows.of(plan.spans, plan.num_decodes, torch.device("cpu")))
+        view = cache.view(Rows.of(plan.spans, plan.num_single, torch.device("cpu")))
         slots, positions = plan.spans.rows()
         ids = torch.from_numpy(known[slots, positions]).float()
         sums = np.cumsum(known, axis=1)
@@ -195,30 +245,50 @@ class World:
                 means, (expected + index)[:, None, None].expand_as(means), rtol=1e-4, atol=1e-4
             )
         tokens = [self.random.randrange(VOCAB_SIZE) for _ in plan.sampled]
-        for index, token in zip(plan.sampled.tolist(), tokens, strict=True):
+        reports = {}
+        for row, (index, token) in enumerate(zip(plan.sampled.tolist(), tokens, strict=True)):
             slot = plan.spans.slots[index]
-            known[slot, plan.spans.starts[index] + plan.spans.counts[index]] = token
             sequence = table.sequences[slot]
             assert sequence is not None
-            self.requests[sequence.request.request_id].given.append(token)
-        return Sampled(np.array(tokens, np.int64), {}, {})
+            tracked = self.requests[sequence.request.request_id]
+            beams = sequence.group.beams
+            if beams is None:
+                known[slot, plan.spans.starts[index] + plan.spans.counts[index]] = token
+                tracked.given.setdefault(sequence.index, []).append(token)
+            else:
+                count = beams.search.num_candidates
+                best = [token, *self.random.sample(range(VOCAB_SIZE), count)]
+                logprobs = [0.0, *sorted(-self.random.random() for _ in range(count))[::-1]]
+                reports[row] = TokenLogprobs(best, logprobs, [])
+        return Sampled(np.array(tokens, np.int64), reports, {})
 
     def receive(self, output: TokenOutput) -> None:
         tracked = self.requests[output.request_id]
+        group = tracked.group
         assert tracked.ending is None, "an output after the last one"
-        tracked.received += output.token_ids
-        # At most what is in flight is not known yet.
-        assert 0 <= len(tracked.given) - len(tracked.received) <= self.num_ahead
-        assert tracked.received == tracked.given[: len(tracked.received)]
-        tracked.ending = output.finish_reason
-        sequence = tracked.sequence
-        num_output = len(tracked.received)
-        if output.finish_reason != "error":
-            stops = (
-                tracked.received[-1] == STOP_ID and num_output > sequence.request.params.min_tokens
-            )
-            full = sequence.num_prompt_tokens + num_output == sequence.max_total
-            assert output.finish_reason == ("stop" if stops else "length" if full else None)
+        if output.finish_reason == "error":
+            tracked.ending = "error"
+            return
+        assert output.index not in tracked.endings, "an output after the last one"
+        received = tracked.received.setdefault(output.index, [])
+        received += output.token_ids
+        if output.finish_reason is not None:
+            tracked.endings[output.index] = output.finish_reason
+        is_full = group.num_prompt_tokens + len(received) == group.max_total
+        if group.beams is not None:
+            assert output.finish_reason == ("stop" if received[-1] == STOP_ID else "length")
+            assert is_full or output.finish_reason == "stop"
+        else:
+            given = tracked.given[output.index]
+            # At most what is in flight is not known yet.
+            assert 0 <= len(given) - len(received) <= self.num_ahead
+            assert received == given[: len(received)]
+            may_stop = len(received) > group.request.params.min_tokens
+            stops = received[-1] == STOP_ID and may_stop
+            assert output.finish_reason == ("stop" if stops else "length" if is_full else None)
+        if len(tracked.endings) == group.request.params.num_completions:
+            tracked.ending = "done"
+            assert not group.sequences
 
     def check(self) -> None:
         self.pool.check()
@@ -226,23 +296,34 @@ class World:
         arrivals: list[int] = []
         for name, lane in self.scheduler.lanes.items():
             for queue in (lane.running, lane.waiting):
-                order = [sequence.arrival for sequence in queue]
+                order = [group.arrival for group in queue]
                 assert order == sorted(order)
                 arrivals += order
-            assert all(s.slot is not None for s in lane.running)
-            assert all(s.slot is None for s in lane.waiting)
-            assert lane.slots.num_free == MAX_SEQS - len(lane.running)
+            running = [s for group in lane.running for s in group.sequences]
+            waiting = [s for group in lane.waiting for s in group.sequences]
+            assert all(s.slot is not None for s in running)
+            assert all(s.slot is None and s.lease is None for s in waiting)
+            assert lane.slots.num_free == MAX_SEQS - len(running)
+            assert lane.slots.num_pending == sum(s.parent is not None for s in running)
             stats = lane.cache.stats(lane.written_tokens)
             assert stats.mapped_bytes == in_use.get(Owner(name, Kind.KV), 0)
             assert stats.wasted_bytes >= 0
             admitted = [a for a in self.admitted if self.requests[str(a)].lane is lane]
             assert admitted == sorted(admitted)
-        assert sorted(arrivals) == [tracked.sequence.arrival for tracked in self.live]
+        assert sorted(arrivals) == [tracked.group.arrival for tracked in self.live]
+
+    def check_empty(self) -> None:
+        """Nothing is left but retained prefixes, and these can go."""
+        assert self.space.used_bytes == 0
+        for lane in self.scheduler.lanes.values():
+            if lane.prefixes is not None:
+                lane.prefixes.close()
+        assert not self.pool.usage().in_use_bytes
 
 
 @pytest.mark.parametrize("faulty", [False, True], ids=["sound", "faulty"])
 @pytest.mark.parametrize("cache", KV_CACHES)
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(12))
 def test_every_request_ends(seed: int, cache: str, faulty: bool) -> None:
     with ExitStack() as resources:
         world = World.crowded(seed, cache, resources, faulty=faulty)
@@ -254,14 +335,14 @@ def test_every_request_ends(seed: int, cache: str, faulty: bool) -> None:
                 world.abort()
             world.step()
         # Even if all run alone and start anew for each token, that is the most steps there are.
-        steps_left = 40 * MAX_TOKENS * (1 + MAX_TOKENS // world.max_batched_tokens)
+        steps_left = 3 * 40 * MAX_TOKENS * (1 + MAX_TOKENS // world.max_batched_tokens)
         while world.scheduler.has_work:
             world.step()
             steps_left -= 1
             assert steps_left, "no end"
         assert not world.live
-        assert not world.pool.usage().in_use_bytes
-        assert {t.ending for t in world.requests.values()} <= {"stop", "length", "abort", "error"}
+        world.check_empty()
+        assert {t.ending for t in world.requests.values()} <= {"done", "abort", "error"}
 
 
 @pytest.mark.parametrize(
@@ -281,7 +362,7 @@ def test_prompts_are_cut_at_round_places(start: int, count: int, room: int, expe
 
 def test_the_worlds_are_crowded() -> None:
     """The test above means nothing unless pools run short and devices refuse."""
-    num_preemptions = num_errors = 0
+    num_preemptions = num_errors = num_swaps = num_hits = 0
     for seed in range(6):
         with ExitStack() as resources:
             world = World.crowded(seed, "virtual", resources, faulty=True)
@@ -291,8 +372,13 @@ def test_the_worlds_are_crowded() -> None:
                 world.step()
             num_preemptions += world.scheduler.num_preemptions
             num_errors += sum(t.ending == "error" for t in world.requests.values())
+            for lane in world.scheduler.lanes.values():
+                num_swaps += lane.num_swaps
+                num_hits += 0 if lane.prefixes is None else lane.prefixes.stats.hit_tokens
     assert num_preemptions > 10
     assert num_errors > 0
+    assert num_swaps > 3
+    assert num_hits > 10
 
 
 def test_who_waits_for_memory_is_not_overtaken_by_another_model() -> None:

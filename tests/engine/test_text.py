@@ -16,8 +16,17 @@ from tests.checkpoints import SPECIAL_TOKENS, VOCAB_SIZE, tiny_llama
 from tokenizers import decoders
 from tokenizers.models import WordLevel
 
-from aquifer.engine.request import Request, SamplingParams, TokenLogprobs, TokenOutput
-from aquifer.engine.text import Detokenizer, OutputBuilder, StopStrings, Tokenizer
+from aquifer.engine.request import (
+    BeamSearchParams,
+    CompletionOutput,
+    FinishReason,
+    Request,
+    RequestTiming,
+    SamplingParams,
+    TokenLogprobs,
+    TokenOutput,
+)
+from aquifer.engine.text import Delta, Detokenizer, OutputBuilder, StopStrings, Tokenizer
 from aquifer.errors import ConfigError, RequestError
 
 CONVERSATION = [{"role": "user", "content": "hi"}]
@@ -225,7 +234,7 @@ def test_logprobs_name_their_tokens(tokenizer: Tokenizer) -> None:
     delta = builder.push(TokenOutput("0", [a], logprobs=[entry]))
     assert delta.logprobs is not None
     assert [logprob.decoded_token for logprob in delta.logprobs[0].values()] == ["a", "b"]
-    assert builder.completion.cumulative_logprob == -2.0
+    assert builder.output.outputs[0].cumulative_logprob == -2.0
 
 
 def test_without_a_tokenizer_there_are_only_token_ids() -> None:
@@ -236,6 +245,180 @@ def test_without_a_tokenizer_there_are_only_token_ids() -> None:
     assert (completion.text, completion.token_ids) == ("", [9])
     assert completion.logprobs is not None
     assert completion.logprobs[0][9].decoded_token is None
+
+
+# --- several completions -------------------------------------------------------------------
+
+_STOP = ["no", "e.", "é"]
+
+completion_texts = st.lists(
+    st.text(st.sampled_from("aet no.é漢😀"), min_size=1, max_size=10), min_size=1, max_size=5
+)
+
+
+def token_outputs(
+    tokenizer: Tokenizer, text: str, index: int, logprob: float | None
+) -> list[TokenOutput]:
+    """What the engine gives for a completion of that text, token by token."""
+    outputs = [TokenOutput("0", [token_id], index) for token_id in tokenizer.encode(text)]
+    if logprob is not None:
+        for output in outputs:
+            ids = [*output.token_ids, 7]
+            output.logprobs = [TokenLogprobs(ids, [logprob, logprob - 1], [1, 2])]
+    outputs[-1].finish_reason = "length"
+    return outputs
+
+
+def push_interleaved(
+    builder: OutputBuilder, outputs: Sequence[list[TokenOutput]], random: Random
+) -> list[Delta]:
+    """Push each completion's outputs in order, and all of them in any; until it is cut short."""
+    queues = {index: list(of_one) for index, of_one in enumerate(outputs)}
+    deltas = []
+    while queues:
+        assert not builder.finished
+        index = random.choice(sorted(queues))
+        deltas.append(builder.push(queues[index].pop(0)))
+        assert deltas[-1].index == index
+        if deltas[-1].needs_abort or not queues[index]:
+            assert deltas[-1].finish_reason is not None
+            del queues[index]
+    assert builder.finished
+    return deltas
+
+
+@settings(deadline=None, max_examples=60)
+@given(texts=completion_texts, has_logprobs=st.booleans(), seed=st.integers())
+def test_completions_do_not_touch_each_other(
+    tokenizer: Tokenizer, texts: list[str], has_logprobs: bool, seed: int
+) -> None:
+    """Whatever order outputs come in, each completion is what it is alone."""
+    common: dict[str, Any] = {"stop": _STOP, "max_tokens": None}
+    if has_logprobs:
+        common["logprobs"] = 1
+    expected = []
+    for index, text in enumerate(texts):
+        alone = builder_of(tokenizer, **common)
+        outputs = token_outputs(tokenizer, text, 0, -0.5 if has_logprobs else None)
+        push_interleaved(alone, [outputs], Random(0))
+        (completion,) = alone.output.outputs
+        completion.index = index
+        expected.append(completion)
+    builder = builder_of(tokenizer, n=len(texts), **common)
+    all_outputs = [
+        token_outputs(tokenizer, text, index, -0.5 if has_logprobs else None)
+        for index, text in enumerate(texts)
+    ]
+    deltas = push_interleaved(builder, all_outputs, Random(seed))
+    assert builder.output.outputs == expected
+    assert builder.num_generated_tokens == sum(len(c.token_ids) for c in expected)
+    for completion in expected:
+        of_one = [delta for delta in deltas if delta.index == completion.index]
+        assert "".join(delta.text for delta in of_one) == completion.text
+        assert [i for delta in of_one for i in delta.token_ids] == completion.token_ids
+        reasons = [(delta.finish_reason, delta.stop_reason) for delta in of_one]
+        assert reasons[-1] == (completion.finish_reason, completion.stop_reason)
+        assert set(reasons[:-1]) <= {(None, None)}
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    logprobs=st.lists(st.sampled_from([-3.0, -2.0, -1.5, -1.0, -0.5]), min_size=1, max_size=6),
+    data=st.data(),
+)
+def test_the_best_completions_are_chosen(
+    tokenizer: Tokenizer, logprobs: list[float], data: st.DataObject
+) -> None:
+    n = data.draw(st.integers(1, len(logprobs)))
+    lengths = [data.draw(st.integers(1, 4)) for _ in logprobs]
+    asked_for = data.draw(st.sampled_from([None, 1]))
+    builder = builder_of(tokenizer, n=n, best_of=len(logprobs), max_tokens=None, logprobs=asked_for)
+    outputs = [
+        token_outputs(tokenizer, chr(ord("A") + index) * length, index, logprob)
+        for index, (length, logprob) in enumerate(zip(lengths, logprobs, strict=True))
+    ]
+    push_interleaved(builder, outputs, Random(data.draw(st.integers())))
+    sums = [length * logprob for length, logprob in zip(lengths, logprobs, strict=True)]
+    expected = list(range(n))
+    if n < len(logprobs):
+        expected = sorted(range(len(sums)), key=lambda index: -sums[index])[:n]
+    chosen = builder.output.outputs
+    assert [completion.index for completion in chosen] == list(range(n))
+    assert [completion.text for completion in chosen] == [
+        chr(ord("A") + index) * lengths[index] for index in expected
+    ]
+    if n < len(logprobs):
+        assert [completion.cumulative_logprob for completion in chosen] == [
+            sums[index] for index in expected
+        ]
+    assert all((completion.logprobs is None) == (asked_for is None) for completion in chosen)
+    assert builder.num_generated_tokens == sum(lengths)
+
+
+def test_a_stop_string_counts_in_its_own_completion_only(tokenizer: Tokenizer) -> None:
+    """Halves of a stop string in two completions make none."""
+    first, second = tokenizer.encode("Xx")
+    builder = builder_of(tokenizer, n=2, stop="Xx", max_tokens=None)
+    assert not builder.push(TokenOutput("0", [first], 0)).needs_abort
+    assert not builder.push(TokenOutput("0", [second], 1)).needs_abort
+    delta = builder.push(TokenOutput("0", [second], 0))
+    assert (delta.needs_abort, delta.index, delta.stop_reason) == (True, 0, "Xx")
+    assert [c.finish_reason for c in builder.output.outputs] == ["stop", None]
+    delta = builder.push(TokenOutput("0", [first], 1, finish_reason="length"))
+    assert (delta.needs_abort, delta.text, delta.finish_reason) == (False, "X", "length")
+    assert builder.finished
+    assert [completion.text for completion in builder.output.outputs] == ["", "xX"]
+
+
+def test_a_stop_token_needs_no_abort(tokenizer: Tokenizer) -> None:
+    builder = builder_of(tokenizer, n=2, max_tokens=None)
+    delta = builder.push(TokenOutput("0", [7], 1, finish_reason="stop", stop_reason=7))
+    assert (delta.finish_reason, delta.stop_reason, delta.needs_abort) == ("stop", 7, False)
+
+
+def test_beams_come_whole_and_in_order(tokenizer: Tokenizer) -> None:
+    params = BeamSearchParams(beam_width=2, max_tokens=8).sampling_params()
+    prompt = tokenizer.encode("a")
+    builder = OutputBuilder(Request("0", "m", prompt, params, 0.0), None, tokenizer)
+    for index, text in enumerate(["né 😀", "en 漢"]):
+        ids = tokenizer.encode(text)
+        reason: FinishReason = "stop" if index == 0 else "length"
+        beam = TokenOutput("0", ids, index, finish_reason=reason, cumulative_logprob=-1.5 - index)
+        assert builder.push(beam).text == text
+    assert builder.finished
+    assert builder.output.outputs == [
+        CompletionOutput(0, "né 😀", tokenizer.encode("né 😀"), -1.5, None, "stop"),
+        CompletionOutput(1, "en 漢", tokenizer.encode("en 漢"), -2.5, None, "length"),
+    ]
+
+
+def test_an_error_ends_all_completions(tokenizer: Tokenizer) -> None:
+    builder = builder_of(tokenizer, n=3, max_tokens=None)
+    builder.push(TokenOutput("0", [7], 1, finish_reason="length"))
+    builder.push(TokenOutput("0", finish_reason="error", error="lost"))
+    assert builder.finished
+    reasons = [completion.finish_reason for completion in builder.output.outputs]
+    assert reasons == ["error", "length", "error"]
+
+
+def test_what_is_said_once_stays(tokenizer: Tokenizer) -> None:
+    timing = RequestTiming(0.0, 1.0, 2.0, 3.0)
+    entry = TokenLogprobs([7], [-1.0], [1])
+    builder = builder_of(tokenizer, n=2, max_tokens=None)
+    builder.push(TokenOutput("0", [7], 0, num_cached_tokens=16, prompt_logprobs=[None, entry]))
+    builder.push(TokenOutput("0", [7], 1, finish_reason="length", timing=timing))
+    builder.push(TokenOutput("0", [7], 0))
+    assert builder.output.num_cached_tokens == 16
+    assert builder.output.metrics == timing
+    assert builder.output.prompt_logprobs is not None
+    assert len(builder.output.prompt_logprobs) == 2
+
+
+@pytest.mark.parametrize("width", [0, 129])
+def test_impossible_beam_widths_are_refused_by_name(width: int) -> None:
+    with pytest.raises(RequestError, match="beam_width") as caught:
+        BeamSearchParams(beam_width=width, max_tokens=1).sampling_params()
+    assert caught.value.param == "beam_width"
 
 
 # --- loading -------------------------------------------------------------------------------

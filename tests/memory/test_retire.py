@@ -1,18 +1,19 @@
 """Retired pages: never unmapped under work in flight, and never lost.
 
-The device here is late: work that it was given is done when a test says so, or when somebody
-waits for it. Unmapping what unfinished work touches fails the test on the spot.
+The device here is late, and unmapping what unfinished work touches fails the test on the spot.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from random import Random
 
 import numpy as np
 import pytest
 import torch
+from tests.memory.late_driver import LateDriver
 
 from aquifer.cache import KV_CACHES, kv_cache
 from aquifer.cache.base import KVLayout, LayerKV, Rows, Spans
@@ -26,46 +27,6 @@ from aquifer.memory.virtual import VirtualRange
 
 PAGE = 4096
 A, B = Owner("a", Kind.KV), Owner("b", Kind.KV)
-
-
-class LateFence:
-    """Passes when the device has done so many pieces of work."""
-
-    def __init__(self, device: LateDriver, count: int) -> None:
-        self._device = device
-        self._count = count
-
-    def passed(self) -> bool:
-        return self._device.num_done >= self._count
-
-    def wait(self) -> None:
-        self._device.num_waits += not self.passed()
-        self._device.finish(self._count)
-
-
-class LateDriver(HostDriver):
-    """Host pages under a device that runs behind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.work: list[frozenset[int]] = []  # addresses of the pages that each piece touches
-        self.num_done = 0
-        self.num_waits = 0
-
-    def launch(self, addresses: Sequence[int]) -> None:
-        self.work.append(frozenset(addresses))
-
-    def finish(self, count: int | None = None) -> None:
-        self.num_done = max(self.num_done, len(self.work) if count is None else count)
-
-    def fence(self) -> LateFence:  # type: ignore[override]  # the host has none
-        return LateFence(self, len(self.work))
-
-    def unmap(self, address: int, page_bytes: int, count: int) -> None:
-        places = range(address, address + count * page_bytes, page_bytes)
-        for touched in self.work[self.num_done :]:
-            assert not touched.intersection(places), "unmapped under work in flight"
-        super().unmap(address, page_bytes, count)
 
 
 @pytest.fixture
@@ -227,6 +188,101 @@ def test_a_page_of_which_all_places_are_retired_is_nobody_s(driver, pool, range_
     pool.check()
 
 
+def test_a_place_of_a_page_in_use_is_left_alone(driver, pool, range_):
+    """To unmap it would free nothing; at the end of the use, the page is like any other."""
+    _map(pool, range_, 0, 4)
+    kept = range_.handles(0, 2)
+    pool.share(kept)
+    pool.retired.retire(range_, range(4))
+    assert (len(pool.retired), pool.retired.num_places) == (2, 4)
+    assert pool.usage().retired_bytes == 2 * PAGE
+    driver.finish()
+    assert pool.retired.collect()
+    assert not pool.retired.collect()
+    assert not pool.retired.reclaim(PAGE)
+    assert sorted(range_._handles) == [0, 1]
+    assert pool.acquire(B, 7) is None
+    woken: list[bool] = []
+    pool.retired.on_retire = lambda: woken.append(True)
+    pool.release(kept[:1])
+    assert woken == [True]
+    assert (len(pool.retired), pool.retired.num_places) == (1, 2)
+    pool.check()
+    pages = pool.acquire(B, 7)
+    assert pages is not None
+    assert sorted(range_._handles) == [1]
+    pool.release(pages + kept[1:])
+
+
+def test_room_is_made_to_the_end_where_a_page_is_at_several_places(driver, pool, range_):
+    """The first places that are given back free nothing, and more are asked for."""
+    _map(pool, range_, 0, 2)
+    for index in (10, 20):
+        pool.share(range_.handles(0, 2))
+        range_.map(index, range_.handles(0, 2))
+    _launch(driver, range_, 0, 32)
+    for index in (0, 10, 20):
+        pool.retired.retire(range_, [index, index + 1])
+    assert (len(pool.retired), pool.usage().retired_bytes) == (6, 2 * PAGE)
+    pages = pool.acquire(B, 8)
+    assert pages is not None
+    assert range_.num_mapped_pages == 0
+    pool.release(pages)
+
+
+def test_a_page_is_taken_back_where_it_is_though_others_have_it(driver, pool, range_):
+    """Where another page is, that one goes; the device is waited for only then."""
+    _map(pool, range_, 0, 4)
+    pages = range_.handles(0, 4)
+    held = pages[:3]
+    pool.share(held)
+    _launch(driver, range_, 0, 4)
+    pool.retired.retire(range_, range(4))
+    assert [pool.retired.has_page(range_, i, page) for i, page in enumerate(pages)] == [
+        True,
+        True,
+        True,
+        False,  # nobody has it, so it is not to be had by name
+    ]
+    assert not pool.retired.has_page(range_, 1, pages[0])
+    assert pool.retired.take_back_pages(range_, 0, held[:1]) == [0]
+    assert driver.num_waits == 0
+    assert pool.num_references(held[0]) == 2
+    assert pool.retired.take_back_pages(range_, 1, [held[2], held[2]]) == [1]
+    assert driver.num_waits == 1
+    assert sorted(range_._handles) == [0, 2, 3]
+    assert pool.retired.take_back_pages(range_, 8, held) == []
+    pool.check()
+    pool.release(held)
+    assert pool.usage().in_use_bytes == {A: 2 * PAGE}
+
+
+def test_a_place_on_its_way_out_is_waited_for(driver, pool, range_, monkeypatch):
+    """The stocker unmaps a page while the loop wants another one at that very place."""
+    _map(pool, range_, 0, 1)
+    _map(pool, range_, 5, 1)
+    pool.retired.retire(range_, [0])
+    driver.finish()
+    unmap = driver.unmap
+    started = threading.Event()
+
+    def slow_unmap(*arguments: int) -> None:
+        started.set()
+        time.sleep(0.05)
+        unmap(*arguments)
+
+    monkeypatch.setattr(driver, "unmap", slow_unmap)
+    stocker = threading.Thread(target=pool.retired.collect)
+    stocker.start()
+    started.wait()
+    page = range_.handles(5, 1)
+    assert pool.retired.take_back_pages(range_, 0, page) == []
+    pool.share(page)
+    range_.map(0, page)
+    stocker.join()
+    pool.check()
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_random_accounts(seed):
     """M1 to M4 with shared pages, retired ones and overhead, against who holds what."""
@@ -238,21 +294,24 @@ def test_random_accounts(seed):
     held: dict[int, Handle] = {}  # places in use
     retired: dict[int, Handle] = {}  # at least those that were not unmapped meanwhile
     owner_of: dict[Handle, Owner] = {}
+    kept: list[Handle] = []  # one reference each, without a place
     overhead_bytes = 0
 
     def free_places() -> list[int]:
         return [index for index in range(64) if index not in held and index not in retired]
 
     for _ in range(600):
-        act = random.choice(("map", "map", "share", "retire", "back", "collect", "over", "settle"))
+        act = random.choice(
+            ("map", "map", "share", "retire", "back", "same", "keep", "collect", "over", "settle")
+        )
         if act == "map" and free_places():
             index = random.choice(free_places())
             owner = owners[index]
             may_reclaim = random.random() < 0.5
             pages = pool.acquire(owner, 1, may_reclaim=may_reclaim)
-            used = len(set(held.values()))
+            used = len({*held.values(), *kept})
             if pages is None:
-                unused = len(set(retired.values()) - set(held.values()))
+                unused = len(set(retired.values()) - {*held.values(), *kept})
                 room_bytes = (40 - used - (0 if may_reclaim else unused)) * PAGE - overhead_bytes
                 assert room_bytes < PAGE
             else:
@@ -274,6 +333,20 @@ def test_random_accounts(seed):
             page = retired.pop(index)
             if pool.retired.take_back(range_, index, 1):
                 held[index] = page
+        elif act == "same" and retired:
+            index = random.choice(list(retired))
+            page = random.choice([retired[index], *held.values()])
+            if page in held.values() or page in kept:
+                is_there = retired.pop(index) == page
+                assert pool.retired.take_back_pages(range_, index, [page]) == [0] * is_there
+                if is_there:
+                    held[index] = page
+        elif act == "keep" and (held or kept):
+            if held and len(kept) < 10:
+                kept.append(random.choice(list(held.values())))
+                pool.share(kept[-1:])
+            elif kept:
+                pool.release([kept.pop(random.randrange(len(kept)))])
         elif act == "collect":
             pool.retired.collect()
         elif act == "over":
@@ -284,7 +357,7 @@ def test_random_accounts(seed):
         retired = {index: page for index, page in retired.items() if index in range_._handles}
         pool.check()
         usage = pool.usage()
-        in_use = {page: owner_of[page] for page in held.values()}
+        in_use = {page: owner_of[page] for page in (*held.values(), *kept)}
         expected = {
             owner: num_bytes
             for owner in (A, B)
@@ -294,6 +367,8 @@ def test_random_accounts(seed):
             {PROCESS: overhead_bytes} if overhead_bytes else {}
         )
         assert usage.retired_bytes == len(set(retired.values()) - set(in_use)) * PAGE
+        assert pool.retired.num_places == len(retired)
+        assert len(pool.retired) == sum(page not in in_use for page in retired.values())
         total = sum(usage.in_use_bytes.values())
         terms = usage.retired_bytes + usage.idle_bytes + usage.uncreated_bytes
         assert total + terms == 40 * PAGE + usage.excess_bytes
@@ -302,6 +377,7 @@ def test_random_accounts(seed):
         assert driver.resident_bytes() == pool.created_bytes
         assert range_.num_mapped_pages == len(held) + len(retired)
     driver.finish()
+    pool.release(kept)
     pool.retired.retire(range_, sorted(held))
     pool.account_overhead(0)
     pool.retired.settle()
@@ -407,7 +483,7 @@ def test_the_next_sequence_of_a_slot_finds_its_pages_mapped():
 def _in_use(pool: PagePool, range_: VirtualRange) -> set[int]:
     """Indices of pages that are mapped and not retired."""
     with pool._books:
-        retired = {i for _, i in [*pool.retired._waiting, *pool.retired._leaving]}
+        retired = {i for _, i in [*pool.retired._fences, *pool.retired._leaving]}
         return set(range_._handles) - retired
 
 

@@ -1,17 +1,22 @@
 """A server over an engine without a model, whose prompts say how it fails.
 
-    python -m tests.serve.fake_server CHECKPOINT SHUTDOWN_TIMEOUT
+    python -m tests.serve.fake_server CHECKPOINT SHUTDOWN_TIMEOUT [KEYS]
 
-It answers every prompt with letters "a" until max_tokens. A prompt that begins with "crash" makes
-the step after its first token raise; one that begins with "refuse" is refused; one that begins
-with "lose" ends with an error output.
+It answers every prompt with letters "a" until max_tokens; of several completions, the second one
+has letters "b" and ends a token earlier, and so on, and a later one is more probable by token. A
+beam search ends with its last step. A prompt that was there before, with the same salt, is cached
+but for its last token.
+
+A prompt that begins with "crash" makes the step after its first token raise; one that begins with
+"refuse" is refused; one that begins with "lose" ends with an error output. With KEYS, prefixes are
+kept apart by key.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +28,11 @@ from aquifer.engine.request import (
     ModelInfo,
     ModelMemory,
     Request,
+    TokenLogprobs,
     TokenOutput,
 )
 from aquifer.engine.text import Tokenizer
-from aquifer.errors import EngineError, InvariantError, QueueFullError
+from aquifer.errors import CapacityError, EngineError, InvariantError, QueueFullError
 from aquifer.memory.pool import Kind
 from aquifer.serve.process import EngineLike
 from aquifer.serve.server import ServerConfig, serve
@@ -39,7 +45,9 @@ _PAGE_BYTES = 1024
 class _Running:
     request: Request
     text: str
-    num_tokens: int = 0
+    num_cached_tokens: int
+    open: set[int]  # indexes of completions
+    num_steps: int = 0
 
 
 class FakeEngine:
@@ -49,9 +57,11 @@ class FakeEngine:
         tokenizer = Tokenizer.load(spec.path)
         assert tokenizer is not None
         self._tokenizer = tokenizer
-        self._letter = tokenizer.encode("a")
         self._name = spec.name
         self._running: dict[str, _Running] = {}
+        self._seen: set[tuple[str | None, tuple[int, ...]]] = set()
+        self._pinned: set[tuple[str | None, tuple[int, ...]]] = set()
+        self._num_queried = self._num_hit = 0
 
     @property
     def models(self) -> dict[str, ModelInfo]:
@@ -66,40 +76,107 @@ class FakeEngine:
         text = self._tokenizer.decode(request.prompt_token_ids)
         if text.startswith("refuse"):
             raise QueueFullError("too many requests are waiting")
-        self._running[request.request_id] = _Running(request, text)
+        key = (request.cache_salt, tuple(request.prompt_token_ids))
+        num_cached = len(request.prompt_token_ids) - 1 if key in self._seen | self._pinned else 0
+        self._seen.add(key)
+        self._num_queried += len(request.prompt_token_ids)
+        self._num_hit += num_cached
+        indexes = set(range(request.params.num_completions))
+        self._running[request.request_id] = _Running(request, text, num_cached, indexes)
 
-    def abort(self, request_id: str) -> None:
-        self._running.pop(request_id, None)
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        running = self._running.get(request_id)
+        if running is None:
+            return
+        running.open -= running.open.copy() if index is None else {index}
+        if not running.open:
+            del self._running[request_id]
+
+    def pin_prefix(self, model: str, token_ids: list[int], salt: str | None) -> int:
+        if self._tokenizer.decode(token_ids).startswith("huge"):
+            raise CapacityError("that is too much to keep")
+        key = (salt, tuple(token_ids))
+        assert model == self._name
+        assert key not in self._pinned
+        self._pinned.add(key)
+        return len(token_ids) - 1
+
+    def unpin_prefix(self, model: str, token_ids: list[int], salt: str | None) -> None:
+        assert model == self._name
+        self._pinned.remove((salt, tuple(token_ids)))
 
     def step(self) -> list[TokenOutput]:
         time.sleep(_STEP_S)
         outputs = []
         for request_id, running in list(self._running.items()):
-            running.num_tokens += 1
-            output = TokenOutput(request_id, list(self._letter))
-            if running.num_tokens > 1 and running.text.startswith("crash"):
+            running.num_steps += 1
+            if running.num_steps > 1 and running.text.startswith("crash"):
                 raise InvariantError("told to crash")
-            if running.num_tokens > 1 and running.text.startswith("lose"):
-                output = TokenOutput(request_id, finish_reason="error", error="lost on purpose")
-            elif running.num_tokens == running.request.params.max_tokens:
-                output.finish_reason = "length"
-            if output.finish_reason is not None:
+            if running.num_steps > 1 and running.text.startswith("lose"):
+                outputs.append(
+                    TokenOutput(request_id, finish_reason="error", error="lost on purpose")
+                )
                 del self._running[request_id]
-            outputs.append(output)
+                continue
+            of_request = [*self._beams(running), *self._next_tokens(running)]
+            if running.num_steps == 1 and of_request:
+                of_request[0].num_cached_tokens = running.num_cached_tokens
+            for output in of_request:
+                if output.finish_reason is not None:
+                    self.abort(request_id, output.index)
+            outputs += of_request
         return outputs
 
+    def _next_tokens(self, running: _Running) -> Iterator[TokenOutput]:
+        params = running.request.params
+        if params.use_beam_search:
+            return
+        wants_logprobs = params.logprobs is not None or params.is_choice
+        for index in sorted(running.open):
+            letter = self._letter(index)
+            output = TokenOutput(running.request.request_id, [letter], index)
+            if wants_logprobs:
+                output.logprobs = [TokenLogprobs([letter], [-1 / (index + 1)], [1])]
+            if running.num_steps + index == params.max_tokens:
+                output.finish_reason = "length"
+            yield output
+
+    def _beams(self, running: _Running) -> Iterator[TokenOutput]:
+        params = running.request.params
+        if params.use_beam_search and running.num_steps == params.max_tokens:
+            for index in sorted(running.open):
+                yield TokenOutput(
+                    running.request.request_id,
+                    [self._letter(index)] * params.max_tokens,
+                    index,
+                    finish_reason="length",
+                    cumulative_logprob=-1.0 - index,
+                )
+
+    def _letter(self, index: int) -> int:
+        (token_id,) = self._tokenizer.encode(chr(ord("a") + index))
+        return token_id
+
     def stats(self) -> EngineStats:
-        return EngineStats({self._name: len(self._running)}, {self._name: 0}, {self._name: 0}, 0.0)
+        return EngineStats(
+            {self._name: len(self._running)},
+            {self._name: 0},
+            {self._name: 0},
+            0.0,
+            {self._name: self._num_queried},
+            {self._name: self._num_hit},
+        )
 
     def memory(self) -> MemoryReport:
-        used = len(self._running)
+        """A page for each completion."""
+        used = sum(len(running.open) for running in self._running.values())
         kinds = dict.fromkeys(Kind, 0) | {Kind.KV: used * _PAGE_BYTES}
-        model = ModelMemory(kinds, used, 0, 0, 0, kinds[Kind.KV], 0)
-        free = 100 - used
+        model = ModelMemory(kinds, len(self._running), 0, 0, 0, kinds[Kind.KV], 0)
+        free = 1000 - used
         return MemoryReport(
             device="fake",
             page_bytes=_PAGE_BYTES,
-            budget_bytes=100 * _PAGE_BYTES,
+            budget_bytes=1000 * _PAGE_BYTES,
             overhead_bytes=0,
             free_bytes=free * _PAGE_BYTES,
             idle_bytes=0,
@@ -126,10 +203,17 @@ def _main() -> None:
     def on_death(error: EngineError) -> None:
         print(f"error: {error}", file=sys.stderr, flush=True)
 
+    path, shutdown_timeout, *keys = sys.argv[1:]
     try:
         serve(
-            EngineConfig(models=(ModelSpec("fake", Path(sys.argv[1])),)),
-            ServerConfig(port=0, shutdown_timeout_s=float(sys.argv[2])),
+            EngineConfig(
+                models=(ModelSpec("fake", Path(path)),), prefix_cache_salt_by_key=bool(keys)
+            ),
+            ServerConfig(
+                port=0,
+                api_key=keys[0] if keys else None,
+                shutdown_timeout_s=float(shutdown_timeout),
+            ),
             on_progress=lambda _: None,
             on_ready=on_ready,
             on_death=on_death,

@@ -41,8 +41,8 @@ def _check(
         ("max_tokens", "many", "max_tokens: "),
         ("min_tokens", 99, "min_tokens is 99"),
         ("seed", 2**70, "seed is"),
-        ("n", 2, "n is 2"),
-        ("best_of", 3, "best_of is 3"),
+        ("n", 0, "n is 0"),
+        ("best_of", 129, "best_of is 129"),
         ("suffix", "the end", "suffix is not supported"),
         ("logprobs", 21, "logprobs is 21"),
         ("presence_penalty", 3, "presence_penalty is 3"),
@@ -103,7 +103,7 @@ def test_token_ids_of_parameters_must_exist(idle_server: RunningServer):
         ("tool_choice", "required", "tool_choice is not supported"),
         ("response_format", {"type": "json_object"}, "'json_object' is not supported"),
         ("top_logprobs", 2, "needs logprobs"),
-        ("n", 2, "n is 2"),
+        ("n", 0, "n is 0"),
         ("chat_template_kwargs", {"messages": []}, "may not have 'messages'"),
     ],
 )
@@ -266,8 +266,9 @@ def test_memory(idle_server: RunningServer):
     assert memory["budget_bytes"] == 64 << 20
     assert memory["budget"] == "64.00 MiB"
     assert memory["used_bytes"] + memory["free_bytes"] == memory["budget_bytes"]
-    weights = [model["weights_bytes"] for model in memory["models"].values()]
-    assert sum(weights) == memory["used_bytes"]
+    models = memory["models"].values()
+    used_bytes = sum(model["weights_bytes"] + model["prefix_bytes"] for model in models)
+    assert used_bytes == memory["used_bytes"]
     assert memory["mapped_pages"] + memory["free_pages"] == (64 << 20) // memory["page_bytes"]
     assert memory["process_resident_bytes"] > 0
 

@@ -29,6 +29,16 @@ def test_requests_get_the_checkpoint_s_defaults(tmp_path: Path):
     assert chat.params(defaults).max_tokens is None
 
 
+def test_a_beam_search_takes_no_defaults_of_sampling():
+    defaults = {"temperature": 0.6, "repetition_penalty": 1.1}
+    body = CompletionRequest(prompt="x", use_beam_search=True, n=2, best_of=3, length_penalty=0.5)
+    params = body.params(defaults)
+    assert (params.n, params.num_sequences, params.num_completions) == (2, 3, 2)
+    assert (params.length_penalty, params.repetition_penalty) == (0.5, 1.0)
+    with pytest.raises(RequestError, match="repetition_penalty"):
+        body.model_copy(update={"repetition_penalty": 1.2}).params(defaults)
+
+
 @pytest.mark.parametrize("content", [[], {"temperature": -1}, {"top_p": "high"}])
 def test_impossible_defaults_are_a_config_error(tmp_path: Path, content: object):
     _write_defaults(tmp_path, content)

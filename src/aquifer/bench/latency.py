@@ -173,7 +173,7 @@ def compare_growth(llm: LLM, workload: Workload, repeats: int) -> tuple[StepTime
 def _map_everything(engine: Engine) -> None:
     """Make room for all that the running requests will ever write."""
     for lane in engine.lanes.values():
-        slots = np.array([sequence.slot for sequence in lane.running], np.int64)
+        slots = lane.slots.in_order
         # The very last token is never run.
         if not lane.cache.reserve(slots, lane.slots.max_total[slots] - 1):
             raise ConfigError(

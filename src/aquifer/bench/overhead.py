@@ -12,7 +12,8 @@ from aquifer.cache import kv_cache
 from aquifer.cache.base import KVLayout, LayerKV, Rows
 from aquifer.engine.request import Request, SamplingParams
 from aquifer.engine.scheduler import Lane, Plan, Sampled, Scheduler
-from aquifer.engine.slots import Sequence, SlotTable
+from aquifer.engine.sequence import SequenceGroup
+from aquifer.engine.slots import SlotTable
 from aquifer.memory.driver import open_driver
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.memory.stock import PageStocker
@@ -83,18 +84,16 @@ def _add_sequences(scheduler: Scheduler, lane: Lane, count: int, num_outputs: in
         # Of different lengths, so that sequences do not all need a page in the same step.
         prompt = np.ones(rng.integers(1, _MAX_PROMPT_TOKENS + 1), np.int32)
         request = Request(str(i), lane.name, prompt.tolist(), params, time.monotonic())
-        scheduler.add(
-            lane,
-            Sequence(
-                request=request,
-                arrival=i,
-                seed=i,
-                max_total=len(prompt) + num_outputs,
-                stop_ids=frozenset({0}),
-                eos_ids=frozenset({0}),
-                token_ids=prompt,
-            ),
+        group = SequenceGroup.of(
+            request,
+            i,
+            prompt,
+            seed=i,
+            max_total=len(prompt) + num_outputs,
+            stop_ids=frozenset({0}),
+            eos_ids=frozenset({0}),
         )
+        scheduler.add(lane, group)
 
 
 def _sampled(plan: Plan) -> Sampled:

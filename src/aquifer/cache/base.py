@@ -6,7 +6,7 @@ the only writer of progress; a manager derives pages from the token counts it is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -212,27 +212,49 @@ class KVView(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """What a manager holds. `mapped_bytes == written_bytes + wasted_bytes`."""
+    """What a manager holds. `mapped_bytes + shared_bytes == written_bytes + wasted_bytes`."""
 
-    written_tokens: int
+    written_tokens: int  # of all sequences: a token that several share counts for each
     written_bytes: int
-    mapped_bytes: int
+    mapped_bytes: int  # of pages that sequences use, each counted once
+    shared_bytes: int = 0  # what sharing saves: for each block, its size for every user but one
 
     @property
     def wasted_bytes(self) -> int:
         """Bytes mapped without a written token in them."""
-        return self.mapped_bytes - self.written_bytes
+        return self.mapped_bytes + self.shared_bytes - self.written_bytes
 
 
 class SequenceCache(Protocol):
-    """Gives sequences room for tokens. Knows the layout, not the policy."""
+    """Gives sequences room for tokens. Knows the layout, not the policy.
+
+    The verbs of PagedAttention (section 5.2) are `fork`, `reserve` (append) and `release` (free).
+
+    What sequences share is whole blocks: of a paged cache its blocks, of a virtual one its pages. A
+    block has a number, which stays the same for as long as anybody uses or holds it. A block that
+    is shared is never written to: a sequence writes only to blocks that it alone has.
+    """
 
     @property
     def layout(self) -> KVLayout:
         """What one token looks like."""
 
+    @property
+    def can_share(self) -> bool:
+        """Whether `adopt` and `fork` share blocks, and `hold` keeps them; else they copy all."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of a block."""
+
     def bytes_needed(self, num_tokens: int) -> int:
         """Pool bytes that a sequence of that length takes, page rounding included."""
+
+    def expect(self, slot: int, num_prompt: int, num_total: int) -> None:
+        """Say how long the sequence of a slot is and may become; called before anything else of it.
+
+        For managers that reserve all of it beforehand; others need not know.
+        """
 
     def reserve(self, slots: IntArray, num_tokens: IntArray) -> bool:
         """Make sure that each sequence has room for that many tokens in all.
@@ -242,12 +264,76 @@ class SequenceCache(Protocol):
         """
 
     def release(self, slot: int) -> None:
-        """Forget a sequence and give back what it held."""
+        """Forget a sequence and give back what it held, but for what others use or hold."""
+
+    def tokens_in(self, num_blocks: int) -> int:
+        """How many tokens lie in the first blocks of a sequence, the last whole one included."""
+
+    def tokens_touching(self, num_blocks: int) -> int:
+        """How many tokens have any byte in the first blocks: at least `tokens_in`.
+
+        The contents of these blocks depend on so many tokens, and on nothing else.
+        """
+
+    def blocks(self, slot: int, num_tokens: int) -> list[int]:
+        """The blocks that the first tokens of a sequence lie in, in order.
+
+        Pre-condition: room was reserved for so many.
+        """
+
+    def adopt(self, slot: int, blocks: Sequence[int], num_tokens: int) -> bool:
+        """Begin a sequence in an empty slot with `num_tokens` tokens that are in `blocks` already.
+
+        Blocks that end at or before the last of these tokens are shared. If the sequence's next
+        token goes to the last block too, that one is copied: copy-on-write (section 4.4), done at
+        once, because whoever adopts writes in its very next step. The copies of all calls between
+        two `upload`s are one launch.
+
+        All or nothing: False means that the pool is short, and nothing has changed.
+
+        Args:
+            slot: has no tokens yet.
+            blocks: those that the tokens lie in, as `blocks` gives them; in use or held.
+            num_tokens: at least 1.
+        """
+
+    def fork(self, parent: int, child: int, num_tokens: int) -> bool:
+        """Let an empty slot share the first tokens of another one: `adopt` of the parent's blocks.
+
+        Copies read what the steps launched so far have written.
+        """
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """Keep blocks when no sequence uses them any more. Each must be dropped once.
+
+        Pre-condition: no sequence will write to them any more. Of one that goes on, those are the
+        blocks that lie before its next token.
+
+        A held block that no sequence uses is accounted as a retained prefix (`Kind.PREFIX`).
+        """
+
+    def drop(self, blocks: Sequence[int]) -> None:
+        """End what `hold` began; whatever nobody uses or holds any more is given back."""
+
+    def preferred_slot(self, blocks: Sequence[int], free_slots: Sequence[int]) -> int | None:
+        """The free slot that could adopt these blocks at the least cost; None if all are alike."""
+
+    def copy_out(self, slot: int, tokens: range, target: torch.Tensor) -> None:
+        """Copy the KV of a stretch of tokens to host memory, after all that was launched so far.
+
+        Args:
+            slot: whose.
+            tokens: which, all written or to be written by steps launched already.
+            target: uint8, len(tokens) * layout.token_bytes, page-locked where that is faster.
+        """
+
+    def copy_in(self, slot: int, tokens: range, source: torch.Tensor) -> None:
+        """The opposite of `copy_out`. Pre-condition: room was reserved, and shared with nobody."""
 
     def upload(self) -> None:
-        """Let the device know of what was reserved; to be called before each step.
+        """Let the device know of what was reserved, and make the copies that `adopt` asked for.
 
-        Nothing to do where the addresses say it all.
+        To be called before each step, and before `copy_in` and `copy_out`.
         """
 
     def view(self, rows: Rows) -> KVView:
@@ -260,7 +346,7 @@ class SequenceCache(Protocol):
         """What is held, given how many tokens the scheduler knows to be written."""
 
     def close(self) -> None:
-        """Release all sequences and the addresses."""
+        """Release all sequences and the addresses. Pre-condition: no block is held."""
 
 
 CacheFactory = Callable[[PagePool, Owner, KVLayout, int, int], SequenceCache]

@@ -1,26 +1,37 @@
-"""KV in blocks found through tables (PagedAttention, sections 4.1 to 4.3).
+"""KV in blocks found through tables (PagedAttention, sections 4.1 to 4.4).
 
 All blocks lie one after the other in one range of addresses, each holding every layer of
 `block_size` tokens; a page is mapped under them as long as any block that touches it is in use.
 The free block with the lowest address is always taken first, so that blocks stay dense and whole
 pages come free: memory goes back by the page, not by the block.
+
+A block is used by the sequences that have it in their tables, and may be held besides. It is free
+when neither is so. A page is accounted to KV as long as any block on it is used, to the retained
+prefixes if blocks on it are only held, and is given up when all of them are free.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from aquifer.cache.base import CacheStats, IntArray, KVLayout, Rows
+from aquifer.cache.copies import PendingCopies
 from aquifer.cache.view import StepView
+from aquifer.errors import InvariantError
 from aquifer.kernels.decode_attention import DecodeWorkspaces
-from aquifer.memory.pool import Owner, PagePool
+from aquifer.memory.driver.base import Handle
+from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.memory.transfer import upload
 from aquifer.memory.virtual import VirtualRange
+
+_NOBODY, _KV, _PREFIX = range(3)  # to whom a page is accounted; of _NOBODY's, none is mapped
 
 
 class PagedCache:
@@ -35,6 +46,8 @@ class PagedCache:
         block_size: tokens of a block.
     """
 
+    can_share = True
+
     def __init__(
         self,
         pool: PagePool,
@@ -48,17 +61,33 @@ class PagedCache:
         self.layout = layout
         self._pool = pool
         self._owner = owner
+        self._prefix_owner = replace(owner, kind=Kind.PREFIX)
+        self._max_tokens = max_tokens
         self._block_size = block_size
         self._block_bytes = block_size * layout.token_bytes
         blocks_per_seq = -(-max_tokens // block_size)
-        num_blocks = min(pool.budget_bytes // self._block_bytes + 1, max_seqs * blocks_per_seq)
+        # All that the budget holds, and those that are asked for when it is used up: then it is up
+        # to the pool to make room or to refuse.
+        num_blocks = pool.budget_bytes // self._block_bytes + 1 + max_seqs * blocks_per_seq
         self._range = VirtualRange(pool.driver, num_blocks * self._block_bytes, pool.page_bytes)
         # [blocks, block_size, token_elements]
         tokens = self._range.tensor((num_blocks, block_size, layout.token_elements), layout.dtype)
         self._layers = layout.split(tokens)
         self._workspaces = DecodeWorkspaces()
-        self._free_blocks = list(range(num_blocks))  # a heap: the lowest comes first
-        self._page_users = np.zeros(self._range.num_pages, np.int64)  # blocks in use on each page
+        self._freed_blocks: list[int] = []  # a heap: the lowest comes first
+        self._next_block = 0  # this one and all later ones have never been taken
+        # Sequences that have a block, and copies of it that are to be made.
+        self._users = np.zeros(num_blocks, np.int32)
+        self._holds = np.zeros(num_blocks, np.int32)
+        num_pages = self._range.num_pages
+        self._page_users = np.zeros(num_pages, np.int32)  # blocks on each page that are used
+        self._page_holds = np.zeros(num_pages, np.int32)  # that are held, and not used
+        self._page_owner = np.zeros(num_pages, np.int8)  # _NOBODY
+        self._num_used_blocks = 0
+        self._num_used_pages = 0
+        self._copies = PendingCopies(self._range, self._block_bytes)
+        self._copied: list[int] = []  # the blocks that these copies read, which they use
+        self._copied_to: set[int] = set()
         self._tables = np.zeros((max_seqs, blocks_per_seq), np.int32)
         device = pool.driver.device
         # What kernels read: the same memory on the host, else a copy that `upload` keeps up.
@@ -67,14 +96,22 @@ class PagedCache:
             if device.type == "cpu"
             else torch.zeros(self._tables.shape, dtype=torch.int32, device=device)
         )
-        # [slot, index, block] of each entry that the device does not know yet
+        # [slot, index] of each entry that the device does not know yet
         self._appended: list[npt.NDArray[np.int64]] = []
         self._num_blocks = np.zeros(max_seqs, np.int64)
+
+    @property
+    def block_bytes(self) -> int:
+        """`block_size` tokens."""
+        return self._block_bytes
 
     def bytes_needed(self, num_tokens: int) -> int:
         """Whole pages under whole blocks."""
         block_bytes = -(-num_tokens // self._block_size) * self._block_bytes
         return -(-block_bytes // self._pool.page_bytes) * self._pool.page_bytes
+
+    def expect(self, slot: int, num_prompt: int, num_total: int) -> None:
+        """Nothing: memory is taken as tokens come."""
 
     def reserve(self, slots: IntArray, num_tokens: IntArray) -> bool:
         """Append blocks to the tables, mapping pages where they have none yet."""
@@ -82,96 +119,306 @@ class PagedCache:
         if not (missing > 0).any():
             return True
         slots, missing = slots[missing > 0], missing[missing > 0]
-        if missing.sum() > len(self._free_blocks):
-            return False
-        blocks = [heapq.heappop(self._free_blocks) for _ in range(missing.sum())]
-        with ExitStack() as undo:
-            undo.callback(self._put_back, blocks)
-            new_pages = sorted(
-                {page for b in blocks for page in self._pages_of(b) if not self._page_users[page]}
-            )
-            retired = self._pool.retired
-            taken = [page for page in new_pages if retired.take_back(self._range, page, 1)]
-            undo.callback(retired.retire, self._range, taken)
-            new_pages = sorted(set(new_pages).difference(taken))
-            handles = self._pool.acquire(self._owner, len(new_pages))
-            if handles is None:
-                return False
-            undo.callback(self._pool.release, handles)
-            for start, end in _runs(new_pages):
-                self._range.map(new_pages[start], handles[start:end])
-                undo.callback(self._range.unmap, new_pages[start], end - start)
-            undo.pop_all()
-        for block in blocks:
-            self._page_users[self._pages_of(block)] += 1
         ends = np.cumsum(missing)
+        blocks = self._claim(int(ends[-1]))
+        if blocks is None:
+            return False
         indices = np.arange(ends[-1]) + np.repeat(self._num_blocks[slots] - ends + missing, missing)
-        appended = np.stack((np.repeat(slots, missing), indices, blocks))
-        self._tables[appended[0], appended[1]] = appended[2]
-        self._appended.append(appended)
+        self._enter(np.repeat(slots, missing), indices, blocks)
         self._num_blocks[slots] += missing
         return True
 
     def release(self, slot: int) -> None:
-        """Free the slot's blocks, and the pages that no other block is on."""
-        blocks = self._tables[slot, : self._num_blocks[slot]].tolist()
+        """Free the slot's blocks that nobody else has, and the pages that no other block is on."""
+        self._make_copies()  # the slot's last block may be waiting for one
+        blocks = self._tables[slot, : self._num_blocks[slot]].astype(np.int64)
         self._num_blocks[slot] = 0
-        empty: set[int] = set()
-        for block in blocks:
-            for page in self._pages_of(block):
-                self._page_users[page] -= 1
-                if not self._page_users[page]:
-                    empty.add(page)
-        self._put_back(blocks)
-        self._pool.retired.retire(self._range, sorted(empty))
+        self._end_use(blocks)
+
+    def tokens_in(self, num_blocks: int) -> int:
+        """Whole blocks, as far as the longest sequence."""
+        return min(num_blocks * self._block_size, self._max_tokens)
+
+    def tokens_touching(self, num_blocks: int) -> int:
+        """The same: no token lies in two blocks."""
+        return self.tokens_in(num_blocks)
+
+    def blocks(self, slot: int, num_tokens: int) -> list[int]:
+        """The beginning of the slot's table."""
+        count = -(-num_tokens // self._block_size)
+        if count > self._num_blocks[slot]:
+            raise InvariantError(f"slot {slot} has no room for {num_tokens} tokens")
+        return [int(block) for block in self._tables[slot, :count]]
+
+    def adopt(self, slot: int, blocks: Sequence[int], num_tokens: int) -> bool:
+        """Enter whole blocks in the slot's table too; one that is partly filled is copied."""
+        num_shared, num_rest = divmod(num_tokens, self._block_size)
+        if self._num_blocks[slot] or len(blocks) != num_shared + (num_rest > 0):
+            raise InvariantError(
+                f"{len(blocks)} blocks for {num_tokens} tokens in a slot of "
+                f"{self._num_blocks[slot]}"
+            )
+        used = np.array(blocks, np.int64)
+        entries = used.copy()
+        self._require_contents(used)
+        with ExitStack() as undo:
+            # Before anything is acquired: to make room for that, held blocks may be dropped.
+            self._begin_use(used)
+            undo.callback(self._end_use, used)
+            if num_rest:
+                own = self._claim(1)
+                if own is None:
+                    return False
+                entries[-1:] = own
+            undo.pop_all()
+        if num_rest:
+            source, target = int(used[-1]), int(entries[-1])
+            if source in self._copied_to:
+                self._make_copies()
+            size = self._block_bytes
+            self._copies.add(source * size, target * size, num_rest * self.layout.token_bytes)
+            self._copied.append(source)
+            self._copied_to.add(target)
+        self._enter(np.full(len(entries), slot), np.arange(len(entries)), entries)
+        self._num_blocks[slot] = len(entries)
+        return True
+
+    def fork(self, parent: int, child: int, num_tokens: int) -> bool:
+        """`adopt` what the parent's table begins with."""
+        return self.adopt(child, self.blocks(parent, num_tokens), num_tokens)
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """Count."""
+        held = np.array(blocks, np.int64)
+        self._require_contents(held)
+        np.add.at(self._holds, held, 1)
+
+    def drop(self, blocks: Sequence[int]) -> None:
+        """Count, and free the blocks that nobody uses."""
+        dropped, counts = np.unique(np.array(blocks, np.int64), return_counts=True)
+        if (self._holds[dropped] < counts).any():
+            raise InvariantError(f"blocks {blocks} are dropped, but not all of them are held")
+        self._holds[dropped] -= counts
+        freed = dropped[(self._holds[dropped] == 0) & (self._users[dropped] == 0)]
+        pages = self._pages_of(freed)
+        np.subtract.at(self._page_holds, pages, 1)
+        self._put_back(freed)
+        self._settle(pages)
+
+    def preferred_slot(self, blocks: Sequence[int], free_slots: Sequence[int]) -> None:
+        """None: an entry in one table is as good as in another."""
+
+    def copy_out(self, slot: int, tokens: range, target: torch.Tensor) -> None:
+        """One copy for each run of blocks that are neighbours."""
+        for stretch, place in self._stretches(slot, tokens):
+            target[place].copy_(stretch, non_blocking=True)
+
+    def copy_in(self, slot: int, tokens: range, source: torch.Tensor) -> None:
+        """One copy for each run, likewise."""
+        for stretch, place in self._stretches(slot, tokens):
+            stretch.copy_(source[place], non_blocking=True)
 
     def upload(self) -> None:
-        """Copy what was appended to the tables: the price of tables (vAttention, section 3.3)."""
+        """Make the copies, and send what was appended to the tables.
+
+        The latter is the price of tables (vAttention, section 3.3).
+        """
+        self._make_copies()
         if not self._appended:
             return
-        appended = np.concatenate(self._appended, axis=1)
+        slots, indices = np.concatenate(self._appended, axis=1)
         self._appended.clear()
         device = self._device_tables.device
         if device.type != "cpu":
-            slots, indices, blocks = upload(appended, device)
-            self._device_tables[slots, indices] = blocks.int()
+            # As the entries are now: one that was written twice must not depend on the order.
+            entries = np.stack((slots, indices, self._tables[slots, indices]))
+            device_slots, device_indices, blocks = upload(entries, device)
+            self._device_tables[device_slots, device_indices] = blocks.int()
 
     def view(self, rows: Rows) -> StepView:
         """Slots and positions of the step's tokens, and the tables that lead to their blocks."""
         return StepView(self._layers, rows, self._device_tables, self._workspaces)
 
     def stats(self, written_tokens: int) -> CacheStats:
-        """Waste is the empty tail of last blocks, and of pages that are partly in use."""
+        """Waste is the empty tail of last blocks, and of used pages what no sequence uses of them.
+
+        The latter may be blocks that are held: they count as retained only once they have a page to
+        themselves.
+        """
+        num_users = int(self._num_blocks.sum()) + len(self._copied)
         return CacheStats(
             written_tokens,
             written_tokens * self.layout.token_bytes,
-            int(np.count_nonzero(self._page_users)) * self._pool.page_bytes,
+            self._num_used_pages * self._pool.page_bytes,
+            (num_users - self._num_used_blocks) * self._block_bytes,
         )
 
     def close(self) -> None:
-        """Release all slots, then the addresses."""
+        """Release all slots, then the addresses.
+
+        Raises:
+            InvariantError: blocks are held; whoever holds them has to drop them first.
+        """
+        if num_held := np.count_nonzero(self._holds):
+            raise InvariantError(f"{num_held} blocks of {self._owner} are still held")
         for slot in np.flatnonzero(self._num_blocks):
             self.release(int(slot))
         self._pool.retired.settle()
         self._range.close()
 
-    def _pages_of(self, block: int) -> range:
-        """Indices of the pages that a block touches."""
+    def _claim(self, count: int) -> IntArray | None:
+        """Take the lowest free blocks, and map pages under them.
+
+        Returns: the blocks, with one user each, or None if the pool is short.
+        """
+        blocks = self._take_blocks(count)
+        with ExitStack() as undo:
+            # Before anything is acquired: when held blocks are dropped to make room for that, those
+            # pages that these blocks need must not go.
+            pages = self._begin_use(blocks)
+            undo.callback(self._end_use, blocks)
+            new = np.unique(pages[self._page_owner[pages] == _NOBODY])
+            missing = new.tolist()
+            retired = self._pool.retired
+            if retired.num_places:
+                taken = [page for page in missing if retired.take_back(self._range, page, 1)]
+                undo.callback(retired.retire, self._range, taken)
+                missing = sorted(set(missing).difference(taken))
+            handles = self._pool.acquire(self._owner, len(missing))
+            if handles is None:
+                return None
+            undo.callback(self._pool.release, handles)
+            for start, end in _runs(missing):
+                self._range.map(missing[start], handles[start:end])
+                undo.callback(self._range.unmap, missing[start], end - start)
+            undo.pop_all()
+        self._account(new, _KV)
+        return blocks
+
+    def _take_blocks(self, count: int) -> IntArray:
+        """The lowest free blocks, in ascending order."""
+        num_freed = min(count, len(self._freed_blocks))
+        blocks = [heapq.heappop(self._freed_blocks) for _ in range(num_freed)]
+        first = self._next_block
+        self._next_block += count - num_freed
+        return np.array([*blocks, *range(first, self._next_block)], np.int64)
+
+    def _put_back(self, blocks: IntArray) -> None:
+        for block in blocks.tolist():
+            heapq.heappush(self._freed_blocks, block)
+
+    def _enter(self, slots: IntArray, indices: IntArray, blocks: IntArray) -> None:
+        """Write blocks into the tables."""
+        self._tables[slots, indices] = blocks
+        self._appended.append(np.stack((slots, indices)))
+
+    def _require_contents(self, blocks: IntArray) -> None:
+        if ((self._users[blocks] == 0) & (self._holds[blocks] == 0)).any():
+            raise InvariantError(f"some of the blocks {blocks} are free")
+
+    def _begin_use(self, blocks: IntArray) -> IntArray:
+        """Count one user more for each block, and account pages that are mapped by it.
+
+        Returns: the pages that blocks without a user until now are on, with repeats.
+        """
+        unused = blocks[self._users[blocks] == 0]
+        self._users[blocks] += 1
+        self._num_used_blocks += len(unused)
+        pages = self._pages_of(unused)
+        np.add.at(self._page_users, pages, 1)
+        held = unused[self._holds[unused] > 0]
+        if len(held):
+            np.subtract.at(self._page_holds, self._pages_of(held), 1)
+        self._settle(pages)
+        return pages
+
+    def _end_use(self, blocks: IntArray) -> None:
+        """Count one user less for each block, which may be named twice; free those without any."""
+        np.subtract.at(self._users, blocks, 1)
+        unused = np.unique(blocks[self._users[blocks] == 0])
+        is_held = self._holds[unused] > 0
+        self._num_used_blocks -= len(unused)
+        pages = self._pages_of(unused)
+        np.subtract.at(self._page_users, pages, 1)
+        np.add.at(self._page_holds, self._pages_of(unused[is_held]), 1)
+        self._put_back(unused[~is_held])
+        self._settle(pages)
+
+    def _settle(self, pages: IntArray) -> None:
+        """Account mapped pages to whom they belong now, and give up those without a block."""
+        moves = self._page_owner[pages] != self._wanted_owner(pages)
+        moves &= self._page_owner[pages] != _NOBODY
+        if not moves.any():
+            return
+        pages = np.unique(pages[moves])
+        before, after = self._page_owner[pages], self._wanted_owner(pages)
+        # What is given up is KV too: so whoever gets it next for KV need not have it zeroed.
+        self._transfer(pages[before == _PREFIX], self._owner)
+        self._transfer(pages[after == _PREFIX], self._prefix_owner)
+        self._account(pages, after)
+        self._pool.retired.retire(self._range, pages[after == _NOBODY].tolist())
+
+    def _wanted_owner(self, pages: IntArray) -> npt.NDArray[np.int8]:
+        """To whom pages belong by the blocks that are on them."""
+        wanted = np.where(self._page_holds[pages] > 0, np.int8(_PREFIX), np.int8(_NOBODY))
+        wanted[self._page_users[pages] > 0] = _KV
+        return wanted
+
+    def _account(self, pages: IntArray, owner: npt.NDArray[np.int8] | int) -> None:
+        """Note to whom pages belong."""
+        self._num_used_pages -= int(np.count_nonzero(self._page_owner[pages] == _KV))
+        self._page_owner[pages] = owner
+        self._num_used_pages += int(np.count_nonzero(self._page_owner[pages] == _KV))
+
+    def _transfer(self, pages: IntArray, owner: Owner) -> None:
+        handles: list[Handle] = []
+        for page in pages.tolist():
+            handles += self._range.handles(page, 1)
+        self._pool.transfer(handles, owner)
+
+    def _make_copies(self) -> None:
+        """Launch the copies, after which what they read is not needed for them any more."""
+        if self._copies:
+            self._copies.launch()
+            copied = np.array(self._copied, np.int64)
+            self._copied.clear()
+            self._copied_to.clear()
+            self._end_use(copied)
+
+    def _pages_of(self, blocks: IntArray) -> IntArray:
+        """Indices of the pages that each block touches, one block after the other."""
         page_bytes = self._pool.page_bytes
-        begin = block * self._block_bytes
-        return range(begin // page_bytes, -(-(begin + self._block_bytes) // page_bytes))
+        begin = blocks * self._block_bytes
+        first = begin // page_bytes
+        counts = -(-(begin + self._block_bytes) // page_bytes) - first
+        ends = np.cumsum(counts)
+        return np.asarray(np.repeat(first - ends + counts, counts) + np.arange(counts.sum()))
 
-    def _put_back(self, blocks: list[int]) -> None:
-        for block in blocks:
-            heapq.heappush(self._free_blocks, block)
+    def _stretches(self, slot: int, tokens: range) -> Iterator[tuple[torch.Tensor, slice]]:
+        """A slot's tokens, where they lie, by runs of neighbouring blocks.
+
+        Yields: uint8 memory, and the place of its bytes among those of all the tokens.
+        """
+        assert not self._copies, "copies come first: upload"
+        size, token_bytes = self._block_size, self.layout.token_bytes
+        first = tokens.start // size
+        table = self._tables[slot, first : -(-tokens.stop // size)].tolist()
+        for start, end in _runs(table):
+            # Tokens [begin, stop) lie in this run, which is filled from position `origin` on.
+            origin = (first + start) * size
+            begin, stop = max(tokens.start, origin), min(tokens.stop, (first + end) * size)
+            offset = table[start] * self._block_bytes + (begin - origin) * token_bytes
+            stretch = self._range.tensor(((stop - begin) * token_bytes,), torch.uint8, offset)
+            place = slice((begin - tokens.start) * token_bytes, (stop - tokens.start) * token_bytes)
+            yield stretch, place
 
 
-def _runs(sorted_pages: list[int]) -> list[tuple[int, int]]:
+def _runs(numbers: list[int]) -> list[tuple[int, int]]:
     """[start, end) positions of each stretch of consecutive numbers."""
     runs = []
     start = 0
-    for end in range(1, len(sorted_pages) + 1):
-        if end == len(sorted_pages) or sorted_pages[end] != sorted_pages[end - 1] + 1:
+    for end in range(1, len(numbers) + 1):
+        if end == len(numbers) or numbers[end] != numbers[end - 1] + 1:
             runs.append((start, end))
             start = end
     return runs

@@ -2,19 +2,29 @@
 
 Each slot owns a stretch of addresses as long as the longest sequence; pages come under it as the
 sequence grows. A kernel sees a plain strided tensor and knows nothing of pages.
+
+Sequences share pages, each mapped at the addresses of every slot that has it. A block, in the words
+of `SequenceCache`, is a page, and its number is the page's handle. Tokens need not end where pages
+do: a page is shared if it lies wholly before the byte where the next token begins, and the page
+that this byte is inside of is copied.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from aquifer.cache.base import CacheStats, IntArray, KVLayout, Rows
+from aquifer.cache.copies import PendingCopies
 from aquifer.cache.view import StepView
+from aquifer.errors import InvariantError
 from aquifer.kernels.decode_attention import DecodeWorkspaces
 from aquifer.memory.driver.base import Handle
-from aquifer.memory.pool import Owner, PagePool
+from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.memory.virtual import VirtualRange
 
 _AHEAD_TOKENS = 16
@@ -31,6 +41,18 @@ half as many again are allowed for those that come in clusters."""
 _MANY_TOKENS = 1 << 40  # more than any sequence will have
 
 
+@dataclass(slots=True)
+class _Shared:
+    """A page that is held, or that more than one uses. All others have one user and no record.
+
+    Its references in the pool are one a user, one if it is held, and those that are retired.
+    """
+
+    num_users: int = 1  # slots that have it, and copies of it that are to be made
+    num_holds: int = 0
+    left_at: int | None = None  # where it is in the range, as the last slot that had it left it
+
+
 class VirtualCache:
     """The `SequenceCache` of contiguous addresses.
 
@@ -42,17 +64,23 @@ class VirtualCache:
         max_tokens: longest sequence.
     """
 
+    can_share = True
+
     def __init__(
         self, pool: PagePool, owner: Owner, layout: KVLayout, max_seqs: int, max_tokens: int
     ) -> None:
         self.layout = layout
         self._pool = pool
         self._owner = owner
+        self._prefix_owner = replace(owner, kind=Kind.PREFIX)
+        self._max_tokens = max_tokens
         self._page_bytes = pool.page_bytes
         self._slot_pages = -(-max_tokens * layout.token_bytes // pool.page_bytes)
-        self._range = VirtualRange(
-            pool.driver, max_seqs * self._slot_pages * pool.page_bytes, pool.page_bytes
-        )
+        # Behind the slots is the window: places for pages that are copied and that no slot has, one
+        # for each slot that may wait for its copy.
+        self._first_window = max_seqs * self._slot_pages
+        num_pages = self._first_window + max_seqs
+        self._range = VirtualRange(pool.driver, num_pages * pool.page_bytes, pool.page_bytes)
         # [slots, max_tokens, token_elements]
         tokens = self._range.tensor(
             (max_seqs, max_tokens, layout.token_elements),
@@ -65,17 +93,36 @@ class VirtualCache:
         )
         self._layers = layout.split(tokens)
         self._workspaces = DecodeWorkspaces()
+        # The most that the sequence of each slot may ever need.
+        self._max_pages = np.full(max_seqs, self._slot_pages)
         self._num_pages = np.zeros(max_seqs, np.int64)  # in use under each slot
         # How many tokens fit on them; without limit where the slot is mapped to its end.
         self._room_tokens = np.zeros(max_seqs, np.int64)
         # No page of an earlier sequence is left at this place in the slot or further on.
         self._left_pages = np.zeros(max_seqs, np.int64)
+        self._shared: dict[Handle, _Shared] = {}
+        # For each user but one, a page that it did not have to take.
+        self._num_saved_pages = 0
+        self._copies = PendingCopies(self._range, pool.page_bytes)
+        self._copied: list[Handle] = []  # the pages that these copies read, which they use
+        self._copied_to: set[Handle] = set()
+        self._open_windows: dict[Handle, int] = {}  # where some of `_copied` are mapped to be read
+        self._next_window = 0
         # Ranks from 1 on, less what the next call will map for. See `_choose`.
         self._ranks = np.arange(1, max_seqs + 1) - _SPREAD_SEQS
+
+    @property
+    def block_bytes(self) -> int:
+        """The size of a page."""
+        return self._page_bytes
 
     def bytes_needed(self, num_tokens: int) -> int:
         """Whole pages under the sequence's tokens."""
         return int(self._pages_for(np.int64(num_tokens))) * self._page_bytes
+
+    def expect(self, slot: int, num_prompt: int, num_total: int) -> None:
+        """So that no page is mapped ahead of what never comes; the very last token needs no KV."""
+        self._max_pages[slot] = self._pages_for(np.int64(num_total - 1))
 
     def reserve(self, slots: IntArray, num_tokens: IntArray) -> bool:
         """Map what is missing, somewhat ahead if the pool has it at hand, else to the byte.
@@ -88,8 +135,8 @@ class VirtualCache:
             return True
         slots, num_tokens = slots[chosen], num_tokens[chosen]
         held = self._num_pages[slots]
-        ahead = np.minimum(self._pages_for(num_tokens + _AHEAD_TOKENS - 1), self._slot_pages)
-        ahead = np.maximum(ahead, held)
+        ahead = self._pages_for(num_tokens + _AHEAD_TOKENS - 1)
+        ahead = np.maximum(np.minimum(ahead, self._max_pages[slots]), held)
         with ExitStack() as undo:
             taken = self._take_back(slots, held, ahead - held)
             undo.callback(self._retire, slots, held, taken)
@@ -107,14 +154,110 @@ class VirtualCache:
 
     def release(self, slot: int) -> None:
         """Give up the slot's pages; its addresses stay."""
+        self.upload()  # the slot may be at either end of a copy
         count = int(self._num_pages[slot])
+        first = slot * self._slot_pages
+        if self._shared:
+            handles = self._range.handles(first, count)
+            for index, handle in enumerate(handles, first):
+                if handle in self._shared:
+                    self._shared[handle].left_at = index
+            self._end_use(handles)
         self._set_pages(np.array([slot]), np.zeros(1, np.int64))
         self._left_pages[slot] = max(self._left_pages[slot], count)
-        first = slot * self._slot_pages
         self._pool.retired.retire(self._range, range(first, first + count))
 
+    def tokens_in(self, num_blocks: int) -> int:
+        """Tokens that end on these pages, as many as a sequence may have."""
+        return min(num_blocks * self._page_bytes // self.layout.token_bytes, self._max_tokens)
+
+    def tokens_touching(self, num_blocks: int) -> int:
+        """Tokens that begin on these pages, as many as a sequence may have."""
+        return min(-(-num_blocks * self._page_bytes // self.layout.token_bytes), self._max_tokens)
+
+    def blocks(self, slot: int, num_tokens: int) -> list[int]:
+        """The pages under a slot's first tokens."""
+        count = int(self._pages_for(np.int64(num_tokens)))
+        return list(self._range.handles(slot * self._slot_pages, count))
+
+    def adopt(self, slot: int, blocks: Sequence[int], num_tokens: int) -> bool:
+        """Share the pages that end before the next token, and copy the one that it begins in.
+
+        A page that is still mapped at its place in the slot is taken as it is.
+        """
+        return self._adopt(slot, blocks, num_tokens, None)
+
+    def fork(self, parent: int, child: int, num_tokens: int) -> bool:
+        """The same, with the pages of a slot that is in use, from which it can copy directly."""
+        place = parent * self._slot_pages
+        return self._adopt(child, self.blocks(parent, num_tokens), num_tokens, place)
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """Keep a reference of each page."""
+        handles = [Handle(block) for block in blocks]
+        self._pool.share(handles)  # which refuses pages that nobody has
+        again = []
+        for handle in handles:
+            page = self._shared.setdefault(handle, _Shared())
+            if page.num_holds:
+                again.append(handle)
+            page.num_holds += 1
+        self._pool.release(again)
+
+    def drop(self, blocks: Sequence[int]) -> None:
+        """Give the reference back at the last drop of a page."""
+        done, unused = [], []
+        for block in blocks:
+            handle = Handle(block)
+            page = self._shared.get(handle)
+            if page is None or not page.num_holds:
+                raise InvariantError(f"page {block} is dropped, but not held")
+            page.num_holds -= 1
+            if not page.num_holds:
+                done.append(handle)
+                if not page.num_users:
+                    unused.append(handle)
+                self._forget_private(handle, page)
+        # So that whoever gets them next for KV need not have them zeroed.
+        self._pool.transfer(unused, self._owner)
+        self._pool.release(done)
+
+    def preferred_slot(self, blocks: Sequence[int], free_slots: Sequence[int]) -> int | None:
+        """The slot where the first of these pages, and the last if possible, are mapped still.
+
+        It looks at these two only: sequences give up all of their pages at once, and a slot's next
+        sequence takes their places from the first on.
+        """
+        left = {}
+        for position in {0, len(blocks) - 1} if blocks else ():
+            page = self._shared.get(Handle(blocks[position]))
+            if page is not None and page.left_at is not None:
+                slot, index = divmod(page.left_at, self._slot_pages)
+                if index == position and slot in free_slots:
+                    left[slot] = [self._is_left(blocks[i], slot, i) for i in (0, len(blocks) - 1)]
+        best = max(left, key=left.__getitem__, default=None)
+        return best if best is not None and any(left[best]) else None
+
+    def copy_out(self, slot: int, tokens: range, target: torch.Tensor) -> None:
+        """One copy: the tokens are one stretch of addresses."""
+        target.copy_(self._bytes_of(slot, tokens), non_blocking=True)
+
+    def copy_in(self, slot: int, tokens: range, source: torch.Tensor) -> None:
+        """One copy, likewise."""
+        self._bytes_of(slot, tokens).copy_(source, non_blocking=True)
+
     def upload(self) -> None:
-        """Nothing: slot and position are the address."""
+        """Make the copies; slot and position are the address, so there is nothing else to know."""
+        if not self._copies:
+            return
+        self._copies.launch()
+        copied, windows = self._copied, sorted(self._open_windows.values())
+        self._copied = []
+        self._copied_to.clear()
+        self._open_windows.clear()
+        self._pool.retired.retire(self._range, windows)
+        self._end_use(copied)
+        self._pool.release(copied)
 
     def view(self, rows: Rows) -> StepView:
         """Slots and positions of the step's tokens: all that a kernel needs."""
@@ -122,14 +265,23 @@ class VirtualCache:
 
     def stats(self, written_tokens: int) -> CacheStats:
         """Mapped bytes are exact, retired pages left out; waste is the tail of each sequence."""
+        num_used_pages = int(self._num_pages.sum()) + len(self._copied)
         return CacheStats(
             written_tokens,
             written_tokens * self.layout.token_bytes,
-            int(self._num_pages.sum()) * self._page_bytes,
+            (num_used_pages - self._num_saved_pages) * self._page_bytes,
+            self._num_saved_pages * self._page_bytes,
         )
 
     def close(self) -> None:
-        """Release all slots, then the addresses."""
+        """Release all slots, then the addresses.
+
+        Raises:
+            InvariantError: pages are held; whoever holds them has to drop them first.
+        """
+        num_held = sum(page.num_holds > 0 for page in self._shared.values())
+        if num_held:
+            raise InvariantError(f"{num_held} pages of {self._owner} are still held")
         for slot in np.flatnonzero(self._num_pages):
             self.release(int(slot))
         self._pool.retired.settle()
@@ -177,7 +329,7 @@ class VirtualCache:
         """How many of the missing pages are there still from a slot's earlier sequences."""
         taken = np.zeros_like(held)
         retired = self._pool.retired
-        if not len(retired):
+        if not retired.num_places:
             return taken
         for i in np.flatnonzero(held < self._left_pages[slots]).tolist():
             first = int(slots[i] * self._slot_pages + held[i])
@@ -204,3 +356,129 @@ class VirtualCache:
                     undo.callback(self._range.unmap, index, count)
                     first += count
             undo.pop_all()
+
+    def _adopt(
+        self, slot: int, blocks: Sequence[int], num_tokens: int, parent_place: int | None
+    ) -> bool:
+        """`adopt`, and `fork` if the pages are known to be mapped from `parent_place` on."""
+        num_shared, num_bytes = divmod(num_tokens * self.layout.token_bytes, self._page_bytes)
+        handles = [Handle(block) for block in blocks]
+        shared, copied = handles[:num_shared], handles[num_shared:]
+        if self._num_pages[slot] or len(blocks) != num_shared + (num_bytes > 0):
+            raise InvariantError(
+                f"{len(blocks)} pages for {num_tokens} tokens in a slot of {self._num_pages[slot]}"
+            )
+        first = slot * self._slot_pages
+        target = first + num_shared
+        retired = self._pool.retired
+        with ExitStack() as undo:
+            # Before anything is acquired: to make room for that, held pages may be dropped.
+            self._begin_use(handles)
+            undo.callback(self._pool.release, handles)
+            undo.callback(self._end_use, handles)
+            if copied:
+                if retired.take_back(self._range, target, 1):
+                    undo.callback(retired.retire, self._range, [target])
+                else:
+                    pages = self._pool.acquire(self._owner, 1)
+                    if pages is None:
+                        return False
+                    undo.callback(self._pool.release, pages)
+                    self._range.map(target, pages)
+                    undo.callback(self._range.unmap, target, 1)
+                if parent_place is None:
+                    source = self._open_window(copied[0], undo)
+                else:
+                    source = parent_place + num_shared
+            taken = retired.take_back_pages(self._range, first, shared)
+            undo.callback(retired.retire, self._range, [first + i for i in taken])
+            for start, end in _gaps(taken, num_shared):
+                self._range.map(first + start, shared[start:end])
+                undo.callback(self._range.unmap, first + start, end - start)
+            undo.pop_all()
+        # What was taken back brought a reference of its own.
+        self._pool.release([shared[i] for i in taken])
+        if copied:
+            if copied[0] in self._copied_to:
+                self.upload()
+            self._copies.add(source * self._page_bytes, target * self._page_bytes, num_bytes)
+            self._copied += copied
+            self._copied_to.update(self._range.handles(target, 1))
+            if parent_place is None:
+                self._open_windows[copied[0]] = source
+        self._set_pages(np.array([slot]), np.array([num_shared + len(copied)]))
+        return True
+
+    def _begin_use(self, handles: Sequence[Handle]) -> None:
+        """Count one user more for each page, and take a reference for it."""
+        self._pool.share(handles)  # which refuses pages that nobody has
+        retained = []
+        for handle in handles:
+            page = self._shared.setdefault(handle, _Shared())
+            if page.num_users:
+                self._num_saved_pages += 1
+            else:
+                retained.append(handle)
+            page.num_users += 1
+        self._pool.transfer(retained, self._owner)
+
+    def _end_use(self, handles: Sequence[Handle]) -> None:
+        """Count one user less for each page; the caller gives its reference up after this."""
+        retained = []
+        for handle in handles:
+            page = self._shared.get(handle)
+            if page is None:
+                continue
+            page.num_users -= 1
+            if page.num_users:
+                self._num_saved_pages -= 1
+            elif page.num_holds:
+                retained.append(handle)
+            self._forget_private(handle, page)
+        self._pool.transfer(retained, self._prefix_owner)
+
+    def _forget_private(self, handle: Handle, page: _Shared) -> None:
+        """Keep no record of a page that is not held and has one user, or none."""
+        if not page.num_holds and page.num_users < 2:
+            del self._shared[handle]
+
+    def _open_window(self, handle: Handle, undo: ExitStack) -> int:
+        """Map a page where a copy can read it until the next `upload`; returns the index."""
+        if handle in self._open_windows:
+            return self._open_windows[handle]
+        while True:
+            index = self._first_window + self._next_window
+            self._next_window = (self._next_window + 1) % len(self._num_pages)
+            if index not in self._open_windows.values():
+                break
+        if self._pool.retired.take_back_pages(self._range, index, [handle]):
+            undo.callback(self._pool.retired.retire, self._range, [index])
+        else:
+            self._pool.share([handle])
+            undo.callback(self._pool.release, [handle])
+            self._range.map(index, [handle])
+            undo.callback(self._range.unmap, index, 1)
+        return index
+
+    def _is_left(self, block: int, slot: int, position: int) -> bool:
+        """Whether a page is still mapped there, as the slot's last sequence left it."""
+        index = slot * self._slot_pages + position
+        return self._pool.retired.has_page(self._range, index, Handle(block))
+
+    def _bytes_of(self, slot: int, tokens: range) -> torch.Tensor:
+        """A slot's tokens as uint8, [len(tokens) * token_bytes]."""
+        assert not self._copies, "copies come first: upload"
+        token_bytes = self.layout.token_bytes
+        begin = slot * self._slot_pages * self._page_bytes + tokens.start * token_bytes
+        return self._range.tensor((len(tokens) * token_bytes,), torch.uint8, begin)
+
+
+def _gaps(taken: Iterable[int], end: int) -> list[tuple[int, int]]:
+    """The stretches of [0, end) between these numbers, which are in ascending order."""
+    gaps = []
+    start = 0
+    for number in (*taken, end):
+        if start < number:
+            gaps.append((start, number))
+        start = number + 1
+    return gaps

@@ -17,8 +17,12 @@ import numpy.typing as npt
 import torch
 
 from aquifer.cache import kv_cache
-from aquifer.cache.base import SequenceCache
+from aquifer.cache.base import KVLayout, SequenceCache
+from aquifer.cache.prefix import PrefixCache
+from aquifer.cache.swap import SwapSpace
 from aquifer.config import EngineConfig, ModelSpec, format_size
+from aquifer.engine.costs import PrefillCost
+from aquifer.engine.preemption import Preemption
 from aquifer.engine.request import (
     EngineStats,
     LoadProgress,
@@ -26,12 +30,14 @@ from aquifer.engine.request import (
     ModelInfo,
     ModelMemory,
     Request,
+    SamplingParams,
     TokenOutput,
 )
 from aquifer.engine.runner import InFlight, Runner
-from aquifer.engine.scheduler import Lane, Plan, Scheduler
+from aquifer.engine.scheduler import Lane, Plan, Scheduler, group_bytes
+from aquifer.engine.sequence import SequenceGroup
 from aquifer.engine.sizing import batched_tokens, make_pool
-from aquifer.engine.slots import Sequence, SlotTable
+from aquifer.engine.slots import SlotTable
 from aquifer.errors import (
     CapacityError,
     ConfigError,
@@ -43,6 +49,7 @@ from aquifer.errors import (
 from aquifer.memory.driver import open_driver
 from aquifer.memory.driver.base import Driver
 from aquifer.memory.pool import Kind, Owner, PagePool
+from aquifer.memory.reclaim import Reclaimer
 from aquifer.memory.stock import PageStocker
 from aquifer.models import ModelPlan, plan_model
 from aquifer.weights.checkpoint import Checkpoint
@@ -72,6 +79,7 @@ class _Served:
     runner: Runner
     lane: Lane
     eos_ids: frozenset[int]
+    prefill_cost: PrefillCost
 
 
 class Engine:
@@ -90,6 +98,7 @@ class Engine:
         served: dict[str, _Served],
         scheduler: Scheduler,
         stocker: PageStocker,
+        space: SwapSpace,
         resources: ExitStack,
     ) -> None:
         self.config = config
@@ -97,13 +106,16 @@ class Engine:
         self._served = served
         self._scheduler = scheduler
         self._stocker = stocker
+        self._space = space
         self._resources = resources
-        self._requests: dict[str, tuple[Lane, Sequence]] = {}
+        self._requests: dict[str, tuple[Lane, SequenceGroup]] = {}
+        self._own_requests: set[str] = set()  # nobody else wants to hear of these
         self._in_flight: deque[tuple[Plan, InFlight]] = deque()
         # Where work is done when the call that does it returns, running ahead would only let
         # sequences that have ended be computed once more.
         self._accounted_s = time.monotonic()
         self.num_ahead = 0 if pool.driver.fence() is None else 1
+        self._committed_s = time.monotonic()
         self._num_arrivals = 0
         self._seeds = np.random.default_rng(config.seed)
 
@@ -138,16 +150,27 @@ class Engine:
             pool = make_pool(config, driver, [p.plan.parameters for p in planned])
             resources.callback(pool.close)
             max_batched_tokens = batched_tokens(config, driver.device.type)
-            scheduler = Scheduler(pool, max_batched_tokens)
+            reclaimer = Reclaimer(time.monotonic)
+            pool.on_short = reclaimer.reclaim
+            space = SwapSpace(
+                0 if config.preemption_mode == "recompute" else config.swap_space_bytes,
+                driver.device,
+            )
             served = {p.spec.name: _load(config, pool, p, on_progress, resources) for p in planned}
+            preemption = Preemption(space, config.preemption_mode)
+            scheduler = Scheduler(pool, max_batched_tokens, preemption)
             for model in served.values():
+                if model.lane.prefixes is not None:
+                    reclaimer.register(model.lane.prefixes)
                 scheduler.add_lane(model.lane)
                 model.runner.warm_up(max_batched_tokens)
             pool.account_overhead(driver.overhead_bytes())
             stocker = PageStocker(pool)
             stocker.start()
             resources.callback(stocker.close)
-            engine = cls(config, pool, served, scheduler, stocker, resources.pop_all())
+            space.start()
+            resources.callback(space.close)
+            engine = cls(config, pool, served, scheduler, stocker, space, resources.pop_all())
         engine._check_room()
         return engine
 
@@ -176,12 +199,7 @@ class Engine:
             CapacityError: it needs more memory than there is for it at the best of times.
             RequestError: a token id is outside of the vocabulary, or the prompt is empty.
         """
-        served = self._served.get(request.model)
-        if served is None:
-            raise UnknownModelError(
-                f"no model {request.model!r} is served here; there is {', '.join(self._served)}",
-                param="model",
-            )
+        served = self._find(request.model)
         if request.request_id in self._requests:
             raise RequestError(f"a request {request.request_id!r} is running already")
         if self._scheduler.num_waiting >= self.config.max_num_waiting:
@@ -190,28 +208,86 @@ class Engine:
             )
         token_ids = _checked_token_ids(request, served.info.vocab_size)
         params = request.params
-        sequence = Sequence(
-            request=request,
-            arrival=self._num_arrivals,
+        if params.num_sequences > self.config.max_num_seqs:
+            field = "n" if params.best_of is None else "best_of"
+            raise RequestError(
+                f"{field} is {params.num_sequences}, and this server runs at most "
+                f"{self.config.max_num_seqs} sequences at once",
+                param=field,
+            )
+        group = SequenceGroup.of(
+            request,
+            self._num_arrivals,
+            token_ids,
             seed=(int(self._seeds.integers(2**63)) if params.seed is None else params.seed % 2**64),
             max_total=self._max_total(request, served),
             stop_ids=frozenset(params.stop_token_ids or ()).union(
                 () if params.ignore_eos else served.eos_ids
             ),
             eos_ids=served.eos_ids,
-            token_ids=token_ids,
         )
-        if params.prompt_logprobs is not None:
-            sequence.prompt_logprobs = [None] * sequence.num_prompt_tokens
         self._num_arrivals += 1
-        self._requests[request.request_id] = (served.lane, sequence)
-        self._scheduler.add(served.lane, sequence)
+        self._requests[request.request_id] = (served.lane, group)
+        self._scheduler.add(served.lane, group)
 
-    def abort(self, request_id: str) -> None:
-        """Forget a request; its pages are free when this returns. Unknown ids are ignored."""
-        found = self._requests.pop(request_id, None)
-        if found is not None:
-            self._scheduler.abort(*found)
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Forget a request, or one completion of it; its pages are free when this returns.
+
+        Unknown ones are ignored.
+        """
+        found = self._requests.get(request_id)
+        if found is None:
+            return
+        lane, group = found
+        self._scheduler.abort(lane, group, index)
+        if index is None or not group.sequences:
+            del self._requests[request_id]
+
+    def pin_prefix(self, model: str, token_ids: list[int], salt: str | None = None) -> int:
+        """Keep the KV of a prefix until `unpin_prefix`. What is not cached yet is computed.
+
+        Returns: how many of its tokens are kept; only whole blocks can be.
+
+        Raises:
+            UnknownModelError: no such model.
+            RequestError: prefixes are not kept by this server, or this one is shorter than a block.
+            CapacityError: pinned prefixes would take more than half of what KV can have.
+        """
+        served, prefixes = self._prefixes_of(model)
+        request = Request(
+            f"pin-{self._num_arrivals}",
+            model,
+            token_ids,
+            SamplingParams(max_tokens=1, ignore_eos=True),
+            time.monotonic(),
+            cache_salt=salt,
+        )
+        tokens = _checked_token_ids(request, served.info.vocab_size)
+        cache = served.lane.cache
+        num_blocks = len(token_ids) * cache.layout.token_bytes // cache.block_bytes
+        if num_blocks == 0:
+            raise RequestError(
+                f"the prefix has {len(token_ids)} tokens; blocks of KV, which are kept whole, hold "
+                f"{cache.block_bytes / cache.layout.token_bytes:g}",
+                param="prompt",
+            )
+        pinned_bytes = prefixes.stats.pinned_bytes + num_blocks * cache.block_bytes
+        if 2 * pinned_bytes > self._kv_budget_bytes:
+            raise CapacityError(
+                f"pinned prefixes would take {format_size(pinned_bytes)}, more than half of the "
+                f"{format_size(self._kv_budget_bytes)} that this server has for KV",
+                param="prompt",
+            )
+        if prefixes.match(tokens, salt).num_tokens < cache.tokens_in(num_blocks) - 1:
+            self.add(request)
+            self._own_requests.add(request.request_id)
+        prefixes.pin(tokens, salt)
+        return cache.tokens_in(num_blocks)
+
+    def unpin_prefix(self, model: str, token_ids: list[int], salt: str | None = None) -> None:
+        """End what `pin_prefix` of the same tokens began; others are ignored."""
+        _, prefixes = self._prefixes_of(model)
+        prefixes.unpin(np.array(token_ids, np.int32), salt)
 
     def step(self) -> list[TokenOutput]:
         """Launch one step of one model; returns what requests got from the step that is done.
@@ -230,9 +306,14 @@ class Engine:
         if len(self._in_flight) > (0 if plan is None else self.num_ahead):
             plan, launched = self._in_flight.popleft()
             outputs += self._scheduler.commit(plan, launched.wait())
+            self._observe(plan)
         for output in outputs:
-            if output.finish_reason is not None:
-                del self._requests[output.request_id]
+            if output.finish_reason is not None and output.request_id in self._requests:
+                _, group = self._requests[output.request_id]
+                if not group.sequences:
+                    del self._requests[output.request_id]
+        if self._own_requests:
+            outputs = [output for output in outputs if not self._is_own(output)]
         return outputs
 
     def stats(self) -> EngineStats:
@@ -245,6 +326,8 @@ class Engine:
             num_waiting={name: len(lane.waiting) for name, lane in lanes.items()},
             num_preemptions={name: lane.num_preemptions for name, lane in lanes.items()},
             kv_usage=kv_bytes / self._kv_budget_bytes,
+            num_prefix_queried_tokens=_prefix_counts(lanes, "queried_tokens"),
+            num_prefix_hit_tokens=_prefix_counts(lanes, "hit_tokens"),
         )
 
     def memory(self) -> MemoryReport:
@@ -287,6 +370,40 @@ class Engine:
             self.abort(request_id)
         self._resources.close()
 
+    def _is_own(self, output: TokenOutput) -> bool:
+        if output.request_id not in self._own_requests:
+            return False
+        if output.finish_reason is not None:
+            self._own_requests.remove(output.request_id)
+        return True
+
+    def _observe(self, plan: Plan) -> None:
+        """Learn from a step how fast prompts are computed, if it had little else to do."""
+        now_s = time.monotonic()
+        seconds, self._committed_s = now_s - self._committed_s, now_s
+        num_decodes, spans = plan.num_decodes, plan.spans
+        num_prompt = spans.num_tokens - num_decodes
+        if num_prompt > 10 * num_decodes:
+            counts = spans.counts[num_decodes:]
+            first_token = float(np.average(spans.starts[num_decodes:], weights=counts))
+            cost = self._served[plan.lane.name].prefill_cost
+            cost.observe(first_token, num_prompt, seconds)
+
+    def _prefixes_of(self, model: str) -> tuple[_Served, PrefixCache]:
+        served = self._find(model)
+        if served.lane.prefixes is None:
+            raise RequestError("this server was started with --no-enable-prefix-caching")
+        return served, served.lane.prefixes
+
+    def _find(self, model: str) -> _Served:
+        served = self._served.get(model)
+        if served is None:
+            raise UnknownModelError(
+                f"no model {model!r} is served here; there is {', '.join(self._served)}",
+                param="model",
+            )
+        return served
+
     def _account_overhead(self) -> None:
         """Captured graphs, and whatever else has grown, leave less for pages."""
         now = time.monotonic()
@@ -296,9 +413,13 @@ class Engine:
 
     @property
     def _kv_budget_bytes(self) -> int:
-        """What KV could have, if nobody but the weights and the process itself had anything."""
-        weights = sum(served.info.weight_bytes for served in self._served.values())
-        return self.pool.budget_bytes - weights - self.pool.usage().overhead_bytes
+        """What KV could have, beside weights, pinned prefixes and what the process itself has."""
+        taken_bytes = self.pool.usage().overhead_bytes
+        for served in self._served.values():
+            taken_bytes += served.info.weight_bytes
+            if served.lane.prefixes is not None:
+                taken_bytes += served.lane.prefixes.stats.pinned_bytes
+        return self.pool.budget_bytes - taken_bytes
 
     def _max_total(self, request: Request, served: _Served) -> int:
         """Length in tokens, prompt included, at which a request ends."""
@@ -317,28 +438,32 @@ class Engine:
                 f"context length of {limit}; ask for at most {limit - num_prompt}",
                 param="max_tokens",
             )
-        # The last token is never run, so it needs no KV.
-        cache = served.lane.cache
+        cache, num_sequences = served.lane.cache, request.params.num_sequences
         total = limit if wanted is None else num_prompt + wanted
+        capacity = self._capacity_tokens(cache, num_prompt, num_sequences)
         if wanted is None:
-            total = min(total, max(self._capacity_tokens(cache), num_prompt) + 1)
-        needed_bytes = cache.bytes_needed(total - 1)
+            total = min(total, max(capacity, num_prompt) + 1)
+        needed_bytes = group_bytes(cache, num_prompt, total, num_sequences)
         if needed_bytes > self._kv_budget_bytes:
+            times = "" if num_sequences == 1 else f", {num_sequences} times but for the prompt,"
             raise CapacityError(
-                f"{total - 1} tokens of KV take {needed_bytes} bytes ({format_size(needed_bytes)}) "
-                f"and this server has {self._kv_budget_bytes} bytes "
-                f"({format_size(self._kv_budget_bytes)}) for KV: enough for "
-                f"{self._capacity_tokens(cache)} tokens",
+                f"{total - 1} tokens of KV{times} take {needed_bytes} bytes "
+                f"({format_size(needed_bytes)}) and this server has {self._kv_budget_bytes} bytes "
+                f"({format_size(self._kv_budget_bytes)}) for KV: enough for {capacity} tokens",
                 param="prompt" if wanted is None else "max_tokens",
             )
         return total
 
-    def _capacity_tokens(self, cache: SequenceCache) -> int:
-        """The longest sequence whose KV fits if nothing else runs."""
+    def _capacity_tokens(
+        self, cache: SequenceCache, num_prompt: int = 1, num_sequences: int = 1
+    ) -> int:
+        """How long sequences with the same prompt can be if nothing else runs."""
         low, high = 0, self._kv_budget_bytes // cache.layout.token_bytes
         while low < high:
             middle = (low + high + 1) // 2
-            if cache.bytes_needed(middle) <= self._kv_budget_bytes:
+            shared = min(num_prompt, middle)
+            needed_bytes = group_bytes(cache, shared, middle + 1, num_sequences)
+            if needed_bytes <= self._kv_budget_bytes:
                 low = middle
             else:
                 high = middle - 1
@@ -401,9 +526,34 @@ def _load(
         weight_bytes=weights.placement.num_bytes,
         kv_bytes_per_token=model.kv_layout.token_bytes,
     )
-    lane = Lane(spec.name, cache, SlotTable(config.max_num_seqs, max_model_len))
+    prefill_cost = PrefillCost(_even_tokens(checkpoint, info, model.kv_layout))
+    lane = Lane(
+        spec.name,
+        cache,
+        SlotTable(config.max_num_seqs, max_model_len),
+        recompute_s=prefill_cost.seconds,
+    )
+    if config.enable_prefix_caching and cache.can_share:
+        lane.prefixes = PrefixCache(cache, prefill_cost.seconds)
+        resources.callback(lane.prefixes.close)
     runner = Runner(model, cache, lane.slots, pool.driver)
-    return _Served(info, weights, runner, lane, _eos_ids(checkpoint))
+    return _Served(info, weights, runner, lane, _eos_ids(checkpoint), prefill_cost)
+
+
+def _even_tokens(checkpoint: Checkpoint, info: ModelInfo, layout: KVLayout) -> float:
+    """The position at which a token's attention is as many operations as its products."""
+    layer = layout.layers[0]
+    num_heads = checkpoint.config.get("num_attention_heads") or layer.num_kv_heads
+    # Each query head multiplies and adds once with every element of K and of V.
+    attention = 2 * num_heads / layer.num_kv_heads * layout.token_elements
+    return 2 * info.num_parameters / attention
+
+
+def _prefix_counts(lanes: Mapping[str, Lane], name: str) -> dict[str, int]:
+    return {
+        model: 0 if lane.prefixes is None else getattr(lane.prefixes.stats, name)
+        for model, lane in lanes.items()
+    }
 
 
 def _fill(

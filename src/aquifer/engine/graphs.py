@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from aquifer.cache.base import IntArray
-from aquifer.engine.slots import Choice
+from aquifer.engine.sequence import Choice
+from aquifer.kernels import compiled_together
 from aquifer.memory.transfer import upload
 
 Step = Callable[[torch.Tensor, Choice], tuple[torch.Tensor, torch.Tensor]]
@@ -90,6 +91,8 @@ class DecodeGraphs:
         self._slots.fill_(-1)
         slots = self._slots[:size]
         # Once for real, over nothing but padding: kernels must be compiled before.
+        with compiled_together(self._device):
+            self._step(slots, choice)
         self._step(slots, choice)
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(self._device)

@@ -6,24 +6,43 @@ import itertools
 import os
 import time
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from rich.progress import Progress
 
 from aquifer.config import EngineConfig, ModelSpec, parse_size
 from aquifer.engine.engine import Engine
 from aquifer.engine.progress import LoadingBar, counting_bar
-from aquifer.engine.request import MemoryReport, Request, RequestOutput, SamplingParams
+from aquifer.engine.request import (
+    BeamSearchParams,
+    MemoryReport,
+    Request,
+    RequestOutput,
+    SamplingParams,
+)
 from aquifer.engine.text import Delta, OutputBuilder, Tokenizer
 from aquifer.errors import EngineError, RequestError
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or {"prompt_token_ids": [...]} or {"prompt": "..."}."""
+"""Text, token ids, or {"prompt_token_ids": [...]} or {"prompt": "..."}.
+
+A mapping may also have a "cache_salt": retained prefixes are found only by prompts with the same.
+"""
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 """A conversation: [{"role": "user", "content": "..."}, ...]."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """A prompt as tokens, and what else it came with."""
+
+    token_ids: list[int]
+    text: str | None = None
+    cache_salt: str | None = None
 
 
 class LLM:
@@ -46,6 +65,9 @@ class LLM:
         max_num_batched_tokens: tokens of one step; None for what suits the device.
         seed: for requests that bring none.
         chat_template: Jinja source used in place of the checkpoint's own.
+        enable_prefix_caching: keep the KV of what was computed for later prompts that begin alike.
+        swap_space: host memory for the KV of preempted sequences, as bytes or "4GiB"; 0 for none.
+        preemption_mode: "swap", "recompute", or "auto" for the cheaper one each time.
 
     Raises:
         ConfigError: the model cannot be served with these options.
@@ -68,6 +90,9 @@ class LLM:
         max_num_batched_tokens: int | None = None,
         seed: int | None = None,
         chat_template: str | None = None,
+        enable_prefix_caching: bool = True,
+        swap_space: str | int = "4GiB",
+        preemption_mode: Literal["auto", "swap", "recompute"] = "auto",
     ) -> None:
         spec = ModelSpec.parse(os.fspath(model))
         config = EngineConfig(
@@ -84,6 +109,9 @@ class LLM:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_waiting=2**31,  # whoever calls generate() waits for all of it anyway
+            enable_prefix_caching=enable_prefix_caching,
+            swap_space_bytes=parse_size(swap_space),
+            preemption_mode=preemption_mode,
             seed=seed,
         )
         self.tokenizer = Tokenizer.load(Path(spec.path), chat_template)
@@ -142,16 +170,34 @@ class LLM:
             chat_template: Jinja source used in place of the model's own.
         """
         many: list[Any] = [messages] if _is_one_conversation(messages) else list(messages)
+        tokenizer = self._need_tokenizer("messages")
         prompts = [
-            (
-                None,
-                self._need_tokenizer("messages").encode_chat(
-                    conversation, add_generation_prompt, chat_template
-                ),
-            )
+            _Encoded(tokenizer.encode_chat(conversation, add_generation_prompt, chat_template))
             for conversation in many
         ]
         return self._complete(prompts, sampling_params, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Search for the most probable completions of prompts.
+
+        Each output has `beam_width` completions, best first, with their cumulative log
+        probabilities.
+
+        Args:
+            prompts: one prompt or a list of them.
+            params: for all prompts.
+            use_tqdm: show a progress bar, if standard error is a terminal.
+
+        Raises:
+            RequestError: a prompt cannot be served; then none is.
+        """
+        return self.generate(prompts, params.sampling_params(), use_tqdm=use_tqdm)
 
     def stream(
         self, prompt: Prompt | Messages, sampling_params: SamplingParams | None = None
@@ -159,13 +205,18 @@ class LLM:
         """Complete one prompt, or answer one conversation, piece by piece.
 
         Closing the iterator ends the request.
+
+        Raises:
+            RequestError: the prompt cannot be served, or there would be several completions.
         """
-        text, token_ids = (
-            (None, self._need_tokenizer("messages").encode_chat(prompt))  # type: ignore[arg-type]
-            if _is_one_conversation(prompt)
-            else self._encode(prompt)  # type: ignore[arg-type]
-        )
-        builder = self._add(text, token_ids, sampling_params or SamplingParams())
+        params = sampling_params or SamplingParams()
+        if params.n > 1 or params.is_choice:
+            raise RequestError(
+                "stream() gives one completion, token by token; leave out n, best_of and "
+                "use_beam_search, or call generate()",
+                param="n" if params.n > 1 else params.choosing_field,
+            )
+        builder = self._add(self._encode_any(prompt, add_generation_prompt=True), params)
         request_id = builder.output.request_id
         try:
             while not builder.finished:
@@ -177,6 +228,31 @@ class LLM:
         finally:
             self.engine.abort(request_id)
 
+    def pin_prefix(self, prompt: Prompt | Messages) -> int:
+        """Keep the KV of a prompt until `unpin_prefix`, such as a system prompt's.
+
+        Args:
+            prompt: what later prompts begin with. Of a conversation, the messages as they stand,
+                without the beginning of an answer.
+
+        Returns: how many of its tokens are kept; only whole blocks can be.
+
+        Raises:
+            RequestError: it cannot be kept.
+        """
+        encoded = self._encode_any(prompt, add_generation_prompt=False)
+        was_idle = not self.engine.has_work
+        num_tokens = self.engine.pin_prefix(self._model_name, encoded.token_ids, encoded.cache_salt)
+        # With a stream that is open, it is computed in the stream's own steps.
+        while was_idle and self.engine.has_work:
+            self.engine.step()
+        return num_tokens
+
+    def unpin_prefix(self, prompt: Prompt | Messages) -> None:
+        """End what `pin_prefix` of the same prompt began."""
+        encoded = self._encode_any(prompt, add_generation_prompt=False)
+        self.engine.unpin_prefix(self._model_name, encoded.token_ids, encoded.cache_salt)
+
     def memory(self) -> MemoryReport:
         """Where the pool's budget is at this moment."""
         return self.engine.memory()
@@ -187,7 +263,7 @@ class LLM:
 
     def _complete(
         self,
-        prompts: Sequence[tuple[str | None, list[int]]],
+        prompts: Sequence[_Encoded],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
@@ -201,8 +277,8 @@ class LLM:
             )
         builders: dict[str, OutputBuilder] = {}
         try:
-            for (text, token_ids), params in zip(prompts, sampling_params, strict=True):
-                builder = self._add(text, token_ids, params)
+            for prompt, params in zip(prompts, sampling_params, strict=True):
+                builder = self._add(prompt, params)
                 builders[builder.output.request_id] = builder
             with counting_bar(use_tqdm) as progress:
                 task = progress.add_task("requests", total=len(builders))
@@ -217,27 +293,41 @@ class LLM:
     def _step(self, builders: Mapping[str, OutputBuilder], progress: Progress, task: Any) -> None:
         for output in self.engine.step():
             builder = builders[output.request_id]
-            builder.push(output)
+            delta = builder.push(output)
             if output.error is not None:
                 raise EngineError(output.error)
+            if delta.needs_abort:
+                self.engine.abort(output.request_id, delta.index)
             if builder.finished:
-                self.engine.abort(output.request_id)  # a stop string ended it
                 progress.advance(task)
 
-    def _add(self, text: str | None, token_ids: list[int], params: SamplingParams) -> OutputBuilder:
+    def _add(self, prompt: _Encoded, params: SamplingParams) -> OutputBuilder:
         if params.stop_strings:
             self._need_tokenizer("stop")
         request = Request(
-            str(next(self._ids)), self._model_name, token_ids, params, time.monotonic()
+            str(next(self._ids)),
+            self._model_name,
+            prompt.token_ids,
+            params,
+            time.monotonic(),
+            prompt.cache_salt,
         )
         self.engine.add(request)
-        return OutputBuilder(request, text, self.tokenizer)
+        return OutputBuilder(request, prompt.text, self.tokenizer)
 
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """(text if there was any, token ids)."""
+    def _encode_any(self, prompt: Prompt | Messages, add_generation_prompt: bool) -> _Encoded:
+        if _is_one_conversation(prompt):
+            messages: Any = prompt
+            tokenizer = self._need_tokenizer("messages")
+            return _Encoded(tokenizer.encode_chat(messages, add_generation_prompt))
+        return self._encode(prompt)  # type: ignore[arg-type]
+
+    def _encode(self, prompt: Prompt) -> _Encoded:
+        salt: str | None = None
         if isinstance(prompt, Mapping):
+            salt = prompt.get("cache_salt")
             if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+                return _Encoded(list(prompt["prompt_token_ids"]), prompt.get("prompt"), salt)
             if "prompt" not in prompt:
                 raise RequestError(
                     "a prompt given as a mapping needs 'prompt_token_ids' or 'prompt'",
@@ -245,8 +335,8 @@ class LLM:
                 )
             prompt = prompt["prompt"]
         if isinstance(prompt, str):
-            return prompt, self._need_tokenizer("prompt").encode(prompt)
-        return None, list(prompt)  # type: ignore[arg-type]
+            return _Encoded(self._need_tokenizer("prompt").encode(prompt), prompt, salt)
+        return _Encoded(list(prompt), None, salt)  # type: ignore[arg-type]
 
     def _need_tokenizer(self, param: str) -> Tokenizer:
         if self.tokenizer is None:

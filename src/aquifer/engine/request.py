@@ -13,6 +13,8 @@ from aquifer.memory.pool import Kind
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 MAX_LOGPROBS = 20
+MAX_SEQUENCES = 128
+"""The most completions of one prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,13 @@ class SamplingParams:
     """How to choose tokens, and when to stop. Names and defaults are vLLM's.
 
     Args:
-        n: completions for the prompt; only 1 so far.
+        n: completions for the prompt.
+        best_of: generate that many, and keep the `n` whose tokens are most probable together.
+        use_beam_search: search for the most probable completions, with `best_of` beams, in place of
+            sampling; the parameters of sampling have no effect then.
+        length_penalty: of a beam search: scores are divided by length to this power.
+        early_stopping: of a beam search, as in Transformers: True to stop when there are enough
+            finished beams, False when a better one is unlikely, "never" when it is impossible.
         temperature: 0 is greedy.
         top_p: sample from the most probable tokens that together reach this mass; in (0, 1].
         top_k: sample from that many most probable tokens; 0 or -1 for all.
@@ -46,6 +54,10 @@ class SamplingParams:
     """
 
     n: int = 1
+    best_of: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -66,7 +78,23 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        _require(self.n == 1, "n", self.n, "1, the only value supported so far")
+        _require(1 <= self.n <= MAX_SEQUENCES, "n", self.n, f"from 1 to {MAX_SEQUENCES}")
+        if self.best_of is not None:
+            _require(
+                self.n <= self.best_of <= MAX_SEQUENCES,
+                "best_of",
+                self.best_of,
+                f"from n, which is {self.n}, to {MAX_SEQUENCES}",
+            )
+        _require_number("length_penalty", self.length_penalty, -100.0, 100.0)
+        _require(
+            self.early_stopping in (True, False, "never"),
+            "early_stopping",
+            self.early_stopping,
+            'true, false or "never"',
+        )
+        if self.use_beam_search:
+            self._check_beam_search()
         _require_number("temperature", self.temperature, 0.0, 100.0)
         _require_number("top_p", self.top_p, 0.0, 1.0)
         _require(self.top_p > 0, "top_p", self.top_p, "above 0 and at most 1, such as 0.9")
@@ -103,6 +131,42 @@ class SamplingParams:
                 "a non-empty list",
             )
 
+    def _check_beam_search(self) -> None:
+        """Refuse what would change single beams but has no meaning for a search over all."""
+        without_effect = {
+            "stop": bool(self.stop_strings),
+            "min_tokens": self.min_tokens > 0,
+            "logprobs": self.logprobs is not None,
+            "prompt_logprobs": self.prompt_logprobs is not None,
+            "presence_penalty": self.presence_penalty != 0,
+            "frequency_penalty": self.frequency_penalty != 0,
+            "repetition_penalty": self.repetition_penalty != 1,
+            "logit_bias": bool(self.logit_bias),
+            "allowed_token_ids": self.allowed_token_ids is not None,
+        }
+        for name, is_set in without_effect.items():
+            _require(not is_set, name, getattr(self, name), "left out with use_beam_search")
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that run for the prompt: completions to choose from, or beams."""
+        return self.best_of or self.n
+
+    @property
+    def num_completions(self) -> int:
+        """Completions that the engine gives: of a beam search only the `n` best beams."""
+        return self.n if self.use_beam_search else self.num_sequences
+
+    @property
+    def is_choice(self) -> bool:
+        """Whether the completions that are wanted are known only when all have ended."""
+        return self.use_beam_search or self.num_sequences > self.n
+
+    @property
+    def choosing_field(self) -> str:
+        """The parameter that makes it a choice, for messages."""
+        return "use_beam_search" if self.use_beam_search else "best_of"
+
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple, whichever way it was given."""
@@ -121,14 +185,63 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class BeamSearchParams:
+    """How to search for the most probable completions. Names are vLLM's.
+
+    Args:
+        beam_width: beams that are followed, and completions that come of them.
+        max_tokens: the most tokens of a completion.
+        ignore_eos: go on past the model's end-of-sequence tokens.
+        length_penalty: the score of a beam is the sum of its log probabilities divided by its
+            length to this power; above 0 favours long completions.
+        early_stopping: as in Transformers: True to stop when there are `beam_width` finished beams,
+            False when a better one is unlikely, "never" when it is impossible.
+        stop_token_ids: tokens that end a beam, in addition to the model's own.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    stop_token_ids: Sequence[int] | None = None
+
+    def sampling_params(self) -> SamplingParams:
+        """The same as sampling parameters, which is what a request has.
+
+        Raises:
+            RequestError: a value is impossible.
+        """
+        _require(
+            1 <= self.beam_width <= MAX_SEQUENCES,
+            "beam_width",
+            self.beam_width,
+            f"from 1 to {MAX_SEQUENCES}",
+        )
+        return SamplingParams(
+            n=self.beam_width,
+            use_beam_search=True,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
+            stop_token_ids=self.stop_token_ids,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt on its way down. Token ids only: text is the business of either end."""
+    """One prompt on its way down. Token ids only: text is the business of either end.
+
+    A retained prefix is found only by requests with the same `cache_salt`.
+    """
 
     request_id: str
     model: str
     prompt_token_ids: list[int]
     params: SamplingParams
     arrival_s: float  # time.monotonic(), which all processes of a machine share
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,26 +265,34 @@ class RequestTiming:
 
 @dataclass(slots=True)
 class TokenOutput:
-    """What one step brought for one request.
+    """What one step brought for one completion of a request.
 
-    The last output of a request, and only that, has a `finish_reason`.
+    The last output of a completion, and only that, has a `finish_reason`. A request that samples
+    gives each of `SamplingParams.num_sequences` completions token by token, and a logprob with each
+    token if it has to choose among them. A beam search gives `n` completions as a whole, best
+    first, each in one output.
     """
 
     request_id: str
     token_ids: list[int] = field(default_factory=list)
+    index: int = 0  # of the completion
     logprobs: list[TokenLogprobs] | None = None  # one entry a token
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, with the first token
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the token id that ended it, unless it was an EOS
     error: str | None = None
+    # Of the prompt, found in the cache; with the first output of a request.
     num_cached_tokens: int = 0
-    timing: RequestTiming | None = None  # with the last output
+    # Of all tokens together; with a beam, whose tokens have no logprobs of their own.
+    cumulative_logprob: float | None = None
+    timing: RequestTiming | None = None  # with the last output of a completion
 
     @property
     def is_one_token(self) -> bool:
         """Whether a token id is all that there is to it, as in most steps of most requests."""
         return (
-            self.finish_reason is None
+            self.index == 0
+            and self.finish_reason is None
             and self.logprobs is None
             and self.prompt_logprobs is None
             and not self.num_cached_tokens
@@ -244,6 +365,9 @@ class EngineStats:
     num_waiting: dict[str, int]
     num_preemptions: dict[str, int]  # since the start
     kv_usage: float  # KV bytes in use over all that KV could have, 0..1
+    # Prompt tokens looked up among retained prefixes, and found there; by model, since the start.
+    num_prefix_queried_tokens: dict[str, int]
+    num_prefix_hit_tokens: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)

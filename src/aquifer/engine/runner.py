@@ -17,7 +17,9 @@ from aquifer.engine.graphs import DecodeGraphs
 from aquifer.engine.request import TokenLogprobs
 from aquifer.engine.sampler import Sampler, token_logprobs
 from aquifer.engine.scheduler import Plan, Sampled
-from aquifer.engine.slots import Choice, SlotTable
+from aquifer.engine.sequence import Choice
+from aquifer.engine.slots import SlotTable
+from aquifer.kernels import compiled_together
 from aquifer.kernels.step import advance, decode_inputs
 from aquifer.memory.driver.base import Driver, Fence
 from aquifer.memory.transfer import download, upload
@@ -129,6 +131,11 @@ class Runner:
         """
         if self._driver.fence() is None:
             return  # there is nothing to prepare on the host
+        with compiled_together(self._device):
+            self._run_largest_and_smallest(num_tokens)
+        self._run_largest_and_smallest(num_tokens)
+
+    def _run_largest_and_smallest(self, num_tokens: int) -> None:
         padding = torch.full((num_tokens,), -1, dtype=torch.int64, device=self._device)
         zeros = torch.zeros_like(padding)
         view = _NoCache(self._model.kv_layout, padding)
@@ -147,6 +154,10 @@ class Runner:
             few = zeros[:count]
             self._model.forward(ModelInput(few, rows.positions, few), self._cache.view(rows))
             self._cache.release(0)
+        if self._graphs is not None:
+            self._cache.upload()
+            for choice in (Choice.GREEDY, Choice.PLAIN):
+                self._decode(padding[:1], choice)
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> InFlight:
@@ -212,7 +223,7 @@ class Runner:
         token_ids, contexts, span_slots, span_ends, last_rows, sampled_slots, num_tokens = (
             packed.split([len(part) for part in parts])
         )
-        rows = Rows.of(spans, plan.num_decodes, self._device)
+        rows = Rows.of(spans, plan.num_single, self._device)
         # The host may not have seen these yet.
         token_ids[: plan.num_decodes] = columns.last_token[span_slots[: plan.num_decodes]]
         batch = ModelInput(token_ids, rows.positions, contexts)
@@ -280,8 +291,8 @@ class Runner:
             sequence = table.sequences[slot]
             assert sequence is not None
             wanted = sequence.request.params.prompt_logprobs
-            end = min(start + int(spans.counts[index]), sequence.num_prompt_tokens - 1)
-            if wanted is None or sequence.first_token_s is not None or end <= start:
+            end = min(start + int(spans.counts[index]), sequence.group.num_prompt_tokens - 1)
+            if wanted is None or sequence.has_output or end <= start:
                 continue
             row = int(spans.offsets[index])
             logits = self._model.logits(hidden[row : row + end - start])

@@ -17,7 +17,8 @@ import torch
 
 from aquifer.cache.base import IntArray
 from aquifer.engine.request import TokenLogprobs
-from aquifer.engine.slots import Choice, Sequence, SlotTable
+from aquifer.engine.sequence import Choice, Sequence
+from aquifer.engine.slots import SlotTable
 from aquifer.kernels.sampling import SamplingColumns, Variant, sample, write_counts
 from aquifer.memory.transfer import download, upload
 
@@ -42,7 +43,7 @@ class Sampler:
         self._table = table
         self._device = device
         self.columns = SamplingColumns.empty(len(table.sequences), 0, vocab_size, device)
-        # Who has each row of counts, by arrival: rows go round, since few requests need one.
+        # Who has each row of counts, by serial: rows go round, since few requests need one.
         self._counting = np.zeros(0, np.int64)
 
     def seat(self, slots: IntArray) -> bool:
@@ -66,9 +67,9 @@ class Sampler:
             )
             counts_row = -1
             if sequence.has_penalties:
-                counts_row = int(np.flatnonzero(self._counting == sequence.arrival)[0])
+                counts_row = int(np.flatnonzero(self._counting == sequence.serial)[0])
                 known = upload(sequence.token_ids.astype(np.int64), self._device)
-                num_prompt = sequence.num_prompt_tokens
+                num_prompt = sequence.group.num_prompt_tokens
                 write_counts(
                     self.columns.counts[counts_row], known[:num_prompt], known[num_prompt:]
                 )
@@ -120,13 +121,13 @@ class Sampler:
 
     def _find_counts(self, sequences: list[Sequence]) -> bool:
         """A row of counts for each sequence with penalties; whether there had to be more rows."""
-        arrivals = [s.arrival for s in sequences if s.has_penalties]
-        if not arrivals:
+        serials = [s.serial for s in sequences if s.has_penalties]
+        if not serials:
             return False
-        has_ended = ~np.isin(self._counting, self._table.arrival)
-        self._counting[has_ended | np.isin(self._counting, arrivals)] = -1
+        has_ended = ~np.isin(self._counting, self._table.serial)
+        self._counting[has_ended | np.isin(self._counting, serials)] = -1
         free = np.flatnonzero(self._counting == -1)
-        missing = len(arrivals) - len(free)
+        missing = len(serials) - len(free)
         if missing > 0:
             num_rows = len(self._counting)
             # At least twice as many, so that this happens seldom.
@@ -138,7 +139,7 @@ class Sampler:
             new_rows = np.full(len(counts) - num_rows, -1, np.int64)
             self._counting = np.append(self._counting, new_rows)
             free = np.flatnonzero(self._counting == -1)
-        self._counting[free[: len(arrivals)]] = arrivals
+        self._counting[free[: len(serials)]] = serials
         return missing > 0
 
 
@@ -150,7 +151,7 @@ def token_logprobs(
     Args:
         logits: [n, vocab], as the model gave them.
         tokens: [n], the token to report first.
-        num_logprobs: [n], how many of the most probable to report.
+        num_logprobs: [n], how many of the most probable to report; all there are, if it is more.
 
     Returns:
         What gives one entry for each row, to be called once the device has done its work.
@@ -158,7 +159,8 @@ def token_logprobs(
     logprobs = logits.float().log_softmax(-1)
     own = logprobs.gather(1, tokens.unsqueeze(1))
     ranks = (logprobs > own).sum(1) + 1
-    top_values, top_ids = logprobs.topk(max(int(num_logprobs.max()), 1), dim=1)
+    num_reported = min(max(int(num_logprobs.max()), 1), logprobs.shape[1])
+    top_values, top_ids = logprobs.topk(num_reported, dim=1)
     parts = [download(part) for part in (tokens, own[:, 0], ranks, top_values, top_ids)]
 
     def entries() -> list[TokenLogprobs]:
@@ -186,7 +188,7 @@ def _change_logits(logits: torch.Tensor, sequence: Sequence, may_stop: bool) -> 
         biases = np.array(list(params.logit_bias.values()), np.float32)
         logits[ids] += upload(biases, logits.device).to(logits.dtype)
     if not may_stop:
-        _forbid(logits, _ids(sorted(sequence.stop_ids), logits))
+        _forbid(logits, _ids(sorted(sequence.group.stop_ids), logits))
 
 
 def _ids(ids: Iterable[int], logits: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from aquifer.engine.request import (
     CompletionOutput,
+    FinishReason,
     Logprob,
     Request,
     RequestOutput,
@@ -209,10 +210,24 @@ class Delta:
     text: str
     token_ids: list[int]
     logprobs: list[dict[int, Logprob]] | None
+    index: int = 0  # of the completion
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def needs_abort(self) -> bool:
+        """Whether a stop string ended the completion: the engine does not know, and must be told.
+
+        No more output of this completion may be pushed.
+        """
+        return isinstance(self.stop_reason, str)
 
 
 class OutputBuilder:
     """Turns the engine's token outputs for one request into its `RequestOutput`.
+
+    Until it is finished, `output` has all completions that run. If they are more than were asked
+    for, the best are chosen then and numbered anew, best first.
 
     Args:
         request: what was asked.
@@ -221,11 +236,75 @@ class OutputBuilder:
     """
 
     def __init__(self, request: Request, prompt: str | None, tokenizer: Tokenizer | None) -> None:
-        params = request.params
-        self.completion = CompletionOutput(0, "", [])
+        self._num_wanted = request.params.n
+        self._tokenizer = tokenizer
+        self._completions = [
+            _CompletionBuilder(request, index, tokenizer)
+            for index in range(request.params.num_completions)
+        ]
+        self._num_running = len(self._completions)
         self.output = RequestOutput(
-            request.request_id, prompt, request.prompt_token_ids, [self.completion], False
+            request.request_id,
+            prompt,
+            request.prompt_token_ids,
+            [builder.completion for builder in self._completions],
+            False,
         )
+
+    @property
+    def finished(self) -> bool:
+        """Whether the output is complete: by the engine's word, or by stop strings."""
+        return self.output.finished
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Tokens of all completions, those included that were not chosen."""
+        return sum(len(builder.completion.token_ids) for builder in self._completions)
+
+    def push(self, output: TokenOutput) -> Delta:
+        """Add one step's output for one completion.
+
+        An error ends all completions.
+
+        Returns: what the step added; if it `needs_abort`, the caller must tell the engine.
+        """
+        if output.prompt_logprobs is not None:
+            self.output.prompt_logprobs = [
+                None if entry is None else _logprob_dict(entry, self._tokenizer)
+                for entry in output.prompt_logprobs
+            ]
+        delta = self._completions[output.index].push(output)
+        if output.num_cached_tokens and not self.output.num_cached_tokens:
+            self.output.num_cached_tokens = output.num_cached_tokens
+        if output.timing is not None:
+            self.output.metrics = output.timing
+        if delta.finish_reason is not None:
+            self._num_running -= 1
+            if delta.finish_reason == "error":
+                for builder in self._completions:
+                    builder.completion.finish_reason = builder.completion.finish_reason or "error"
+                self._num_running = 0
+            if self._num_running == 0:
+                self.output.finished = True
+                self._choose()
+        return delta
+
+    def _choose(self) -> None:
+        """Keep as many completions as were asked for."""
+        if self._num_wanted == len(self._completions):
+            return
+        best = sorted(self._completions, key=lambda b: b.cumulative_logprob, reverse=True)
+        self.output.outputs = [builder.completion for builder in best[: self._num_wanted]]
+        for index, completion in enumerate(self.output.outputs):
+            completion.index = index
+
+
+class _CompletionBuilder:
+    """One completion of a request, with its own half characters and half stop strings."""
+
+    def __init__(self, request: Request, index: int, tokenizer: Tokenizer | None) -> None:
+        params = request.params
+        self.completion = CompletionOutput(index, "", [])
         self._tokenizer = tokenizer
         self._detokenizer = None
         if tokenizer is not None:
@@ -236,51 +315,48 @@ class OutputBuilder:
         self._min_tokens = params.min_tokens
         if params.logprobs is not None:
             self.completion.logprobs = []
+        if params.logprobs is not None or params.is_choice:
             self.completion.cumulative_logprob = 0.0
 
     @property
-    def finished(self) -> bool:
-        """Whether the output is complete: by the engine's word, or by a stop string."""
-        return self.output.finished
+    def cumulative_logprob(self) -> float:
+        """What completions are chosen by. Pre-condition: there is a choice to make."""
+        assert self.completion.cumulative_logprob is not None
+        return self.completion.cumulative_logprob
 
     def push(self, output: TokenOutput) -> Delta:
-        """Add one step's output.
-
-        After a stop string the output is `finished` although the engine does not know it: the
-        caller then aborts the request, and must push no more.
-        """
         completion = self.completion
-        if output.prompt_logprobs is not None:
-            self.output.prompt_logprobs = [
-                None if entry is None else self._logprob_dict(entry)
-                for entry in output.prompt_logprobs
-            ]
-        delta = Delta("", [], None if completion.logprobs is None else [])
+        delta = Delta("", [], None if completion.logprobs is None else [], completion.index)
         stop: str | None = None
         for position, token_id in enumerate(output.token_ids):
             completion.token_ids.append(token_id)
             delta.token_ids.append(token_id)
-            if completion.logprobs is not None and output.logprobs is not None:
-                entry = output.logprobs[position]
-                completion.logprobs.append(self._logprob_dict(entry))
-                delta.logprobs = [*(delta.logprobs or ()), completion.logprobs[-1]]
-                assert completion.cumulative_logprob is not None
-                completion.cumulative_logprob += entry.logprobs[0]
+            if output.logprobs is not None:
+                self._add_logprobs(output.logprobs[position], delta)
             text, stop = self._text_of(token_id)
             delta.text += text
             if stop is not None:
                 break
+        if output.cumulative_logprob is not None:
+            completion.cumulative_logprob = output.cumulative_logprob
         if stop is not None:
-            completion.finish_reason, completion.stop_reason = "stop", stop
+            delta.finish_reason, delta.stop_reason = "stop", stop
         elif output.finish_reason is not None:
             delta.text += self._stop.flush()
-            completion.finish_reason = output.finish_reason
-            completion.stop_reason = output.stop_reason
+            delta.finish_reason, delta.stop_reason = output.finish_reason, output.stop_reason
         completion.text += delta.text
-        self.output.finished = completion.finish_reason is not None
-        self.output.num_cached_tokens = output.num_cached_tokens
-        self.output.metrics = output.timing
+        completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
         return delta
+
+    def _add_logprobs(self, entry: TokenLogprobs, delta: Delta) -> None:
+        """Of one token; the entries themselves only if the client asked for them."""
+        completion = self.completion
+        if completion.cumulative_logprob is not None:
+            completion.cumulative_logprob += entry.logprobs[0]
+        if completion.logprobs is not None and delta.logprobs is not None:
+            logprobs = _logprob_dict(entry, self._tokenizer)
+            completion.logprobs.append(logprobs)
+            delta.logprobs.append(logprobs)
 
     def _text_of(self, token_id: int) -> tuple[str, str | None]:
         if self._detokenizer is None:
@@ -290,19 +366,18 @@ class OutputBuilder:
             return text, None
         return self._stop.push(text)
 
-    def _logprob_dict(self, entry: TokenLogprobs) -> dict[int, Logprob]:
-        return {
-            token_id: Logprob(
-                logprob,
-                rank,
-                self._tokenizer.decode([token_id], skip_special_tokens=False)
-                if self._tokenizer
-                else None,
-            )
-            for token_id, logprob, rank in zip(
-                entry.token_ids, entry.logprobs, entry.ranks, strict=True
-            )
-        }
+
+def _logprob_dict(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+    return {
+        token_id: Logprob(
+            logprob,
+            rank,
+            tokenizer.decode([token_id], skip_special_tokens=False) if tokenizer else None,
+        )
+        for token_id, logprob, rank in zip(
+            entry.token_ids, entry.logprobs, entry.ranks, strict=True
+        )
+    }
 
 
 def _read_optional_json(file: Path) -> dict[str, Any]:

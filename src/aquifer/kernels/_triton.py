@@ -40,16 +40,28 @@ Fetching the next weight into the L2 cache while small kernels run was tried and
 engine, a step of one row of a 0.6B model took 2 % less time, and all others, of that and of an 8B
 model, up to 5 % more (benchmarks/gpu/decode_step_prefetch.json has the smaller one's kernels alone:
 7 % less for one row, 7 % more for 128).
+
+Compiling
+---------
+
+Triton compiles a kernel when it is first launched, and keeps the result on disk. Its version 3.6
+then has the C compiler make a launcher for each list of argument types, which takes nearly as long.
+One by one that is most of a first start; `compiled_together` does it in threads. The C compiler and
+`ptxas` are processes of their own, and the passes over a kernel give up the interpreter's lock: it
+is held for about a quarter of the time that all this takes.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
     triton: Any
@@ -73,6 +85,12 @@ overlap = True
 later). Read at each launch; a captured graph keeps it."""
 
 
+_modules: set[str] = set()
+"""Where there are kernels of ours."""
+
+_EMPTY = (torch.empty, torch.empty_like, torch.Tensor.new_empty)
+
+
 def jit(function: Callable[..., Any]) -> Any:
     """`triton.jit`; without Triton, the function as it is, which is then never called."""
     return jit_once()(function)
@@ -93,11 +111,71 @@ def jit_once(
     def decorate(function: Callable[..., Any]) -> Any:
         if triton is None:
             return function
+        _modules.add(function.__module__)
         return triton.jit(
             function, do_not_specialize=list(counts), do_not_specialize_on_alignment=list(indices)
         )
 
     return decorate
+
+
+class _Zeros(TorchFunctionMode):
+    """Tensors that nobody has written yet are zero."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result.zero_() if func in _EMPTY else result
+
+
+@contextmanager
+def compiled_together(device: torch.device) -> Iterator[None]:
+    """Compile at the end, in parallel, what is launched meanwhile.
+
+    In the body, a kernel of ours that is not compiled yet is not launched: its outputs remain as
+    they were. So that what reads them finds valid indices, tensors of `torch.empty` are zero. The
+    body is thus to be a step whose results nobody wants; all else it does, it does for real. No
+    other thread may launch kernels in the meantime. Without a GPU nothing of this happens.
+
+    An error of the compiler comes up when the kernel is launched.
+
+    Args:
+        device: that kernels run on.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    wanted: dict[str, Any] = {}  # a kernel by the description of one variant of it
+
+    def note(**launch: Any) -> bool:
+        """Called by Triton before it compiles; whether it should do without."""
+        if launch["fn"].module not in _modules:
+            return False
+        wanted.setdefault(launch["compile"]["specialization_data"], launch["fn"].jit_function)
+        return True
+
+    hooks = triton.knobs.runtime
+    before, hooks.jit_cache_hook = hooks.jit_cache_hook, note
+    try:
+        with _Zeros():
+            yield
+    finally:
+        hooks.jit_cache_hook = before
+
+    def prepare(description: str) -> None:
+        # The launcher is made, and the kernel brought to the device, when `run` is first asked for.
+        _ = wanted[description].preload(description).run
+
+    with ThreadPoolExecutor(
+        thread_name_prefix="compile", initializer=torch.cuda.set_device, initargs=(device,)
+    ) as threads:
+        for description in wanted:
+            threads.submit(prepare, description)
 
 
 MIN_DOT = 16

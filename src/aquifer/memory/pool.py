@@ -298,6 +298,11 @@ class PagePool:
         page = self._pages.get(handle)
         return page.num_references if page else 0
 
+    def is_in_use(self, handle: Handle) -> bool:
+        """Whether the page has a reference that is not retired."""
+        page = self._pages.get(handle)
+        return page is not None and not page.is_retired
+
     def retire(self, handles: Sequence[Handle]) -> None:
         """Note that one reference of each page was given up, and will be released later.
 
@@ -351,6 +356,7 @@ class PagePool:
                 elif page.is_retired:
                     self._in_use_bytes[page.owner] -= page.page_bytes
                     self._retired_bytes += page.page_bytes
+                    self.retired.end_of_use(handle)
             for (page_bytes, owner), group in done.items():
                 self._in_use_bytes[owner] -= len(group) * page_bytes
                 self._idle_bytes += len(group) * page_bytes

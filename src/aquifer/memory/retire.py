@@ -8,16 +8,22 @@ is a fault, and releasing it lets the next owner's bytes mix with the old one's.
     when it was given up has passed.
 
 Between the two it is "retired": mapped still, and accounted to nobody. It may stay so for as long
-as there are other pages to be had. There are four ways out:
+as there are other pages to be had. There are five ways out:
 
 - `take_back`: whoever gave it up wants a page at the same place again. It stays where it is: work
   that was in flight and work that comes later run in order. With the slots of a virtual cache
   this is deferred reclamation (vAttention, section 5.4.2): no unmapping and no mapping at all.
+- `take_back_pages`: likewise, for whoever wants to read that very page, which others may have too.
 - `collect`: its fence has passed, and the stocker's thread unmaps it, off the critical path. When
   is up to that thread (`stock.py`): as late as can be, so that more may be taken back.
 - `reclaim`: the pool is short and waits for the fence. It is at most as far away as the work in
   flight, so this comes before anybody else's pages are taken.
 - `settle`: all fences are waited for, before addresses are given back.
+
+A page may be retired at one place and in use at another, or held by the prefix cache. To unmap it
+at the first frees nothing, so such places are "parked": `collect` and `reclaim` leave them alone,
+until the last use of the page ends and they join the others. So a request that continues a cached
+conversation finds its pages where they were, also in a full pool.
 
 On a device without fences (`Driver.fence` is None) a page is never retired: it goes at once.
 
@@ -51,7 +57,7 @@ class RetireQueue:
     """The retired pages of one pool, in the order in which they were given up.
 
     Places leave in that order, and those of one call from its last to its first: what is left of a
-    stretch is its beginning.
+    stretch is its beginning. Places of a page that is still in use count from the end of that use.
 
     `collect` may be called from another thread than the other methods.
 
@@ -67,12 +73,19 @@ class RetireQueue:
         self.on_retire: Callable[[], None] | None = None
         self._pool = pool
         self._changed = threading.Condition(books)
-        self._waiting: dict[_Place, Fence] = {}  # oldest first
+        self._fences: dict[_Place, Fence] = {}  # of all places that are retired and not leaving
+        self._waiting: dict[_Place, None] = {}  # those whose page nobody uses, oldest first
+        self._parked: dict[Handle, dict[_Place, None]] = {}  # the others, by their page
         self._leaving: set[_Place] = set()  # being unmapped by `collect` right now
 
     def __len__(self) -> int:
-        """Places that were given up and have their page still."""
+        """Places that were given up and have their page still, and nobody else uses that page."""
         return len(self._waiting) + len(self._leaving)
+
+    @property
+    def num_places(self) -> int:
+        """Places that were given up and have their page still."""
+        return len(self._fences) + len(self._leaving)
 
     def retire(self, range_: VirtualRange, indices: Sequence[int]) -> None:
         """Give up the pages at these indices, with the reference that the caller holds to each.
@@ -89,12 +102,30 @@ class RetireQueue:
         with self._changed:
             handles: list[Handle] = []
             for index in indices:
-                if (range_, index) in self._waiting or (range_, index) in self._leaving:
+                if (range_, index) in self._fences or (range_, index) in self._leaving:
                     raise InvariantError(f"page {index} of a range was given up twice")
                 handles += range_.handles(index, 1)
             self._pool.retire(handles)
-            for index in reversed(indices):
-                self._waiting[range_, index] = fence
+            for index, handle in zip(reversed(indices), reversed(handles), strict=True):
+                place = (range_, index)
+                self._fences[place] = fence
+                if self._pool.is_in_use(handle):
+                    self._parked.setdefault(handle, {})[place] = None
+                else:
+                    self._unpark(handle)
+                    self._waiting[place] = None
+        if self.on_retire is not None:
+            self.on_retire()
+
+    def end_of_use(self, handle: Handle) -> None:
+        """Note that nobody uses a page any more: for the pool, when the last of them releases it.
+
+        The places where it is retired may be collected from now on.
+        """
+        with self._changed:
+            if handle not in self._parked:
+                return
+            self._unpark(handle)
         if self.on_retire is not None:
             self.on_retire()
 
@@ -107,11 +138,9 @@ class RetireQueue:
             the bytes of whoever else has it.
         """
         with self._changed:
-            if not len(self):
+            if not self.num_places:
                 return 0
-            places = [(range_, i) for i in range(index, index + count)]
-            while any(place in self._leaving for place in places):
-                self._changed.wait()
+            places = self._places(range_, range(index, index + count))
             num_taken = 0
             for place in places:
                 if place not in self._waiting or not self._is_exclusive(place):
@@ -119,12 +148,45 @@ class RetireQueue:
                 num_taken += 1
             self._pool.unretire(range_.handles(index, num_taken))
             for place in places[:num_taken]:
-                del self._waiting[place]
-            others = [place for place in places[num_taken:] if place in self._waiting]
-            for fence in {self._waiting[place] for place in others}:
-                fence.wait()
-            self._give_back(others)
+                self._forget(place)
+            self._vacate(places[num_taken:])
             return num_taken
+
+    def take_back_pages(
+        self, range_: VirtualRange, index: int, handles: Sequence[Handle]
+    ) -> list[int]:
+        """Use places again to read what these pages hold, one page a place from `index` on.
+
+        To be called before the pages are mapped there. Others may have them too, so who takes them
+        back must not write to them. Where another page is, its fence is waited for.
+
+        Args:
+            range_: the range of the places.
+            index: the first place.
+            handles: pages that are in use.
+
+        Returns: for which of `handles`, by position, the page is still at its place: the reference
+            that was retired with it is the caller's. At all other places nothing is mapped.
+        """
+        with self._changed:
+            if not self.num_places:
+                return []
+            places = self._places(range_, range(index, index + len(handles)))
+            taken = [
+                i
+                for i, (place, handle) in enumerate(zip(places, handles, strict=True))
+                if place in self._parked.get(handle, ())
+            ]
+            self._pool.unretire([handles[i] for i in taken])
+            for i in taken:
+                self._forget(places[i])
+            self._vacate(places)
+            return taken
+
+    def has_page(self, range_: VirtualRange, index: int, handle: Handle) -> bool:
+        """Whether `take_back_pages` would find the page, which is in use, at that place."""
+        with self._changed:
+            return (range_, index) in self._parked.get(handle, ())
 
     def collect(self) -> bool:
         """Unmap and give back some pages whose fence has passed; never waits for one.
@@ -133,9 +195,9 @@ class RetireQueue:
         """
         with self._changed:
             batch = self._oldest(_COLLECT_PAGES)
-            self._leaving.update(batch)
             for place in batch:
-                del self._waiting[place]
+                self._forget(place)
+            self._leaving.update(batch)
         if not batch:
             return False
         handles: list[Handle] = []
@@ -143,15 +205,17 @@ class RetireQueue:
             handles = _unmap(batch)
         finally:
             with self._changed:
-                self._release(handles)
                 self._leaving.difference_update(batch)
+                self._release(handles)
                 self._changed.notify_all()
         return True
 
     def reclaim(self, num_bytes: int) -> bool:
         """Wait for the pages that were given up first, to get about `num_bytes` back.
 
-        Returns: whether any came back; if not, there are none.
+        It may be less, where a page is at several places: to be called again until it suffices.
+
+        Returns: whether any place was given back; if not, there is none whose page nobody uses.
         """
         with self._changed:
             if self._leaving:
@@ -159,9 +223,9 @@ class RetireQueue:
                 return True
             if not self._waiting:
                 return False
-            (range_, _), fence = next(iter(self._waiting.items()))
-            fence.wait()
-            self._give_back(self._oldest(-(-num_bytes // range_.page_bytes)))
+            oldest = next(iter(self._waiting))
+            self._fences[oldest].wait()
+            self._give_back(self._oldest(-(-num_bytes // oldest[0].page_bytes)))
             return True
 
     def settle(self) -> None:
@@ -169,37 +233,68 @@ class RetireQueue:
         with self._changed:
             while self._leaving:
                 self._changed.wait()
-            for fence in set(self._waiting.values()):
-                fence.wait()
-            self._give_back(list(self._waiting))
+            self._vacate(list(self._fences))
+
+    def _places(self, range_: VirtualRange, indices: Iterable[int]) -> list[_Place]:
+        """These places, once none of them is on its way out."""
+        places = [(range_, index) for index in indices]
+        while any(place in self._leaving for place in places):
+            self._changed.wait()
+        return places
 
     def _is_exclusive(self, place: _Place) -> bool:
-        range_, index = place
-        (handle,) = range_.handles(index, 1)
-        return self._pool.num_references(handle) == 1
+        return self._pool.num_references(_handle_at(place)) == 1
 
     def _oldest(self, max_pages: int) -> list[_Place]:
-        """The first places whose fences have passed."""
+        """The first places whose fences have passed, of those that free memory."""
         batch: list[_Place] = []
         passed: Fence | None = None
-        for place, fence in self._waiting.items():
+        for place in self._waiting:
+            fence = self._fences[place]
             if len(batch) == max_pages or (fence is not passed and not fence.passed()):
                 break
             passed = fence
             batch.append(place)
         return batch
 
+    def _unpark(self, handle: Handle) -> None:
+        """Let the places of a page wait for collection, since nobody uses the page any more."""
+        self._waiting.update(self._parked.pop(handle, {}))
+
+    def _forget(self, place: _Place) -> None:
+        """Strike a place off: it is retired no longer. Pre-condition: the page is still there."""
+        del self._fences[place]
+        if place in self._waiting:
+            del self._waiting[place]
+            return
+        handle = _handle_at(place)
+        parked = self._parked[handle]
+        del parked[place]
+        if not parked:
+            del self._parked[handle]
+
+    def _vacate(self, places: Sequence[_Place]) -> None:
+        """Wait for those of the places that are retired, and give them back."""
+        retired = [place for place in places if place in self._fences]
+        for fence in {self._fences[place] for place in retired}:
+            fence.wait()
+        self._give_back(retired)
+
     def _give_back(self, places: Sequence[_Place]) -> None:
         """Unmap and release. Pre-condition: their fences have passed."""
-        handles = _unmap(places)
         for place in places:
-            del self._waiting[place]
-        self._release(handles)
+            self._forget(place)
+        self._release(_unmap(places))
 
     def _release(self, handles: Sequence[Handle]) -> None:
         """Let go of references that were retired."""
         self._pool.unretire(handles)
         self._pool.release(handles)
+
+
+def _handle_at(place: _Place) -> Handle:
+    range_, index = place
+    return range_.handles(index, 1)[0]
 
 
 def _unmap(places: Iterable[_Place]) -> list[Handle]:

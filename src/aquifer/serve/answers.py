@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -31,17 +32,39 @@ _LOWEST_LOGPROB = -9999.0  # in place of -inf, which JSON cannot spell
 
 @dataclass(slots=True)
 class Piece:
-    """A part of an output."""
+    """A part of a completion, or all of it."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)  # one a token, or none
+    logprobs: Sequence[dict[int, Logprob] | None] = ()  # one a token, or none
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
 
+def whole_pieces(job: Job, echo: str | None = None) -> list[Piece]:
+    """A finished job's completions.
+
+    Args:
+        job: whose.
+        echo: the prompt's text if it is to precede each.
+    """
+    pieces = []
+    for completion in job.builder.output.outputs:
+        piece = Piece(
+            completion.text,
+            completion.token_ids,
+            completion.logprobs or (),
+            completion.finish_reason,
+            completion.stop_reason,
+        )
+        if echo is not None:
+            _precede(piece, job, echo)
+        pieces.append(piece)
+    return pieces
+
+
 class PieceBuffer:
-    """Collects a job's deltas until they are worth sending.
+    """Collects the deltas of one completion until they are worth sending.
 
     Tokens whose text is held back (half a character, half a stop string) wait for it, and their
     log probabilities with them.
@@ -56,29 +79,32 @@ class PieceBuffer:
         self._echo = echo
         self._piece = Piece()
 
-    def add(self, delta: Delta) -> None:
-        """Collect what one step brought."""
+    def add(self, delta: Delta) -> Piece | None:
+        """Collect what one step brought.
+
+        Returns: what was collected since the last piece; None if a client would see nothing new.
+        """
         piece = self._piece
-        if self._echo is not None:
-            piece.text = self._echo
-            self._echo = None
-            if delta.logprobs is not None:
-                piece.token_ids += self._job.request.prompt_token_ids
-                piece.logprobs += self._job.builder.output.prompt_logprobs or ()
         piece.text += delta.text
         piece.token_ids += delta.token_ids
-        piece.logprobs += delta.logprobs or ()
-
-    def take(self) -> Piece | None:
-        """What was collected since the last time; None if a client would see nothing new."""
-        builder = self._job.builder
-        if not (self._piece.text or builder.finished or self._job.tokenizer is None):
+        if delta.logprobs:
+            piece.logprobs = [*piece.logprobs, *delta.logprobs]
+        piece.finish_reason, piece.stop_reason = delta.finish_reason, delta.stop_reason
+        if self._echo is not None:
+            _precede(piece, self._job, self._echo)
+            self._echo = None
+        if not (piece.text or piece.finish_reason or self._job.tokenizer is None):
             return None
-        piece, self._piece = self._piece, Piece()
-        if builder.finished:
-            piece.finish_reason = builder.completion.finish_reason
-            piece.stop_reason = builder.completion.stop_reason
+        self._piece = Piece()
         return piece
+
+
+def _precede(piece: Piece, job: Job, echo: str) -> None:
+    """Put the prompt before the first piece of a completion."""
+    piece.text = echo + piece.text
+    if job.request.params.logprobs is not None:
+        piece.token_ids = [*job.request.prompt_token_ids, *piece.token_ids]
+        piece.logprobs = [*(job.builder.output.prompt_logprobs or ()), *piece.logprobs]
 
 
 class CompletionWriter:
@@ -95,15 +121,16 @@ class CompletionWriter:
         self._model = model
         self._jobs = jobs
         self._created = int(time.time())
-        self._num_chars = [0] * len(jobs)  # of the tokens written so far, for text_offset
+        # Of the tokens written so far of each choice, for text_offset.
+        self._num_chars: defaultdict[int, int] = defaultdict(int)
 
-    def chunk(self, index: int, piece: Piece) -> CompletionResponse:
-        """A part of one prompt's output."""
+    def chunk(self, job_index: int, index: int, piece: Piece) -> CompletionResponse:
+        """A part of one completion of one prompt."""
         return CompletionResponse(
             id=self._id,
             created=self._created,
             model=self._model,
-            choices=[self._choice(index, piece)],
+            choices=[self._choice(job_index, index, piece)],
         )
 
     def usage_chunk(self) -> CompletionResponse:
@@ -116,31 +143,38 @@ class CompletionWriter:
             usage=usage_of(self._jobs),
         )
 
-    def response(self, pieces: Sequence[Piece]) -> CompletionResponse:
-        """The whole answer, from each prompt's whole output."""
+    def response(self, pieces: Sequence[Sequence[Piece]]) -> CompletionResponse:
+        """The whole answer, from each prompt's whole completions."""
         return CompletionResponse(
             id=self._id,
             created=self._created,
             model=self._model,
-            choices=[self._choice(index, piece) for index, piece in enumerate(pieces)],
+            choices=[
+                self._choice(job_index, index, piece)
+                for job_index, pieces_of_job in enumerate(pieces)
+                for index, piece in enumerate(pieces_of_job)
+            ],
             usage=usage_of(self._jobs),
         )
 
-    def _choice(self, index: int, piece: Piece) -> CompletionChoice:
-        wants_logprobs = self._jobs[index].request.params.logprobs is not None
+    def _choice(self, job_index: int, index: int, piece: Piece) -> CompletionChoice:
+        """The choices of the first prompt come first, then those of the second one."""
+        job = self._jobs[job_index]
+        number = job_index * job.request.params.n + index
+        wants_logprobs = job.request.params.logprobs is not None
         return CompletionChoice(
-            index=index,
+            index=number,
             text=piece.text,
-            logprobs=self._logprobs(index, piece) if wants_logprobs else None,
+            logprobs=self._logprobs(job, number, piece) if wants_logprobs else None,
             finish_reason=piece.finish_reason,
             stop_reason=piece.stop_reason,
         )
 
-    def _logprobs(self, index: int, piece: Piece) -> CompletionLogprobs:
+    def _logprobs(self, job: Job, number: int, piece: Piece) -> CompletionLogprobs:
         logprobs = CompletionLogprobs()
         for token_id, entry in zip(piece.token_ids, piece.logprobs, strict=True):
             if entry is None:  # the prompt's first token follows nothing
-                text = self._jobs[index].text_of_token(token_id)
+                text = job.text_of_token(token_id)
                 logprobs.token_logprobs.append(None)
                 logprobs.top_logprobs.append(None)
             else:
@@ -150,8 +184,8 @@ class CompletionWriter:
                     {lp.decoded_token or "": _finite(lp.logprob) for lp in entry.values()}
                 )
             logprobs.tokens.append(text)
-            logprobs.text_offset.append(self._num_chars[index])
-            self._num_chars[index] += len(text)
+            logprobs.text_offset.append(self._num_chars[number])
+            self._num_chars[number] += len(text)
         return logprobs
 
 
@@ -169,17 +203,18 @@ class ChatWriter:
         self._model = model
         self._job = job
         self._created = int(time.time())
-        self._has_begun = False
+        self._begun: set[int] = set()  # indexes of choices
 
-    def chunk(self, piece: Piece) -> ChatCompletionChunk:
-        """A part of the answer; the first one names the role."""
+    def chunk(self, index: int, piece: Piece) -> ChatCompletionChunk:
+        """A part of one answer; the first part of each names the role."""
         delta: dict[Literal["role", "content"], str] = {}
-        if not self._has_begun:
+        if index not in self._begun:
             delta["role"] = "assistant"
-        if piece.text or not self._has_begun:
+        if piece.text or index not in self._begun:
             delta["content"] = piece.text
-        self._has_begun = True
+        self._begun.add(index)
         choice = ChatChunkChoice(
+            index=index,
             delta=delta,
             logprobs=self._logprobs(piece),
             finish_reason=piece.finish_reason,
@@ -199,19 +234,23 @@ class ChatWriter:
             usage=usage_of([self._job]),
         )
 
-    def response(self, piece: Piece) -> ChatCompletionResponse:
-        """The whole answer."""
-        choice = ChatChoice(
-            message=AssistantMessage(content=piece.text),
-            logprobs=self._logprobs(piece),
-            finish_reason=piece.finish_reason,
-            stop_reason=piece.stop_reason,
-        )
+    def response(self, pieces: Sequence[Piece]) -> ChatCompletionResponse:
+        """The whole answer, or several."""
+        choices = [
+            ChatChoice(
+                index=index,
+                message=AssistantMessage(content=piece.text),
+                logprobs=self._logprobs(piece),
+                finish_reason=piece.finish_reason,
+                stop_reason=piece.stop_reason,
+            )
+            for index, piece in enumerate(pieces)
+        ]
         return ChatCompletionResponse(
             id=self._id,
             created=self._created,
             model=self._model,
-            choices=[choice],
+            choices=choices,
             usage=usage_of([self._job]),
         )
 
@@ -230,9 +269,9 @@ class ChatWriter:
 
 
 def usage_of(jobs: Sequence[Job]) -> Usage:
-    """Tokens of all jobs together."""
+    """Tokens of all jobs together, those included that were generated and not chosen."""
     prompt_tokens = sum(len(job.request.prompt_token_ids) for job in jobs)
-    completion_tokens = sum(len(job.builder.completion.token_ids) for job in jobs)
+    completion_tokens = sum(job.builder.num_generated_tokens for job in jobs)
     cached_tokens = sum(job.builder.output.num_cached_tokens for job in jobs)
     return Usage(
         prompt_tokens=prompt_tokens,

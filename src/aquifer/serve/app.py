@@ -25,7 +25,13 @@ from aquifer.errors import (
     RequestError,
     UnknownModelError,
 )
-from aquifer.serve.answers import ChatWriter, CompletionWriter, Piece, PieceBuffer
+from aquifer.serve.answers import (
+    ChatWriter,
+    CompletionWriter,
+    Piece,
+    PieceBuffer,
+    whole_pieces,
+)
 from aquifer.serve.client import EngineClient
 from aquifer.serve.generation import Job, Prompt, run_jobs
 from aquifer.serve.http import (
@@ -39,6 +45,7 @@ from aquifer.serve.http import (
 )
 from aquifer.serve.metrics import Metrics
 from aquifer.serve.models import TextModel, check_token_ids
+from aquifer.serve.prefixes import PinnedPrefix, PinnedPrefixes, joined_salt, salt_of_key
 from aquifer.serve.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -46,6 +53,10 @@ from aquifer.serve.protocol import (
     DetokenizeResponse,
     ModelCard,
     ModelList,
+    PrefixCard,
+    PrefixDeleted,
+    PrefixList,
+    PrefixRequest,
     TemplateFields,
     TokenizeRequest,
     TokenizeResponse,
@@ -76,6 +87,7 @@ class Service:
         self.client = client
         self.models = dict(models)
         self.metrics = Metrics(self.models)
+        self.prefixes = PinnedPrefixes(client)
         self.started_s = int(time.time())
 
     def model(self, name: str | None) -> ServedModel:
@@ -103,6 +115,12 @@ class Service:
             root=str(model.text.path),
             max_model_len=model.info.max_model_len,
         )
+
+    def owner(self, request: Request) -> str | None:
+        """Whose prefixes a request may find and see; None where clients share them."""
+        if not self.client.salts_by_key:
+            return None
+        return salt_of_key(request.headers.get("authorization", ""))
 
     async def prompts(self, model: ServedModel, body: CompletionRequest) -> list[Prompt]:
         """The prompts of a completions request, tokenised and checked.
@@ -152,6 +170,7 @@ class Service:
         params: SamplingParams,
         response_id: str,
         arrival_s: float,
+        cache_salt: str | None,
     ) -> list[Job]:
         """Prepare to run prompts.
 
@@ -165,28 +184,25 @@ class Service:
                 param="stop",
             )
         return [
-            Job.prepare(model.text, prompt, params, f"{response_id}-{index}", arrival_s)
+            Job.prepare(model.text, prompt, params, f"{response_id}-{index}", arrival_s, cache_salt)
             for index, prompt in enumerate(prompts)
         ]
 
     async def pieces(
-        self, jobs: Sequence[Job], buffers: Sequence[PieceBuffer]
-    ) -> AsyncGenerator[tuple[int, Piece], None]:
-        """(index of the job, what a client gets to see next), as it comes."""
+        self, jobs: Sequence[Job], buffers: Sequence[Sequence[PieceBuffer]]
+    ) -> AsyncGenerator[tuple[int, int, Piece], None]:
+        """(index of the job, of the completion, what a client gets to see next), as it comes."""
         async with aclosing(run_jobs(self.client, self.metrics, jobs)) as deltas:
             async for index, delta in deltas:
-                buffers[index].add(delta)
-                piece = buffers[index].take()
+                piece = buffers[index][delta.index].add(delta)
                 if piece is not None:
-                    yield index, piece
+                    yield index, delta.index, piece
 
-    async def whole(self, jobs: Sequence[Job], buffers: Sequence[PieceBuffer]) -> list[Piece]:
-        """Each job's whole output."""
+    async def finish(self, jobs: Sequence[Job]) -> None:
+        """Run jobs to their end."""
         async with aclosing(run_jobs(self.client, self.metrics, jobs)) as deltas:
-            async for index, delta in deltas:
-                buffers[index].add(delta)
-        pieces = [buffer.take() for buffer in buffers]
-        return [piece for piece in pieces if piece is not None]
+            async for _ in deltas:
+                pass
 
 
 async def _service(request: Request) -> Service:
@@ -199,21 +215,21 @@ Served = Annotated[Service, Depends(_service)]
 
 
 def create_app(
-    client: EngineClient, models: Mapping[str, ServedModel], api_key: str | None = None
+    client: EngineClient, models: Mapping[str, ServedModel], api_keys: Sequence[str] = ()
 ) -> FastAPI:
     """The ASGI application.
 
     Args:
         client: the engine. Pre-condition: it is ready.
         models: by served name.
-        api_key: if given, what clients must send as their bearer token.
+        api_keys: if there are any, one of them is what clients must send as their bearer token.
     """
     app = FastAPI(title="Aquifer", version=__version__)
     app.state.service = Service(client, models)
     install_error_handlers(app)
     app.add_middleware(BodyLimitMiddleware)
-    if api_key is not None:
-        app.add_middleware(ApiKeyMiddleware, api_key=api_key, guarded=_GUARDED)
+    if api_keys:
+        app.add_middleware(ApiKeyMiddleware, api_keys=api_keys, guarded=_GUARDED)
     for path, endpoint, method in _ROUTES:
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
     return app
@@ -239,12 +255,17 @@ async def completions(request: Request, body: CompletionRequest, service: Served
     params = body.params(model.text.defaults)
     prompts = await service.prompts(model, body)
     response_id = f"cmpl-{uuid4().hex}"
-    jobs = service.jobs(model, prompts, params, response_id, arrival_s)
-    buffers = [PieceBuffer(job, _echo_of(job) if body.echo else None) for job in jobs]
+    salt = joined_salt(service.owner(request), body.cache_salt)
+    jobs = service.jobs(model, prompts, params, response_id, arrival_s, salt)
+    echoes = [_echo_of(job) if body.echo else None for job in jobs]
     writer = CompletionWriter(response_id, model.info.name, jobs)
     if not body.stream:
-        pieces = await unless_disconnected(request.receive, service.whole(jobs, buffers))
-        return _json(writer.response(pieces))
+        await unless_disconnected(request.receive, service.finish(jobs))
+        return _json(writer.response([*map(whole_pieces, jobs, echoes)]))
+    buffers = [
+        [PieceBuffer(job, echo) for _ in range(params.n)]
+        for job, echo in zip(jobs, echoes, strict=True)
+    ]
     return await _stream(
         request,
         service.pieces(jobs, buffers),
@@ -263,36 +284,37 @@ async def chat_completions(
     token_ids = await service.conversation(model, body)
     _check_prompt(model, token_ids, "messages")
     response_id = f"chatcmpl-{uuid4().hex}"
-    jobs = service.jobs(model, [Prompt(None, token_ids)], params, response_id, arrival_s)
-    buffers = [PieceBuffer(job) for job in jobs]
+    salt = joined_salt(service.owner(request), body.cache_salt)
+    jobs = service.jobs(model, [Prompt(None, token_ids)], params, response_id, arrival_s, salt)
     writer = ChatWriter(response_id, model.info.name, jobs[0])
     if not body.stream:
-        pieces = await unless_disconnected(request.receive, service.whole(jobs, buffers))
-        return _json(writer.response(pieces[0]))
+        await unless_disconnected(request.receive, service.finish(jobs))
+        return _json(writer.response(whole_pieces(jobs[0])))
+    buffers = [[PieceBuffer(jobs[0]) for _ in range(params.n)]]
     return await _stream(
         request,
         service.pieces(jobs, buffers),
-        lambda _, piece: writer.chunk(piece),
+        lambda _, index, piece: writer.chunk(index, piece),
         writer.usage_chunk if body.include_usage else None,
     )
 
 
 async def _stream(
     request: Request,
-    pieces: AsyncGenerator[tuple[int, Piece], None],
-    chunk: Callable[[int, Piece], BaseModel],
+    pieces: AsyncGenerator[tuple[int, int, Piece], None],
+    chunk: Callable[[int, int, Piece], BaseModel],
     usage_chunk: Callable[[], BaseModel] | None,
 ) -> Response:
     """Stream pieces as events. What fails before the first one is an ordinary error."""
 
-    async def first_piece() -> tuple[int, Piece]:
+    async def first_piece() -> tuple[int, int, Piece]:
         return await anext(pieces)
 
-    async def events(first: tuple[int, Piece]) -> AsyncGenerator[bytes, None]:
+    async def events(first: tuple[int, int, Piece]) -> AsyncGenerator[bytes, None]:
         yield _event(chunk(*first))
         try:
-            async for index, piece in pieces:
-                yield _event(chunk(index, piece))
+            async for job_index, index, piece in pieces:
+                yield _event(chunk(job_index, index, piece))
         except (RequestError, EngineError) as error:
             yield b"event: error\ndata: " + bytes(response_to(error).body) + b"\n\n"
             return
@@ -304,6 +326,49 @@ async def _stream(
         await resources.enter_async_context(aclosing(pieces))
         first = await unless_disconnected(request.receive, first_piece())
         return EventStream(events(first), resources.pop_all())
+
+
+# ---- beyond OpenAI's
+
+
+async def pin_prefix(request: Request, body: PrefixRequest, service: Served) -> PrefixCard:
+    """Keep the KV of what many prompts begin with."""
+    model = service.model(body.model)
+    conversation = body.conversation()
+    if conversation is not None:
+        token_ids, param = await service.conversation(model, conversation), "messages"
+    elif isinstance(body.prompt, str):
+        text = body.prompt
+        token_ids, param = await _off_loop(len(text), partial(model.text.encode, text)), "prompt"
+    else:
+        token_ids, param = body.prompt or [], "prompt"
+    _check_prompt(model, token_ids, param)
+    prefix = await service.prefixes.pin(
+        service.owner(request), model.info.name, token_ids, body.cache_salt
+    )
+    return _prefix_card(prefix)
+
+
+async def list_prefixes(request: Request, service: Served) -> PrefixList:
+    """What is pinned."""
+    prefixes = service.prefixes.of(service.owner(request))
+    return PrefixList(data=[*map(_prefix_card, prefixes)])
+
+
+async def unpin_prefix(request: Request, prefix_id: str, service: Served) -> Response:
+    """Let a pinned prefix go."""
+    if not await service.prefixes.unpin(service.owner(request), prefix_id):
+        return error_response(404, f"no prefix {prefix_id!r} is pinned", "prefix_id")
+    return _json(PrefixDeleted(id=prefix_id))
+
+
+def _prefix_card(prefix: PinnedPrefix) -> PrefixCard:
+    return PrefixCard(
+        id=prefix.prefix_id,
+        created=prefix.created_s,
+        model=prefix.model,
+        num_tokens=prefix.num_tokens,
+    )
 
 
 async def tokenize(body: TokenizeRequest, service: Served) -> TokenizeResponse:
@@ -427,6 +492,9 @@ _ROUTES: tuple[tuple[str, Callable[..., Awaitable[object]], str], ...] = (
     ("/v1/models/{model_id:path}", get_model, "GET"),
     ("/v1/completions", completions, "POST"),
     ("/v1/chat/completions", chat_completions, "POST"),
+    ("/v1/prefixes", pin_prefix, "POST"),
+    ("/v1/prefixes", list_prefixes, "GET"),
+    ("/v1/prefixes/{prefix_id}", unpin_prefix, "DELETE"),
     ("/tokenize", tokenize, "POST"),
     ("/detokenize", detokenize, "POST"),
     ("/health", health, "GET"),

@@ -10,9 +10,11 @@ import signal
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
+from typing import Any
 
 from aquifer.config import EngineConfig
 from aquifer.engine.request import (
@@ -32,9 +34,12 @@ from aquifer.serve.messages import (
     GetMemory,
     Memory,
     OpenFailed,
+    Pin,
+    Pinned,
     Ready,
     Step,
     ToEngine,
+    Unpin,
 )
 from aquifer.serve.process import STOP_SIGNALS, OpenEngine, open_engine, run_engine_process
 
@@ -50,14 +55,14 @@ class _State(Enum):
 
 
 class TokenStream(AsyncIterator[TokenOutput]):
-    """The outputs of one or several requests, as they come, until each has had its last.
+    """The outputs of one or several requests, as they come, until all completions have ended.
 
     Closing it aborts what is unfinished.
     """
 
-    def __init__(self, client: EngineClient, request_ids: Sequence[str]) -> None:
+    def __init__(self, client: EngineClient, requests: Sequence[Request]) -> None:
         self._client = client
-        self._open = set(request_ids)
+        self._open = {request.request_id: _indexes_of(request) for request in requests}
         self._arrived: asyncio.Queue[TokenOutput | AquiferError] = asyncio.Queue()
 
     async def __anext__(self) -> TokenOutput:
@@ -65,10 +70,13 @@ class TokenStream(AsyncIterator[TokenOutput]):
             item = await self._arrived.get()
             if isinstance(item, AquiferError):
                 raise item
-            if item.request_id not in self._open:
-                continue  # it was under way when the request was aborted
+            indexes = self._open.get(item.request_id)
+            if indexes is None or item.index not in indexes:
+                continue  # it was under way when the completion was aborted
             if item.finish_reason is not None:
-                self._open.discard(item.request_id)
+                indexes.discard(item.index)
+                if not indexes or item.finish_reason == "error":
+                    del self._open[item.request_id]
             return item
         raise StopAsyncIteration
 
@@ -76,16 +84,28 @@ class TokenStream(AsyncIterator[TokenOutput]):
         """Hand over an output, or what ends the whole stream."""
         self._arrived.put_nowait(item)
 
-    def abort(self, request_id: str) -> None:
-        """End one request: no more output of it comes."""
-        if request_id in self._open:
-            self._open.discard(request_id)
-            self._client.abort(request_id)
+    def abort(self, request_id: str, index: int) -> None:
+        """End one completion: no more output of it comes."""
+        indexes = self._open.get(request_id)
+        if indexes is not None and index in indexes:
+            indexes.discard(index)
+            if not indexes:
+                del self._open[request_id]
+            self._client.abort(request_id, index)
 
     async def aclose(self) -> None:
         """Abort every request that is not finished."""
         for request_id in sorted(self._open):
-            self.abort(request_id)
+            del self._open[request_id]
+            self._client.abort(request_id)
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """Where the outputs of a request go, as long as the engine has more of them."""
+
+    stream: TokenStream
+    indexes: set[int]  # of the completions whose last output has not arrived
 
 
 class EngineClient:
@@ -103,8 +123,8 @@ class EngineClient:
         self._config = config
         self._open_it = open_it
         self._state = _State.NEW
-        self._streams: dict[str, TokenStream] = {}
-        self._memory_waiters: deque[asyncio.Future[MemoryReport]] = deque()
+        self._routes: dict[str, _Route] = {}
+        self._waiters: deque[asyncio.Future[Any]] = deque()
         self._outbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
         self._stats: EngineStats | None = None
 
@@ -112,6 +132,11 @@ class EngineClient:
     def max_prompts(self) -> int:
         """The most requests that can be added at once: they all wait for the next step."""
         return self._config.max_num_waiting
+
+    @property
+    def salts_by_key(self) -> bool:
+        """Whether clients with different API keys may not share retained prefixes."""
+        return self._config.prefix_cache_salt_by_key
 
     @property
     def is_serving(self) -> bool:
@@ -178,16 +203,19 @@ class EngineClient:
             EngineError: the engine has stopped, or is about to.
         """
         self._check_serving()
-        stream = TokenStream(self, [request.request_id for request in requests])
+        stream = TokenStream(self, requests)
         for request in requests:
-            self._streams[request.request_id] = stream
+            self._routes[request.request_id] = _Route(stream, _indexes_of(request))
             self._send(Add(request))
         return stream
 
-    def abort(self, request_id: str) -> None:
-        """Forget a request; it needs not exist."""
-        if self._streams.pop(request_id, None) is not None:
-            self._send(Abort(request_id))
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Forget a request, or one completion of it; it needs not exist."""
+        route = self._routes.get(request_id)
+        if route is None or (index is not None and index not in route.indexes):
+            return
+        self._end(request_id, route, index)
+        self._send(Abort(request_id, index))
 
     async def memory(self) -> MemoryReport:
         """Ask the engine where its memory is; after all aborts sent so far.
@@ -195,11 +223,28 @@ class EngineClient:
         Raises:
             EngineError: the engine has stopped.
         """
-        self._check_serving()
-        waiter: asyncio.Future[MemoryReport] = self._loop.create_future()
-        self._memory_waiters.append(waiter)
-        self._send(GetMemory())
-        return await waiter
+        report = await self._ask(GetMemory())
+        assert isinstance(report, MemoryReport)
+        return report
+
+    async def pin(self, model: str, token_ids: list[int], salt: str | None) -> int:
+        """Keep the KV of a prefix; how many tokens of it.
+
+        Raises:
+            RequestError: it cannot be kept.
+            EngineError: the engine has stopped.
+        """
+        num_tokens = await self._ask(Pin(model, token_ids, salt))
+        assert isinstance(num_tokens, int)
+        return num_tokens
+
+    async def unpin(self, model: str, token_ids: list[int], salt: str | None) -> None:
+        """End what `pin` began.
+
+        Raises:
+            EngineError: the engine has stopped.
+        """
+        await self._ask(Unpin(model, token_ids, salt))
 
     async def died(self) -> None:
         """Wait until the engine process has ended without being asked to."""
@@ -217,7 +262,7 @@ class EngineClient:
         if self._state is _State.SERVING:
             self._state = _State.STOPPING
             deadline = self._loop.time() + timeout_s
-            while self._streams and self._loop.time() < deadline:
+            while self._routes and self._loop.time() < deadline:
                 await asyncio.sleep(0.02)
             self._fail_everyone("the server shut down before the request finished")
             self._send(Close())
@@ -247,16 +292,38 @@ class EngineClient:
     def _send(self, message: ToEngine) -> None:
         self._outbox.put(message)
 
+    async def _ask(self, question: GetMemory | Pin | Unpin) -> Any:
+        """The engine's answer; answers come in the order of the questions."""
+        self._check_serving()
+        waiter: asyncio.Future[Any] = self._loop.create_future()
+        self._waiters.append(waiter)
+        self._send(question)
+        return await waiter
+
+    def _answer(self, answer: object) -> None:
+        waiter = self._waiters.popleft()
+        if waiter.done():
+            return  # whoever asked did not wait
+        if isinstance(answer, AquiferError):
+            waiter.set_exception(answer)
+        else:
+            waiter.set_result(answer)
+
+    def _end(self, request_id: str, route: _Route, index: int | None) -> None:
+        """Expect no more of a request, or of one completion."""
+        if index is not None:
+            route.indexes.discard(index)
+        if index is None or not route.indexes:
+            del self._routes[request_id]
+
     def _fail_everyone(self, why: str) -> None:
-        streams, self._streams = self._streams, {}
-        for request_id in streams:
+        routes, self._routes = self._routes, {}
+        for request_id in routes:
             self._send(Abort(request_id))
-        for stream in set(streams.values()):
+        for stream in {route.stream for route in routes.values()}:
             stream.put(EngineError(why))
-        while self._memory_waiters:
-            waiter = self._memory_waiters.popleft()
-            if not waiter.done():
-                waiter.set_exception(EngineError(why))
+        while self._waiters:
+            self._answer(EngineError(why))
 
     # ---- the threads
 
@@ -284,16 +351,14 @@ class EngineClient:
             case Step(token_ids, outputs, refused, stats):
                 self._stats = stats
                 for request_id, error in refused.items():
-                    if (stream := self._streams.pop(request_id, None)) is not None:
-                        stream.put(error)
+                    if (route := self._routes.pop(request_id, None)) is not None:
+                        route.stream.put(error)
                 for request_id, token_id in token_ids.items():
                     self._deliver(TokenOutput(request_id, [token_id]))
                 for output in outputs:
                     self._deliver(output)
-            case Memory(report):
-                waiter = self._memory_waiters.popleft()
-                if not waiter.done():
-                    waiter.set_result(report)
+            case Memory(answer) | Pinned(answer):
+                self._answer(answer)
             case LoadProgress():
                 if self._on_progress is not None:
                     self._on_progress(message)
@@ -307,11 +372,12 @@ class EngineClient:
                 self._handle_end()
 
     def _deliver(self, output: TokenOutput) -> None:
-        stream = self._streams.get(output.request_id)
-        if stream is not None:
+        route = self._routes.get(output.request_id)
+        if route is not None:
             if output.finish_reason is not None:
-                del self._streams[output.request_id]
-            stream.put(output)
+                is_error = output.finish_reason == "error"  # which ends the whole request
+                self._end(output.request_id, route, None if is_error else output.index)
+            route.stream.put(output)
 
     def _handle_end(self) -> None:
         """The pipe has ended: as it should, or because the process died."""
@@ -321,6 +387,11 @@ class EngineClient:
             if not self._opened.done():
                 self._opened.set_exception(EngineError("the engine process died while loading"))
         self._fail_everyone("the engine process died before the request finished")
+
+
+def _indexes_of(request: Request) -> set[int]:
+    """Of the completions that the engine gives."""
+    return set(range(request.params.num_completions))
 
 
 @contextlib.contextmanager

@@ -38,9 +38,10 @@ class Job:
         params: SamplingParams,
         request_id: str,
         arrival_s: float,
+        cache_salt: str | None,
     ) -> Job:
         """A job that has not begun."""
-        request = Request(request_id, model.name, prompt.token_ids, params, arrival_s)
+        request = Request(request_id, model.name, prompt.token_ids, params, arrival_s, cache_salt)
         builder = OutputBuilder(request, prompt.text, model.tokenizer)
         return cls(request, builder, model.tokenizer)
 
@@ -54,7 +55,7 @@ class Job:
 async def run_jobs(
     client: EngineClient, metrics: Metrics, jobs: Sequence[Job]
 ) -> AsyncGenerator[tuple[int, Delta], None]:
-    """(index of the job, what was added to its output), until all are finished.
+    """(index of the job, what was added to one of its completions), until all are finished.
 
     Whatever is unfinished when the generator closes is aborted.
 
@@ -63,10 +64,7 @@ async def run_jobs(
         EngineError: the engine stopped.
     """
     indexes = {job.request.request_id: index for index, job in enumerate(jobs)}
-    watches = [
-        metrics.watch(job.request.model, len(job.request.prompt_token_ids), job.request.arrival_s)
-        for job in jobs
-    ]
+    watches = [metrics.watch(job.request) for job in jobs]
     reason_of_the_rest: FinishReason | None = "abort"
     try:
         async with aclosing(client.generate([job.request for job in jobs])) as outputs:
@@ -77,9 +75,10 @@ async def run_jobs(
                 if output.finish_reason == "error":
                     raise EngineError(output.error or "the engine lost the request")
                 delta = builder.push(output)
-                if builder.finished:
-                    outputs.abort(output.request_id)  # nothing, unless a stop string ended it
-                    watch.finish(builder.completion.finish_reason or "stop")
+                if delta.needs_abort:
+                    outputs.abort(output.request_id, delta.index)
+                if delta.finish_reason is not None:
+                    watch.finish(delta.index, delta.finish_reason)
                 yield index, delta
     except RequestError:
         reason_of_the_rest = None  # it was never accepted
@@ -90,4 +89,4 @@ async def run_jobs(
     finally:
         if reason_of_the_rest is not None:
             for watch in watches:
-                watch.finish(reason_of_the_rest)
+                watch.finish_all(reason_of_the_rest)

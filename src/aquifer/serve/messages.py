@@ -29,9 +29,10 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Forget a request; unknown ones are ignored."""
+    """Forget a request, or one of its completions; unknown ones are ignored."""
 
     request_id: str
+    index: int | None = None  # of the completion; None for all
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +41,29 @@ class GetMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class Pin:
+    """Keep the KV of a prefix; answered by a `Pinned`, in the order of the questions."""
+
+    model: str
+    token_ids: list[int]
+    salt: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Unpin:
+    """End what a `Pin` began; answered by a `Pinned` of no tokens."""
+
+    model: str
+    token_ids: list[int]
+    salt: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """Give everything back and exit."""
 
 
-ToEngine = Add | Abort | GetMemory | Close
+ToEngine = Add | Abort | GetMemory | Pin | Unpin | Close
 
 # ---- from the engine process
 
@@ -73,7 +92,8 @@ class Step:
     pickle than a step of a small model takes.
     """
 
-    token_ids: dict[str, int]  # by request id, where a token is all that there is to say
+    # By request id, where a token of the completion 0 is all that there is to say.
+    token_ids: dict[str, int]
     outputs: list[TokenOutput]  # all others
     refused: dict[str, RequestError]  # by request id
     stats: EngineStats
@@ -86,4 +106,11 @@ class Memory:
     report: MemoryReport
 
 
-FromEngine = LoadProgress | Ready | OpenFailed | Step | Memory
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """The answer to `Pin` and `Unpin`: how many tokens are kept, or why none."""
+
+    answer: int | RequestError
+
+
+FromEngine = LoadProgress | Ready | OpenFailed | Step | Memory | Pinned

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from aquifer.engine.request import EngineStats, FinishReason, MemoryReport, TokenOutput
+from aquifer.engine.request import (
+    EngineStats,
+    FinishReason,
+    MemoryReport,
+    Request,
+    TokenOutput,
+)
 from aquifer.memory.pool import Kind
 
 _FIRST_TOKEN_S = (
@@ -40,15 +47,9 @@ class Metrics:
         self._registry.register(self._engine)
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens processed.")
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
-        self._prefix_queries = self._counter(
-            "prefix_cache_queries", "Prompt tokens looked up among retained prefixes."
-        )
-        self._prefix_hits = self._counter(
-            "prefix_cache_hits", "Prompt tokens found among retained prefixes."
-        )
         self._finished = Counter(
             "aquifer:request_success",
-            "Finished requests, by why they finished.",
+            "Finished completions, of which a request may have several, by why they finished.",
             ["model_name", "finished_reason"],
             registry=self._registry,
         )
@@ -56,11 +57,11 @@ class Metrics:
             "time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN_S
         )
         self._inter_token_s = self._histogram(
-            "inter_token_latency_seconds", "Between two outputs of a request.", _TOKEN_S
+            "inter_token_latency_seconds", "Between two outputs of a completion.", _TOKEN_S
         )
         self._per_token_s = self._histogram(
             "request_time_per_output_token_seconds",
-            "Mean time of a request's tokens after the first.",
+            "Mean time of a completion's tokens after the first.",
             _TOKEN_S,
         )
         self._end_to_end_s = self._histogram(
@@ -86,9 +87,9 @@ class Metrics:
         self._engine.stats, self._engine.report = stats, report
         return generate_latest(self._registry)
 
-    def watch(self, model: str, num_prompt_tokens: int, arrival_s: float) -> RequestMetrics:
+    def watch(self, request: Request) -> RequestMetrics:
         """Begin to measure a request."""
-        return RequestMetrics(self, model, num_prompt_tokens, arrival_s)
+        return RequestMetrics(self, request)
 
     def _counter(self, name: str, text: str) -> Counter:
         counter = Counter(f"aquifer:{name}", text, ["model_name"], registry=self._registry)
@@ -105,36 +106,49 @@ class Metrics:
         return histogram
 
 
-class RequestMetrics:
-    """Measures one request, output by output."""
+@dataclass(slots=True)
+class _Watched:
+    """What is known of one completion."""
 
-    def __init__(
-        self, metrics: Metrics, model: str, num_prompt_tokens: int, arrival_s: float
-    ) -> None:
+    first_s: float | None = None
+    last_s: float = 0.0
+    num_tokens: int = 0
+    num_outputs: int = 0  # that brought tokens
+    is_finished: bool = False
+
+
+class RequestMetrics:
+    """Measures one request, output by output.
+
+    As in vLLM, each completion counts like a request of its own. Its prompt, which all share, is
+    counted once.
+    """
+
+    def __init__(self, metrics: Metrics, request: Request) -> None:
         self._metrics = metrics
-        self._model = model
-        self._num_prompt_tokens = num_prompt_tokens
-        self._arrival_s = arrival_s
-        self._first_s: float | None = None
-        self._last_s = arrival_s
-        self._num_tokens = 0
-        self.is_finished = False
+        self._model = request.model
+        self._num_prompt_tokens = len(request.prompt_token_ids)
+        self._arrival_s = request.arrival_s
+        self._completions = [_Watched() for _ in range(request.params.num_completions)]
+        self._has_begun = False
 
     def output(self, output: TokenOutput) -> None:
         """One output has arrived."""
         metrics, model = self._metrics, self._model
         now_s = time.monotonic()
         if output.token_ids:
-            if self._first_s is None:
-                self._first_s = now_s
-                metrics._first_token_s.labels(model).observe(now_s - self._arrival_s)
+            watched = self._completions[output.index]
+            if not self._has_begun:
+                self._has_begun = True
                 metrics._prompt_tokens.labels(model).inc(self._num_prompt_tokens)
-                metrics._prefix_queries.labels(model).inc(self._num_prompt_tokens)
-                metrics._prefix_hits.labels(model).inc(output.num_cached_tokens)
+            if watched.first_s is None:
+                watched.first_s = now_s
+                metrics._first_token_s.labels(model).observe(now_s - self._arrival_s)
             else:
-                metrics._inter_token_s.labels(model).observe(now_s - self._last_s)
-            self._last_s = now_s
-            self._num_tokens += len(output.token_ids)
+                metrics._inter_token_s.labels(model).observe(now_s - watched.last_s)
+            watched.last_s = now_s
+            watched.num_tokens += len(output.token_ids)
+            watched.num_outputs += 1
             metrics._generation_tokens.labels(model).inc(len(output.token_ids))
         timing = output.timing
         if timing is not None and timing.scheduled_s is not None:
@@ -143,19 +157,27 @@ class RequestMetrics:
                 prefill_s = timing.first_token_s - timing.scheduled_s
                 metrics._prefill_s.labels(model).observe(prefill_s)
 
-    def finish(self, reason: FinishReason) -> None:
-        """The request has ended; later calls change nothing."""
-        if self.is_finished:
+    def finish(self, index: int, reason: FinishReason) -> None:
+        """A completion has ended; later calls change nothing."""
+        watched = self._completions[index]
+        if watched.is_finished:
             return
-        self.is_finished = True
+        watched.is_finished = True
         metrics, model = self._metrics, self._model
         metrics._finished.labels(model, reason).inc()
-        if reason in ("stop", "length") and self._first_s is not None:
-            decode_s = self._last_s - self._first_s
-            metrics._end_to_end_s.labels(model).observe(self._last_s - self._arrival_s)
+        if reason in ("stop", "length") and watched.first_s is not None:
+            metrics._end_to_end_s.labels(model).observe(watched.last_s - self._arrival_s)
+            if watched.num_tokens > 1 and watched.num_outputs == 1:
+                return  # a beam, which comes whole: nobody has seen when its tokens were made
+            decode_s = watched.last_s - watched.first_s
             metrics._decode_s.labels(model).observe(decode_s)
-            if self._num_tokens > 1:
-                metrics._per_token_s.labels(model).observe(decode_s / (self._num_tokens - 1))
+            if watched.num_tokens > 1:
+                metrics._per_token_s.labels(model).observe(decode_s / (watched.num_tokens - 1))
+
+    def finish_all(self, reason: FinishReason) -> None:
+        """Whatever has not ended ends now."""
+        for index in range(len(self._completions)):
+            self.finish(index, reason)
 
 
 class _EngineCollector(Collector):
@@ -179,6 +201,16 @@ class _EngineCollector(Collector):
         preemptions = CounterMetricFamily(
             "aquifer:num_preemptions", "Requests set back for want of memory.", labels=label
         )
+        queries = CounterMetricFamily(
+            "aquifer:prefix_cache_queries",
+            "Prompt tokens looked up among retained prefixes.",
+            labels=label,
+        )
+        hits = CounterMetricFamily(
+            "aquifer:prefix_cache_hits",
+            "Prompt tokens found among retained prefixes.",
+            labels=label,
+        )
         usage = GaugeMetricFamily(
             "aquifer:kv_cache_usage_perc",
             "KV bytes in use over all that KV could have, 0 to 1.",
@@ -188,8 +220,10 @@ class _EngineCollector(Collector):
             running.add_metric([model], self.stats.num_running.get(model, 0))
             waiting.add_metric([model], self.stats.num_waiting.get(model, 0))
             preemptions.add_metric([model], self.stats.num_preemptions.get(model, 0))
+            queries.add_metric([model], self.stats.num_prefix_queried_tokens.get(model, 0))
+            hits.add_metric([model], self.stats.num_prefix_hit_tokens.get(model, 0))
             usage.add_metric([model], self.stats.kv_usage)
-        yield from (running, waiting, preemptions, usage)
+        yield from (running, waiting, preemptions, queries, hits, usage)
         if self.report is not None:
             yield _pool_bytes(self.report)
 

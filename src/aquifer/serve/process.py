@@ -30,9 +30,12 @@ from aquifer.serve.messages import (
     GetMemory,
     Memory,
     OpenFailed,
+    Pin,
+    Pinned,
     Ready,
     Step,
     ToEngine,
+    Unpin,
 )
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -48,8 +51,8 @@ class EngineLike(Protocol):
     def add(self, request: Request) -> None:
         """Accept a request, or raise a `RequestError`."""
 
-    def abort(self, request_id: str) -> None:
-        """Forget a request; its pages are free when this returns."""
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Forget a request, or one completion of it; its pages are free when this returns."""
 
     def step(self) -> list[TokenOutput]:
         """Run one batch."""
@@ -63,6 +66,12 @@ class EngineLike(Protocol):
 
     def memory(self) -> MemoryReport:
         """Where the budget is."""
+
+    def pin_prefix(self, model: str, token_ids: list[int], salt: str | None) -> int:
+        """Keep the KV of a prefix; how many tokens of it, or raise a `RequestError`."""
+
+    def unpin_prefix(self, model: str, token_ids: list[int], salt: str | None) -> None:
+        """End what `pin_prefix` began."""
 
     def close(self) -> None:
         """Give everything back."""
@@ -117,10 +126,12 @@ def _run(engine: EngineLike, connection: Connection) -> None:
                         engine.add(request)
                     except RequestError as error:
                         refused[request.request_id] = error
-                case Abort(request_id):
-                    engine.abort(request_id)
+                case Abort(request_id, index):
+                    engine.abort(request_id, index)
                 case GetMemory():
                     _send(connection, Memory(engine.memory()))
+                case Pin() | Unpin():
+                    _send(connection, Pinned(_pin(engine, message)))
                 case Close():
                     return
         token_ids: dict[str, int] = {}
@@ -131,6 +142,17 @@ def _run(engine: EngineLike, connection: Connection) -> None:
             else:
                 others.append(output)
         _send(connection, Step(token_ids, others, refused, engine.stats()))
+
+
+def _pin(engine: EngineLike, message: Pin | Unpin) -> int | RequestError:
+    """Pin or unpin; how many tokens are kept, or why none."""
+    try:
+        if isinstance(message, Pin):
+            return engine.pin_prefix(message.model, message.token_ids, message.salt)
+        engine.unpin_prefix(message.model, message.token_ids, message.salt)
+    except RequestError as error:
+        return error
+    return 0
 
 
 def _send(connection: Connection, message: FromEngine) -> None:

@@ -49,7 +49,18 @@ def _check_prompt(value: Any, _: ValidatorFunctionWrapHandler) -> Any:
     raise ValueError("must be a text, a list of texts, a list of token ids or a list of such lists")
 
 
+def _check_one_prompt(value: Any, _: ValidatorFunctionWrapHandler) -> Any:
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, list) and set(map(type, value)) <= {int}:
+        return value
+    raise ValueError("must be a text or a list of token ids")
+
+
 Prompt = Annotated[str | list[str] | list[int] | list[list[int]], WrapValidator(_check_prompt)]
+OnePrompt = Annotated[str | list[int] | None, WrapValidator(_check_one_prompt)]
+CacheSalt = Annotated[str, Field(min_length=1)] | None
+"""Requests find retained prefixes only of requests with the same one."""
 
 
 class StreamOptions(BaseModel):
@@ -58,11 +69,17 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
+_NO_PARAMS = frozenset({"model", "cache_salt", "stream", "stream_options"})
+
+
 class SamplingFields(BaseModel):
     """What completions and chat have in common."""
 
     model: str | None = None
     n: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -79,6 +96,7 @@ class SamplingFields(BaseModel):
     skip_special_tokens: bool | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
+    cache_salt: CacheSalt = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -93,10 +111,19 @@ class SamplingFields(BaseModel):
         given = {
             name: value
             for name in SamplingFields.model_fields
-            if name not in ("model", "stream", "stream_options")
-            and (value := getattr(self, name)) is not None
+            if name not in _NO_PARAMS and (value := getattr(self, name)) is not None
         }
-        return SamplingParams(**{**defaults, **given, **others})
+        # The model's defaults are about sampling. A search has none, and refuses some of them.
+        applying = {} if self.use_beam_search else defaults
+        params = SamplingParams(**{**applying, **given, **others})
+        if self.stream and params.is_choice:
+            name = params.choosing_field
+            raise RequestError(
+                f"{name} cannot be streamed: which completions are the best is known only when "
+                f"all have ended; leave out stream or {name}",
+                param=name,
+            )
+        return params
 
 
 class CompletionRequest(SamplingFields):
@@ -132,13 +159,9 @@ class CompletionRequest(SamplingFields):
         """
         if self.suffix:
             raise RequestError("suffix is not supported; leave it out", param="suffix")
-        if self.best_of is not None and self.best_of != 1:
-            raise RequestError(
-                f"best_of is {self.best_of}; it must be 1, the only value supported",
-                param="best_of",
-            )
         return self._params(
             defaults,
+            best_of=self.best_of,
             logprobs=self.logprobs,
             prompt_logprobs=self.logprobs if self.echo else None,
         )
@@ -231,17 +254,39 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
         )
 
 
-class TokenizeRequest(BaseModel):
-    """Body of POST /tokenize: either `prompt` or `messages`."""
+class PromptOrMessages(BaseModel):
+    """One prompt, which is either a conversation or given by a subclass's `prompt`."""
 
     model: str | None = None
-    prompt: str | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
     messages: list[ChatMessage] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+
+    def _conversation(
+        self, prompt: object, add_generation_prompt_by_default: bool
+    ) -> TemplateFields | None:
+        if (prompt is None) == (not self.messages):
+            raise RequestError("give either prompt or messages", param="prompt")
+        if not self.messages:
+            return None
+        add_prompt = self.add_generation_prompt
+        return TemplateFields.model_construct(
+            messages=self.messages,
+            chat_template=self.chat_template,
+            chat_template_kwargs=self.chat_template_kwargs,
+            add_generation_prompt=(
+                add_generation_prompt_by_default if add_prompt is None else add_prompt
+            ),
+        )
+
+
+class TokenizeRequest(PromptOrMessages):
+    """Body of POST /tokenize: either `prompt` or `messages`."""
+
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
 
     def conversation(self) -> TemplateFields | None:
         """The conversation to tokenize, or None if it is `prompt`.
@@ -249,16 +294,22 @@ class TokenizeRequest(BaseModel):
         Raises:
             RequestError: there are both or neither.
         """
-        if (self.prompt is None) == (not self.messages):
-            raise RequestError("give either prompt or messages", param="prompt")
-        if not self.messages:
-            return None
-        return TemplateFields.model_construct(
-            messages=self.messages,
-            chat_template=self.chat_template,
-            chat_template_kwargs=self.chat_template_kwargs,
-            add_generation_prompt=self.add_generation_prompt,
-        )
+        return self._conversation(self.prompt, add_generation_prompt_by_default=True)
+
+
+class PrefixRequest(PromptOrMessages):
+    """Body of POST /v1/prefixes: either `prompt` or `messages`."""
+
+    prompt: OnePrompt = None
+    cache_salt: CacheSalt = None
+
+    def conversation(self) -> TemplateFields | None:
+        """The conversation to keep, or None if it is `prompt`; more messages will follow it.
+
+        Raises:
+            RequestError: there are both or neither.
+        """
+        return self._conversation(self.prompt, add_generation_prompt_by_default=False)
 
 
 class DetokenizeRequest(BaseModel):
@@ -346,7 +397,7 @@ class AssistantMessage(BaseModel):
 class ChatChoice(BaseModel):
     """The answer to a conversation."""
 
-    index: int = 0
+    index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
@@ -367,7 +418,7 @@ class ChatCompletionResponse(BaseModel):
 class ChatChunkChoice(BaseModel):
     """The next piece of an answer."""
 
-    index: int = 0
+    index: int
     delta: dict[Literal["role", "content"], str]
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
@@ -416,6 +467,31 @@ class DetokenizeResponse(BaseModel):
     """Answer to POST /detokenize."""
 
     prompt: str
+
+
+class PrefixCard(BaseModel):
+    """A pinned prefix."""
+
+    id: str
+    object: Literal["prefix"] = "prefix"
+    created: int
+    model: str
+    num_tokens: int
+
+
+class PrefixList(BaseModel):
+    """Answer to GET /v1/prefixes."""
+
+    object: Literal["list"] = "list"
+    data: list[PrefixCard]
+
+
+class PrefixDeleted(BaseModel):
+    """Answer to DELETE /v1/prefixes/ID."""
+
+    id: str
+    object: Literal["prefix"] = "prefix"
+    deleted: Literal[True] = True
 
 
 class ErrorInfo(BaseModel):

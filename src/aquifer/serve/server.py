@@ -31,7 +31,7 @@ class ServerConfig:
     Args:
         host: address to listen on.
         port: 0 for a free one.
-        api_key: what clients must send, or None.
+        api_key: what clients must send: a key or several, separated by commas; None for nothing.
         chat_template: Jinja source used in place of the checkpoints' own.
         shutdown_timeout_s: how long running requests may go on after the signal to stop.
     """
@@ -45,10 +45,17 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
             raise ConfigError(f"port is {self.port}; it must be from 0 to 65535")
+        if self.api_key is not None and not self.api_keys:
+            raise ConfigError("api_key holds no key; leave it out to let everybody in")
         if not self.shutdown_timeout_s >= 0:
             raise ConfigError(
                 f"shutdown_timeout is {self.shutdown_timeout_s}; it must be at least 0 seconds"
             )
+
+    @property
+    def api_keys(self) -> tuple[str, ...]:
+        """The keys, any of which will do; none if everybody is let in."""
+        return tuple(key for part in (self.api_key or "").split(",") if (key := part.strip()))
 
 
 def serve(
@@ -138,7 +145,7 @@ class _Server:
         on_death: Callable[[EngineError], None],
     ) -> None:
         """Answer requests until told to stop."""
-        app = create_app(self._client, models, self._config.api_key)
+        app = create_app(self._client, models, self._config.api_keys)
         timeout_s = self._config.shutdown_timeout_s
         uvicorn_server = _Uvicorn(
             uvicorn.Config(

@@ -1,0 +1,54 @@
+"""The copies of copy-on-write, gathered until the next step and made by one launch."""
+
+from __future__ import annotations
+
+from math import gcd
+
+import numpy as np
+import torch
+
+from aquifer.kernels.block_copy import block_copy
+from aquifer.memory.transfer import upload
+from aquifer.memory.virtual import VirtualRange
+
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+class PendingCopies:
+    """Pieces of one range that are to be copied to other places in it.
+
+    Args:
+        range_: the range.
+        block_bytes: all pieces begin at multiples of this, and are no longer.
+    """
+
+    def __init__(self, range_: VirtualRange, block_bytes: int) -> None:
+        self._word_bytes = gcd(block_bytes, max(_WORDS))
+        num_words = range_.num_bytes // self._word_bytes
+        self._memory = range_.tensor((num_words,), _WORDS[self._word_bytes])
+        self._pieces: list[tuple[int, int, int]] = []
+
+    def __len__(self) -> int:
+        """Copies not made yet."""
+        return len(self._pieces)
+
+    def add(self, source_byte: int, destination_byte: int, num_bytes: int) -> None:
+        """Ask for a copy. Both places must stay mapped until `launch`.
+
+        Up to a word more than asked for is copied, which is within a block: bytes that its next
+        token overwrites.
+        """
+        word_bytes = self._word_bytes
+        num_words = -(-num_bytes // word_bytes)
+        self._pieces.append((source_byte // word_bytes, destination_byte // word_bytes, num_words))
+
+    def launch(self) -> None:
+        """Make all copies, after all work handed to the device so far. Does not wait for them."""
+        pieces = np.array(self._pieces, np.int64).T.copy()
+        self._pieces.clear()
+        # The tensor of a launch has to begin where something is mapped: Triton asks the device
+        # whose address it is.
+        origin = int(pieces[:2].min())
+        pieces[:2] -= origin
+        memory = self._memory[origin:]
+        block_copy(memory, upload(pieces, memory.device), int(pieces[2].max()))

@@ -1,0 +1,195 @@
+"""Sequences moved to host memory and back (PagedAttention, section 4.5).
+
+What several sequences of a group share is moved once: the first of them takes it along, the others
+only what follows, and on the way back they share again. A sequence of a virtual cache moves in one
+long copy, one of a paged cache by the block, as many in a call as are neighbours.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from aquifer.cache.base import SequenceCache
+from aquifer.memory.regions import RegionList
+
+_SAMPLE_BYTES = 16 << 20
+"""Copied to see how fast that is."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwappedKV:
+    """The KV of one sequence on the host.
+
+    Tokens [0, num_shared) are those of the sequence at `parent`, its place in the list that was
+    swapped out; [num_shared, num_tokens) are at `start` of the space.
+    """
+
+    num_tokens: int
+    parent: int
+    num_shared: int
+    start: int | None  # None where there is nothing to copy
+
+    @property
+    def num_copied(self) -> int:
+        """Tokens that have a copy of their own."""
+        return self.num_tokens - self.num_shared
+
+
+class SwapSpace:
+    """A bounded part of host memory that sequences are moved to.
+
+    On a GPU it is page-locked, which takes a second for a few GiB: a thread does that after
+    `start`, and until it is done nothing can be swapped.
+
+    Args:
+        num_bytes: the bound; 0 for no swapping at all.
+        device: the KV's.
+        bytes_per_s: of a copy to or from the host; measured by `start` on a GPU or the host.
+
+    Attributes:
+        bytes_per_s: likewise.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device, bytes_per_s: float = 10e9) -> None:
+        self.num_bytes = num_bytes
+        self._device = device
+        self._regions = RegionList(num_bytes)
+        self._memory: torch.Tensor | None = None
+        self.bytes_per_s = bytes_per_s
+        self._thread = threading.Thread(target=self._allocate, name="aquifer-swap", daemon=True)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that hold sequences now."""
+        return self._regions.used_bytes
+
+    def start(self) -> None:
+        """Take the memory: at once where it costs nothing before it is touched."""
+        if not self.num_bytes:
+            return
+        if self._device.type == "cuda":
+            self._thread.start()
+        else:
+            self._allocate()
+
+    def wait(self) -> None:
+        """Return when the memory is there."""
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def close(self) -> None:
+        """Wait for the thread and let go of the memory."""
+        self.wait()
+        self._memory = None
+
+    def swap_out(
+        self, cache: SequenceCache, slots: Sequence[int], num_tokens: Sequence[int]
+    ) -> list[SwappedKV] | None:
+        """Copy the KV of a group's sequences to the host. They keep their slots.
+
+        All or nothing: None if there is no room, and nothing has changed.
+
+        Args:
+            cache: where they are.
+            slots: of each sequence.
+            num_tokens: of each, how many tokens have their KV written; may be 0.
+        """
+        if self._memory is None:
+            return None
+        blocks = [cache.blocks(slot, n) for slot, n in zip(slots, num_tokens, strict=True)]
+        swapped: list[SwappedKV] = []
+        with ExitStack() as undo:
+            for i, count in enumerate(num_tokens):
+                shared = [
+                    min(cache.tokens_in(_num_equal(blocks[i], blocks[j])), count) for j in range(i)
+                ]
+                parent = int(np.argmax(shared)) if shared else 0
+                num_shared = shared[parent] if shared else 0
+                start = None
+                if count > num_shared:
+                    start = self._regions.acquire((count - num_shared) * cache.layout.token_bytes)
+                    if start is None:
+                        return None
+                    undo.callback(self._regions.release, start)
+                swapped.append(SwappedKV(count, parent, num_shared, start))
+            undo.pop_all()
+        cache.upload()
+        for slot, kv in zip(slots, swapped, strict=True):
+            if kv.start is not None:
+                tokens = range(kv.num_shared, kv.num_tokens)
+                cache.copy_out(slot, tokens, self._part(cache, kv))
+        return swapped
+
+    def swap_in(
+        self, cache: SequenceCache, slots: Sequence[int], swapped: Sequence[SwappedKV]
+    ) -> bool:
+        """Bring sequences back to empty slots, and let go of their copies.
+
+        All or nothing: False if the pool is short, and nothing has changed.
+        """
+        with ExitStack() as undo:
+            for slot, kv in zip(slots, swapped, strict=True):
+                undo.callback(cache.release, slot)
+                if kv.num_shared and not cache.fork(slots[kv.parent], slot, kv.num_shared):
+                    return False
+                if not cache.reserve(np.array([slot]), np.array([kv.num_tokens])):
+                    return False
+            undo.pop_all()
+        cache.upload()
+        for slot, kv in zip(slots, swapped, strict=True):
+            if kv.start is not None:
+                tokens = range(kv.num_shared, kv.num_tokens)
+                cache.copy_in(slot, tokens, self._part(cache, kv))
+        self.discard(swapped)
+        return True
+
+    def discard(self, swapped: Sequence[SwappedKV]) -> None:
+        """Forget copies. Whatever is copied here next comes later in the device's order of work."""
+        for kv in swapped:
+            if kv.start is not None:
+                self._regions.release(kv.start)
+
+    def _part(self, cache: SequenceCache, kv: SwappedKV) -> torch.Tensor:
+        assert self._memory is not None
+        assert kv.start is not None
+        return self._memory[kv.start : kv.start + kv.num_copied * cache.layout.token_bytes]
+
+    def _allocate(self) -> None:
+        if self._device.type == "meta":
+            self._memory = torch.empty(self._regions.num_bytes, dtype=torch.uint8, device="meta")
+            return
+        memory = torch.empty(
+            self._regions.num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda"
+        )
+        self.bytes_per_s = _copy_rate(memory[:_SAMPLE_BYTES], self._device)
+        self._memory = memory
+
+
+def _copy_rate(part: torch.Tensor, device: torch.device) -> float:
+    """Bytes a second from host memory to the device, the better of two copies."""
+    target = torch.empty_like(part, device=device)
+    seconds = []
+    for _ in range(2):
+        start = time.perf_counter()
+        target.copy_(part)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        seconds.append(time.perf_counter() - start)
+    return part.numel() / min(seconds)
+
+
+def _num_equal(left: list[int], right: list[int]) -> int:
+    """How many of the first entries are the same."""
+    count = 0
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count

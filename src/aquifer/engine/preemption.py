@@ -1,0 +1,83 @@
+"""What becomes of the KV of whoever is preempted: swapped to the host, or computed again
+(PagedAttention, sections 4.5 and 7.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from aquifer.cache.base import SequenceCache
+from aquifer.cache.swap import SwappedKV, SwapSpace
+
+Mode = Literal["auto", "swap", "recompute"]
+
+
+def swaps(mode: Mode, swap_s: float, recompute_s: float) -> bool:
+    """Whether to swap, given what either way takes, there and back."""
+    return mode == "swap" or (mode == "auto" and swap_s < recompute_s)
+
+
+class Preemption:
+    """Moves the KV of preempted requests, where that is cheaper than computing it again.
+
+    Args:
+        space: where it goes. When that is full, KV is computed again whatever the mode.
+        mode: "swap", "recompute", or "auto" for the cheaper one each time.
+
+    Attributes:
+        moved_bytes: copied so far, in either direction.
+    """
+
+    def __init__(self, space: SwapSpace, mode: Mode) -> None:
+        self.moved_bytes = 0
+        self._space = space
+        self._mode = mode
+
+    def swap_out(
+        self,
+        cache: SequenceCache,
+        slots: Sequence[int],
+        num_tokens: Sequence[int],
+        recompute_s: Callable[[float, float], float],
+    ) -> list[SwappedKV] | None:
+        """Copy a request's KV to the host, if that is the way to go; None if it is not.
+
+        Args:
+            cache: where it is.
+            slots: of the request's sequences.
+            num_tokens: of each, how many have their KV written.
+            recompute_s: seconds to compute a stretch of KV, given its first position and length.
+        """
+        if not any(num_tokens):
+            return None
+        token_bytes = cache.layout.token_bytes
+        blocks = {
+            block
+            for slot, count in zip(slots, num_tokens, strict=True)
+            for block in cache.blocks(slot, count)
+        }
+        num_bytes = len(blocks) * cache.block_bytes
+        # What sequences share is computed once and moved once: as long as the longest, and the
+        # others' own parts.
+        longest = max(num_tokens)
+        others = max(num_bytes / token_bytes - longest, 0)
+        compute_s = recompute_s(0, longest) + recompute_s(longest / 2, others)
+        if not swaps(self._mode, 2 * num_bytes / self._space.bytes_per_s, compute_s):
+            return None
+        swapped = self._space.swap_out(cache, slots, num_tokens)
+        if swapped is not None:
+            self.moved_bytes += sum(kv.num_copied for kv in swapped) * token_bytes
+        return swapped
+
+    def swap_in(
+        self, cache: SequenceCache, slots: Sequence[int], swapped: Sequence[SwappedKV]
+    ) -> bool:
+        """Bring a request's KV back to empty slots; False if the pool is short."""
+        if not self._space.swap_in(cache, slots, swapped):
+            return False
+        self.moved_bytes += sum(kv.num_copied for kv in swapped) * cache.layout.token_bytes
+        return True
+
+    def discard(self, swapped: Sequence[SwappedKV]) -> None:
+        """Forget the KV of a request that ended while it was on the host."""
+        self._space.discard(swapped)

@@ -1,0 +1,196 @@
+"""What runs for a request: one sequence of tokens, or a group of several.
+
+The sequences of a group share the KV of the prompt, are admitted together, and are preempted
+together (PagedAttention, section 4.5).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from aquifer.cache.prefix import Lease
+from aquifer.cache.swap import SwappedKV
+from aquifer.engine.beam import BeamSearch
+from aquifer.engine.request import MAX_SEQUENCES, Request, TokenLogprobs
+
+TokenIds = npt.NDArray[np.int32]
+
+_SEED_STEP = 0x9E3779B97F4A7C15
+"""What the seeds of a group's sequences differ by: far from what people count their seeds by."""
+
+
+class Choice(IntEnum):
+    """How a sequence's tokens are chosen; each kind of step can do what those below it can."""
+
+    GREEDY = 0
+    PLAIN = 1  # by temperature alone
+    FULL = 2  # with penalties, top-k, top-p or min-p
+    OWN = 3  # with changes to its logits that are its own business, or a report of them
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One completion, or one beam, waiting or running; it outlives its slot when it is preempted.
+
+    `token_ids` is kept here only while it does not run in a slot: the slot's table has the tokens
+    then. A sequence in a slot whose `parent` is not None does not run yet: it is to share the first
+    `fork_tokens` tokens of its parent, as soon as those are computed.
+    """
+
+    group: SequenceGroup
+    index: int  # within the group
+    token_ids: TokenIds  # all known tokens
+    slot: int | None = None
+    parent: Sequence | None = None
+    fork_tokens: int = 0
+    swapped: SwappedKV | None = None  # its KV, if that was moved to the host
+    lease: Lease | None = None  # of the blocks that the prefix cache has of it
+    has_output: bool = False
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    @property
+    def request(self) -> Request:
+        """What was asked."""
+        return self.group.request
+
+    @property
+    def serial(self) -> int:
+        """Its number among all sequences of the engine, in order of arrival, then of index."""
+        return self.group.arrival * MAX_SEQUENCES + self.index
+
+    @property
+    def seed(self) -> int:
+        """Of its random numbers; the first sequence has the request's own."""
+        return (self.group.seed + self.index * _SEED_STEP) % 2**64
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens that it has had matter for the next."""
+        params = self.request.params
+        return (
+            params.presence_penalty != 0
+            or params.frequency_penalty != 0
+            or params.repetition_penalty != 1
+        )
+
+    @property
+    def choice(self) -> Choice:
+        """What its parameters ask of the sampler."""
+        params = self.request.params
+        if (
+            params.min_tokens > 0
+            or params.logit_bias
+            or params.allowed_token_ids is not None
+            or self.num_logprobs is not None
+        ):
+            return Choice.OWN
+        if self.has_penalties or params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
+            return Choice.FULL
+        return Choice.PLAIN if params.temperature > 0 else Choice.GREEDY
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the most probable tokens are wanted with each, None for no report at all."""
+        params, beams = self.request.params, self.group.beams
+        if beams is not None:
+            return beams.search.num_candidates
+        if params.logprobs is None and params.num_sequences > params.n:
+            return 0  # the chosen tokens' own, to choose among completions
+        return params.logprobs
+
+
+@dataclass(slots=True)
+class Beams:
+    """A beam search in progress."""
+
+    search: BeamSearch
+    live: list[Sequence]  # in the order of the search
+    # What each live beam's last token may be followed by, after one token of no meaning.
+    candidates: dict[Sequence, TokenLogprobs] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class SequenceGroup:
+    """A request in the engine.
+
+    Attributes:
+        sequences: those that have not ended. Of a beam search as many as it has beams, whether or
+            not so many live at the moment.
+    """
+
+    request: Request
+    arrival: int  # its place in the order of arrival
+    seed: int
+    max_total: int  # tokens, prompt included, at which a sequence ends
+    stop_ids: frozenset[int]
+    eos_ids: frozenset[int]
+    sequences: list[Sequence] = field(default_factory=list)
+    beams: Beams | None = None
+    num_cached_tokens: int | None = None  # of the prompt; None before it is admitted
+    num_preemptions: int = 0
+    scheduled_s: float | None = None
+    first_token_s: float | None = None
+
+    @classmethod
+    def of(
+        cls,
+        request: Request,
+        arrival: int,
+        prompt: TokenIds,
+        *,
+        seed: int,
+        max_total: int,
+        stop_ids: frozenset[int] = frozenset(),
+        eos_ids: frozenset[int] = frozenset(),
+    ) -> SequenceGroup:
+        """A group that waits.
+
+        Args:
+            request: what was asked.
+            arrival: its place in the order of arrival.
+            prompt: the request's tokens as an array.
+            seed: of its random numbers.
+            max_total: tokens, prompt included, at which a sequence ends.
+            stop_ids: tokens that end a sequence, `eos_ids` included unless they are ignored.
+            eos_ids: the model's own end.
+        """
+        params = request.params
+        group = cls(request, arrival, seed, max_total, stop_ids, eos_ids)
+        group.sequences = [Sequence(group, i, prompt) for i in range(params.num_sequences)]
+        if params.prompt_logprobs is not None:
+            group.sequences[0].prompt_logprobs = [None] * len(prompt)
+        if params.use_beam_search:
+            search = BeamSearch(
+                params.num_sequences,
+                params.n,
+                max_total - len(prompt),
+                stop_ids,
+                params.length_penalty,
+                params.early_stopping,
+            )
+            group.beams = Beams(search, group.sequences[:1])
+        return group
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def live(self) -> list[Sequence]:
+        """The sequences that have tokens to run, now or later."""
+        return self.sequences if self.beams is None else self.beams.live
+
+    @property
+    def is_swapped(self) -> bool:
+        """Whether its KV is on the host."""
+        return any(sequence.swapped is not None for sequence in self.sequences)
+
+    @property
+    def reads_prefixes(self) -> bool:
+        """Whether cached KV serves it: not if it asks for something about each prompt token."""
+        return self.request.params.prompt_logprobs is None

@@ -1,0 +1,96 @@
+"""Prefixes that clients have pinned, and what keeps those of different clients apart."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from dataclasses import dataclass
+from uuid import uuid4
+
+from aquifer.serve.client import EngineClient
+
+
+def salt_of_key(authorization: str) -> str:
+    """What stands for an API key where the key itself must not be.
+
+    Args:
+        authorization: the header as the client sent it, in Latin-1; empty if it sent none.
+    """
+    return hashlib.sha256(authorization.encode("latin-1")).hexdigest()
+
+
+def joined_salt(owner: str | None, cache_salt: str | None) -> str | None:
+    """The salt of a request.
+
+    Args:
+        owner: `salt_of_key` of its client, or None where clients share prefixes. It is always as
+            long, so no `cache_salt` can make one client's salt look like another's.
+        cache_salt: what the client asked for on top of that.
+    """
+    return cache_salt if owner is None else owner + (cache_salt or "")
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedPrefix:
+    """Tokens whose KV stays."""
+
+    prefix_id: str
+    created_s: int  # since 1970
+    owner: str | None  # the only one who sees it; None for everybody
+    model: str
+    token_ids: list[int]
+    salt: str | None
+    num_tokens: int  # that are kept
+
+
+class PinnedPrefixes:
+    """What is pinned in the engine, by id. One that is pinned twice is one.
+
+    Args:
+        client: the engine.
+    """
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._pinned: dict[str, PinnedPrefix] = {}
+        self._lock = asyncio.Lock()  # the engine answers later: nothing may change meanwhile
+
+    def of(self, owner: str | None) -> list[PinnedPrefix]:
+        """What this owner has pinned, oldest first."""
+        return [prefix for prefix in self._pinned.values() if prefix.owner == owner]
+
+    async def pin(
+        self, owner: str | None, model: str, token_ids: list[int], cache_salt: str | None
+    ) -> PinnedPrefix:
+        """Keep the KV of a prefix until `unpin`.
+
+        Raises:
+            RequestError: it cannot be kept.
+            EngineError: the engine has stopped.
+        """
+        salt = joined_salt(owner, cache_salt)
+        async with self._lock:
+            for prefix in self._pinned.values():
+                if (prefix.model, prefix.salt, prefix.token_ids) == (model, salt, token_ids):
+                    return prefix
+            num_tokens = await self._client.pin(model, token_ids, salt)
+            prefix = PinnedPrefix(
+                f"prefix-{uuid4().hex}", int(time.time()), owner, model, token_ids, salt, num_tokens
+            )
+            self._pinned[prefix.prefix_id] = prefix
+            return prefix
+
+    async def unpin(self, owner: str | None, prefix_id: str) -> bool:
+        """Let the KV of a prefix go; whether this owner had one of that id.
+
+        Raises:
+            EngineError: the engine has stopped.
+        """
+        async with self._lock:
+            prefix = self._pinned.get(prefix_id)
+            if prefix is None or prefix.owner != owner:
+                return False
+            await self._client.unpin(prefix.model, prefix.token_ids, prefix.salt)
+            del self._pinned[prefix_id]
+            return True

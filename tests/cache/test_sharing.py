@@ -1,0 +1,846 @@
+"""Sharing in both cache managers: random lives against a model, and what must hold on the way.
+
+Numbers such as K6 are the invariants of docs/memory.md.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.memory.late_driver import LateDriver
+
+from aquifer.cache import KV_CACHES, copies, kv_cache
+from aquifer.cache.base import KVLayout, LayerKV, Rows, SequenceCache, Spans
+from aquifer.cache.virtual import VirtualCache
+from aquifer.errors import DriverError, InvariantError
+from aquifer.kernels.block_copy import block_copy
+from aquifer.memory.driver.faulty import FaultyDriver
+from aquifer.memory.driver.host import HostDriver
+from aquifer.memory.pool import Kind, Owner, PagePool
+
+PAGE = 4096
+BLOCK_SIZE = 4
+MAX_SEQS, MAX_TOKENS = 5, 48
+KV, PREFIX, OTHER = Owner("a", Kind.KV), Owner("a", Kind.PREFIX), Owner("b", Kind.KV)
+
+LAYOUTS = {
+    # 512 bytes: 8 tokens to a page, 2 blocks to a page
+    "aligned": KVLayout((LayerKV(1, 32, 32), LayerKV(1, 48, 16)), torch.float32),
+    # 1088 bytes: a page ends within a token, and a block within a page
+    "straddling": KVLayout((LayerKV(3, 40, 24), LayerKV(1, 56, 24)), torch.float32),
+    # 5376 bytes: a token is more than a page
+    "large": KVLayout((LayerKV(4, 96, 96), LayerKV(2, 128, 160)), torch.float32),
+    # 774 bytes of 2 each, so that copies are made in the smallest words
+    "odd": KVLayout((LayerKV(3, 43, 86),), torch.bfloat16),
+}
+
+
+@dataclass
+class Retained:
+    """Blocks that are held, and the tokens whose KV is in them."""
+
+    blocks: list[int]
+    marks: list[int]
+
+
+@dataclass
+class Harness:
+    """A manager, and what each sequence wrote: one mark a token."""
+
+    name: str
+    layout: KVLayout
+    num_pages: int
+    is_late: bool = False
+    max_seqs: int = MAX_SEQS
+    marks: dict[int, list[int]] = field(default_factory=dict)
+    next_mark: int = 1
+
+    def __post_init__(self) -> None:
+        self.device = LateDriver() if self.is_late else HostDriver()
+        self.driver = FaultyDriver(self.device)
+        self.pool = PagePool(self.driver, self.num_pages * PAGE, PAGE, 4 * PAGE)
+        make = kv_cache(self.name, BLOCK_SIZE)
+        self.cache: SequenceCache = make(self.pool, KV, self.layout, self.max_seqs, MAX_TOKENS)
+        self.range = self.cache._range  # type: ignore[attr-defined]
+        self._watch_copies()
+
+    def _watch_copies(self) -> None:
+        """Let the late device know what each launch of copies touches."""
+        pending = self.cache._copies  # type: ignore[attr-defined]
+        launch = pending.launch
+
+        def watched() -> None:
+            word_bytes = pending._word_bytes
+            touched: set[int] = set()
+            for source, destination, num_words in pending._pieces:
+                for word in (source, destination):
+                    begin = word * word_bytes
+                    touched.update(
+                        range(begin // PAGE, -(-(begin + num_words * word_bytes) // PAGE))
+                    )
+            assert touched <= self.range._handles.keys()
+            self.launch(touched)
+            launch()
+
+        pending.launch = watched
+
+    def launch(self, pages: set[int]) -> None:
+        if isinstance(self.device, LateDriver):
+            self.device.launch([self.range.address + page * PAGE for page in pages])
+
+    @property
+    def num_pending(self) -> int:
+        return len(self.cache._copies)  # type: ignore[attr-defined]
+
+    def free_slots(self) -> list[int]:
+        return [slot for slot in range(self.max_seqs) if slot not in self.marks]
+
+    def blocks(self, slot: int) -> list[int]:
+        """All that the slot has, beyond its tokens too."""
+        if isinstance(self.cache, VirtualCache):
+            first = slot * self.cache._slot_pages
+            return list(self.range.handles(first, int(self.cache._num_pages[slot])))
+        count = self.cache._num_blocks[slot]  # type: ignore[attr-defined]
+        return [int(b) for b in self.cache._tables[slot, :count]]  # type: ignore[attr-defined]
+
+    def num_whole_blocks(self, slot: int) -> int:
+        """Blocks that the slot will not write to any more."""
+        return len(self.marks[slot]) * self.layout.token_bytes // self.cache.block_bytes
+
+    def reserve(self, counts: dict[int, int]) -> bool:
+        slots = np.array(list(counts), np.int64)
+        lengths = [len(self.marks.get(slot, ())) + count for slot, count in counts.items()]
+        return self.cache.reserve(slots, np.array(lengths))
+
+    def write(self, counts: dict[int, int]) -> None:
+        """A step: write tokens that no one wrote before."""
+        self.cache.upload()
+        slots = np.array(list(counts), np.int64)
+        starts = np.array([len(self.marks.get(slot, ())) for slot in counts])
+        spans = Spans.make(slots, starts, np.array(list(counts.values())))
+        view = self.cache.view(Rows.of(spans, 0, torch.device("cpu")))
+        marks = torch.arange(self.next_mark, self.next_mark + spans.num_tokens)
+        for index, layer in enumerate(self.layout.layers):
+            view.write(
+                index,
+                self.elements(marks, 2 * index, layer.num_kv_heads * layer.key_dim).view(
+                    -1, layer.num_kv_heads, layer.key_dim
+                ),
+                self.elements(marks, 2 * index + 1, layer.num_kv_heads * layer.value_dim).view(
+                    -1, layer.num_kv_heads, layer.value_dim
+                ),
+            )
+        self.launch(set(self.used_pages()))
+        for slot, count in counts.items():
+            new = range(self.next_mark, self.next_mark + count)
+            self.marks.setdefault(slot, []).extend(new)
+            self.next_mark += count
+
+    def elements(self, marks: torch.Tensor, salt: int, count: int) -> torch.Tensor:
+        """[tokens, count]: numbers that no other mark or layer has as a whole."""
+        high, low = marks[:, None] // 64, marks[:, None] % 64
+        place = torch.arange(count)
+        return torch.where(place % 2 == 0, high + salt, low + place % 61).to(self.layout.dtype)
+
+    def used_pages(self) -> set[int]:
+        """Indices of mapped pages that are not retired."""
+        retired = {index for _, index in self.pool.retired._fences}
+        return set(self.range._handles) - retired
+
+    def read_back(self, slot: int) -> None:
+        """K6: exactly what the sequence wrote, in every layer."""
+        marks = torch.tensor(self.marks[slot])
+        length = len(marks)
+        for index, layer in enumerate(self.layout.layers):
+            keys, values = self.cache._layers[index]  # type: ignore[attr-defined]
+            if self.name == "virtual":
+                keys, values = keys[slot, :length], values[slot, :length]
+            else:
+                blocks = torch.tensor(self.blocks(slot)[: -(-length // BLOCK_SIZE)])
+                keys = keys[blocks].flatten(0, 1)[:length]
+                values = values[blocks].flatten(0, 1)[:length]
+            for salt, tensor, dim in ((0, keys, layer.key_dim), (1, values, layer.value_dim)):
+                expected = self.elements(marks, 2 * index + salt, layer.num_kv_heads * dim)
+                assert torch.equal(tensor.flatten(1), expected)
+
+    def release(self, slot: int) -> None:
+        self.cache.release(slot)
+        self.marks.pop(slot, None)
+
+    def begin(self, slot: int, count: int) -> None:
+        assert self.reserve({slot: count})
+        self.write({slot: count})
+
+    def end(self, slot: int) -> Retained:
+        """End a sequence and hold its blocks, the last one included."""
+        marks = self.marks[slot]
+        retained = Retained(self.cache.blocks(slot, len(marks)), marks)
+        self.cache.hold(retained.blocks)
+        self.release(slot)
+        return retained
+
+    def adopt(self, slot: int, retained: Retained, count: int) -> bool:
+        num_blocks = -(-count * self.layout.token_bytes // self.cache.block_bytes)
+        if not self.cache.adopt(slot, retained.blocks[:num_blocks], count):
+            return False
+        self.marks[slot] = retained.marks[:count]
+        return True
+
+    def fork(self, parent: int, child: int, count: int) -> bool:
+        if not self.cache.fork(parent, child, count):
+            return False
+        self.marks[child] = self.marks[parent][:count]
+        return True
+
+    def check(self, retained: Sequence[Retained] = ()) -> None:
+        """K1, K2, K6 and K7, but for contents while copies are pending."""
+        self.pool.check()
+        users = Counter(b for slot in self.marks for b in self.blocks(slot))
+        held = {block for each in retained for block in each.blocks}
+        for slot in self.marks:
+            own = self.blocks(slot)[self.num_whole_blocks(slot) :]
+            assert all(users[block] == 1 and block not in held for block in own)
+        written_tokens = sum(map(len, self.marks.values()))
+        stats = self.cache.stats(written_tokens)
+        assert stats.written_bytes == written_tokens * self.layout.token_bytes
+        in_use = self.pool.usage().in_use_bytes
+        assert in_use.get(KV, 0) == stats.mapped_bytes
+        if self.num_pending:
+            return
+        for slot in self.marks:
+            self.read_back(slot)
+        saved = sum(count - 1 for count in users.values())
+        assert stats.shared_bytes == saved * self.cache.block_bytes
+        covered = set(users.elements()) if self.name == "virtual" else self.pages_of(set(users))
+        retained_pages = held if self.name == "virtual" else self.pages_of(held)
+        assert stats.mapped_bytes == len(covered) * PAGE
+        assert in_use.get(PREFIX, 0) == len(retained_pages - covered) * PAGE
+        assert stats.wasted_bytes >= 0
+        num_mapped = len(self.used_pages())
+        if self.name == "virtual":
+            assert num_mapped == users.total()
+        else:
+            assert num_mapped == len(covered | retained_pages)
+
+    def pages_of(self, blocks: set[int]) -> set[int]:
+        """Indices of the pages that blocks of a paged cache lie on."""
+        size = self.cache.block_bytes
+        return {
+            page
+            for block in blocks
+            for page in range(block * size // PAGE, -(-(block + 1) * size // PAGE))
+        }
+
+    def state(self) -> object:
+        """What a refused call must leave as it was."""
+        written_tokens = sum(map(len, self.marks.values()))
+        return (
+            self.pool.usage().in_use_bytes,
+            self.used_pages(),
+            {slot: self.blocks(slot) for slot in self.marks},
+            self.cache.stats(written_tokens),
+        )
+
+    def close(self) -> None:
+        self.cache.close()
+        assert not self.pool.usage().in_use_bytes
+        assert not self.pool.retired.num_places
+        self.pool.close()
+        driver = self.driver
+        assert (driver.live_handles, driver.mapped_pages, driver.reservations) == (set(), 0, {})
+        driver.close()
+
+
+class SharingMachine(RuleBasedStateMachine):
+    """Random lives of sequences that fork, retain, adopt, move to the host and back, and end.
+
+    Any call may be refused by the pool, for which held blocks may be dropped in the midst of it, or
+    by the device.
+    """
+
+    name: str
+
+    @initialize(
+        layout=st.sampled_from(sorted(LAYOUTS)),
+        is_late=st.booleans(),
+        share=st.sampled_from([2, 4, 8]),
+        has_hook=st.booleans(),
+    )
+    def start(self, layout: str, is_late: bool, share: int, has_hook: bool):
+        peak_bytes = MAX_SEQS * MAX_TOKENS * LAYOUTS[layout].token_bytes
+        num_pages = max(peak_bytes // PAGE // share, 6)
+        self.harness = Harness(self.name, LAYOUTS[layout], num_pages, is_late)
+        self.retained: list[Retained] = []
+        self.num_evicted = 0
+        if has_hook:
+            self.harness.pool.on_short = self.evict
+
+    def evict(self, missing_bytes: int) -> bool:
+        """The pool's hook: drop what was retained first."""
+        if not self.retained:
+            return False
+        self.num_evicted += 1
+        self.harness.cache.drop(self.retained.pop(0).blocks)
+        return True
+
+    def attempt(self, act: Callable[[], bool], fail_in: int | None = None) -> bool:
+        """Whether it was done; if not, and nothing was evicted for it, nothing has changed."""
+        driver = self.harness.driver
+        before, num_evicted = self.harness.state(), self.num_evicted
+        driver.fail_at = None if fail_in is None else driver.num_calls + fail_in
+        try:
+            done = act()
+        except DriverError:
+            done = False
+        driver.fail_at = None
+        if not done and self.num_evicted == num_evicted:
+            assert self.harness.state() == before
+        return done
+
+    fails = st.sampled_from([None, None, None, None, 0, 1, 2])
+
+    @rule(data=st.data(), fail_in=fails)
+    def append(self, data: st.DataObject, fail_in: int | None):
+        slots = data.draw(st.sets(st.integers(0, MAX_SEQS - 1), min_size=1, max_size=3))
+        counts = {slot: data.draw(st.sampled_from([1, 4, 9, 24])) for slot in sorted(slots)}
+        harness = self.harness
+        for slot, count in list(counts.items()):
+            if len(harness.marks.get(slot, ())) + count > MAX_TOKENS:
+                del counts[slot]
+        if counts and self.attempt(lambda: harness.reserve(counts), fail_in):
+            harness.write(counts)
+
+    @precondition(lambda self: self.harness.marks and self.harness.free_slots())
+    @rule(
+        data=st.data(), fail_in=fails, ends=st.sampled_from(["neither", "parent", "child", "both"])
+    )
+    def fork(self, data: st.DataObject, fail_in: int | None, ends: str):
+        """As beams do: either may end before the next step."""
+        harness = self.harness
+        parent = data.draw(st.sampled_from(sorted(harness.marks)))
+        child = data.draw(st.sampled_from(harness.free_slots()))
+        length = len(harness.marks[parent])
+        count = data.draw(st.sampled_from([length, length, 1 + length // 2]))
+        if not self.attempt(lambda: harness.fork(parent, child, min(count, length)), fail_in):
+            return
+        if ends in ("parent", "both"):
+            harness.release(parent)
+        if ends in ("child", "both"):
+            harness.release(child)
+
+    @precondition(lambda self: self.harness.marks and not self.harness.num_pending)
+    @rule(data=st.data())
+    def hold_whole_blocks(self, data: st.DataObject):
+        """Of a sequence that goes on."""
+        harness = self.harness
+        slot = data.draw(st.sampled_from(sorted(harness.marks)))
+        blocks = harness.blocks(slot)[: harness.num_whole_blocks(slot)]
+        harness.cache.hold(blocks)
+        num_tokens = harness.cache.tokens_in(len(blocks))
+        assert num_tokens <= harness.cache.tokens_touching(len(blocks)) <= MAX_TOKENS
+        assert (
+            harness.cache.blocks(slot, num_tokens)
+            == blocks[: len(blocks)][
+                : -(-num_tokens * harness.layout.token_bytes // harness.cache.block_bytes)
+            ]
+        )
+        self.retained.append(Retained(blocks, harness.marks[slot][:num_tokens]))
+
+    @precondition(lambda self: self.harness.marks and not self.harness.num_pending)
+    @rule(data=st.data(), fail_in=fails, goes_on=st.booleans())
+    def end(self, data: st.DataObject, fail_in: int | None, goes_on: bool):
+        """One sequence ends, and maybe another goes on with what it left."""
+        slot = data.draw(st.sampled_from(sorted(self.harness.marks)))
+        self.retained.append(self.harness.end(slot))
+        if goes_on:
+            self._adopt(data, self.retained[-1], fail_in)
+
+    @precondition(lambda self: self.retained and self.harness.free_slots())
+    @rule(data=st.data(), fail_in=fails)
+    def adopt(self, data: st.DataObject, fail_in: int | None):
+        self._adopt(data, data.draw(st.sampled_from(self.retained)), fail_in)
+
+    def _adopt(self, data: st.DataObject, retained: Retained, fail_in: int | None) -> None:
+        harness = self.harness
+        if not retained.marks:
+            return
+        length = len(retained.marks)
+        count = data.draw(st.sampled_from([length, length, max(length - 1, 1), 1 + length // 2]))
+        slot = harness.cache.preferred_slot(retained.blocks, harness.free_slots())
+        if slot is None:
+            slot = data.draw(st.sampled_from(harness.free_slots()))
+        count = min(count, length)
+        self.attempt(lambda: harness.adopt(slot, retained, count), fail_in)
+
+    @precondition(lambda self: self.retained)
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject):
+        index = data.draw(st.integers(0, len(self.retained) - 1))
+        self.harness.cache.drop(self.retained.pop(index).blocks)
+
+    @precondition(lambda self: self.harness.marks)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject):
+        self.harness.release(data.draw(st.sampled_from(sorted(self.harness.marks))))
+
+    @precondition(lambda self: self.harness.marks)
+    @rule(data=st.data())
+    def swap(self, data: st.DataObject):
+        """To the host and back, in two pieces each way, maybe to another slot."""
+        harness = self.harness
+        cache, token_bytes = harness.cache, harness.layout.token_bytes
+        slot = data.draw(st.sampled_from(sorted(harness.marks)))
+        marks = harness.marks[slot]
+        middle = data.draw(st.integers(0, len(marks)))
+        parts = [range(middle), range(middle, len(marks))]
+        copies = [torch.empty(len(part) * token_bytes, dtype=torch.uint8) for part in parts]
+        cache.upload()
+        for part, copy in zip(parts, copies, strict=True):
+            cache.copy_out(slot, part, copy)
+        harness.release(slot)
+        slot = data.draw(st.sampled_from(harness.free_slots()))
+        if not self.attempt(lambda: harness.reserve({slot: len(marks)})):
+            return
+        cache.upload()
+        for part, copy in zip(parts, copies, strict=True):
+            cache.copy_in(slot, part, copy)
+        harness.marks[slot] = marks
+
+    @rule()
+    def upload(self):
+        self.harness.cache.upload()
+
+    @precondition(lambda self: self.harness.is_late)
+    @rule(behind=st.integers(0, 3))
+    def catch_up(self, behind: int):
+        device = self.harness.device
+        assert isinstance(device, LateDriver)
+        device.finish(max(len(device.work) - behind, 0))
+        self.harness.pool.retired.collect()
+
+    @invariant()
+    def holds(self):
+        if hasattr(self, "harness"):
+            self.harness.check(self.retained)
+
+    def teardown(self):
+        if not hasattr(self, "harness"):
+            return
+        harness = self.harness
+        for slot in sorted(harness.marks):
+            harness.release(slot)
+        harness.check(self.retained)
+        for each in self.retained:
+            harness.cache.drop(each.blocks)
+        harness.pool.check()
+        assert harness.cache.stats(0).mapped_bytes == harness.cache.stats(0).shared_bytes == 0
+        assert not harness.pool.usage().in_use_bytes
+        assert harness.pool.free_bytes == harness.pool.budget_bytes
+        harness.close()
+
+
+class VirtualMachine(SharingMachine):
+    name = "virtual"
+
+
+class PagedMachine(SharingMachine):
+    name = "paged"
+
+
+TestVirtualSharing = VirtualMachine.TestCase
+TestPagedSharing = PagedMachine.TestCase
+TestVirtualSharing.settings = TestPagedSharing.settings = settings(
+    max_examples=80, stateful_step_count=60, deadline=None, database=None, derandomize=True
+)
+
+
+@pytest.fixture(params=KV_CACHES)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_a_fork_takes_one_block_and_copies_it(name):
+    """Section 4.4: whole blocks are shared, and the last one is copied if it is partly filled."""
+    harness = Harness(name, LAYOUTS["straddling"], 60)
+    harness.begin(0, 21)
+    num_whole = harness.num_whole_blocks(0)
+    before = harness.cache.stats(21).mapped_bytes
+    for child in (1, 2, 3):
+        assert harness.fork(0, child, 21)
+        assert harness.blocks(child)[:num_whole] == harness.blocks(0)[:num_whole]
+        assert len(harness.blocks(child)) == num_whole + 1
+    assert harness.num_pending == 3
+    harness.write({0: 1, 1: 1, 2: 1, 3: 1})  # whoever writes, nobody else sees it
+    harness.check()
+    stats = harness.cache.stats(88)
+    assert stats.shared_bytes == 3 * num_whole * harness.cache.block_bytes
+    assert stats.mapped_bytes + stats.shared_bytes == stats.written_bytes + stats.wasted_bytes
+    grown_bytes = stats.mapped_bytes - before
+    assert grown_bytes <= 3 * (harness.cache.block_bytes + PAGE)
+    harness.close()
+
+
+def test_at_the_end_of_a_block_nothing_is_copied_or_taken(name):
+    harness = Harness(name, LAYOUTS["aligned"], 60)
+    harness.begin(0, 32)
+    before = harness.pool.usage()
+    num_calls = harness.driver.num_calls
+    assert harness.fork(0, 1, 32)
+    assert (harness.num_pending, harness.pool.usage()) == (0, before)
+    if name == "paged":
+        assert harness.driver.num_calls == num_calls
+    assert harness.reserve({0: 1, 1: 1})
+    harness.write({0: 1, 1: 1})
+    harness.check()
+    harness.close()
+
+
+def test_copies_between_two_steps_are_one_launch(name, monkeypatch):
+    """Section 5.1; also where the parents end before the step, as beams do."""
+    launches: list[int] = []
+
+    def count(memory: torch.Tensor, pieces: torch.Tensor, max_count: int) -> None:
+        launches.append(pieces.shape[1])
+        block_copy(memory, pieces, max_count)
+
+    monkeypatch.setattr(copies, "block_copy", count)
+    harness = Harness(name, LAYOUTS["straddling"], 60)
+    harness.begin(0, 9)
+    harness.begin(1, 14)
+    assert harness.fork(0, 2, 9)
+    assert harness.fork(1, 3, 14)
+    assert harness.fork(1, 4, 6)
+    harness.release(0)
+    harness.release(1)
+    harness.cache.upload()
+    harness.cache.upload()
+    assert launches == [3]
+    harness.check()
+    # What is to be copied itself comes first.
+    assert harness.fork(4, 0, 6)
+    assert harness.fork(0, 1, 6)
+    harness.cache.upload()
+    assert launches == [3, 1, 1]
+    harness.check()
+    harness.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_blocks_depend_on(name, layout):
+    """The same blocks, whatever comes after the tokens that touch them."""
+    harness = Harness(name, LAYOUTS[layout], 200)
+    cache, token_bytes = harness.cache, LAYOUTS[layout].token_bytes
+    for num_blocks in range(12):
+        num_bytes = num_blocks * cache.block_bytes
+        inside, touching = cache.tokens_in(num_blocks), cache.tokens_touching(num_blocks)
+        assert inside == min(num_bytes // token_bytes, MAX_TOKENS)
+        assert touching == min(-(-num_bytes // token_bytes), MAX_TOKENS)
+        if 0 < inside < MAX_TOKENS:
+            assert harness.reserve({0: inside})
+            assert len(cache.blocks(0, inside)) <= num_blocks
+            cache.release(0)
+    harness.close()
+
+
+def test_a_retained_prefix_is_accounted_as_such(name):
+    """K8 and K9."""
+    harness = Harness(name, LAYOUTS["aligned"], 60)
+    harness.begin(0, 36)
+    retained = harness.end(0)
+    assert harness.pool.usage().in_use_bytes == {PREFIX: 5 * PAGE}
+    harness.cache.hold(retained.blocks[:1])
+    assert harness.adopt(1, retained, 32)
+    assert harness.pool.usage().in_use_bytes == {KV: 4 * PAGE, PREFIX: PAGE}
+    harness.cache.drop(retained.blocks)
+    assert harness.pool.usage().in_use_bytes == {KV: 4 * PAGE}
+    harness.release(1)
+    assert harness.pool.usage().in_use_bytes == {PREFIX: PAGE}
+    harness.cache.drop(retained.blocks[:1])
+    # What held it last does not matter: it comes back to KV with no call to the device.
+    harness.pool.trim(4 * PAGE)
+    harness.driver.fail_at = harness.driver.num_calls
+    pages = harness.pool.acquire(KV, 4)
+    assert pages is not None
+    harness.pool.release(pages)
+    harness.driver.fail_at = None
+    harness.close()
+
+
+def test_blocks_that_are_adopted_may_be_dropped_to_make_room(name):
+    """The pool's hook evicts the very blocks that are about to be shared and copied."""
+    harness = Harness(name, LAYOUTS["straddling"], 12)
+    harness.begin(0, 14)
+    retained = harness.end(0)
+    others = harness.pool.acquire(OTHER, harness.pool.free_bytes // PAGE)
+    assert others is not None
+    asked: list[int] = []
+
+    def evict(missing_bytes: int) -> bool:
+        asked.append(missing_bytes)
+        if len(asked) == 1:
+            harness.cache.drop(retained.blocks)
+            return True
+        harness.pool.release(others)
+        others.clear()
+        return len(asked) == 2
+
+    harness.pool.on_short = evict
+    assert harness.adopt(3, retained, 14)
+    assert len(asked) == 2
+    harness.cache.upload()
+    harness.check()
+    assert PREFIX not in harness.pool.usage().in_use_bytes
+    harness.close()
+
+
+def test_a_refused_adoption_leaves_what_is_retained(name):
+    harness = Harness(name, LAYOUTS["straddling"], 12)
+    harness.begin(0, 14)
+    retained = harness.end(0)
+    others = harness.pool.acquire(OTHER, harness.pool.free_bytes // PAGE)
+    assert others is not None
+    before = harness.state()
+    assert not harness.adopt(3, retained, 14)
+    assert harness.state() == before
+    harness.pool.release(others)
+    assert harness.adopt(3, retained, 14)
+    harness.cache.upload()
+    harness.check([retained])
+    harness.cache.drop(retained.blocks)
+    harness.close()
+
+
+def test_the_pool_is_short_before_blocks_run_out_of_numbers():
+    """One slot, and many more retained blocks than it could ever use at once."""
+    harness = Harness("paged", LAYOUTS["aligned"], 40, max_seqs=1)
+    retained: list[Retained] = []
+
+    def evict(missing_bytes: int) -> bool:
+        harness.cache.drop(retained.pop(0).blocks)
+        return True
+
+    harness.pool.on_short = evict
+    for _ in range(20):
+        harness.begin(0, MAX_TOKENS)
+        retained.append(harness.end(0))
+        harness.check(retained)
+    assert len(retained) == 6  # of 6 pages each, in 40
+    for each in retained:
+        harness.cache.drop(each.blocks)
+    harness.close()
+
+
+def test_what_goes_on_from_a_cached_prefix_maps_nothing():
+    """The pages are where the last sequence of the slot left them, even in a crowded pool."""
+    harness = Harness("virtual", LAYOUTS["aligned"], 40, is_late=True)
+    harness.begin(2, 40)
+    harness.begin(1, 16)
+    retained = harness.end(2)
+    prefix = Retained(retained.blocks[:3], retained.marks[:24])
+    harness.release(1)
+    device = harness.device
+    assert isinstance(device, LateDriver)
+    device.finish()
+    while harness.pool.retired.collect():
+        pass  # what nobody holds
+    others = harness.pool.acquire(OTHER, harness.pool.free_bytes // PAGE)
+    assert others is not None
+    num_calls = harness.driver.num_calls
+    num_waits = device.num_waits
+    for each in (retained, prefix, retained):
+        slot = harness.cache.preferred_slot(each.blocks, harness.free_slots())
+        assert slot == 2
+        assert harness.adopt(2, each, len(each.marks))
+        harness.check([retained])
+        harness.release(2)
+    assert (harness.driver.num_calls, device.num_waits) == (num_calls, num_waits)
+    harness.pool.release(others)
+    # Another sequence in the slot gets other pages; what is retained is not overwritten.
+    harness.begin(2, 20)
+    assert harness.cache.preferred_slot(retained.blocks, [0, 1]) is None
+    assert harness.adopt(0, retained, 40)
+    harness.check([retained])
+    harness.cache.drop(retained.blocks)
+    harness.close()
+
+
+def test_a_refused_map_leaves_places_that_were_taken_back():
+    """Some of the pages are where they were, and the device refuses to map the others."""
+    harness = Harness("virtual", LAYOUTS["aligned"], 40, is_late=True)
+    harness.begin(2, 40)
+    retained = harness.end(2)
+    beginning = Retained(retained.blocks[:1], retained.marks[:8])
+    assert harness.adopt(2, beginning, 8)
+    assert harness.reserve({2: 1})  # which vacates a place, and some that are mapped ahead
+    harness.write({2: 1})
+    harness.release(2)
+    before = harness.state()
+    harness.driver.fail_at = harness.driver.num_calls
+    with pytest.raises(DriverError):
+        harness.adopt(2, retained, 40)
+    assert harness.state() == before
+    harness.check([retained])
+    assert harness.adopt(2, retained, 40)
+    harness.check([retained])
+    harness.cache.drop(retained.blocks)
+    harness.close()
+
+
+def test_the_slot_where_most_of_a_prefix_is_left():
+    harness = Harness("virtual", LAYOUTS["aligned"], 60, is_late=True)
+    cache = harness.cache
+    harness.begin(0, 16)
+    system = harness.end(0)
+    for slot in (3, 1):
+        assert harness.adopt(slot, system, 16)
+        assert harness.reserve({slot: 20})
+        harness.write({slot: 20})
+    first, second = harness.end(3), harness.end(1)
+    assert cache.preferred_slot(first.blocks, [0, 1, 2, 3]) == 3
+    assert cache.preferred_slot(second.blocks, [0, 1, 2, 3]) == 1
+    assert cache.preferred_slot(system.blocks, [0, 1, 2, 3]) == 1  # who had it last
+    assert cache.preferred_slot(first.blocks, [0, 1, 2]) == 1  # the beginning, at least
+    assert cache.preferred_slot(first.blocks, [2, 4]) is None
+    assert cache.preferred_slot([], [2, 4]) is None
+    for each in (system, first, second):
+        cache.drop(each.blocks)
+    assert cache.preferred_slot(first.blocks, [0, 1, 2, 3]) is None
+    harness.close()
+
+
+def test_moved_to_the_host_and_back_by_runs_of_blocks():
+    """A paged sequence whose blocks are no neighbours; each run of neighbours is one copy."""
+    harness = Harness("paged", LAYOUTS["straddling"], 80)
+    for _ in range(3):
+        for slot in (0, 1):
+            assert harness.reserve({slot: 7})
+            harness.write({slot: 7})
+    runs = np.flatnonzero(np.diff(harness.blocks(0)) != 1)
+    assert 0 < len(runs) < len(harness.blocks(0)) - 1
+    size = LAYOUTS["straddling"].token_bytes
+    copy = torch.empty(16 * size, dtype=torch.uint8)
+    harness.cache.copy_out(0, range(3, 19), copy)
+    stretches = list(harness.cache._stretches(0, range(3, 19)))  # type: ignore[attr-defined]
+    assert 1 < len(stretches) < 5
+    for stretch, _ in stretches:
+        stretch.fill_(255)
+    harness.cache.copy_in(0, range(3, 19), copy)
+    harness.check()
+    harness.close()
+
+
+def test_a_virtual_sequence_moves_as_one_stretch():
+    harness = Harness("virtual", LAYOUTS["straddling"], 80)
+    harness.begin(2, 30)
+    size = LAYOUTS["straddling"].token_bytes
+    copy = torch.empty(30 * size, dtype=torch.uint8)
+    harness.cache.copy_out(2, range(30), copy)
+    first = harness.range.address + 2 * harness.cache._slot_pages * PAGE  # type: ignore[attr-defined]
+    assert torch.equal(copy, harness.driver.view(first, 30 * size))
+    harness.close()
+
+
+def test_misuse(name):
+    harness = Harness(name, LAYOUTS["aligned"], 60)
+    harness.begin(0, 20)
+    blocks = harness.cache.blocks(0, 20)
+    with pytest.raises(InvariantError, match="dropped"):
+        harness.cache.drop(blocks)
+    harness.close()
+    harness = Harness(name, LAYOUTS["aligned"], 60)
+    harness.begin(0, 20)
+    blocks = harness.cache.blocks(0, 20)
+    for slot, some in ((0, blocks), (1, blocks[:-1]), (1, blocks * 2)):
+        with pytest.raises(InvariantError, match="in a slot of"):
+            harness.cache.adopt(slot, some, 20)
+    with pytest.raises(InvariantError):
+        harness.cache.blocks(0, MAX_TOKENS + 1)
+    retained = harness.end(0)
+    with pytest.raises(InvariantError, match="still held"):
+        harness.cache.close()
+    harness.cache.drop(retained.blocks)
+    for act in (harness.cache.hold, partial(harness.cache.adopt, 1, num_tokens=20)):
+        with pytest.raises(InvariantError):
+            act(blocks)
+    harness = Harness(name, LAYOUTS["aligned"], 60)
+    harness.begin(0, 9)
+    assert harness.fork(0, 1, 9)
+    with pytest.raises(AssertionError, match="copies come first"):
+        harness.cache.copy_out(1, range(9), torch.empty(9 * 512, dtype=torch.uint8))
+    harness.close()
+
+
+def _lives(harness: Harness, attempt: Callable[[Callable[[], bool]], None]) -> None:
+    """Something of everything, in an order that leaves pages retired, held and shared."""
+    retained: list[Retained] = []
+
+    def check() -> None:
+        harness.check(retained)
+
+    attempt(lambda: harness.reserve({0: 10, 1: 21}))
+    harness.write({0: 10, 1: 21})
+    attempt(lambda: harness.fork(1, 2, 21))
+    attempt(lambda: harness.fork(1, 3, 10))
+    attempt(lambda: harness.fork(2, 4, 21))
+    attempt(lambda: harness.reserve({2: 3, 3: 2}))
+    harness.write({2: 3, 3: 2})
+    check()
+    retained.append(harness.end(1))
+    retained.append(harness.end(2))
+    attempt(lambda: harness.adopt(2, retained[0], 21))
+    attempt(lambda: harness.adopt(1, retained[1], 24))
+    harness.cache.upload()
+    check()
+    harness.release(4)
+    harness.cache.drop(retained.pop(0).blocks)
+    attempt(lambda: harness.reserve({0: 9, 1: 5, 2: 1}))
+    harness.write({0: 9, 1: 5, 2: 1})
+    attempt(lambda: harness.adopt(4, retained[0], 13))
+    harness.cache.upload()
+    check()
+    for slot in range(MAX_SEQS):
+        harness.release(slot)
+    harness.cache.drop(retained.pop().blocks)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_call_refused_once(name, layout, is_late):
+    """M6, for all that shares: what the device refuses has changed nothing, and works again."""
+
+    def run(fail_at: int | None) -> tuple[int, int]:
+        harness = Harness(name, LAYOUTS[layout], 220, is_late)
+        first = harness.driver.num_calls
+        num_refusals = 0
+
+        def attempt(act: Callable[[], bool]) -> None:
+            nonlocal num_refusals
+            before = harness.state()
+            try:
+                assert act()
+                return
+            except DriverError:
+                num_refusals += 1
+            assert harness.state() == before
+            harness.pool.check()
+            assert act()
+
+        harness.driver.fail_at = None if fail_at is None else first + fail_at
+        _lives(harness, attempt)
+        num_calls = harness.driver.num_calls - first
+        harness.close()
+        return num_calls, num_refusals
+
+    num_calls, num_refusals = run(None)
+    assert (num_calls > 5, num_refusals) == (True, 0)
+    for fail_at in range(num_calls):
+        assert run(fail_at)[1] == 1

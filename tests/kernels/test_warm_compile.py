@@ -1,0 +1,175 @@
+"""Compiling in parallel: nothing runs meanwhile, everything is compiled after, once.
+
+The compiler is the real one, for a GPU that need not be there; what would launch its results only
+takes notes. All that happens in a process of its own, for in this one kernels may be interpreted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+HIDDEN = 64
+LAUNCHES = {"_rms_norm_kernel": 4, "_silu_mul_kernel": 1, "_rotary_angles_kernel": 1}
+"""Of one step. The first kernel runs with two types."""
+
+
+class NotingDriver:
+    """What Triton asks of a device, a Hopper GPU on which nothing runs."""
+
+    def __init__(self) -> None:
+        self.launched: list[str] = []
+        self.loaded_by: list[str] = []  # names of threads, one for each variant of a kernel
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": 227 * 1024},
+            load_binary=self._load,
+            unload_module=lambda module: None,
+        )
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        return lambda *arguments: self.launched.append(source.fn.fn.__name__)
+
+    def _load(self, name: str, *rest: Any) -> tuple[Any, ...]:
+        self.loaded_by.append(threading.current_thread().name)
+        return object(), name, 0, 0, 1024  # module, function, registers, spills, threads
+
+
+def observe() -> dict[str, Any]:
+    """Several steps of a few kernels, and what became of them."""
+    torch.cuda.is_available = lambda: True  # else kernels would do without Triton
+    torch.use_deterministic_algorithms(True)  # memory that nobody has written is NaN
+    devices_set: list[str] = []
+    torch.cuda.set_device = lambda device: devices_set.append(str(device))
+    import triton
+    import triton.language as tl
+
+    from aquifer.kernels import _triton
+    from aquifer.kernels.activation import silu_mul
+    from aquifer.kernels.norm import _rms_norm_kernel, rms_norm
+    from aquifer.kernels.rotary import rotary_angles
+
+    _triton.interpret_on_cpu = True  # so that tensors on the CPU go to kernels
+    driver = NotingDriver()
+    triton.runtime.driver.set_active(driver)
+    from_disk: list[bool] = []  # one for each time that the compiler is asked
+    triton.knobs.compilation.listener = lambda *, cache_hit, **_: from_disk.append(cache_hit)
+    device = torch.device("cuda", 0)
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def foreign_kernel(out: tl.tensor) -> None:
+        tl.store(out, 1.0)
+
+    def step() -> list[torch.Tensor]:
+        wide = torch.ones(3, HIDDEN)
+        half = wide.half()
+        return [
+            *(rms_norm(wide, wide[0], 1e-6) for _ in range(3)),
+            rms_norm(half, half[0], 1e-6),
+            silu_mul(half),
+            *rotary_angles(torch.arange(3), wide[0], 1.0),
+        ]
+
+    report: dict[str, Any] = {}
+
+    def note(name: str) -> None:
+        report[name] = {
+            "launched": dict(Counter(driver.launched)),
+            "from_disk": list(from_disk),
+            "loaded_by": list(driver.loaded_by),
+        }
+        driver.launched.clear()
+        from_disk.clear()
+        driver.loaded_by.clear()
+
+    try:
+        with _triton.compiled_together(device):
+            step()
+            raise KeyError
+    except KeyError:
+        note("failed")
+    with _triton.compiled_together(device):
+        report["is_zero"] = all(not out.isnan().any() and not out.any() for out in step())
+        note("meanwhile")
+    note("after")
+    step()
+    note("again")
+    with _triton.compiled_together(device):
+        step()
+        foreign_kernel[(1,)](torch.zeros(1))
+    note("compiled before, or foreign")
+    _rms_norm_kernel.device_caches.clear()
+    step()
+    note("forgotten")
+    report["devices_set"] = devices_set
+    return report
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    pytest.importorskip("triton")
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("TRITON_")
+    }
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    child = subprocess.run(
+        [sys.executable, Path(__file__)], env=environment, capture_output=True, text=True
+    )
+    assert child.returncode == 0, child.stderr
+    result: dict[str, Any] = json.loads(child.stdout)
+    return result
+
+
+def test_nothing_runs_meanwhile_and_what_is_read_is_zero(report: dict[str, Any]) -> None:
+    assert report["meanwhile"] == {"launched": {}, "from_disk": [], "loaded_by": []}
+    assert report["is_zero"]
+
+
+def test_each_variant_is_compiled_and_loaded_once_by_threads(report: dict[str, Any]) -> None:
+    after = report["after"]
+    assert after["launched"] == {}
+    assert after["from_disk"] == [False] * 4
+    assert [name.split("_")[0] for name in after["loaded_by"]] == ["compile"] * 4
+    assert set(report["devices_set"]) == {"cuda:0"}
+
+
+def test_nothing_is_left_to_compile(report: dict[str, Any]) -> None:
+    assert report["again"] == {"launched": LAUNCHES, "from_disk": [], "loaded_by": []}
+
+
+def test_other_kernels_are_launched_as_ever(report: dict[str, Any]) -> None:
+    launched = report["compiled before, or foreign"]["launched"]
+    assert launched == LAUNCHES | {"foreign_kernel": 1}
+
+
+def test_the_next_process_finds_them_on_disk(report: dict[str, Any]) -> None:
+    assert report["forgotten"]["from_disk"] == [True, True]
+
+
+def test_a_step_that_fails_compiles_nothing(report: dict[str, Any]) -> None:
+    assert report["failed"] == {"launched": {}, "from_disk": [], "loaded_by": []}
+
+
+if __name__ == "__main__":
+    json.dump(observe(), sys.stdout)

@@ -1,0 +1,204 @@
+"""The eviction rule: how regret orders victims, and that the cheapest go first across tenants."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aquifer.errors import InvariantError
+from aquifer.memory.driver.host import HostDriver
+from aquifer.memory.pool import Kind, Owner, PagePool
+from aquifer.memory.reclaim import Reclaimer, ReuseModel, regret_per_byte
+
+ages = st.floats(0, 1e7)
+reuses = st.integers(0, 50)
+models = st.builds(
+    ReuseModel,
+    horizon_s=st.floats(1, 1e4),
+    scale_s=st.floats(1, 1e3),
+    first_shape=st.floats(0.1, 3),
+    reuse_shape=st.floats(0.1, 3),
+    max_reuses=st.integers(1, 20),
+)
+
+
+@given(model=models, age_s=ages, later_s=st.floats(1, 1e6), count=reuses)
+def test_probability_falls_with_age(model: ReuseModel, age_s: float, later_s: float, count: int):
+    now = model.probability(age_s, count)
+    later = model.probability(age_s + later_s, count)
+    assert 0 < later <= now <= 1
+    if later_s > 0.01 * (age_s + model.scale_s) and now < 1:
+        assert later < now
+
+
+@given(model=models, age_s=ages, count=reuses)
+def test_probability_rises_with_reuse_up_to_a_limit(model: ReuseModel, age_s: float, count: int):
+    fewer, more = (model.probability(age_s, n) for n in (count, count + 1))
+    if count >= model.max_reuses:
+        assert more == fewer
+    elif more < 1:
+        assert more > fewer
+
+
+def test_probability_is_the_lomax_tail():
+    model = ReuseModel(horizon_s=60, scale_s=20, first_shape=0.5, reuse_shape=1.0, max_reuses=4)
+    # 1 - (age + scale) / (age + scale + horizon) to the power of 0.5 + sqrt(reuses)
+    assert model.probability(0.0, 0) == pytest.approx(1 - (20 / 80) ** 0.5)
+    assert model.probability(0.0, 4) == pytest.approx(1 - (20 / 80) ** 2.5)
+    assert model.probability(100.0, 1) == pytest.approx(1 - (120 / 180) ** 1.5)
+    assert model.probability(100.0, 99) == model.probability(100.0, 4)
+    assert model.probability(-5.0, 0) == model.probability(0.0, 0)
+    # Small ones keep their digits: shape x horizon / age, nearly.
+    assert model.probability(1e15, 0) == pytest.approx(0.5 * 60 / 1e15)
+
+
+positive = st.floats(1e-6, 1e6)
+
+
+@given(p=st.floats(1e-6, 1), seconds=positive, weight=positive, size=st.integers(1, 1 << 40))
+def test_regret_is_delay_per_byte(p: float, seconds: float, weight: float, size: int):
+    regret = regret_per_byte(p, seconds, size, weight)
+    assert regret > 0
+    assert regret_per_byte(p, 2 * seconds, size, weight) == pytest.approx(2 * regret)
+    assert regret_per_byte(p, seconds, size, 2 * weight) == pytest.approx(2 * regret)
+    assert regret_per_byte(p / 2, seconds, size, weight) == pytest.approx(regret / 2)
+    assert regret_per_byte(p, seconds, 2 * size, weight) == pytest.approx(regret / 2)
+
+
+class Shelf:
+    """Victims of given (regret per byte, bytes), kept in order of regret."""
+
+    def __init__(self, victims: list[tuple[float, int]], log: list[tuple[float, int]]):
+        self.victims = sorted(victims)
+        self.log = log
+        self.now_s: list[float] = []
+
+    @property
+    def evictable_bytes(self) -> int:
+        return sum(size for _, size in self.victims)
+
+    def cheapest(self, now_s: float) -> float | None:
+        self.now_s.append(now_s)
+        return self.victims[0][0] if self.victims else None
+
+    def evict(self, num_bytes: int, now_s: float, limit: float = math.inf) -> int:
+        self.now_s.append(now_s)
+        dropped = 0
+        while self.victims and dropped < num_bytes and (not dropped or self.victims[0][0] <= limit):
+            self.log.append(self.victims.pop(0))
+            dropped += self.log[-1][1]
+        return dropped
+
+
+def reclaimer_of(*shelves: Shelf) -> Reclaimer:
+    reclaimer = Reclaimer(lambda: 12.5)
+    for shelf in shelves:
+        reclaimer.register(shelf)
+    return reclaimer
+
+
+shelves = st.lists(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), max_size=6), max_size=4
+)
+
+
+@given(contents=shelves, wanted=st.integers(1, 60))
+def test_the_least_regret_of_all_tenants_goes_first(
+    contents: list[list[tuple[float, int]]], wanted: int
+):
+    log: list[tuple[float, int]] = []
+    reclaimer = reclaimer_of(*(Shelf(victims, log) for victims in contents))
+    everything = sorted(victim for victims in contents for victim in victims)
+    total = sum(size for _, size in everything)
+    assert reclaimer.evictable_bytes == total
+    assert reclaimer.reclaim(wanted) == bool(everything)
+    regrets = [regret for regret, _ in log]
+    assert regrets == [regret for regret, _ in everything[: len(log)]], "cheapest first"
+    dropped = sum(size for _, size in log)
+    assert dropped >= min(wanted, total), "enough is dropped"
+    assert dropped - (log[-1][1] if log else 0) < wanted, "and no more than that"
+    assert reclaimer.evictable_bytes == total - dropped
+
+
+def test_tenants_are_asked_for_one_moment():
+    shelf = Shelf([(1.0, 1), (2.0, 1)], [])
+    reclaimer_of(shelf).reclaim(2)
+    assert set(shelf.now_s) == {12.5}
+
+
+def test_a_tenant_that_offers_but_gives_nothing_does_not_hold_up_others():
+    class Stubborn(Shelf):
+        def evict(self, num_bytes: int, now_s: float, limit: float = math.inf) -> int:
+            return 0
+
+    log: list[tuple[float, int]] = []
+    assert reclaimer_of(Stubborn([(0.0, 9)], log), Shelf([(1.0, 3)], log)).reclaim(5)
+    assert log == [(1.0, 3)]
+    assert not reclaimer_of(Stubborn([(0.0, 9)], log)).reclaim(5)
+
+
+def test_of_equals_the_first_registered_goes():
+    log: list[tuple[float, int]] = []
+    first, second = Shelf([(1.0, 1)], log), Shelf([(1.0, 2)], log)
+    reclaimer_of(first, second).reclaim(1)
+    assert log == [(1.0, 1)]
+
+
+def test_who_is_unregistered_is_left_alone():
+    shelf = Shelf([(1.0, 1)], [])
+    reclaimer = reclaimer_of(shelf)
+    reclaimer.unregister(shelf)
+    assert not reclaimer.reclaim(1)
+    assert shelf.victims
+    with pytest.raises(InvariantError, match="never was registered"):
+        reclaimer.unregister(shelf)
+
+
+class Pages:
+    """A tenant with real pages, each as dear as its place in the list."""
+
+    def __init__(self, pool: PagePool, owner: Owner, regrets: list[float]):
+        self.pool = pool
+        handles = pool.acquire(owner, len(regrets)) or []
+        self.pages = list(zip(regrets, handles, strict=True))
+
+    @property
+    def evictable_bytes(self) -> int:
+        return len(self.pages) * self.pool.page_bytes
+
+    def cheapest(self, now_s: float) -> float | None:
+        return self.pages[0][0] if self.pages else None
+
+    def evict(self, num_bytes: int, now_s: float, limit: float = math.inf) -> int:
+        count = 0
+        while self.pages and count * self.pool.page_bytes < num_bytes:
+            if count and self.pages[0][0] > limit:
+                break
+            self.pool.release([self.pages.pop(0)[1]])
+            count += 1
+        return count * self.pool.page_bytes
+
+
+def test_a_pool_that_is_short_takes_from_the_cheapest_tenants():
+    pool = PagePool(HostDriver(), 6 * 4096, 4096)
+    one = Pages(pool, Owner("a", Kind.PREFIX), [1.0, 4.0, 5.0])
+    two = Pages(pool, Owner("b", Kind.WEIGHTS), [2.0, 3.0, 6.0])
+    reclaimer = reclaimer_of()
+    pool.on_short = reclaimer.reclaim
+    owner = Owner("c", Kind.KV)
+    assert pool.acquire(owner, 1) is None, "nobody gives up anything yet"
+    reclaimer.register(one)
+    reclaimer.register(two)
+    taken = pool.acquire(owner, 4)
+    assert taken is not None
+    assert [regret for regret, _ in one.pages + two.pages] == [5.0, 6.0]
+    pool.check()
+    assert pool.acquire(owner, 3) is None, "more than there is"
+    assert reclaimer.evictable_bytes == 0, "what was given up for it stays given up"
+    assert pool.free_bytes == 2 * 4096
+    pool.release(taken)
+    pool.close()
+    pool.driver.close()
