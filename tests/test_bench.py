@@ -128,7 +128,8 @@ def test_the_models_that_are_measured_have_their_public_shapes(
 def test_only_steps_of_the_whole_batch_are_timed(checkpoint: Path, kv_cache: str) -> None:
     """Prompts come in chunks, and whoever starts first ends first."""
     workload = Workload.random(5, LengthRange(20, 20), LengthRange(12, 12), 320, seed=0)
-    with LLM(checkpoint, memory=MEMORY, kv_cache=kv_cache, max_num_batched_tokens=30) as llm:
+    options: dict[str, Any] = {"kv_cache": kv_cache, "enable_prefix_caching": False}
+    with LLM(checkpoint, memory=MEMORY, max_num_batched_tokens=30, **options) as llm:
         times = latency.measure_steps(llm, workload, repeats=2)
         assert len(times.first_tokens_s) == len(times.steps_s) == 2
         for steps_s, first_s, total_s in zip(

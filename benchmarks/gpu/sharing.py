@@ -13,7 +13,9 @@ Llama-3-8B's shape with random weights. For each cache manager:
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,12 +44,11 @@ class Bench:
 
     def __init__(self, kv_cache: str) -> None:
         self._llm = LLM(
-            Path(__file__).resolve().parent / "models" / MODEL,
+            _longer_model(),
             device=DEVICE,
             load_format="dummy",
             kv_cache=kv_cache,
             seed=0,
-            max_model_len=2 * max(LENGTHS),
         )
         (self._info,) = self._llm.engine.models.values()
         self._random = np.random.default_rng(0)
@@ -79,8 +80,7 @@ class Bench:
         assert lane.prefixes is not None
         cache, token_bytes = lane.cache, lane.cache.layout.token_bytes
         space = SwapSpace(2 * max(LENGTHS) * token_bytes, torch.device(DEVICE))
-        space.start()
-        space.wait()
+        space.prepare(wait=True)
         figures = []
         slot = lane.slots.free[-1]
         for length in LENGTHS:
@@ -128,6 +128,16 @@ class Bench:
         while engine.has_work:
             engine.step()
         return time.perf_counter() - start
+
+
+def _longer_model() -> Path:
+    """The model with a context that has room for more than the longest prompt."""
+    source = Path(__file__).resolve().parent / "models" / MODEL / "config.json"
+    folder = Path(tempfile.mkdtemp()) / MODEL
+    folder.mkdir()
+    config = {**json.loads(source.read_text()), "max_position_embeddings": 2 * max(LENGTHS)}
+    (folder / source.name).write_text(json.dumps(config))
+    return folder
 
 
 def _timed(run: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:

@@ -1,4 +1,4 @@
-"""The command line: serve, run, info, bench.
+"""The command line: serve, run, info, bench, replay.
 
 Everything heavy is imported inside the commands, so that `--help` and `--version` are quick.
 """
@@ -24,6 +24,7 @@ from rich.table import Table
 
 from aquifer import __version__
 from aquifer.bench.cli import app as bench_app
+from aquifer.bench.cli import replay
 from aquifer.config import BUNDLED_MODELS, EngineConfig, ModelSpec, format_size, parse_size
 from aquifer.errors import AquiferError, ConfigError, EngineError, RequestError
 
@@ -42,6 +43,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_app, name="bench")
+app.command("replay")(replay)
 
 
 def main() -> NoReturn:
@@ -148,7 +150,10 @@ def _serve(
     port: Annotated[int, typer.Option(help="Port to listen on; 0 for a free one.")] = 8000,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar="AQUIFER_API_KEY", help="What clients must send as bearer token."),
+        typer.Option(
+            envvar="AQUIFER_API_KEY",
+            help="What clients must send as bearer token: a key, or several separated by commas.",
+        ),
     ] = None,
     device: _Device = "auto",
     load_format: _LoadFormat = "auto",
@@ -166,6 +171,32 @@ def _serve(
     kv_cache: _KvCache = "virtual",
     page_size: _PageSize = None,
     block_size: _BlockSize = 16,
+    enable_prefix_caching: Annotated[
+        bool,
+        typer.Option(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            help="Keep the KV of what was computed for later prompts that begin alike.",
+        ),
+    ] = True,
+    prefix_cache_salt_by_key: Annotated[
+        bool,
+        typer.Option(
+            "--prefix-cache-salt-by-key",
+            help="Requests find only prefixes of requests with the same API key.",
+        ),
+    ] = False,
+    swap_space: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE", help="Host memory for the KV of preempted sequences; 0 for none."
+        ),
+    ] = "4GiB",
+    preemption_mode: Annotated[
+        str,
+        typer.Option(
+            help="swap (the KV to the host), recompute (it later), or auto for the cheaper one."
+        ),
+    ] = "auto",
     chat_template: _ChatTemplate = None,
     seed: _Seed = None,
     shutdown_timeout: Annotated[
@@ -200,6 +231,10 @@ def _serve(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=_size("max-num-batched-tokens", max_num_batched_tokens),
         max_num_waiting=max_num_waiting,
+        enable_prefix_caching=enable_prefix_caching,
+        prefix_cache_salt_by_key=prefix_cache_salt_by_key,
+        swap_space_bytes=_given_size("swap-space", swap_space),
+        preemption_mode=preemption_mode,  # type: ignore[arg-type]  # checked there
         seed=seed,
     )
     server_config = ServerConfig(
@@ -362,9 +397,11 @@ def _measure_driver(driver: Driver) -> dict[str, float]:
 
 
 def _size(option: str, text: str | None) -> int | None:
-    """A number that may be written like 32K."""
-    if text is None:
-        return None
+    """A number that may be written like 32K, or nothing."""
+    return None if text is None else _given_size(option, text)
+
+
+def _given_size(option: str, text: str) -> int:
     try:
         return parse_size(text)
     except ConfigError as error:

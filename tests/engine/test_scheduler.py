@@ -87,7 +87,6 @@ class World:
         reclaimer = Reclaimer(lambda: self.now_s)
         self.pool.on_short = reclaimer.reclaim
         self.space = SwapSpace(3 * budget_bytes // 4, self.driver.device)
-        self.space.start()
         resources.callback(self.space.close)
         preemption = Preemption(self.space, preemption_mode)  # type: ignore[arg-type]
         self.scheduler = Scheduler(
@@ -104,7 +103,7 @@ class World:
                 resources.callback(lane.prefixes.close)
             self.scheduler.add_lane(lane)
         # What the device knows: all tokens of each slot, those in flight included.
-        self.known = {name: np.zeros((MAX_SEQS, MAX_TOKENS), np.int64) for name in names}
+        self.known = {name: np.zeros((MAX_SEQS + 1, MAX_TOKENS), np.int64) for name in names}
         self.requests: dict[str, Tracked] = {}
         self.admitted: list[int] = []  # arrivals, in the order in which they ran first
 

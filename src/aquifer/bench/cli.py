@@ -5,9 +5,10 @@ What is heavy is imported inside the commands, so that `--help` is quick.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import time
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import numpy as np
 import typer
@@ -16,11 +17,12 @@ from rich.table import Table
 
 from aquifer.bench.result import save, summarize
 from aquifer.bench.workload import LengthRange, Workload
-from aquifer.config import ModelSpec, parse_size
+from aquifer.config import ModelSpec, format_size, parse_size
 from aquifer.errors import ConfigError
 
 if TYPE_CHECKING:
     from aquifer.bench.floor import Rates
+    from aquifer.bench.replay import Run
     from aquifer.engine.llm import LLM
 
 app = typer.Typer(no_args_is_help=True, help="Measure the engine; each result is also a file.")
@@ -346,6 +348,240 @@ def overhead(
     _finish(table, figures, output)
 
 
+def replay(
+    trace: Annotated[
+        Path, typer.Argument(help="A trace or a list of lengths: see docs/replay.md.")
+    ],
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A known shape or a folder with a config.json, or NAME=SHAPE; repeatable."
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="a100-40g, a100-80g or h200; 4xa100-40g is four.")] = (
+        "a100-40g"
+    ),
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Take the device's speed from a result of bench latency."
+        ),
+    ] = None,
+    kv_cache: Annotated[
+        str,
+        typer.Option(
+            help="One or several of virtual, paged, orca-max, orca-pow2, orca-oracle, static."
+        ),
+    ] = "virtual",
+    memory: Memory = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Poisson arrivals a second; default: as recorded.", min=0)
+    ] = None,
+    rates: Annotated[str | None, typer.Option(help="Several rates: 1,2,4.")] = None,
+    find_rate: Annotated[
+        bool, typer.Option("--find-rate", help="Search the highest rate within the bound.")
+    ] = False,
+    latency_bound: Annotated[
+        float, typer.Option(help="Of mean latency by output token, in seconds.", min=0)
+    ] = 0.2,
+    num_requests: Annotated[
+        int | None, typer.Option(help="How many; default: all of the trace, once.", min=1)
+    ] = None,
+    num_samples: Annotated[int, typer.Option(help="Completions of each prompt.", min=1)] = 1,
+    beam_width: Annotated[int, typer.Option(help="Beam search; 0 is sampling.", min=0)] = 0,
+    prefix_caching: Annotated[
+        bool,
+        typer.Option(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            help="Keep KV for later requests.",
+        ),
+    ] = False,
+    preemption_mode: Annotated[str, typer.Option(help="swap, recompute or auto.")] = "auto",
+    swap_space: Annotated[str, typer.Option(help="Host memory for preempted requests.")] = "4GiB",
+    block_size: Annotated[int, typer.Option(help="Tokens of a block.", min=1)] = 16,
+    page_size: Annotated[str, typer.Option(help="Of a physical page.")] = "2MiB",
+    max_model_len: Annotated[
+        str | None, typer.Option(metavar="TOKENS", help="Longest context; default: the model's.")
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences that run at once.", min=1)] = 256,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of a step.", min=1)] = 8192,
+    cut: Annotated[
+        bool,
+        typer.Option("--cut", help="Cut requests that are too long, instead of leaving them out."),
+    ] = False,
+    outputs_of: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Which outputs of a list that has several.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the arrivals.")] = 0,
+    output: Output = None,
+    save_requests: Annotated[
+        bool, typer.Option("--save-requests", help="Write each request's times to it too.")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a plot, such as out.png.")
+    ] = None,
+) -> None:
+    """Replay a trace on a modelled device: which cache, how much memory, what rate?"""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    from aquifer.bench import replay as bench
+    from aquifer.engine.preemption import Mode
+    from aquifer.sim.device import calibrate as calibrate_device
+    from aquifer.sim.device import find_device, find_model
+    from aquifer.sim.replay import MANAGERS, ReplayConfig
+    from aquifer.sim.trace import fit_lengths, read_trace
+
+    if sum((rate is not None, rates is not None, find_rate)) > 1:
+        raise ConfigError("give one of --rate, --rates and --find-rate")
+    if rate is not None and not rate > 0:
+        raise ConfigError(f"--rate is {rate}; it must be above 0, such as 2.0")
+    if preemption_mode not in get_args(Mode):
+        raise ConfigError(
+            f"--preemption-mode is {preemption_mode!r}; choose {', '.join(get_args(Mode))}"
+        )
+    managers = kv_cache.split(",")
+    for name in managers:
+        if name not in MANAGERS:
+            raise ConfigError(f"--kv-cache {name!r} is unknown; choose from {', '.join(MANAGERS)}")
+    models = {}
+    for text in model or ["opt-13b"]:
+        name, _, shape = text.rpartition("=")
+        models[name or shape] = find_model(shape)
+    first = next(iter(models.values()))
+    modelled = find_device(device)
+    if calibrate is not None:
+        modelled = calibrate_device(modelled, first, calibrate)
+    config = ReplayConfig(
+        models=models,
+        device=modelled,
+        manager=managers[0],
+        memory_bytes=None if memory is None else parse_size(memory),
+        page_bytes=parse_size(page_size),
+        block_size=block_size,
+        max_model_len=None if max_model_len is None else parse_size(max_model_len),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        num_samples=num_samples,
+        beam_width=beam_width,
+        prefix_caching=prefix_caching,
+        preemption_mode=cast("Mode", preemption_mode),
+        swap_space_bytes=parse_size(swap_space),
+        seed=seed,
+    )
+    context = max(map(config.context, models.values()))
+    requests, num_changed = fit_lengths(read_trace(trace, outputs_of=outputs_of), context, cut=cut)
+    if not requests:
+        raise ConfigError(f"no request of {trace} fits {context} tokens; try --cut")
+    workload = bench.Workload(requests, num_requests or len(requests), seed)
+    console = Console()
+    start_s = time.perf_counter()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("")
+
+        def advance(what: str, num_ended: int, total: int) -> None:
+            progress.update(task, description=what, completed=num_ended, total=total)
+
+        if find_rate:
+            runs = [
+                run
+                for name in managers
+                for run in bench.find_rate(
+                    replace(config, manager=name), workload, latency_bound, advance
+                )
+            ]
+        else:
+            wanted: list[float | None] = [rate]
+            if rates is not None:
+                wanted = [*_rate_list(rates)]
+            runs = bench.compare(config, managers, workload, wanted, advance)
+    simulated = sum(run.num_tokens for run in runs) / (time.perf_counter() - start_s)
+    title = (
+        f"{trace.name}: {workload.num_requests} requests, {' and '.join(models)} on "
+        f"{modelled.name}, {format_size(runs[0].result.kv_budget_bytes)} for KV"
+    )
+    table = _table(title)
+    table.box = None  # so that it fits 80 columns
+    for column in ("KV cache", "req/s", "s/token", "TTFT, s", "TPOT, ms", "tok/s", "batched"):
+        table.add_column(column, justify="left" if column == "KV cache" else "right")
+    for column in ("waste", "preempt", *(["hits"] if prefix_caching else [])):
+        table.add_column(column, justify="right")
+    for run in runs:
+        table.add_row(*_replay_row(run, run.figures()))
+    table.caption = "s/token: mean latency by output token; tok/s: outputs"
+    table.caption += "\nTTFT, TPOT: 99th percentile and median"
+    if num_changed:
+        what = "cut" if cut else "left out"
+        table.caption += f"\n{num_changed} requests of more than {context} tokens were {what}"
+    best = {
+        name: bench.sustained_rate([r for r in runs if r.manager == name], latency_bound)
+        for name in managers
+    }
+    figures = {
+        "benchmark": "replay",
+        "trace": trace.name,
+        "num_requests": workload.num_requests,
+        "num_too_long": num_changed,
+        "models": {name: shape.name for name, shape in models.items()},
+        "device": asdict(modelled),
+        "memory_bytes": config.budget_bytes,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "block_size": block_size,
+        "page_bytes": config.page_bytes,
+        "num_samples": num_samples,
+        "beam_width": beam_width,
+        "prefix_caching": prefix_caching,
+        "preemption_mode": preemption_mode,
+        "seed": seed,
+        "latency_bound": latency_bound,
+        "sustained_rate": best,
+        "simulated_tokens_per_second": simulated,
+        "runs": [run.figures(with_requests=save_requests) for run in runs],
+    }
+    if plot is not None:
+        bench.plot(runs, plot, title)
+    _finish(table, figures, output)
+    console.print(f"{simulated:,.0f} tokens of prompts and outputs simulated each second")
+    for name, most in best.items():
+        if most is not None:
+            what = "highest rate" if find_rate else "highest of these rates"
+            console.print(f"{name}: {most:.3g} requests/s is the {what} within the bound")
+
+
+def _rate_list(text: str) -> list[float]:
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = [0.0]
+    if min(found) <= 0:
+        raise ConfigError(f"--rates is {text!r}; write 1,2,4")
+    return found
+
+
+def _replay_row(run: Run, figures: dict[str, Any]) -> list[str]:
+    """One line of the table of `replay`."""
+    from aquifer.bench.replay import kv_waste
+
+    def shown(name: str, factor: float) -> str:
+        value = figures[name]
+        return "" if value is None else f"{value * factor:.3g}"
+
+    queries = figures["prefix_cache_queries"]
+    return [
+        run.manager,
+        "recorded" if run.rate is None else f"{run.rate:.3g}",
+        f"{figures['normalized_latency']:.4f}",
+        shown("p99_ttft_ms", 1e-3),
+        shown("median_tpot_ms", 1),
+        f"{figures['output_throughput']:.0f}",
+        f"{figures['averages']['requests']:.1f}",
+        f"{kv_waste(run):.1%}",
+        str(figures["num_preemptions"]),
+        *([f"{figures['prefix_cache_hits'] / queries:.1%}"] if queries else []),
+    ]
+
+
 def _options(
     device: str,
     load_format: str,
@@ -369,6 +605,8 @@ def _open(model: str, options: dict[str, Any], num_seqs: int, seed: int) -> LLM:
     """An engine in which so many sequences can run at once; the seed is of sampling."""
     from aquifer.engine.llm import LLM
 
+    # Repeats have the same prompts: each is to compute them.
+    options = {**options, "enable_prefix_caching": False}
     return LLM(model, **options, max_num_seqs=max(num_seqs, 256), seed=seed)
 
 

@@ -6,8 +6,6 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from aquifer.bench.floor import Cost, Rates
 from aquifer.bench.offline import (
     Completed,

@@ -7,7 +7,7 @@ the only writer of progress; a manager derives pages from the token counts it is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -46,16 +46,14 @@ class KVLayout:
 
     layers: tuple[LayerKV, ...]
     dtype: torch.dtype
+    # Of one token over all layers; asked for too often to be added up each time.
+    token_elements: int = field(init=False)  # the stride from token to token
+    token_bytes: int = field(init=False)
 
-    @property
-    def token_elements(self) -> int:
-        """Elements of one token over all layers; the stride from token to token."""
-        return sum(layer.num_elements for layer in self.layers)
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token over all layers."""
-        return self.token_elements * self.dtype.itemsize
+    def __post_init__(self) -> None:
+        token_elements = sum(layer.num_elements for layer in self.layers)
+        object.__setattr__(self, "token_elements", token_elements)
+        object.__setattr__(self, "token_bytes", token_elements * self.dtype.itemsize)
 
     def split(self, tokens: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Views of K and V for each layer.

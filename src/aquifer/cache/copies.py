@@ -46,9 +46,6 @@ class PendingCopies:
         """Make all copies, after all work handed to the device so far. Does not wait for them."""
         pieces = np.array(self._pieces, np.int64).T.copy()
         self._pieces.clear()
-        # The tensor of a launch has to begin where something is mapped: Triton asks the device
-        # whose address it is.
-        origin = int(pieces[:2].min())
-        pieces[:2] -= origin
-        memory = self._memory[origin:]
-        block_copy(memory, upload(pieces, memory.device), int(pieces[2].max()))
+        if not self._memory.is_meta:  # of a model of a device there are no bytes
+            device = self._memory.device
+            block_copy(self._memory, upload(pieces, device), int(pieces[2].max()))

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from aquifer.cache.anchor import Anchor, anchor_pages
 from aquifer.cache.base import CacheStats, IntArray, KVLayout, Rows
 from aquifer.cache.copies import PendingCopies
 from aquifer.cache.view import StepView
@@ -41,7 +42,7 @@ class PagedCache:
         pool: where pages come from.
         owner: who they are accounted to.
         layout: of one token.
-        max_seqs: number of slots.
+        max_seqs: number of slots, which are numbered from 1.
         max_tokens: longest sequence.
         block_size: tokens of a block.
     """
@@ -69,13 +70,18 @@ class PagedCache:
         # All that the budget holds, and those that are asked for when it is used up: then it is up
         # to the pool to make room or to refuse.
         num_blocks = pool.budget_bytes // self._block_bytes + 1 + max_seqs * blocks_per_seq
+        # The first page is the anchor's, and no block is on it.
+        num_anchors = anchor_pages(pool, layout.token_bytes)
+        first_block = -(-num_anchors * pool.page_bytes // self._block_bytes)
+        num_blocks += first_block
         self._range = VirtualRange(pool.driver, num_blocks * self._block_bytes, pool.page_bytes)
         # [blocks, block_size, token_elements]
         tokens = self._range.tensor((num_blocks, block_size, layout.token_elements), layout.dtype)
+        self._anchor = Anchor(pool, owner, self._range, num_anchors)
         self._layers = layout.split(tokens)
         self._workspaces = DecodeWorkspaces()
         self._freed_blocks: list[int] = []  # a heap: the lowest comes first
-        self._next_block = 0  # this one and all later ones have never been taken
+        self._next_block = first_block  # this one and all later ones have never been taken
         # Sequences that have a block, and copies of it that are to be made.
         self._users = np.zeros(num_blocks, np.int32)
         self._holds = np.zeros(num_blocks, np.int32)
@@ -88,7 +94,7 @@ class PagedCache:
         self._copies = PendingCopies(self._range, self._block_bytes)
         self._copied: list[int] = []  # the blocks that these copies read, which they use
         self._copied_to: set[int] = set()
-        self._tables = np.zeros((max_seqs, blocks_per_seq), np.int32)
+        self._tables = np.zeros((max_seqs + 1, blocks_per_seq), np.int32)
         device = pool.driver.device
         # What kernels read: the same memory on the host, else a copy that `upload` keeps up.
         self._device_tables = (
@@ -98,7 +104,7 @@ class PagedCache:
         )
         # [slot, index] of each entry that the device does not know yet
         self._appended: list[npt.NDArray[np.int64]] = []
-        self._num_blocks = np.zeros(max_seqs, np.int64)
+        self._num_blocks = np.zeros(max_seqs + 1, np.int64)
 
     @property
     def block_bytes(self) -> int:
@@ -264,6 +270,7 @@ class PagedCache:
         for slot in np.flatnonzero(self._num_blocks):
             self.release(int(slot))
         self._pool.retired.settle()
+        self._anchor.close()
         self._range.close()
 
     def _claim(self, count: int) -> IntArray | None:

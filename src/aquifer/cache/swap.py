@@ -45,13 +45,14 @@ class SwappedKV:
 class SwapSpace:
     """A bounded part of host memory that sequences are moved to.
 
-    On a GPU it is page-locked, which takes a second for a few GiB: a thread does that after
-    `start`, and until it is done nothing can be swapped.
+    Nothing is taken before the first sequence is to be swapped. On a GPU the memory is page-locked
+    then, which takes a second or so for a few GiB: a thread does that, and until it is done nothing
+    can be swapped.
 
     Args:
         num_bytes: the bound; 0 for no swapping at all.
         device: the KV's.
-        bytes_per_s: of a copy to or from the host; measured by `start` on a GPU or the host.
+        bytes_per_s: of a copy to or from the host; measured when the memory is taken.
 
     Attributes:
         bytes_per_s: likewise.
@@ -70,23 +71,24 @@ class SwapSpace:
         """Bytes that hold sequences now."""
         return self._regions.used_bytes
 
-    def start(self) -> None:
-        """Take the memory: at once where it costs nothing before it is touched."""
-        if not self.num_bytes:
-            return
-        if self._device.type == "cuda":
-            self._thread.start()
-        else:
-            self._allocate()
+    def prepare(self, *, wait: bool = False) -> bool:
+        """Take the memory, if that was not done before; whether it is there.
 
-    def wait(self) -> None:
-        """Return when the memory is there."""
-        if self._thread.ident is not None:
-            self._thread.join()
+        Args:
+            wait: return when it is.
+        """
+        if self.num_bytes and self._memory is None:
+            if self._device.type != "cuda":  # it costs nothing before it is touched
+                self._allocate()
+            elif self._thread.ident is None:
+                self._thread.start()
+            if wait:
+                self._join()
+        return self._memory is not None
 
     def close(self) -> None:
         """Wait for the thread and let go of the memory."""
-        self.wait()
+        self._join()
         self._memory = None
 
     def swap_out(
@@ -101,7 +103,7 @@ class SwapSpace:
             slots: of each sequence.
             num_tokens: of each, how many tokens have their KV written; may be 0.
         """
-        if self._memory is None:
+        if not self.prepare():
             return None
         blocks = [cache.blocks(slot, n) for slot, n in zip(slots, num_tokens, strict=True)]
         swapped: list[SwappedKV] = []
@@ -155,6 +157,10 @@ class SwapSpace:
         for kv in swapped:
             if kv.start is not None:
                 self._regions.release(kv.start)
+
+    def _join(self) -> None:
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def _part(self, cache: SequenceCache, kv: SwappedKV) -> torch.Tensor:
         assert self._memory is not None

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from aquifer.cache.anchor import Anchor, anchor_pages
 from aquifer.cache.base import CacheStats, IntArray, KVLayout, Rows
 from aquifer.cache.copies import PendingCopies
 from aquifer.cache.view import StepView
@@ -60,7 +61,7 @@ class VirtualCache:
         pool: where pages come from.
         owner: who they are accounted to.
         layout: of one token.
-        max_seqs: number of slots.
+        max_seqs: number of slots, which are numbered from 1.
         max_tokens: longest sequence.
     """
 
@@ -78,12 +79,13 @@ class VirtualCache:
         self._slot_pages = -(-max_tokens * layout.token_bytes // pool.page_bytes)
         # Behind the slots is the window: places for pages that are copied and that no slot has, one
         # for each slot that may wait for its copy.
-        self._first_window = max_seqs * self._slot_pages
-        num_pages = self._first_window + max_seqs
+        num_slots = max_seqs + 1  # slot 0 is the anchor's
+        self._first_window = num_slots * self._slot_pages
+        num_pages = self._first_window + num_slots
         self._range = VirtualRange(pool.driver, num_pages * pool.page_bytes, pool.page_bytes)
         # [slots, max_tokens, token_elements]
         tokens = self._range.tensor(
-            (max_seqs, max_tokens, layout.token_elements),
+            (num_slots, max_tokens, layout.token_elements),
             layout.dtype,
             stride=(
                 self._slot_pages * pool.page_bytes // layout.dtype.itemsize,
@@ -91,15 +93,17 @@ class VirtualCache:
                 1,
             ),
         )
+        num_anchors = anchor_pages(pool, layout.token_bytes)
+        self._anchor = Anchor(pool, owner, self._range, num_anchors)
         self._layers = layout.split(tokens)
         self._workspaces = DecodeWorkspaces()
         # The most that the sequence of each slot may ever need.
-        self._max_pages = np.full(max_seqs, self._slot_pages)
-        self._num_pages = np.zeros(max_seqs, np.int64)  # in use under each slot
+        self._max_pages = np.full(num_slots, self._slot_pages)
+        self._num_pages = np.zeros(num_slots, np.int64)  # in use under each slot
         # How many tokens fit on them; without limit where the slot is mapped to its end.
-        self._room_tokens = np.zeros(max_seqs, np.int64)
+        self._room_tokens = np.zeros(num_slots, np.int64)
         # No page of an earlier sequence is left at this place in the slot or further on.
-        self._left_pages = np.zeros(max_seqs, np.int64)
+        self._left_pages = np.zeros(num_slots, np.int64)
         self._shared: dict[Handle, _Shared] = {}
         # For each user but one, a page that it did not have to take.
         self._num_saved_pages = 0
@@ -109,7 +113,7 @@ class VirtualCache:
         self._open_windows: dict[Handle, int] = {}  # where some of `_copied` are mapped to be read
         self._next_window = 0
         # Ranks from 1 on, less what the next call will map for. See `_choose`.
-        self._ranks = np.arange(1, max_seqs + 1) - _SPREAD_SEQS
+        self._ranks = np.arange(1, num_slots + 1) - _SPREAD_SEQS
 
     @property
     def block_bytes(self) -> int:
@@ -285,6 +289,7 @@ class VirtualCache:
         for slot in np.flatnonzero(self._num_pages):
             self.release(int(slot))
         self._pool.retired.settle()
+        self._anchor.close()
         self._range.close()
 
     def _pages_for(self, num_tokens: IntArray | np.int64) -> IntArray:

@@ -98,7 +98,6 @@ class Engine:
         served: dict[str, _Served],
         scheduler: Scheduler,
         stocker: PageStocker,
-        space: SwapSpace,
         resources: ExitStack,
     ) -> None:
         self.config = config
@@ -106,7 +105,6 @@ class Engine:
         self._served = served
         self._scheduler = scheduler
         self._stocker = stocker
-        self._space = space
         self._resources = resources
         self._requests: dict[str, tuple[Lane, SequenceGroup]] = {}
         self._own_requests: set[str] = set()  # nobody else wants to hear of these
@@ -168,9 +166,8 @@ class Engine:
             stocker = PageStocker(pool)
             stocker.start()
             resources.callback(stocker.close)
-            space.start()
             resources.callback(space.close)
-            engine = cls(config, pool, served, scheduler, stocker, space, resources.pop_all())
+            engine = cls(config, pool, served, scheduler, stocker, resources.pop_all())
         engine._check_room()
         return engine
 

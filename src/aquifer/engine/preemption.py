@@ -48,7 +48,7 @@ class Preemption:
             num_tokens: of each, how many have their KV written.
             recompute_s: seconds to compute a stretch of KV, given its first position and length.
         """
-        if not any(num_tokens):
+        if not any(num_tokens) or not self._space.prepare(wait=self._mode == "swap"):
             return None
         token_bytes = cache.layout.token_bytes
         blocks = {

@@ -147,13 +147,13 @@ class Runner:
         )
         del hidden, logits
         count = min(_WARM_UP_TOKENS, num_tokens, self._table.token_ids.shape[1])
-        chunk = Spans.make(np.array([0]), np.array([0]), np.array([count]))
+        chunk = Spans.make(np.array([1]), np.array([0]), np.array([count]))
         if self._cache.reserve(chunk.slots, chunk.counts):
             self._cache.upload()
             rows = Rows.of(chunk, 0, self._device)
             few = zeros[:count]
             self._model.forward(ModelInput(few, rows.positions, few), self._cache.view(rows))
-            self._cache.release(0)
+            self._cache.release(1)
         if self._graphs is not None:
             self._cache.upload()
             for choice in (Choice.GREEDY, Choice.PLAIN):

@@ -206,6 +206,7 @@ class Scheduler:
     def abort(self, lane: Lane, group: SequenceGroup, index: int | None = None) -> None:
         """Forget a request, or one completion of it; if it runs, its pages are free at once."""
         if index is not None and any(s.index != index for s in group.sequences):
+            self._discard_swapped(group)  # the copies of several refer to each other
             for sequence in [s for s in group.sequences if s.index == index]:
                 self._end(lane, sequence)
         elif group in lane.waiting:
@@ -516,6 +517,12 @@ class Scheduler:
                 return False
             if not cache.reserve(np.array([slot]), np.array([len(first.token_ids)])):
                 return False
+            for sequence in [] if cache.can_share else others:  # room for a copy of their own
+                slot = self._seat(lane, sequence)
+                undo.callback(table.unseat, sequence)
+                undo.callback(cache.release, slot)
+                if not cache.reserve(np.array([slot]), np.ones(1, np.int64)):
+                    return False
             undo.pop_all()
         table.begin(first, num_cached)
         if group.num_cached_tokens is None:
@@ -574,7 +581,7 @@ class Scheduler:
         computed for nothing.
         """
         num_running = sum(int((o.slots.serial >= 0).sum()) for o in self.lanes.values())
-        if not num_running:
+        if not num_running or not lane.cache.can_share:  # what is reserved at once does not grow
             return True
         needed_bytes = lane.cache.bytes_needed(len(group.live[0].token_ids) + 1)
         needed_bytes -= num_cached * lane.cache.layout.token_bytes

@@ -30,30 +30,34 @@ _NEVER = np.iinfo(np.int64).max
 
 
 class SlotTable:
-    """Columns for up to `max_seqs` sequences of up to `max_tokens` tokens."""
+    """Columns for up to `max_seqs` sequences of up to `max_tokens` tokens.
+
+    Slots are numbered from 1; slot 0 is nobody's (`aquifer.cache.anchor`).
+    """
 
     def __init__(self, max_seqs: int, max_tokens: int) -> None:
-        self.sequences: list[Sequence | None] = [None] * max_seqs
+        num_slots = max_seqs + 1
+        self.sequences: list[Sequence | None] = [None] * num_slots
         self.num_pending = 0  # seated sequences that wait for their parent
         # A heap: the lowest comes first, so that prompts admitted together are neighbours.
-        self._free = list(range(max_seqs))
+        self._free = list(range(1, num_slots))
         # Untouched parts of a fresh array of zeros take no memory.
-        self.token_ids = np.zeros((max_seqs, max_tokens), np.int32)
-        self.num_prompt = np.zeros(max_seqs, np.int64)
-        self.num_tokens = np.zeros(max_seqs, np.int64)
-        self.num_computed = np.zeros(max_seqs, np.int64)
-        self.max_total = np.zeros(max_seqs, np.int64)
-        self.min_total = np.zeros(max_seqs, np.int64)  # no stop token among the first so many
-        self.stop_ids = np.full((max_seqs, STOP_IDS_PER_SLOT), -1, np.int64)
-        self.serial = np.full(max_seqs, -1, np.int64)  # of who has the slot, -1 for nobody
+        self.token_ids = np.zeros((num_slots, max_tokens), np.int32)
+        self.num_prompt = np.zeros(num_slots, np.int64)
+        self.num_tokens = np.zeros(num_slots, np.int64)
+        self.num_computed = np.zeros(num_slots, np.int64)
+        self.max_total = np.zeros(num_slots, np.int64)
+        self.min_total = np.zeros(num_slots, np.int64)  # no stop token among the first so many
+        self.stop_ids = np.full((num_slots, STOP_IDS_PER_SLOT), -1, np.int64)
+        self.serial = np.full(num_slots, -1, np.int64)  # of who has the slot, -1 for nobody
         # From this token on, the device knows each one before the host does.
-        self.num_given = np.zeros(max_seqs, np.int64)
-        self.is_beam = np.zeros(max_seqs, np.bool_)
-        self.is_new = np.zeros(max_seqs, np.bool_)  # no step has run since it got the slot
-        self.choice = np.zeros(max_seqs, np.int8)  # a `Choice`
+        self.num_given = np.zeros(num_slots, np.int64)
+        self.is_beam = np.zeros(num_slots, np.bool_)
+        self.is_new = np.zeros(num_slots, np.bool_)  # no step has run since it got the slot
+        self.choice = np.zeros(num_slots, np.int8)  # a `Choice`
         # Whether a step's output is more than a token: logprobs to report, many stop tokens.
-        self.needs_care = np.zeros(max_seqs, np.bool_)
-        self.num_logprobs = np.full(max_seqs, -1, np.int64)  # -1 is none
+        self.needs_care = np.zeros(num_slots, np.bool_)
+        self.num_logprobs = np.full(num_slots, -1, np.int64)  # -1 is none
 
     @property
     def num_free(self) -> int:

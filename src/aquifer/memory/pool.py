@@ -82,8 +82,8 @@ class PoolUsage:
 
     @property
     def overhead_bytes(self) -> int:
-        """What the process holds of the device beside pages."""
-        return self.in_use_bytes.get(PROCESS, 0)
+        """What the process holds of the device beside pages, and pages without data."""
+        return sum(n for owner, n in self.in_use_bytes.items() if owner.kind == Kind.OVERHEAD)
 
     @property
     def free_bytes(self) -> int:

@@ -1,0 +1,395 @@
+"""How long a step takes: a roofline of the model's shape on a device, phase by phase.
+
+    step = overhead
+         + max(weights / bandwidth, matrix products / rate)          all tokens of the step together
+         + KV of the sequences that decode / bandwidth               their attention
+         + max(KV of the chunks' prefixes / bandwidth, operations / rate)   the chunks' attention
+         + bytes copied on the device, read and written / bandwidth
+         + bytes moved to the host and back / link bandwidth
+
+Bandwidth and rate are the device's, each times an efficiency, which `calibrate` takes from a
+measured run. Overhead is what a step costs whatever is in it. What the parts of a tensor-parallel
+device have to tell each other is not modelled, and copies of single blocks (copy-on-write) are not
+counted.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from aquifer.cache.base import KVLayout, LayerKV
+from aquifer.errors import ConfigError
+
+_EFFICIENCIES = np.linspace(0.2, 1.0, 321)
+"""What a fit tries."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What of a model matters to time and memory.
+
+    Sliding windows are not taken into account, and of a mixture of experts every expert counts.
+
+    Args:
+        name: how it was chosen.
+        kv_layout: of one token.
+        body_parameters: of all matrices but embedding and head: every token meets these.
+        head_parameters: tokens that are sampled from meet these too.
+        weight_bytes: of all that is loaded.
+        attention_operations: for each pair of a token and one that it attends to, all layers.
+        max_tokens: the longest context.
+    """
+
+    name: str
+    kv_layout: KVLayout
+    body_parameters: int
+    head_parameters: int
+    weight_bytes: int
+    attention_operations: float
+    max_tokens: int
+
+    @property
+    def read_bytes(self) -> int:
+        """Weights that one step reads: an embedding that is no head is hardly touched."""
+        return (self.body_parameters + self.head_parameters) * self.kv_layout.dtype.itemsize
+
+    @classmethod
+    def dense(
+        cls,
+        name: str,
+        *,
+        num_layers: int,
+        hidden: int,
+        num_heads: int,
+        num_kv_heads: int,
+        feed_forward_matrices: int,
+        feed_forward: int,
+        vocab_size: int,
+        tied: bool,
+        max_tokens: int,
+    ) -> ModelShape:
+        """A decoder-only transformer in 16 bits, of heads of hidden / num_heads."""
+        head_dim = hidden // num_heads
+        kv_dim = num_kv_heads * head_dim
+        body = num_layers * (
+            2 * hidden * hidden
+            + 2 * hidden * kv_dim
+            + feed_forward_matrices * hidden * feed_forward
+        )
+        table = vocab_size * hidden
+        layout = KVLayout((LayerKV(num_kv_heads, head_dim, head_dim),) * num_layers, torch.float16)
+        return cls(
+            name=name,
+            kv_layout=layout,
+            body_parameters=body,
+            head_parameters=table,
+            weight_bytes=2 * (body + table * (1 if tied else 2)),
+            # Each query head multiplies and adds once with every element of K and of V.
+            attention_operations=4.0 * num_layers * hidden,
+            max_tokens=max_tokens,
+        )
+
+    @classmethod
+    def of_checkpoint(cls, path: Path) -> ModelShape:
+        """Read off a checkpoint's config.json; its weights need not be there.
+
+        Raises:
+            ConfigError: it is missing or incomplete.
+        """
+        from aquifer.models import plan_model
+        from aquifer.weights.checkpoint import Checkpoint
+
+        checkpoint = Checkpoint.without_tensors(path)
+        plan = plan_model(checkpoint)
+        parameters = plan.parameters
+        vocab_size = checkpoint.config.get("vocab_size")
+        matrices = [p for p in parameters if len(p.shape) > 1]
+        tables = [_count(p.shape) for p in matrices if p.shape[0] == vocab_size]
+        with torch.device("meta"):
+            tensors = {p.name: torch.empty(p.shape, dtype=p.dtype) for p in parameters}
+        layout = plan.build(tensors).kv_layout
+        num_heads = checkpoint.config.get("num_attention_heads") or 1
+        group = num_heads / (checkpoint.config.get("num_key_value_heads") or num_heads)
+        return cls(
+            name=path.name,
+            kv_layout=layout,
+            body_parameters=sum(_count(p.shape) for p in matrices) - sum(tables),
+            head_parameters=tables[-1] if tables else 0,
+            weight_bytes=sum(p.num_bytes for p in parameters),
+            attention_operations=2.0 * group * layout.token_elements,
+            max_tokens=plan.max_model_len,
+        )
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    return int(np.prod(shape))
+
+
+def _opt(name: str, num_layers: int, hidden: int, num_heads: int) -> ModelShape:
+    return ModelShape.dense(
+        name,
+        num_layers=num_layers,
+        hidden=hidden,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        feed_forward_matrices=2,
+        feed_forward=4 * hidden,
+        vocab_size=50272,
+        tied=True,
+        max_tokens=2048,
+    )
+
+
+MODELS = {
+    shape.name: shape
+    for shape in (
+        _opt("opt-13b", 40, 5120, 40),
+        _opt("opt-66b", 64, 9216, 72),
+        _opt("opt-175b", 96, 12288, 96),
+        ModelShape.dense(
+            "llama-13b",
+            num_layers=40,
+            hidden=5120,
+            num_heads=40,
+            num_kv_heads=40,
+            feed_forward_matrices=3,
+            feed_forward=13824,
+            vocab_size=32000,
+            tied=False,
+            max_tokens=2048,
+        ),
+        ModelShape.dense(
+            "llama-3-8b",
+            num_layers=32,
+            hidden=4096,
+            num_heads=32,
+            num_kv_heads=8,
+            feed_forward_matrices=3,
+            feed_forward=14336,
+            vocab_size=128256,
+            tied=False,
+            max_tokens=8192,
+        ),
+    )
+}
+"""Shapes known by name: those of PagedAttention's evaluation (Table 1, section 6.4), and ours."""
+
+
+def find_model(text: str) -> ModelShape:
+    """A shape by its name, or from the folder of a config.json.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    if text in MODELS:
+        return MODELS[text]
+    path = Path(text).expanduser()
+    if (path / "config.json").is_file():
+        return ModelShape.of_checkpoint(path)
+    raise ConfigError(
+        f"--model {text!r} is no folder with a config.json, and none of {', '.join(MODELS)}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceModel:
+    """A device, or several that share a model's layers evenly.
+
+    Args:
+        name: how it was chosen.
+        memory_bytes: all that it has.
+        bandwidth: of its memory, bytes a second.
+        operations_per_s: floating-point, of matrix products in 16 bits.
+        link_bandwidth: to the host and back, bytes a second.
+        overhead_s: of each step.
+        memory_efficiency: the part of `bandwidth` that kernels reach.
+        compute_efficiency: the part of `operations_per_s` that kernels reach.
+    """
+
+    name: str
+    memory_bytes: int
+    bandwidth: float
+    operations_per_s: float
+    link_bandwidth: float
+    overhead_s: float
+    memory_efficiency: float
+    compute_efficiency: float
+
+    def times(self, count: int) -> DeviceModel:
+        """So many of them in parallel; what they have to tell each other is not modelled."""
+        return replace(
+            self,
+            name=f"{count}x{self.name}",
+            memory_bytes=count * self.memory_bytes,
+            bandwidth=count * self.bandwidth,
+            operations_per_s=count * self.operations_per_s,
+            link_bandwidth=count * self.link_bandwidth,
+        )
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        # Data sheets; the efficiencies are what well-made kernels reach on such devices, and the
+        # overhead what a loop in Python costs where the device does not run ahead.
+        DeviceModel("a100-40g", 40 << 30, 1.555e12, 312e12, 25e9, 2e-3, 0.8, 0.6),
+        DeviceModel("a100-80g", 80 << 30, 2.039e12, 312e12, 25e9, 2e-3, 0.8, 0.6),
+        # Measured: a copy's bandwidth, a large product's rate; the rest fitted by `calibrate` to
+        # benchmarks/gpu/llama-3-8b-latency-virtual.json.
+        DeviceModel("h200", 150_109_880_320, 4.289e12, 787e12, 55.4e9, 0.0, 0.78, 0.76),
+    )
+}
+
+
+def find_device(text: str) -> DeviceModel:
+    """A device by its name, or several: "a100-40g", "4xa100-40g".
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    match = re.fullmatch(r"(?:([1-9]\d*)x)?(.+)", text)
+    if match is None or match[2] not in DEVICES:
+        raise ConfigError(
+            f"--device {text!r} is unknown; there is {', '.join(DEVICES)}, and 4xNAME for four"
+        )
+    device = DEVICES[match[2]]
+    return device.times(int(match[1])) if match[1] else device
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What a step does."""
+
+    num_tokens: int  # all, each of which meets the weights
+    num_sampled: int  # of these, sampled from
+    decode_kv_tokens: int  # read by sequences of one token each
+    chunk_kv_tokens: int = 0  # in the cache already, read by chunks of prompts
+    chunk_pairs: int = 0  # of a chunk's token and one that it attends to
+    copied_bytes: int = 0  # from one place in the device's memory to another
+    moved_bytes: int = 0  # between device and host
+
+
+@dataclass(frozen=True, slots=True)
+class StepModel:
+    """The seconds of a step, of one model on one device."""
+
+    model: ModelShape
+    device: DeviceModel
+
+    @property
+    def _bandwidth(self) -> float:
+        return self.device.bandwidth * self.device.memory_efficiency
+
+    @property
+    def _rate(self) -> float:
+        return self.device.operations_per_s * self.device.compute_efficiency
+
+    def seconds(self, work: StepWork) -> float:
+        """One step."""
+        token_bytes = self.model.kv_layout.token_bytes
+        attention_s = work.decode_kv_tokens * token_bytes / self._bandwidth
+        if work.chunk_pairs:
+            attention_s += max(
+                work.chunk_kv_tokens * token_bytes / self._bandwidth,
+                work.chunk_pairs * self.model.attention_operations / self._rate,
+            )
+        moving_s = 2 * work.copied_bytes / self._bandwidth
+        moving_s += work.moved_bytes / self.device.link_bandwidth
+        return self._products_s(work.num_tokens, work.num_sampled) + attention_s + moving_s
+
+    def decode_seconds(
+        self, num_seqs: int, kv_tokens: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.float64]:
+        """Steps in which so many sequences decode, each a token; the same figures as `seconds`.
+
+        Args:
+            num_seqs: in each step.
+            kv_tokens: [num_steps], that all of them together read.
+        """
+        kv_s = kv_tokens * self.model.kv_layout.token_bytes / self._bandwidth
+        return np.asarray(self._products_s(num_seqs, num_seqs) + kv_s)
+
+    def prefill_seconds(self, start: float, count: float) -> float:
+        """What `count` tokens of a prompt from `start` on add to a step that is bound by products.
+
+        Both may be fractions: this is the cost to restore a block (`aquifer.cache.prefix`).
+        """
+        pairs = count * (start + count / 2)
+        operations = 2.0 * self.model.body_parameters * count
+        return (operations + self.model.attention_operations * pairs) / self._rate
+
+    def _products_s(self, num_tokens: int, num_sampled: int) -> float:
+        model = self.model
+        operations = 2.0 * (
+            model.body_parameters * num_tokens + model.head_parameters * num_sampled
+        )
+        return self.device.overhead_s + max(
+            model.read_bytes / self._bandwidth, operations / self._rate
+        )
+
+
+def calibrate(device: DeviceModel, model: ModelShape, file: Path) -> DeviceModel:
+    """The device with efficiencies and overhead that fit a result of `aquifer bench latency`.
+
+    Its bandwidth and rate become those that the file has measured. Then, with the time of a step
+    and of the prompts of each batch:
+
+    1. the compute efficiency is that of the longest prompts;
+    2. of all memory efficiencies the one, with the best overhead for it that is not negative, is
+       taken whose steps have the least squared relative error.
+
+    Raises:
+        ConfigError: it is no such file, or has not enough batches to tell the two apart.
+    """
+    try:
+        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        batches = content["batches"]
+        sizes = np.array([batch["num_prompts"] for batch in batches], np.int64)
+        inputs = np.array([batch["total_input_tokens"] for batch in batches], np.int64)
+        outputs = np.array([batch["total_output_tokens"] for batch in batches], np.int64)
+        ours = [batch["aquifer"] for batch in batches]
+        steps_s = np.array([series["step_ms"]["median"] / 1e3 for series in ours])
+        firsts_s = np.array([float(np.median(series["first_tokens_seconds"])) for series in ours])
+        device = replace(
+            device,
+            bandwidth=float(content["read_bandwidth"]),
+            operations_per_s=float(content["matmul_rate"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} is no result of aquifer bench latency: {error!r}") from error
+    if len(batches) < 2:
+        raise ConfigError(
+            f"{file} has {len(batches)} batch; measure at least two, such as 1,32,128"
+        )
+    # Each prompt attends to the half of itself on average.
+    longest = int(inputs.argmax())
+    pairs = inputs[longest] ** 2 / sizes[longest] / 2
+    operations = 2.0 * model.body_parameters * inputs[longest] + model.attention_operations * pairs
+    reached = operations / firsts_s[longest] / device.operations_per_s
+    device = replace(device, compute_efficiency=float(min(reached, 1.0)), overhead_s=0.0)
+    kv_tokens = inputs + outputs // 2  # in the middle of the outputs
+    best = (np.inf, device)
+    for efficiency in _EFFICIENCIES.tolist():
+        tried = replace(device, memory_efficiency=efficiency)
+        steps = StepModel(model, tried)
+        modelled = np.array(
+            [
+                steps.decode_seconds(int(n), np.array([kv]))[0]
+                for n, kv in zip(sizes, kv_tokens, strict=True)
+            ]
+        )
+        # The overhead o that minimises sum(((modelled + o - steps) / steps)**2).
+        weights = steps_s**-2.0
+        overhead_s = max(float((weights * (steps_s - modelled)).sum() / weights.sum()), 0.0)
+        misfit = float(((modelled + overhead_s - steps_s) ** 2 * weights).sum())
+        if misfit < best[0]:
+            best = (misfit, replace(tried, overhead_s=overhead_s))
+    return replace(best[1], name=f"{device.name} as in {file.name}")

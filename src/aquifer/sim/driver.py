@@ -1,0 +1,147 @@
+"""The memory of a device that is not there: every call is answered, and nothing is held."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from aquifer.errors import DriverError
+from aquifer.memory.driver.base import Driver, Fence, Handle
+
+PAGE_BYTES = 2 << 20
+"""What CUDA gives at the least."""
+
+
+class ModelledDriver:
+    """A `Driver` that keeps books only.
+
+    It checks what the real ones could not do: more pages than there is memory, a page mapped where
+    one is, an unmapping of nothing. What is mapped where is looked at by the page's address alone,
+    so that a replay spends no time on it.
+
+    Args:
+        total_bytes: the device's memory.
+        page_bytes: the size of a page, and the granularity.
+    """
+
+    def __init__(self, total_bytes: int, page_bytes: int = PAGE_BYTES) -> None:
+        self._total_bytes = total_bytes
+        self._page_bytes = page_bytes
+        self._created_bytes = 0
+        self._page_sizes: dict[Handle, int] = {}
+        self._num_handles = 0
+        self._end_address = page_bytes  # so that no address is 0
+        self._mapped: set[int] = set()  # addresses of pages
+
+    @property
+    def name(self) -> str:
+        """See `Driver`."""
+        return "modelled"
+
+    @property
+    def device(self) -> torch.device:
+        """The host: tables and the like are real, and only what `view` returns holds nothing."""
+        return torch.device("cpu")
+
+    @property
+    def granularity_bytes(self) -> int:
+        """See `Driver`."""
+        return self._page_bytes
+
+    @property
+    def default_page_bytes(self) -> int:
+        """See `Driver`."""
+        return self._page_bytes
+
+    @property
+    def large_page_bytes(self) -> int:
+        """See `Driver`."""
+        return self._page_bytes
+
+    @property
+    def max_mappings(self) -> int | None:
+        """No limit, as on a GPU."""
+        return None
+
+    def available_bytes(self) -> int:
+        """See `Driver`."""
+        return self._total_bytes - self._created_bytes
+
+    def total_bytes(self) -> int:
+        """See `Driver`."""
+        return self._total_bytes
+
+    def overhead_bytes(self) -> int:
+        """None: what a real process takes is left out of the budget that a replay is given."""
+        return 0
+
+    def create(self, page_bytes: int, count: int) -> list[Handle]:
+        """See `Driver`.
+
+        Raises:
+            DriverError: there is not so much memory.
+        """
+        if self._created_bytes + count * page_bytes > self._total_bytes:
+            raise DriverError("OUT_OF_MEMORY", f"{count} pages of {page_bytes} bytes")
+        first = self._num_handles
+        self._num_handles += count
+        self._created_bytes += count * page_bytes
+        handles = [Handle(number) for number in range(first, first + count)]
+        self._page_sizes.update(dict.fromkeys(handles, page_bytes))
+        return handles
+
+    def release(self, handles: Sequence[Handle]) -> None:
+        """See `Driver`."""
+        self._created_bytes -= sum(map(self._page_sizes.pop, handles))
+
+    def reserve(self, num_bytes: int) -> int:
+        """See `Driver`."""
+        address = self._end_address
+        self._end_address += num_bytes
+        return address
+
+    def free(self, address: int, num_bytes: int) -> None:
+        """Nothing: there are enough addresses."""
+
+    def map(self, address: int, handles: Sequence[Handle]) -> None:
+        """See `Driver`.
+
+        Raises:
+            DriverError: something is mapped there.
+        """
+        if not handles:
+            return
+        page_bytes = self._page_sizes[handles[0]]
+        pages = range(address, address + len(handles) * page_bytes, page_bytes)
+        if not self._mapped.isdisjoint(pages):
+            raise DriverError("INVALID_VALUE", f"a page is mapped at one of {pages}")
+        self._mapped.update(pages)
+
+    def unmap(self, address: int, page_bytes: int, count: int) -> None:
+        """See `Driver`.
+
+        Raises:
+            DriverError: nothing is mapped there.
+        """
+        pages = range(address, address + count * page_bytes, page_bytes)
+        if not self._mapped.issuperset(pages):
+            raise DriverError("INVALID_VALUE", f"no page is mapped at one of {pages}")
+        self._mapped.difference_update(pages)
+
+    def zero(self, handles: Sequence[Handle]) -> None:
+        """Nothing: there are no bytes."""
+
+    def view(self, address: int, num_bytes: int) -> torch.Tensor:
+        """A tensor of torch's "meta" device: shapes and strides, and no memory."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+
+    def fence(self) -> Fence | None:
+        """None: a step is done when its time is over."""
+        return None
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+_: type[Driver] = ModelledDriver

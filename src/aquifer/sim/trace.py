@@ -1,0 +1,312 @@
+"""What arrives: recorded traces, and lists of lengths without times.
+
+A trace says how long prompts and outputs are, not what is in them. `PromptMaker` makes up token ids
+so that prompts have in common what the trace says, and nothing else.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from aquifer.errors import ConfigError
+
+PREFIX_BLOCK_TOKENS = 512
+"""Of one hash id of Mooncake's traces."""
+
+_TOKENS_PER_WORD = 1.3
+"""Of texts whose tokens nobody has counted: the usual figure for English."""
+
+_ID_LIMIT = 1 << 31  # token ids are int32
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """A request of a trace.
+
+    Args:
+        arrival_s: since the start of the trace; None if it has no times.
+        prompt_tokens: at least 1.
+        output_tokens: at least 1.
+        model: who is asked; None for whoever there is.
+        prefix_ids: of the prompt's blocks of 512 tokens: equal ids, equal tokens.
+    """
+
+    arrival_s: float | None
+    prompt_tokens: int
+    output_tokens: int
+    model: str | None = None
+    prefix_ids: tuple[int, ...] = ()
+
+
+def read_trace(path: Path, *, outputs_of: str | None = None) -> list[TraceRequest]:
+    """A trace, in order of arrival. What it is, is seen by its name and its first line.
+
+    - `.csv`: Azure's `TIMESTAMP,ContextTokens,GeneratedTokens`, or a plain
+      `arrival,prompt_tokens,output_tokens[,model]` with the arrival in seconds;
+    - `.jsonl`: Mooncake's `timestamp` (ms), `input_length`, `output_length`, `hash_ids`; or lengths
+      alone: `prompt_tokens` or the `question` itself, and `output_tokens`;
+    - `.json`: lists of lengths alone: `prompt_tokens` or the `instructions` themselves, and
+      `output_tokens`, a list or several by the name of who wrote the outputs.
+
+    Any of them may be compressed (`.gz`). Of a text, the tokens are 1.3 for each word. Requests
+    that generate nothing are left out: there is nothing to wait for.
+
+    Args:
+        path: the file.
+        outputs_of: which of several lists of outputs.
+
+    Raises:
+        ConfigError: it cannot be read; the message names the line.
+    """
+    name = path.name.removesuffix(".gz")
+    readers: dict[str, Callable[[io.TextIOBase, Path], Iterator[TraceRequest]]] = {
+        ".csv": _read_csv,
+        ".jsonl": _read_jsonl,
+        ".json": lambda file, path: _read_json(file, path, outputs_of),
+    }
+    reader = readers.get(Path(name).suffix)
+    if reader is None:
+        raise ConfigError(f"{path}: a trace ends in .csv, .jsonl or .json, maybe with .gz after it")
+    try:
+        with _open(path) as file:
+            requests = [request for request in reader(file, path) if request.output_tokens]
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    if not requests:
+        raise ConfigError(f"{path} has no requests")
+    if all(request.arrival_s is not None for request in requests):
+        requests.sort(key=lambda request: request.arrival_s or 0.0)
+        start_s = requests[0].arrival_s or 0.0
+        requests = [replace(r, arrival_s=(r.arrival_s or 0.0) - start_s) for r in requests]
+    return requests
+
+
+def poisson_arrivals(
+    requests: list[TraceRequest], rate: float, num_requests: int, seed: int
+) -> list[TraceRequest]:
+    """The requests in their order, over and over if need be, arriving independently.
+
+    Args:
+        requests: whose lengths to take.
+        rate: requests a second, on average.
+        num_requests: how many.
+        seed: of the gaps between them; the same seed gives the same gaps but for the rate.
+    """
+    gaps_s = np.random.default_rng(seed).exponential(1.0, num_requests) / rate
+    return [
+        replace(requests[number % len(requests)], arrival_s=float(arrival_s))
+        for number, arrival_s in enumerate(np.cumsum(gaps_s))
+    ]
+
+
+def fit_lengths(
+    requests: list[TraceRequest], max_tokens: int, *, cut: bool
+) -> tuple[list[TraceRequest], int]:
+    """The requests that a context of `max_tokens` holds, and how many were left out or cut.
+
+    Args:
+        requests: any.
+        max_tokens: of prompt and output together.
+        cut: keep the last part of prompts that are too long (section 6.5 of PagedAttention), and
+            end outputs early; else such requests are left out.
+    """
+    fitting = []
+    num_changed = 0
+    for request in requests:
+        if request.prompt_tokens + request.output_tokens <= max_tokens:
+            fitting.append(request)
+            continue
+        num_changed += 1
+        if cut:
+            num_outputs = min(request.output_tokens, max_tokens // 2)
+            num_prompt = min(request.prompt_tokens, max_tokens - num_outputs)
+            fitting.append(
+                replace(
+                    request,
+                    prompt_tokens=num_prompt,
+                    output_tokens=num_outputs,
+                    # What is cut is the beginning, so nothing is shared any more.
+                    prefix_ids=() if num_prompt < request.prompt_tokens else request.prefix_ids,
+                )
+            )
+    return fitting, num_changed
+
+
+class PromptMaker:
+    """Makes up token ids: equal ones where prefix ids are equal, else all different.
+
+    Prefix block h has the ids from h * 512 on, one after the other. All other tokens count down
+    from the largest id. They meet after two thousand million tokens.
+    """
+
+    def __init__(self) -> None:
+        self._end = _ID_LIMIT
+
+    def ids(self, request: TraceRequest) -> npt.NDArray[np.int32]:
+        """Of one prompt: [prompt_tokens]."""
+        count = request.prompt_tokens
+        block = np.arange(PREFIX_BLOCK_TOKENS)
+        shared = np.array(request.prefix_ids, np.int64)[:, None] * PREFIX_BLOCK_TOKENS + block
+        shared = shared.reshape(-1)[:count] % _ID_LIMIT
+        num_own = count - len(shared)
+        self._end -= num_own
+        if self._end < 0:
+            self._end += _ID_LIMIT
+        own = (self._end + np.arange(num_own)) % _ID_LIMIT
+        return np.concatenate((shared, own)).astype(np.int32)
+
+
+def _open(path: Path) -> io.TextIOWrapper:
+    if path.suffix == ".gz":
+        return io.TextIOWrapper(gzip.GzipFile(path), encoding="utf-8")
+    return path.open(encoding="utf-8")
+
+
+def _bad(path: Path, line: int, what: str) -> ConfigError:
+    return ConfigError(f"{path}, line {line}: {what}")
+
+
+def _number(value: Any, name: str, path: Path, line: int, least: int) -> int:
+    """A whole number of at least `least`, from text or JSON."""
+    try:
+        number = int(value)
+        if number < least or (isinstance(value, float) and value != number):
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        what = f"{name} is {value!r}; it must be a whole number of at least {least}"
+        raise _bad(path, line, what) from None
+    return number
+
+
+def _read_csv(file: io.TextIOBase, path: Path) -> Iterator[TraceRequest]:
+    rows = csv.reader(file)
+    header = [name.strip() for name in next(rows, [])]
+    is_azure = header == ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
+    plain = ["arrival", "prompt_tokens", "output_tokens", "model"]
+    if not is_azure and header not in (plain[:3], plain):
+        raise _bad(
+            path,
+            1,
+            f"the columns are {','.join(header)!r}; they must be TIMESTAMP,ContextTokens,"
+            "GeneratedTokens or arrival,prompt_tokens,output_tokens with or without model",
+        )
+    for row in rows:
+        line = rows.line_num
+        if not row:
+            continue
+        if len(row) != len(header):
+            raise _bad(path, line, f"{len(row)} fields, and {len(header)} columns")
+        read_time = _timestamp if is_azure else _seconds
+        yield TraceRequest(
+            read_time(row[0], path, line),
+            _number(row[1], header[1], path, line, 1),
+            _number(row[2], header[2], path, line, 0),
+            row[3].strip() or None if len(row) > 3 else None,
+        )
+
+
+def _seconds(text: str, path: Path, line: int) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise _bad(path, line, f"arrival is {text!r}; it must be a number of seconds")
+    return value
+
+
+def _timestamp(text: str, path: Path, line: int) -> float:
+    # Seven decimals, of which `datetime` takes six.
+    match = re.fullmatch(r"(.+?)(\.\d+)?", text.strip())
+    try:
+        if match is None:
+            raise ValueError
+        return datetime.fromisoformat(match[1] + "+00:00").timestamp() + float(match[2] or 0)
+    except ValueError:
+        what = f"TIMESTAMP is {text!r}; it must be like 2023-11-16 18:15:46.6805900"
+        raise _bad(path, line, what) from None
+
+
+def _read_jsonl(file: io.TextIOBase, path: Path) -> Iterator[TraceRequest]:
+    for line, text in enumerate(file, 1):
+        if not text.strip():
+            continue
+        try:
+            entry = json.loads(text)
+            if not isinstance(entry, dict):
+                raise ValueError
+        except ValueError:
+            raise _bad(path, line, "this is no JSON object") from None
+        if "input_length" in entry:
+            yield _mooncake(entry, path, line)
+            continue
+        yield TraceRequest(
+            None,
+            _prompt_tokens(entry.get("prompt_tokens", entry.get("question")), path, line),
+            _number(entry.get("output_tokens"), "output_tokens", path, line, 0),
+        )
+
+
+def _mooncake(entry: dict[str, Any], path: Path, line: int) -> TraceRequest:
+    num_prompt = _number(entry["input_length"], "input_length", path, line, 1)
+    hash_ids = entry.get("hash_ids", [])
+    if not isinstance(hash_ids, list):
+        raise _bad(path, line, "hash_ids must be a list")
+    prefix_ids = tuple(_number(number, "hash_ids", path, line, 0) for number in hash_ids)
+    if len(prefix_ids) > -(-num_prompt // PREFIX_BLOCK_TOKENS):
+        what = f"{len(prefix_ids)} hash_ids for {num_prompt} tokens in blocks of 512"
+        raise _bad(path, line, what)
+    return TraceRequest(
+        _number(entry.get("timestamp"), "timestamp", path, line, 0) / 1e3,
+        num_prompt,
+        _number(entry.get("output_length"), "output_length", path, line, 0),
+        prefix_ids=prefix_ids,
+    )
+
+
+def _prompt_tokens(value: Any, path: Path, line: int) -> int:
+    """A number, or a text whose words are counted."""
+    if isinstance(value, str):
+        return max(round(_TOKENS_PER_WORD * len(value.split())), 1)
+    return _number(value, "prompt_tokens", path, line, 1)
+
+
+def _read_json(file: io.TextIOBase, path: Path, outputs_of: str | None) -> Iterator[TraceRequest]:
+    try:
+        content = json.load(file)
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must be a JSON object of lists")
+    prompts = content.get("prompt_tokens", content.get("instructions"))
+    outputs = content.get("output_tokens")
+    if isinstance(outputs, dict):
+        if outputs_of not in outputs:
+            raise ConfigError(
+                f"{path} has outputs of several; choose one with --outputs-of: "
+                f"{', '.join(sorted(outputs)[:8])}, ..."
+            )
+        outputs = outputs[outputs_of]
+    if not isinstance(prompts, list) or not isinstance(outputs, list):
+        raise ConfigError(f"{path} must have a list prompt_tokens and a list output_tokens")
+    if len(prompts) != len(outputs):
+        raise ConfigError(f"{path} has {len(prompts)} prompts and {len(outputs)} outputs")
+    for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True), 1):
+        yield TraceRequest(
+            None,
+            _prompt_tokens(prompt, path, number),
+            _number(output, "output_tokens", path, number, 0),
+        )

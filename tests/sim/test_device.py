@@ -1,0 +1,176 @@
+"""The modelled device: shapes, step times and their fit, and memory that is not there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.checkpoints import tiny_llama
+
+from aquifer.errors import ConfigError, DriverError
+from aquifer.memory.pool import Kind, Owner, PagePool
+from aquifer.memory.virtual import VirtualRange
+from aquifer.sim.device import (
+    DEVICES,
+    MODELS,
+    StepModel,
+    StepWork,
+    calibrate,
+    find_device,
+    find_model,
+)
+from aquifer.sim.driver import PAGE_BYTES, ModelledDriver
+
+OPT = MODELS["opt-13b"]
+A100 = DEVICES["a100-40g"]
+
+
+def test_shapes_are_those_of_table_1():
+    assert OPT.kv_layout.token_bytes == 2 * 40 * 5120 * 2  # section 3: 800 KB
+    expected_gb = {"opt-13b": 26, "opt-66b": 132, "opt-175b": 346, "llama-13b": 26}
+    for name, gigabytes in expected_gb.items():
+        assert MODELS[name].weight_bytes / 1e9 == pytest.approx(gigabytes, rel=0.015)
+    assert MODELS["llama-3-8b"].weight_bytes / 2e9 == pytest.approx(8.03, rel=1e-3)
+
+
+def test_a_shape_from_a_config(tmp_path):
+    shape = find_model(str(tiny_llama(tmp_path / "tiny")))
+    (tmp_path / "tiny" / "model.safetensors").unlink()
+    assert find_model(str(tmp_path / "tiny")) == shape  # no weights are needed
+    config = json.loads((tmp_path / "tiny" / "config.json").read_text())
+    layers, hidden = config["num_hidden_layers"], config["hidden_size"]
+    head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
+    queries = config["num_attention_heads"] * head_dim
+    keys = config["num_key_value_heads"] * head_dim
+    body = layers * (2 * hidden * (queries + keys) + 3 * hidden * config["intermediate_size"])
+    assert shape.body_parameters == body
+    assert shape.head_parameters == config["vocab_size"] * hidden
+    assert shape.attention_operations == 4 * layers * queries
+    assert shape.max_tokens == config["max_position_embeddings"]
+
+
+def test_unknown_names():
+    with pytest.raises(ConfigError, match="none of opt-13b"):
+        find_model("opt-14b")
+    for name in ("b100", "0xh200", "xh200"):
+        with pytest.raises(ConfigError, match=f"--device '{name}' is unknown"):
+            find_device(name)
+
+
+def test_several_devices():
+    assert find_device("h200") is DEVICES["h200"]
+    four = find_device("4xa100-40g")
+    assert four.memory_bytes == 4 * A100.memory_bytes
+    work = StepWork(8, 8, 1000)
+    alone, together = (StepModel(OPT, device).seconds(work) for device in (A100, four))
+    assert together - four.overhead_s == pytest.approx((alone - A100.overhead_s) / 4)
+
+
+def test_step_times():
+    device = replace(A100, overhead_s=0.5, memory_efficiency=0.5, compute_efficiency=0.25)
+    steps = StepModel(OPT, device)
+    bandwidth, rate = 0.5 * device.bandwidth, 0.25 * device.operations_per_s
+    weights_s = OPT.read_bytes / bandwidth
+    kv_s = 100 * OPT.kv_layout.token_bytes / bandwidth
+    # Few tokens: the weights. Many: the products.
+    assert steps.seconds(StepWork(2, 2, 100)) == pytest.approx(0.5 + weights_s + kv_s)
+    operations = 2 * (4000 * OPT.body_parameters + 2 * OPT.head_parameters)
+    assert steps.seconds(StepWork(4000, 2, 100)) == pytest.approx(0.5 + operations / rate + kv_s)
+    # A chunk's attention: by its operations, or by what it reads.
+    plain = steps.seconds(StepWork(300, 1, 0))
+    pairs_s = 45_000 * OPT.attention_operations / rate
+    assert steps.seconds(StepWork(300, 1, 0, 300, 45_000)) == pytest.approx(plain + pairs_s)
+    read_s = 10**6 * OPT.kv_layout.token_bytes / bandwidth
+    assert steps.seconds(StepWork(300, 1, 0, 10**6, 1)) == pytest.approx(plain + read_s)
+    copies_s = 2 * 10**9 / bandwidth + 10**9 / device.link_bandwidth
+    moving = StepWork(300, 1, 0, copied_bytes=10**9, moved_bytes=10**9)
+    assert steps.seconds(moving) == pytest.approx(plain + copies_s)
+
+
+def test_many_decode_steps_are_the_same_as_one_by_one():
+    steps = StepModel(OPT, A100)
+    kv_tokens = np.array([1, 77, 12345])
+    assert steps.decode_seconds(9, kv_tokens).tolist() == [
+        steps.seconds(StepWork(9, 9, n)) for n in kv_tokens.tolist()
+    ]
+
+
+def _latency_file(folder: Path, steps: StepModel, sizes: tuple[int, ...]) -> Path:
+    batches = []
+    for size in sizes:
+        kv_tokens = size * (512 + 64)
+        work = StepWork(size * 512, 0, 0, size * 512, size * 512 * 512 // 2)
+        batches.append(
+            {
+                "num_prompts": size,
+                "total_input_tokens": size * 512,
+                "total_output_tokens": size * 128,
+                "aquifer": {
+                    "step_ms": {
+                        "median": 1e3 * float(steps.decode_seconds(size, np.array([kv_tokens]))[0])
+                    },
+                    "first_tokens_seconds": [steps.seconds(work)] * 2,
+                },
+            }
+        )
+    file = folder / "latency.json"
+    rates = {"read_bandwidth": 4e12, "matmul_rate": 7e14}
+    file.write_text(json.dumps({**rates, "batches": batches}))
+    return file
+
+
+def test_calibration_finds_what_made_the_times(tmp_path):
+    truth = replace(
+        DEVICES["h200"],
+        bandwidth=4e12,
+        operations_per_s=7e14,
+        overhead_s=5e-4,
+        memory_efficiency=0.8,
+        compute_efficiency=0.7,
+    )
+    model = MODELS["llama-3-8b"]
+    file = _latency_file(tmp_path, StepModel(model, truth), (1, 32, 64, 128))
+    found = calibrate(DEVICES["h200"], model, file)
+    assert (found.bandwidth, found.operations_per_s) == (4e12, 7e14)
+    assert found.memory_efficiency == pytest.approx(0.8, abs=0.01)
+    assert found.compute_efficiency == pytest.approx(0.7, rel=0.01)
+    assert found.overhead_s == pytest.approx(5e-4, abs=1e-4)
+
+
+def test_calibration_needs_a_latency_result(tmp_path):
+    file = tmp_path / "other.json"
+    file.write_text('{"benchmark": "load"}')
+    with pytest.raises(ConfigError, match="is no result of aquifer bench latency"):
+        calibrate(A100, OPT, file)
+    with pytest.raises(ConfigError, match="is no result"):
+        calibrate(A100, OPT, tmp_path / "missing.json")
+    with pytest.raises(ConfigError, match="has 1 batch"):
+        calibrate(A100, OPT, _latency_file(tmp_path, StepModel(OPT, A100), (4,)))
+
+
+def test_memory_that_is_not_there():
+    driver = ModelledDriver(5 * PAGE_BYTES)
+    pool = PagePool(driver, 4 * PAGE_BYTES)
+    owner = Owner("m", Kind.KV)
+    window = VirtualRange(driver, 64 << 40, PAGE_BYTES)
+    tensor = window.tensor((1 << 40,), torch.float16, offset_bytes=PAGE_BYTES)
+    assert (tensor.device.type, tensor.shape) == ("meta", (1 << 40,))
+    pages = pool.acquire(owner, 3)
+    assert pages is not None
+    window.map(7, pages)
+    assert driver.available_bytes() == 2 * PAGE_BYTES
+    assert pool.acquire(owner, 2) is None
+    with pytest.raises(DriverError, match="OUT_OF_MEMORY"):
+        driver.create(PAGE_BYTES, 3)
+    with pytest.raises(DriverError, match="a page is mapped"):
+        driver.map(window.address + 9 * PAGE_BYTES, pages[:1])
+    with pytest.raises(DriverError, match="no page is mapped"):
+        driver.unmap(window.address, PAGE_BYTES, 1)
+    pool.release(window.unmap_all())
+    pool.close()
+    assert driver.available_bytes() == 5 * PAGE_BYTES
+    window.close()

@@ -1,0 +1,248 @@
+"""Replays: times that can be worked out by hand, the same outcome with and without skipping ahead,
+and memory that is accounted for to the byte."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+
+from aquifer.errors import ConfigError
+from aquifer.sim.device import DeviceModel, ModelShape, StepModel, StepWork
+from aquifer.sim.replay import MANAGERS, ReplayConfig, ReplayResult, replay
+from aquifer.sim.trace import TraceRequest, poisson_arrivals
+
+MODEL = ModelShape.dense(
+    "tiny",
+    num_layers=2,
+    hidden=64,
+    num_heads=4,
+    num_kv_heads=4,
+    feed_forward_matrices=2,
+    feed_forward=256,
+    vocab_size=128,
+    tied=True,
+    max_tokens=256,
+)
+PAGE_BYTES = 4096  # eight tokens
+DEVICE = DeviceModel("tiny", 8 << 20, 1e9, 1e11, 2e8, 1e-3, 1.0, 1.0)
+STEPS = StepModel(MODEL, DEVICE)
+
+
+def _config(manager: str = "virtual", kv_pages: int = 200, **options: object) -> ReplayConfig:
+    """On a device that has so many pages for KV."""
+    weight_pages = -(-MODEL.weight_bytes // PAGE_BYTES)
+    config = ReplayConfig(
+        {"tiny": MODEL},
+        DEVICE,
+        manager,
+        memory_bytes=(weight_pages + kv_pages) * PAGE_BYTES,
+        page_bytes=PAGE_BYTES,
+        block_size=4,
+        max_num_seqs=24,
+        max_num_batched_tokens=64,
+        swap_space_bytes=0,
+    )
+    return replace(config, **options)  # type: ignore[arg-type]
+
+
+def _requests(seed: int, count: int, rate: float) -> list[TraceRequest]:
+    rng = np.random.default_rng(seed)
+    lengths = [
+        TraceRequest(None, int(rng.integers(1, 90)), int(rng.geometric(0.03)) % 120 + 1)
+        for _ in range(count)
+    ]
+    return poisson_arrivals(lengths, rate, count, seed)
+
+
+def _growing(seed: int, count: int) -> list[TraceRequest]:
+    """Short prompts and long outputs: many are admitted, and then do not fit."""
+    rng = np.random.default_rng(seed)
+    lengths = [TraceRequest(None, 5, int(rng.integers(60, 130))) for _ in range(count)]
+    return poisson_arrivals(lengths, 100.0, count, seed)
+
+
+def _check(result: ReplayResult) -> None:
+    for averages in (result.averages, result.averages_waiting):
+        parts = ("written", "future", "internal", "external", "retained", "free")
+        assert min(averages[part] for part in parts) >= -1e-6
+        total = sum(averages[part] for part in parts)
+        assert total == pytest.approx(result.kv_budget_bytes) or total == 0
+
+
+def _same(left: ReplayResult, right: ReplayResult) -> None:
+    """Bit for bit the same times; averages but for the order of sums."""
+    assert [asdict(record) for record in left.records] == [asdict(r) for r in right.records]
+    for name in ("num_steps", "num_preemptions", "duration_s", "kv_budget_bytes"):
+        assert getattr(left, name) == getattr(right, name)
+    assert left.averages == pytest.approx(right.averages, rel=1e-9, abs=1e-3)
+    assert left.averages_waiting == pytest.approx(right.averages_waiting, rel=1e-9, abs=1e-3)
+
+
+def test_one_request_by_hand():
+    (record,) = (result := replay(_config(), [TraceRequest(2.0, 100, 3)])).records
+    # 64 and 36 tokens of the prompt, with whose last one the first token is sampled; then two more.
+    works = [
+        StepWork(64, 0, 0, 64, 64 * 65 // 2),
+        StepWork(36, 1, 0, 100, 36 * 64 + 36 * 37 // 2),
+        StepWork(1, 1, 101),
+        StepWork(1, 1, 102),
+    ]
+    ends_s = 2.0 + np.cumsum([STEPS.seconds(work) for work in works])
+    assert (record.arrival_s, record.scheduled_s) == (2.0, 2.0)
+    assert record.first_token_s == pytest.approx(ends_s[1], rel=1e-12)
+    assert record.finished_s == pytest.approx(ends_s[3], rel=1e-12)
+    assert result.normalized_latency_s == pytest.approx((ends_s[3] - 2) / 3)
+    assert result.busy_s == pytest.approx(ends_s[3] - 2)
+    figures = result.figures()
+    assert (figures["completed"], figures["num_steps"]) == (1, 4)
+    assert figures["mean_ttft_ms"] == pytest.approx(1e3 * (ends_s[1] - 2))
+    assert figures["median_tpot_ms"] == pytest.approx(1e3 * (ends_s[3] - ends_s[1]) / 2)
+    written = np.average([64, 100, 101, 102], weights=np.diff(ends_s, prepend=2.0))
+    token_bytes = MODEL.kv_layout.token_bytes
+    assert result.averages["written"] == pytest.approx(written * token_bytes)
+    assert result.averages["requests"] == pytest.approx(1)
+    _check(result)
+
+
+@pytest.mark.parametrize("manager", MANAGERS)
+@pytest.mark.parametrize("seed", range(3))
+def test_skipping_ahead_changes_nothing(manager, seed):
+    """In pools that are wide and crowded, and where all preempt each other."""
+    config = _config(manager, (400, 90, 45)[seed])
+    requests = _growing(seed, 40) if seed == 2 else _requests(seed, 60, rate=30.0 + 30 * seed)
+    ahead = replay(config, requests)
+    _same(ahead, replay(replace(config, fast_forward=False), requests))
+    _check(ahead)
+    served = [record for record in ahead.records if record.finished_s is not None]
+    assert len(served) == len(requests) or manager not in ("virtual", "paged")
+    for record in served:
+        assert record.first_token_s is not None
+        assert record.arrival_s <= (record.scheduled_s or 0.0) < record.first_token_s
+        assert record.finished_s is not None
+        assert record.first_token_s <= record.finished_s
+    if manager in ("virtual", "paged") and seed == 2:
+        assert ahead.num_preemptions > 0
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute", "auto"])
+def test_preempted_requests_come_to_their_end(mode):
+    config = _config("paged", 45, preemption_mode=mode, swap_space_bytes=1 << 20)
+    result = replay(config, _growing(0, 40))
+    assert result.num_preemptions > 0
+    assert all(record.finished_s is not None for record in result.records)
+    _check(result)
+
+
+@pytest.mark.parametrize("options", [{"num_samples": 3}, {"beam_width": 3}])
+@pytest.mark.parametrize("manager", ["virtual", "paged", "orca-oracle"])
+def test_several_sequences_of_a_request(manager, options):
+    config, requests = _config(manager, 400, **options), _requests(0, 12, rate=10.0)
+    result = replay(config, requests)
+    assert all(record.finished_s is not None for record in result.records)
+    _check(result)
+    shares = result.averages["shared"] > 0
+    assert shares == (manager != "orca-oracle")
+    # The one that has computed the prompt is a step ahead of the others.
+    assert result.averages["sequences"] == pytest.approx(3 * result.averages["requests"], rel=0.05)
+    _same(result, replay(replace(config, fast_forward=False), requests))
+
+
+def test_cached_prefixes():
+    """As many hits as a cache without bounds has: whole blocks, and never a whole prompt."""
+    requests = [
+        TraceRequest(float(i), 1200 + i, 4, prefix_ids=ids)
+        for i, ids in enumerate([(1, 2), (3,), (1, 4), (1, 2), (3, 5)])
+    ]
+    model = replace(MODEL, max_tokens=4096)
+    config = replace(
+        _config("paged", 2000, max_num_batched_tokens=2048, prefix_caching=True),
+        models={"tiny": model},
+    )
+    result = replay(config, requests)
+    assert [record.cached_tokens for record in result.records] == [0, 0, 512, 1024, 512]
+    assert result.hit_tokens == 2048
+    assert result.queried_tokens == sum(request.prompt_tokens for request in requests)
+    assert result.averages["retained"] > 0
+    _check(result)
+    plain = replay(replace(config, prefix_caching=False), requests)
+    assert plain.hit_tokens == 0
+    assert plain.averages["retained"] == pytest.approx(0)
+    fourth, without = result.records[3], plain.records[3]
+    assert fourth.first_token_s is not None
+    assert without.first_token_s is not None
+    assert fourth.first_token_s < without.first_token_s
+
+
+def test_static_batches():
+    """Nobody joins a batch that runs, and all of its answers come at once."""
+    requests = [
+        TraceRequest(0.0, 5, 40),
+        TraceRequest(0.0, 5, 10),
+        TraceRequest(1e-3, 5, 10),
+        TraceRequest(1e-3, 5, 20),
+    ]
+    static = replay(_config("static", 130), requests).records
+    assert static[0].finished_s == static[1].finished_s
+    assert static[2].scheduled_s == static[3].scheduled_s == static[1].finished_s
+    assert static[2].finished_s == static[3].finished_s
+    orca = replay(_config("orca-max", 130), requests).records
+    assert orca[1].finished_s is not None
+    assert orca[0].finished_s is not None
+    assert orca[1].finished_s < orca[0].finished_s
+    assert orca[2].scheduled_s is not None
+    assert orca[2].scheduled_s < orca[1].finished_s
+
+
+def test_managers_differ_as_the_paper_says():
+    """Batched requests and waste at a rate that is too high for all (Fig. 2 and 13)."""
+    requests = _requests(5, 120, rate=1000.0)
+    results = {name: replay(_config(name, 160), requests) for name in MANAGERS}
+    batched = {name: result.averages_waiting["requests"] for name, result in results.items()}
+    assert batched["virtual"] > batched["orca-oracle"] > batched["orca-max"]
+    assert batched["paged"] > batched["orca-oracle"] >= batched["orca-pow2"] > batched["static"]
+    for name in ("virtual", "paged"):
+        assert results[name].averages["future"] == 0
+    assert results["orca-max"].averages["internal"] > 0
+    assert results["orca-oracle"].averages["internal"] == 0
+    assert results["orca-oracle"].averages["external"] > 0
+    assert results["static"].normalized_latency_s > results["orca-max"].normalized_latency_s
+
+
+def test_what_could_never_fit_is_refused():
+    requests = [TraceRequest(0.0, 250, 7), TraceRequest(0.0, 100, 50), TraceRequest(0.0, 20, 5)]
+    result = replay(_config("paged", 12), requests)
+    assert [record.finished_s is None for record in result.records] == [True, True, False]
+    assert result.figures()["not_completed"] == 2
+    nobody = replay(_config("paged", 12), requests[:1])
+    assert nobody.normalized_latency_s == np.inf
+    assert nobody.figures()["mean_ttft_ms"] is None
+
+
+def test_two_models_share_the_memory():
+    other = replace(MODEL, name="other", max_tokens=128)
+    config = replace(_config(kv_pages=150), models={"tiny": MODEL, "other": other})
+    requests = [
+        replace(request, model="other" if i % 3 else None, output_tokens=9, prompt_tokens=40)
+        for i, request in enumerate(_requests(1, 30, rate=100.0))
+    ]
+    result = replay(config, requests)
+    assert [record.model for record in result.records[:3]] == ["tiny", "other", "other"]
+    assert all(record.finished_s is not None for record in result.records)
+    _check(result)
+    _same(result, replay(replace(config, fast_forward=False), requests))
+
+
+def test_wrong_options():
+    requests = [TraceRequest(0.0, 5, 5)]
+    with pytest.raises(ConfigError, match="unknown KV cache 'orca'"):
+        _config("orca")
+    with pytest.raises(ConfigError, match="no prefix caching"):
+        _config("orca-max", prefix_caching=True)
+    with pytest.raises(ConfigError, match="the weights of tiny take"):
+        replay(replace(_config(), memory_bytes=PAGE_BYTES), requests)
+    with pytest.raises(ConfigError, match="asks for a model 'big'; name one with --model big="):
+        replay(_config(), [replace(requests[0], model="big")])
+    with pytest.raises(ConfigError, match="has no times; give a --rate"):
+        replay(_config(), [replace(requests[0], arrival_s=None)])
