@@ -37,8 +37,8 @@ class Harness:
             self.pool, OWNER, LAYOUT, MAX_SEQS, MAX_TOKENS, policy=policy, block_size=BLOCK_SIZE
         )
         self.dense = DenseKV(LAYOUT, MAX_SEQS, MAX_TOKENS)
-        self.lengths = np.zeros(MAX_SEQS, np.int64)
-        self.finals = np.zeros(MAX_SEQS, np.int64)
+        self.lengths = np.zeros(MAX_SEQS + 1, np.int64)
+        self.finals = np.zeros(MAX_SEQS + 1, np.int64)
         self.generator = torch.Generator().manual_seed(0)
 
     def begin(self, slot: int, num_prompt: int, num_total: int) -> bool:

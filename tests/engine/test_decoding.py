@@ -11,10 +11,10 @@ import pytest
 import torch
 from tests.architectures import OUR_DECODER, VOCAB_SIZE, save_tiny
 
+from aquifer.bench.soak import check_idle, soak
 from aquifer.engine.llm import LLM
-from aquifer.engine.request import BeamSearchParams, Request, SamplingParams, TokenOutput
+from aquifer.engine.request import BeamSearchParams, Request, SamplingParams
 from aquifer.errors import CapacityError, RequestError
-from aquifer.memory.pool import Kind
 
 KV_CACHES = ("virtual", "paged")
 OUTPUT_TOKENS = 20
@@ -69,17 +69,6 @@ def tight_memory(reference: Reference, num_tokens: int) -> int:
         return info.weight_bytes + num_tokens * info.kv_bytes_per_token + 4096
 
 
-def check_all_free(llm: LLM) -> None:
-    llm.engine.pool.check()
-    (memory,) = llm.memory().models.values()
-    assert memory.bytes_by_kind[Kind.KV] == 0
-    assert memory.kv_mapped_bytes == 0
-    for lane in llm.engine.lanes.values():
-        assert lane.prefixes is not None
-        lane.prefixes.clear()
-    assert llm.memory().models[memory_name(llm)].bytes_by_kind[Kind.PREFIX] == 0
-
-
 def memory_name(llm: LLM) -> str:
     (name,) = llm.engine.models
     return name
@@ -127,7 +116,7 @@ def test_beams_equal_transformers(
         assert [o.outputs[0].token_ids for o in outputs[1::2]] == [
             o.outputs[0].token_ids for o in alone
         ]
-        check_all_free(llm)
+        check_idle(llm)
 
 
 @pytest.mark.parametrize("preemption_mode", ["swap", "recompute"])
@@ -149,7 +138,7 @@ def test_preempted_groups_lose_nothing(
             (lane,) = llm.engine.lanes.values()
             assert (lane.num_preemptions > 0) == expects_preemption
             assert (lane.num_swaps > 0) == (expects_preemption and preemption_mode == "swap")
-            check_all_free(llm)
+            check_idle(llm)
         return [[c.token_ids for c in out.outputs] for out in outputs]
 
     plenty = run("16MiB", expects_preemption=False)
@@ -184,7 +173,7 @@ def test_samples_share_the_prompt(reference: Reference, kv_cache: str) -> None:
         assert tokens[0] == alone.outputs[0].token_ids
         assert len({tuple(t) for t in tokens.values()}) == 4
         assert max(saved) > 0.5  # three quarters of a prompt of 61 tokens, and few of each's own
-        check_all_free(llm)
+        check_idle(llm)
 
 
 def test_best_of_keeps_the_most_probable(reference: Reference) -> None:
@@ -217,7 +206,7 @@ def test_who_forks_late_computes_for_itself(reference: Reference) -> None:
             for output in engine.step():
                 tokens.setdefault(output.index, []).extend(output.token_ids)
         assert tokens == {c.index: c.token_ids for c in expected[1:]}
-        check_all_free(llm)
+        check_idle(llm)
 
 
 def test_more_sequences_than_slots_or_memory_are_refused(reference: Reference) -> None:
@@ -263,7 +252,7 @@ def test_cached_prefixes_change_no_token(reference: Reference, kv_cache: str) ->
         (hits,) = stats.num_prefix_hit_tokens.values()
         (queries,) = stats.num_prefix_queried_tokens.values()
         assert 0 < hits < queries
-        check_all_free(cached)
+        check_idle(cached)
 
 
 def test_salts_keep_prefixes_apart(reference: Reference) -> None:
@@ -301,7 +290,7 @@ def test_pinned_prefixes_survive_a_crowd(reference: Reference, kv_cache: str) ->
         llm.generate(crowd, GREEDY, use_tqdm=False)
         (output,) = llm.generate([prompt], GREEDY, use_tqdm=False)
         assert output.num_cached_tokens < num_pinned - 1
-        check_all_free(llm)
+        check_idle(llm)
 
 
 def test_what_cannot_be_pinned(reference: Reference) -> None:
@@ -321,56 +310,18 @@ def test_what_cannot_be_pinned(reference: Reference) -> None:
 # --- all together ------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("preemption_mode", ["swap", "recompute"])
 @pytest.mark.parametrize("kv_cache", KV_CACHES)
-def test_a_crowd_of_all_kinds(reference: Reference, kv_cache: str) -> None:
-    """Requests of all methods in a small pool, clients that leave; everybody is answered."""
-    random = Random(4)
-    beginnings = [[random.randrange(VOCAB_SIZE) for _ in range(40)] for _ in range(4)]
-    endings: dict[tuple[str, int], str] = {}
-    expected: dict[str, int] = {}
-    gone: set[str] = set()
-    refused = 0
-    options = {**OPTIONS, "kv_cache": kv_cache, "memory": tight_memory(reference, 200)}
-    with LLM(reference.folder, max_num_seqs=12, max_num_batched_tokens=64, **options) as llm:
-        engine = llm.engine
-        engine.num_ahead = 1
-
-        def note(outputs: list[TokenOutput]) -> None:
-            for output in outputs:
-                if output.finish_reason is not None and output.request_id not in gone:
-                    assert (output.request_id, output.index) not in endings
-                    assert output.finish_reason in ("stop", "length")
-                    endings[output.request_id, output.index] = output.finish_reason
-
-        for number in range(150):
-            prompt = random.choice(beginnings)[: random.randrange(1, 41)]
-            prompt = prompt + [random.randrange(VOCAB_SIZE) for _ in range(random.randrange(8))]
-            n = random.choice((1, 1, 1, 2, 3, 6))
-            params = SamplingParams(
-                n=n,
-                best_of=n + random.choice((0, 0, 1)),
-                use_beam_search=random.random() < 0.3,
-                temperature=random.choice((0.0, 1.0)),
-                max_tokens=random.randrange(1, 30),
-            )
-            request_id = str(number)
-            try:
-                engine.add(Request(request_id, memory_name(llm), prompt, params, 0.0))
-                expected[request_id] = params.num_completions
-            except CapacityError:
-                refused += 1
-            if random.random() < 0.1 and expected:
-                leaver = random.choice(list(expected))
-                gone.add(leaver)
-                engine.abort(leaver)
-            for _ in range(random.randrange(6)):
-                note(engine.step())
-        while engine.has_work:
-            note(engine.step())
-        for request_id, count in expected.items():
-            if request_id not in gone:
-                assert sum(key[0] == request_id for key in endings) == count
-        assert refused > 0
-        (lane,) = engine.lanes.values()
-        assert lane.num_preemptions > 0
-        check_all_free(llm)
+def test_a_crowd_of_all_kinds(reference: Reference, kv_cache: str, preemption_mode: Any) -> None:
+    """Everybody is answered or refused, and nothing is left; `soak` checks that."""
+    options = {**OPTIONS, "memory": tight_memory(reference, 200), "kv_cache": kv_cache}
+    options |= {"max_num_seqs": 12, "max_num_batched_tokens": 64}
+    with LLM(reference.folder, preemption_mode=preemption_mode, **options) as llm:
+        llm.engine.num_ahead = 1
+        result = soak(llm, num_requests=100, max_tokens=60, seed=4)
+    assert result.num_answered > 50
+    assert result.num_left > 0
+    assert result.refused["CapacityError"] > 0
+    assert result.num_preemptions > 0
+    assert (result.num_swaps > 0) == (preemption_mode == "swap")
+    assert result.num_cached_tokens > 0

@@ -308,6 +308,71 @@ def load(
 
 
 @app.command()
+def soak(
+    model: ModelArgument,
+    num_requests: Annotated[int, typer.Option(help="Random ones of every kind.", min=1)] = 20_000,
+    max_tokens: Annotated[int, typer.Option(help="Of a prompt and its output.", min=8)] = 64,
+    num_seqs: Annotated[int, typer.Option(help="That run at once.", min=1)] = 16,
+    kv_tokens: Annotated[
+        int | None, typer.Option(help="Tokens that the pool has room for; default 4 x max-tokens.")
+    ] = None,
+    page_size: Annotated[str, typer.Option(help="Size of a page.")] = "16KiB",
+    preemption_mode: Annotated[str, typer.Option(help="auto, swap or recompute.")] = "auto",
+    device: Device = "auto",
+    kv_cache: KVCache = "virtual",
+    seed: Seed = 0,
+    output: Output = None,
+) -> None:
+    """Many random requests against a pool that is too small, with clients that leave.
+
+    Everybody must be answered or refused, and every page accounted for in the end.
+    """
+    from aquifer.bench.soak import soak as run_soak
+    from aquifer.engine.llm import LLM
+    from aquifer.engine.progress import counting_bar
+
+    options: dict[str, Any] = {
+        "device": device,
+        "kv_cache": kv_cache,
+        "page_size": page_size,
+        "preemption_mode": preemption_mode,
+        "max_num_seqs": num_seqs,
+        "seed": seed,
+    }
+    kv_tokens = kv_tokens or 4 * max_tokens
+    with LLM(model, **options) as llm:
+        (info,) = llm.engine.models.values()
+        memory = llm.memory()
+        taken_bytes = memory.overhead_bytes + info.weight_bytes
+        options["memory"] = taken_bytes + kv_tokens * info.kv_bytes_per_token + memory.page_bytes
+    with LLM(model, **options) as llm, counting_bar(True) as progress:
+        described = _describe("soak", llm, options)
+        task = progress.add_task("requests", total=num_requests)
+        result = run_soak(
+            llm, num_requests, max_tokens, seed, lambda sent: progress.update(task, completed=sent)
+        )
+    table = _table(f"{num_requests} requests, room for {kv_tokens} tokens of KV")
+    table.add_column("")
+    table.add_column("", justify="right")
+    refused = sum(result.refused.values())
+    for name, value in (
+        ("answered", result.num_answered),
+        ("refused, with a reason", refused),
+        ("whose client left", result.num_left),
+        ("completions", result.num_completions),
+        ("output tokens", result.num_output_tokens),
+        ("prompt tokens found in the cache", result.num_cached_tokens),
+        ("preemptions", result.num_preemptions),
+        ("of these swapped", result.num_swaps),
+        ("pages not accounted for", 0),
+        ("seconds", round(result.seconds)),
+    ):
+        table.add_row(name, f"{value:,}")
+    figures = {**described, "kv_tokens": kv_tokens, "max_tokens": max_tokens, **asdict(result)}
+    _finish(table, figures, output)
+
+
+@app.command()
 def overhead(
     num_seqs: Annotated[int, typer.Option(help="Running sequences.")] = 256,
     num_steps: Annotated[int, typer.Option(help="Decode steps of each round.")] = 256,

@@ -40,7 +40,8 @@ class Anchor:
         handles = pool.acquire(replace(owner, kind=Kind.OVERHEAD), num_pages)
         if handles is None:
             raise ConfigError(f"the pool has no room for any KV of {owner.model}; raise --memory")
-        range_.map(0, handles)
+        if handles:
+            range_.map(0, handles)
 
     def close(self) -> None:
         """Give the pages back. Pre-condition: nothing in flight knows the cache's addresses."""

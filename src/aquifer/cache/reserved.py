@@ -268,7 +268,7 @@ class ReservedCache:
 
         Args:
             written_tokens: of all sequences.
-            final_tokens: [max_seqs], for each slot what its sequence will have when it ends; of
+            final_tokens: [max_seqs + 1], for each slot what its sequence will have when it ends; of
                 slots that have reserved nothing it does not matter.
         """
         token_bytes = self.layout.token_bytes

@@ -395,9 +395,10 @@ class Scheduler:
     def _preempt_latest(self, refusal: DriverError | None) -> None:
         """Take the memory of the latest arrival among all running requests.
 
-        If that is the only one, the device itself is out of memory, or the process holds more of it
-        than when the request was taken in: then the request fails, since trying again would not
-        end.
+        If that is the only one, what it holds may be in pieces: blocks that are scattered over more
+        pages than they need. When it begins again, they are not. But if the device itself refused, or
+        the request has got nowhere since it began, as the process holds more memory than when it
+        was taken in, then it fails, since trying again would not end.
         """
         lane, group = max(
             ((lane, group) for lane in self.lanes.values() for group in lane.running[-1:]),
@@ -406,7 +407,8 @@ class Scheduler:
         num_running = sum(len(lane.running) for lane in self.lanes.values())
         if num_running == 1 and self._forget_leases(lane, group):
             return
-        if num_running == 1:
+        got_nowhere = lane.slots.count_tokens(group) <= group.num_begun_with
+        if num_running == 1 and (refusal is not None or got_nowhere):
             self._end_all(lane, group)
             self._fail(group, refusal)
             return
@@ -479,6 +481,7 @@ class Scheduler:
             self._unblock(group)
             lane.waiting.popleft()
             insort(lane.running, group, key=lambda g: g.arrival)
+            group.num_begun_with = lane.slots.count_tokens(group)
             if group.scheduled_s is None:
                 group.scheduled_s = self._clock_s()
             if was_swapped:

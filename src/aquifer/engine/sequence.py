@@ -132,6 +132,7 @@ class SequenceGroup:
     beams: Beams | None = None
     num_cached_tokens: int | None = None  # of the prompt; None before it is admitted
     num_preemptions: int = 0
+    num_begun_with: int = 0  # tokens of all sequences when it was admitted last
     scheduled_s: float | None = None
     first_token_s: float | None = None
 

@@ -21,7 +21,7 @@ import heapq
 import numpy as np
 import numpy.typing as npt
 
-from aquifer.engine.sequence import Sequence
+from aquifer.engine.sequence import Sequence, SequenceGroup
 
 STOP_IDS_PER_SLOT = 16
 """Stop tokens that the array has room for; a request with more is checked one by one."""
@@ -128,6 +128,10 @@ class SlotTable:
         if self.num_tokens[slot] == 0:  # it has not begun in this slot
             return sequence.token_ids
         return self.token_ids[slot, : self.num_tokens[slot]]
+
+    def count_tokens(self, group: SequenceGroup) -> int:
+        """Known tokens of all sequences of a seated group that run or will."""
+        return sum(len(self.tokens(sequence)) for sequence in group.live)
 
     def unseat(self, sequence: Sequence) -> None:
         """Take the slot back; the sequence keeps its tokens."""

@@ -332,8 +332,9 @@ class PagePool:
         This is how a finished request's KV becomes a retained prefix.
         """
         with self._books:
-            pages = [self._in_use(handle) for handle in handles]
-            for page in pages:
+            for page in [self._in_use(handle) for handle in handles]:
+                if page.owner is owner:
+                    continue
                 if page.owner.model != owner.model:
                     raise InvariantError(f"a page of {page.owner} cannot go to {owner} unzeroed")
                 self._in_use_bytes[page.owner] -= page.page_bytes
@@ -347,12 +348,17 @@ class PagePool:
         """
         with self._books:
             done: dict[tuple[int, Owner], list[Handle]] = {}
+            # Of the page before, which most are like: an owner's hash is costly.
+            owner, page_bytes, group = _NOBODY, 0, []
             for handle in handles:
                 page = self._in_use(handle)
                 page.num_references -= 1
                 if page.num_references == 0:
                     del self._pages[handle]
-                    done.setdefault((page.page_bytes, page.owner), []).append(handle)
+                    if page.owner is not owner or page.page_bytes != page_bytes:
+                        owner, page_bytes = page.owner, page.page_bytes
+                        group = done.setdefault((page_bytes, owner), [])
+                    group.append(handle)
                 elif page.is_retired:
                     self._in_use_bytes[page.owner] -= page.page_bytes
                     self._retired_bytes += page.page_bytes

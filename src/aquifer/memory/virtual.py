@@ -58,17 +58,17 @@ class VirtualRange:
         if index < 0 or index + len(handles) > self.num_pages:
             raise InvariantError(f"pages [{index}, {index + len(handles)}) leave the range")
         indices = range(index, index + len(handles))
-        if any(i in self._handles for i in indices):
+        if not self._handles.keys().isdisjoint(indices):
             raise InvariantError(f"a page of [{index}, {index + len(handles)}) is mapped already")
         self.driver.map(self.address + index * self.page_bytes, handles)
         self._handles.update(zip(indices, handles, strict=True))
 
     def handles(self, index: int, count: int) -> list[Handle]:
         """The pages at [index, index + count): map them elsewhere to alias this stretch."""
-        indices = range(index, index + count)
-        if any(i not in self._handles for i in indices):
-            raise InvariantError(f"a page of [{index}, {index + count}) is not mapped")
-        return [self._handles[i] for i in indices]
+        try:
+            return [self._handles[i] for i in range(index, index + count)]
+        except KeyError:
+            raise InvariantError(f"a page of [{index}, {index + count}) is not mapped") from None
 
     def unmap(self, index: int, count: int) -> list[Handle]:
         """Unmap [index, index + count) and return the pages, which the caller still holds."""
@@ -81,6 +81,8 @@ class VirtualRange:
 
     def unmap_at(self, indices: Sequence[int]) -> list[Handle]:
         """Unmap the pages at these indices, in ascending order, and return them likewise."""
+        if indices and indices[-1] - indices[0] == len(indices) - 1:  # one stretch, as most are
+            return self.unmap(indices[0], len(indices))
         handles: list[Handle] = []
         start = 0
         while start < len(indices):

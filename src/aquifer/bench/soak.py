@@ -1,0 +1,183 @@
+"""Many random requests of every decoding method against a pool that is too small for them.
+
+Whatever happens in it, three things have to hold: everybody who stays is answered or refused with a
+reason, nobody is answered twice, and in the end every page is accounted for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+from aquifer.engine.llm import LLM
+from aquifer.engine.request import MAX_LOGPROBS, Request, SamplingParams, TokenOutput
+from aquifer.errors import CapacityError, ContextLengthError, InvariantError, QueueFullError
+from aquifer.memory.pool import Kind
+
+_NUM_BEGINNINGS = 16
+_LEAVES = 0.05  # of a client, before its answer is complete
+_STEPS_BETWEEN = 3  # at most, between two requests
+
+
+@dataclass(slots=True)
+class SoakResult:
+    """What became of the requests."""
+
+    num_requests: int
+    num_answered: int = 0  # every completion came to its end
+    num_left: int = 0  # their clients went away
+    refused: Counter[str] = field(default_factory=Counter)  # by the kind of error
+    num_completions: int = 0
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    num_swaps: int = 0
+    num_cached_tokens: int = 0  # of prompts, found among retained prefixes
+    seconds: float = 0.0
+
+
+class _Crowd:
+    """Makes requests up.
+
+    Args:
+        vocab_size: of the model.
+        max_tokens: of a prompt and its output together.
+        max_seqs: that may run at once.
+        seed: of it all.
+    """
+
+    def __init__(self, vocab_size: int, max_tokens: int, max_seqs: int, seed: int) -> None:
+        self.random = Random(seed)
+        self._vocab_size = vocab_size
+        self._max_tokens = max_tokens
+        self._max_seqs = max_seqs
+        self._beginnings = [self._tokens(max_tokens) for _ in range(_NUM_BEGINNINGS)]
+
+    def request(self, name: str, model: str) -> Request:
+        """One of a random kind. Some are too long, or too many in one."""
+        random = self.random
+        shared = random.randrange(self._max_tokens // 2)
+        own = self._tokens(random.randrange(1, 2 + self._max_tokens // 8))
+        prompt = random.choice(self._beginnings)[:shared] + own
+        n = min(random.choice((1, 1, 1, 2, 3, 5)), self._max_seqs)
+        best_of = min(n + random.choice((0, 0, 0, 2)), self._max_seqs)
+        max_tokens = random.choice((1, random.randrange(1, self._max_tokens), None))
+        salt = random.choice((None, None, None, "a"))
+        if random.random() < 0.25:
+            params = SamplingParams(
+                n=n,
+                best_of=best_of,
+                use_beam_search=True,
+                length_penalty=random.choice((0.0, 1.0, 2.0)),
+                early_stopping=random.choice((True, False, "never")),
+                max_tokens=random.randrange(1, 1 + self._max_tokens // 4),
+            )
+            return Request(name, model, prompt, params, time.monotonic(), cache_salt=salt)
+        params = SamplingParams(
+            n=n,
+            best_of=best_of,
+            temperature=random.choice((0.0, 0.7, 1.0)),
+            top_p=random.choice((1.0, 1.0, 0.8)),
+            top_k=random.choice((0, 0, 5)),
+            frequency_penalty=random.choice((0.0, 0.0, 0.5)),
+            logprobs=random.choice((None, None, None, 0, MAX_LOGPROBS)),
+            prompt_logprobs=random.choice((None,) * 9 + (1,)),
+            seed=random.choice((None, 7)),
+            max_tokens=max_tokens,
+        )
+        return Request(name, model, prompt, params, time.monotonic(), cache_salt=salt)
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.random.randrange(self._vocab_size) for _ in range(count)]
+
+
+def soak(
+    llm: LLM,
+    num_requests: int,
+    max_tokens: int,
+    seed: int = 0,
+    on_progress: Callable[[int], None] = lambda _: None,
+) -> SoakResult:
+    """Send requests, let some of their clients leave, and check all that came of it.
+
+    Args:
+        llm: with a small pool, which must have been idle.
+        num_requests: how many.
+        max_tokens: of a prompt and its output together, more or less.
+        seed: of it all.
+        on_progress: told how many requests were sent.
+
+    Raises:
+        InvariantError: somebody was not answered, or answered twice; or pages are not accounted
+            for.
+    """
+    engine = llm.engine
+    ((name, info),) = engine.models.items()
+    (lane,) = engine.lanes.values()
+    crowd = _Crowd(info.vocab_size, max_tokens, engine.config.max_num_seqs, seed)
+    result = SoakResult(num_requests)
+    due: dict[str, set[int]] = {}  # completions that a request has still to get
+    left: set[str] = set()
+
+    def note(outputs: list[TokenOutput]) -> None:
+        for output in outputs:
+            if output.request_id in left:
+                continue
+            result.num_output_tokens += len(output.token_ids)
+            result.num_cached_tokens += output.num_cached_tokens
+            if output.finish_reason is None:
+                continue
+            waiting = due.get(output.request_id)
+            if waiting is None or output.index not in waiting or output.error is not None:
+                raise InvariantError(f"an answer that nobody waits for: {output}")
+            waiting.remove(output.index)
+            result.num_completions += 1
+            if not waiting:
+                del due[output.request_id]
+                result.num_answered += 1
+
+    start = time.perf_counter()
+    for number in range(num_requests):
+        request = crowd.request(str(number), name)
+        try:
+            engine.add(request)
+            due[request.request_id] = set(range(request.params.num_completions))
+        except (CapacityError, ContextLengthError, QueueFullError) as error:
+            result.refused[type(error).__name__] += 1
+        if due and crowd.random.random() < _LEAVES:
+            leaver = crowd.random.choice(list(due))
+            engine.abort(leaver)
+            left.add(leaver)
+            del due[leaver]
+            result.num_left += 1
+        for _ in range(crowd.random.randrange(_STEPS_BETWEEN + 1)):
+            note(engine.step())
+        on_progress(number + 1)
+    while engine.has_work:
+        note(engine.step())
+    result.seconds = time.perf_counter() - start
+    result.num_preemptions, result.num_swaps = lane.num_preemptions, lane.num_swaps
+    if due:
+        raise InvariantError(f"{len(due)} requests got no answer, {next(iter(due))} for one")
+    check_idle(llm)
+    return result
+
+
+def check_idle(llm: LLM) -> None:
+    """Verify that an engine without work holds nothing but weights and retained prefixes.
+
+    The prefixes are dropped.
+
+    Raises:
+        InvariantError: it does.
+    """
+    for lane in llm.engine.lanes.values():
+        if lane.prefixes is not None:
+            lane.prefixes.clear()
+    llm.engine.pool.check()
+    for name, model in llm.memory().models.items():
+        held = {k: n for k, n in model.bytes_by_kind.items() if n and k != Kind.WEIGHTS}
+        if held or model.kv_mapped_bytes or model.num_running or model.num_waiting:
+            raise InvariantError(f"the idle model {name} holds {held or model}")
