@@ -314,11 +314,12 @@ def soak(
     max_tokens: Annotated[int, typer.Option(help="Of a prompt and its output.", min=8)] = 64,
     num_seqs: Annotated[int, typer.Option(help="That run at once.", min=1)] = 16,
     kv_tokens: Annotated[
-        int | None, typer.Option(help="Tokens that the pool has room for; default 4 x max-tokens.")
+        int | None, typer.Option(help="Tokens that the pool has room for; default 3 x max-tokens.")
     ] = None,
     page_size: Annotated[str, typer.Option(help="Size of a page.")] = "16KiB",
     preemption_mode: Annotated[str, typer.Option(help="auto, swap or recompute.")] = "auto",
     device: Device = "auto",
+    load_format: LoadFormat = "auto",
     kv_cache: KVCache = "virtual",
     seed: Seed = 0,
     output: Output = None,
@@ -333,18 +334,20 @@ def soak(
 
     options: dict[str, Any] = {
         "device": device,
+        "load_format": load_format,
         "kv_cache": kv_cache,
-        "page_size": page_size,
         "preemption_mode": preemption_mode,
         "max_num_seqs": num_seqs,
+        "max_model_len": max_tokens,
         "seed": seed,
     }
-    kv_tokens = kv_tokens or 4 * max_tokens
+    kv_tokens = kv_tokens or 3 * max_tokens
     with LLM(model, **options) as llm:
         (info,) = llm.engine.models.values()
-        memory = llm.memory()
-        taken_bytes = memory.overhead_bytes + info.weight_bytes
-        options["memory"] = taken_bytes + kv_tokens * info.kv_bytes_per_token + memory.page_bytes
+        taken_bytes = llm.memory().overhead_bytes + info.weight_bytes
+    options["page_size"] = page_size
+    kv_bytes = kv_tokens * info.kv_bytes_per_token + parse_size(page_size)
+    options["memory"] = taken_bytes + kv_bytes
     with LLM(model, **options) as llm, counting_bar(True) as progress:
         described = _describe("soak", llm, options)
         task = progress.add_task("requests", total=num_requests)

@@ -19,7 +19,8 @@ from aquifer.memory.pool import Kind
 
 _NUM_BEGINNINGS = 16
 _LEAVES = 0.05  # of a client, before its answer is complete
-_STEPS_BETWEEN = 3  # at most, between two requests
+_STEPS_BETWEEN = 3  # at most, between two requests,
+_MOST_DUE = 64  # unless so many wait or run already
 
 
 @dataclass(slots=True)
@@ -153,6 +154,8 @@ def soak(
             del due[leaver]
             result.num_left += 1
         for _ in range(crowd.random.randrange(_STEPS_BETWEEN + 1)):
+            note(engine.step())
+        while len(due) > _MOST_DUE:
             note(engine.step())
         on_progress(number + 1)
     while engine.has_work:

@@ -86,6 +86,8 @@ class PagedCache:
         self._users = np.zeros(num_blocks, np.int32)
         self._holds = np.zeros(num_blocks, np.int32)
         num_pages = self._range.num_pages
+        # From the first page of a block to any other that it may touch.
+        self._page_steps = np.arange((self._block_bytes - 2) // pool.page_bytes + 2)
         self._page_users = np.zeros(num_pages, np.int32)  # blocks on each page that are used
         self._page_holds = np.zeros(num_pages, np.int32)  # that are held, and not used
         self._page_owner = np.zeros(num_pages, np.int8)  # _NOBODY
@@ -97,13 +99,14 @@ class PagedCache:
         self._tables = np.zeros((max_seqs + 1, blocks_per_seq), np.int32)
         device = pool.driver.device
         # What kernels read: the same memory on the host, else a copy that `upload` keeps up.
+        self._is_copied = device.type != "cpu"
         self._device_tables = (
-            torch.from_numpy(self._tables)
-            if device.type == "cpu"
-            else torch.zeros(self._tables.shape, dtype=torch.int32, device=device)
+            torch.zeros(self._tables.shape, dtype=torch.int32, device=device)
+            if self._is_copied
+            else torch.from_numpy(self._tables)
         )
-        # [slot, index] of each entry that the device does not know yet
-        self._appended: list[npt.NDArray[np.int64]] = []
+        # (slots, indices) of entries that the copy does not have yet
+        self._appended: list[tuple[IntArray, IntArray]] = []
         self._num_blocks = np.zeros(max_seqs + 1, np.int64)
 
     @property
@@ -121,17 +124,27 @@ class PagedCache:
 
     def reserve(self, slots: IntArray, num_tokens: IntArray) -> bool:
         """Append blocks to the tables, mapping pages where they have none yet."""
-        missing = -(-num_tokens // self._block_size) - self._num_blocks[slots]
-        if not (missing > 0).any():
+        short = np.flatnonzero(self._num_blocks[slots] * self._block_size < num_tokens)
+        if not len(short):
             return True
-        slots, missing = slots[missing > 0], missing[missing > 0]
-        ends = np.cumsum(missing)
-        blocks = self._claim(int(ends[-1]))
+        slots, num_tokens = slots[short], num_tokens[short]
+        held = self._num_blocks[slots]
+        needed = -(-num_tokens // self._block_size)
+        missing = needed - held
+        count = int(missing.sum())
+        blocks = self._claim(count)
         if blocks is None:
             return False
-        indices = np.arange(ends[-1]) + np.repeat(self._num_blocks[slots] - ends + missing, missing)
-        self._enter(np.repeat(slots, missing), indices, blocks)
-        self._num_blocks[slots] += missing
+        if count > len(slots):  # more than one for some of them
+            ends = np.cumsum(missing)
+            self._enter(
+                np.repeat(slots, missing),
+                np.arange(count) + np.repeat(needed - ends, missing),
+                blocks,
+            )
+        else:
+            self._enter(slots, held, blocks)
+        self._num_blocks[slots] = needed
         return True
 
     def release(self, slot: int) -> None:
@@ -234,12 +247,10 @@ class PagedCache:
             return
         slots, indices = np.concatenate(self._appended, axis=1)
         self._appended.clear()
-        device = self._device_tables.device
-        if device.type != "cpu":
-            # As the entries are now: one that was written twice must not depend on the order.
-            entries = np.stack((slots, indices, self._tables[slots, indices]))
-            device_slots, device_indices, blocks = upload(entries, device)
-            self._device_tables[device_slots, device_indices] = blocks.int()
+        # As the entries are now: one that was written twice must not depend on the order.
+        entries = np.stack((slots, indices, self._tables[slots, indices]))
+        device_slots, device_indices, blocks = upload(entries, self._device_tables.device)
+        self._device_tables[device_slots, device_indices] = blocks.int()
 
     def view(self, rows: Rows) -> StepView:
         """Slots and positions of the step's tokens, and the tables that lead to their blocks."""
@@ -284,13 +295,12 @@ class PagedCache:
             # pages that these blocks need must not go.
             pages = self._begin_use(blocks)
             undo.callback(self._end_use, blocks)
-            new = np.unique(pages[self._page_owner[pages] == _NOBODY])
-            missing = new.tolist()
+            new = missing = sorted(set(pages[self._page_owner[pages] == _NOBODY].tolist()))
             retired = self._pool.retired
             if retired.num_places:
                 taken = [page for page in missing if retired.take_back(self._range, page, 1)]
                 undo.callback(retired.retire, self._range, taken)
-                missing = sorted(set(missing).difference(taken))
+                missing = sorted(set(new).difference(taken))
             handles = self._pool.acquire(self._owner, len(missing))
             if handles is None:
                 return None
@@ -299,7 +309,8 @@ class PagedCache:
                 self._range.map(missing[start], handles[start:end])
                 undo.callback(self._range.unmap, missing[start], end - start)
             undo.pop_all()
-        self._account(new, _KV)
+        self._page_owner[new] = _KV
+        self._num_used_pages += len(new)
         return blocks
 
     def _take_blocks(self, count: int) -> IntArray:
@@ -317,7 +328,8 @@ class PagedCache:
     def _enter(self, slots: IntArray, indices: IntArray, blocks: IntArray) -> None:
         """Write blocks into the tables."""
         self._tables[slots, indices] = blocks
-        self._appended.append(np.stack((slots, indices)))
+        if self._is_copied:
+            self._appended.append((slots, indices))
 
     def _require_contents(self, blocks: IntArray) -> None:
         if ((self._users[blocks] == 0) & (self._holds[blocks] == 0)).any():
@@ -336,7 +348,8 @@ class PagedCache:
         held = unused[self._holds[unused] > 0]
         if len(held):
             np.subtract.at(self._page_holds, self._pages_of(held), 1)
-        self._settle(pages)
+        if (self._page_owner[pages] == _PREFIX).any():
+            self._settle(pages)
         return pages
 
     def _end_use(self, blocks: IntArray) -> None:
@@ -378,10 +391,7 @@ class PagedCache:
         self._num_used_pages += int(np.count_nonzero(self._page_owner[pages] == _KV))
 
     def _transfer(self, pages: IntArray, owner: Owner) -> None:
-        handles: list[Handle] = []
-        for page in pages.tolist():
-            handles += self._range.handles(page, 1)
-        self._pool.transfer(handles, owner)
+        self._pool.transfer(self._range.handles_at(pages.tolist()), owner)
 
     def _make_copies(self) -> None:
         """Launch the copies, after which what they read is not needed for them any more."""
@@ -394,12 +404,10 @@ class PagedCache:
 
     def _pages_of(self, blocks: IntArray) -> IntArray:
         """Indices of the pages that each block touches, one block after the other."""
-        page_bytes = self._pool.page_bytes
         begin = blocks * self._block_bytes
-        first = begin // page_bytes
-        counts = -(-(begin + self._block_bytes) // page_bytes) - first
-        ends = np.cumsum(counts)
-        return np.asarray(np.repeat(first - ends + counts, counts) + np.arange(counts.sum()))
+        last = (begin + self._block_bytes - 1) // self._pool.page_bytes
+        pages = (begin // self._pool.page_bytes)[:, None] + self._page_steps
+        return np.asarray(pages[pages <= last[:, None]])
 
     def _stretches(self, slot: int, tokens: range) -> Iterator[tuple[torch.Tensor, slice]]:
         """A slot's tokens, where they lie, by runs of neighbouring blocks.

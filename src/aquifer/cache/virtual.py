@@ -122,11 +122,11 @@ class VirtualCache:
 
     def bytes_needed(self, num_tokens: int) -> int:
         """Whole pages under the sequence's tokens."""
-        return int(self._pages_for(np.int64(num_tokens))) * self._page_bytes
+        return self._pages_for(num_tokens) * self._page_bytes
 
     def expect(self, slot: int, num_prompt: int, num_total: int) -> None:
         """So that no page is mapped ahead of what never comes; the very last token needs no KV."""
-        self._max_pages[slot] = self._pages_for(np.int64(num_total - 1))
+        self._max_pages[slot] = self._pages_for(num_total - 1)
 
     def reserve(self, slots: IntArray, num_tokens: IntArray) -> bool:
         """Map what is missing, somewhat ahead if the pool has it at hand, else to the byte.
@@ -137,21 +137,29 @@ class VirtualCache:
         chosen = self._choose(self._room_tokens[slots] - num_tokens)
         if not len(chosen):
             return True
-        slots, num_tokens = slots[chosen], num_tokens[chosen]
-        held = self._num_pages[slots]
-        ahead = self._pages_for(num_tokens + _AHEAD_TOKENS - 1)
-        ahead = np.maximum(np.minimum(ahead, self._max_pages[slots]), held)
+        slots = slots[chosen]
+        # From here on it is a few sequences, for which plain numbers are faster than arrays.
+        growing, tokens = slots.tolist(), num_tokens[chosen].tolist()
+        held, most = self._num_pages[slots].tolist(), self._max_pages[slots].tolist()
+        ahead = [
+            max(min(self._pages_for(count + _AHEAD_TOKENS - 1), limit), has)
+            for count, limit, has in zip(tokens, most, held, strict=True)
+        ]
         with ExitStack() as undo:
-            taken = self._take_back(slots, held, ahead - held)
-            undo.callback(self._retire, slots, held, taken)
-            held = held + taken
-            now = np.maximum(self._pages_for(num_tokens), held)
+            if self._pool.retired.num_places:
+                taken = self._take_back(growing, held, ahead)
+                undo.callback(self._retire, growing, held, taken)
+                held = taken
+            now = [
+                max(self._pages_for(count), has) for count, has in zip(tokens, held, strict=True)
+            ]
             for needed, may_reclaim in ((ahead, False), (now, True)):
-                count = int((needed - held).sum())
+                count = sum(needed) - sum(held)
                 pages = self._pool.acquire(self._owner, count, may_reclaim=may_reclaim)
                 if pages is not None:
-                    self._map(slots, held, needed - held, pages)
-                    self._set_pages(slots, needed)
+                    self._map(growing, held, needed, pages)
+                    for slot, num_pages in zip(growing, needed, strict=True):
+                        self._set_pages(slot, num_pages)
                     undo.pop_all()
                     return True
         return False
@@ -167,7 +175,7 @@ class VirtualCache:
                 if handle in self._shared:
                     self._shared[handle].left_at = index
             self._end_use(handles)
-        self._set_pages(np.array([slot]), np.zeros(1, np.int64))
+        self._set_pages(slot, 0)
         self._left_pages[slot] = max(self._left_pages[slot], count)
         self._pool.retired.retire(self._range, range(first, first + count))
 
@@ -181,8 +189,7 @@ class VirtualCache:
 
     def blocks(self, slot: int, num_tokens: int) -> list[int]:
         """The pages under a slot's first tokens."""
-        count = int(self._pages_for(np.int64(num_tokens)))
-        return list(self._range.handles(slot * self._slot_pages, count))
+        return list(self._range.handles(slot * self._slot_pages, self._pages_for(num_tokens)))
 
     def adopt(self, slot: int, blocks: Sequence[int], num_tokens: int) -> bool:
         """Share the pages that end before the next token, and copy the one that it begins in.
@@ -292,8 +299,8 @@ class VirtualCache:
         self._anchor.close()
         self._range.close()
 
-    def _pages_for(self, num_tokens: IntArray | np.int64) -> IntArray:
-        return np.asarray(-(-num_tokens * self.layout.token_bytes // self._page_bytes))
+    def _pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens * self.layout.token_bytes // self._page_bytes)
 
     def _choose(self, left: IntArray) -> IntArray:
         """Which sequences to map for in this call, by index: who is short, and who will be soon.
@@ -310,56 +317,62 @@ class VirtualCache:
         Args:
             left: [num_seqs], tokens that fit on the mapped pages beyond those asked for.
         """
-        ordered = np.sort(left)
-        num_short = int(ordered.searchsorted(0))
-        waiting = ordered[num_short : ordered.searchsorted(_AHEAD_TOKENS - 1)]
-        num_ahead = 0
-        if len(waiting) > _SPREAD_SEQS:
-            surplus = (self._ranks[: len(waiting)] - _SPREAD_SEQS * waiting).max()
-            num_ahead = max(min(int(surplus), _SPREAD_SEQS - num_short), 0)
-        if not num_short + num_ahead:
-            return np.zeros(0, np.int64)
-        # In the order of the call, in which pages are handed out.
-        return np.sort(np.argsort(left, kind="stable")[: num_short + num_ahead])
+        soon = left[left < _AHEAD_TOKENS - 1]
+        if len(soon) > _SPREAD_SEQS:
+            soon.sort()
+            num_short = int(soon.searchsorted(0))
+            waiting = soon[num_short:]
+            if len(waiting) > _SPREAD_SEQS:
+                surplus = (self._ranks[: len(waiting)] - _SPREAD_SEQS * waiting).max()
+                num_ahead = min(int(surplus), _SPREAD_SEQS - num_short)
+                if num_ahead > 0:
+                    # In the order of the call, in which pages are handed out.
+                    return np.sort(np.argsort(left, kind="stable")[: num_short + num_ahead])
+        return np.flatnonzero(left < 0)
 
-    def _set_pages(self, slots: IntArray, num_pages: IntArray) -> None:
-        self._num_pages[slots] = num_pages
-        self._room_tokens[slots] = np.where(
-            num_pages < self._slot_pages,
-            num_pages * self._page_bytes // self.layout.token_bytes,
-            _MANY_TOKENS,
+    def _set_pages(self, slot: int, num_pages: int) -> None:
+        self._num_pages[slot] = num_pages
+        self._room_tokens[slot] = (
+            num_pages * self._page_bytes // self.layout.token_bytes
+            if num_pages < self._slot_pages
+            else _MANY_TOKENS
         )
 
-    def _take_back(self, slots: IntArray, held: IntArray, missing: IntArray) -> IntArray:
-        """How many of the missing pages are there still from a slot's earlier sequences."""
-        taken = np.zeros_like(held)
+    def _take_back(self, slots: list[int], held: list[int], needed: list[int]) -> list[int]:
+        """Take what earlier sequences have left in a slot, where that has less than it needs.
+
+        Returns: how many pages each slot has then.
+        """
         retired = self._pool.retired
-        if not retired.num_places:
-            return taken
-        for i in np.flatnonzero(held < self._left_pages[slots]).tolist():
-            first = int(slots[i] * self._slot_pages + held[i])
-            taken[i] = retired.take_back(self._range, first, int(missing[i]))
-        return taken
+        ends = []
+        for slot, has, end in zip(slots, held, needed, strict=True):
+            num_taken = 0
+            if has < self._left_pages[slot]:
+                first = slot * self._slot_pages + has
+                num_taken = retired.take_back(self._range, first, end - has)
+            ends.append(has + num_taken)
+        return ends
 
-    def _retire(self, slots: IntArray, held: IntArray, count: IntArray) -> None:
-        """Give up `count[i]` pages of slot i beyond the first `held[i]`."""
-        firsts = slots * self._slot_pages + held
-        for first, end in zip(firsts.tolist(), (firsts + count).tolist(), strict=True):
-            self._pool.retired.retire(self._range, range(first, end))
+    def _retire(self, slots: list[int], starts: list[int], ends: list[int]) -> None:
+        """Give up the pages [start, end) of each slot."""
+        for slot, start, end in zip(slots, starts, ends, strict=True):
+            first = slot * self._slot_pages
+            self._pool.retired.retire(self._range, range(first + start, first + end))
 
-    def _map(self, slots: IntArray, held: IntArray, missing: IntArray, pages: list[Handle]) -> None:
-        """Map `pages`, `missing[i]` of them at the end of slot i; if the driver refuses, none."""
+    def _map(
+        self, slots: list[int], starts: list[int], ends: list[int], pages: list[Handle]
+    ) -> None:
+        """Map `pages` at [start, end) of each slot in turn; if the driver refuses, none."""
         with ExitStack() as undo:
             undo.callback(self._pool.release, pages)
-            first = 0
-            for slot, index, count in zip(
-                slots.tolist(), held.tolist(), missing.tolist(), strict=True
-            ):
+            done = 0
+            for slot, start, end in zip(slots, starts, ends, strict=True):
+                count = end - start
                 if count:
-                    index += slot * self._slot_pages
-                    self._range.map(index, pages[first : first + count])
+                    index = slot * self._slot_pages + start
+                    self._range.map(index, pages[done : done + count])
                     undo.callback(self._range.unmap, index, count)
-                    first += count
+                    done += count
             undo.pop_all()
 
     def _adopt(
@@ -411,7 +424,7 @@ class VirtualCache:
             self._copied_to.update(self._range.handles(target, 1))
             if parent_place is None:
                 self._open_windows[copied[0]] = source
-        self._set_pages(np.array([slot]), np.array([num_shared + len(copied)]))
+        self._set_pages(slot, num_shared + len(copied))
         return True
 
     def _begin_use(self, handles: Sequence[Handle]) -> None:

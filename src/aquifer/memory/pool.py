@@ -349,7 +349,8 @@ class PagePool:
         with self._books:
             done: dict[tuple[int, Owner], list[Handle]] = {}
             # Of the page before, which most are like: an owner's hash is costly.
-            owner, page_bytes, group = _NOBODY, 0, []
+            owner, page_bytes = _NOBODY, 0
+            group: list[Handle] = []
             for handle in handles:
                 page = self._in_use(handle)
                 page.num_references -= 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -65,10 +65,14 @@ class VirtualRange:
 
     def handles(self, index: int, count: int) -> list[Handle]:
         """The pages at [index, index + count): map them elsewhere to alias this stretch."""
+        return self.handles_at(range(index, index + count))
+
+    def handles_at(self, indices: Iterable[int]) -> list[Handle]:
+        """The pages at these indices."""
         try:
-            return [self._handles[i] for i in range(index, index + count)]
-        except KeyError:
-            raise InvariantError(f"a page of [{index}, {index + count}) is not mapped") from None
+            return [self._handles[i] for i in indices]
+        except KeyError as error:
+            raise InvariantError(f"page {error} of a range is not mapped") from None
 
     def unmap(self, index: int, count: int) -> list[Handle]:
         """Unmap [index, index + count) and return the pages, which the caller still holds."""

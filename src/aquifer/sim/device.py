@@ -166,6 +166,19 @@ MODELS = {
             tied=False,
             max_tokens=2048,
         ),
+        # The same but for its context: what a trace with longer requests needs.
+        ModelShape.dense(
+            "llama-2-13b",
+            num_layers=40,
+            hidden=5120,
+            num_heads=40,
+            num_kv_heads=40,
+            feed_forward_matrices=3,
+            feed_forward=13824,
+            vocab_size=32000,
+            tied=False,
+            max_tokens=4096,
+        ),
         ModelShape.dense(
             "llama-3-8b",
             num_layers=32,

@@ -42,6 +42,8 @@ class TraceRequest:
         output_tokens: at least 1.
         model: who is asked; None for whoever there is.
         prefix_ids: of the prompt's blocks of 512 tokens: equal ids, equal tokens.
+        prefix_tokens: how many of the first tokens `prefix_ids` speak for; None for all of their
+            blocks. The rest is the request's own.
     """
 
     arrival_s: float | None
@@ -49,6 +51,7 @@ class TraceRequest:
     output_tokens: int
     model: str | None = None
     prefix_ids: tuple[int, ...] = ()
+    prefix_tokens: int | None = None
 
 
 def read_trace(path: Path, *, outputs_of: str | None = None) -> list[TraceRequest]:
@@ -160,7 +163,7 @@ class PromptMaker:
         count = request.prompt_tokens
         block = np.arange(PREFIX_BLOCK_TOKENS)
         shared = np.array(request.prefix_ids, np.int64)[:, None] * PREFIX_BLOCK_TOKENS + block
-        shared = shared.reshape(-1)[:count] % _ID_LIMIT
+        shared = shared.reshape(-1)[: request.prefix_tokens][:count] % _ID_LIMIT
         num_own = count - len(shared)
         self._end -= num_own
         if self._end < 0:

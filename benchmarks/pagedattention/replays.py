@@ -1,0 +1,265 @@
+"""Replays as jobs: each is run once, in one of several processes, whoever asks for it."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from aquifer.engine.preemption import Mode
+from aquifer.sim.device import find_device, find_model
+from aquifer.sim.driver import PAGE_BYTES
+from aquifer.sim.replay import ReplayConfig, ReplayResult, replay
+from aquifer.sim.trace import TraceRequest, poisson_arrivals
+from benchmarks.pagedattention.workloads import load
+
+ARRIVAL_SEED = 0
+
+SATURATED = 1e6
+"""A rate at which all requests are there from the beginning."""
+
+_PARTS = ("written", "future", "internal", "external", "retained", "free", "shared")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One replay.
+
+    Args:
+        workload: one of `WORKLOADS`.
+        manager: of KV.
+        rate: of Poisson arrivals, requests a second; None for the trace's own times.
+        num_requests: the first so many.
+        model: its name.
+        device: its name.
+        block_size: tokens of a block.
+        page_bytes: of a page; None for what suits the manager, see `config`.
+        max_num_seqs: that run at once; enough for memory to be what limits them.
+        num_samples: completions of each prompt.
+        beam_width: of a search, 0 for sampling.
+        prefix_caching: keep KV for later requests.
+        preemption_mode: swap or recompute.
+        link_bandwidth: to the host, bytes a second; None for the device's.
+        memory_bytes: in all; None for nine tenths of the device.
+        max_model_len: the longest context, where it is not the model's own.
+    """
+
+    workload: str
+    manager: str
+    rate: float | None
+    num_requests: int
+    model: str = "opt-13b"
+    device: str = "a100-40g"
+    block_size: int = 16
+    page_bytes: int | None = None
+    max_num_seqs: int = 256
+    num_samples: int = 1
+    beam_width: int = 0
+    prefix_caching: bool = False
+    preemption_mode: Mode = "auto"
+    link_bandwidth: float | None = None
+    memory_bytes: int | None = None
+    max_model_len: int | None = None
+
+    def config(self) -> ReplayConfig:
+        """What to replay on.
+
+        Pages are the device's for `virtual`. For all others a page is as large as a block, so that
+        they lose nothing to pages, as in the paper, where there are none.
+        """
+        model = find_model(self.model)
+        if self.max_model_len is not None:
+            model = replace(model, max_tokens=self.max_model_len)
+        device = find_device(self.device)
+        if self.link_bandwidth is not None:
+            device = replace(device, link_bandwidth=self.link_bandwidth)
+        page_bytes = self.page_bytes
+        if page_bytes is None:
+            is_virtual = self.manager == "virtual"
+            block_bytes = self.block_size * model.kv_layout.token_bytes
+            page_bytes = PAGE_BYTES if is_virtual else block_bytes
+        return ReplayConfig(
+            models={self.model: model},
+            device=device,
+            manager=self.manager,
+            memory_bytes=self.memory_bytes,
+            page_bytes=page_bytes,
+            block_size=self.block_size,
+            max_num_seqs=self.max_num_seqs,
+            num_samples=self.num_samples,
+            beam_width=self.beam_width,
+            prefix_caching=self.prefix_caching,
+            preemption_mode=self.preemption_mode,
+            swap_space_bytes=64 << 30,
+        )
+
+
+Figures = dict[str, Any]
+
+
+class Replays:
+    """Runs jobs in processes of their own, and keeps what came of them.
+
+    Args:
+        data: the folder of the traces.
+        num_processes: at once.
+    """
+
+    def __init__(self, data: Path, num_processes: int) -> None:
+        self._data = data
+        self._num_processes = num_processes
+        self._results: dict[Job, Figures] = {}
+
+    def run(self, what: str, jobs: Iterable[Job]) -> list[Figures]:
+        """The figures of each job, in their order, with a bar over those that must be run."""
+        jobs = list(jobs)
+        missing = [job for job in dict.fromkeys(jobs) if job not in self._results]
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
+        context = multiprocessing.get_context("spawn")
+        with (
+            Progress(*columns, console=Console(stderr=True)) as progress,
+            context.Pool(self._num_processes, _start, (self._data,)) as pool,
+        ):
+            task = progress.add_task(what, total=len(missing))
+            for job, figures in pool.imap_unordered(_execute, missing):
+                self._results[job] = figures
+                progress.advance(task)
+        return [self._results[job] for job in jobs]
+
+    def capacities(self, what: str, jobs: Iterable[Job]) -> list[float]:
+        """Of each job, the requests a second that it gets done with all of them waiting."""
+        saturated = [replace(job, rate=SATURATED) for job in jobs]
+        return [float(figures["capacity"]) for figures in self.run(what, saturated)]
+
+
+_data = Path()  # of a process that runs jobs
+
+
+def _start(data: Path) -> None:
+    global _data
+    _data = data
+
+
+@cache
+def _workload(name: str) -> list[TraceRequest]:
+    return load(name, _data)
+
+
+def _execute(job: Job) -> tuple[Job, Figures]:
+    """Run a job, in a process that `_start` has prepared."""
+    requests = _workload(job.workload)
+    if job.rate is None:
+        requests = requests[: job.num_requests]
+    else:
+        requests = poisson_arrivals(requests, job.rate, job.num_requests, ARRIVAL_SEED)
+    config = job.config()
+    result = replay(config, requests)
+    figures = {**asdict(job), "page_bytes": config.page_bytes, "arrival_seed": ARRIVAL_SEED}
+    figures |= _figures(result)
+    if job.rate == SATURATED:
+        figures["rate"] = None
+        figures["capacity"] = _capacity(result)
+    if job.prefix_caching:
+        figures["hit_rate"] = result.hit_tokens / max(result.queried_tokens, 1)
+    if job.workload == "mooncake":
+        block_tokens = config.page_bytes // config.models[job.model].kv_layout.token_bytes
+        figures["unbounded_hit_rate"] = _unbounded_hit_rate(requests, result, block_tokens)
+    return job, figures
+
+
+def _figures(result: ReplayResult) -> Figures:
+    """What the plots and the tables need; memory as parts of that for KV."""
+    served = result.figures()
+    names = (
+        "completed",
+        "not_completed",
+        "duration",
+        "num_steps",
+        "num_preemptions",
+        "request_throughput",
+        "output_throughput",
+        "normalized_latency",
+        "median_ttft_ms",
+        "p99_e2el_ms",
+        "kv_budget_bytes",
+    )
+    figures: Figures = {name: served[name] for name in names}
+    for name, averages in (
+        ("averages", result.averages),
+        ("averages_while_waiting", result.averages_waiting),
+    ):
+        figures[name] = {
+            part: round(value / result.kv_budget_bytes if part in _PARTS else value, 5)
+            for part, value in averages.items()
+        }
+    averages = result.averages
+    mapped = averages["written"] + averages["internal"]
+    if averages["shared"]:
+        # Fig. 15: blocks saved, by blocks that there would be without sharing.
+        figures["saved_by_sharing"] = averages["shared"] / (averages["shared"] + mapped)
+    wasted = averages["future"] + averages["internal"] + averages["external"]
+    figures["waste"] = wasted / max(wasted + averages["written"], 1.0)
+    return figures
+
+
+def _capacity(result: ReplayResult) -> float:
+    """Requests a second while there is a queue: output tokens until the last one leaves it.
+
+    What is still running then counts with the outputs that it has, so a short replay says nearly
+    the same as a long one.
+    """
+    served = [record for record in result.records if record.finished_s is not None]
+    end_s = max(record.scheduled_s or 0.0 for record in served)
+    if not end_s:
+        return len(served) / result.duration_s
+    outputs = 0.0
+    for record in served:
+        assert record.first_token_s is not None
+        assert record.finished_s is not None
+        span_s = max(record.finished_s - record.first_token_s, 1e-9)
+        part = min(max((end_s - record.first_token_s) / span_s, 0.0), 1.0)
+        outputs += part * record.output_tokens
+    return outputs / end_s / float(np.mean([record.output_tokens for record in served]))
+
+
+def _unbounded_hit_rate(
+    requests: list[TraceRequest], result: ReplayResult, block_tokens: int
+) -> float:
+    """The part of all prompts' tokens that a cache without end would find.
+
+    It is told of a prompt's full blocks when the prompt has been computed, and asked when a request
+    is admitted, at the times at which the replay did that; the last token is always computed. It
+    knows nothing but the trace's ids.
+    """
+    seen: dict[tuple[int, ...], int] = {}  # ids of prefix blocks -> tokens known, in full blocks
+    events: list[tuple[float, int, int]] = []
+    for index, record in enumerate(result.records):
+        if record.first_token_s is not None and record.scheduled_s is not None:
+            events.append((record.first_token_s, 0, index))
+            events.append((record.scheduled_s, 1, index))
+    num_hits = num_tokens = 0
+    for _, is_asking, index in sorted(events):
+        request = requests[index]
+        keys = [request.prefix_ids[: end + 1] for end in range(len(request.prefix_ids))]
+        if not is_asking:
+            full = request.prompt_tokens - request.prompt_tokens % block_tokens
+            for end, key in enumerate(keys, 1):
+                seen[key] = max(seen.get(key, 0), min(end * 512, full))
+            continue
+        num_found = max((seen[key] for key in keys if key in seen), default=0)
+        num_found = min(num_found, request.prompt_tokens - 1)
+        num_hits += num_found - num_found % block_tokens
+        num_tokens += request.prompt_tokens
+    return num_hits / num_tokens
