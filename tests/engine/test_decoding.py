@@ -318,8 +318,8 @@ def test_a_crowd_of_all_kinds(reference: Reference, kv_cache: str, preemption_mo
     options |= {"max_num_seqs": 12, "max_num_batched_tokens": 64}
     with LLM(reference.folder, preemption_mode=preemption_mode, **options) as llm:
         llm.engine.num_ahead = 1
-        result = soak(llm, num_requests=100, max_tokens=60, seed=4)
-    assert result.num_answered > 50
+        result = soak(llm, num_requests=60, max_tokens=60, seed=4)
+    assert result.num_answered > 30
     assert result.num_left > 0
     assert result.refused["CapacityError"] > 0
     assert result.num_preemptions > 0
