@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from aquifer.errors import ConfigError
+from aquifer.sim import replay as sim_replay
 from aquifer.sim.device import DeviceModel, ModelShape, StepModel, StepWork
 from aquifer.sim.replay import MANAGERS, ReplayConfig, ReplayResult, replay
 from aquifer.sim.trace import TraceRequest, poisson_arrivals
@@ -124,6 +125,27 @@ def test_skipping_ahead_changes_nothing(manager, seed):
         assert record.first_token_s <= record.finished_s
     if manager in ("virtual", "paged") and seed == 2:
         assert ahead.num_preemptions > 0
+
+
+@pytest.mark.parametrize("manager", ["virtual", "paged"])
+def test_skipping_ahead_of_many_sequences(manager):
+    """More of them than `VirtualCache` maps for in one call, so it maps for some ahead of need."""
+    config = _config(manager, 800, max_num_seqs=64, max_num_batched_tokens=320)
+    requests = [TraceRequest(0.0, 5, 60 + i % 7) for i in range(64)]
+    ahead = replay(config, requests)
+    assert ahead.averages["sequences"] > 48
+    _same(ahead, replay(replace(config, fast_forward=False), requests))
+
+
+def test_averages_do_not_depend_on_when_steps_are_added_up(monkeypatch):
+    config, requests = _config(kv_pages=45, fast_forward=False), _growing(1, 20)
+    at_the_end = replay(config, requests)
+    assert at_the_end.num_steps < sim_replay._STEPS_PER_SUM
+    assert at_the_end.averages_waiting["waiting"] > 0
+    monkeypatch.setattr(sim_replay, "_STEPS_PER_SUM", 7)
+    often = replay(config, requests)
+    _same(at_the_end, often)
+    assert often.busy_s == pytest.approx(at_the_end.busy_s, rel=1e-12)
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute", "auto"])

@@ -27,7 +27,6 @@ from aquifer.cache.copies import PendingCopies
 from aquifer.cache.view import StepView
 from aquifer.errors import InvariantError
 from aquifer.kernels.decode_attention import DecodeWorkspaces
-from aquifer.memory.driver.base import Handle
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.memory.transfer import upload
 from aquifer.memory.virtual import VirtualRange
@@ -124,7 +123,7 @@ class PagedCache:
 
     def reserve(self, slots: IntArray, num_tokens: IntArray) -> bool:
         """Append blocks to the tables, mapping pages where they have none yet."""
-        short = np.flatnonzero(self._num_blocks[slots] * self._block_size < num_tokens)
+        short = (self._num_blocks[slots] * self._block_size < num_tokens).nonzero()[0]
         if not len(short):
             return True
         slots, num_tokens = slots[short], num_tokens[short]
@@ -293,7 +292,8 @@ class PagedCache:
         with ExitStack() as undo:
             # Before anything is acquired: when held blocks are dropped to make room for that, those
             # pages that these blocks need must not go.
-            pages = self._begin_use(blocks)
+            self._users[blocks] = 1
+            pages = self._occupy(blocks)
             undo.callback(self._end_use, blocks)
             new = missing = sorted(set(pages[self._page_owner[pages] == _NOBODY].tolist()))
             retired = self._pool.retired
@@ -335,19 +335,21 @@ class PagedCache:
         if ((self._users[blocks] == 0) & (self._holds[blocks] == 0)).any():
             raise InvariantError(f"some of the blocks {blocks} are free")
 
-    def _begin_use(self, blocks: IntArray) -> IntArray:
-        """Count one user more for each block, and account pages that are mapped by it.
-
-        Returns: the pages that blocks without a user until now are on, with repeats.
-        """
-        unused = blocks[self._users[blocks] == 0]
+    def _begin_use(self, blocks: IntArray) -> None:
+        """Count one user more for each block, all of which have contents."""
+        unused = blocks[self._users[blocks] == 0]  # so they are held
         self._users[blocks] += 1
-        self._num_used_blocks += len(unused)
-        pages = self._pages_of(unused)
+        np.subtract.at(self._page_holds, self._pages_of(unused), 1)
+        self._occupy(unused)
+
+    def _occupy(self, blocks: IntArray) -> IntArray:
+        """Count blocks that have got their first user, and account pages by it that are mapped.
+
+        Returns: the pages that they are on, with repeats.
+        """
+        self._num_used_blocks += len(blocks)
+        pages = self._pages_of(blocks)
         np.add.at(self._page_users, pages, 1)
-        held = unused[self._holds[unused] > 0]
-        if len(held):
-            np.subtract.at(self._page_holds, self._pages_of(held), 1)
         if (self._page_owner[pages] == _PREFIX).any():
             self._settle(pages)
         return pages

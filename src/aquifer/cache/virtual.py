@@ -100,6 +100,7 @@ class VirtualCache:
         # The most that the sequence of each slot may ever need.
         self._max_pages = np.full(num_slots, self._slot_pages)
         self._num_pages = np.zeros(num_slots, np.int64)  # in use under each slot
+        self._num_used_pages = 0  # under all slots
         # How many tokens fit on them; without limit where the slot is mapped to its end.
         self._room_tokens = np.zeros(num_slots, np.int64)
         # No page of an earlier sequence is left at this place in the slot or further on.
@@ -157,7 +158,8 @@ class VirtualCache:
                 count = sum(needed) - sum(held)
                 pages = self._pool.acquire(self._owner, count, may_reclaim=may_reclaim)
                 if pages is not None:
-                    self._map(growing, held, needed, pages)
+                    undo.callback(self._pool.release, pages)
+                    self._map(growing, held, needed, pages, undo)
                     for slot, num_pages in zip(growing, needed, strict=True):
                         self._set_pages(slot, num_pages)
                     undo.pop_all()
@@ -276,7 +278,7 @@ class VirtualCache:
 
     def stats(self, written_tokens: int) -> CacheStats:
         """Mapped bytes are exact, retired pages left out; waste is the tail of each sequence."""
-        num_used_pages = int(self._num_pages.sum()) + len(self._copied)
+        num_used_pages = self._num_used_pages + len(self._copied)
         return CacheStats(
             written_tokens,
             written_tokens * self.layout.token_bytes,
@@ -328,9 +330,10 @@ class VirtualCache:
                 if num_ahead > 0:
                     # In the order of the call, in which pages are handed out.
                     return np.sort(np.argsort(left, kind="stable")[: num_short + num_ahead])
-        return np.flatnonzero(left < 0)
+        return (left < 0).nonzero()[0]
 
     def _set_pages(self, slot: int, num_pages: int) -> None:
+        self._num_used_pages += num_pages - int(self._num_pages[slot])
         self._num_pages[slot] = num_pages
         self._room_tokens[slot] = (
             num_pages * self._page_bytes // self.layout.token_bytes
@@ -360,20 +363,22 @@ class VirtualCache:
             self._pool.retired.retire(self._range, range(first + start, first + end))
 
     def _map(
-        self, slots: list[int], starts: list[int], ends: list[int], pages: list[Handle]
+        self,
+        slots: list[int],
+        starts: list[int],
+        ends: list[int],
+        pages: list[Handle],
+        undo: ExitStack,
     ) -> None:
-        """Map `pages` at [start, end) of each slot in turn; if the driver refuses, none."""
-        with ExitStack() as undo:
-            undo.callback(self._pool.release, pages)
-            done = 0
-            for slot, start, end in zip(slots, starts, ends, strict=True):
-                count = end - start
-                if count:
-                    index = slot * self._slot_pages + start
-                    self._range.map(index, pages[done : done + count])
-                    undo.callback(self._range.unmap, index, count)
-                    done += count
-            undo.pop_all()
+        """Map `pages` at [start, end) of each slot in turn, which `undo` is told how to undo."""
+        done = 0
+        for slot, start, end in zip(slots, starts, ends, strict=True):
+            count = end - start
+            if count:
+                index = slot * self._slot_pages + start
+                self._range.map(index, pages[done : done + count])
+                undo.callback(self._range.unmap, index, count)
+                done += count
 
     def _adopt(
         self, slot: int, blocks: Sequence[int], num_tokens: int, parent_place: int | None

@@ -117,7 +117,7 @@ class Lane:
     @property
     def written_tokens(self) -> int:
         """Tokens of all running sequences that are in the cache; shared ones count for each."""
-        return int(self.slots.num_computed[self.slots.serial >= 0].sum())
+        return int(self.slots.num_computed[self.slots.in_order].sum())
 
     @property
     def num_running(self) -> int:
@@ -236,8 +236,16 @@ class Scheduler:
         failed, self._failed = self._failed, []
         return failed
 
-    def commit(self, plan: Plan, sampled: Sampled) -> list[TokenOutput]:
+    def commit(
+        self, plan: Plan, sampled: Sampled, *, with_each_token: bool = True
+    ) -> list[TokenOutput]:
         """Fill in the tokens of the earliest plan in flight, end sequences that are done.
+
+        Args:
+            plan: that was run.
+            sampled: what came of it.
+            with_each_token: False to report only first and last tokens of sequences, and what else
+                is more than a token, to somebody who makes the tokens up and need not be told.
 
         Returns: what each sequence that still runs got.
         """
@@ -268,15 +276,21 @@ class Scheduler:
         ends = stops | (lengths >= table.max_total[slots])
         first = lengths == table.num_prompt[slots] + 1
         special = ends | first | table.needs_care[slots]
+        reported = np.arange(len(rows)) if with_each_token else np.flatnonzero(special)
         now_s = self._clock_s()
-        for i, (row, slot, token, is_special) in enumerate(
-            zip(kept.tolist(), slots.tolist(), tokens.tolist(), special.tolist(), strict=True)
+        for i, slot, token, is_special in zip(
+            reported.tolist(),
+            slots[reported].tolist(),
+            tokens[reported].tolist(),
+            special[reported].tolist(),
+            strict=True,
         ):
             sequence = table.sequences[slot]
             assert sequence is not None
             output = TokenOutput(sequence.group.request.request_id, [token], sequence.index)
             outputs.append(output)
             if is_special:
+                row = int(kept[i])
                 output.logprobs = [sampled.logprobs[row]] if row in sampled.logprobs else None
                 stopped = bool(stops[i]) or self._stops_late(sequence, token, bool(may_stop[i]))
                 self._finish(lane, sequence, output, stopped, bool(ends[i]), now_s)
@@ -290,7 +304,8 @@ class Scheduler:
         if grown is None:
             return None
         slots, counts = grown
-        if self.num_preemptions == num_preemptions:  # else whoever left would come back at once
+        # If anyone was preempted, it would come back at once.
+        if lane.waiting and self.num_preemptions == num_preemptions:
             budget = self._max_batched_tokens - int(counts.sum())
             admitted_slots, admitted_counts = self._admit(lane, budget)
             slots = np.append(slots, admitted_slots)
@@ -299,23 +314,26 @@ class Scheduler:
             return None
         table = lane.slots
         starts = table.num_computed[slots]
-        kinds = np.where(starts >= table.num_given[slots], 0, np.where(counts == 1, 1, 2))
-        order = np.argsort(kinds, kind="stable")
-        slots, counts, starts = slots[order], counts[order], starts[order]
+        decodes = starts >= table.num_given[slots]
+        num_decodes = num_single = int(np.count_nonzero(decodes))
+        if num_decodes < len(slots):
+            kinds = np.where(decodes, 0, np.where(counts == 1, 1, 2))
+            num_single = int(np.count_nonzero(kinds <= 1))
+            order = np.argsort(kinds, kind="stable")
+            slots, counts, starts = slots[order], counts[order], starts[order]
         ends = starts + counts
         sampled = np.flatnonzero(ends == table.num_tokens[slots])
         table.num_computed[slots] = ends
         get_token = slots[sampled]
         table.num_tokens[get_token] += ~table.is_beam[get_token]
-        is_new = table.is_new[slots]
-        admitted = slots[is_new]
+        admitted = slots[table.is_new[slots]]
         table.is_new[admitted] = False
         return Plan(
             lane=lane,
             spans=Spans.make(slots, starts, counts),
             serials=table.serial[slots],
-            num_decodes=int((kinds == 0).sum()),
-            num_single=int((kinds <= 1).sum()),
+            num_decodes=num_decodes,
+            num_single=num_single,
             sampled=sampled,
             admitted=admitted,
         )
@@ -345,8 +363,7 @@ class Scheduler:
         # The very last token is never run.
         known = np.minimum(table.num_tokens[slots], table.max_total[slots] - 1)
         missing = known - table.num_computed[slots]
-        total = int(missing.sum())
-        if total <= self._max_batched_tokens:
+        if missing.sum() <= self._max_batched_tokens:
             runs = missing > 0
             return slots[runs], missing[runs]
         is_reading = table.num_computed[slots] < table.num_given[slots]
@@ -396,8 +413,8 @@ class Scheduler:
         """Take the memory of the latest arrival among all running requests.
 
         If that is the only one, what it holds may be in pieces: blocks that are scattered over more
-        pages than they need. When it begins again, they are not. But if the device itself refused, or
-        the request has got nowhere since it began, as the process holds more memory than when it
+        pages than they need. When it begins again, they are not. But if the device itself refused,
+        or the request has got nowhere since it began, as the process holds more memory than when it
         was taken in, then it fails, since trying again would not end.
         """
         lane, group = max(
@@ -583,7 +600,7 @@ class Scheduler:
         Without that, a request just admitted would be preempted a few steps later, and its prompt
         computed for nothing.
         """
-        num_running = sum(int((o.slots.serial >= 0).sum()) for o in self.lanes.values())
+        num_running = sum(other.slots.num_taken for other in self.lanes.values())
         if not num_running or not lane.cache.can_share:  # what is reserved at once does not grow
             return True
         needed_bytes = lane.cache.bytes_needed(len(group.live[0].token_ids) + 1)
@@ -594,12 +611,12 @@ class Scheduler:
         run_tokens = _RUN_TOKENS if group.num_preemptions else 1
         for other in self.lanes.values():
             table, cache = other.slots, other.cache
-            slots = np.flatnonzero(table.serial >= 0)
-            left = np.clip(table.max_total[slots] - table.num_tokens[slots], 0, run_tokens)
+            slots = table.in_order
+            left = (table.max_total[slots] - table.num_tokens[slots]).clip(0, run_tokens)
             if other is lane and group.num_preemptions:
                 left = np.append(left, np.full(len(group.live), run_tokens))
             page_bytes = max(self._pool.page_bytes, cache.layout.token_bytes)
-            growth = np.maximum(left * cache.layout.token_bytes, np.minimum(left, 1) * page_bytes)
+            growth = np.maximum(left * cache.layout.token_bytes, (left > 0) * page_bytes)
             needed_bytes += int(growth.sum())
         free_bytes = self._pool.free_bytes
         if free_bytes >= needed_bytes:

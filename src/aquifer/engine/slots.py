@@ -41,6 +41,7 @@ class SlotTable:
         self.num_pending = 0  # seated sequences that wait for their parent
         # A heap: the lowest comes first, so that prompts admitted together are neighbours.
         self._free = list(range(1, num_slots))
+        self._in_order: npt.NDArray[np.int64] | None = None  # until somebody comes or goes
         # Untouched parts of a fresh array of zeros take no memory.
         self.token_ids = np.zeros((num_slots, max_tokens), np.int32)
         self.num_prompt = np.zeros(num_slots, np.int64)
@@ -70,10 +71,18 @@ class SlotTable:
         return self._free
 
     @property
+    def num_taken(self) -> int:
+        """Slots that sequences have."""
+        return len(self.sequences) - 1 - len(self._free)
+
+    @property
     def in_order(self) -> npt.NDArray[np.int64]:
-        """The taken slots in the order of their sequences' arrival."""
-        taken = np.flatnonzero(self.serial >= 0)
-        return taken[np.argsort(self.serial[taken])]
+        """The taken slots in the order of their sequences' arrival; not to be written to."""
+        if self._in_order is None:
+            taken = np.flatnonzero(self.serial >= 0)
+            self._in_order = taken[np.argsort(self.serial[taken])]
+            self._in_order.flags.writeable = False
+        return self._in_order
 
     def seat(self, sequence: Sequence, slot: int | None = None) -> int:
         """Give a waiting sequence a slot, by default the lowest; nothing of it is computed yet."""
@@ -82,6 +91,7 @@ class SlotTable:
         else:
             self._free.remove(slot)
             heapq.heapify(self._free)
+        self._in_order = None
         sequence.slot = slot
         group, params = sequence.group, sequence.request.params
         self.sequences[slot] = sequence
@@ -139,6 +149,7 @@ class SlotTable:
         assert slot is not None
         sequence.token_ids = self.tokens(sequence).copy()
         self.set_parent(sequence, None)
+        self._in_order = None
         sequence.slot = None
         self.sequences[slot] = None
         self.serial[slot] = -1

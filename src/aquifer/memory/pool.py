@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from aquifer.errors import DriverError, InvariantError
 from aquifer.memory.driver.base import Driver, Handle
@@ -96,9 +97,8 @@ class PoolUsage:
         )
 
 
-@dataclass(slots=True)
-class _Page:
-    """An in-use page's record."""
+class _Page(NamedTuple):
+    """An in-use page's record: a value, which all pages have in common that are alike."""
 
     page_bytes: int
     owner: Owner
@@ -109,6 +109,15 @@ class _Page:
     def is_retired(self) -> bool:
         """Whether nobody uses it."""
         return self.num_retired == self.num_references
+
+    def changed(self, num_references: int = 0, num_retired: int = 0) -> _Page:
+        """The same with so many references more, and so many more of them retired."""
+        return _Page(
+            self.page_bytes,
+            self.owner,
+            self.num_references + num_references,
+            self.num_retired + num_retired,
+        )
 
 
 @dataclass(slots=True)
@@ -254,7 +263,8 @@ class PagePool:
             idle = self._idle.setdefault(page_bytes, _Idle())
             if idle.count(owner) + idle.count(_UNTOUCHED) >= count:
                 ready = idle.take(owner, count)
-                ready += idle.take(_UNTOUCHED, count - len(ready))
+                if len(ready) < count:
+                    ready += idle.take(_UNTOUCHED, count - len(ready))
                 self._idle_bytes -= count * page_bytes
                 return self._hand_out(ready, owner, page_bytes)
         with self._creating, self._books:
@@ -291,7 +301,7 @@ class PagePool:
         """Add a reference to each page; each must be released once more."""
         with self._books:
             for handle in handles:
-                self._in_use(handle).num_references += 1
+                self._pages[handle] = self._in_use(handle).changed(num_references=1)
 
     def num_references(self, handle: Handle) -> int:
         """How many places have the page, those that are retired included; 0 if it is idle."""
@@ -310,8 +320,7 @@ class PagePool:
         """
         with self._books:
             for handle in handles:
-                page = self._in_use(handle)
-                page.num_retired += 1
+                page = self._pages[handle] = self._in_use(handle).changed(num_retired=1)
                 if page.is_retired:
                     self._in_use_bytes[page.owner] -= page.page_bytes
                     self._retired_bytes += page.page_bytes
@@ -324,7 +333,7 @@ class PagePool:
                 if page.is_retired:
                     self._in_use_bytes[page.owner] += page.page_bytes
                     self._retired_bytes -= page.page_bytes
-                page.num_retired -= 1
+                self._pages[handle] = page.changed(num_retired=-1)
 
     def transfer(self, handles: Sequence[Handle], owner: Owner) -> None:
         """Account pages to another owner of the same model from now on; their bytes stay.
@@ -332,14 +341,14 @@ class PagePool:
         This is how a finished request's KV becomes a retained prefix.
         """
         with self._books:
-            for page in [self._in_use(handle) for handle in handles]:
-                if page.owner is owner:
-                    continue
+            for handle in handles:
+                page = self._in_use(handle)
                 if page.owner.model != owner.model:
                     raise InvariantError(f"a page of {page.owner} cannot go to {owner} unzeroed")
-                self._in_use_bytes[page.owner] -= page.page_bytes
-                self._in_use_bytes[owner] += page.page_bytes
-                page.owner = owner
+                if page.owner != owner:
+                    self._in_use_bytes[page.owner] -= page.page_bytes
+                    self._in_use_bytes[owner] += page.page_bytes
+                    self._pages[handle] = page._replace(owner=owner)
 
     def release(self, handles: Sequence[Handle]) -> None:
         """Drop one reference of each page. Pre-condition: the caller has unmapped them.
@@ -348,19 +357,18 @@ class PagePool:
         """
         with self._books:
             done: dict[tuple[int, Owner], list[Handle]] = {}
-            # Of the page before, which most are like: an owner's hash is costly.
-            owner, page_bytes = _NOBODY, 0
             group: list[Handle] = []
+            last: _Page | None = None  # whose group that is
             for handle in handles:
                 page = self._in_use(handle)
-                page.num_references -= 1
-                if page.num_references == 0:
+                if page.num_references == 1:
                     del self._pages[handle]
-                    if page.owner is not owner or page.page_bytes != page_bytes:
-                        owner, page_bytes = page.owner, page.page_bytes
-                        group = done.setdefault((page_bytes, owner), [])
+                    if page is not last:
+                        last, group = page, done.setdefault((page.page_bytes, page.owner), [])
                     group.append(handle)
-                elif page.is_retired:
+                    continue
+                page = self._pages[handle] = page.changed(num_references=-1)
+                if page.is_retired:
                     self._in_use_bytes[page.owner] -= page.page_bytes
                     self._retired_bytes += page.page_bytes
                     self.retired.end_of_use(handle)
@@ -460,14 +468,13 @@ class PagePool:
 
     def _in_use(self, handle: Handle) -> _Page:
         page = self._pages.get(handle)
-        if page is None or page.is_retired:
+        if page is None or page.num_retired == page.num_references:
             raise InvariantError(f"page {handle} is named by someone who does not hold it")
         return page
 
     def _hand_out(self, handles: list[Handle], owner: Owner, page_bytes: int) -> list[Handle]:
         """Enter pages as in use."""
-        for handle in handles:
-            self._pages[handle] = _Page(page_bytes, owner)
+        self._pages.update(dict.fromkeys(handles, _Page(page_bytes, owner)))
         self._in_use_bytes[owner] += len(handles) * page_bytes
         return handles
 

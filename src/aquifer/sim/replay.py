@@ -62,6 +62,7 @@ _COLUMNS = ("requests", "sequences", "waiting", "shared", *_PARTS)
 """What is averaged over time: counts, then bytes."""
 
 _MOST_STEPS = 4096  # at once
+_STEPS_PER_SUM = 1024  # single ones: arrays of a few numbers cost more than the numbers
 _UTILIZATION = 0.9  # of the device's memory; what vLLM takes too
 
 
@@ -275,17 +276,27 @@ class _Averages:
         self._sums = np.zeros(len(_COLUMNS))
         self._waiting_sums = np.zeros(len(_COLUMNS))
         self._waiting_s = 0.0
-        self.seconds = 0.0
+        self._seconds = 0.0
+        # Not in the sums yet.
+        self._steps_s: list[float] = []
+        self._steps: list[list[int]] = []
+
+    def add_step(self, seconds: float, values: list[int]) -> None:
+        """A stretch of time in which the values stay: one for each of `_COLUMNS`."""
+        self._steps_s.append(seconds)
+        self._steps.append(values)
+        if len(self._steps) == _STEPS_PER_SUM:
+            self._sum_steps()
 
     def add(self, seconds: npt.NDArray[np.float64], values: npt.NDArray[np.float64]) -> None:
-        """Stretches of time in which the values stay.
+        """Several stretches.
 
         Args:
             seconds: [n].
             values: [n, len(_COLUMNS)].
         """
         self._sums += seconds @ values
-        self.seconds += float(seconds.sum())
+        self._seconds += float(seconds.sum())
         waits = values[:, _COLUMNS.index("waiting")] > 0
         if waits.any():
             self._waiting_sums += seconds[waits] @ values[waits]
@@ -293,12 +304,25 @@ class _Averages:
 
     def means(self) -> tuple[dict[str, float], dict[str, float]]:
         """Over all of it, and over the time in which requests were waiting."""
+        self._sum_steps()
         return (
-            dict(zip(_COLUMNS, (self._sums / (self.seconds or 1)).tolist(), strict=True)),
+            dict(zip(_COLUMNS, (self._sums / (self._seconds or 1)).tolist(), strict=True)),
             dict(
                 zip(_COLUMNS, (self._waiting_sums / (self._waiting_s or 1)).tolist(), strict=True)
             ),
         )
+
+    @property
+    def seconds(self) -> float:
+        """All stretches together."""
+        self._sum_steps()
+        return self._seconds
+
+    def _sum_steps(self) -> None:
+        if self._steps:
+            self.add(np.array(self._steps_s), np.array(self._steps, np.float64))
+            self._steps_s.clear()
+            self._steps.clear()
 
 
 class _Replay:
@@ -370,7 +394,7 @@ class _Replay:
                 continue
             plan.lane.cache.upload()
             seconds = self._steps[plan.lane.name].seconds(self._work(plan))
-            self._averages.add(np.array([seconds]), self._sample()[None])
+            self._averages.add_step(seconds, self._sample())
             self._now_s += seconds
             result.num_steps += 1
             num_ended = self._num_ended
@@ -472,10 +496,10 @@ class _Replay:
         """Give the step's tokens to the scheduler; whether a sequence has ended by it."""
         tokens = _own_tokens(plan.serials[plan.sampled])
         has_ended = False
-        for output in self._scheduler.commit(plan, Sampled(tokens, self._beam_reports(plan), {})):
-            if output.finish_reason is not None or output.num_cached_tokens:
-                self._end(output, plan.lane)
-                has_ended = has_ended or output.finish_reason is not None
+        sampled = Sampled(tokens, self._beam_reports(plan), {})
+        for output in self._scheduler.commit(plan, sampled, with_each_token=False):
+            self._end(output, plan.lane)
+            has_ended = has_ended or output.finish_reason is not None
         if self._batch_done and not plan.lane.running:
             for record in self._batch_done:
                 record.finished_s = self._now_s
@@ -533,13 +557,14 @@ class _Replay:
         )
         moved_bytes = self._preemption.moved_bytes
         spans, num_decodes = plan.spans, plan.num_decodes
-        starts, counts = spans.starts[num_decodes:], spans.counts[num_decodes:]
+        starts, counts = spans.starts[num_decodes:].tolist(), spans.counts[num_decodes:].tolist()
+        chunks = list(zip(starts, counts, strict=True))
         work = StepWork(
             num_tokens=spans.num_tokens,
             num_sampled=len(plan.sampled),
             decode_kv_tokens=int(spans.starts[:num_decodes].sum()) + num_decodes,
-            chunk_kv_tokens=int((starts + counts).sum()),
-            chunk_pairs=int((counts * starts + counts * (counts + 1) // 2).sum()),
+            chunk_kv_tokens=sum(start + count for start, count in chunks),
+            chunk_pairs=sum(count * start + count * (count + 1) // 2 for start, count in chunks),
             copied_bytes=copied_bytes - self._copied_bytes,
             moved_bytes=moved_bytes - self._moved_bytes,
         )
@@ -548,7 +573,7 @@ class _Replay:
 
     # --- memory ------------------------------------------------------------------------------
 
-    def _sample(self) -> npt.NDArray[np.float64]:
+    def _sample(self) -> list[int]:
         """The values of `_COLUMNS` now."""
         num_requests = num_seqs = num_waiting = 0
         shared_bytes = written_bytes = future_bytes = internal_bytes = external_bytes = 0
@@ -558,10 +583,9 @@ class _Replay:
             num_waiting += len(lane.waiting)
             if not lane.running:
                 continue
-            taken = table.serial >= 0
             num_requests += len(lane.running)
-            num_seqs += int(np.count_nonzero(taken))
-            num_written = int(table.num_computed[taken].sum())
+            num_seqs += table.num_taken
+            num_written = lane.written_tokens
             stats = cache.stats(num_written)
             shared_bytes += stats.shared_bytes
             written_bytes += stats.written_bytes - stats.shared_bytes
@@ -575,21 +599,18 @@ class _Replay:
                 internal_bytes += stats.wasted_bytes
         free_bytes = self._pool.free_bytes
         known_bytes = written_bytes + future_bytes + internal_bytes + external_bytes + free_bytes
-        return np.array(
-            [
-                num_requests,
-                num_seqs,
-                num_waiting,
-                shared_bytes,
-                written_bytes,
-                future_bytes,
-                internal_bytes,
-                external_bytes,
-                self._kv_budget_bytes - known_bytes,
-                free_bytes,
-            ],
-            np.float64,
-        )
+        return [
+            num_requests,
+            num_seqs,
+            num_waiting,
+            shared_bytes,
+            written_bytes,
+            future_bytes,
+            internal_bytes,
+            external_bytes,
+            self._kv_budget_bytes - known_bytes,
+            free_bytes,
+        ]
 
     # --- many steps at once ------------------------------------------------------------------
 
@@ -649,7 +670,7 @@ class _Replay:
         if count:
             self._skip(lane, slots, count)
             lane.cache.upload()
-            values = self._sample() + np.zeros((count, 1))
+            values = np.array(self._sample()) + np.zeros((count, 1))
             self._set_columns(values, lane, num_seqs, begins_s[:count], free_bytes, retained_bytes)
             self._averages.add(seconds[:count], values)
             self._now_s = float(begins_s[count])
