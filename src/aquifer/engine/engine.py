@@ -49,7 +49,7 @@ from aquifer.errors import (
 from aquifer.memory.driver import open_driver
 from aquifer.memory.driver.base import Driver
 from aquifer.memory.pool import Kind, Owner, PagePool
-from aquifer.memory.reclaim import Reclaimer
+from aquifer.memory.reclaim import Reclaimer, batch_bytes
 from aquifer.memory.stock import PageStocker
 from aquifer.models import ModelPlan, plan_model
 from aquifer.weights.checkpoint import Checkpoint
@@ -148,7 +148,8 @@ class Engine:
             pool = make_pool(config, driver, [p.plan.parameters for p in planned])
             resources.callback(pool.close)
             max_batched_tokens = batched_tokens(config, driver.device.type)
-            reclaimer = Reclaimer(time.monotonic)
+            at_a_time = batch_bytes(pool.budget_bytes, pool.page_bytes)
+            reclaimer = Reclaimer(time.monotonic, at_a_time)
             pool.on_short = reclaimer.reclaim
             space = SwapSpace(
                 0 if config.preemption_mode == "recompute" else config.swap_space_bytes,

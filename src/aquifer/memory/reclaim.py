@@ -21,6 +21,9 @@ from typing import Protocol
 
 from aquifer.errors import InvariantError
 
+_BATCH_PAGES = 32
+"""Victims that go at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReuseModel:
@@ -116,6 +119,11 @@ class Victims(Protocol):
         """
 
 
+def batch_bytes(budget_bytes: int, page_bytes: int) -> int:
+    """How much to drop at a time: some pages, but little of a small pool."""
+    return min(_BATCH_PAGES * page_bytes, budget_bytes // 64)
+
+
 class Reclaimer:
     """Takes memory from whichever tenant loses the least by it.
 
@@ -123,10 +131,13 @@ class Reclaimer:
 
     Args:
         clock_s: tells the time in seconds; the same clock that the tenants' uses are marked with.
+        batch_bytes: drop that much at a time, even if less is missing. Memory that has run short
+            once is about to do so again, and victims are cheaper by the dozen.
     """
 
-    def __init__(self, clock_s: Callable[[], float]) -> None:
+    def __init__(self, clock_s: Callable[[], float], batch_bytes: int = 0) -> None:
         self._clock_s = clock_s
+        self._batch_bytes = batch_bytes
         self._sources: list[Victims] = []
 
     def register(self, source: Victims) -> None:
@@ -149,7 +160,7 @@ class Reclaimer:
         return sum(source.evictable_bytes for source in self._sources)
 
     def reclaim(self, num_bytes: int) -> bool:
-        """Drop victims, least regret first, until `num_bytes` are dropped or there are no more.
+        """Drop victims, least regret first, until enough is dropped or there are no more.
 
         What is dropped is bytes of victims. Where several share a page, the pool gets the page when
         the last of them has gone; it then asks again.
@@ -158,6 +169,7 @@ class Reclaimer:
             Whether anything was dropped.
         """
         now_s = self._clock_s()
+        num_bytes = max(num_bytes, self._batch_bytes)
         offers: dict[int, float] = {}  # index of a source: its least regret per byte
         for index, source in enumerate(self._sources):
             offer = source.cheapest(now_s)

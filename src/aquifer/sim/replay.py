@@ -37,7 +37,7 @@ from aquifer.engine.sequence import SequenceGroup
 from aquifer.engine.slots import SlotTable
 from aquifer.errors import ConfigError, InvariantError
 from aquifer.memory.pool import Kind, Owner, PagePool
-from aquifer.memory.reclaim import Reclaimer
+from aquifer.memory.reclaim import Reclaimer, batch_bytes
 from aquifer.sim.device import DeviceModel, ModelShape, StepModel, StepWork
 from aquifer.sim.driver import PAGE_BYTES, ModelledDriver
 from aquifer.sim.trace import PromptMaker, TraceRequest
@@ -368,7 +368,8 @@ class _Replay:
             self._pool, config.max_num_batched_tokens, self._preemption, lambda: self._now_s
         )
         self._moved_bytes = self._copied_bytes = 0  # accounted for so far
-        reclaimer = Reclaimer(lambda: self._now_s)
+        at_a_time = batch_bytes(config.budget_bytes, config.page_bytes)
+        reclaimer = Reclaimer(lambda: self._now_s, at_a_time)
         self._pool.on_short = reclaimer.reclaim
         self._lanes: dict[str, Lane] = {}
         self._steps: dict[str, StepModel] = {}
