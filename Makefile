@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint types unit test-gpu bench-cpu bench-gpu clean
+.PHONY: demo test lint types unit test-gpu bench-cpu bench-gpu bench-pagedattention clean
 
 demo: $(VENV)/installed
 	$(BIN)/python tools/demo.py
@@ -32,6 +32,10 @@ bench-cpu: $(VENV)/installed-test
 # Likewise, in about four minutes on an H200.
 bench-gpu:
 	PYTHONPATH=src python3 benchmarks/gpu/run.py --output benchmarks/gpu
+
+# PagedAttention's figures, replayed; DATA is the folder of the traces.
+bench-pagedattention: $(VENV)/installed-test
+	$(BIN)/python benchmarks/pagedattention/run.py --data $(DATA) --output benchmarks/pagedattention
 
 $(VENV)/created:
 	$(PYTHON) -m venv $(VENV)

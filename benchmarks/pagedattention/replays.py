@@ -6,10 +6,12 @@ import multiprocessing
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmarks.pagedattention.workloads import load
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -18,7 +20,6 @@ from aquifer.sim.device import find_device, find_model
 from aquifer.sim.driver import PAGE_BYTES
 from aquifer.sim.replay import ReplayConfig, ReplayResult, replay
 from aquifer.sim.trace import TraceRequest, poisson_arrivals
-from benchmarks.pagedattention.workloads import load
 
 ARRIVAL_SEED = 0
 
@@ -41,6 +42,7 @@ class Job:
         device: its name.
         block_size: tokens of a block.
         page_bytes: of a page; None for what suits the manager, see `config`.
+        max_num_batched_tokens: of one step; longer prompts are computed in chunks.
         max_num_seqs: that run at once; enough for memory to be what limits them.
         num_samples: completions of each prompt.
         beam_width: of a search, 0 for sampling.
@@ -59,6 +61,7 @@ class Job:
     device: str = "a100-40g"
     block_size: int = 16
     page_bytes: int | None = None
+    max_num_batched_tokens: int = 8192
     max_num_seqs: int = 256
     num_samples: int = 1
     beam_width: int = 0
@@ -92,6 +95,7 @@ class Job:
             memory_bytes=self.memory_bytes,
             page_bytes=page_bytes,
             block_size=self.block_size,
+            max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
             num_samples=self.num_samples,
             beam_width=self.beam_width,
@@ -105,7 +109,7 @@ Figures = dict[str, Any]
 
 
 class Replays:
-    """Runs jobs in processes of their own, and keeps what came of them.
+    """Runs jobs in processes of their own, and keeps what came of them. A context manager.
 
     Args:
         data: the folder of the traces.
@@ -116,26 +120,35 @@ class Replays:
         self._data = data
         self._num_processes = num_processes
         self._results: dict[Job, Figures] = {}
+        self._pool: Pool | None = None
+
+    def __enter__(self) -> Replays:
+        context = multiprocessing.get_context("spawn")
+        self._pool = context.Pool(self._num_processes, _start, (self._data,))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        assert self._pool is not None
+        self._pool.terminate()
+        self._pool.join()
 
     def run(self, what: str, jobs: Iterable[Job]) -> list[Figures]:
         """The figures of each job, in their order, with a bar over those that must be run."""
+        assert self._pool is not None
         jobs = list(jobs)
         missing = [job for job in dict.fromkeys(jobs) if job not in self._results]
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-        )
-        context = multiprocessing.get_context("spawn")
-        with (
-            Progress(*columns, console=Console(stderr=True)) as progress,
-            context.Pool(self._num_processes, _start, (self._data,)) as pool,
-        ):
-            task = progress.add_task(what, total=len(missing))
-            for job, figures in pool.imap_unordered(_execute, missing):
-                self._results[job] = figures
-                progress.advance(task)
+        if missing:
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+            )
+            with Progress(*columns, console=Console(stderr=True)) as progress:
+                task = progress.add_task(what, total=len(missing))
+                for job, figures in self._pool.imap_unordered(_execute, missing):
+                    self._results[job] = figures
+                    progress.advance(task)
         return [self._results[job] for job in jobs]
 
     def capacities(self, what: str, jobs: Iterable[Job]) -> list[float]:
@@ -173,7 +186,7 @@ def _execute(job: Job) -> tuple[Job, Figures]:
         figures["capacity"] = _capacity(result)
     if job.prefix_caching:
         figures["hit_rate"] = result.hit_tokens / max(result.queried_tokens, 1)
-    if job.workload == "mooncake":
+    if job.workload.startswith("mooncake"):
         block_tokens = config.page_bytes // config.models[job.model].kv_layout.token_bytes
         figures["unbounded_hit_rate"] = _unbounded_hit_rate(requests, result, block_tokens)
     return job, figures
@@ -196,6 +209,7 @@ def _figures(result: ReplayResult) -> Figures:
         "kv_budget_bytes",
     )
     figures: Figures = {name: served[name] for name in names}
+    figures["input_tokens"] = served["total_input_tokens"]
     for name, averages in (
         ("averages", result.averages),
         ("averages_while_waiting", result.averages_waiting),
@@ -218,12 +232,13 @@ def _capacity(result: ReplayResult) -> float:
     """Requests a second while there is a queue: output tokens until the last one leaves it.
 
     What is still running then counts with the outputs that it has, so a short replay says nearly
-    the same as a long one.
+    the same as a long one. Where nearly all fit at once it is until half of them have ended, which
+    is less than what a longer queue would give.
     """
     served = [record for record in result.records if record.finished_s is not None]
-    end_s = max(record.scheduled_s or 0.0 for record in served)
-    if not end_s:
-        return len(served) / result.duration_s
+    finished_s = [record.finished_s or 0.0 for record in served]
+    empty_s = max(record.scheduled_s or 0.0 for record in served)
+    end_s = max(empty_s, float(np.median(finished_s)))
     outputs = 0.0
     for record in served:
         assert record.first_token_s is not None

@@ -1,8 +1,8 @@
-"""The requests that the figures are replayed with, none of which has a time of arrival but Mooncake's.
+"""The requests that the figures are replayed with.
 
-The paper's own lengths (ShareGPT's and Alpaca's, section 6.1) are not there, so there are two kinds:
-published lengths of the same kind of service as they are, and lengths fitted to the means that the
-paper gives.
+The paper's own lengths (ShareGPT's and Alpaca's, section 6.1) are not there, so there are two kinds
+in their place: published lengths of the same kinds of service as they are, and lengths fitted to
+the means that the paper gives. None but Mooncake's has times of arrival that are used.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ SHORT_PREFIX_TOKENS = 80
 LONG_PREFIX_TOKENS = 341
 """One example and five (section 6.4)."""
 
+_ORDERED = ("chatbot", "mooncake", "mooncake-slow")  # where what comes before matters
 _SEED = 0
 _NUM_MADE = 4000  # requests of a workload that is drawn
 _OUTPUT_LOG_SIGMA = 0.86  # of the outputs in Azure's conversation trace
+_SLOWER = 4.0
 _CHAT_TOKENS = 1024  # at most, of a prompt and of an output (section 6.5)
 _CHAT_SESSIONS = 64  # at once
 _CHAT_ROUNDS = 5  # of a session, on average
@@ -50,9 +52,7 @@ def load(name: str, data: Path) -> list[TraceRequest]:
         ConfigError: a file of `data` is missing or unreadable.
     """
     requests = WORKLOADS[name](data)
-    if requests[0].arrival_s is not None and name == "mooncake":
-        return requests
-    if name == "chatbot":  # a session's rounds come one after the other
+    if name in _ORDERED:
         return requests
     order = np.random.default_rng(_SEED).permutation(len(requests))
     return [requests[index] for index in order.tolist()]
@@ -160,6 +160,13 @@ def _mooncake(data: Path) -> list[TraceRequest]:
     return fit_lengths(read_trace(data / "mooncake_synthetic.jsonl.gz"), 131072, cut=False)[0]
 
 
+def _mooncake_slow(data: Path) -> list[TraceRequest]:
+    return [
+        replace(request, arrival_s=_SLOWER * (request.arrival_s or 0.0))
+        for request in _mooncake(data)
+    ]
+
+
 WORKLOADS: dict[str, Callable[[Path], list[TraceRequest]]] = {
     "conversation": lambda data: _azure(data, CONTEXT_TOKENS),
     "conversation-4096": lambda data: _azure(data, LONG_CONTEXT_TOKENS),
@@ -170,6 +177,7 @@ WORKLOADS: dict[str, Callable[[Path], list[TraceRequest]]] = {
     "translation-341": lambda data: _translation(data, LONG_PREFIX_TOKENS),
     "chatbot": _chatbot,
     "mooncake": _mooncake,
+    "mooncake-slow": _mooncake_slow,
 }
 """By name:
 
@@ -180,5 +188,6 @@ WORKLOADS: dict[str, Callable[[Path], list[TraceRequest]]] = {
 - alpaca-like: the same, scaled to Fig. 11's means;
 - translation-80, translation-341: GSM8K's questions behind a prefix that all have in common;
 - chatbot: sessions of sharegpt-like turns;
-- mooncake: Mooncake's synthetic trace, with its arrivals.
+- mooncake: Mooncake's synthetic trace, with its arrivals;
+- mooncake-slow: the same in four times the time, which a single H200 can keep up with.
 """

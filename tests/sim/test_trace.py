@@ -171,3 +171,16 @@ def test_equal_ids_are_equal_tokens_and_all_else_differs():
     assert len(np.unique(rest)) == len(rest)
     assert not np.isin(rest, first[:size]).any()
     assert rest.min() >= 0
+
+
+def test_a_prefix_may_end_within_a_block():
+    maker = PromptMaker()
+    first, second = (
+        maker.ids(TraceRequest(0.0, count, 1, prefix_ids=(3,), prefix_tokens=80))
+        for count in (100, 90)
+    )
+    short = maker.ids(TraceRequest(0.0, 50, 1, prefix_ids=(3,), prefix_tokens=80))
+    assert (first[:80] == second[:80]).all()
+    assert (short == first[:50]).all()
+    rest = np.concatenate((first[80:], second[80:]))
+    assert len(np.unique(np.append(rest, first[:80]))) == 30 + 80

@@ -1,0 +1,444 @@
+"""What each figure shows, as numbers: the replays it takes, and what is derived from them.
+
+Every function returns the content of one JSON file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from benchmarks.pagedattention.replays import SATURATED, Figures, Job, Replays
+from benchmarks.pagedattention.workloads import LONG_PREFIX_TOKENS, SHORT_PREFIX_TOKENS
+
+from aquifer.sim.device import StepModel, find_device, find_model
+
+OURS = ("paged", "virtual")
+ORCAS = ("orca-max", "orca-pow2", "orca-oracle")
+MANAGERS = ("static", *ORCAS, *OURS)
+
+WIDTHS = (2, 4, 6)
+"""Samples of a prompt, and beams of a search (Fig. 14)."""
+
+BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_SWAP_BLOCK_SIZES = (1, 4, 16, 64, 256)
+
+_FRACTIONS = (0.3, 0.8, 0.95, 1.1, 1.25, 1.5)
+"""Rates of a curve, as parts of what the manager gets done with a queue."""
+
+_BEAM_REQUESTS = {2: 150, 4: 100, 6: 70}
+"""By width: more than run at once, but each step of a search takes its time to replay."""
+
+_QUEUED_SAMPLES = {1: 1200, 2: 600, 4: 400, 6: 300}
+_QUEUED_BEAMS = {2: 300, 4: 250, 6: 220}
+"""By width, enough for a queue."""
+
+_FEW_FRACTIONS = (0.4, 0.8, 1.1)
+
+_BOUNDS_S = (0.1, 0.2)
+"""Normalized latencies at which rates are compared.
+
+Higher ones say less: beyond its capacity a manager's latency is what the length of the replay makes
+it."""
+
+_MULTIPLES = (2.0, 3.0)
+"""Bounds that follow the unloaded latency."""
+
+_MANY_SEQS = 1536  # more than there is memory for, with six to a request
+
+COPY_FIXED_S = 10e-6
+"""What a copy over PCIe costs beside its bytes: an assumption, of a `cudaMemcpyAsync`'s order."""
+
+_MICRO_TOKENS = 1024  # of the sequence that is swapped or computed again in Fig. 19a
+
+Curves = dict[str, list[Figures]]
+
+
+def sustained_rate(curve: Sequence[Figures], bound_s: float) -> float | None:
+    """The rate at which a curve first crosses a latency, between two of its points.
+
+    None if its first point is above; infinite if none is, as then it was not looked for.
+    """
+    points = sorted((point["rate"], point["normalized_latency"]) for point in curve)
+    if points[0][1] > bound_s:
+        return None
+    for (rate, latency), (next_rate, next_latency) in pairwise(points):
+        if next_latency > bound_s:
+            part = math.log(bound_s / latency) / math.log(next_latency / latency)
+            return float(rate + part * (next_rate - rate))
+    return math.inf
+
+
+def figure_12(replays: Replays) -> Figures:
+    """Latency against request rate, basic sampling; with the rates sustained at several bounds."""
+    return {"figure": "12", "settings": [_setting(replays, *setting) for setting in _SETTINGS]}
+
+
+_SETTINGS = (
+    ("conversation", "opt-13b", 400),
+    ("conversation-4096", "llama-2-13b", 400),
+    ("sharegpt-like", "opt-13b", 400),
+    ("alpaca", "opt-13b", 800),
+)
+"""Workload, model, requests."""
+
+
+def _setting(replays: Replays, workload: str, model: str, num_requests: int) -> Figures:
+    jobs = {name: Job(workload, name, None, num_requests, model) for name in MANAGERS}
+    curves, capacities = _curves(replays, f"12, {workload}", jobs, _FRACTIONS)
+    unloaded_s = curves["virtual"][0]["normalized_latency"]
+    bounds = {f"{multiple:g}x unloaded": multiple * unloaded_s for multiple in _MULTIPLES}
+    bounds |= {f"{bound_s:g} s/token": bound_s for bound_s in _BOUNDS_S}
+    return {
+        "workload": workload,
+        "model": model,
+        "num_requests": num_requests,
+        "unloaded_latency": unloaded_s,
+        "capacities": capacities,
+        "saturated": [_saturated(replays, job) for job in jobs.values()],
+        "sustained": [
+            {
+                "bound": text,
+                "bound_s": bound_s,
+                "rates": {name: _finite(sustained_rate(c, bound_s)) for name, c in curves.items()},
+            }
+            for text, bound_s in bounds.items()
+        ],
+        "curves": curves,
+    }
+
+
+def _saturated(replays: Replays, job: Job) -> Figures:
+    """What a manager does with all requests waiting, and where the time of its steps goes.
+
+    `floor` is the request rate if only the matrix products of all tokens took time, as in a batch
+    without end: with more memory no manager gets beyond that.
+    """
+    [figures] = replays.run("saturated", [replace(job, rate=SATURATED)])
+    steps = StepModel(find_model(job.model), find_device(job.device))
+    waiting = figures["averages_while_waiting"]
+    kv_tokens = waiting["written"] * figures["kv_budget_bytes"] / steps.model.kv_layout.token_bytes
+    batch = waiting["sequences"]
+    step_s = float(steps.decode_seconds(max(round(batch), 1), np.array([round(kv_tokens)]))[0])
+    empty_s = float(steps.decode_seconds(1, np.array([1]))[0])
+    num = figures["completed"]
+    prompts = figures["input_tokens"] / num
+    outputs = figures["output_throughput"] * figures["duration"] / num
+    return {
+        "manager": job.manager,
+        "capacity": figures["capacity"],
+        "batched": waiting["requests"],
+        "kv_tokens_per_sequence": kv_tokens / max(batch, 1e-9),
+        "decode_step_s": step_s,
+        "decode_step_weights_s": empty_s,
+        "prefill_s_per_request": steps.prefill_seconds(0, prompts),
+        "prefill_part_of_time": figures["capacity"] * steps.prefill_seconds(0, prompts),
+        "mean_prompt_tokens": prompts,
+        "mean_output_tokens": outputs,
+        "num_preemptions": figures["num_preemptions"],
+    }
+
+
+def token_budgets(replays: Replays) -> Figures:
+    """What is got done with a queue, by the tokens of a step.
+
+    Steps of few tokens compute prompts in the time that reading the weights takes anyway.
+    """
+    jobs = [
+        Job(workload, name, SATURATED, num_requests, model, max_num_batched_tokens=budget)
+        for workload, model, num_requests in _SETTINGS[:2]
+        for name in ("orca-max", "orca-oracle", "virtual")
+        for budget in (8192, 512, 192)
+    ]
+    return {"figure": "token budgets", "runs": replays.run("token budgets", jobs)}
+
+
+def hour(replays: Replays) -> Figures:
+    """Replays of one hour, as in the paper, at 0.95 of what each manager gets done with a queue.
+
+    They show that such a rate can be kept up, which short replays cannot: beyond a manager's
+    capacity the latency is what the length of the replay makes it.
+    """
+    jobs = []
+    for workload, model, num_requests in _SETTINGS[:2]:
+        names = ("orca-max", "orca-oracle", "virtual")
+        short = [Job(workload, name, None, num_requests, model) for name in names]
+        for job, capacity in zip(short, replays.capacities("hour", short), strict=True):
+            rate = float(f"{0.95 * capacity:.3g}")
+            jobs.append(replace(job, rate=rate, num_requests=round(3600 * rate)))
+    return {"figure": "hour", "runs": replays.run("hour", jobs)}
+
+
+def figure_13(replays: Replays) -> Figures:
+    """Requests batched while others wait, whatever the rate.
+
+    In the paper the rate is one that only its own system could just sustain.
+    """
+    groups = []
+    for workload, model, num_requests in _SETTINGS:
+        if workload == "alpaca":  # many fit at once, and a queue must outlast them
+            num_requests = 2000
+        jobs = [Job(workload, name, SATURATED, num_requests, model) for name in MANAGERS]
+        runs = replays.run(f"13, {workload}", jobs)
+        groups.append({"workload": workload, "model": model, "runs": runs})
+    return {"figure": "13", "groups": groups}
+
+
+def figure_2(replays: Replays) -> Figures:
+    """Where the memory for KV is while requests wait for it: the runs of Fig. 13."""
+    groups = []
+    for group in figure_13(replays)["groups"]:
+        bars = []
+        for run in group["runs"]:
+            if run["manager"] == "static":
+                continue
+            memory = run["averages_while_waiting"]
+            # What nobody can be given although somebody wants it is external fragmentation; ours
+            # keep it for those who run to grow into.
+            is_ours = run["manager"] in OURS
+            wasted = memory["future"] + memory["internal"] + memory["external"]
+            bars.append(
+                {
+                    "manager": run["manager"],
+                    "token states": memory["written"],
+                    "reserved": memory["future"],
+                    "internal": memory["internal"],
+                    "external": memory["external"] + (0 if is_ours else memory["free"]),
+                    "free": memory["free"] if is_ours else 0.0,
+                    "waste_of_memory_in_use": wasted / (wasted + memory["written"]),
+                }
+            )
+        groups.append({"workload": group["workload"], "model": group["model"], "bars": bars})
+    return {"figure": "2", "groups": groups}
+
+
+def figure_14(replays: Replays) -> Figures:
+    """Latency against request rate with several sequences to a request."""
+    panels = []
+    for kind in ("samples", "beams"):
+        for width in WIDTHS:
+            # Steps of a search are slow to replay, so there are fewer managers.
+            names = (*ORCAS, *OURS) if kind == "samples" else ("orca-max", "orca-oracle", "paged")
+            jobs = {name: _wide("alpaca", name, kind, width) for name in names}
+            curves, capacities = _curves(replays, f"14, {width} {kind}", jobs, _FEW_FRACTIONS)
+            panels.append(
+                {"kind": kind, "width": width, "capacities": capacities, "curves": curves}
+            )
+    return {"figure": "14", "panels": panels}
+
+
+def wide_saturated(replays: Replays) -> Figures:
+    """What is got done with several sequences to a request, and a queue that outlasts a batch."""
+    jobs = []
+    for kind, counts in (("samples", _QUEUED_SAMPLES), ("beams", _QUEUED_BEAMS)):
+        for width, num_requests in counts.items():
+            for name in ("orca-oracle", "virtual"):
+                job = replace(_wide("alpaca", name, kind, width), rate=SATURATED)
+                jobs.append(replace(job, num_requests=num_requests))
+    return {"figure": "wide, saturated", "runs": replays.run("wide, saturated", jobs)}
+
+
+def _wide(workload: str, manager: str, kind: str, width: int) -> Job:
+    """Several sequences to a request; fewer requests where each step of a search is replayed."""
+    job = Job(workload, manager, None, 200, max_num_seqs=_MANY_SEQS)
+    if kind == "samples":
+        return replace(job, num_samples=width)
+    return replace(job, beam_width=width, num_requests=_BEAM_REQUESTS[width])
+
+
+def figure_15(replays: Replays) -> Figures:
+    """Memory saved by sharing, at a rate that nobody waits at for long."""
+    workloads = {"alpaca": 2.0, "alpaca-like": 2.0, "conversation": 0.2, "sharegpt-like": 0.2}
+    jobs = []
+    for workload, rate in workloads.items():
+        for kind in ("samples", "beams"):
+            for width in WIDTHS:
+                for name in OURS if workload == "alpaca" else ("paged",):
+                    job = replace(_wide(workload, name, kind, width), rate=rate)
+                    if kind == "beams" and "alpaca" not in workload:  # ten times as many steps
+                        job = replace(job, num_requests=16)
+                    jobs.append(job)
+    return {"figure": "15", "runs": replays.run("15", jobs)}
+
+
+def figure_16(replays: Replays) -> Figures:
+    """Prompts that share a prefix."""
+    panels = []
+    for num_prefix in (SHORT_PREFIX_TOKENS, LONG_PREFIX_TOKENS):
+        workload = f"translation-{num_prefix}"
+        names = ("orca-max", "orca-oracle", "paged")
+        jobs = {name: Job(workload, name, None, 400, "llama-13b") for name in names}
+        for name in OURS:
+            job = Job(workload, name, None, 400, "llama-13b", prefix_caching=True)
+            jobs[f"{name}, prefix kept"] = job
+        curves, capacities = _curves(replays, f"16, {num_prefix}", jobs, _FEW_FRACTIONS)
+        panels.append({"prefix_tokens": num_prefix, "capacities": capacities, "curves": curves})
+    return {"figure": "16", "panels": panels}
+
+
+def figure_17(replays: Replays) -> Figures:
+    """A chatbot, without KV kept between rounds and with it."""
+    jobs = {name: Job("chatbot", name, None, 300) for name in (*ORCAS, *OURS)}
+    jobs["virtual, rounds kept"] = replace(jobs["virtual"], prefix_caching=True)
+    curves, capacities = _curves(replays, "17", jobs, _FRACTIONS[1:])
+    return {"figure": "17", "capacities": capacities, "curves": curves}
+
+
+def figure_18(replays: Replays, kernels: Path) -> Figures:
+    """The attention kernel, as measured; and latency by block size at a fixed rate."""
+    measured = json.loads(kernels.read_text(encoding="utf-8"))
+    shapes: dict[str, Figures] = {}
+    for result in measured["results"]:
+        shape = result["shape"]
+        text = f"{shape['batch']} x {shape['tokens']}, {shape['num_kv_heads']} KV heads"
+        entry = shapes.setdefault(text, {"shape": shape})
+        entry[f"{result['layout']}_s"] = float(np.median(result["layer_s"]))
+    panels = []
+    for workload, num_requests in (("sharegpt-like", 500), ("alpaca", 1500)):
+        base = Job(workload, "paged", None, num_requests)
+        rate = round(0.95 * replays.capacities("18", [base])[0], 2)
+        runs = replays.run(
+            f"18, {workload}",
+            [replace(base, rate=rate, block_size=size) for size in BLOCK_SIZES],
+        )
+        panels.append({"workload": workload, "rate": rate, "runs": runs})
+    return {
+        "figure": "18",
+        "kernel": {"environment": measured["environment"], "shapes": list(shapes.values())},
+        "panels": panels,
+    }
+
+
+def figure_19(replays: Replays) -> Figures:
+    """Swapping against computing again: one sequence, modelled; and latency under pressure."""
+    model, device = find_model("opt-13b"), find_device("a100-40g")
+    token_bytes = model.kv_layout.token_bytes
+    num_bytes = _MICRO_TOKENS * token_bytes
+    recompute_s = StepModel(model, device).prefill_seconds(0, _MICRO_TOKENS)
+    # K and V of each layer by themselves, as in the paper's system, or all of a block at once.
+    pieces = {"per layer": 2 * len(model.kv_layout.layers), "whole": 1}
+
+    def copy_s(size: int, num_pieces: int) -> float:
+        num_copies = -(-_MICRO_TOKENS // size) * num_pieces
+        return num_bytes / device.link_bandwidth + num_copies * COPY_FIXED_S
+
+    one_copy_s = num_bytes / device.link_bandwidth + COPY_FIXED_S
+    micro = [
+        {
+            "block_size": size,
+            "recompute_s": recompute_s,
+            **{f"swap_{name}_s": copy_s(size, count) for name, count in pieces.items()},
+            "swap_virtual_s": one_copy_s,
+        }
+        for size in BLOCK_SIZES
+    ]
+    # More than the memory holds, so that requests are preempted again and again.
+    base = Job("sharegpt-like", "paged", None, 500)
+    rate = round(1.25 * replays.capacities("19", [base])[0], 2)
+    jobs = []
+    for size in _SWAP_BLOCK_SIZES:
+        sized = replace(base, rate=rate, block_size=size)
+        jobs.append(replace(sized, preemption_mode="recompute"))
+        for count in pieces.values():
+            bandwidth = num_bytes / copy_s(size, count)
+            jobs.append(replace(sized, preemption_mode="swap", link_bandwidth=bandwidth))
+    for mode in ("recompute", "swap"):
+        bandwidth = num_bytes / one_copy_s
+        virtual = replace(base, manager="virtual", rate=rate, link_bandwidth=bandwidth)
+        jobs.append(replace(virtual, preemption_mode="swap" if mode == "swap" else "recompute"))
+    runs = replays.run("19", jobs)
+    series = ["recompute", *(f"swap, {name}" for name in pieces)] * len(_SWAP_BLOCK_SIZES)
+    for run, name in zip(runs, [*series, "recompute", "swap, one copy"], strict=True):
+        run["series"] = name
+    return {
+        "figure": "19",
+        "tokens": _MICRO_TOKENS,
+        "copy_fixed_s": COPY_FIXED_S,
+        "link_bandwidth": device.link_bandwidth,
+        "one_sequence": micro,
+        "rate": rate,
+        "runs": runs,
+    }
+
+
+def prefixes(replays: Replays) -> Figures:
+    """Hit rate on Mooncake's synthetic trace, by the memory that there is for KV."""
+    base = Job(
+        "mooncake",
+        "virtual",
+        None,
+        _MOONCAKE_REQUESTS,
+        model="llama-3-8b",
+        device="h200",
+        page_bytes=_MOONCAKE_PAGE_BYTES,
+        prefix_caching=True,
+        max_model_len=131072,
+    )
+    weights = find_model("llama-3-8b").weight_bytes
+
+    def runs(workload: str, kv_gb: Sequence[int]) -> list[Figures]:
+        jobs = [
+            replace(base, workload=workload, memory_bytes=weights + size * 10**9) for size in kv_gb
+        ]
+        return replays.run(workload, jobs)
+
+    return {
+        "figure": "prefixes",
+        "series": [
+            {"workload": workload, "kv_gb": kv_gb, "runs": runs(workload, kv_gb)}
+            for workload, kv_gb in (
+                # 120 GB is about what an H200 has beside the weights; 10 TB hold all.
+                ("mooncake", (120, 10000)),
+                ("mooncake-slow", (60, 120, 250, 500, 10000)),
+            )
+        ],
+    }
+
+
+_MOONCAKE_REQUESTS = 4000
+_MOONCAKE_PAGE_BYTES = 64 << 20  # 512 tokens, as many as the trace's blocks
+
+
+def _curves(
+    replays: Replays, what: str, jobs: Mapping[str, Job], fractions: Sequence[float]
+) -> tuple[Curves, dict[str, float]]:
+    """Each job at several rates, which follow what its manager gets done; and that."""
+    capacities = replays.capacities(f"{what}: capacity", jobs.values())
+    rated = [
+        replace(job, rate=float(f"{fraction * capacity:.3g}"))
+        for job, capacity in zip(jobs.values(), capacities, strict=True)
+        for fraction in fractions
+    ]
+    runs = replays.run(what, rated)
+    count = len(fractions)
+    curves = {name: runs[count * i : count * (i + 1)] for i, name in enumerate(jobs)}
+    return curves, dict(zip(jobs, capacities, strict=True))
+
+
+def _finite(rate: float | None) -> float | str | None:
+    return "not reached" if rate == math.inf else rate
+
+
+def all_figures(kernels: Path) -> dict[str, Callable[[Replays], dict[str, Any]]]:
+    """By the name of its files."""
+    return {
+        "figure_12": figure_12,
+        "figure_13": figure_13,
+        "figure_2": figure_2,
+        "token_budgets": token_budgets,
+        "hour": hour,
+        "figure_14": figure_14,
+        "wide_saturated": wide_saturated,
+        "figure_15": figure_15,
+        "figure_16": figure_16,
+        "figure_17": figure_17,
+        "figure_18": lambda replays: figure_18(replays, kernels),
+        "figure_19": figure_19,
+        "prefix_mooncake": prefixes,
+    }
