@@ -321,7 +321,7 @@ def test_a_crowd_of_all_kinds(reference: Reference, kv_cache: str, preemption_mo
         result = soak(llm, num_requests=60, max_tokens=60, seed=4)
     assert result.num_answered > 30
     assert result.num_left > 0
-    assert result.refused["CapacityError"] > 0
+    assert result.refused.get("CapacityError", 0) > 0
     assert result.num_preemptions > 0
     assert (result.num_swaps > 0) == (preemption_mode == "swap")
     assert result.num_cached_tokens > 0

@@ -7,7 +7,6 @@ reason, nobody is answered twice, and in the end every page is accounted for.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
@@ -30,7 +29,7 @@ class SoakResult:
     num_requests: int
     num_answered: int = 0  # every completion came to its end
     num_left: int = 0  # their clients went away
-    refused: Counter[str] = field(default_factory=Counter)  # by the kind of error
+    refused: dict[str, int] = field(default_factory=dict)  # by the kind of error
     num_completions: int = 0
     num_output_tokens: int = 0
     num_preemptions: int = 0
@@ -146,7 +145,8 @@ def soak(
             engine.add(request)
             due[request.request_id] = set(range(request.params.num_completions))
         except (CapacityError, ContextLengthError, QueueFullError) as error:
-            result.refused[type(error).__name__] += 1
+            kind = type(error).__name__
+            result.refused[kind] = result.refused.get(kind, 0) + 1
         if due and crowd.random.random() < _LEAVES:
             leaver = crowd.random.choice(list(due))
             engine.abort(leaver)
