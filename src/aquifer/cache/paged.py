@@ -90,6 +90,7 @@ class PagedCache:
         self._page_users = np.zeros(num_pages, np.int32)  # blocks on each page that are used
         self._page_holds = np.zeros(num_pages, np.int32)  # that are held, and not used
         self._page_owner = np.zeros(num_pages, np.int8)  # _NOBODY
+        self._num_drops = 0  # calls of `drop`
         self._num_used_blocks = 0
         self._num_used_pages = 0
         self._copies = PendingCopies(self._range, self._block_bytes)
@@ -217,6 +218,7 @@ class PagedCache:
         if (self._holds[dropped] < counts).any():
             raise InvariantError(f"blocks {blocks} are dropped, but not all of them are held")
         self._holds[dropped] -= counts
+        self._num_drops += 1
         freed = dropped[(self._holds[dropped] == 0) & (self._users[dropped] == 0)]
         pages = self._pages_of(freed)
         np.subtract.at(self._page_holds, pages, 1)
@@ -286,8 +288,19 @@ class PagedCache:
     def _claim(self, count: int) -> IntArray | None:
         """Take the lowest free blocks, and map pages under them.
 
+        When the pool is short, held blocks are dropped to make room. Those that lie on pages that
+        are in use give back no page, but are free themselves, so it is worth another try.
+
         Returns: the blocks, with one user each, or None if the pool is short.
         """
+        while True:
+            num_drops = self._num_drops
+            blocks = self._try_claim(count)
+            if blocks is not None or self._num_drops == num_drops:
+                return blocks
+
+    def _try_claim(self, count: int) -> IntArray | None:
+        """`_claim`, once."""
         blocks = self._take_blocks(count)
         with ExitStack() as undo:
             # Before anything is acquired: when held blocks are dropped to make room for that, those
