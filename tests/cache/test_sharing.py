@@ -459,7 +459,7 @@ class PagedMachine(SharingMachine):
 TestVirtualSharing = VirtualMachine.TestCase
 TestPagedSharing = PagedMachine.TestCase
 TestVirtualSharing.settings = TestPagedSharing.settings = settings(
-    max_examples=80, stateful_step_count=60, deadline=None, database=None, derandomize=True
+    max_examples=50, stateful_step_count=60, deadline=None, database=None, derandomize=True
 )
 
 
