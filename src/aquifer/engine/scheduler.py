@@ -119,11 +119,6 @@ class Lane:
         """Tokens of all running sequences that are in the cache; shared ones count for each."""
         return int(self.slots.num_computed[self.slots.in_order].sum())
 
-    @property
-    def num_running(self) -> int:
-        """Running requests."""
-        return len(self.running)
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:

@@ -133,6 +133,21 @@ def _count(shape: tuple[int, ...]) -> int:
     return int(np.prod(shape))
 
 
+def _llama_13b(name: str, max_tokens: int) -> ModelShape:
+    return ModelShape.dense(
+        name,
+        num_layers=40,
+        hidden=5120,
+        num_heads=40,
+        num_kv_heads=40,
+        feed_forward_matrices=3,
+        feed_forward=13824,
+        vocab_size=32000,
+        tied=False,
+        max_tokens=max_tokens,
+    )
+
+
 def _opt(name: str, num_layers: int, hidden: int, num_heads: int) -> ModelShape:
     return ModelShape.dense(
         name,
@@ -154,31 +169,9 @@ MODELS = {
         _opt("opt-13b", 40, 5120, 40),
         _opt("opt-66b", 64, 9216, 72),
         _opt("opt-175b", 96, 12288, 96),
-        ModelShape.dense(
-            "llama-13b",
-            num_layers=40,
-            hidden=5120,
-            num_heads=40,
-            num_kv_heads=40,
-            feed_forward_matrices=3,
-            feed_forward=13824,
-            vocab_size=32000,
-            tied=False,
-            max_tokens=2048,
-        ),
+        _llama_13b("llama-13b", 2048),
         # The same but for its context: what a trace with longer requests needs.
-        ModelShape.dense(
-            "llama-2-13b",
-            num_layers=40,
-            hidden=5120,
-            num_heads=40,
-            num_kv_heads=40,
-            feed_forward_matrices=3,
-            feed_forward=13824,
-            vocab_size=32000,
-            tied=False,
-            max_tokens=4096,
-        ),
+        _llama_13b("llama-2-13b", 4096),
         ModelShape.dense(
             "llama-3-8b",
             num_layers=32,
