@@ -24,13 +24,13 @@ def test_random_lives(seed: int) -> None:
             num_bytes = random.randrange(1, 12 * ALIGN)
             size = -(-num_bytes // ALIGN) * ALIGN
             gaps = _gaps(taken, 40 * ALIGN)
-            start = regions.acquire(num_bytes)
+            acquired = regions.acquire(num_bytes)
             fitting = [length for _, length in gaps if length >= size]
-            if start is None:
+            if acquired is None:
                 assert not fitting
                 continue
-            assert dict(gaps)[start] == min(fitting)  # best fit, from its beginning
-            taken[start] = size
+            assert dict(gaps)[acquired] == min(fitting)  # best fit, from its beginning
+            taken[acquired] = size
         assert regions.used_bytes == sum(taken.values())
     for start in taken:
         regions.release(start)
@@ -41,7 +41,7 @@ def test_what_was_not_given_cannot_come_back() -> None:
     regions = RegionList(10 * ALIGN, ALIGN)
     start = regions.acquire(ALIGN)
     assert start == 0
-    regions.release(start)
+    regions.release(0)
     with pytest.raises(InvariantError):
         regions.release(start)
     assert RegionList(0, ALIGN).acquire(1) is None
