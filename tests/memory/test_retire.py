@@ -13,7 +13,7 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from tests.memory.late_driver import LateDriver
+from tests.memory.late_driver import LateDriver, LateFence
 
 from aquifer.cache import KV_CACHES, kv_cache
 from aquifer.cache.base import KVLayout, LayerKV, Rows, Spans
@@ -281,6 +281,30 @@ def test_a_place_on_its_way_out_is_waited_for(driver, pool, range_, monkeypatch)
     range_.map(0, page)
     stocker.join()
     pool.check()
+
+
+def test_a_place_on_its_way_out_is_seen(driver, pool, range_, monkeypatch):
+    """Another thread may run when a fence is destroyed, as torch gives up the interpreter then."""
+    seen: list[tuple[int, int]] = []
+    others: list[threading.Thread] = []
+
+    def look() -> None:
+        seen.append((pool.retired.num_places, range_.num_mapped_pages))
+
+    class Destroyed(LateFence):
+        def __del__(self) -> None:
+            others.append(threading.Thread(target=look))
+            others[0].start()
+            others[0].join(0.05)
+
+    monkeypatch.setattr(driver, "fence", lambda: Destroyed(driver, 0))
+    _map(pool, range_, 0, 1)
+    pool.retired.retire(range_, [0])
+    assert pool.retired.collect()
+    others[0].join()
+    # Seen when it is out, or before it went; never mapped and yet not counted.
+    ((num_places, num_mapped),) = seen
+    assert num_places >= num_mapped
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -80,12 +80,14 @@ class RetireQueue:
 
     def __len__(self) -> int:
         """Places that were given up and have their page still, and nobody else uses that page."""
-        return len(self._waiting) + len(self._leaving)
+        with self._changed:
+            return len(self._waiting) + len(self._leaving)
 
     @property
     def num_places(self) -> int:
         """Places that were given up and have their page still."""
-        return len(self._fences) + len(self._leaving)
+        with self._changed:  # or a place could be missed on its way from one to the other
+            return len(self._fences) + len(self._leaving)
 
     def retire(self, range_: VirtualRange, indices: Sequence[int]) -> None:
         """Give up the pages at these indices, with the reference that the caller holds to each.
