@@ -20,6 +20,7 @@ from tests.memory.late_driver import LateDriver
 
 from aquifer.cache import KV_CACHES, copies, kv_cache
 from aquifer.cache.base import KVLayout, LayerKV, Rows, SequenceCache, Spans
+from aquifer.cache.swap import SwapSpace
 from aquifer.cache.virtual import VirtualCache
 from aquifer.errors import DriverError, InvariantError
 from aquifer.kernels.block_copy import block_copy
@@ -281,6 +282,7 @@ class SharingMachine(RuleBasedStateMachine):
         self.harness = Harness(self.name, LAYOUTS[layout], num_pages, is_late)
         self.retained: list[Retained] = []
         self.num_evicted = 0
+        self.space = SwapSpace(peak_bytes // 2, torch.device("cpu"))
         if has_hook:
             self.harness.pool.on_short = self.evict
 
@@ -414,6 +416,30 @@ class SharingMachine(RuleBasedStateMachine):
         for part, copy in zip(parts, copies, strict=True):
             cache.copy_in(slot, part, copy)
         harness.marks[slot] = marks
+
+    @precondition(lambda self: self.harness.marks)
+    @rule(data=st.data(), fail_in=fails)
+    def swap_group(self, data: st.DataObject, fail_in: int | None):
+        """Several sequences at once, of which some may share: they share again."""
+        harness = self.harness
+        cache = harness.cache
+        chosen = data.draw(st.sets(st.sampled_from(sorted(harness.marks)), min_size=1))
+        slots = data.draw(st.permutations(sorted(chosen)))
+        marks = [harness.marks[slot] for slot in slots]
+        swapped = self.space.swap_out(cache, slots, [len(m) for m in marks])
+        if swapped is None:
+            return
+        saved_bytes = cache.stats(0).shared_bytes
+        for slot in slots:
+            harness.release(slot)
+        saved_bytes -= cache.stats(0).shared_bytes
+        free_slots = data.draw(st.permutations(harness.free_slots()))[: len(slots)]
+        if not self.attempt(lambda: self.space.swap_in(cache, free_slots, swapped), fail_in):
+            self.space.discard(swapped)
+            return
+        harness.marks.update(zip(free_slots, marks, strict=True))
+        if not harness.marks.keys() - free_slots and not self.retained:
+            assert cache.stats(0).shared_bytes == saved_bytes
 
     @rule()
     def upload(self):
@@ -735,6 +761,36 @@ def test_moved_to_the_host_and_back_by_runs_of_blocks():
         stretch.fill_(255)
     harness.cache.copy_in(0, range(3, 19), copy)
     harness.check()
+    harness.close()
+
+
+@pytest.mark.parametrize("slots", [[0, 1, 2, 3], [3, 1, 0, 2]], ids=["in order", "mixed"])
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_group_shares_again_after_it_was_swapped(name, layout, is_late, slots):
+    """Sequence 1 has forked from 0, 2 from 1 and 3 from 2."""
+    harness = Harness(name, LAYOUTS[layout], 600, is_late, max_seqs=5)
+    space = SwapSpace(4 * MAX_TOKENS * LAYOUTS[layout].token_bytes, torch.device("cpu"))
+    harness.begin(0, 21)
+    for child, num_shared in {1: 21, 2: 25, 3: 18}.items():
+        assert harness.fork(child - 1, child, num_shared)
+        assert harness.reserve({child: 6})
+        harness.write({child: 6})
+    marks = [harness.marks[slot] for slot in slots]
+    shared_bytes = harness.cache.stats(0).shared_bytes
+    swapped = space.swap_out(harness.cache, slots, [len(m) for m in marks])
+    assert swapped is not None
+    for slot in slots:
+        harness.release(slot)
+    for slot in range(5):  # others write where they were
+        harness.begin(slot, 40)
+    for slot in range(5):
+        harness.release(slot)
+    assert space.swap_in(harness.cache, [4, 2, 3, 1], swapped)
+    harness.marks = dict(zip([4, 2, 3, 1], marks, strict=True))
+    harness.check()
+    assert harness.cache.stats(0).shared_bytes == shared_bytes
+    assert space.used_bytes == 0
     harness.close()
 
 

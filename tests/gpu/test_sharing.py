@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,7 +16,7 @@ from tests.architectures import OUR_DECODER, VOCAB_SIZE, save_tiny
 from aquifer.cache.base import KVLayout, LayerKV, Rows, Spans
 from aquifer.cache.virtual import VirtualCache
 from aquifer.engine.llm import LLM
-from aquifer.engine.request import BeamSearchParams, SamplingParams
+from aquifer.engine.request import BeamSearchParams, RequestOutput, SamplingParams
 from aquifer.memory.driver.cuda import CudaDriver
 from aquifer.memory.pool import Kind, Owner, PagePool
 
@@ -68,7 +69,11 @@ def run(folder: Path, prompts: list[list[int]], params: Any, **options: Any) -> 
         llm.engine.pool.check()
         (memory,) = llm.memory().models.values()
         assert memory.bytes_by_kind[Kind.KV] == 0
-        return [[c.token_ids for c in out.outputs] for out in outputs], lane
+        return token_ids(outputs), lane
+
+
+def token_ids(outputs: list[RequestOutput]) -> list[list[list[int]]]:
+    return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
 
 def test_the_first_slot_need_not_be_mapped(cache: VirtualCache) -> None:
@@ -102,25 +107,24 @@ def test_caches_agree(folder: Path, prompts: list[list[int]], params: SamplingPa
 def test_preempted_groups_lose_nothing(
     folder: Path, prompts: list[list[int]], kv_cache: str, mode: Any
 ) -> None:
-    params = [GREEDY, SAMPLES, BEAMS] * 2
-    expected, lane = run(folder, prompts, params, kv_cache=kv_cache)
-    assert lane.num_preemptions == 0
-    # Weights, overhead and graphs are a few hundred MiB; what the requests take is 32 KiB a token
-    # and layer, so that not all of them fit.
-    for kv_mib in (90, 70, 55, 45):
-        outputs, lane = run(
-            folder,
-            prompts,
-            params,
-            kv_cache=kv_cache,
-            preemption_mode=mode,
-            memory=_overhead_bytes(folder, kv_cache) + kv_mib * MIB,
-        )
-        assert outputs == expected
-        if lane.num_preemptions:
-            assert (lane.num_swaps > 0) == (mode == "swap")
-            return
-    pytest.fail("nobody was preempted")
+    # Sequences that grow by as much as a prompt: 18 of them, and 48 KiB a token.
+    params = [replace(each, max_tokens=96) for each in (GREEDY, SAMPLES, BEAMS)] * 2
+    options: dict[str, Any] = {"memory": "4GiB", "dtype": "float32", "kv_cache": kv_cache}
+    with LLM(folder, device="cuda", seed=0, preemption_mode=mode, **options) as llm:
+        (lane,) = llm.engine.lanes.values()
+        pool = llm.engine.pool
+        expected = token_ids(llm.generate(prompts, params, use_tqdm=False))
+        assert lane.num_preemptions == 0
+        for kv_mib in (80, 64):
+            num_others = (pool.free_bytes - kv_mib * MIB) // pool.page_bytes
+            others = pool.acquire(Owner("others", Kind.WEIGHTS), num_others)
+            assert others is not None
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            pool.release(others)
+            pool.check()
+            assert token_ids(outputs) == expected
+        assert lane.num_preemptions > 0
+        assert (lane.num_swaps > 0) == (mode == "swap")
 
 
 def test_a_cached_prompt_maps_nothing(folder: Path, prompts: list[list[int]]) -> None:
@@ -143,15 +147,3 @@ def test_a_cached_prompt_maps_nothing(folder: Path, prompts: list[list[int]]) ->
         # The page that it writes on next is a copy; beyond that, at most some ahead of need.
         assert sum(calls) <= 6
         assert lane.prefixes is not None
-
-
-def _overhead_bytes(folder: Path, kv_cache: str) -> int:
-    """What the process and the weights take of a budget."""
-    options: Any = {"memory": "4GiB", "dtype": "float32", "kv_cache": kv_cache}
-    with LLM(folder, device="cuda", **options) as llm:
-        llm.generate([[1, 2, 3]], SAMPLES, use_tqdm=False)
-        llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
-        report = llm.memory()
-        return report.overhead_bytes + sum(
-            model.bytes_by_kind[Kind.WEIGHTS] for model in report.models.values()
-        )

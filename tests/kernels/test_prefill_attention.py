@@ -33,14 +33,16 @@ class Case:
     tables: torch.Tensor | None
     spans: PrefillSpans
 
-    def run(self, config: Config | None = None, **options) -> torch.Tensor:
+    def run(
+        self, config: Config | None = None, *, num_splits: int | None = None, **options
+    ) -> torch.Tensor:
         """As `prefill_attention` does it, or with the Triton kernel cut by `config`."""
         out = self.query.new_full((*self.query.shape[:2], self.values.shape[-1]), torch.nan)
         arguments = self.query, self.keys, self.values, self.tables, self.spans, out
         if config is None:
             prefill_attention(*arguments, **options)
         else:
-            prefill_attention_triton(*arguments, config=config, **options)
+            prefill_attention_triton(*arguments, config=config, num_splits=num_splits, **options)
         return out
 
     def reference(self, **options) -> torch.Tensor:
@@ -107,9 +109,11 @@ def make_case(
     )
 
 
-def check(case: Case, config: Config | None = None, **options) -> None:
+def check(
+    case: Case, config: Config | None = None, *, num_splits: int | None = None, **options
+) -> None:
     options = {"scale": 0.2, **options}
-    out, expected = case.run(config, **options), case.reference(**options)
+    out, expected = case.run(config, num_splits=num_splits, **options), case.reference(**options)
     begin, end = case.spans.offsets[0], case.spans.offsets[-1]
     assert out[:begin].isnan().all()
     assert out[end:].isnan().all()
@@ -190,6 +194,54 @@ def test_nothing_is_needed_of_blocks_after_the_chunk(device, block_size):
             case.tables[slot, -(-(start + count) // 16) :] = 1 << 30
     check(case, SMALL)
     check(case)
+
+
+@pytest.mark.parametrize(
+    ("num_splits", "options"),
+    [
+        (2, {}),
+        (7, {}),
+        (3, {"window_tokens": 13}),
+        (7, {"window_tokens": 1}),
+        (2, {"softcap": 30.0, "window_tokens": 40}),
+    ],
+)
+@pytest.mark.parametrize("block_size", [None, 16])
+def test_splits(device, monkeypatch, block_size, num_splits, options):
+    """Keys of one query go to several programs, and there may be more of those than keys."""
+    monkeypatch.setattr(module, "MIN_SPLIT_KEYS", 16)
+    case = make_case(device, [(0, 17), (5, 1), (30, 20)], block_size=block_size)
+    check(case, SMALL, num_splits=num_splits, **options)
+
+
+def test_splits_of_heads_that_share_a_program(device, monkeypatch):
+    monkeypatch.setattr(module, "MIN_SPLIT_KEYS", 16)
+    case = make_case(device, [(5, 1), (30, 20)], num_heads=7, num_kv_heads=1, value_dim=24)
+    check(case, SMALL, num_splits=3)
+
+
+def test_short_chunks_after_long_prefixes_are_split(device, monkeypatch):
+    """As many splits as fill the device, but none with few keys; round spans are left out."""
+    assert module._num_splits(8, 8192, torch.device("cpu")) == 1
+    monkeypatch.setattr(module, "count_multiprocessors", lambda device: 132)
+    assert module._num_splits(8, 8192, device) == 32
+    assert module._num_splits(8, 1000, device) == 3
+    assert module._num_splits(100, 8192, device) == 2
+    assert module._num_splits(265, 8192, device) == 1
+    monkeypatch.setattr(module, "MIN_SPLIT_KEYS", 16)
+    monkeypatch.setattr(module, "CUDNN_MULTIPLE", 8)
+    monkeypatch.setattr(module, "CUDNN_MIN_TOKENS", 16)
+    monkeypatch.setattr(module, "_cudnn_takes", lambda *tensors: True)
+    monkeypatch.setattr(module, "_run_cudnn", lambda *arguments: None)
+    case = make_case(device, [(0, 16), (40, 3), (16, 24), (8, 17)])
+    out, expected = case.run(scale=0.2), case.reference(scale=0.2)
+    offsets = case.spans.offsets
+    for index, is_round in enumerate((True, False, True, False)):
+        rows = slice(offsets[index], offsets[index + 1])
+        if is_round:
+            assert out[rows].isnan().all()
+        else:
+            torch.testing.assert_close(out[rows].double(), expected[rows], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("softcap", [0.5, 30.0])

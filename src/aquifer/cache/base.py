@@ -148,7 +148,6 @@ class Rows:
                 device_slots=chunk_slots,
                 device_starts=chunk_starts,
                 device_offsets=chunk_offsets,
-                max_count=int(spans.counts[chunks].max()),
             )
             if num_chunks
             else None,

@@ -109,8 +109,14 @@ class SwapSpace:
         swapped: list[SwappedKV] = []
         with ExitStack() as undo:
             for i, count in enumerate(num_tokens):
+                # A token that begins in a shared page was there when it came to be shared.
                 shared = [
-                    min(cache.tokens_in(_num_equal(blocks[i], blocks[j])), count) for j in range(i)
+                    min(
+                        cache.tokens_touching(_num_equal(blocks[i], blocks[j])),
+                        num_tokens[j],
+                        count,
+                    )
+                    for j in range(i)
                 ]
                 parent = int(np.argmax(shared)) if shared else 0
                 num_shared = shared[parent] if shared else 0
@@ -143,12 +149,12 @@ class SwapSpace:
                     return False
                 if not cache.reserve(np.array([slot]), np.array([kv.num_tokens])):
                     return False
+                # One after the other: a fork copies what its parent has.
+                cache.upload()
+                if kv.start is not None:
+                    tokens = range(kv.num_shared, kv.num_tokens)
+                    cache.copy_in(slot, tokens, self._part(cache, kv))
             undo.pop_all()
-        cache.upload()
-        for slot, kv in zip(slots, swapped, strict=True):
-            if kv.start is not None:
-                tokens = range(kv.num_shared, kv.num_tokens)
-                cache.copy_in(slot, tokens, self._part(cache, kv))
         self.discard(swapped)
         return True
 

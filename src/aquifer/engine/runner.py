@@ -20,12 +20,14 @@ from aquifer.engine.scheduler import Plan, Sampled
 from aquifer.engine.sequence import Choice
 from aquifer.engine.slots import SlotTable
 from aquifer.kernels import compiled_together
+from aquifer.kernels.prefill_attention import MIN_SPLIT_KEYS
 from aquifer.kernels.step import advance, decode_inputs
 from aquifer.memory.driver.base import Driver, Fence
 from aquifer.memory.transfer import download, upload
 from aquifer.models import Model, ModelInput
 
 _WARM_UP_TOKENS = 8
+_WARM_UP_PREFIX_TOKENS = 2 * MIN_SPLIT_KEYS
 
 _Entries = Callable[[], list[TokenLogprobs]]
 
@@ -147,8 +149,10 @@ class Runner:
         )
         del hidden, logits
         count = min(_WARM_UP_TOKENS, num_tokens, self._table.token_ids.shape[1])
-        chunk = Spans.make(np.array([1]), np.array([0]), np.array([count]))
-        if self._cache.reserve(chunk.slots, chunk.counts):
+        # After a prefix that is long enough for attention to be split.
+        start = min(_WARM_UP_PREFIX_TOKENS, self._table.token_ids.shape[1] - count)
+        chunk = Spans.make(np.array([1]), np.array([start]), np.array([count]))
+        if self._cache.reserve(chunk.slots, chunk.starts + chunk.counts):
             self._cache.upload()
             rows = Rows.of(chunk, 0, self._device)
             few = zeros[:count]
@@ -165,7 +169,9 @@ class Runner:
         self._cache.upload()
         if len(plan.admitted):
             self._seat(plan.admitted)
-        if self._graphs is not None and plan.num_decodes == len(plan.spans.slots):
+        if self._graphs is not None and plan.num_single == len(plan.spans.slots) == len(
+            plan.sampled
+        ):
             return self._launch_graph(self._graphs, plan)
         return self._launch_rows(plan)
 
@@ -176,8 +182,9 @@ class Runner:
         self._columns.num_prompt[on_device[0]] = on_device[1]
 
     def _launch_graph(self, graphs: DecodeGraphs, plan: Plan) -> InFlight:
-        """A step of nothing but decoding: each span is one token, and all are sampled."""
+        """A step in which each span is one token, and all are sampled."""
         slots = plan.spans.slots
+        self._set_inputs(plan)
         choice = self._sampler.choice(slots)
         logits, token_ids = graphs.run(slots, choice)
         if logits is None:
@@ -185,6 +192,17 @@ class Runner:
         ends = plan.spans.starts + 1
         where = upload(np.stack((slots, ends)), self._device)
         return self._sample(plan, logits, where[0], where[1], token_ids)
+
+    def _set_inputs(self, plan: Plan) -> None:
+        """Tell the device the tokens that it did not sample: of prompts found in the cache, say."""
+        slots, starts = plan.spans.slots[plan.num_decodes :], plan.spans.starts[plan.num_decodes :]
+        if not len(slots):
+            return
+        tokens = self._table.token_ids[slots, starts]
+        inputs = np.stack((slots, starts, tokens)).astype(np.int64)
+        on_device, num_computed, last_token = upload(inputs, self._device)
+        self._columns.num_computed[on_device] = num_computed
+        self._columns.last_token[on_device] = last_token
 
     def _decode(self, slots: torch.Tensor, choice: Choice) -> tuple[torch.Tensor, torch.Tensor]:
         """The step that graphs capture; every value of it is found by slot, on the device."""

@@ -23,6 +23,10 @@ goes over the keys in tiles; only those on the diagonal and at the window's edge
     keys     | before the window | edge | seen by every query | diagonal |
              0                                                            start + count
 
+A short chunk after a long prefix, as when a conversation goes on, has few programs with many keys
+each. Those are then cut into splits, with a program for each, and a second kernel merges what
+these leave by their log-sum-exp (FlashDecoding).
+
 Shapes throughout: `keys` and `values` are [blocks, block_size, kv_heads, dim] of any strides but
 the last, which is 1. Paged: `tables` [slots, max_blocks] has a slot's blocks in order. Contiguous:
 `tables` is None, and a slot is one block, as long as the longest sequence.
@@ -37,7 +41,17 @@ from functools import cache
 
 import torch
 
-from aquifer.kernels._triton import MIN_DOT, constexpr, jit, jit_once, pow2, runs_triton, tensor, tl
+from aquifer.kernels._triton import (
+    MIN_DOT,
+    constexpr,
+    count_multiprocessors,
+    jit,
+    jit_once,
+    pow2,
+    runs_triton,
+    tensor,
+    tl,
+)
 from aquifer.kernels.attention import attention_contiguous, attention_paged
 
 CUDNN_MULTIPLE = 256
@@ -45,6 +59,14 @@ CUDNN_MULTIPLE = 256
 
 CUDNN_MIN_TOKENS = 512
 """Shorter spans do not fill the device by themselves, and go with others into one launch."""
+
+MIN_SPLIT_KEYS = 256
+"""Programs with fewer keys are not worth merging."""
+
+_PROGRAMS_PER_MULTIPROCESSOR = 2
+"""How many of the Triton kernel's run at once, at the default configs for 16-bit types."""
+
+_MERGE_ROWS = 8
 
 _CUDNN_MAX_DIM = 128
 _CUDNN_ALIGN_BYTES = 16
@@ -67,7 +89,6 @@ class PrefillSpans:
     device_slots: torch.Tensor  # [n] int64
     device_starts: torch.Tensor  # [n] int64
     device_offsets: torch.Tensor  # [n + 1] int64
-    max_count: int  # tokens of the longest chunk
 
     @classmethod
     def make(
@@ -88,7 +109,6 @@ class PrefillSpans:
             device_slots,
             device_starts,
             device_offsets,
-            max((end - begin for begin, end in _pairs(offsets)), default=0),
         )
 
 
@@ -196,12 +216,12 @@ def prefill_attention(
     Returns:
         `out`, or the new tensor, of which rows outside of the spans mean nothing.
     """
-    max_count = spans.max_count
+    chunks = _chunks(spans)
     skips_round = tables is None and softcap is None and _cudnn_takes(query, keys, values)
     calls: list[_Call] = []
     if skips_round:
         calls = list(_calls(spans, window_tokens, max(keys.stride(0), values.stride(0))))
-        max_count = max((call.count for call in calls if not call.is_round), default=0)
+        chunks = [(call.start, call.count) for call in calls if not call.is_round]
         if out is None and len(calls) == 1 and calls[0].is_round and calls[0].start == 0:
             (call,) = calls
             if call.num_seqs * call.count == len(query):
@@ -217,7 +237,7 @@ def prefill_attention(
     for call in calls:
         if call.is_round:
             _run_cudnn(query, keys, values, out, call, scale)
-    if max_count > 0:
+    if chunks:
         _run_triton(
             query,
             keys,
@@ -226,7 +246,7 @@ def prefill_attention(
             spans,
             out,
             config=default_config(query.shape[2], out.shape[2], query.dtype),
-            max_count=max_count,
+            chunks=chunks,
             skips_round=skips_round,
             scale=scale,
             window_tokens=window_tokens,
@@ -244,11 +264,12 @@ def prefill_attention_triton(
     out: torch.Tensor,
     *,
     config: Config,
+    num_splits: int | None = None,
     scale: float,
     window_tokens: int | None = None,
     softcap: float | None = None,
 ) -> None:
-    """`prefill_attention` with all spans in the Triton kernel, cut by `config`."""
+    """`prefill_attention` with all spans in the Triton kernel, cut by `config` and `num_splits`."""
     _check(query, keys, values, spans, out, scale)
     if spans.slots:
         _run_triton(
@@ -259,7 +280,8 @@ def prefill_attention_triton(
             spans,
             out,
             config=config,
-            max_count=spans.max_count,
+            chunks=_chunks(spans),
+            num_splits=num_splits,
             skips_round=False,
             scale=scale,
             window_tokens=window_tokens,
@@ -526,7 +548,8 @@ def _run_triton(
     out: torch.Tensor,
     *,
     config: Config,
-    max_count: int,
+    chunks: Sequence[tuple[int, int]],
+    num_splits: int | None = None,
     skips_round: bool,
     scale: float,
     window_tokens: int | None,
@@ -542,7 +565,9 @@ def _run_triton(
         spans: likewise.
         out: likewise.
         config: how to cut the work.
-        max_count: tokens of the longest span that is to be written.
+        chunks: (start, count) of the spans that are to be written.
+        num_splits: into how many programs to cut the keys of a query; by default as many as fill
+            the device.
         skips_round: whether round spans, which cuDNN takes, are left out. The kernel finds them
             by itself: no second set of spans needs to get to the device.
         scale: as in `prefill_attention`.
@@ -553,9 +578,30 @@ def _run_triton(
     _, block_size, num_kv_heads, value_dim = values.shape
     group = num_heads // num_kv_heads
     heads_per_program = max(n for n in range(1, MIN_DOT + 1) if group % n == 0)
-    num_blocks = -(-max_count // (config.block_rows // heads_per_program))
+    block_tokens = config.block_rows // heads_per_program
+    num_groups = num_heads // heads_per_program
+    num_blocks = -(-max(count for _, count in chunks) // block_tokens)
+    if num_splits is None:
+        num_programs = num_groups * sum(-(-count // block_tokens) for _, count in chunks)
+        num_keys = max(start + count for start, count in chunks)
+        if window_tokens is not None:
+            num_keys = min(num_keys, window_tokens + block_tokens)
+        num_splits = _num_splits(num_programs, num_keys, query.device)
+    num_partials = num_groups * len(spans.slots) * num_blocks * num_splits
+    # [num_partials, block_rows, value_dim] and [num_partials, block_rows]
+    size = (num_partials if num_splits > 1 else 0, config.block_rows)
+    partials = torch.empty((*size, value_dim), dtype=torch.float32, device=query.device)
+    lse = torch.empty(size, dtype=torch.float32, device=query.device)
+    shape = {
+        "heads_per_program": heads_per_program,
+        "block_rows": config.block_rows,
+        "value_dim": value_dim,
+        "skip_multiple": CUDNN_MULTIPLE if skips_round else None,
+        "skip_min_tokens": CUDNN_MIN_TOKENS if skips_round else None,
+        "window_tokens": window_tokens,
+    }
     # Neighbouring programs read the same tokens; the heaviest of all spans come first.
-    _prefill_attention_kernel[(num_heads // heads_per_program, len(spans.slots), num_blocks)](
+    _prefill_attention_kernel[(num_groups, len(spans.slots), num_blocks * num_splits)](
         query,
         keys,
         values,
@@ -564,6 +610,9 @@ def _run_triton(
         spans.device_starts,
         spans.device_offsets,
         out,
+        partials,
+        lse,
+        num_splits,
         # In powers of two; a softcap works on the score itself.
         scale if softcap is not None else scale * _LOG2_E,
         query.stride(0),
@@ -578,21 +627,47 @@ def _run_triton(
         out.stride(0),
         out.stride(1),
         group=group,
-        heads_per_program=heads_per_program,
-        block_rows=config.block_rows,
         block_keys=config.block_keys,
         block_size=None if tables is None else block_size,
         key_dim=key_dim,
         key_dim_pow2=pow2(key_dim, MIN_DOT),
-        value_dim=value_dim,
         value_dim_pow2=pow2(value_dim, MIN_DOT),
-        window_tokens=window_tokens,
         softcap=softcap,
-        skip_multiple=CUDNN_MULTIPLE if skips_round else None,
-        skip_min_tokens=CUDNN_MIN_TOKENS if skips_round else None,
+        min_split_keys=max(MIN_SPLIT_KEYS, config.block_keys),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **shape,
     )
+    if num_splits == 1:
+        return
+    merge_rows = min(_MERGE_ROWS, config.block_rows)
+    row_parts = config.block_rows // merge_rows
+    _merge_splits_kernel[(num_groups * row_parts, len(spans.slots), num_blocks)](
+        partials,
+        lse,
+        spans.device_starts,
+        spans.device_offsets,
+        out,
+        num_splits,
+        out.stride(0),
+        out.stride(1),
+        value_dim_pow2=pow2(value_dim),
+        merge_rows=merge_rows,
+        num_warps=4,
+        **shape,
+    )
+
+
+def _num_splits(num_programs: int, num_keys: int, device: torch.device) -> int:
+    """Into how many programs to cut those that each have up to so many keys."""
+    room = _PROGRAMS_PER_MULTIPROCESSOR * count_multiprocessors(device) // num_programs
+    return max(min(room, num_keys // MIN_SPLIT_KEYS), 1)
+
+
+def _chunks(spans: PrefillSpans) -> list[tuple[int, int]]:
+    """(start, count) of each span."""
+    counts = (end - begin for begin, end in _pairs(spans.offsets))
+    return list(zip(spans.starts, counts, strict=True))
 
 
 def _pairs(offsets: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -629,11 +704,13 @@ def _attend_tiles(
     window_tokens: constexpr,
     softcap: constexpr,
     is_masked: constexpr,
+    sees_some: constexpr,
 ) -> tensor:
     """Go on with the online softmax over tiles [first_tile, last_tile), counted in keys.
 
     query: [rows, key_dim]. keys, values: of the head. Returns acc [rows, value_dim], total [rows]
     and top [rows], in powers of two. Masked: no key outside of [begin_key, end_key) is read.
+    sees_some: whether each query sees a key of the first tile, or has seen one.
     """
     dim_k = tl.arange(0, key_dim_pow2)
     dim_v = tl.arange(0, value_dim_pow2)
@@ -698,8 +775,7 @@ def _attend_tiles(
         else:
             new_top = tl.maximum(top, tl.max(scores, 1))
         base = new_top
-        if is_masked and window_tokens is not None:
-            # Nothing of the tile, nor of those before, may be in a query's window.
+        if not sees_some:
             base = tl.where(new_top == float("-inf"), 0.0, new_top)
         if softcap is None:
             weights = tl.exp2(scores * factor - base[:, None])
@@ -713,7 +789,26 @@ def _attend_tiles(
     return acc, total, top
 
 
-@jit_once(indices=("slots", "starts", "offsets"))
+@jit
+def _is_left_out(
+    start: tensor,
+    count: tensor,
+    skip_multiple: constexpr,
+    skip_min_tokens: constexpr,
+    window_tokens: constexpr,
+) -> tensor:
+    """Whether a span is round, where cuDNN takes those."""
+    is_left_out = count <= 0
+    if skip_multiple is not None:
+        is_left_out |= (
+            (start % skip_multiple == 0) & (count % skip_multiple == 0) & (count >= skip_min_tokens)
+        )
+        if window_tokens is not None:
+            is_left_out &= start + count <= window_tokens
+    return is_left_out
+
+
+@jit_once(counts=("num_splits",), indices=("slots", "starts", "offsets"))
 def _prefill_attention_kernel(
     query: tensor,
     keys: tensor,
@@ -723,6 +818,9 @@ def _prefill_attention_kernel(
     starts: tensor,
     offsets: tensor,
     out: tensor,
+    partials: tensor,
+    lse: tensor,
+    num_splits: tensor,
     factor: tensor,
     query_row_stride: tensor,
     query_head_stride: tensor,
@@ -748,25 +846,23 @@ def _prefill_attention_kernel(
     softcap: constexpr,
     skip_multiple: constexpr,
     skip_min_tokens: constexpr,
+    min_split_keys: constexpr,
 ) -> None:
     first_head = tl.program_id(0) * heads_per_program
     span = tl.program_id(1)
     block_tokens: constexpr = block_rows // heads_per_program
     # The last tokens see the most keys, so that they begin first.
-    first_token = (tl.num_programs(2) - 1 - tl.program_id(2)) * block_tokens
+    num_blocks = tl.num_programs(2) // num_splits
+    token_block = num_blocks - 1 - tl.program_id(2) // num_splits
+    first_token = token_block * block_tokens
 
     first_row = tl.load(offsets + span)
     count = (tl.load(offsets + span + 1) - first_row).to(tl.int32)
     if first_token >= count:
         return
     start = tl.load(starts + span).to(tl.int32)
-    if skip_multiple is not None:
-        is_round = (start % skip_multiple == 0) & (count % skip_multiple == 0)
-        is_round &= count >= skip_min_tokens
-        if window_tokens is not None:
-            is_round &= start + count <= window_tokens
-        if is_round:
-            return
+    if _is_left_out(start, count, skip_multiple, skip_min_tokens, window_tokens):
+        return
     slot = tl.load(slots + span).to(tl.int64)
     kv_head = (first_head // group).to(tl.int64)
 
@@ -798,6 +894,16 @@ def _prefill_attention_kernel(
         full_begin = tl.cdiv(tl.maximum(end_key - window_tokens, 0), block_keys) * block_keys
         full_begin = tl.minimum(full_begin, full_end)
 
+    # Of those, this split's are [first_tile, stop_key).
+    split = tl.program_id(2) % num_splits
+    split_keys = tl.cdiv(tl.cdiv(end_key - first_tile, num_splits), block_keys) * block_keys
+    split_keys = tl.maximum(split_keys, min_split_keys)
+    first_tile += split * split_keys
+    stop_key = tl.minimum(first_tile + split_keys, end_key)
+    full_begin = tl.maximum(full_begin, first_tile)
+    diagonal_begin = tl.maximum(full_end, first_tile)
+    full_end = tl.minimum(full_end, stop_key)
+
     acc = tl.zeros([block_rows, value_dim_pow2], tl.float32)
     total = tl.zeros([block_rows], tl.float32)
     top = tl.full([block_rows], float("-inf"), tl.float32)
@@ -806,11 +912,11 @@ def _prefill_attention_kernel(
     if window_tokens is not None:
         acc, total, top = _attend_tiles(
             q, keys, values, tables, slot, acc, total, top, position,
-            first_tile, full_begin, begin_key, end_key, factor,
+            first_tile, tl.minimum(full_begin, stop_key), begin_key, end_key, factor,
             key_block_stride, key_token_stride, value_block_stride, value_token_stride,
             table_stride, block_keys, block_size,
             key_dim, key_dim_pow2, value_dim, value_dim_pow2, window_tokens, softcap,
-            is_masked=True,
+            is_masked=True, sees_some=False,
         )  # fmt: skip
     acc, total, top = _attend_tiles(
         q, keys, values, tables, slot, acc, total, top, position,
@@ -818,25 +924,104 @@ def _prefill_attention_kernel(
         key_block_stride, key_token_stride, value_block_stride, value_token_stride,
         table_stride, block_keys, block_size,
         key_dim, key_dim_pow2, value_dim, value_dim_pow2, window_tokens, softcap,
-        is_masked=False,
+        is_masked=False, sees_some=True,
     )  # fmt: skip
     acc, total, top = _attend_tiles(
         q, keys, values, tables, slot, acc, total, top, position,
-        full_end, end_key, begin_key, end_key, factor,
+        diagonal_begin, stop_key, begin_key, end_key, factor,
         key_block_stride, key_token_stride, value_block_stride, value_token_stride,
         table_stride, block_keys, block_size,
         key_dim, key_dim_pow2, value_dim, value_dim_pow2, window_tokens, softcap,
-        is_masked=True,
+        is_masked=True, sees_some=False,
     )  # fmt: skip
 
-    # Rows that are not stored may have seen nothing.
+    # Rows that are not stored may have seen nothing, and those of a split too.
+    has_seen = total > 0
+    total = tl.where(has_seen, total, 1.0)
+    acc = acc / total[:, None]
+    is_stored = is_row[:, None] & (dim_v < value_dim)[None, :]
+    if num_splits == 1:
+        out_rows = (first_row + token) * out_row_stride + head * out_head_stride
+        tl.store(
+            out + out_rows[:, None] + dim_v[None, :],
+            acc.to(out.dtype.element_ty),
+            mask=is_stored,
+        )
+    else:
+        partial = ((span * num_blocks + token_block) * num_splits + split).to(tl.int64)
+        partial_row = (partial * tl.num_programs(0) + tl.program_id(0)) * block_rows + row
+        tl.store(lse + partial_row, tl.where(has_seen, top + tl.log2(total), float("-inf")))
+        tl.store(
+            partials + partial_row[:, None] * value_dim + dim_v[None, :],
+            acc,
+            mask=is_stored & has_seen[:, None],
+        )
+
+
+@jit_once(counts=("num_splits",), indices=("starts", "offsets"))
+def _merge_splits_kernel(
+    partials: tensor,
+    lse: tensor,
+    starts: tensor,
+    offsets: tensor,
+    out: tensor,
+    num_splits: tensor,
+    out_row_stride: tensor,
+    out_head_stride: tensor,
+    heads_per_program: constexpr,
+    block_rows: constexpr,
+    value_dim: constexpr,
+    value_dim_pow2: constexpr,
+    merge_rows: constexpr,
+    skip_multiple: constexpr,
+    skip_min_tokens: constexpr,
+    window_tokens: constexpr,
+) -> None:
+    """`merge_rows` of the rows that one program would have without splits."""
+    row_parts: constexpr = block_rows // merge_rows
+    block_tokens: constexpr = block_rows // heads_per_program
+    num_groups = tl.num_programs(0) // row_parts
+    head_group = tl.program_id(0) // row_parts
+    span = tl.program_id(1)
+    first_token = tl.program_id(2) * block_tokens
+    first_row = tl.load(offsets + span)
+    count = (tl.load(offsets + span + 1) - first_row).to(tl.int32)
+    start = tl.load(starts + span).to(tl.int32)
+    if first_token >= count:
+        return
+    if _is_left_out(start, count, skip_multiple, skip_min_tokens, window_tokens):
+        return
+
+    row = tl.program_id(0) % row_parts * merge_rows + tl.arange(0, merge_rows)
+    token = first_token + row // heads_per_program
+    head = head_group * heads_per_program + row % heads_per_program
+    is_row = (row < block_tokens * heads_per_program) & (token < count)
+    dim = tl.arange(0, value_dim_pow2)
+    is_stored = is_row[:, None] & (dim < value_dim)[None, :]
+    first_partial = ((span * tl.num_programs(2) + tl.program_id(2)) * num_splits).to(tl.int64)
+
+    top = tl.full([merge_rows], float("-inf"), tl.float32)
+    total = tl.zeros([merge_rows], tl.float32)
+    acc = tl.zeros([merge_rows, value_dim_pow2], tl.float32)
+    for split in range(num_splits):
+        partial_row = ((first_partial + split) * num_groups + head_group) * block_rows + row
+        part_lse = tl.load(lse + partial_row, mask=is_row, other=float("-inf"))
+        has_seen = part_lse > float("-inf")
+        part = tl.load(
+            partials + partial_row[:, None] * value_dim + dim[None, :],
+            mask=is_stored & has_seen[:, None],
+            other=0.0,
+        )  # [merge_rows, value_dim]
+        new_top = tl.maximum(top, part_lse)
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weight = tl.exp2(part_lse - base)
+        decay = tl.exp2(top - base)
+        total = total * decay + weight
+        acc = acc * decay[:, None] + part * weight[:, None]
+        top = new_top
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     out_rows = (first_row + token) * out_row_stride + head * out_head_stride
-    tl.store(
-        out + out_rows[:, None] + dim_v[None, :],
-        acc.to(out.dtype.element_ty),
-        mask=is_row[:, None] & (dim_v < value_dim)[None, :],
-    )
+    tl.store(out + out_rows[:, None] + dim[None, :], acc.to(out.dtype.element_ty), mask=is_stored)
 
 
 @jit_once(counts=("num_tokens",))

@@ -300,8 +300,7 @@ class PagePool:
     def share(self, handles: Sequence[Handle]) -> None:
         """Add a reference to each page; each must be released once more."""
         with self._books:
-            for handle in handles:
-                self._pages[handle] = self._in_use(handle).changed(num_references=1)
+            self._change(handles, lambda page: page.changed(num_references=1))
 
     def num_references(self, handle: Handle) -> int:
         """How many places have the page, those that are retired included; 0 if it is idle."""
@@ -319,36 +318,26 @@ class PagePool:
         For `retired` alone. A page of which all references are retired is in use by nobody.
         """
         with self._books:
-            for handle in handles:
-                page = self._pages[handle] = self._in_use(handle).changed(num_retired=1)
-                if page.is_retired:
-                    self._in_use_bytes[page.owner] -= page.page_bytes
-                    self._retired_bytes += page.page_bytes
+            self._change(handles, lambda page: page.changed(num_retired=1))
 
     def unretire(self, handles: Sequence[Handle]) -> None:
         """The opposite of `retire`: one retired reference of each page is an ordinary one again."""
         with self._books:
-            for handle in handles:
-                page = self._pages[handle]
-                if page.is_retired:
-                    self._in_use_bytes[page.owner] += page.page_bytes
-                    self._retired_bytes -= page.page_bytes
-                self._pages[handle] = page.changed(num_retired=-1)
+            self._change(handles, lambda page: page.changed(num_retired=-1), is_used=False)
 
     def transfer(self, handles: Sequence[Handle], owner: Owner) -> None:
         """Account pages to another owner of the same model from now on; their bytes stay.
 
         This is how a finished request's KV becomes a retained prefix.
         """
+
+        def transferred(page: _Page) -> _Page:
+            if page.owner.model != owner.model:
+                raise InvariantError(f"a page of {page.owner} cannot go to {owner} unzeroed")
+            return page._replace(owner=owner)
+
         with self._books:
-            for handle in handles:
-                page = self._in_use(handle)
-                if page.owner.model != owner.model:
-                    raise InvariantError(f"a page of {page.owner} cannot go to {owner} unzeroed")
-                if page.owner != owner:
-                    self._in_use_bytes[page.owner] -= page.page_bytes
-                    self._in_use_bytes[owner] += page.page_bytes
-                    self._pages[handle] = page._replace(owner=owner)
+            self._change(handles, transferred)
 
     def release(self, handles: Sequence[Handle]) -> None:
         """Drop one reference of each page. Pre-condition: the caller has unmapped them.
@@ -359,6 +348,8 @@ class PagePool:
             done: dict[tuple[int, Owner], list[Handle]] = {}
             group: list[Handle] = []
             last: _Page | None = None  # whose group that is
+            before: _Page | None = None
+            after: _Page | None = None
             for handle in handles:
                 page = self._in_use(handle)
                 if page.num_references == 1:
@@ -367,10 +358,11 @@ class PagePool:
                         last, group = page, done.setdefault((page.page_bytes, page.owner), [])
                     group.append(handle)
                     continue
-                page = self._pages[handle] = page.changed(num_references=-1)
-                if page.is_retired:
-                    self._in_use_bytes[page.owner] -= page.page_bytes
-                    self._retired_bytes += page.page_bytes
+                if after is None or (page is not before and page != before):
+                    before, after = page, page.changed(num_references=-1)
+                self._pages[handle] = after
+                if after.is_retired:
+                    self._rebook(before, after, 1)
                     self.retired.end_of_use(handle)
             for (page_bytes, owner), group in done.items():
                 self._in_use_bytes[owner] -= len(group) * page_bytes
@@ -471,6 +463,51 @@ class PagePool:
         if page is None or page.num_retired == page.num_references:
             raise InvariantError(f"page {handle} is named by someone who does not hold it")
         return page
+
+    def _change(
+        self,
+        handles: Sequence[Handle],
+        change: Callable[[_Page], _Page],
+        *,
+        is_used: bool = True,
+    ) -> None:
+        """Put other records in place of these pages' own, and keep the books.
+
+        Thousands of pages come at once, and most of them are alike. A record is changed once for
+        all pages in a row that are, and the new one is theirs in common. A page may be named twice.
+
+        Args:
+            handles: which pages.
+            change: gives the new record for the old one.
+            is_used: whether it is an error if a page is not in use.
+        """
+        before: _Page | None = None
+        after: _Page | None = None
+        count = 0
+        try:
+            for handle in handles:
+                page = self._pages.get(handle)
+                if page is None or (page is not before and page != before):
+                    self._rebook(before, after, count)
+                    count = 0
+                    before = self._in_use(handle) if is_used else self._pages[handle]
+                    after = change(before)
+                assert after is not None
+                self._pages[handle] = after
+                count += 1
+        finally:
+            self._rebook(before, after, count)
+
+    def _rebook(self, before: _Page | None, after: _Page | None, count: int) -> None:
+        """Enter in the books that so many pages have another record."""
+        if not count:
+            return
+        for page, sign in ((before, -1), (after, 1)):
+            assert page is not None
+            if page.is_retired:
+                self._retired_bytes += sign * count * page.page_bytes
+            else:
+                self._in_use_bytes[page.owner] += sign * count * page.page_bytes
 
     def _hand_out(self, handles: list[Handle], owner: Owner, page_bytes: int) -> list[Handle]:
         """Enter pages as in use."""
