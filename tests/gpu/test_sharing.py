@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -15,8 +16,10 @@ from tests.architectures import OUR_DECODER, VOCAB_SIZE, save_tiny
 
 from aquifer.cache.base import KVLayout, LayerKV, Rows, Spans
 from aquifer.cache.virtual import VirtualCache
+from aquifer.engine.engine import Engine
 from aquifer.engine.llm import LLM
-from aquifer.engine.request import BeamSearchParams, RequestOutput, SamplingParams
+from aquifer.engine.request import BeamSearchParams, RequestOutput, SamplingParams, TokenOutput
+from aquifer.memory.driver.base import Handle
 from aquifer.memory.driver.cuda import CudaDriver
 from aquifer.memory.pool import Kind, Owner, PagePool
 
@@ -107,24 +110,44 @@ def test_caches_agree(folder: Path, prompts: list[list[int]], params: SamplingPa
 def test_preempted_groups_lose_nothing(
     folder: Path, prompts: list[list[int]], kv_cache: str, mode: Any
 ) -> None:
-    # Sequences that grow by as much as a prompt: 18 of them, and 48 KiB a token.
     params = [replace(each, max_tokens=96) for each in (GREEDY, SAMPLES, BEAMS)] * 2
     options: dict[str, Any] = {"memory": "4GiB", "dtype": "float32", "kv_cache": kv_cache}
     with LLM(folder, device="cuda", seed=0, preemption_mode=mode, **options) as llm:
         (lane,) = llm.engine.lanes.values()
-        pool = llm.engine.pool
         expected = token_ids(llm.generate(prompts, params, use_tqdm=False))
         assert lane.num_preemptions == 0
-        for kv_mib in (80, 64):
-            num_others = (pool.free_bytes - kv_mib * MIB) // pool.page_bytes
-            others = pool.acquire(Owner("others", Kind.WEIGHTS), num_others)
-            assert others is not None
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            pool.release(others)
-            pool.check()
-            assert token_ids(outputs) == expected
-        assert lane.num_preemptions > 0
+        assert lane.prefixes is not None
+        lane.prefixes.clear()
+        with squeezed(llm.engine):
+            assert token_ids(llm.generate(prompts, params, use_tqdm=False)) == expected
+        llm.engine.pool.check()
+        assert lane.num_preemptions > 1
         assert (lane.num_swaps > 0) == (mode == "swap")
+
+
+@contextmanager
+def squeezed(engine: Engine) -> Iterator[None]:
+    """Somebody else takes all free pages now and then, until a request is preempted."""
+    (lane,) = engine.lanes.values()
+    others: list[Handle] = []
+    real_step = engine.step
+    num_steps = num_before = 0
+
+    def step() -> list[TokenOutput]:
+        nonlocal num_steps, num_before
+        num_steps += 1
+        if others and lane.num_preemptions > num_before:
+            engine.pool.release(others)
+            others.clear()
+        elif not others and num_steps % 20 == 0 and len(lane.running) > 1:
+            num_before = lane.num_preemptions
+            count = engine.pool.free_bytes // engine.pool.page_bytes
+            others.extend(engine.pool.acquire(Owner("others", Kind.WEIGHTS), count) or ())
+        return real_step()
+
+    engine.step = step  # type: ignore[method-assign]
+    yield
+    engine.pool.release(others)
 
 
 def test_a_cached_prompt_maps_nothing(folder: Path, prompts: list[list[int]]) -> None:

@@ -46,6 +46,7 @@ from aquifer.errors import (
     RequestError,
     UnknownModelError,
 )
+from aquifer.kernels import start_compiler
 from aquifer.memory.driver import open_driver
 from aquifer.memory.driver.base import Driver
 from aquifer.memory.pool import Kind, Owner, PagePool
@@ -145,6 +146,8 @@ class Engine:
             if driver is None:
                 driver = open_driver(config.device)
                 resources.callback(driver.close)
+            if driver.device.type == "cuda":
+                start_compiler(driver.device)
             pool = make_pool(config, driver, [p.plan.parameters for p in planned])
             resources.callback(pool.close)
             max_batched_tokens = batched_tokens(config, driver.device.type)

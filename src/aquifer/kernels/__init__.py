@@ -1,5 +1,5 @@
 """Device kernels, and beside each the plain torch that specifies it and runs on the CPU."""
 
-from aquifer.kernels._triton import compiled_together
+from aquifer.kernels._triton import compiled_together, start_compiler
 
-__all__ = ["compiled_together"]
+__all__ = ["compiled_together", "start_compiler"]

@@ -54,8 +54,8 @@ is held for about a quarter of the time that all this takes.
 from __future__ import annotations
 
 import functools
-import itertools
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -172,16 +172,39 @@ def compiled_together(device: torch.device) -> Iterator[None]:
         # The launcher is made, and the kernel brought to the device, when `run` is first asked for.
         _ = wanted[description].preload(description).run
 
+    if not wanted:
+        return
+    start_compiler(device).join()
     with ThreadPoolExecutor(
         thread_name_prefix="compile", initializer=torch.cuda.set_device, initargs=(device,)
     ) as threads:
-        descriptions = iter(wanted)
-        # The first one alone: Triton begins by hashing its own sources, which takes 0.3 s, and each
-        # thread that begins at the same moment would do so, one after the other.
-        for description in itertools.islice(descriptions, 1):
-            threads.submit(prepare, description).exception()
-        for description in descriptions:
+        for description in wanted:
             threads.submit(prepare, description)
+
+
+@jit
+def _empty_kernel() -> None:
+    """Does nothing."""
+
+
+@functools.cache
+def start_compiler(device: torch.device) -> threading.Thread:
+    """Have a thread do what Triton does once in a process, before its first kernel.
+
+    It hashes its own sources, which every thread that compiles at that moment would do by itself,
+    and makes a module of its own with the C compiler: most of a second, while weights are loaded.
+
+    Args:
+        device: that kernels will run on.
+    """
+
+    def compile_nothing() -> None:
+        torch.cuda.set_device(device)
+        _ = _empty_kernel.warmup(grid=(1,)).run
+
+    thread = threading.Thread(target=compile_nothing, name="compile", daemon=True)
+    thread.start()
+    return thread
 
 
 MIN_DOT = 16
