@@ -22,6 +22,7 @@ import torch
 HIDDEN = 64
 LAUNCHES = {"_rms_norm_kernel": 4, "_silu_mul_kernel": 1, "_rotary_angles_kernel": 1}
 """Of one step. The first kernel runs with two types."""
+HEAD_DIMS = (16, 128)
 
 
 class NotingDriver:
@@ -53,6 +54,19 @@ class NotingDriver:
     def _load(self, name: str, *rest: Any) -> tuple[Any, ...]:
         self.loaded_by.append(threading.current_thread().name)
         return object(), name, 0, 0, 1024  # module, function, registers, spills, threads
+
+
+def attend(head_dim: int) -> None:
+    """One step of attention, and a chunk of a prompt, in float32."""
+    from aquifer.kernels.decode_attention import DecodeWorkspaces, decode_attention
+    from aquifer.kernels.prefill_attention import PrefillSpans, prefill_attention
+
+    kv = torch.zeros(1, 600, 1, head_dim)
+    query, one = torch.zeros(2, 1, head_dim), torch.ones(1, dtype=torch.int64)
+    workspace, config = DecodeWorkspaces().get(query[:1], kv, paged=False)
+    decode_attention(query[:1], kv, kv, None, one - 1, one, query[:1], workspace, config, scale=1.0)
+    spans = PrefillSpans.make([0], [598], [0, 2], torch.device("cpu"))
+    prefill_attention(query, kv, kv, None, spans, scale=1.0)
 
 
 def observe() -> dict[str, Any]:
@@ -121,6 +135,9 @@ def observe() -> dict[str, Any]:
     _rms_norm_kernel.device_caches.clear()
     step()
     note("forgotten")
+    for head_dim in HEAD_DIMS:
+        attend(head_dim)
+    note("attention")
     report["devices_set"] = devices_set
     return report
 
@@ -166,6 +183,13 @@ def test_other_kernels_are_launched_as_ever(report: dict[str, Any]) -> None:
 
 def test_the_next_process_finds_them_on_disk(report: dict[str, Any]) -> None:
     assert report["forgotten"]["from_disk"] == [True, True]
+
+
+def test_attention_compiles_for_any_head(report: dict[str, Any]) -> None:
+    """The interpreter takes what the compiler refuses."""
+    launched = report["attention"]["launched"]
+    assert launched["_decode_attention_kernel"] == len(HEAD_DIMS)
+    assert launched["_prefill_attention_kernel"] == len(HEAD_DIMS)
 
 
 def test_a_step_that_fails_compiles_nothing(report: dict[str, Any]) -> None:

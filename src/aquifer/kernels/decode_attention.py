@@ -636,11 +636,14 @@ def _products(q: tensor, k: tensor, dim: constexpr) -> tensor:
     as four sums of 64 added up, and an error of a score is a relative error of its weight.
     """
     part: constexpr = 64
+    # No early return: what follows one is compiled all the same.
     if q.dtype != tl.float32 or dim <= part:
-        return tl.dot(q, tl.trans(k), input_precision="ieee")
-    q_parts = tl.permute(tl.reshape(q, (q.shape[0], dim // part, part)), (1, 0, 2))
-    k_parts = tl.permute(tl.reshape(k, (k.shape[0], dim // part, part)), (1, 2, 0))
-    return tl.sum(tl.dot(q_parts, k_parts, input_precision="ieee"), 0)
+        products = tl.dot(q, tl.trans(k), input_precision="ieee")
+    else:
+        q_parts = tl.permute(tl.reshape(q, (q.shape[0], dim // part, part)), (1, 0, 2))
+        k_parts = tl.permute(tl.reshape(k, (k.shape[0], dim // part, part)), (1, 2, 0))
+        products = tl.sum(tl.dot(q_parts, k_parts, input_precision="ieee"), 0)
+    return products
 
 
 @jit
