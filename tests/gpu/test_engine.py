@@ -110,7 +110,7 @@ def greedy(max_tokens: int, **params: Any) -> SamplingParams:
 def complete(
     llm: LLM, prompts: Tokens, params: SamplingParams | Sequence[SamplingParams]
 ) -> list[RequestOutput]:
-    """What `llm` makes of the prompts; nothing may be left of them afterwards."""
+    """What `llm` makes of the prompts; nothing may be left of them afterwards but prefixes."""
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert_nothing_left(llm)
     return outputs
@@ -127,7 +127,7 @@ def assert_nothing_left(llm: LLM) -> None:
     llm.engine.pool.check()
     in_use = llm.engine.pool.usage().in_use_bytes
     kinds = {owner.kind for owner, num_bytes in in_use.items() if num_bytes}
-    assert kinds <= {Kind.WEIGHTS, Kind.OVERHEAD}
+    assert kinds <= {Kind.WEIGHTS, Kind.OVERHEAD, Kind.PREFIX}
 
 
 def num_preemptions(llm: LLM) -> int:

@@ -140,8 +140,8 @@ def compiled_together(device: torch.device) -> Iterator[None]:
 
     In the body, a kernel of ours that is not compiled yet is not launched: its outputs remain as
     they were. So that what reads them finds valid indices, tensors of `torch.empty` are zero. The
-    body is thus to be a step whose results nobody wants; all else it does, it does for real. No
-    other thread may launch kernels in the meantime. Without a GPU nothing of this happens.
+    body is thus to be a step whose results nobody wants; all else it does, it does for real, and
+    so do other threads. Without a GPU nothing of this happens.
 
     An error of the compiler comes up when the kernel is launched.
 
@@ -152,10 +152,11 @@ def compiled_together(device: torch.device) -> Iterator[None]:
         yield
         return
     wanted: dict[str, Any] = {}  # a kernel by the description of one variant of it
+    body = threading.get_ident()
 
     def note(**launch: Any) -> bool:
         """Called by Triton before it compiles; whether it should do without."""
-        if launch["fn"].module not in _modules:
+        if threading.get_ident() != body or launch["fn"].module not in _modules:
             return False
         wanted.setdefault(launch["compile"]["specialization_data"], launch["fn"].jit_function)
         return True
