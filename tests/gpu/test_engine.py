@@ -280,10 +280,11 @@ def test_preemption(kv_cache: str, tmp_path: Path) -> None:
     save_tiny(config, tmp_path, SEED)
     prompts = random_prompts([40 + i * 17 % 60 for i in range(12)])
     params = [greedy(120 + i * 29 % 80) for i in range(len(prompts))]
-    with open_llm(tmp_path, kv_cache=kv_cache) as llm:
+    with open_llm(tmp_path, kv_cache=kv_cache, enable_prefix_caching=False) as llm:
         generate(llm, prompts, params)  # all graphs are captured now, so that the overhead stays
         assert num_preemptions(llm) == 0
         pool = llm.engine.pool
+        pool.account_overhead(pool.driver.overhead_bytes())
         count = (pool.free_bytes - (150 << 20)) // pool.page_bytes
         ballast = pool.acquire(Owner("others", Kind.PREFIX), count)
         assert ballast is not None
