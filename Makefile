@@ -19,8 +19,9 @@ lint: $(VENV)/installed-test
 types: $(VENV)/installed-test
 	$(BIN)/mypy
 
+# One process a core, and so one thread in each: a file's tests share what they set up.
 unit: $(VENV)/installed-test
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 # On a GPU machine: with its own Python, whose torch, triton and cuda-bindings fit its driver.
 test-gpu:
