@@ -169,9 +169,8 @@ class Runner:
         self._cache.upload()
         if len(plan.admitted):
             self._seat(plan.admitted)
-        if self._graphs is not None and plan.num_single == len(plan.spans.slots) == len(
-            plan.sampled
-        ):
+        num_seqs = len(plan.spans.slots)
+        if self._graphs is not None and plan.num_single == len(plan.sampled) == num_seqs:
             return self._launch_graph(self._graphs, plan)
         return self._launch_rows(plan)
 

@@ -581,17 +581,19 @@ def _run_triton(
     block_tokens = config.block_rows // heads_per_program
     num_groups = num_heads // heads_per_program
     num_blocks = -(-max(count for _, count in chunks) // block_tokens)
+    # Some of which have nothing to do, but room for what they leave.
+    num_programs = num_groups * len(spans.slots) * num_blocks
     if num_splits is None:
-        num_programs = num_groups * sum(-(-count // block_tokens) for _, count in chunks)
         num_keys = max(start + count for start, count in chunks)
         if window_tokens is not None:
             num_keys = min(num_keys, window_tokens + block_tokens)
         num_splits = _num_splits(num_programs, num_keys, query.device)
-    num_partials = num_groups * len(spans.slots) * num_blocks * num_splits
-    # [num_partials, block_rows, value_dim] and [num_partials, block_rows]
-    size = (num_partials if num_splits > 1 else 0, config.block_rows)
-    partials = torch.empty((*size, value_dim), dtype=torch.float32, device=query.device)
-    lse = torch.empty(size, dtype=torch.float32, device=query.device)
+    partials = lse = _nothing(query.device)
+    if num_splits > 1:
+        # [programs, block_rows, value_dim] and [programs, block_rows]
+        size = (num_programs * num_splits, config.block_rows)
+        partials = torch.empty((*size, value_dim), dtype=torch.float32, device=query.device)
+        lse = torch.empty(size, dtype=torch.float32, device=query.device)
     shape = {
         "heads_per_program": heads_per_program,
         "block_rows": config.block_rows,
@@ -656,6 +658,12 @@ def _run_triton(
         num_warps=4,
         **shape,
     )
+
+
+@cache
+def _nothing(device: torch.device) -> torch.Tensor:
+    """What splits leave where there are none."""
+    return torch.empty(0, dtype=torch.float32, device=device)
 
 
 def _num_splits(num_programs: int, num_keys: int, device: torch.device) -> int:
