@@ -481,8 +481,17 @@ class Scheduler:
                 has_room = self._bring_in(lane, group)
             except DriverError as error:
                 has_room, refusal = False, error
+            is_alone = not self._any_running() and not self._num_in_flight
+            if not has_room and is_alone and refusal is None:
+                # Retained blocks may lie scattered over more pages than there are.
+                self._discard_swapped(group)
+                was_swapped = False
+                try:
+                    has_room = self._bring_in(lane, group, may_match=False)
+                except DriverError as error:
+                    refusal = error
             if not has_room:
-                if not self._any_running() and not self._num_in_flight:
+                if is_alone:
                     lane.waiting.popleft()
                     self._discard_swapped(group)
                     self._unblock(group)
@@ -507,15 +516,21 @@ class Scheduler:
                     budget_tokens -= counts[-1]
         return np.array(slots, np.int64), np.array(counts, np.int64)
 
-    def _bring_in(self, lane: Lane, group: SequenceGroup) -> bool:
-        """Give a waiting request its slots and room for its tokens; if False, nothing changed."""
+    def _bring_in(self, lane: Lane, group: SequenceGroup, *, may_match: bool = True) -> bool:
+        """Give a waiting request its slots and room for its tokens; if False, nothing changed.
+
+        Args:
+            lane: the model's.
+            group: the request.
+            may_match: whether to begin with what is retained, where the request allows that.
+        """
         if group.is_swapped:
             return self._bring_back(lane, group)
         table, cache = lane.slots, lane.cache
         first, *others = group.live
         with ExitStack() as undo:
             match = None
-            if lane.prefixes is not None and group.reads_prefixes:
+            if lane.prefixes is not None and group.reads_prefixes and may_match:
                 match = lane.prefixes.match(first.token_ids, group.request.cache_salt)
                 first.lease = lane.prefixes.lock(match)
                 undo.callback(self._unlock, lane, first, None)
