@@ -216,12 +216,10 @@ def prefill_attention(
     Returns:
         `out`, or the new tensor, of which rows outside of the spans mean nothing.
     """
-    chunks = _chunks(spans)
     skips_round = tables is None and softcap is None and _cudnn_takes(query, keys, values)
     calls: list[_Call] = []
     if skips_round:
         calls = list(_calls(spans, window_tokens, max(keys.stride(0), values.stride(0))))
-        chunks = [(call.start, call.count) for call in calls if not call.is_round]
         if out is None and len(calls) == 1 and calls[0].is_round and calls[0].start == 0:
             (call,) = calls
             if call.num_seqs * call.count == len(query):
@@ -237,6 +235,10 @@ def prefill_attention(
     for call in calls:
         if call.is_round:
             _run_cudnn(query, keys, values, out, call, scale)
+    if skips_round:
+        chunks = [(call.start, call.count) for call in calls if not call.is_round]
+    else:
+        chunks = _chunks(spans)
     if chunks:
         _run_triton(
             query,
