@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 import threading
 from collections import Counter
 from pathlib import Path
@@ -22,7 +24,11 @@ import torch
 HIDDEN = 64
 LAUNCHES = {"_rms_norm_kernel": 4, "_silu_mul_kernel": 1, "_rotary_angles_kernel": 1}
 """Of one step. The first kernel runs with two types."""
-HEAD_DIMS = (16, 128)
+ATTENTION = ((16, False, 1), (128, False, 1), (128, True, 8))
+"""Head dimension, whether the KV is paged, and rows that decode."""
+MAX_STACK_BYTES = 512
+"""Of a thread. What the compiler keeps there is slow, and a GPU sets it aside for all threads that
+it can run at once: a gigabyte for 4 KiB."""
 
 
 class NotingDriver:
@@ -31,6 +37,7 @@ class NotingDriver:
     def __init__(self) -> None:
         self.launched: list[str] = []
         self.loaded_by: list[str] = []  # names of threads, one for each variant of a kernel
+        self.binaries: list[tuple[str, bytes]] = []  # names and contents, likewise
         self.utils = SimpleNamespace(
             get_device_properties=lambda device: {"max_shared_mem": 227 * 1024},
             load_binary=self._load,
@@ -51,22 +58,41 @@ class NotingDriver:
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
         return lambda *arguments: self.launched.append(source.fn.fn.__name__)
 
-    def _load(self, name: str, *rest: Any) -> tuple[Any, ...]:
+    def _load(self, name: str, binary: bytes, *rest: Any) -> tuple[Any, ...]:
         self.loaded_by.append(threading.current_thread().name)
+        self.binaries.append((name, binary))
         return object(), name, 0, 0, 1024  # module, function, registers, spills, threads
 
 
-def attend(head_dim: int) -> None:
+def stack_bytes(binary: bytes) -> int:
+    """What each thread of a compiled kernel keeps in memory, for want of registers."""
+    import triton
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (found,) = re.findall(r"STACK:(\d+)", report)
+    return int(found)
+
+
+def attend(head_dim: int, paged: bool, num_decodes: int) -> None:
     """One step of attention, and a chunk of a prompt, in float32."""
     from aquifer.kernels.decode_attention import DecodeWorkspaces, decode_attention
     from aquifer.kernels.prefill_attention import PrefillSpans, prefill_attention
 
-    kv = torch.zeros(1, 600, 1, head_dim)
-    query, one = torch.zeros(2, 1, head_dim), torch.ones(1, dtype=torch.int64)
-    workspace, config = DecodeWorkspaces().get(query[:1], kv, paged=False)
-    decode_attention(query[:1], kv, kv, None, one - 1, one, query[:1], workspace, config, scale=1.0)
+    # All rows are of one sequence, of 600 tokens.
+    kv = torch.zeros(1, 600, 2, head_dim)
+    tables = None
+    if paged:
+        kv, tables = kv.view(40, 15, 2, head_dim), torch.arange(40)[None]
+    query = torch.zeros(num_decodes, 2, head_dim)
+    slots = torch.zeros(num_decodes, dtype=torch.int64)
+    workspace, config = DecodeWorkspaces().get(query, kv, paged=paged)
+    decode_attention(query, kv, kv, tables, slots, slots + 600, query, workspace, config, scale=1.0)
     spans = PrefillSpans.make([0], [598], [0, 2], torch.device("cpu"))
-    prefill_attention(query, kv, kv, None, spans, scale=1.0)
+    prefill_attention(torch.zeros(2, 2, head_dim), kv, kv, tables, spans, scale=1.0)
 
 
 def observe() -> dict[str, Any]:
@@ -137,9 +163,10 @@ def observe() -> dict[str, Any]:
     _rms_norm_kernel.device_caches.clear()
     step()
     note("forgotten")
-    for head_dim in HEAD_DIMS:
-        attend(head_dim)
+    for shape in ATTENTION:
+        attend(*shape)
     note("attention")
+    report["stack_bytes"] = [(name, stack_bytes(binary)) for name, binary in driver.binaries]
     report["devices_set"] = devices_set
     return report
 
@@ -193,8 +220,15 @@ def test_the_next_process_finds_them_on_disk(report: dict[str, Any]) -> None:
 def test_attention_compiles_for_any_head(report: dict[str, Any]) -> None:
     """The interpreter takes what the compiler refuses."""
     launched = report["attention"]["launched"]
-    assert launched["_decode_attention_kernel"] == len(HEAD_DIMS)
-    assert launched["_prefill_attention_kernel"] == len(HEAD_DIMS)
+    assert launched["_decode_attention_kernel"] == len(ATTENTION)
+    assert launched["_prefill_attention_kernel"] == len(ATTENTION)
+
+
+def test_kernels_keep_to_registers(report: dict[str, Any]) -> None:
+    assert {"_decode_attention_kernel", "_prefill_attention_kernel"} <= dict(
+        report["stack_bytes"]
+    ).keys()
+    assert max(num_bytes for _, num_bytes in report["stack_bytes"]) <= MAX_STACK_BYTES
 
 
 def test_a_step_that_fails_compiles_nothing(report: dict[str, Any]) -> None:

@@ -183,8 +183,10 @@ def default_config(
     # The figures are the best of sweeps on an H200 (benchmarks/gpu). Through tables, two KV heads a
     # program make up in longer reads for what the lookups cost. So do they, or four, where rows are
     # many: shares are then long enough for the fewer programs of each head.
-    wanted, tile_bytes = 1, 8192
-    if paged:
+    wanted, tile_bytes, num_warps = 1, 8192, 2
+    if dtype.itemsize > 2 and pow2(head_dim) == 128:
+        num_warps = 4  # with two, the compiler runs out of registers, and then uses hardly any
+    elif paged:
         wanted = 2
     elif batch >= _MANY_ROWS:
         wanted = 4 if batch >= 2 * _MANY_ROWS else 2
@@ -205,7 +207,7 @@ def default_config(
         block_tokens=columns // kv_heads,
         # A power of two, so that shares of equal lengths often begin where rows do.
         num_shares=1 << (shares.bit_length() - 1),
-        num_warps=2,
+        num_warps=num_warps,
         num_stages=2 if paged else 3,
     )
 
