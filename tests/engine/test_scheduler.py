@@ -73,6 +73,7 @@ class World:
         num_ahead: int = 0,
         keeps_prefixes: bool = False,
         preemption_mode: str = "recompute",
+        block_size: int | None = None,
     ) -> None:
         self.random = random
         self.num_ahead = num_ahead
@@ -92,7 +93,7 @@ class World:
         self.scheduler = Scheduler(
             self.pool, max_batched_tokens, preemption, clock_s=lambda: self.now_s
         )
-        factory = kv_cache(cache, block_size=random.choice((1, 3, 4, 16)))
+        factory = kv_cache(cache, block_size=block_size or random.choice((1, 3, 4, 16)))
         for name in names:
             manager = factory(self.pool, Owner(name, Kind.KV), LAYOUTS[name], MAX_SEQS, MAX_TOKENS)
             resources.callback(manager.close)
@@ -147,12 +148,15 @@ class World:
                 options = {"min_tokens": 3}
             self.add(lane, num_prompt, max_total, **options)
 
-    def add(self, lane: Lane, num_prompt: int, max_total: int, **options) -> None:
-        number = len(self.requests)
+    def add(self, lane: Lane, num_prompt: int, max_total: int, **options) -> Tracked:
         # Many begin alike.
         prompt = self.random.choice(PROMPTS)[:num_prompt].tolist()
         for i in range(self.random.randrange(num_prompt + 1), num_prompt):
             prompt[i] = self.random.randrange(VOCAB_SIZE)
+        return self.add_prompt(lane, prompt, max_total, **options)
+
+    def add_prompt(self, lane: Lane, prompt: list[int], max_total: int, **options) -> Tracked:
+        number = len(self.requests)
         params = SamplingParams(max_tokens=None, **options)
         group = SequenceGroup.of(
             Request(str(number), lane.name, prompt, params, 0.0),
@@ -162,8 +166,9 @@ class World:
             max_total=max_total,
             stop_ids=frozenset({STOP_ID}),
         )
-        self.requests[str(number)] = Tracked(lane, group)
+        self.requests[str(number)] = tracked = Tracked(lane, group)
         self.scheduler.add(lane, group)
+        return tracked
 
     def abort(self) -> None:
         tracked = self.random.choice(self.live)
@@ -396,3 +401,38 @@ def test_who_waits_for_memory_is_not_overtaken_by_another_model() -> None:
         while world.scheduler.has_work:
             world.step()
         assert world.admitted == [0, 1, 2]
+
+
+@pytest.mark.parametrize("num_prompt", [7, 8], ids=["while it runs", "when it comes in"])
+def test_a_request_alone_is_not_held_up_by_what_is_retained(num_prompt: int) -> None:
+    """Its prefix lies scattered over so many pages that the rest has no room."""
+    with ExitStack() as resources:
+        world = World(
+            Random(0),
+            "paged",
+            resources,
+            names=("large",),
+            budget_bytes=40 * PAGE_BYTES,
+            keeps_prefixes=True,
+            block_size=1,  # a page and a half
+        )
+        (lane,) = world.scheduler.lanes.values()
+        # Two of them take turns at the blocks, and those of one are retained.
+        retained = world.add_prompt(lane, [1], 6, min_tokens=5)
+        world.add_prompt(lane, [2], 6, min_tokens=5, prompt_logprobs=0)
+        while world.scheduler.has_work:
+            world.step()
+        pages = world.pool.usage().in_use_bytes[Owner("large", Kind.PREFIX)] // PAGE_BYTES
+        assert pages == 10  # for five tokens
+        # Somebody else leaves 12 pages, which have room for 8 tokens.
+        others = world.pool.acquire(
+            Owner("others", Kind.WEIGHTS), world.pool.free_bytes // PAGE_BYTES - 2
+        )
+        assert others is not None
+        prompt = [1, *retained.received[0], *range(10, 12)][:num_prompt]
+        tracked = world.add_prompt(lane, prompt, 9, min_tokens=8)
+        while world.scheduler.has_work:
+            world.step()
+        assert tracked.ending == "done"
+        world.pool.release(others)
+        world.check_empty()

@@ -254,6 +254,18 @@ def test_the_batch_grows_and_shrinks(llm: LLM, checkpoint: Checkpoint) -> None:
     assert_best(checkpoint.model, prompts[:24], [tokens[f"late-{i}"] for i in range(24)])
 
 
+def test_a_closed_engine_leaves_nothing(checkpoint: Checkpoint) -> None:
+    """Whoever closes an engine and goes on has the device's memory again, that of graphs too."""
+    left_bytes = []
+    for _ in range(3):
+        with open_llm(checkpoint.folder) as llm:
+            generate(llm, random_prompts((5, 9, 70)), greedy(8))
+            open_bytes = torch.cuda.memory_reserved()
+        left_bytes.append(torch.cuda.memory_reserved())
+        assert left_bytes[-1] < open_bytes
+    assert left_bytes[0] == left_bytes[1] == left_bytes[2]
+
+
 def collect(outputs: list[TokenOutput], tokens: dict[str, list[int]]) -> None:
     for output in outputs:
         assert output.error is None

@@ -538,6 +538,7 @@ def _load(
         lane.prefixes = PrefixCache(cache, prefill_cost.seconds)
         resources.callback(lane.prefixes.close)
     runner = Runner(model, cache, lane.slots, pool.driver)
+    resources.callback(runner.close)
     return _Served(info, weights, runner, lane, _eos_ids(checkpoint), prefill_cost)
 
 

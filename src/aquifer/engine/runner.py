@@ -163,6 +163,10 @@ class Runner:
             for choice in (Choice.GREEDY, Choice.PLAIN):
                 self._decode(padding[:1], choice)
 
+    def close(self) -> None:
+        """Drop the captured steps, whose memory the device's driver can then give back."""
+        self._graphs = None
+
     @torch.inference_mode()
     def launch(self, plan: Plan) -> InFlight:
         """Hand a step to the device: write its KV, and sample for the sequences that are due."""

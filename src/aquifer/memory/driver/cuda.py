@@ -289,7 +289,7 @@ class CudaDriver:
         return entered
 
     def close(self) -> None:
-        """Wait for the device, then give everything back, mapped or not."""
+        """Wait for the device, then give everything back, mapped or not, and what torch caches."""
         if self._stream is None:
             return
         with self._current:
@@ -302,6 +302,7 @@ class CudaDriver:
             self._check(self._api.cuStreamDestroy(self._stream), "could not destroy a stream")
             self._stream = None
         self._process_memory.close()
+        torch.cuda.empty_cache()
         self._check(
             self._api.cuDevicePrimaryCtxRelease(self._device_id), "could not release the context"
         )
