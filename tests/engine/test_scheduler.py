@@ -208,6 +208,10 @@ class World:
             self.receive(output)
         self.check()
 
+    def finish(self) -> None:
+        while self.scheduler.has_work:
+            self.step()
+
     def check_plan(self, plan: Plan) -> None:
         spans, table = plan.spans, plan.lane.slots
         assert 0 < spans.num_tokens <= self.max_batched_tokens
@@ -343,8 +347,7 @@ def test_every_request_ends(seed: int, cache: str, faulty: bool) -> None:
             world.step()
         # Even if all run alone and start anew for each token, that is the most steps there are.
         steps_left = 3 * 30 * MAX_TOKENS * (1 + MAX_TOKENS // world.max_batched_tokens)
-        while world.scheduler.has_work:
-            world.step()
+        world.finish()
             steps_left -= 1
             assert steps_left, "no end"
         assert not world.live
@@ -375,8 +378,7 @@ def test_the_worlds_are_crowded() -> None:
             world = World.crowded(seed, "virtual", resources, faulty=True)
             for _ in range(20):
                 world.arrive()
-            while world.scheduler.has_work:
-                world.step()
+            world.finish()
             num_preemptions += world.scheduler.num_preemptions
             num_errors += sum(t.ending == "error" for t in world.requests.values())
             for lane in world.scheduler.lanes.values():
@@ -398,8 +400,7 @@ def test_who_waits_for_memory_is_not_overtaken_by_another_model() -> None:
         world.add(large, 40, 60)  # the pool is short of room for it
         world.step()
         world.add(small, 4, 20)  # it would fit
-        while world.scheduler.has_work:
-            world.step()
+        world.finish()
         assert world.admitted == [0, 1, 2]
 
 
@@ -420,8 +421,7 @@ def test_a_request_alone_is_not_held_up_by_what_is_retained(num_prompt: int) -> 
         # Two of them take turns at the blocks, and those of one are retained.
         retained = world.add_prompt(lane, [1], 6, min_tokens=5)
         world.add_prompt(lane, [2], 6, min_tokens=5, prompt_logprobs=0)
-        while world.scheduler.has_work:
-            world.step()
+        world.finish()
         pages = world.pool.usage().in_use_bytes[Owner("large", Kind.PREFIX)] // PAGE_BYTES
         assert pages == 10  # for five tokens
         # Somebody else leaves 12 pages, which have room for 8 tokens.
@@ -431,8 +431,7 @@ def test_a_request_alone_is_not_held_up_by_what_is_retained(num_prompt: int) -> 
         assert others is not None
         prompt = [1, *retained.received[0], *range(10, 12)][:num_prompt]
         tracked = world.add_prompt(lane, prompt, 9, min_tokens=8)
-        while world.scheduler.has_work:
-            world.step()
+        world.finish()
         assert tracked.ending == "done"
         world.pool.release(others)
         world.check_empty()
