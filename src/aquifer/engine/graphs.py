@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -24,6 +25,12 @@ from aquifer.memory.transfer import upload
 
 Step = Callable[[torch.Tensor, Choice], tuple[torch.Tensor, torch.Tensor]]
 """Runs (slots [n] int64, choice) and returns (logits [n, vocab], token ids [n])."""
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all models: for each, torch keeps 32 MiB for cuBLAS until the process ends."""
+    return torch.cuda.Stream(device)
 
 
 def padded_size(num_seqs: int) -> int:
@@ -53,7 +60,6 @@ class DecodeGraphs:
     def __init__(self, step: Step, max_seqs: int, device: torch.device) -> None:
         self._step = step
         self._device = device
-        self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         # What every graph reads, from the start on: the slots of its rows.
         self._slots = torch.full((padded_size(max_seqs),), -1, dtype=torch.int64, device=device)
@@ -96,13 +102,14 @@ class DecodeGraphs:
         self._step(slots, choice)
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        capturing = _capture_stream(self._device)
+        capturing.wait_stream(current)
+        with torch.cuda.stream(capturing):
             # Other threads map and zero pages meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 logits, token_ids = self._step(slots, choice)
             finally:
                 graph.capture_end()
-        current.wait_stream(self._stream)
+        current.wait_stream(capturing)
         return _Captured(graph, logits if choice == Choice.OWN else None, token_ids)
