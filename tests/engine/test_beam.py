@@ -56,7 +56,6 @@ def search(
         best = logprobs.topk(min(beams.num_candidates, logprobs.shape[1]))
         chosen = beams.advance(best.indices.numpy(), best.values.numpy())
         outputs = [[*outputs[parent], token] for parent, token in chosen]
-        assert outputs == [beams.output_tokens(i) for i in range(beams.num_live)]
     assert beams.num_live == 0
     return beams.results()
 
@@ -237,7 +236,6 @@ def test_equal_continuations_keep_the_order_they_came_in() -> None:
     equal = [(token, -1.0) for token in tokens]
     assert advance(beams, equal) == [(0, token) for token in tokens]
     assert advance(beams, *[equal] * 8) == [(0, token) for token in tokens]
-    assert [beams.output_tokens(i) for i in range(8)] == [[7, token] for token in tokens]
 
 
 def test_an_end_that_is_not_among_the_best_is_lost() -> None:

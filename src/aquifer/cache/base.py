@@ -222,14 +222,12 @@ class CacheStats:
         return self.mapped_bytes + self.shared_bytes - self.written_bytes
 
 
-class SequenceCache(Protocol):
-    """Gives sequences room for tokens. Knows the layout, not the policy.
+class Blocks(Protocol):
+    """What sequences share, and what is kept when they have ended: whole blocks of KV.
 
-    The verbs of PagedAttention (section 5.2) are `fork`, `reserve` (append) and `release` (free).
-
-    What sequences share is whole blocks: of a paged cache its blocks, of a virtual one its pages. A
-    block has a number, which stays the same for as long as anybody uses or holds it. A block that
-    is shared is never written to: a sequence writes only to blocks that it alone has.
+    Of a paged cache these are its blocks, of a virtual one its pages. A block has a number, which
+    stays the same for as long as anybody uses or holds it. A block that is shared is never written
+    to: a sequence writes only to blocks that it alone has.
     """
 
     @property
@@ -237,12 +235,46 @@ class SequenceCache(Protocol):
         """What one token looks like."""
 
     @property
-    def can_share(self) -> bool:
-        """Whether `adopt` and `fork` share blocks, and `hold` keeps them; else they copy all."""
-
-    @property
     def block_bytes(self) -> int:
         """Size of a block."""
+
+    def tokens_in(self, num_blocks: int) -> int:
+        """How many tokens lie in the first blocks of a sequence, the last whole one included."""
+
+    def tokens_touching(self, num_blocks: int) -> int:
+        """How many tokens have any byte in the first blocks: at least `tokens_in`.
+
+        The contents of these blocks depend on so many tokens, and on nothing else.
+        """
+
+    def blocks(self, slot: int, num_tokens: int) -> list[int]:
+        """The blocks that the first tokens of a sequence lie in, in order.
+
+        Pre-condition: room was reserved for so many.
+        """
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """Keep blocks when no sequence uses them any more. Each must be dropped once.
+
+        Pre-condition: no sequence will write to them any more. Of one that goes on, those are the
+        blocks that lie before its next token.
+
+        A held block that no sequence uses is accounted as a retained prefix (`Kind.PREFIX`).
+        """
+
+    def drop(self, blocks: Sequence[int]) -> None:
+        """End what `hold` began; whatever nobody uses or holds any more is given back."""
+
+
+class SequenceCache(Blocks, Protocol):
+    """Gives sequences room for tokens. Knows the layout, not the policy.
+
+    The verbs of PagedAttention (section 5.2) are `fork`, `reserve` (append) and `release` (free).
+    """
+
+    @property
+    def can_share(self) -> bool:
+        """Whether `adopt` and `fork` share blocks, and `hold` keeps them; else they copy all."""
 
     def bytes_needed(self, num_tokens: int) -> int:
         """Pool bytes that a sequence of that length takes, page rounding included."""
@@ -262,21 +294,6 @@ class SequenceCache(Protocol):
 
     def release(self, slot: int) -> None:
         """Forget a sequence and give back what it held, but for what others use or hold."""
-
-    def tokens_in(self, num_blocks: int) -> int:
-        """How many tokens lie in the first blocks of a sequence, the last whole one included."""
-
-    def tokens_touching(self, num_blocks: int) -> int:
-        """How many tokens have any byte in the first blocks: at least `tokens_in`.
-
-        The contents of these blocks depend on so many tokens, and on nothing else.
-        """
-
-    def blocks(self, slot: int, num_tokens: int) -> list[int]:
-        """The blocks that the first tokens of a sequence lie in, in order.
-
-        Pre-condition: room was reserved for so many.
-        """
 
     def adopt(self, slot: int, blocks: Sequence[int], num_tokens: int) -> bool:
         """Begin a sequence in an empty slot with `num_tokens` tokens that are in `blocks` already.
@@ -299,18 +316,6 @@ class SequenceCache(Protocol):
 
         Copies read what the steps launched so far have written.
         """
-
-    def hold(self, blocks: Sequence[int]) -> None:
-        """Keep blocks when no sequence uses them any more. Each must be dropped once.
-
-        Pre-condition: no sequence will write to them any more. Of one that goes on, those are the
-        blocks that lie before its next token.
-
-        A held block that no sequence uses is accounted as a retained prefix (`Kind.PREFIX`).
-        """
-
-    def drop(self, blocks: Sequence[int]) -> None:
-        """End what `hold` began; whatever nobody uses or holds any more is given back."""
 
     def preferred_slot(self, blocks: Sequence[int], free_slots: Sequence[int]) -> int | None:
         """The free slot that could adopt these blocks at the least cost; None if all are alike."""

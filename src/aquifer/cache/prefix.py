@@ -27,14 +27,13 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from aquifer.cache.base import KVLayout
+from aquifer.cache.base import Blocks
 from aquifer.errors import InvariantError
 from aquifer.memory.reclaim import ReuseModel, regret_per_byte
 
@@ -49,33 +48,6 @@ _STALE_ENTRIES = 1024
 _ParentKey = int | tuple[Hashable]  # a node's number, or (extra,) at the top: never equal
 _Key = tuple[_ParentKey, bytes]
 _QueueKey = tuple[int, int]  # reuses, cost to restore in steps of the square root of two
-
-
-class Blocks(Protocol):
-    """What prefix caching needs of a `SequenceCache`."""
-
-    @property
-    def layout(self) -> KVLayout:
-        """What one token looks like."""
-
-    @property
-    def block_bytes(self) -> int:
-        """Size of a block."""
-
-    def tokens_in(self, num_blocks: int) -> int:
-        """How many tokens lie in the first blocks of a sequence, at most as many as it may have."""
-
-    def tokens_touching(self, num_blocks: int) -> int:
-        """How many tokens have any byte in the first blocks: at least `tokens_in`."""
-
-    def blocks(self, slot: int, num_tokens: int) -> list[int]:
-        """The blocks that the first tokens of a sequence lie in, in order."""
-
-    def hold(self, blocks: Sequence[int]) -> None:
-        """Keep blocks when no sequence uses them any more. Each must be dropped once."""
-
-    def drop(self, blocks: Sequence[int]) -> None:
-        """End what `hold` began."""
 
 
 @dataclass(slots=True, eq=False)

@@ -151,10 +151,6 @@ class BeamSearch:
         self._tokens.append(tokens[going_on])
         return list(zip(self._parents[-1].tolist(), self._tokens[-1].tolist(), strict=True))
 
-    def output_tokens(self, beam: int) -> list[int]:
-        """The tokens of a live beam after the prompt."""
-        return self._trace(len(self._tokens), beam)
-
     def results(self) -> list[Hypothesis]:
         """The best completions, best first, once the search is over.
 
