@@ -62,6 +62,9 @@ _SOME_ROWS = 32
 _MANY_ROWS = 96
 """From so many on, several KV heads a program read better; likewise."""
 
+_LEAST_COUNTED_ROWS = 64
+"""But for few rows, programs count the tiles of so many at least: each thread those of one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Config:
@@ -343,7 +346,7 @@ def decode_attention(
         0 if tables is None else tables.stride(0),
         out.stride(0),
         out.stride(1),
-        batch_pow2=pow2(batch),
+        batch_pow2=_counted_rows(batch),
         num_heads=num_heads,
         group=group,
         kv_heads=config.kv_heads_per_program,
@@ -380,7 +383,7 @@ def decode_attention(
         batch,
         out.stride(0),
         out.stride(1),
-        batch_pow2=pow2(batch),
+        batch_pow2=_counted_rows(batch),
         num_shares=config.num_shares,
         num_shares_pow2=pow2(config.num_shares),
         num_heads=num_heads,
@@ -392,6 +395,16 @@ def decode_attention(
         window_tokens=window_tokens,
         num_warps=8,
     )
+
+
+def _counted_rows(batch: int) -> int:
+    """A power of two, at least `batch`; of few values, for each is compiled, which takes a second.
+
+    For a single row the compiler leaves all counting out.
+    """
+    if batch <= _FEW_ROWS:
+        return 1 if batch == 1 else _FEW_ROWS
+    return max(pow2(batch), _LEAST_COUNTED_ROWS)
 
 
 @jit
