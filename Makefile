@@ -43,6 +43,7 @@ $(VENV)/created:
 	touch $@
 
 $(VENV)/installed: $(VENV)/created pyproject.toml constraints.txt
+	@echo 'Installing Aquifer and what it needs into $(VENV): mostly torch, a few minutes, only once.'
 	$(PIP_INSTALL) -c constraints.txt -e .
 	touch $@
 

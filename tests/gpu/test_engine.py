@@ -22,7 +22,7 @@ from tests.architectures import OUR_DECODER, TRANSFORMERS, save_tiny
 
 from aquifer.engine.llm import LLM
 from aquifer.engine.request import Request, RequestOutput, SamplingParams, TokenOutput
-from aquifer.memory.pool import Kind
+from aquifer.memory.pool import Kind, Owner
 
 DEVICE = "cuda"
 MEMORY = "16GiB"
@@ -128,6 +128,10 @@ def assert_nothing_left(llm: LLM) -> None:
     in_use = llm.engine.pool.usage().in_use_bytes
     kinds = {owner.kind for owner, num_bytes in in_use.items() if num_bytes}
     assert kinds <= {Kind.WEIGHTS, Kind.OVERHEAD, Kind.PREFIX}
+
+
+def num_preemptions(llm: LLM) -> int:
+    return sum(llm.engine.stats().num_preemptions.values())
 
 
 def random_prompts(lengths: Sequence[int], vocab_size: int = 199) -> Tokens:
@@ -270,6 +274,37 @@ def collect(outputs: list[TokenOutput], tokens: dict[str, list[int]]) -> None:
     for output in outputs:
         assert output.error is None
         tokens[output.request_id] += output.token_ids
+
+
+@pytest.mark.parametrize("kv_cache", KV_CACHES)
+def test_preemption(kv_cache: str, tmp_path: Path) -> None:
+    """Sequences of up to 36 MB where 150 MB are free: most have to leave and come back."""
+    config = transformers.LlamaConfig(
+        vocab_size=199,
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        head_dim=128,
+        max_position_embeddings=512,
+    )
+    save_tiny(config, tmp_path, SEED)
+    prompts = random_prompts([40 + i * 17 % 60 for i in range(12)])
+    params = [greedy(120 + i * 29 % 80) for i in range(len(prompts))]
+    with open_llm(tmp_path, kv_cache=kv_cache, enable_prefix_caching=False) as llm:
+        generate(llm, prompts, params)  # all graphs are captured now, so that the overhead stays
+        assert num_preemptions(llm) == 0
+        pool = llm.engine.pool
+        pool.account_overhead(pool.driver.overhead_bytes())
+        count = (pool.free_bytes - (150 << 20)) // pool.page_bytes
+        ballast = pool.acquire(Owner("others", Kind.PREFIX), count)
+        assert ballast is not None
+        outputs = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
+        assert num_preemptions(llm) > 0
+        pool.release(ballast)
+        assert_nothing_left(llm)
+    assert_best(load(tmp_path, torch.float32), prompts, outputs)
 
 
 def test_a_seed_gives_the_same_tokens_in_any_company(checkpoint: Checkpoint) -> None:

@@ -475,21 +475,14 @@ class Scheduler:
                 break
             if len(group.sequences) > lane.slots.num_free:
                 break
-            refusal = None
             was_swapped = group.is_swapped
-            try:
-                has_room = self._bring_in(lane, group)
-            except DriverError as error:
-                has_room, refusal = False, error
+            has_room, refusal = self._try_bring_in(lane, group)
             is_alone = not self._any_running() and not self._num_in_flight
             if not has_room and is_alone and refusal is None:
                 # Retained blocks may lie scattered over more pages than there are.
                 self._discard_swapped(group)
                 was_swapped = False
-                try:
-                    has_room = self._bring_in(lane, group, may_match=False)
-                except DriverError as error:
-                    refusal = error
+                has_room, refusal = self._try_bring_in(lane, group, may_match=False)
             if not has_room:
                 if is_alone:
                     lane.waiting.popleft()
@@ -516,7 +509,16 @@ class Scheduler:
                     budget_tokens -= counts[-1]
         return np.array(slots, np.int64), np.array(counts, np.int64)
 
-    def _bring_in(self, lane: Lane, group: SequenceGroup, *, may_match: bool = True) -> bool:
+    def _try_bring_in(
+        self, lane: Lane, group: SequenceGroup, *, may_match: bool = True
+    ) -> tuple[bool, DriverError | None]:
+        """`_bring_in`, and why the device refused if it did."""
+        try:
+            return self._bring_in(lane, group, may_match=may_match), None
+        except DriverError as error:
+            return False, error
+
+    def _bring_in(self, lane: Lane, group: SequenceGroup, *, may_match: bool) -> bool:
         """Give a waiting request its slots and room for its tokens; if False, nothing changed.
 
         Args:
