@@ -15,7 +15,7 @@ from benchmarks.pagedattention.workloads import load
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from aquifer.engine.preemption import Mode
+from aquifer.engine.policies import RestoreMode
 from aquifer.sim.device import find_device, find_model
 from aquifer.sim.driver import PAGE_BYTES
 from aquifer.sim.replay import ReplayConfig, ReplayResult, replay
@@ -66,7 +66,7 @@ class Job:
     num_samples: int = 1
     beam_width: int = 0
     prefix_caching: bool = False
-    preemption_mode: Mode = "auto"
+    preemption_mode: RestoreMode = "auto"
     link_bandwidth: float | None = None
     memory_bytes: int | None = None
     max_model_len: int | None = None

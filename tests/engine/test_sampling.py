@@ -15,9 +15,9 @@ from tests.checkpoints import EOS_TOKEN_ID, tiny_llama
 
 from aquifer.engine.llm import LLM
 from aquifer.engine.request import Request, RequestOutput, SamplingParams
-from aquifer.engine.sampler import Sampler
-from aquifer.engine.sequence import SequenceGroup
-from aquifer.engine.slots import STOP_IDS_PER_SLOT, SlotTable
+from aquifer.engine.sampler import Choice, Sampler
+from aquifer.engine.slots import STOP_IDS_PER_SLOT
+from aquifer.engine.step_input import SlotAssignment
 from aquifer.errors import RequestError
 from aquifer.kernels.philox import philox, uniform
 
@@ -74,37 +74,43 @@ def test_philox_and_uniform() -> None:
 # --- which tokens can be drawn, and how often ----------------------------------------------
 
 
-def make_table(rows: Sequence[dict[str, Any]]) -> tuple[SlotTable, Any]:
-    """Seated sequences, each given by `params` and maybe `prompt`, `output`, `seed`, `stops`."""
-    longest = max(len(row.get("prompt", [0])) + len(row.get("output", [])) for row in rows)
-    table = SlotTable(len(rows), longest + 1)
-    seats = []
+def assign(rows: Sequence[dict[str, Any]]) -> tuple[list[SlotAssignment], Any]:
+    """Sequences in slots, each given by `params` and maybe `prompt`, `output`, `seed`, `stops`.
+
+    Returns: what a runner is told of each, and their slots.
+    """
+    assigned = []
     for i, row in enumerate(rows):
         prompt = row.get("prompt", [0])
-        group = SequenceGroup.of(
-            Request(str(i), "m", prompt, row["params"], 0.0),
-            i,
-            np.array(prompt, np.int32),
-            seed=row.get("seed", i),
-            max_total=longest + 1,
-            stop_ids=frozenset(row.get("stops", ())),
+        params = row["params"]
+        assigned.append(
+            SlotAssignment(
+                slot=i + 1,
+                serial=i,
+                seed=row.get("seed", i),
+                num_prompt_tokens=len(prompt),
+                min_total_tokens=len(prompt) + params.min_tokens,
+                stop_ids=frozenset(row.get("stops", ())),
+                params=params,
+                num_logprobs=None,
+                num_prompt_logprobs=None,
+                token_ids=np.array([*prompt, *row.get("output", [])], np.int32),
+            )
         )
-        (sequence,) = group.sequences
-        sequence.token_ids = np.array([*prompt, *row.get("output", [])], np.int32)
-        seats.append(table.seat(sequence))
-        table.begin(sequence)
-    return table, np.array(seats)
+    return assigned, np.arange(1, len(rows) + 1)
 
 
-def sample(logits: torch.Tensor, table: SlotTable, seats: Any) -> Any:
-    """The token of each row; the logits may be overwritten."""
-    sampler = Sampler(table, logits.shape[1], torch.device("cpu"))
-    sampler.seat(seats)
-    known = table.num_tokens[seats]
-    sampler.change_logits(logits, seats, known)
-    out = torch.full((len(seats),), -1)
-    rows = torch.from_numpy(seats), torch.from_numpy(known)
-    sampler.sample(logits, *rows, out, sampler.choice(seats))
+def sample(
+    logits: torch.Tensor, assigned: list[SlotAssignment], slots: Any, num_more: int = 0
+) -> Any:
+    """The token of each row, `num_more` positions on; the logits may be overwritten."""
+    sampler = Sampler(len(assigned), logits.shape[1], torch.device("cpu"))
+    sampler.assign(assigned)
+    known = np.array([len(one.token_ids) + num_more for one in assigned])
+    sampler.change_logits(logits, slots, known)
+    out = torch.full((len(slots),), -1)
+    rows = torch.from_numpy(slots), torch.from_numpy(known)
+    sampler.sample(logits, *rows, out, Choice.FULL)
     return out.numpy()
 
 
@@ -170,12 +176,11 @@ def test_draws_follow_the_cut_softmax(vocab_size: int, shapes: list[SamplingPara
     generator = np.random.default_rng(1)
     logits = generator.normal(0, 2, (len(shapes), vocab_size)).astype(np.float32)
     which = generator.permutation(np.repeat(np.arange(len(shapes)), draws))
-    table, seats = make_table([{"params": shapes[i]} for i in which])
+    assigned, slots = assign([{"params": shapes[i]} for i in which])
     counts = np.zeros((len(shapes), vocab_size), np.int64)
-    for _ in range(8):
-        tokens = sample(torch.from_numpy(logits[which]), table, seats)
+    for position in range(8):
+        tokens = sample(torch.from_numpy(logits[which]), assigned, slots, position)
         np.add.at(counts, (which, tokens), 1)
-        table.num_tokens += 1  # the next position
     for shape, row, seen in zip(shapes, logits, counts, strict=True):
         probabilities = expected_probabilities(row.astype(np.float64), shape)
         assert not seen[probabilities == 0].any(), shape
@@ -183,23 +188,23 @@ def test_draws_follow_the_cut_softmax(vocab_size: int, shapes: list[SamplingPara
 
 
 def test_ties_do_not_widen_top_k() -> None:
-    table, seats = make_table([{"params": SamplingParams(top_k=3)}] * 200)
-    assert len(set(sample(torch.zeros(200, 30), table, seats).tolist())) == 3
+    assigned, slots = assign([{"params": SamplingParams(top_k=3)}] * 200)
+    assert len(set(sample(torch.zeros(200, 30), assigned, slots).tolist())) == 3
 
 
 def test_low_temperature_is_greedy() -> None:
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
-    table, seats = make_table([{"params": SamplingParams(temperature=t)} for t in (0, 1e-9)])
+    assigned, slots = assign([{"params": SamplingParams(temperature=t)} for t in (0, 1e-9)])
     expected = logits.argmax(-1).tolist()
-    assert sample(logits, table, seats).tolist() == expected
+    assert sample(logits, assigned, slots).tolist() == expected
 
 
 def test_a_row_depends_on_nothing_but_itself() -> None:
     logits = torch.randn(len(SHAPES), 50, generator=torch.Generator().manual_seed(0))
     rows = [{"params": shape, "seed": 77} for shape in SHAPES]
-    together = sample(logits.clone(), *make_table(rows)).tolist()
+    together = sample(logits.clone(), *assign(rows)).tolist()
     for i, row in enumerate(rows):
-        assert sample(logits[i : i + 1].clone(), *make_table([row])).tolist() == [together[i]]
+        assert sample(logits[i : i + 1].clone(), *assign([row])).tolist() == [together[i]]
 
 
 # --- what changes logits -------------------------------------------------------------------
@@ -208,8 +213,8 @@ def test_a_row_depends_on_nothing_but_itself() -> None:
 def changed_logits(logits: torch.Tensor, **row: Any) -> torch.Tensor:
     """The logits, [vocab], that a greedy request chooses from."""
     batch = logits.clone()[None]
-    table, seats = make_table([row])
-    tokens = sample(batch, table, seats)
+    assigned, slots = assign([row])
+    tokens = sample(batch, assigned, slots)
     assert tokens.tolist() == [int(batch[0].argmax())]
     return batch[0]
 
@@ -234,7 +239,7 @@ def check_penalties(
                 logits[token] = base.max() + lead
                 expected = int(penalised(logits).argmax())
                 row = {"params": params, "prompt": PROMPT, "output": OUTPUT}
-                assert sample(logits[None].clone(), *make_table([row])).tolist() == [expected]
+                assert sample(logits[None].clone(), *assign([row])).tolist() == [expected]
                 num_changed += expected != int(logits.argmax())
     assert num_changed
 

@@ -22,11 +22,15 @@ from aquifer.cache import KV_CACHES, kv_cache
 from aquifer.cache.base import KVLayout, LayerKV, Rows
 from aquifer.cache.prefix import PrefixCache
 from aquifer.cache.swap import SwapSpace
+from aquifer.engine.headroom import group_bytes
+from aquifer.engine.lane import Lane
+from aquifer.engine.planning import chunk_tokens
 from aquifer.engine.preemption import Preemption
 from aquifer.engine.request import Request, SamplingParams, TokenLogprobs, TokenOutput
-from aquifer.engine.scheduler import Lane, Plan, Sampled, Scheduler, chunk_tokens, group_bytes
+from aquifer.engine.scheduler import Scheduler
 from aquifer.engine.sequence import SequenceGroup
 from aquifer.engine.slots import SlotTable
+from aquifer.engine.step_input import StepInput, StepOutput
 from aquifer.memory.driver import open_driver
 from aquifer.memory.driver.faulty import FaultyDriver
 from aquifer.memory.pool import Kind, Owner, PagePool
@@ -77,7 +81,7 @@ class World:
     ) -> None:
         self.random = random
         self.num_ahead = num_ahead
-        self.in_flight: deque[tuple[Plan, Sampled]] = deque()
+        self.in_flight: deque[tuple[StepInput, StepOutput]] = deque()
         self.faulty = faulty
         self.driver = FaultyDriver(open_driver("cpu"))
         resources.callback(self.driver.close)
@@ -212,8 +216,8 @@ class World:
         while self.scheduler.has_work:
             self.step()
 
-    def check_plan(self, plan: Plan) -> None:
-        spans, table = plan.spans, plan.lane.slots
+    def check_plan(self, plan: StepInput) -> None:
+        spans, table = plan.spans, self.scheduler.lanes[plan.model].slots
         assert 0 < spans.num_tokens <= self.max_batched_tokens
         assert len(set(spans.slots.tolist())) == len(spans.slots)
         assert (spans.counts > 0).all()
@@ -221,7 +225,7 @@ class World:
         np.testing.assert_array_equal(ends, table.num_computed[spans.slots])
         assert (ends <= table.num_tokens[spans.slots]).all()
         assert (ends < table.max_total[spans.slots]).all()
-        is_beam = table.is_beam[spans.slots]
+        is_beam = table.most_new[spans.slots] == 0
         known = np.where(is_beam, table.num_tokens[spans.slots], table.num_given[spans.slots])
         np.testing.assert_array_equal(plan.sampled, np.flatnonzero(ends >= known))
         decodes = spans.starts >= table.num_given[spans.slots]
@@ -236,15 +240,18 @@ class World:
             if sequence.group.arrival not in self.admitted:
                 self.admitted.append(sequence.group.arrival)
 
-    def run(self, plan: Plan) -> Sampled:
+    def run(self, plan: StepInput) -> StepOutput:
         """Write each token's id as its KV, and find the mean of all ids so far by attention."""
-        table, cache = plan.lane.slots, plan.lane.cache
-        known = self.known[plan.lane.name]
-        told = np.append(plan.admitted, plan.spans.slots[table.is_beam[plan.spans.slots]])
-        known[told] = table.token_ids[told]
+        lane = self.scheduler.lanes[plan.model]
+        table, cache = lane.slots, lane.cache
+        known = self.known[plan.model]
+        slots, positions = plan.spans.rows()
+        is_told = plan.token_ids >= 0
+        known[slots[is_told], positions[is_told]] = plan.token_ids[is_told]
+        for assigned in plan.assigned:  # what is cached, forked or copied back of it
+            known[assigned.slot] = table.token_ids[assigned.slot]
         cache.upload()
         view = cache.view(Rows.of(plan.spans, plan.num_single, torch.device("cpu")))
-        slots, positions = plan.spans.rows()
         ids = torch.from_numpy(known[slots, positions]).float()
         sums = np.cumsum(known, axis=1)
         expected = torch.from_numpy(sums[slots, positions] / (positions + 1)).float()
@@ -270,8 +277,8 @@ class World:
                 count = beams.search.num_candidates
                 best = [token, *self.random.sample(range(VOCAB_SIZE), count)]
                 logprobs = [0.0, *sorted(-self.random.random() for _ in range(count))[::-1]]
-                reports[row] = TokenLogprobs(best, logprobs, [])
-        return Sampled(np.array(tokens, np.int64), reports, {})
+                reports[row] = [TokenLogprobs(best, logprobs, [])]
+        return StepOutput(np.array(tokens, np.int64)[:, None], plan.most_new, reports)
 
     def receive(self, output: TokenOutput) -> None:
         tracked = self.requests[output.request_id]

@@ -493,7 +493,7 @@ def replay(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     from aquifer.bench import replay as bench
-    from aquifer.engine.preemption import Mode
+    from aquifer.engine.policies import RestoreMode
     from aquifer.sim.device import calibrate as calibrate_device
     from aquifer.sim.device import find_device, find_model
     from aquifer.sim.replay import MANAGERS, ReplayConfig
@@ -503,9 +503,9 @@ def replay(
         raise ConfigError("give one of --rate, --rates and --find-rate")
     if rate is not None and not rate > 0:
         raise ConfigError(f"--rate is {rate}; it must be above 0, such as 2.0")
-    if preemption_mode not in get_args(Mode):
+    if preemption_mode not in get_args(RestoreMode):
         raise ConfigError(
-            f"--preemption-mode is {preemption_mode!r}; choose {', '.join(get_args(Mode))}"
+            f"--preemption-mode is {preemption_mode!r}; choose {', '.join(get_args(RestoreMode))}"
         )
     managers = kv_cache.split(",")
     for name in managers:
@@ -532,7 +532,7 @@ def replay(
         num_samples=num_samples,
         beam_width=beam_width,
         prefix_caching=prefix_caching,
-        preemption_mode=cast("Mode", preemption_mode),
+        preemption_mode=cast("RestoreMode", preemption_mode),
         swap_space_bytes=parse_size(swap_space),
         seed=seed,
     )

@@ -10,10 +10,12 @@ import torch
 
 from aquifer.cache import kv_cache
 from aquifer.cache.base import KVLayout, LayerKV, Rows
+from aquifer.engine.lane import Lane
 from aquifer.engine.request import Request, SamplingParams
-from aquifer.engine.scheduler import Lane, Plan, Sampled, Scheduler
+from aquifer.engine.scheduler import Scheduler
 from aquifer.engine.sequence import SequenceGroup
 from aquifer.engine.slots import SlotTable
+from aquifer.engine.step_input import StepInput, StepOutput
 from aquifer.memory.driver import open_driver
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.memory.stock import PageStocker
@@ -96,8 +98,8 @@ def _add_sequences(scheduler: Scheduler, lane: Lane, count: int, num_outputs: in
         scheduler.add(lane, group)
 
 
-def _sampled(plan: Plan) -> Sampled:
-    return Sampled(np.ones(len(plan.sampled), np.int64), {}, {})
+def _sampled(plan: StepInput) -> StepOutput:
+    return StepOutput.of_single(np.ones(len(plan.sampled), np.int64))
 
 
 def _decode(scheduler: Scheduler, lane: Lane, num_steps: int, stocker: PageStocker) -> StepCosts:

@@ -22,6 +22,8 @@ from aquifer.cache.prefix import PrefixCache
 from aquifer.cache.swap import SwapSpace
 from aquifer.config import EngineConfig, ModelSpec, format_size
 from aquifer.engine.costs import PrefillCost
+from aquifer.engine.headroom import group_bytes
+from aquifer.engine.lane import Lane
 from aquifer.engine.preemption import Preemption
 from aquifer.engine.request import (
     EngineStats,
@@ -34,10 +36,11 @@ from aquifer.engine.request import (
     TokenOutput,
 )
 from aquifer.engine.runner import InFlight, Runner
-from aquifer.engine.scheduler import Lane, Plan, Scheduler, group_bytes
+from aquifer.engine.scheduler import Scheduler
 from aquifer.engine.sequence import SequenceGroup
 from aquifer.engine.sizing import batched_tokens, make_pool
 from aquifer.engine.slots import SlotTable
+from aquifer.engine.step_input import StepInput
 from aquifer.errors import (
     CapacityError,
     ConfigError,
@@ -109,7 +112,7 @@ class Engine:
         self._resources = resources
         self._requests: dict[str, tuple[Lane, SequenceGroup]] = {}
         self._own_requests: set[str] = set()  # nobody else wants to hear of these
-        self._in_flight: deque[tuple[Plan, InFlight]] = deque()
+        self._in_flight: deque[tuple[StepInput, InFlight]] = deque()
         # Where work is done when the call that does it returns, running ahead would only let
         # sequences that have ended be computed once more.
         self._accounted_s = time.monotonic()
@@ -300,7 +303,7 @@ class Engine:
         outputs = self._scheduler.take_failed()
         if plan is not None:
             self._stocker.wake()
-            launched = self._served[plan.lane.name].runner.launch(plan)
+            launched = self._served[plan.model].runner.launch(plan)
             self._in_flight.append((plan, launched))
             self._account_overhead()
         # With nothing more to launch, there is nothing to wait for behind.
@@ -378,7 +381,7 @@ class Engine:
             self._own_requests.remove(output.request_id)
         return True
 
-    def _observe(self, plan: Plan) -> None:
+    def _observe(self, plan: StepInput) -> None:
         """Learn from a step how fast prompts are computed, if it had little else to do."""
         now_s = time.monotonic()
         seconds, self._committed_s = now_s - self._committed_s, now_s
@@ -387,7 +390,7 @@ class Engine:
         if num_prompt > 10 * num_decodes:
             counts = spans.counts[num_decodes:]
             first_token = float(np.average(spans.starts[num_decodes:], weights=counts))
-            cost = self._served[plan.lane.name].prefill_cost
+            cost = self._served[plan.model].prefill_cost
             cost.observe(first_token, num_prompt, seconds)
 
     def _prefixes_of(self, model: str) -> tuple[_Served, PrefixCache]:
@@ -537,7 +540,7 @@ def _load(
     if config.enable_prefix_caching and cache.can_share:
         lane.prefixes = PrefixCache(cache, prefill_cost.seconds)
         resources.callback(lane.prefixes.close)
-    runner = Runner(model, cache, lane.slots, pool.driver)
+    runner = Runner(model, cache, pool.driver, config.max_num_seqs, max_model_len)
     resources.callback(runner.close)
     return _Served(info, weights, runner, lane, _eos_ids(checkpoint), prefill_cost)
 

@@ -6,7 +6,8 @@ device: which slots run is in one tensor of the host's making, and all else is f
 graph stays valid while sequences grow, and while pages come and go under the addresses it knows.
 
 There is a graph for each padded batch size and each way of choosing tokens, captured when it is
-first needed, and kept. Rows that only pad have slot -1; they read and write no cache.
+first needed, and kept. Rows that only pad have slot -1; they read and write no cache. Where the
+host has to see the logits of some rows, another graph keeps them, and samples all other rows.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ import numpy as np
 import torch
 
 from aquifer.cache.base import IntArray
-from aquifer.engine.sequence import Choice
+from aquifer.engine.sampler import Choice
 from aquifer.kernels import compiled_together
 from aquifer.memory.transfer import upload
 
-Step = Callable[[torch.Tensor, Choice], tuple[torch.Tensor, torch.Tensor]]
-"""Runs (slots [n] int64, choice) and returns (logits [n, vocab], token ids [n])."""
+Step = Callable[[torch.Tensor, torch.Tensor, Choice], tuple[torch.Tensor, torch.Tensor]]
+"""Runs (slots [n], sampled slots [n], choice); gives (logits [n, vocab], token ids [n])."""
+
+_Key = tuple[int, Choice, bool]  # padded batch size, choice, whether logits are kept
 
 
 @cache
@@ -61,28 +64,40 @@ class DecodeGraphs:
         self._step = step
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        # What every graph reads, from the start on: the slots of its rows.
-        self._slots = torch.full((padded_size(max_seqs),), -1, dtype=torch.int64, device=device)
-        self._uploaded = np.full(padded_size(max_seqs), -1, np.int64)
-        self._captured: dict[tuple[int, Choice], _Captured] = {}
+        # What every graph reads, from the start on: the slots of its rows, and of those it samples.
+        size = padded_size(max_seqs)
+        self._slots = torch.full((2, size), -1, dtype=torch.int64, device=device)
+        self._uploaded = np.full((2, size), -1, np.int64)
+        self._captured: dict[_Key, _Captured] = {}
 
-    def run(self, slots: IntArray, choice: Choice) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def run(
+        self, slots: IntArray, choice: Choice, sampled_slots: IntArray | None = None
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Replay the step of these slots.
 
         Nothing is copied to the device if the same slots ran before.
 
+        Args:
+            slots: [n].
+            choice: what the rows need that are sampled.
+            sampled_slots: [n], the same but -1 for rows that are not to be sampled; None to sample
+                all.
+
         Returns:
-            (logits [n, vocab] if `choice` is OWN, token ids [n]), both overwritten by the next run.
+            (logits [n, vocab] if some rows are not sampled, token ids [n]), both overwritten by
+            the next run.
         """
         size = padded_size(len(slots))
-        captured = self._captured.get((size, choice))
+        key = (size, choice, sampled_slots is not None)
+        captured = self._captured.get(key)
         if captured is None:
-            captured = self._captured[size, choice] = self._capture(size, choice)
-        padded = np.full(size, -1, np.int64)
-        padded[: len(slots)] = slots
-        if not np.array_equal(padded, self._uploaded[:size]):
-            self._uploaded[:size] = padded
-            self._slots[:size].copy_(upload(padded, self._device))
+            captured = self._captured[key] = self._capture(*key)
+        padded = np.full((2, size), -1, np.int64)
+        padded[0, : len(slots)] = slots
+        padded[1, : len(slots)] = slots if sampled_slots is None else sampled_slots
+        if not np.array_equal(padded, self._uploaded[:, :size]):
+            self._uploaded[:, :size] = padded
+            self._slots[:, :size].copy_(upload(padded, self._device))
         captured.graph.replay()
         logits = captured.logits
         return None if logits is None else logits[: len(slots)], captured.token_ids[: len(slots)]
@@ -92,14 +107,14 @@ class DecodeGraphs:
         for key in [key for key in self._captured if key[1] >= choice]:
             del self._captured[key]
 
-    def _capture(self, size: int, choice: Choice) -> _Captured:
+    def _capture(self, size: int, choice: Choice, keeps_logits: bool) -> _Captured:
         self._uploaded[:] = -1
         self._slots.fill_(-1)
-        slots = self._slots[:size]
+        slots, sampled_slots = self._slots[0, :size], self._slots[1, :size]
         # Once for real, over nothing but padding: kernels must be compiled before.
         with compiled_together(self._device):
-            self._step(slots, choice)
-        self._step(slots, choice)
+            self._step(slots, sampled_slots, choice)
+        self._step(slots, sampled_slots, choice)
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(self._device)
         capturing = _capture_stream(self._device)
@@ -108,8 +123,8 @@ class DecodeGraphs:
             # Other threads map and zero pages meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                logits, token_ids = self._step(slots, choice)
+                logits, token_ids = self._step(slots, sampled_slots, choice)
             finally:
                 graph.capture_end()
         current.wait_stream(capturing)
-        return _Captured(graph, logits if choice == Choice.OWN else None, token_ids)
+        return _Captured(graph, logits if keeps_logits else None, token_ids)

@@ -1,20 +1,12 @@
-"""What becomes of the KV of whoever is preempted: swapped to the host, or computed again
-(PagedAttention, sections 4.5 and 7.3)."""
+"""Moves the KV of preempted requests to host memory and back (PagedAttention, section 4.5)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 from aquifer.cache.base import SequenceCache
 from aquifer.cache.swap import SwappedKV, SwapSpace
-
-Mode = Literal["auto", "swap", "recompute"]
-
-
-def swaps(mode: Mode, swap_s: float, recompute_s: float) -> bool:
-    """Whether to swap, given what either way takes, there and back."""
-    return mode == "swap" or (mode == "auto" and swap_s < recompute_s)
+from aquifer.engine.policies.restore import RestoreMode, restore_by_copy
 
 
 class Preemption:
@@ -28,7 +20,7 @@ class Preemption:
         moved_bytes: copied so far, in either direction.
     """
 
-    def __init__(self, space: SwapSpace, mode: Mode) -> None:
+    def __init__(self, space: SwapSpace, mode: RestoreMode) -> None:
         self.moved_bytes = 0
         self._space = space
         self._mode = mode
@@ -62,7 +54,7 @@ class Preemption:
         longest = max(num_tokens)
         others = max(num_bytes / token_bytes - longest, 0)
         compute_s = recompute_s(0, longest) + recompute_s(longest / 2, others)
-        if not swaps(self._mode, 2 * num_bytes / self._space.bytes_per_s, compute_s):
+        if not restore_by_copy(self._mode, 2 * num_bytes / self._space.bytes_per_s, compute_s):
             return None
         swapped = self._space.swap_out(cache, slots, num_tokens)
         if swapped is not None:

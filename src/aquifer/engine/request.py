@@ -148,6 +148,20 @@ class SamplingParams:
             _require(not is_set, name, getattr(self, name), "left out with use_beam_search")
 
     @property
+    def has_penalties(self) -> bool:
+        """Whether the scores of a token depend on the tokens before it."""
+        return (
+            self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.repetition_penalty != 1
+        )
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether single tokens' scores are changed: by biases, or by a list of allowed tokens."""
+        return bool(self.logit_bias) or self.allowed_token_ids is not None
+
+    @property
     def num_sequences(self) -> int:
         """Sequences that run for the prompt: completions to choose from, or beams."""
         return self.best_of or self.n

@@ -1,7 +1,8 @@
-"""Runs plans: from token ids to the next token ids. Sees addresses, allocates no pages.
+"""Runs the steps of one model. Sees addresses, allocates no pages.
 
-What a step needs to know of each sequence is on the device, in columns indexed by slot, and moves
-on there. The token that one step samples is the next one's input without the host having seen it.
+A runner gets a step as data (`aquifer.engine.step_input`) and knows nothing of requests. State of
+each sequence is on the device, in columns indexed by slot, and moves on there: the token that one
+step samples is the next one's input without the host having seen it.
 """
 
 from __future__ import annotations
@@ -15,10 +16,8 @@ import torch
 from aquifer.cache.base import IntArray, KVLayout, Rows, SequenceCache, Spans
 from aquifer.engine.graphs import DecodeGraphs
 from aquifer.engine.request import TokenLogprobs
-from aquifer.engine.sampler import Sampler, token_logprobs
-from aquifer.engine.scheduler import Plan, Sampled
-from aquifer.engine.sequence import Choice
-from aquifer.engine.slots import SlotTable
+from aquifer.engine.sampler import Choice, Sampler, token_logprobs
+from aquifer.engine.step_input import SlotAssignment, StepInput, StepOutput
 from aquifer.kernels import compiled_together
 from aquifer.kernels.prefill_attention import MIN_SPLIT_KEYS
 from aquifer.kernels.step import advance, decode_inputs
@@ -37,7 +36,7 @@ class _Columns:
 
     def __init__(self, max_seqs: int, device: torch.device) -> None:
         def column() -> torch.Tensor:
-            return torch.zeros(max_seqs + 1, dtype=torch.int64, device=device)
+            return torch.zeros(max_seqs + 2, dtype=torch.int64, device=device)
 
         self.num_prompt = column()
         self.num_computed = column()  # tokens in the cache: the position of the next
@@ -76,27 +75,43 @@ class _NoCache:
 class InFlight:
     """A step that was handed to the device."""
 
-    token_ids: torch.Tensor  # [num_sampled], on the host, complete once the fence has passed
+    most_new: IntArray  # [m], of the step
+    token_ids: torch.Tensor  # [m], on the host, complete once the fence has passed
     fence: Fence | None
     reported: IntArray  # indices into `token_ids` whose log probabilities were asked for
     logprobs: _Entries | None = None  # of those
-    # (index into the plan's spans, first position, log probabilities of the positions from there)
+    # (index into the step's spans, first position, log probabilities of the positions from there)
     prompt_logprobs: list[tuple[int, int, _Entries]] = field(default_factory=list)
 
-    def wait(self) -> Sampled:
+    def wait(self) -> StepOutput:
         """What the step computed, as soon as it has."""
         if self.fence is not None:
             self.fence.wait()
-        entries = [] if self.logprobs is None else self.logprobs()
-        return Sampled(
-            token_ids=self.token_ids.numpy(),
-            logprobs=dict(zip(self.reported.tolist(), entries, strict=True)),
+        reports = [] if self.logprobs is None else self.logprobs()
+        return StepOutput(
+            tokens=self.token_ids.numpy()[:, None],
+            counts=self.most_new,
+            logprobs={
+                row: [report] for row, report in zip(self.reported.tolist(), reports, strict=True)
+            },
             prompt_logprobs={
-                (index, first + i): entry
-                for index, first, entries_of in self.prompt_logprobs
-                for i, entry in enumerate(entries_of())
+                (index, first + i): report
+                for index, first, reports_of in self.prompt_logprobs
+                for i, report in enumerate(reports_of())
             },
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Logits of a step's sampled spans, a row each; some rows may have been sampled already."""
+
+    logits: torch.Tensor  # [m, vocab]; empty where all rows have been sampled
+    slots: torch.Tensor  # [m] int64
+    num_tokens: torch.Tensor  # [m] int64, tokens that each row's sequence has
+    out: torch.Tensor  # [m] int64, the new tokens
+    is_sampled: bool  # whether `out` has the tokens of rows without extras
+    prompt_logprobs: list[tuple[int, int, _Entries]] = field(default_factory=list)
 
 
 class Runner:
@@ -105,21 +120,25 @@ class Runner:
     Args:
         model: what to run.
         cache: where its KV is.
-        table: its sequences.
         driver: of the device.
+        max_seqs: slots, which are numbered from 1.
+        max_tokens: length of the longest sequence.
     """
 
     def __init__(
-        self, model: Model, cache: SequenceCache, table: SlotTable, driver: Driver
+        self, model: Model, cache: SequenceCache, driver: Driver, max_seqs: int, max_tokens: int
     ) -> None:
         self._model = model
         self._cache = cache
-        self._table = table
         self._driver = driver
         self._device = driver.device
-        max_seqs = len(table.sequences)
+        self._max_seqs = max_seqs
+        self._max_tokens = max_tokens
         self._columns = _Columns(max_seqs, self._device)
-        self._sampler = Sampler(table, model.vocab_size, self._device)
+        self._num_prompt = np.zeros(max_seqs + 1, np.int64)
+        # [slots], whether log probabilities of the prompt are still to be reported.
+        self._reports_prompt = np.zeros(max_seqs + 1, np.bool_)
+        self._sampler = Sampler(max_seqs, model.vocab_size, self._device)
         self._graphs: DecodeGraphs | None = None
         if self._device.type == "cuda" and model.is_capturable:
             self._graphs = DecodeGraphs(self._decode, max_seqs, self._device)
@@ -142,15 +161,15 @@ class Runner:
         zeros = torch.zeros_like(padding)
         view = _NoCache(self._model.kv_layout, padding)
         hidden = self._model.forward(ModelInput(zeros, zeros, zeros), view)
-        num_seqs = min(len(self._table.sequences), num_tokens)
+        num_seqs = min(self._max_seqs + 1, num_tokens)
         logits = self._model.logits(hidden[:num_seqs])
         self._sampler.sample(
             logits, padding[:num_seqs], zeros[:num_seqs], zeros[:num_seqs], Choice.PLAIN
         )
         del hidden, logits
-        count = min(_WARM_UP_TOKENS, num_tokens, self._table.token_ids.shape[1])
+        count = min(_WARM_UP_TOKENS, num_tokens, self._max_tokens)
         # After a prefix that is long enough for attention to be split.
-        start = min(_WARM_UP_PREFIX_TOKENS, self._table.token_ids.shape[1] - count)
+        start = min(_WARM_UP_PREFIX_TOKENS, self._max_tokens - count)
         chunk = Spans.make(np.array([1]), np.array([start]), np.array([count]))
         if self._cache.reserve(chunk.slots, chunk.starts + chunk.counts):
             self._cache.upload()
@@ -161,54 +180,75 @@ class Runner:
         if self._graphs is not None:
             self._cache.upload()
             for choice in (Choice.GREEDY, Choice.PLAIN):
-                self._decode(padding[:1], choice)
+                self._decode(padding[:1], padding[:1], choice)
 
     def close(self) -> None:
         """Drop the captured steps, whose memory the device's driver can then give back."""
         self._graphs = None
 
     @torch.inference_mode()
-    def launch(self, plan: Plan) -> InFlight:
+    def launch(self, step: StepInput) -> InFlight:
         """Hand a step to the device: write its KV, and sample for the sequences that are due."""
-        self._cache.upload()
-        if len(plan.admitted):
-            self._seat(plan.admitted)
-        num_seqs = len(plan.spans.slots)
-        if self._graphs is not None and plan.num_single == len(plan.sampled) == num_seqs:
-            return self._launch_graph(self._graphs, plan)
-        return self._launch_rows(plan)
+        return self.sample(step, self.forward(step))
 
-    def _seat(self, slots: IntArray) -> None:
-        if self._sampler.seat(slots) and self._graphs is not None:
+    def _assign(self, assigned: tuple[SlotAssignment, ...]) -> None:
+        if self._sampler.assign(assigned) and self._graphs is not None:
             self._graphs.forget(Choice.FULL)
-        on_device = upload(np.stack((slots, self._table.num_prompt[slots])), self._device)
+        slots = np.array([one.slot for one in assigned], np.int64)
+        self._num_prompt[slots] = [one.num_prompt_tokens for one in assigned]
+        self._reports_prompt[slots] = [one.num_prompt_logprobs is not None for one in assigned]
+        on_device = upload(np.stack((slots, self._num_prompt[slots])), self._device)
         self._columns.num_prompt[on_device[0]] = on_device[1]
 
-    def _launch_graph(self, graphs: DecodeGraphs, plan: Plan) -> InFlight:
-        """A step in which each span is one token, and all are sampled."""
-        slots = plan.spans.slots
-        self._set_inputs(plan)
-        choice = self._sampler.choice(slots)
-        logits, token_ids = graphs.run(slots, choice)
-        if logits is None:
-            return self._in_flight(plan, token_ids)
-        ends = plan.spans.starts + 1
-        where = upload(np.stack((slots, ends)), self._device)
-        return self._sample(plan, logits, where[0], where[1], token_ids)
+    # --- forward -----------------------------------------------------------------------------
 
-    def _set_inputs(self, plan: Plan) -> None:
+    @torch.inference_mode()
+    def forward(self, step: StepInput) -> Scores:
+        """Run the model over a step's tokens, which writes their KV; the logits to sample from."""
+        self._cache.upload()
+        if step.assigned:
+            self._assign(step.assigned)
+        num_seqs = len(step.spans.slots)
+        if self._graphs is not None and step.num_single == len(step.sampled) == num_seqs:
+            return self._replay(self._graphs, step)
+        return self._forward_rows(step)
+
+    def _replay(self, graphs: DecodeGraphs, step: StepInput) -> Scores:
+        """Run a step in which each span is one token, and all are sampled, as a captured graph."""
+        slots, ends = step.spans.slots, step.spans.starts + 1
+        self._set_inputs(step)
+        has_extras = self._sampler.has_extras(slots, ends)
+        sampled_slots = np.where(has_extras, -1, slots) if has_extras.any() else None
+        choice = self._sampler.choice(slots[~has_extras])
+        logits, token_ids = graphs.run(slots, choice, sampled_slots)
+        where = token_ids.new_zeros((2, 0))
+        if logits is None:
+            logits = token_ids.new_zeros((0, 0))
+        else:
+            where = upload(np.stack((slots, ends)), self._device)
+        return Scores(logits, where[0], where[1], token_ids, is_sampled=True)
+
+    def _set_inputs(self, step: StepInput) -> None:
         """Tell the device the tokens that it did not sample: of prompts found in the cache, say."""
-        slots, starts = plan.spans.slots[plan.num_decodes :], plan.spans.starts[plan.num_decodes :]
+        first = step.num_decodes
+        slots, starts = step.spans.slots[first:], step.spans.starts[first:]
         if not len(slots):
             return
-        tokens = self._table.token_ids[slots, starts]
-        inputs = np.stack((slots, starts, tokens)).astype(np.int64)
+        inputs = np.stack((slots, starts, step.token_ids[first:]))
         on_device, num_computed, last_token = upload(inputs, self._device)
         self._columns.num_computed[on_device] = num_computed
         self._columns.last_token[on_device] = last_token
 
-    def _decode(self, slots: torch.Tensor, choice: Choice) -> tuple[torch.Tensor, torch.Tensor]:
-        """The step that graphs capture; every value of it is found by slot, on the device."""
+    def _decode(
+        self, slots: torch.Tensor, sampled_slots: torch.Tensor, choice: Choice
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The step that graphs capture; every value of it is found by slot, on the device.
+
+        Args:
+            slots: [n] int64, -1 for padding.
+            sampled_slots: [n] int64, the same but -1 where the host samples.
+            choice: what the rows need.
+        """
         columns = self._columns
         token_ids, positions, lengths, contexts = decode_inputs(
             slots, columns.num_prompt, columns.num_computed, columns.last_token
@@ -216,23 +256,19 @@ class Runner:
         batch = ModelInput(token_ids, positions, contexts)
         rows = Rows(slots, positions, lengths, None)
         logits = self._model.logits(self._model.forward(batch, self._cache.view(rows)))
-        sampled: torch.Tensor | None = None
         out = torch.empty_like(slots)
-        if choice != Choice.OWN:
-            self._sampler.sample(logits, slots, lengths, out, choice)
-            sampled = out
-        advance(slots, lengths, sampled, columns.num_computed, columns.last_token)
+        self._sampler.sample(logits, sampled_slots, lengths, out, choice)
+        advance(slots, lengths, out, columns.num_computed, columns.last_token)
         return logits, out
 
-    def _launch_rows(self, plan: Plan) -> InFlight:
-        """Any step, kernel by kernel."""
-        table, spans, columns = self._table, plan.spans, self._columns
+    def _forward_rows(self, step: StepInput) -> Scores:
+        """Run any step kernel by kernel."""
+        spans, columns, sampled = step.spans, self._columns, step.sampled
         slots, positions = spans.rows()
         ends = spans.starts + spans.counts
-        sampled = plan.sampled
         parts = (
-            table.token_ids[slots, positions],
-            np.maximum(table.num_prompt[slots], positions + 1),
+            step.token_ids,
+            np.maximum(self._num_prompt[slots], positions + 1),
             spans.slots,
             ends,
             spans.offsets[1:][sampled] - 1,
@@ -244,82 +280,94 @@ class Runner:
         token_ids, contexts, span_slots, span_ends, last_rows, sampled_slots, num_tokens = (
             packed.split([len(part) for part in parts])
         )
-        rows = Rows.of(spans, plan.num_single, self._device)
+        rows = Rows.of(spans, step.num_single, self._device)
         # The host may not have seen these yet.
-        token_ids[: plan.num_decodes] = columns.last_token[span_slots[: plan.num_decodes]]
+        token_ids[: step.num_decodes] = columns.last_token[span_slots[: step.num_decodes]]
         batch = ModelInput(token_ids, rows.positions, contexts)
         hidden = self._model.forward(batch, self._cache.view(rows))
         columns.num_computed[span_slots] = span_ends
-        prompt_logprobs = self._prompt_logprobs(plan, hidden)
-        if len(sampled):
-            logits = self._model.logits(hidden[last_rows])
-            out = torch.empty_like(num_tokens)
-            in_flight = self._sample(plan, logits, sampled_slots, num_tokens, out)
-        else:
-            in_flight = self._in_flight(plan, num_tokens)
-        in_flight.prompt_logprobs = prompt_logprobs
-        return in_flight
+        logits = self._model.logits(hidden[last_rows]) if len(sampled) else hidden[:0]
+        return Scores(
+            logits,
+            sampled_slots,
+            num_tokens,
+            torch.empty_like(num_tokens),
+            is_sampled=False,
+            prompt_logprobs=self._prompt_logprobs(step, hidden),
+        )
 
-    def _sample(
-        self,
-        plan: Plan,
-        logits: torch.Tensor,
-        slots: torch.Tensor,
-        num_tokens: torch.Tensor,
-        out: torch.Tensor,
-    ) -> InFlight:
-        """Sample for `plan.sampled`; the tensors have a row for each, `logits` is overwritten."""
-        spans, sampled = plan.spans, plan.sampled
-        host_slots = spans.slots[sampled]
-        choice = self._sampler.choice(host_slots)
-        num_logprobs = np.zeros(0, np.int64)
-        reported = np.zeros(0, np.int64)
-        raw = logits[:0]
-        if choice == Choice.OWN:
-            num_logprobs = self._table.num_logprobs[host_slots]
-            reported = np.flatnonzero(num_logprobs >= 0)
-            raw = logits[upload(reported, self._device)]  # a copy, as the model gave them
-            self._sampler.change_logits(
-                logits, host_slots, spans.starts[sampled] + spans.counts[sampled]
-            )
-        self._sampler.sample(logits, slots, num_tokens, out, choice)
-        self._columns.last_token[slots] = out
-        logprobs: _Entries | None = None
-        if len(reported):
-            tokens = out[upload(reported, self._device)]
-            logprobs = token_logprobs(raw, tokens, num_logprobs[reported])
-        return self._in_flight(plan, out, reported, logprobs)
+    # --- sampling ----------------------------------------------------------------------------
 
-    def _in_flight(
-        self,
-        plan: Plan,
-        token_ids: torch.Tensor,
-        reported: IntArray | None = None,
-        logprobs: _Entries | None = None,
-    ) -> InFlight:
-        token_ids = download(token_ids)
-        if reported is None:
-            reported = np.zeros(0, np.int64)
-        # After the last copy to the host.
-        return InFlight(token_ids, self._driver.fence(), reported, logprobs)
+    @torch.inference_mode()
+    def sample(self, step: StepInput, scores: Scores) -> InFlight:
+        """Choose the new tokens, and report log probabilities where a sequence asks for them."""
+        spans, sampled, out = step.spans, step.sampled, scores.out
+        slots = spans.slots[sampled]
+        num_tokens = spans.starts[sampled] + spans.counts[sampled]
+        has_extras = self._sampler.has_extras(slots, num_tokens)
+        extras = np.flatnonzero(has_extras)
+        if not scores.is_sampled and len(extras) < len(sampled):
+            choice = self._sampler.choice(slots[~has_extras])
+            where = scores.slots
+            if len(extras):
+                where = upload(np.where(has_extras, -1, slots), self._device)
+            self._sampler.sample(scores.logits, where, scores.num_tokens, out, choice)
+        reported, logprobs = extras[:0], None
+        if len(extras):
+            reported, logprobs = self._sample_extras(scores, extras, slots, num_tokens)
+        if len(sampled) and (len(extras) or not scores.is_sampled):
+            self._columns.last_token[scores.slots] = out
+        token_ids = download(out)
+        # The fence comes after the last copy to the host.
+        fence = self._driver.fence()
+        return InFlight(step.most_new, token_ids, fence, reported, logprobs, scores.prompt_logprobs)
 
-    def _prompt_logprobs(self, plan: Plan, hidden: torch.Tensor) -> list[tuple[int, int, _Entries]]:
+    def _sample_extras(
+        self, scores: Scores, extras: IntArray, slots: IntArray, num_tokens: IntArray
+    ) -> tuple[IntArray, _Entries | None]:
+        """Sample rows whose logits the host changes or reports.
+
+        Args:
+            scores: of all rows.
+            extras: [e], which rows.
+            slots: [m], of all rows.
+            num_tokens: [m], likewise.
+
+        Returns: which rows are reported, and what gives their log probabilities.
+        """
+        rows = upload(extras, self._device)
+        raw = scores.logits[rows]  # [e, vocab], as the model gave them
+        logits = raw.clone()
+        self._sampler.change_logits(logits, slots[extras], num_tokens[extras])
+        tokens = torch.empty_like(rows)
+        self._sampler.sample(
+            logits, scores.slots[rows], scores.num_tokens[rows], tokens, Choice.FULL
+        )
+        scores.out[rows] = tokens
+        num_logprobs = self._sampler.num_logprobs(slots[extras])
+        wanted = np.flatnonzero(num_logprobs >= 0)
+        if not len(wanted):
+            return wanted, None
+        chosen = upload(wanted, self._device)
+        reports = token_logprobs(raw[chosen], tokens[chosen], num_logprobs[wanted])
+        return extras[wanted], reports
+
+    def _prompt_logprobs(
+        self, step: StepInput, hidden: torch.Tensor
+    ) -> list[tuple[int, int, _Entries]]:
         """Log probabilities of those prompt tokens whose predecessors are in this step."""
-        table, spans = self._table, plan.spans
+        spans = step.spans
         result: list[tuple[int, int, _Entries]] = []
-        for index in np.flatnonzero(table.needs_care[spans.slots]).tolist():
+        for index in np.flatnonzero(self._reports_prompt[spans.slots]).tolist():
             slot, start = int(spans.slots[index]), int(spans.starts[index])
-            sequence = table.sequences[slot]
-            assert sequence is not None
-            wanted = sequence.request.params.prompt_logprobs
-            end = min(start + int(spans.counts[index]), sequence.group.num_prompt_tokens - 1)
-            if wanted is None or sequence.has_output or end <= start:
+            assigned = self._sampler.assigned(slot)
+            end = min(start + int(spans.counts[index]), assigned.num_prompt_tokens - 1)
+            if end <= start:
                 continue
+            assert assigned.num_prompt_logprobs is not None
             row = int(spans.offsets[index])
             logits = self._model.logits(hidden[row : row + end - start])
-            targets = upload(
-                table.token_ids[slot, start + 1 : end + 1].astype(np.int64), self._device
-            )
-            entries = token_logprobs(logits, targets, np.full(len(targets), wanted))
-            result.append((index, start + 1, entries))
+            targets = upload(assigned.token_ids[start + 1 : end + 1].astype(np.int64), self._device)
+            wanted = np.full(len(targets), assigned.num_prompt_logprobs)
+            result.append((index, start + 1, token_logprobs(logits, targets, wanted)))
         return result

@@ -10,53 +10,83 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from enum import IntEnum
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from aquifer.cache.base import IntArray
-from aquifer.engine.request import TokenLogprobs
-from aquifer.engine.sequence import Choice, Sequence
-from aquifer.engine.slots import SlotTable
+from aquifer.engine.request import SamplingParams, TokenLogprobs
+from aquifer.engine.step_input import SlotAssignment
 from aquifer.kernels.sampling import SamplingColumns, Variant, sample, write_counts
 from aquifer.memory.transfer import download, upload
+
+
+class Choice(IntEnum):
+    """How tokens are chosen from logits; each kind of step can do what those below it can."""
+
+    GREEDY = 0
+    PLAIN = 1  # by temperature alone
+    FULL = 2  # with penalties, top-k, top-p or min-p
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> Choice:
+        """The least that does for these parameters."""
+        if params.has_penalties or params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
+            return cls.FULL
+        return cls.PLAIN if params.temperature > 0 else cls.GREEDY
+
 
 _VARIANTS: dict[Choice, Variant] = {
     Choice.GREEDY: "greedy",
     Choice.PLAIN: "plain",
     Choice.FULL: "full",
-    Choice.OWN: "full",
 }
 
 
 class Sampler:
-    """Samples for the sequences of one table, and keeps on the device what that takes.
+    """Samples for the sequences of one model, and keeps on the device what that takes.
+
+    Rows with extras are those for which the host has to do something with their logits: to change
+    them (biases, allowed tokens, no stop token yet) or to report them.
 
     Args:
-        table: the running sequences.
+        max_seqs: slots, which are numbered from 1.
         vocab_size: columns of the logits.
         device: of the logits.
     """
 
-    def __init__(self, table: SlotTable, vocab_size: int, device: torch.device) -> None:
-        self._table = table
+    def __init__(self, max_seqs: int, vocab_size: int, device: torch.device) -> None:
+        num_slots = max_seqs + 1
         self._device = device
-        self.columns = SamplingColumns.empty(len(table.sequences), 0, vocab_size, device)
-        # Who has each row of counts, by serial: rows go round, since few requests need one.
+        self.columns = SamplingColumns.empty(num_slots, 0, vocab_size, device)
+        self._assigned: list[SlotAssignment | None] = [None] * num_slots
+        self._choice = np.zeros(num_slots, np.int8)
+        self._changes_logits = np.zeros(num_slots, np.bool_)
+        self._num_logprobs = np.full(num_slots, -1, np.int64)  # -1 is none
+        self._min_total = np.zeros(num_slots, np.int64)
+        # The slot that has each row of counts: rows go round, since few requests need one.
         self._counting = np.zeros(0, np.int64)
 
-    def seat(self, slots: IntArray) -> bool:
-        """Take over the parameters of sequences that have these slots now.
+    def assign(self, assigned: Sequence[SlotAssignment]) -> bool:
+        """Take over the parameters of sequences that have got a slot.
 
         Returns: whether `columns` has been replaced; steps captured before refer to the old ones.
         """
-        sequences = [self._sequence(slot) for slot in slots.tolist()]
-        grown = self._find_counts(sequences)
+        for one in assigned:
+            self._assigned[one.slot] = one
+            self._choice[one.slot] = Choice.of(one.params)
+            self._changes_logits[one.slot] = one.params.changes_logits
+            self._num_logprobs[one.slot] = -1 if one.num_logprobs is None else one.num_logprobs
+            self._min_total[one.slot] = one.min_total_tokens
+        grown = self._find_counts(assigned)
+        slots = np.array([one.slot for one in assigned], np.int64)
         floats = np.zeros((6, len(slots)), np.float32)
         ints = np.zeros((3, len(slots)), np.int64)
-        for i, sequence in enumerate(sequences):
-            params = sequence.request.params
+        for i, one in enumerate(assigned):
+            params = one.params
             floats[:, i] = (
                 params.temperature,
                 params.top_p,
@@ -66,21 +96,39 @@ class Sampler:
                 params.frequency_penalty,
             )
             counts_row = -1
-            if sequence.has_penalties:
-                counts_row = int(np.flatnonzero(self._counting == sequence.serial)[0])
-                known = upload(sequence.token_ids.astype(np.int64), self._device)
-                num_prompt = sequence.group.num_prompt_tokens
+            if params.has_penalties:
+                counts_row = int(np.flatnonzero(self._counting == one.slot)[0])
+                known = upload(one.token_ids.astype(np.int64), self._device)
+                num_prompt = one.num_prompt_tokens
                 write_counts(
                     self.columns.counts[counts_row], known[:num_prompt], known[num_prompt:]
                 )
-            seed = int(np.uint64(sequence.seed).astype(np.int64))
+            seed = int(np.uint64(one.seed).astype(np.int64))
             ints[:, i] = max(params.top_k, 0), seed, counts_row
         self.columns.write(*(upload(array, self._device) for array in (slots, floats, ints)))
         return grown
 
+    def assigned(self, slot: int) -> SlotAssignment:
+        """The sequence that has a slot."""
+        found = self._assigned[slot]
+        assert found is not None, "a slot that was never assigned"
+        return found
+
+    def has_extras(self, slots: IntArray, num_tokens: IntArray) -> npt.NDArray[np.bool_]:
+        """Which rows need more than `sample`, given the tokens that each sequence has."""
+        return np.asarray(
+            self._changes_logits[slots]
+            | (self._num_logprobs[slots] >= 0)
+            | (num_tokens < self._min_total[slots])
+        )
+
     def choice(self, slots: IntArray) -> Choice:
-        """What it takes to sample for these slots."""
-        return Choice(int(self._table.choice[slots].max(initial=0)))
+        """The kind of step that can sample for all of these slots."""
+        return Choice(int(self._choice[slots].max(initial=0)))
+
+    def num_logprobs(self, slots: IntArray) -> IntArray:
+        """How many of the most probable tokens to report for each slot; -1 for no report."""
+        return self._num_logprobs[slots]
 
     def sample(
         self,
@@ -90,44 +138,38 @@ class Sampler:
         out: torch.Tensor,
         choice: Choice,
     ) -> None:
-        """Choose a token for each row; nothing here asks the device or the table anything.
+        """Choose a token for each row, without host synchronisation.
 
         Args:
-            logits: [n, vocab].
-            slots: [n] int64, the slot of each row, -1 for padding.
+            logits: [n, vocab], left as they are.
+            slots: [n] int64, the slot of each row, -1 for rows that are left alone.
             num_tokens: [n] int64, tokens that the row's sequence has.
-            out: [n] int64, overwritten.
-            choice: what any of the rows needs.
+            out: [n] int64, overwritten but for rows that are left alone.
+            choice: at least what any of the rows needs.
         """
         sample(logits, slots, num_tokens, self.columns, out, variant=_VARIANTS[choice])
 
     def change_logits(self, logits: torch.Tensor, slots: IntArray, num_tokens: IntArray) -> None:
-        """Apply what is particular to single requests to their rows, in place.
+        """Apply to each row the changes that its request asks for, in place.
 
         Args:
             logits: [n, vocab].
             slots: [n], the slot of each row.
             num_tokens: [n], tokens that the row's sequence has.
         """
-        for row in np.flatnonzero(self._table.choice[slots] == Choice.OWN).tolist():
-            sequence = self._sequence(int(slots[row]))
-            may_stop = bool(num_tokens[row] >= self._table.min_total[slots[row]])
-            _change_logits(logits[row], sequence, may_stop)
+        changes = self._changes_logits[slots] | (num_tokens < self._min_total[slots])
+        for row in np.flatnonzero(changes).tolist():
+            may_stop = bool(num_tokens[row] >= self._min_total[slots[row]])
+            _change_logits(logits[row], self.assigned(int(slots[row])), may_stop)
 
-    def _sequence(self, slot: int) -> Sequence:
-        sequence = self._table.sequences[slot]
-        assert sequence is not None
-        return sequence
-
-    def _find_counts(self, sequences: list[Sequence]) -> bool:
+    def _find_counts(self, assigned: Sequence[SlotAssignment]) -> bool:
         """A row of counts for each sequence with penalties; whether there had to be more rows."""
-        serials = [s.serial for s in sequences if s.has_penalties]
-        if not serials:
-            return False
-        has_ended = ~np.isin(self._counting, self._table.serial)
-        self._counting[has_ended | np.isin(self._counting, serials)] = -1
+        # A slot that changes hands, or whose sequence has no penalties any more, gives its row up.
+        slots = [one.slot for one in assigned]
+        self._counting[np.isin(self._counting, slots)] = -1
+        needing = [one.slot for one in assigned if one.params.has_penalties]
         free = np.flatnonzero(self._counting == -1)
-        missing = len(serials) - len(free)
+        missing = len(needing) - len(free)
         if missing > 0:
             num_rows = len(self._counting)
             # At least twice as many, so that this happens seldom.
@@ -139,7 +181,7 @@ class Sampler:
             new_rows = np.full(len(counts) - num_rows, -1, np.int64)
             self._counting = np.append(self._counting, new_rows)
             free = np.flatnonzero(self._counting == -1)
-        self._counting[free[: len(serials)]] = serials
+        self._counting[free[: len(needing)]] = needing
         return missing > 0
 
 
@@ -178,9 +220,9 @@ def token_logprobs(
     return entries
 
 
-def _change_logits(logits: torch.Tensor, sequence: Sequence, may_stop: bool) -> None:
-    """One row, [vocab], in place."""
-    params = sequence.request.params
+def _change_logits(logits: torch.Tensor, assigned: SlotAssignment, may_stop: bool) -> None:
+    """Change one row, [vocab], in place."""
+    params = assigned.params
     if params.allowed_token_ids is not None:
         _keep(logits, _ids(params.allowed_token_ids, logits))
     if params.logit_bias:
@@ -188,7 +230,7 @@ def _change_logits(logits: torch.Tensor, sequence: Sequence, may_stop: bool) -> 
         biases = np.array(list(params.logit_bias.values()), np.float32)
         logits[ids] += upload(biases, logits.device).to(logits.dtype)
     if not may_stop:
-        _forbid(logits, _ids(sorted(sequence.group.stop_ids), logits))
+        _forbid(logits, _ids(sorted(assigned.stop_ids), logits))
 
 
 def _ids(ids: Iterable[int], logits: torch.Tensor) -> torch.Tensor:

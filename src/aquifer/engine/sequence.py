@@ -7,7 +7,6 @@ together (PagedAttention, section 4.5).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -21,15 +20,6 @@ TokenIds = npt.NDArray[np.int32]
 
 _SEED_STEP = 0x9E3779B97F4A7C15
 """What the seeds of a group's sequences differ by: far from what people count their seeds by."""
-
-
-class Choice(IntEnum):
-    """How a sequence's tokens are chosen; each kind of step can do what those below it can."""
-
-    GREEDY = 0
-    PLAIN = 1  # by temperature alone
-    FULL = 2  # with penalties, top-k, top-p or min-p
-    OWN = 3  # with changes to its logits that are its own business, or a report of them
 
 
 @dataclass(slots=True, eq=False)
@@ -68,33 +58,14 @@ class Sequence:
         return (self.group.seed + self.index * _SEED_STEP) % 2**64
 
     @property
-    def has_penalties(self) -> bool:
-        """Whether the tokens that it has had matter for the next."""
+    def needs_logits(self) -> bool:
+        """Whether its logits are changed or reported one token at a time."""
         params = self.request.params
-        return (
-            params.presence_penalty != 0
-            or params.frequency_penalty != 0
-            or params.repetition_penalty != 1
-        )
-
-    @property
-    def choice(self) -> Choice:
-        """What its parameters ask of the sampler."""
-        params = self.request.params
-        if (
-            params.min_tokens > 0
-            or params.logit_bias
-            or params.allowed_token_ids is not None
-            or self.num_logprobs is not None
-        ):
-            return Choice.OWN
-        if self.has_penalties or params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
-            return Choice.FULL
-        return Choice.PLAIN if params.temperature > 0 else Choice.GREEDY
+        return params.changes_logits or params.min_tokens > 0 or self.num_logprobs is not None
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many of the most probable tokens are wanted with each, None for no report at all."""
+        """Most probable tokens to report with each new token; None for no report."""
         params, beams = self.request.params, self.group.beams
         if beams is not None:
             return beams.search.num_candidates

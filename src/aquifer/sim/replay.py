@@ -30,11 +30,17 @@ from aquifer.cache.prefix import PrefixCache
 from aquifer.cache.reserved import Policy, ReservedCache
 from aquifer.cache.swap import SwapSpace
 from aquifer.config import format_size
-from aquifer.engine.preemption import Mode, Preemption
+from aquifer.engine.committing import skip_steps
+from aquifer.engine.headroom import group_bytes
+from aquifer.engine.lane import Lane
+from aquifer.engine.policies import Policies, RestoreMode
+from aquifer.engine.policies.admission import static_batches
+from aquifer.engine.preemption import Preemption
 from aquifer.engine.request import Request, SamplingParams, TokenLogprobs, TokenOutput
-from aquifer.engine.scheduler import Lane, Plan, Sampled, Scheduler, group_bytes
+from aquifer.engine.scheduler import Scheduler
 from aquifer.engine.sequence import SequenceGroup
 from aquifer.engine.slots import SlotTable
+from aquifer.engine.step_input import StepInput, StepOutput
 from aquifer.errors import ConfigError, InvariantError
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.memory.reclaim import Reclaimer, batch_bytes
@@ -104,7 +110,7 @@ class ReplayConfig:
     num_samples: int = 1
     beam_width: int = 0
     prefix_caching: bool = False
-    preemption_mode: Mode = "auto"
+    preemption_mode: RestoreMode = "auto"
     swap_space_bytes: int = 4 << 30
     fast_forward: bool = True
     seed: int = 0
@@ -365,7 +371,11 @@ class _Replay:
         resources.callback(space.close)
         self._preemption = Preemption(space, config.preemption_mode)
         self._scheduler = Scheduler(
-            self._pool, config.max_num_batched_tokens, self._preemption, lambda: self._now_s
+            self._pool,
+            config.max_num_batched_tokens,
+            self._preemption,
+            lambda: self._now_s,
+            Policies(admission=static_batches) if config.manager == "static" else None,
         )
         self._moved_bytes = self._copied_bytes = 0  # accounted for so far
         at_a_time = batch_bytes(config.budget_bytes, config.page_bytes)
@@ -387,14 +397,14 @@ class _Replay:
             num_preemptions = scheduler.num_preemptions
             plan = scheduler.plan()
             for output in scheduler.take_failed():
-                self._end(output, None)
+                self._end(output)
             if plan is None:
                 if self._num_arrived == len(self._requests):
                     break
                 self._now_s = float(self._arrivals_s[self._num_arrived])
                 continue
-            plan.lane.cache.upload()
-            seconds = self._steps[plan.lane.name].seconds(self._work(plan))
+            self._lanes[plan.model].cache.upload()
+            seconds = self._steps[plan.model].seconds(self._work(plan))
             self._averages.add_step(seconds, self._sample())
             self._now_s += seconds
             result.num_steps += 1
@@ -450,7 +460,6 @@ class _Replay:
             SlotTable(config.max_num_seqs, max_tokens),
             prefixes,
             self._steps[name].prefill_seconds,
-            admits_while_running=config.manager != "static",
         )
 
     # --- requests ----------------------------------------------------------------------------
@@ -493,21 +502,21 @@ class _Replay:
         self._outputs_left[asked.request_id] = config.num_sequences
         self._scheduler.add(lane, group)
 
-    def _commit(self, plan: Plan) -> bool:
+    def _commit(self, plan: StepInput) -> bool:
         """Give the step's tokens to the scheduler; whether a sequence has ended by it."""
-        tokens = _own_tokens(plan.serials[plan.sampled])
+        tokens = _own_tokens(plan.serials[plan.sampled])[:, None]
         has_ended = False
-        sampled = Sampled(tokens, self._beam_reports(plan), {})
-        for output in self._scheduler.commit(plan, sampled, with_each_token=False):
-            self._end(output, plan.lane)
+        result = StepOutput(tokens, plan.most_new, self._beam_reports(plan))
+        for output in self._scheduler.commit(plan, result, with_each_token=False):
+            self._end(output)
             has_ended = has_ended or output.finish_reason is not None
-        if self._batch_done and not plan.lane.running:
+        if self._batch_done and not self._lanes[plan.model].running:
             for record in self._batch_done:
                 record.finished_s = self._now_s
             self._batch_done.clear()
         return has_ended
 
-    def _end(self, output: TokenOutput, lane: Lane | None) -> None:
+    def _end(self, output: TokenOutput) -> None:
         """Note what an output says that is the last of a completion, or has something to say."""
         record = self.result.records[int(output.request_id)]
         record.cached_tokens = max(record.cached_tokens, output.num_cached_tokens)
@@ -520,20 +529,20 @@ class _Replay:
             record.scheduled_s = output.timing.scheduled_s
             record.first_token_s = output.timing.first_token_s
             record.finished_s = output.timing.last_token_s
-            if lane is not None and not lane.admits_while_running:
+            if self._config.manager == "static":
                 self._batch_done.append(record)
         if left == 0:
             del self._outputs_left[output.request_id]
             self._num_ended += 1
 
-    def _beam_reports(self, plan: Plan) -> dict[int, TokenLogprobs]:
+    def _beam_reports(self, plan: StepInput) -> dict[int, list[TokenLogprobs]]:
         """Made-up candidates for each beam that was run.
 
         The best continuation of a beam has a probability of about 0.6, and each next one half of
         that of the one before. How often beams part and merge depends on it.
         """
-        table = plan.lane.slots
-        reports: dict[int, TokenLogprobs] = {}
+        table = self._lanes[plan.model].slots
+        reports: dict[int, list[TokenLogprobs]] = {}
         if not self._config.beam_width:
             return reports
         for index, row in enumerate(plan.sampled.tolist()):
@@ -544,12 +553,11 @@ class _Replay:
             steps = self._random.exponential(np.log(2), count)
             logprobs = np.log(0.6) - np.cumsum(steps) + np.log(2)
             ids = self._random.permutation(count) + 1
-            reports[index] = TokenLogprobs(
-                [0, *ids.tolist()], [0.0, *logprobs.tolist()], list(range(1, count + 2))
-            )
+            ranks = list(range(1, count + 2))
+            reports[index] = [TokenLogprobs([0, *ids.tolist()], [0.0, *logprobs.tolist()], ranks)]
         return reports
 
-    def _work(self, plan: Plan) -> StepWork:
+    def _work(self, plan: StepInput) -> StepWork:
         """What a step asks of the device: its plan, and the copies made on the way to it."""
         copied_bytes = sum(
             lane.cache.copied_bytes
@@ -615,7 +623,7 @@ class _Replay:
 
     # --- many steps at once ------------------------------------------------------------------
 
-    def _decode_on(self, plan: Plan, *, is_refused: bool) -> None:
+    def _decode_on(self, plan: StepInput, *, is_refused: bool) -> None:
         """Do the steps after a committed one in which all running sequences decode and nobody ends.
 
         In each of these steps the scheduler would find the same sequences with one token each, so
@@ -635,7 +643,8 @@ class _Replay:
             plan: committed.
             is_refused: whether nobody has ended by it, or been preempted for it.
         """
-        lane, table = plan.lane, plan.lane.slots
+        lane = self._lanes[plan.model]
+        table = lane.slots
         slots = table.in_order
         num_seqs = len(slots)
         computed, known = table.num_computed[slots], table.num_tokens[slots]
@@ -669,7 +678,7 @@ class _Replay:
         free_bytes, retained_bytes = self._reserve_on(lane, slots, begins_s[:most].tolist())
         count = len(free_bytes)
         if count:
-            self._skip(lane, slots, count)
+            skip_steps(lane, slots, count, _own_tokens(table.serial[slots]))
             lane.cache.upload()
             values = np.array(self._sample()) + np.zeros((count, 1))
             self._set_columns(values, lane, num_seqs, begins_s[:count], free_bytes, retained_bytes)
@@ -729,17 +738,6 @@ class _Replay:
             column["internal"][:] = self._kv_budget_bytes - known
         arrived = self._arrivals_s.searchsorted(begins_s, side="right") - self._num_arrived
         column["waiting"][:] += arrived
-
-    def _skip(self, lane: Lane, slots: IntArray, count: int) -> None:
-        """Write down what `count` more steps of all sequences come to, as the scheduler does.
-
-        This is the one place that writes to its books.
-        """
-        table = lane.slots
-        places = table.num_tokens[slots][:, None] + np.arange(count)
-        table.token_ids[slots[:, None], places] = _own_tokens(table.serial[slots])[:, None]
-        table.num_tokens[slots] += count
-        table.num_computed[slots] += count
 
 
 def _own_tokens(serials: IntArray) -> IntArray:

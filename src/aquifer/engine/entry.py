@@ -1,0 +1,128 @@
+"""How a waiting request gets its slots and its KV: computed afresh, found, or copied back."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import numpy as np
+
+from aquifer.engine.headroom import Headroom
+from aquifer.engine.lane import Lane, num_equal
+from aquifer.engine.preemption import Preemption
+from aquifer.engine.sequence import SequenceGroup
+
+
+def bring_in(
+    lane: Lane, group: SequenceGroup, headroom: Headroom, now_s: float, *, may_match: bool = True
+) -> bool:
+    """Give a waiting request its slots and room for its tokens; if False, nothing has changed.
+
+    Args:
+        lane: the model's.
+        group: the request; its KV is not on the host.
+        headroom: tells whether running sequences keep room to grow.
+        now_s: the time.
+        may_match: whether to begin with what is retained, where the request allows that.
+
+    Raises:
+        DriverError: the device refused memory; nothing has changed.
+    """
+    table, cache = lane.slots, lane.cache
+    first, *others = group.live
+    with ExitStack() as undo:
+        match = None
+        if lane.prefixes is not None and group.reads_prefixes and may_match:
+            # Room for the very least that it takes is asked for before the prompt is looked up.
+            if not headroom.has_room(lane, group, len(first.token_ids) - 1):
+                return False
+            match = lane.prefixes.match(first.token_ids, group.request.cache_salt)
+            first.lease = lane.prefixes.lock(match)
+            undo.callback(lane.unlock, first, None)
+        num_cached = 0 if match is None else match.num_tokens
+        if not headroom.has_room(lane, group, num_cached):
+            return False
+        slot = None
+        if match is not None and num_cached:
+            slot = cache.preferred_slot(match.blocks, table.free)
+        slot = lane.assign_slot(first, slot)
+        undo.callback(table.release, first)
+        undo.callback(cache.release, slot)
+        if match is not None and num_cached and not cache.adopt(slot, match.blocks, num_cached):
+            return False
+        if not cache.reserve(np.array([slot]), np.array([len(first.token_ids)])):
+            return False
+        for sequence in [] if cache.can_share else others:  # room for a copy of their own
+            slot = lane.assign_slot(sequence)
+            undo.callback(table.release, sequence)
+            undo.callback(cache.release, slot)
+            if not cache.reserve(np.array([slot]), np.ones(1, np.int64)):
+                return False
+        undo.pop_all()
+    table.begin(first, num_cached)
+    if group.num_cached_tokens is None:
+        group.num_cached_tokens = num_cached
+        if lane.prefixes is not None and first.lease is not None:
+            lane.prefixes.record(first.lease, now_s)
+    _assign_rest(lane, group)
+    for sequence in others:
+        # It runs its last token itself, and samples from logits of its own.
+        shared = num_equal(first.token_ids, sequence.token_ids)
+        sequence.fork_tokens = min(shared, len(sequence.token_ids) - 1)
+        table.set_parent(sequence, first)
+    return True
+
+
+def bring_back(
+    lane: Lane, group: SequenceGroup, headroom: Headroom, preemption: Preemption
+) -> bool:
+    """Give a request whose KV is on the host its slots, and its KV back.
+
+    Returns: False if there is no room, and nothing has changed.
+
+    Raises:
+        DriverError: the device refused memory; nothing has changed.
+    """
+    table = lane.slots
+    if not headroom.has_room(lane, group, 0):
+        return False
+    swapped = [s.swapped for s in group.live if s.swapped is not None]
+    with ExitStack() as undo:
+        slots = []
+        for sequence in group.live:
+            slots.append(lane.assign_slot(sequence))
+            undo.callback(table.release, sequence)
+        if not preemption.swap_in(lane.cache, slots, swapped):
+            return False
+        undo.pop_all()
+    for sequence in group.live:
+        assert sequence.swapped is not None
+        table.begin(sequence, sequence.swapped.num_tokens)
+        sequence.swapped = None
+        if lane.prefixes is not None and group.reads_prefixes:
+            match = lane.prefixes.match(sequence.token_ids, group.request.cache_salt)
+            sequence.lease = lane.prefixes.lock(match)
+    _assign_rest(lane, group)
+    return True
+
+
+def swap_out(lane: Lane, group: SequenceGroup, preemption: Preemption) -> bool:
+    """Copy the KV of a running request to the host, if that is the cheaper way; whether it was."""
+    table = lane.slots
+    movable = [s for s in group.live if s.slot is not None and s.parent is None]
+    if len(movable) < len(group.live):
+        return False  # it has hardly begun
+    slots = [s.slot for s in movable if s.slot is not None]
+    num_tokens = table.num_computed[slots].tolist()
+    swapped = preemption.swap_out(lane.cache, slots, num_tokens, lane.recompute_s)
+    if swapped is None:
+        return False
+    for sequence, kv in zip(movable, swapped, strict=True):
+        sequence.swapped = kv
+    return True
+
+
+def _assign_rest(lane: Lane, group: SequenceGroup) -> None:
+    """Assign slots to sequences that begin later; there are enough."""
+    for sequence in group.sequences:
+        if sequence.slot is None:
+            lane.assign_slot(sequence)

@@ -1,0 +1,183 @@
+"""A model's requests, and the slots, KV and retained prefixes that their sequences have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from aquifer.cache.base import SequenceCache
+from aquifer.cache.prefix import PrefixCache
+from aquifer.engine.costs import PrefillCost
+from aquifer.engine.sequence import Sequence, SequenceGroup
+from aquifer.engine.slots import SlotTable
+from aquifer.errors import DriverError
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """One model's requests, waiting and running, with what their sequences hold.
+
+    The methods are the steps of a sequence's life in a slot. They keep the books of one model, and
+    decide nothing.
+
+    Attributes:
+        prefixes: the KV of earlier requests; None if it is not kept.
+        recompute_s: seconds to compute a stretch of KV, given its first position and its length.
+        is_resident: whether the model's weights are there; else nothing of it is planned.
+        waiting: preempted requests first, the latest preempted one foremost, then by arrival.
+        running: by arrival.
+    """
+
+    name: str
+    cache: SequenceCache
+    slots: SlotTable
+    prefixes: PrefixCache | None = None
+    recompute_s: Callable[[float, float], float] = PrefillCost().seconds
+    is_resident: bool = True
+    waiting: list[SequenceGroup] = field(default_factory=list)
+    running: list[SequenceGroup] = field(default_factory=list)
+    last_turn: int = -1
+    num_preemptions: int = 0
+    num_swaps: int = 0  # preemptions that swapped
+
+    @property
+    def written_tokens(self) -> int:
+        """Tokens of all running sequences that are in the cache; shared ones count for each."""
+        return int(self.slots.num_computed[self.slots.in_order].sum())
+
+    # --- slots -------------------------------------------------------------------------------
+
+    def assign_slot(self, sequence: Sequence, slot: int | None = None) -> int:
+        """Give a waiting sequence a slot, by default the lowest, and tell the cache its length."""
+        slot = self.slots.assign(sequence, slot)
+        group = sequence.group
+        self.cache.expect(slot, group.num_prompt_tokens, group.max_total)
+        return slot
+
+    def release_slot(self, sequence: Sequence, now_s: float) -> None:
+        """Take a sequence's slot and memory; its KV is retained for others where that is on."""
+        if sequence.slot is None:
+            return
+        self.unlock(sequence, now_s)
+        self.cache.release(sequence.slot)
+        self.slots.release(sequence)
+
+    def clear_slot(self, sequence: Sequence, now_s: float) -> None:
+        """Give back the KV of a beam that does not go on; it keeps its slot for another beam."""
+        assert sequence.slot is not None
+        if self.prefixes is not None and sequence.lease is not None:
+            self.prefixes.unlock(sequence.lease, now_s)
+            sequence.lease = None
+        self.cache.release(sequence.slot)
+        self.slots.clear(sequence.slot)
+
+    # --- retained prefixes -------------------------------------------------------------------
+
+    def retain(self, sequence: Sequence, now_s: float) -> None:
+        """Insert what a sequence has computed in the prefix cache."""
+        if self.prefixes is None or sequence.lease is None or sequence.parent is not None:
+            return
+        assert sequence.slot is not None
+        tokens = self.slots.tokens(sequence)
+        # KV can be found only by tokens that the host knows.
+        num_computed = min(int(self.slots.num_computed[sequence.slot]), len(tokens))
+        self.prefixes.insert(sequence.lease, sequence.slot, tokens, num_computed, now_s)
+
+    def unlock(self, sequence: Sequence, now_s: float | None) -> None:
+        """End a sequence's lease of retained prefixes; its own KV is inserted before.
+
+        Args:
+            sequence: with a lease, or without any effect.
+            now_s: the time; None if the sequence never ran, so that there is nothing to insert.
+        """
+        if self.prefixes is None or sequence.lease is None:
+            return
+        if now_s is not None:
+            self.retain(sequence, now_s)
+        self.prefixes.unlock(sequence.lease, now_s)
+        sequence.lease = None
+
+    def forget_leases(self, group: SequenceGroup) -> bool:
+        """Let retained duplicates of the group's own KV be evicted; whether there are any."""
+        leased = [sequence for sequence in group.sequences if sequence.lease is not None]
+        for sequence in leased:
+            assert self.prefixes is not None
+            assert sequence.lease is not None
+            self.prefixes.unlock(sequence.lease)
+            sequence.lease = None
+        return bool(leased)
+
+    # --- forks -------------------------------------------------------------------------------
+
+    def fork_waiting(self) -> bool:
+        """Fork the sequences whose parents have computed what they share.
+
+        Returns: False if the pool is short; some of them may have begun.
+        """
+        if self.slots.num_pending == 0:
+            return True
+        return all(
+            self.try_fork(sequence) for group in self.running for sequence in group.sequences
+        )
+
+    def try_fork(self, sequence: Sequence) -> bool:
+        """Fork a sequence if it waits for that and its parent is ready; False if there is no room.
+
+        The parent's progress is that of the plans so far: copies come after them on the device.
+        """
+        table, parent = self.slots, sequence.parent
+        if parent is None or parent.slot is None or sequence.slot is None:
+            return True
+        if parent.parent is not None or table.num_computed[parent.slot] < sequence.fork_tokens:
+            return True
+        if sequence.fork_tokens and not self.cache.fork(
+            parent.slot, sequence.slot, sequence.fork_tokens
+        ):
+            return False
+        table.set_parent(sequence, None)
+        table.begin(sequence, sequence.fork_tokens)
+        if self.prefixes is not None and parent.lease is not None:
+            sequence.lease = self.prefixes.fork(parent.lease)
+        return True
+
+    # --- endings -----------------------------------------------------------------------------
+
+    def end(self, sequence: Sequence, now_s: float) -> None:
+        """End a sequence. Those that wait to fork from it do so now, or compute for themselves."""
+        group, table = sequence.group, self.slots
+        heir: Sequence | None = None  # computes in its place what others wait for
+        for other in [s for s in group.sequences if s.parent is sequence]:
+            if heir is not None:
+                other.fork_tokens = min(
+                    other.fork_tokens, num_equal(heir.token_ids, other.token_ids)
+                )
+                table.set_parent(other, heir)
+                continue
+            with suppress(DriverError):  # it can do without sharing
+                self.try_fork(other)
+            if other.parent is not None:
+                heir = other
+                table.set_parent(other, None)
+                table.begin(other)
+        self.release_slot(sequence, now_s)
+        group.sequences.remove(sequence)
+        if not group.sequences:
+            self.running.remove(group)
+
+    def end_all(self, group: SequenceGroup, now_s: float) -> None:
+        """End all sequences of a running request."""
+        for sequence in group.sequences:
+            self.release_slot(sequence, now_s)
+        group.sequences.clear()
+        self.running.remove(group)
+
+
+def num_equal(left: npt.NDArray[np.int32], right: npt.NDArray[np.int32]) -> int:
+    """How many of the first tokens are the same."""
+    count = min(len(left), len(right))
+    differs = np.flatnonzero(left[:count] != right[:count])
+    return int(differs[0]) if len(differs) else count

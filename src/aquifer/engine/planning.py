@@ -1,0 +1,127 @@
+"""Which tokens the running sequences of a model run next, and the step that runs them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from aquifer.cache.base import IntArray, Spans
+from aquifer.engine.slots import SlotTable
+from aquifer.engine.step_input import SlotAssignment, StepInput
+
+_CHUNK_MULTIPLE_TOKENS = 256
+"""Where a prompt is cut, it is cut at a multiple of this: attention has a faster kernel for chunks
+of few different shapes (`aquifer.kernels.prefill_attention`)."""
+
+_NO_TOKENS = np.zeros(0, np.int32)
+
+
+def chunk_tokens(start: int, count: int, room: int) -> int:
+    """How many of the `count` tokens from `start` on to run, where there is room for that many."""
+    if count <= room:
+        return count
+    end = start + room
+    round_end = end - end % _CHUNK_MULTIPLE_TOKENS
+    return round_end - start if round_end > start else room
+
+
+def next_tokens(table: SlotTable, max_batched_tokens: int) -> tuple[IntArray, IntArray]:
+    """Tokens that running sequences have to run, as (slots, counts), cut to the token budget."""
+    slots = table.in_order
+    # The very last token is never run.
+    known = np.minimum(table.num_tokens[slots], table.max_total[slots] - 1)
+    missing = known - table.num_computed[slots]
+    if table.drafts:
+        missing = _with_drafts(table, slots, missing)
+    if missing.sum() <= max_batched_tokens:
+        runs = missing > 0
+        return slots[runs], missing[runs]
+    is_reading = table.num_computed[slots] < table.num_given[slots]
+    order = np.argsort(is_reading & (missing > 1), kind="stable")
+    slots, missing = slots[order], missing[order]
+    before = np.cumsum(missing) - missing
+    counts = np.clip(max_batched_tokens - before, 0, missing)
+    slots, missing, counts = (part[counts > 0] for part in (slots, missing, counts))
+    start = int(table.num_computed[slots[-1]])  # the last one may be cut
+    counts[-1] = chunk_tokens(start, int(missing[-1]), int(counts[-1]))
+    return slots, counts
+
+
+def make_step(name: str, table: SlotTable, slots: IntArray, counts: IntArray) -> StepInput:
+    """The step that runs these tokens; the table counts it as done from now on.
+
+    Args:
+        name: the model's.
+        table: its sequences' columns.
+        slots: [n], which sequences run.
+        counts: [n], how many tokens of each, drafts included.
+    """
+    starts = table.num_computed[slots]
+    decodes = starts >= table.num_given[slots]
+    num_decodes = num_single = int(np.count_nonzero(decodes))
+    if num_decodes < len(slots):
+        kinds = np.where(decodes, 0, np.where(counts == 1, 1, 2))
+        num_single = int(np.count_nonzero(kinds <= 1))
+        order = np.argsort(kinds, kind="stable")
+        slots, counts, starts = slots[order], counts[order], starts[order]
+    ends = starts + counts
+    known = table.num_tokens[slots]
+    sampled = np.flatnonzero(ends >= known)
+    get_token = slots[sampled]
+    most_new = np.minimum(table.most_new[get_token], ends[sampled] - known[sampled] + 1)
+    table.num_computed[slots] = ends
+    table.num_tokens[get_token] += most_new
+    admitted = slots[table.is_new[slots]]
+    table.is_new[admitted] = False
+    return StepInput(
+        model=name,
+        spans=Spans.make(slots, starts, counts),
+        serials=table.serial[slots],
+        token_ids=_token_ids(table, slots, starts, counts, num_decodes),
+        num_decodes=num_decodes,
+        num_single=num_single,
+        sampled=sampled,
+        most_new=most_new,
+        assigned=tuple(_assignment(table, slot) for slot in admitted.tolist()),
+    )
+
+
+def _with_drafts(table: SlotTable, slots: IntArray, missing: IntArray) -> IntArray:
+    """Tokens to run, with room for drafts where all known tokens of a sequence are run."""
+    most = np.minimum(table.most_new[slots], table.max_total[slots] - table.num_tokens[slots])
+    return np.where(missing > 0, missing + np.maximum(most - 1, 0), 0)
+
+
+def _token_ids(
+    table: SlotTable, slots: IntArray, starts: IntArray, counts: IntArray, num_decodes: int
+) -> IntArray:
+    """The step's tokens, [sum of counts]; -1 where the device has them, or drafts them."""
+    token_ids = np.full(int(counts.sum()), -1, np.int64)
+    if num_decodes < len(slots):
+        row = int(counts[:num_decodes].sum())
+        spans = (part[num_decodes:].tolist() for part in (slots, starts, counts))
+        for slot, start, count in zip(*spans, strict=True):
+            known = min(count, int(table.num_known[slot]) - start)
+            token_ids[row : row + known] = table.token_ids[slot, start : start + known]
+            row += count
+    return token_ids
+
+
+def _assignment(table: SlotTable, slot: int) -> SlotAssignment:
+    """All that sampling for a slot's new sequence takes."""
+    sequence = table.sequences[slot]
+    assert sequence is not None
+    group, params = sequence.group, sequence.request.params
+    prompt_logprobs = None if sequence.has_output else params.prompt_logprobs
+    needs_tokens = params.has_penalties or prompt_logprobs is not None
+    return SlotAssignment(
+        slot=slot,
+        serial=sequence.serial,
+        seed=sequence.seed,
+        num_prompt_tokens=group.num_prompt_tokens,
+        min_total_tokens=int(table.min_total[slot]),
+        stop_ids=group.stop_ids,
+        params=params,
+        num_logprobs=sequence.num_logprobs,
+        num_prompt_logprobs=prompt_logprobs,
+        token_ids=sequence.token_ids if needs_tokens else _NO_TOKENS,
+    )

@@ -1,0 +1,30 @@
+"""Victims: which running request gives its memory up when the pool is short."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RunningRequest:
+    """A running request."""
+
+    model: str
+    arrival: int  # its place in the order of arrival, over all models
+    num_tokens: int  # known tokens of all its sequences
+    num_sequences: int
+    num_preemptions: int
+
+
+Victims = Callable[[Sequence[RunningRequest]], int]
+"""Gives the index of the victim among all running requests of all models; there is at least one."""
+
+
+def latest_arrival(running: Sequence[RunningRequest]) -> int:
+    """The latest arrival, with all its sequences (PagedAttention, section 4.5).
+
+    So the earliest is never preempted and always ends: no deadlock. It may be the very request that
+    asked for memory.
+    """
+    return max(range(len(running)), key=lambda i: running[i].arrival)

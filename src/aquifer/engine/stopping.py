@@ -1,0 +1,52 @@
+"""Where sequences end: at a stop token, or at their longest length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from aquifer.cache.base import IntArray
+from aquifer.engine.slots import SlotTable
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Endings:
+    """How many new tokens of each row count, and which sequences end with the last of them."""
+
+    counts: IntArray  # [n], new tokens up to the end of the sequence
+    stops: BoolArray  # [n], whether the last of them is a stop token
+    is_full: BoolArray  # [n], whether the sequence has its longest length with them
+
+
+def find_endings(
+    table: SlotTable, slots: IntArray, lengths: IntArray, tokens: IntArray, counts: IntArray
+) -> Endings:
+    """Where the new tokens of each row end its sequence.
+
+    Stop tokens beyond `STOP_IDS_PER_SLOT` are not looked for here: see `SlotTable.has_extras`.
+
+    Args:
+        table: the sequences' columns.
+        slots: [n], of the rows.
+        lengths: [n], tokens of each sequence before.
+        tokens: [n, k], new tokens.
+        counts: [n], how many of them are valid.
+    """
+    max_total = table.max_total[slots]
+    if tokens.shape[1] == 1:  # as in nearly every step
+        lengths = lengths + counts
+        stops = (table.stop_ids[slots] == tokens).any(1)
+        stops &= (lengths > table.min_total[slots]) & (counts > 0)
+        return Endings(counts, stops, lengths >= max_total)
+    counts = np.minimum(counts, max_total - lengths)
+    places = np.arange(tokens.shape[1])
+    may_stop = lengths[:, None] + places >= table.min_total[slots, None]
+    is_stop = (tokens[:, :, None] == table.stop_ids[slots, None]).any(2) & may_stop
+    is_stop &= places < counts[:, None]
+    stops = is_stop.any(1)
+    counts = np.where(stops, is_stop.argmax(1) + 1, counts)
+    return Endings(counts, stops, lengths + counts >= max_total)
