@@ -14,7 +14,7 @@ import transformers
 from tests.checkpoints import EOS_TOKEN_ID, tiny_llama
 
 from aquifer.engine.llm import LLM
-from aquifer.engine.request import Request, RequestOutput, SamplingParams
+from aquifer.engine.request import RequestOutput, SamplingParams
 from aquifer.engine.sampler import Choice, Sampler
 from aquifer.engine.slots import STOP_IDS_PER_SLOT
 from aquifer.engine.step_input import SlotAssignment

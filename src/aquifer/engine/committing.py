@@ -70,7 +70,7 @@ def commit_tokens(
         if len(new) > 1:
             output.token_ids = new[: counts[i]]
         if is_special:
-            stopped = bool(endings.stops[i]) or _stops_late(sequence, output, int(lengths[i]))
+            stopped = _stops_late(sequence, output, int(lengths[i])) or bool(endings.stops[i])
             reports = result.logprobs.get(int(kept[i]))
             if reports is not None:
                 output.logprobs = reports[: len(output.token_ids)]
