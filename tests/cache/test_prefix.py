@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from aquifer.cache import KV_CACHES, kv_cache
 from aquifer.cache.base import KVLayout, LayerKV
+from aquifer.cache.footprint import Footprint
 from aquifer.cache.prefix import Lease, PrefixCache
 from aquifer.errors import InvariantError
 from aquifer.memory.driver.host import HostDriver
@@ -47,6 +48,7 @@ class FakeCache:
     def __init__(self, block_bytes: int, token_bytes: int, max_tokens: int = 1000):
         self.layout = KVLayout((LayerKV(1, 0, token_bytes),), torch.uint8)
         self.block_bytes = block_bytes
+        self.footprint = Footprint(token_bytes, block_bytes, 64)
         self.token_bytes = token_bytes
         self.max_tokens = max_tokens
         self.slots: dict[int, list[int]] = {}
