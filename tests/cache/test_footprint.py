@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aquifer.cache import kv_cache
@@ -17,6 +17,7 @@ from aquifer.memory.driver.host import HostDriver
 from aquifer.memory.pool import Kind, Owner, PagePool
 
 PAGE = 4096
+reproducible = settings(deadline=None, database=None, derandomize=True)
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ counts = st.integers(1, 5)
 
 
 @given(today=formulas, num_tokens=st.lists(st.integers(0, 500), min_size=1, max_size=5))
+@reproducible
 def test_pages_of_a_sequence(today: Formulas, num_tokens: list[int]):
     footprint = today.footprint
     expected = [today.bytes_needed(count) // today.page_bytes for count in num_tokens]
@@ -76,6 +78,7 @@ def test_pages_of_a_sequence(today: Formulas, num_tokens: list[int]):
 
 
 @given(today=formulas, num_prompt=lengths, num_outputs=lengths, num_sequences=counts)
+@reproducible
 def test_most_pages_of_a_request(
     today: Formulas, num_prompt: int, num_outputs: int, num_sequences: int
 ):
@@ -85,6 +88,7 @@ def test_most_pages_of_a_request(
 
 
 @given(today=formulas, more=st.lists(st.integers(0, 70), max_size=8))
+@reproducible
 def test_growth_of_running_sequences(today: Formulas, more: list[int]):
     left = np.array(more, np.int64)
     needed = pages(today.growth_bytes(left), today.page_bytes)
@@ -92,6 +96,7 @@ def test_growth_of_running_sequences(today: Formulas, more: list[int]):
 
 
 @given(today=formulas, num_tokens=lengths, num_cached=st.integers(0, 200))
+@reproducible
 def test_pages_of_an_admission(today: Formulas, num_tokens: int, num_cached: int):
     num_cached = min(num_cached, num_tokens - 1)
     needed = today.footprint.needed(num_tokens, num_cached)
@@ -105,6 +110,7 @@ def test_pages_of_an_admission(today: Formulas, num_tokens: int, num_cached: int
 
 
 @given(today=formulas, num_tokens=st.integers(0, 500))
+@reproducible
 def test_whole_blocks(today: Formulas, num_tokens: int):
     footprint = today.footprint
     count = footprint.whole_blocks(num_tokens)
@@ -116,6 +122,7 @@ def test_whole_blocks(today: Formulas, num_tokens: int):
 
 
 @given(today=formulas, num_prompt=lengths, total=st.integers(2, 400), num_sequences=counts)
+@reproducible
 def test_more_tokens_never_take_less(
     today: Formulas, num_prompt: int, total: int, num_sequences: int
 ):
@@ -130,6 +137,7 @@ def test_more_tokens_never_take_less(
 
 
 @given(today=formulas, num_pages=st.integers(-3, 60), num_prompt=lengths, num_sequences=counts)
+@reproducible
 def test_longest_is_the_inverse_of_most(
     today: Formulas, num_pages: int, num_prompt: int, num_sequences: int
 ):
