@@ -17,7 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from aquifer.cache import KV_CACHES, kv_cache
 from aquifer.cache.base import KVLayout, LayerKV
-from aquifer.cache.prefix import Lease, PrefixCache
+from aquifer.cache.footprint import Footprint
+from aquifer.cache.prefix import Lease, Match, PrefixCache
 from aquifer.errors import InvariantError
 from aquifer.memory.driver.host import HostDriver
 from aquifer.memory.pool import Kind, Owner, PagePool
@@ -45,8 +46,10 @@ class FakeCache:
     """Blocks without bytes: each remembers which tokens were written to it."""
 
     def __init__(self, block_bytes: int, token_bytes: int, max_tokens: int = 1000):
-        self.layout = KVLayout((LayerKV(1, 0, token_bytes),), torch.uint8)
+        layers = (LayerKV(1, 0, token_bytes),) if token_bytes else ()
+        self.layout = KVLayout(layers, torch.uint8)
         self.block_bytes = block_bytes
+        self.footprint = Footprint(token_bytes, block_bytes, 64)
         self.token_bytes = token_bytes
         self.max_tokens = max_tokens
         self.slots: dict[int, list[int]] = {}
@@ -153,6 +156,7 @@ class PrefixMachine(RuleBasedStateMachine):
         self.entries: dict[Key, Entry] = {}
         self.running: dict[int, Running] = {}
         self.pinned: set[tuple[Hashable, tuple[int, ...]]] = set()
+        self.earlier: list[tuple[Hashable, list[int], Match]] = []  # matches that may be resumed
         self.slots = itertools.count()
         self.now_s = 0.0
         self.queried = self.hit = self.evicted = 0
@@ -187,6 +191,16 @@ class PrefixMachine(RuleBasedStateMachine):
             self.restore_s(key[2] * block_tokens, block_tokens),
             self.cache.block_bytes,
         )
+
+    def keys_below(self, limit: float) -> set[Key]:
+        """Of all that could go at less regret than the limit, one after the other."""
+        found = {key for key in self.entries.keys() - self.guarded() if self.regret(key) < limit}
+        cut = self.cache.tokens_touching
+        # Longest first: a block that stays keeps the one before it.
+        for extra, tokens, index in sorted(self.entries, key=lambda key: -key[2]):
+            if (extra, tokens, index) not in found:
+                found.discard((extra, tokens[: cut(index)], index - 1))
+        return found
 
     def leaf_regrets(self) -> dict[Key, float]:
         """Of all that may be the next victim."""
@@ -229,7 +243,14 @@ class PrefixMachine(RuleBasedStateMachine):
         assert match.num_tokens == num_tokens
         assert match.blocks == [self.entries[key].block for key in known]
         assert [self.cache.contents[block] for block in match.blocks] == [key[1] for key in known]
+        self.earlier.append((extra, tokens, match))
+        num_pages = self.prefixes.evictable_pages(match)
+        num_unguarded = len(set(known) - self.guarded())
+        assert num_pages == self.cache.footprint.blocks_pages(num_unguarded)
+        evictable_bytes = self.prefixes.evictable_bytes
         lease = self.prefixes.lock(match)
+        guarded_bytes = evictable_bytes - self.prefixes.evictable_bytes
+        assert guarded_bytes == num_unguarded * self.cache.block_bytes
         if gives_up:
             self.prefixes.unlock(lease)
             return
@@ -243,6 +264,17 @@ class PrefixMachine(RuleBasedStateMachine):
             self.entries[key].reuses += 1
         self.cache.write(slot, tokens, num_tokens)
         self.running[slot] = Running(extra, tokens, lease, len(known))
+
+    @precondition(lambda self: self.earlier)
+    @rule(data=st.data(), more=st.just([]) | tokens)
+    def resume(self, data: st.DataObject, more: list[int]):
+        """A match that is resumed is a fresh one, for these tokens or for more of them."""
+        index = data.draw(st.integers(0, len(self.earlier) - 1))
+        extra, tokens, known = self.earlier[index]
+        tokens = tokens + more
+        match = self.prefixes.match(ids(tokens), extra, known)
+        assert match == self.prefixes.match(ids(tokens), extra)
+        self.earlier[index] = extra, tokens, match
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), tokens=tokens)
@@ -324,6 +356,15 @@ class PrefixMachine(RuleBasedStateMachine):
             assert regrets, "at least one victim goes"
             assert min(self.leaf_regrets().values()) * self.tolerance > limit
 
+    @rule(wanted=st.integers(0, 6), limit=st.sampled_from([0.0, 1e-4, 3e-4, 1e-3, 1.0]))
+    def count_below(self, wanted: int, limit: float):
+        block_bytes = self.cache.block_bytes
+        num_bytes = self.prefixes.evictable_below(wanted * block_bytes, self.now_s, limit)
+        count, rest = divmod(num_bytes, block_bytes)
+        assert rest == 0
+        assert count <= min(len(self.keys_below(limit)), wanted)
+        assert count >= min(len(self.keys_below(limit / self.tolerance)), wanted)
+
     @rule(really=st.sampled_from([False] * 9 + [True]))
     def clear(self, really: bool):
         if not really:  # too often, and nothing would ever become old
@@ -352,7 +393,7 @@ class PrefixMachine(RuleBasedStateMachine):
         stats = self.prefixes.stats
         assert stats.held_blocks == len(self.entries)
         assert stats.held_bytes == len(self.entries) * block_bytes
-        assert stats.pinned_bytes == len(pinned) * block_bytes
+        assert stats.pinned_bytes == self.prefixes.pinned_bytes == len(pinned) * block_bytes
         assert stats.evictable_bytes == len(self.entries.keys() - self.guarded()) * block_bytes
         assert (stats.queried_tokens, stats.hit_tokens) == (self.queried, self.hit)
         assert stats.evicted_blocks == self.evicted
@@ -544,6 +585,35 @@ def test_a_match_that_was_evicted_cannot_be_locked():
         prefixes.lock(match)
 
 
+def test_a_match_is_resumed_where_it_ended():
+    cache = FakeCache(4, 1)
+    prefixes = PrefixCache(cache, restore_s)
+    tokens = ids(range(40))
+    nothing = prefixes.match(tokens)
+    assert prefixes.match(tokens, None, nothing) is nothing
+    compute(prefixes, cache, range(12), 0.0)
+    some = prefixes.match(tokens, None, nothing)
+    assert some.num_tokens == 12
+    compute(prefixes, cache, range(20), 1.0)
+    more = prefixes.match(tokens, None, some)
+    assert more.num_tokens == 20
+    assert more.blocks[:3] == some.blocks
+    prefixes.evict(3 * 4, 2.0)
+    assert prefixes.match(tokens, None, more).num_tokens == 8
+    prefixes.clear()
+    assert prefixes.match(tokens, None, more).blocks == []
+
+
+def test_a_match_of_other_tokens_cannot_be_resumed():
+    cache = FakeCache(4, 1)
+    prefixes = PrefixCache(cache, restore_s)
+    compute(prefixes, cache, range(8), 0.0)
+    known = prefixes.match(ids(range(9)))
+    for tokens, extra in (([0, 1, 2, 3, 9, 5, 6, 7, 8], None), (range(9), 1), (range(7), None)):
+        with pytest.raises(InvariantError, match="other tokens"):
+            prefixes.match(ids(tokens), extra, known)
+
+
 def test_a_lease_ends_once():
     prefixes = PrefixCache(FakeCache(4, 1), restore_s)
     lease = prefixes.lock(prefixes.match(ids([1])))
@@ -570,6 +640,50 @@ def test_the_longest_sequence_there_is(geometry: tuple[int, int]):
     assert prefixes.stats.held_blocks == cache.num_blocks(11)
     assert prefixes.evictable_bytes == 0
     assert prefixes.match(ids(range(11))).num_tokens == 10
+
+
+def test_blocks_that_pins_have_in_common_count_once():
+    cache = FakeCache(4, 1)
+    prefixes = PrefixCache(cache, restore_s)
+    compute(prefixes, cache, [7] * 8 + [1] * 4, 0.0)
+    compute(prefixes, cache, [7] * 8 + [2] * 8, 0.0)
+    prefixes.pin(ids([7] * 8 + [1] * 4))
+    prefixes.pin(ids([7] * 8 + [2] * 8))
+    prefixes.pin(ids([7] * 4))
+    assert prefixes.pinned_bytes == (2 + 1 + 2) * 4
+    prefixes.unpin(ids([7] * 8 + [2] * 8))
+    assert prefixes.pinned_bytes == (2 + 1) * 4
+    prefixes.unpin(ids([7] * 8 + [1] * 4))
+    assert prefixes.pinned_bytes == 4
+    assert prefixes.evict(1000, 1.0) == 4 * 4
+    prefixes.clear()
+    assert prefixes.pinned_bytes == 0
+    prefixes.close()
+
+
+@pytest.mark.parametrize("block_bytes", [0, 64])
+def test_of_a_model_without_kv_nothing_is_kept(block_bytes: int):
+    """Its manager cannot say how many tokens lie in a block, and is not asked."""
+    cache = FakeCache(block_bytes, 0)
+    prefixes = PrefixCache(cache, restore_s)
+    prefixes.pin(ids([7] * 8))
+    for now_s in (0.0, 1.0):
+        match = prefixes.match(ids([7] * 100))
+        assert (match.blocks, match.num_tokens) == ([], 0)
+        assert prefixes.evictable_pages(match) == 0
+        lease = prefixes.lock(match)
+        prefixes.record(lease, now_s)
+        prefixes.insert(lease, 0, ids([7] * 100), 100, now_s)
+        prefixes.unlock(lease, now_s)
+        assert prefixes.match(ids([7] * 100), None, match) == match
+    assert prefixes.evict(1000, 2.0) == 0
+    assert prefixes.evictable_below(1000, 2.0, 1.0) == 0
+    assert prefixes.cheapest(2.0) is None
+    stats = prefixes.stats
+    assert (stats.held_bytes, stats.pinned_bytes, stats.evictable_bytes) == (0, 0, 0)
+    assert (stats.queried_tokens, stats.hit_tokens) == (200, 0)
+    assert prefixes.unpin(ids([7] * 8))
+    prefixes.close()
 
 
 def test_a_pin_waits_for_its_prefix():

@@ -280,3 +280,19 @@ def test_random_lives(policy, num_pages, operations):
             assert after == before
         harness.check()
     harness.close()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_footprint_is_what_a_region_takes(policy: Policy):
+    pool = PagePool(HostDriver(), 64 * PAGE, PAGE)
+    cache = ReservedCache(pool, OWNER, LAYOUT, 2, 100, policy=policy, block_size=4)
+    lengths = [1, 4, 5, 60, 100]
+    expected = [cache.bytes_needed(count) // PAGE for count in lengths]
+    assert [cache.footprint.pages(count) for count in lengths] == expected
+    assert cache.footprint.pages(np.array(lengths)).tolist() == expected
+    assert cache.footprint.most(40, 61, 3) == 3 * cache.footprint.pages(60), "nothing is shared"
+    longest = cache.footprint.longest(80, 40, 2)
+    assert cache.footprint.most(40, longest, 2) <= 80 < cache.footprint.most(40, longest + 1, 2)
+    cache.close()
+    pool.close()
+    pool.driver.close()

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from aquifer.cache.footprint import Footprint
 from aquifer.kernels.prefill_attention import PrefillSpans
 from aquifer.memory.pool import Owner, PagePool
 from aquifer.memory.transfer import upload
@@ -237,6 +238,10 @@ class Blocks(Protocol):
     @property
     def block_bytes(self) -> int:
         """Size of a block."""
+
+    @property
+    def footprint(self) -> Footprint:
+        """Pages and bytes that tokens take."""
 
     def tokens_in(self, num_blocks: int) -> int:
         """How many tokens lie in the first blocks of a sequence, the last whole one included."""

@@ -24,6 +24,7 @@ import torch
 from aquifer.cache.anchor import Anchor, anchor_pages
 from aquifer.cache.base import CacheStats, IntArray, KVLayout, Rows
 from aquifer.cache.copies import PendingCopies
+from aquifer.cache.footprint import Footprint
 from aquifer.cache.view import StepView
 from aquifer.errors import InvariantError
 from aquifer.kernels.decode_attention import DecodeWorkspaces
@@ -65,6 +66,7 @@ class PagedCache:
         self._max_tokens = max_tokens
         self._block_size = block_size
         self._block_bytes = block_size * layout.token_bytes
+        self.footprint = Footprint(layout.token_bytes, self._block_bytes, pool.page_bytes)
         blocks_per_seq = -(-max_tokens // block_size)
         # All that the budget holds, and those that are asked for when it is used up: then it is up
         # to the pool to make room or to refuse.

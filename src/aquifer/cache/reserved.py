@@ -31,6 +31,7 @@ import numpy as np
 import torch
 
 from aquifer.cache.base import CacheStats, IntArray, KVLayout, Rows
+from aquifer.cache.footprint import Count, Footprint
 from aquifer.cache.view import StepView
 from aquifer.errors import ConfigError, InvariantError
 from aquifer.kernels.decode_attention import DecodeWorkspaces
@@ -57,6 +58,27 @@ def tokens_to_reserve(policy: Policy, num_prompt: int, num_total: int, max_token
         return min(num_total, max_tokens)
     num_outputs = BuddyAllocator.rounded(max(num_total - num_prompt, 1))
     return min(num_prompt + num_outputs, max_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class RegionFootprint(Footprint):
+    """Footprint of sequences in regions of a power of two of blocks.
+
+    Attributes:
+        least_tokens: length that every sequence is given a region for, if it is not longer.
+    """
+
+    least_tokens: int = 0
+
+    def pages(self, num_tokens: Count) -> Count:
+        """Whole pages under the region of a sequence that ends with that many tokens."""
+        if isinstance(num_tokens, np.ndarray):
+            return np.array([self.pages(count) for count in num_tokens.tolist()], np.int64)
+        if not self.token_bytes:
+            return 0
+        block_tokens = self.block_bytes // self.token_bytes
+        num_blocks = -(-max(num_tokens, self.least_tokens) // block_tokens)
+        return self.blocks_pages(BuddyAllocator.rounded(num_blocks)) if num_blocks else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +130,13 @@ class ReservedCache:
             raise ConfigError(f"unknown policy {policy!r}; choose {', '.join(get_args(Policy))}")
         self.layout = layout
         self.block_bytes = block_size * layout.token_bytes
+        self.footprint = RegionFootprint(
+            layout.token_bytes,
+            self.block_bytes,
+            pool.page_bytes,
+            shares=False,
+            least_tokens=max_tokens if policy == "max" else 0,
+        )
         self.copied_bytes = 0
         self._pool = pool
         self._owner = owner

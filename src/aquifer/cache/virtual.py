@@ -21,6 +21,7 @@ import torch
 from aquifer.cache.anchor import Anchor, anchor_pages
 from aquifer.cache.base import CacheStats, IntArray, KVLayout, Rows
 from aquifer.cache.copies import PendingCopies
+from aquifer.cache.footprint import Footprint
 from aquifer.cache.view import StepView
 from aquifer.errors import InvariantError
 from aquifer.kernels.decode_attention import DecodeWorkspaces
@@ -71,6 +72,7 @@ class VirtualCache:
         self, pool: PagePool, owner: Owner, layout: KVLayout, max_seqs: int, max_tokens: int
     ) -> None:
         self.layout = layout
+        self.footprint = Footprint(layout.token_bytes, pool.page_bytes, pool.page_bytes)
         self._pool = pool
         self._owner = owner
         self._prefix_owner = replace(owner, kind=Kind.PREFIX)

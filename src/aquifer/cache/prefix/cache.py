@@ -1,0 +1,289 @@
+"""Cache of prefixes: what a scheduler asks of the trie, its victims and its pins.
+
+To begin, extend or end a sequence costs time in proportion to its blocks. Statistics and properties
+are counters: they cost the same however many blocks are kept.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from aquifer.cache.base import Blocks
+from aquifer.cache.prefix.pins import Pins
+from aquifer.cache.prefix.trie import Match, Node, TokenIds, Trie, check_token_ids
+from aquifer.cache.prefix.victims import VictimQueues
+from aquifer.errors import InvariantError
+from aquifer.memory.reclaim import ReuseModel
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """Guard of the path of one sequence, from the root to the last block known of it.
+
+    Attributes:
+        match: what the sequence began with.
+        node: of the last block known of it, for this package; None before the first.
+        is_open: until `PrefixCache.unlock`.
+    """
+
+    match: Match
+    node: Node | None
+    is_open: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixStats:
+    """Blocks that are kept now, and counts since the start."""
+
+    held_blocks: int
+    held_bytes: int
+    pinned_bytes: int
+    evictable_bytes: int  # of blocks with neither a lease nor a pin on them or below
+    queried_tokens: int
+    hit_tokens: int
+    evicted_blocks: int
+
+
+class PrefixCache:
+    """Finds, keeps and evicts the KV of earlier requests of one model.
+
+    A sequence goes through it in this order:
+
+        match = prefixes.match(token_ids, extra)
+        lease = prefixes.lock(match)          # or else making room could evict what was found
+        ...                                   # adopt; if that fails, unlock(lease) and wait
+        prefixes.record(lease, now_s)
+        prefixes.insert(lease, slot, token_ids, num_computed, now_s)    # at any time, any number
+        prefixes.unlock(lease, now_s)         # it ended, or was preempted; then release its slot
+
+    It is a tenant of `aquifer.memory.reclaim.Reclaimer`: a source of victims. Of a model without KV
+    nothing is found and nothing is kept.
+
+    Args:
+        cache: the manager of the blocks.
+        restore_s: seconds to compute KV again, given the position of the first token and the number
+            of tokens; both may be fractions, where a block holds less than a token. Later tokens
+            cost more, as they attend to all earlier ones.
+        reuse: how probable it is that a prefix is needed again.
+        sensitivity: how much a second of delay of this model matters, compared with others.
+    """
+
+    def __init__(
+        self,
+        cache: Blocks,
+        restore_s: Callable[[float, float], float],
+        reuse: ReuseModel | None = None,
+        sensitivity: float = 1.0,
+    ) -> None:
+        self._cache = cache
+        self._footprint = cache.footprint
+        self._trie = Trie(cache)
+        self._victims = VictimQueues(
+            self._trie, cache.footprint, restore_s, reuse or ReuseModel(), sensitivity
+        )
+        self._pins = Pins(self._trie, self._victims)
+        self._num_leases = 0
+        self._queried_tokens = 0
+        self._hit_tokens = 0
+        self._evicted_blocks = 0
+
+    def match(
+        self, token_ids: TokenIds, extra: Hashable = None, known: Match | None = None
+    ) -> Match:
+        """The longest cached prefix, in whole blocks. A look-up has no effect on the cache.
+
+        At least one token is left to be run, as the request's first new token needs its logits. So
+        of a request that is cached as a whole, the last block is there to be copied.
+
+        Args:
+            token_ids: [num_tokens], at least 1.
+            extra: as given to `insert`.
+            known: an earlier match of these tokens, or of the first of them: the search goes on
+                from the last block of it that is still cached. The result is the same as without.
+
+        Raises:
+            InvariantError: `known` is a match of other tokens.
+        """
+        check_token_ids(token_ids)
+        return self._trie.match(token_ids, extra, known)
+
+    def evictable_pages(self, match: Match) -> int:
+        """Pages of a match that count as evictable now, and no longer once it is locked.
+
+        So a request that begins with this match needs as many pages more of what is evictable.
+        Pre-condition: nothing was evicted since the match.
+        """
+        # Nodes above a guarded one are guarded.
+        num_guarded = bisect_left(match.nodes, True, key=lambda node: not node.num_guards)
+        return self._footprint.blocks_pages(len(match.nodes) - num_guarded)
+
+    def lock(self, match: Match) -> Lease:
+        """Guard what was found for as long as a sequence runs. Also for a match of nothing.
+
+        Raises:
+            InvariantError: some of the match has been evicted since.
+        """
+        node = match.last_node
+        if node is not None and not node.is_kept:
+            raise InvariantError("a match is locked that was evicted since")
+        return self._lease(match, node)
+
+    def fork(self, lease: Lease) -> Lease:
+        """A lease for a sequence that shares all tokens known of another one so far."""
+        _check_open(lease)
+        return self._lease(lease.match, lease.node)
+
+    def unlock(self, lease: Lease, now_s: float | None = None) -> None:
+        """End a lease. What the sequence computed may be evicted from now on.
+
+        Args:
+            lease: open.
+            now_s: the time, which is that of its last use; None if the sequence never ran.
+        """
+        _check_open(lease)
+        lease.is_open = False
+        self._num_leases -= 1
+        node = lease.node
+        if node is not None and now_s is not None:
+            node.last_used_s = max(node.last_used_s, now_s)
+        self._victims.unguard(node)
+
+    def record(self, lease: Lease, now_s: float) -> None:
+        """Count a request that begins with what its lease guards.
+
+        To be called once a request: not again for a request that comes back after a preemption, and
+        not for each of its sequences.
+        """
+        _check_open(lease)
+        self._queried_tokens += lease.match.num_query_tokens
+        self._hit_tokens += lease.match.num_tokens
+        node = lease.match.last_node
+        if node is not None:
+            node.reuses += 1
+            node.last_used_s = max(node.last_used_s, now_s)
+
+    def insert(
+        self, lease: Lease, slot: int, token_ids: TokenIds, num_computed: int, now_s: float
+    ) -> None:
+        """Hold the whole blocks of a sequence, and guard them. What is known already costs little.
+
+        Where another sequence's block with the same contents is held already, that one stays, and
+        this sequence's own goes when it ends.
+
+        Args:
+            lease: the sequence's.
+            slot: of the sequence.
+            token_ids: [at least num_computed], its tokens from the first.
+            num_computed: how many of them have their KV written, by steps launched already.
+            now_s: the time.
+        """
+        _check_open(lease)
+        check_token_ids(token_ids)
+        token_ids = token_ids[:num_computed]
+        extra = lease.match.extra
+        found = self._trie.descend(token_ids, extra, lease.node)
+        node = found[-1] if found else lease.node
+        added: list[Node] = []
+        if (0 if node is None else node.index + 1) < self._trie.num_whole(num_computed):
+            blocks = self._cache.blocks(slot, num_computed)
+            added = self._trie.extend(token_ids, extra, node, blocks, now_s)
+            node = added[-1]
+            self._cache.hold([new.block for new in added])
+        if node is not lease.node:
+            self._victims.guard(node)
+            self._victims.unguard(lease.node)
+            lease.node = node
+            self._pins.follow(added)
+
+    def pin(self, token_ids: TokenIds, extra: Hashable = None) -> None:
+        """Never evict the whole blocks of this prefix: those there are, and those inserted later.
+
+        Pinning twice is no different from pinning once.
+        """
+        check_token_ids(token_ids)
+        self._pins.pin(token_ids, extra)
+
+    def unpin(self, token_ids: TokenIds, extra: Hashable = None) -> bool:
+        """The opposite of `pin`, of exactly the same tokens. Returns whether they were pinned."""
+        check_token_ids(token_ids)
+        return self._pins.unpin(token_ids, extra)
+
+    def clear(self) -> None:
+        """Drop all that no running sequence has a lease of, pinned or not.
+
+        What was pinned is still to be kept when it is computed the next time.
+        """
+        self._pins.detach()
+        self._drop(self._victims.evict_all())
+        self._pins.attach()
+
+    def close(self) -> None:
+        """Drop everything.
+
+        Raises:
+            InvariantError: a lease is open.
+        """
+        if self._num_leases:
+            raise InvariantError(f"{self._num_leases} leases are open")
+        self._pins.clear()
+        self._drop(self._victims.evict_all())
+
+    @property
+    def stats(self) -> PrefixStats:
+        """Blocks that are kept now, and counts since the start."""
+        return PrefixStats(
+            held_blocks=len(self._trie),
+            held_bytes=self._footprint.blocks_bytes(len(self._trie)),
+            pinned_bytes=self.pinned_bytes,
+            evictable_bytes=self.evictable_bytes,
+            queried_tokens=self._queried_tokens,
+            hit_tokens=self._hit_tokens,
+            evicted_blocks=self._evicted_blocks,
+        )
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of the blocks that pins guard; one that several pins have in common counts once."""
+        return self._footprint.blocks_bytes(self._pins.num_blocks)
+
+    @property
+    def evictable_bytes(self) -> int:
+        """Bytes of all blocks that are not guarded."""
+        return self._footprint.blocks_bytes(self._victims.num_evictable)
+
+    def evictable_below(self, num_bytes: int, now_s: float, limit: float) -> int:
+        """Bytes that could be evicted at a regret below `limit`: see `Victims.evictable_below`."""
+        count = self._victims.count_below(self._num_blocks(num_bytes), now_s, limit)
+        return self._footprint.blocks_bytes(count)
+
+    def cheapest(self, now_s: float) -> float | None:
+        """The least regret per byte of a leaf; None if there is no leaf to evict."""
+        return self._victims.cheapest(now_s)
+
+    def evict(self, num_bytes: int, now_s: float, limit: float = math.inf) -> int:
+        """Drop leaves in order of regret, until `num_bytes` are dropped: see `Victims.evict`."""
+        blocks = self._victims.evict(self._num_blocks(num_bytes), now_s, limit)
+        self._evicted_blocks += len(blocks)
+        self._drop(blocks)
+        return self._footprint.blocks_bytes(len(blocks))
+
+    def _lease(self, match: Match, node: Node | None) -> Lease:
+        self._victims.guard(node)
+        self._num_leases += 1
+        return Lease(match, node)
+
+    def _num_blocks(self, num_bytes: int) -> int:
+        """Blocks that have so many bytes at least; 0 if none is kept, as without KV."""
+        return -(-num_bytes // self._footprint.block_bytes) if len(self._trie) else 0
+
+    def _drop(self, blocks: list[int]) -> None:
+        if blocks:
+            self._cache.drop(blocks)
+
+
+def _check_open(lease: Lease) -> None:
+    if not lease.is_open:
+        raise InvariantError("a lease is used after it ended")

@@ -1,0 +1,134 @@
+"""Prefixes that stay until they are unpinned.
+
+A pin guards the blocks of its prefix that are kept, and moves down as more of them are inserted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from aquifer.cache.prefix.trie import Node, ParentKey, TokenIds, Trie
+from aquifer.cache.prefix.victims import VictimQueues
+
+
+@dataclass(slots=True, eq=False)
+class _Pin:
+    """A pinned prefix; `node` is the last block of it that is kept now."""
+
+    extra: Hashable
+    token_ids: TokenIds
+    node: Node | None = None
+
+    @property
+    def parent_key(self) -> ParentKey:
+        """The parent in the key of the next node that the pin waits for."""
+        return (self.extra,) if self.node is None else self.node.number
+
+
+class Pins:
+    """The pins of one trie.
+
+    Args:
+        trie: where prefixes are found.
+        victims: guards what is pinned.
+
+    Attributes:
+        num_blocks: pinned blocks; one that several pins have in common counts once.
+    """
+
+    def __init__(self, trie: Trie, victims: VictimQueues) -> None:
+        self.num_blocks = 0
+        self._trie = trie
+        self._victims = victims
+        self._pins: dict[tuple[Hashable, bytes], _Pin] = {}
+        # By `parent_key`, so that a new node finds the pins that wait for it.
+        self._waiting: dict[ParentKey, set[_Pin]] = {}
+
+    def pin(self, token_ids: TokenIds, extra: Hashable) -> None:
+        """See `PrefixCache.pin`."""
+        data = token_ids.tobytes()
+        if (extra, data) not in self._pins:
+            pin = self._pins[extra, data] = _Pin(extra, np.frombuffer(data, np.int32))
+            self._wait(pin)
+            self._advance(pin)
+
+    def unpin(self, token_ids: TokenIds, extra: Hashable) -> bool:
+        """See `PrefixCache.unpin`."""
+        pin = self._pins.pop((extra, token_ids.tobytes()), None)
+        if pin is None:
+            return False
+        self._leave(pin)
+        return True
+
+    def follow(self, added: Iterable[Node]) -> None:
+        """Let pins move down to nodes that were added to the trie."""
+        if self._pins:
+            for node in added:
+                parent_key, _ = node.key
+                for pin in list(self._waiting.get(parent_key, ())):
+                    self._advance(pin)
+
+    def detach(self) -> None:
+        """Take all pins off their nodes, until `attach`."""
+        for pin in self._pins.values():
+            self._leave(pin)
+
+    def attach(self) -> None:
+        """Put all pins on the nodes that are kept of their prefixes."""
+        for pin in self._pins.values():
+            self._wait(pin)
+            self._advance(pin)
+
+    def clear(self) -> None:
+        """Forget all pins."""
+        self.detach()
+        self._pins.clear()
+
+    def _advance(self, pin: _Pin) -> None:
+        """Move a pin down as far as its prefix is kept."""
+        found = self._trie.descend(pin.token_ids, pin.extra, pin.node)
+        if found:
+            before = pin.node
+            self._stop_waiting(pin)
+            pin.node = found[-1]
+            self._wait(pin)
+            self._mark(pin.node)
+            self._unmark(before)
+
+    def _leave(self, pin: _Pin) -> None:
+        """Take a pin off its node."""
+        self._stop_waiting(pin)
+        self._unmark(pin.node)
+        pin.node = None
+
+    def _wait(self, pin: _Pin) -> None:
+        self._waiting.setdefault(pin.parent_key, set()).add(pin)
+
+    def _stop_waiting(self, pin: _Pin) -> None:
+        pins = self._waiting[pin.parent_key]
+        pins.remove(pin)
+        if not pins:
+            del self._waiting[pin.parent_key]
+
+    def _mark(self, node: Node | None) -> None:
+        """Guard a node, and count it and all above it as pinned, each once."""
+        self._victims.guard(node)
+        while node is not None:
+            node.num_pins += 1
+            if node.num_pins > 1:
+                return
+            self.num_blocks += 1
+            node = node.parent
+
+    def _unmark(self, node: Node | None) -> None:
+        """The opposite of `_mark`."""
+        self._victims.unguard(node)
+        while node is not None:
+            node.num_pins -= 1
+            if node.num_pins:
+                return
+            self.num_blocks -= 1
+            node = node.parent

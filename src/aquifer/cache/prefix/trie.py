@@ -1,0 +1,252 @@
+"""Trie of the blocks that are kept.
+
+The blocks of a sequence form a chain: the contents of a block depend on the tokens that lie in it
+and on all tokens before. So the blocks that are kept form a trie. A node is found by its parent and
+by the tokens that its block adds:
+
+    key of a node = (parent node, bytes of tokens [tokens_touching(i), tokens_touching(i + 1)))
+
+The parent of a first block is `extra`, which stands for anything else that changes the KV. Keys are
+the tokens themselves and not a digest of them, and a lookup compares them one by one. So a request
+never reads KV of other tokens, even if hashes collide by chance or by malice.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from aquifer.cache.base import Blocks
+from aquifer.errors import InvariantError
+
+TokenIds = npt.NDArray[np.int32]
+
+NOT_QUEUED = 0
+
+_TOKEN_ID_BYTES = np.dtype(np.int32).itemsize
+_MANY_BLOCKS = 1 << 40  # more than any sequence has
+
+ParentKey = int | tuple[Hashable]  # a node's number, or (extra,) for first blocks: never equal
+Key = tuple[ParentKey, bytes]
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A block that is kept.
+
+    `reuses` and `last_used_s` count requests that ended at this block. Those of the blocks below
+    are added when these are removed, so the two are exact once a node is a leaf, and a use is one
+    write however long its path is.
+    """
+
+    number: int  # never given out twice
+    key: Key
+    parent: Node | None
+    block: int
+    index: int  # the block's place in its sequence
+    last_used_s: float
+    reuses: int = 0
+    num_children: int = 0
+    num_guards: int = 0  # leases and pins on it, and children that are guarded
+    num_pins: int = 0  # pins on it, and children that are pinned
+    ticket: int = NOT_QUEUED  # of its entry in a queue of victims
+    is_kept: bool = True  # False once it is removed
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Cached beginning of a request, to be locked before anything is reserved, or thrown away.
+
+    Attributes:
+        blocks: the blocks that the tokens lie in, for `SequenceCache.adopt`.
+        num_tokens: tokens that need not be computed; 0 if there are no blocks.
+        num_query_tokens: tokens that were looked for.
+        extra: what they were looked for with.
+        nodes: the nodes of `blocks`, for this package.
+    """
+
+    blocks: list[int]
+    num_tokens: int
+    num_query_tokens: int
+    extra: Hashable
+    nodes: list[Node]
+
+    @property
+    def last_node(self) -> Node | None:
+        """The node of the last block; None if there is no block."""
+        return self.nodes[-1] if self.nodes else None
+
+
+class Trie:
+    """Nodes by key. It knows which blocks there are, and not which of them may go.
+
+    Args:
+        cache: the blocks' manager.
+    """
+
+    def __init__(self, cache: Blocks) -> None:
+        self._cache = cache
+        # Without KV there are no blocks, and the manager need not know how many tokens lie in one.
+        has_kv = cache.footprint.token_bytes > 0
+        self._max_tokens = cache.tokens_in(_MANY_BLOCKS) if has_kv else 0
+        self._nodes: dict[Key, Node] = {}  # in order of creation: parents before children
+        self._last_number = 0
+        # [i]: tokens in the first i blocks, the last whole one included, and bytes of the ids of
+        # all tokens that these blocks depend on. As far as any sequence asked for.
+        self._num_tokens = [0]
+        self._end_bytes = [0]
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def newest_first(self) -> Iterator[Node]:
+        """All nodes, each before its parent."""
+        return reversed(self._nodes.values())
+
+    def match(self, token_ids: TokenIds, extra: Hashable, known: Match | None = None) -> Match:
+        """The longest prefix that is kept: see `PrefixCache.match`."""
+        nodes: list[Node] = []
+        blocks: list[int] = []
+        if known is not None:
+            if self._is_current(known, token_ids, extra):
+                return known
+            # Parents stay longer than their children, so the first of the nodes are left.
+            num_left = bisect_left(known.nodes, True, key=lambda node: not node.is_kept)
+            nodes += known.nodes[:num_left]
+            blocks += known.blocks[:num_left]
+        found = self.descend(token_ids, extra, nodes[-1] if nodes else None)
+        nodes += found
+        blocks += [node.block for node in found]
+        num_tokens = min(self._num_tokens[len(nodes)], len(token_ids) - 1)
+        while nodes and self._num_tokens[len(nodes) - 1] >= num_tokens:
+            nodes.pop()
+            blocks.pop()
+        return Match(blocks, num_tokens, len(token_ids), extra, nodes)
+
+    def descend(self, token_ids: TokenIds, extra: Hashable, node: Node | None) -> list[Node]:
+        """The nodes below `node` that the next blocks of a sequence are kept in, in order.
+
+        Args:
+            token_ids: the sequence's, from the first.
+            extra: as given to `match`.
+            node: where to begin; None for the first block.
+        """
+        if self._child(token_ids, extra, node) is None:
+            return []  # without a copy of all tokens
+        nodes = self._nodes
+        index = 0 if node is None else node.index + 1
+        parent_key = _parent_key(extra, node)
+        start = self._end_bytes[index]
+        data = token_ids.tobytes()
+        found: list[Node] = []
+        for end in self._end_bytes[index + 1 : self.num_whole(len(token_ids)) + 1]:
+            child = nodes.get((parent_key, data[start:end]))
+            if child is None:
+                break
+            found.append(child)
+            parent_key, start = child.number, end
+        return found
+
+    def extend(
+        self,
+        token_ids: TokenIds,
+        extra: Hashable,
+        node: Node | None,
+        blocks: Sequence[int],
+        now_s: float,
+    ) -> list[Node]:
+        """Add the blocks of a sequence below `node`, none of which is kept yet.
+
+        Args:
+            token_ids: the sequence's, from the first.
+            extra: as given to `match`.
+            node: of the block before; None for the first block.
+            blocks: the sequence's, from the first, at least the whole ones.
+            now_s: the time.
+        """
+        index = 0 if node is None else node.index + 1
+        data = token_ids.tobytes()
+        added: list[Node] = []
+        for index in range(index, self.num_whole(len(token_ids))):
+            key_data = data[self._end_bytes[index] : self._end_bytes[index + 1]]
+            key = (_parent_key(extra, node), key_data)
+            self._last_number += 1
+            child = Node(self._last_number, key, node, blocks[index], index, now_s)
+            self._nodes[key] = child
+            if node is not None:
+                node.num_children += 1
+            added.append(child)
+            node = child
+        return added
+
+    def remove(self, leaf: Node) -> None:
+        """Forget a node without children; what is known of its use becomes its parent's."""
+        del self._nodes[leaf.key]
+        leaf.is_kept = False
+        parent = leaf.parent
+        if parent is not None:
+            parent.num_children -= 1
+            parent.reuses += leaf.reuses
+            parent.last_used_s = max(parent.last_used_s, leaf.last_used_s)
+
+    def num_whole(self, num_tokens: int) -> int:
+        """How many of a sequence's blocks depend on the first `num_tokens` tokens alone."""
+        self._cover(num_tokens)
+        return bisect_right(self._end_bytes, num_tokens * _TOKEN_ID_BYTES) - 1
+
+    def _cover(self, num_tokens: int) -> None:
+        """Extend the table of blocks to all that `num_tokens` tokens lie in."""
+        num_tokens = min(num_tokens, self._max_tokens)
+        # The next block is there if its beginning is.
+        while self._num_tokens[-1] < num_tokens:
+            num_blocks = len(self._end_bytes)
+            self._num_tokens.append(self._cache.tokens_in(num_blocks))
+            num_touching = self._cache.tokens_touching(num_blocks)
+            self._end_bytes.append(num_touching * _TOKEN_ID_BYTES)
+
+    def _child(self, token_ids: TokenIds, extra: Hashable, node: Node | None) -> Node | None:
+        """The node of the next block after `node`, if that is whole and kept."""
+        index = 0 if node is None else node.index + 1
+        if index >= self.num_whole(len(token_ids)):
+            return None
+        return self._nodes.get((_parent_key(extra, node), self._block_ids(token_ids, index)))
+
+    def _block_ids(self, token_ids: TokenIds, index: int) -> bytes:
+        """The tokens that a block adds to those before, as in its key."""
+        start, end = (self._end_bytes[i] // _TOKEN_ID_BYTES for i in (index, index + 1))
+        return token_ids[start:end].tobytes()
+
+    def _is_current(self, known: Match, token_ids: TokenIds, extra: Hashable) -> bool:
+        """Whether an earlier match of these tokens, or of fewer of them, is what is kept now.
+
+        Raises:
+            InvariantError: it is a match of other tokens.
+        """
+        node = known.last_node
+        if node is not None and (
+            known.extra != extra or node.key[1] != self._block_ids(token_ids, node.index)
+        ):
+            raise InvariantError("a match is resumed for other tokens")
+        return (
+            known.num_query_tokens == len(token_ids)
+            and (node is None or node.is_kept)
+            and self._child(token_ids, extra, node) is None
+        )
+
+
+def check_token_ids(token_ids: TokenIds) -> None:
+    """Refuse tokens of another width: their bytes would be found as other tokens.
+
+    Raises:
+        InvariantError: they are not a row of int32.
+    """
+    if token_ids.dtype != np.int32 or token_ids.ndim != 1:
+        raise InvariantError(f"token ids are {token_ids.dtype} of {token_ids.ndim} dimensions")
+
+
+def _parent_key(extra: Hashable, node: Node | None) -> ParentKey:
+    return (extra,) if node is None else node.number

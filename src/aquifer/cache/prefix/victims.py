@@ -1,0 +1,283 @@
+"""Which kept blocks may go, and in which order.
+
+    guarded     a lease of a running sequence, or a pin, is on the node or below it: stays
+    inner       nodes hang below it, none of them guarded: stays until they have gone
+    leaf        nothing hangs below it: the next victims are among these
+
+Leaves of the same number of reuses and about the same cost to restore wait in one queue, least
+recently used first. The regret of `aquifer.memory.reclaim` falls with age, so only the heads of a
+few dozen queues have to be compared, however many leaves there are. Costs to restore differ by less
+than a factor of √2 within a queue, so no leaf that stays has a regret less than 1/√2 of the
+victim's.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from aquifer.cache.footprint import Footprint
+from aquifer.cache.prefix.trie import NOT_QUEUED, Node, Trie
+from aquifer.memory.reclaim import ReuseModel, regret_per_byte
+
+# Stale queue entries that may pile up before the queues are rebuilt, beside as many as live ones.
+_STALE_ENTRIES = 1024
+
+_QueueKey = tuple[int, int]  # reuses, cost to restore in steps of the square root of two
+
+
+@dataclass(slots=True)
+class _Queues:
+    """Leaves by class, each class in order of their last use.
+
+    Each class is a heap, as a node may become a leaf long after its last use. An entry is valid as
+    long as its ticket is the node's; others are thrown away when they come up.
+    """
+
+    heaps: dict[_QueueKey, list[tuple[float, int, Node]]] = field(default_factory=dict)
+    num_nodes: int = 0
+    num_entries: int = 0
+    last_ticket: int = NOT_QUEUED
+
+    def put(self, key: _QueueKey, node: Node) -> None:
+        """Add a node, which is in no queue, to a class."""
+        self.last_ticket += 1
+        node.ticket = self.last_ticket
+        heapq.heappush(self.heaps.setdefault(key, []), (node.last_used_s, self.last_ticket, node))
+        self.num_nodes += 1
+        self.num_entries += 1
+        if self.num_entries > 2 * self.num_nodes + _STALE_ENTRIES:
+            self._drop_stale()
+
+    def take(self, node: Node) -> None:
+        """Remove a node from its queue, if it is in one."""
+        if node.ticket != NOT_QUEUED:
+            node.ticket = NOT_QUEUED
+            self.num_nodes -= 1
+
+    def first(self, key: _QueueKey) -> Node | None:
+        """The least recently used node of a class."""
+        heap = self.heaps.get(key)
+        while heap:
+            _, ticket, node = heap[0]
+            if node.ticket == ticket:
+                return node
+            heapq.heappop(heap)
+            self.num_entries -= 1
+        self.heaps.pop(key, None)
+        return None
+
+    def _drop_stale(self) -> None:
+        live = {
+            key: [entry for entry in heap if entry[2].ticket == entry[1]]
+            for key, heap in self.heaps.items()
+        }
+        self.heaps = {key: heap for key, heap in live.items() if heap}
+        for heap in self.heaps.values():
+            heapq.heapify(heap)
+        self.num_entries = self.num_nodes
+
+
+@dataclass(slots=True)
+class _Remainder:
+    """What would be known of a node if some of the nodes below it had gone."""
+
+    num_children: int
+    reuses: int
+    last_used_s: float
+
+
+class VictimQueues:
+    """Guards nodes of a trie, and removes others in order of regret.
+
+    Args:
+        trie: of the nodes.
+        footprint: of the cache that the blocks belong to.
+        restore_s: as for `PrefixCache`.
+        reuse: how probable it is that a prefix is needed again.
+        sensitivity: as for `PrefixCache`.
+    """
+
+    def __init__(
+        self,
+        trie: Trie,
+        footprint: Footprint,
+        restore_s: Callable[[float, float], float],
+        reuse: ReuseModel,
+        sensitivity: float,
+    ) -> None:
+        self._trie = trie
+        self._block_bytes = footprint.block_bytes
+        self._block_tokens = footprint.block_tokens
+        self._restore_s = restore_s
+        self._reuse = reuse
+        self._sensitivity = sensitivity
+        self._queues = _Queues()
+        self._num_guarded = 0
+
+    @property
+    def num_evictable(self) -> int:
+        """Nodes that are not guarded."""
+        return len(self._trie) - self._num_guarded
+
+    def guard(self, node: Node | None) -> None:
+        """Protect a node and all above it; the way up ends where a node is guarded already."""
+        while node is not None:
+            node.num_guards += 1
+            if node.num_guards > 1:
+                return
+            self._num_guarded += 1
+            self._queues.take(node)
+            node = node.parent
+
+    def unguard(self, node: Node | None) -> None:
+        """End what one call of `guard` began."""
+        while node is not None:
+            node.num_guards -= 1
+            if node.num_guards:
+                return
+            self._num_guarded -= 1
+            if not node.num_children:
+                self._queues.put(self._queue_key(node), node)
+            node = node.parent
+
+    def cheapest(self, now_s: float) -> float | None:
+        """The least regret per byte of a leaf; None if there is no leaf to evict."""
+        return min(
+            (
+                self._regret_of(node, now_s)
+                for key in list(self._queues.heaps)
+                if (node := self._queues.first(key)) is not None
+            ),
+            default=None,
+        )
+
+    def evict(self, num_wanted: int, now_s: float, limit: float = math.inf) -> list[int]:
+        """Remove up to `num_wanted` nodes in order of regret, and return their blocks.
+
+        A node whose last child has gone is a leaf and may be the next one. The first victim goes
+        whatever its regret; the removal ends before another one of a regret above `limit`.
+        """
+        # The heads of the queues by regret. A head that was overtaken by a new leaf or has gone is
+        # thrown away when it comes up: its queue was offered again at that moment.
+        offers: list[tuple[float, int, _QueueKey]] = []
+
+        def offer(key: _QueueKey) -> None:
+            node = self._queues.first(key)
+            if node is not None:
+                heapq.heappush(offers, (self._regret_of(node, now_s), node.ticket, key))
+
+        for key in list(self._queues.heaps):
+            offer(key)
+        blocks: list[int] = []
+        while offers and len(blocks) < num_wanted:
+            regret, ticket, key = heapq.heappop(offers)
+            node = self._queues.first(key)
+            if node is None or node.ticket != ticket:
+                continue
+            if blocks and regret > limit:
+                break
+            parent_queue = self._remove(node)
+            blocks.append(node.block)
+            offer(key)
+            if parent_queue is not None:
+                offer(parent_queue)
+        return blocks
+
+    def evict_all(self) -> list[int]:
+        """Remove all nodes that are not guarded, and return their blocks."""
+        # Each node is a leaf when its turn comes.
+        nodes = [node for node in self._trie.newest_first() if not node.num_guards]
+        for node in nodes:
+            self._remove(node)
+        return [node.block for node in nodes]
+
+    def count_below(self, num_wanted: int, now_s: float, limit: float) -> int:
+        """Count nodes that could go at a regret per byte below `limit`, up to `num_wanted`.
+
+        A node counts if its regret is below the limit once all nodes below it have gone, and these
+        count too. It takes time in proportion to the number of queues and the nodes counted. What
+        is queued behind a leaf of a larger regret does not count, though it may cost a little less.
+        """
+        remainders: dict[Node, _Remainder] = {}
+        count = 0
+        for heap in self._queues.heaps.values():
+            # An entry at i was used before those at 2 * i + 1 and 2 * i + 2.
+            places = [0]
+            while places and count < num_wanted:
+                place = places.pop()
+                if place >= len(heap):
+                    continue
+                _, ticket, node = heap[place]
+                if node.ticket == ticket:
+                    if self._regret_of(node, now_s) >= limit:
+                        continue
+                    count += 1 + self._count_above(node, now_s, limit, remainders)
+                places += (2 * place + 1, 2 * place + 2)
+        return min(count, num_wanted)
+
+    def _count_above(
+        self, leaf: Node, now_s: float, limit: float, remainders: dict[Node, _Remainder]
+    ) -> int:
+        """Count the nodes above a leaf that could go next if it, too, had gone.
+
+        Args:
+            leaf: counted already.
+            now_s: the time.
+            limit: as for `count_below`.
+            remainders: of nodes with children that were counted; updated.
+        """
+        count = 0
+        reuses, last_used_s = leaf.reuses, leaf.last_used_s
+        node = leaf.parent
+        while node is not None and not node.num_guards:
+            left = remainders.get(node)
+            if left is None:
+                left = _Remainder(node.num_children, node.reuses, node.last_used_s)
+                remainders[node] = left
+            left.num_children -= 1
+            left.reuses += reuses
+            left.last_used_s = max(left.last_used_s, last_used_s)
+            reuses, last_used_s = left.reuses, left.last_used_s
+            if left.num_children or self._regret(node, reuses, last_used_s, now_s) >= limit:
+                break
+            count += 1
+            node = node.parent
+        return count
+
+    def _remove(self, node: Node) -> _QueueKey | None:
+        """Remove a leaf.
+
+        Returns:
+            The queue that its parent has joined, if that is a leaf now.
+        """
+        self._trie.remove(node)
+        self._queues.take(node)
+        parent = node.parent
+        if parent is None or parent.num_children or parent.num_guards:
+            return None
+        key = self._queue_key(parent)
+        self._queues.put(key, parent)
+        return key
+
+    def _restore_block_s(self, node: Node) -> float:
+        """Seconds to compute a block again."""
+        return self._restore_s(node.index * self._block_tokens, self._block_tokens)
+
+    def _regret_of(self, leaf: Node, now_s: float) -> float:
+        """Regret per byte of a leaf."""
+        return self._regret(leaf, leaf.reuses, leaf.last_used_s, now_s)
+
+    def _regret(self, node: Node, reuses: int, last_used_s: float, now_s: float) -> float:
+        """Regret per byte of a node with this past."""
+        probability = self._reuse.probability(now_s - last_used_s, reuses)
+        return regret_per_byte(
+            probability, self._restore_block_s(node), self._block_bytes, self._sensitivity
+        )
+
+    def _queue_key(self, leaf: Node) -> _QueueKey:
+        """The class of a leaf: costs to restore differ by less than √2 within one."""
+        mantissa, exponent = math.frexp(self._restore_block_s(leaf))
+        return min(leaf.reuses, self._reuse.max_reuses), 2 * exponent + (mantissa >= math.sqrt(0.5))
