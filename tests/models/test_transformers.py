@@ -262,7 +262,7 @@ def test_unsound_configuration_is_no_unsupported_model(tmp_path: Path) -> None:
     save_tiny(TRANSFORMERS["olmo2"](), tmp_path)
     edit_config(tmp_path, hidden_size="wide")
     with pytest.raises(
-        ConfigError, match=r"config\.json is no sound olmo2 configuration"
+        ConfigError, match=r"config\.json is not a valid olmo2 configuration"
     ) as caught:
         TransformersPlan(Checkpoint.open(tmp_path), None)
     assert not isinstance(caught.value, UnsupportedModelError)

@@ -16,6 +16,7 @@ counted.
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -99,38 +100,31 @@ class ModelShape:
 
     @classmethod
     def of_checkpoint(cls, path: Path) -> ModelShape:
-        """Read off a checkpoint's config.json; its weights need not be there.
+        """Read a checkpoint's config.json; its weights need not exist.
 
         Raises:
             ConfigError: it is missing or incomplete.
         """
         from aquifer.models import plan_model
+        from aquifer.models.base import num_elements
         from aquifer.weights.checkpoint import Checkpoint
 
         checkpoint = Checkpoint.without_tensors(path)
         plan = plan_model(checkpoint)
         parameters = plan.parameters
-        vocab_size = checkpoint.config.get("vocab_size")
         matrices = [p for p in parameters if len(p.shape) > 1]
-        tables = [_count(p.shape) for p in matrices if p.shape[0] == vocab_size]
-        with torch.device("meta"):
-            tensors = {p.name: torch.empty(p.shape, dtype=p.dtype) for p in parameters}
-        layout = plan.build(tensors).kv_layout
+        tables = [math.prod(p.shape) for p in matrices if p.shape[0] == plan.vocab_size]
         num_heads = checkpoint.config.get("num_attention_heads") or 1
         group = num_heads / (checkpoint.config.get("num_key_value_heads") or num_heads)
         return cls(
             name=path.name,
-            kv_layout=layout,
-            body_parameters=sum(_count(p.shape) for p in matrices) - sum(tables),
+            kv_layout=plan.kv_layout,
+            body_parameters=num_elements(matrices) - sum(tables),
             head_parameters=tables[-1] if tables else 0,
             weight_bytes=sum(p.num_bytes for p in parameters),
-            attention_operations=2.0 * group * layout.token_elements,
+            attention_operations=2.0 * group * plan.kv_layout.token_elements,
             max_tokens=plan.max_model_len,
         )
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    return int(np.prod(shape))
 
 
 def _llama_13b(name: str, max_tokens: int) -> ModelShape:
