@@ -54,7 +54,7 @@ def test_a_shape_from_a_config(tmp_path):
 
 
 def test_unknown_names():
-    with pytest.raises(ConfigError, match="none of opt-13b"):
+    with pytest.raises(ConfigError, match="nor one of opt-13b"):
         find_model("opt-14b")
     for name in ("b100", "0xh200", "xh200"):
         with pytest.raises(ConfigError, match=f"--device '{name}' is unknown"):
@@ -144,9 +144,9 @@ def test_calibration_finds_what_made_the_times(tmp_path):
 def test_calibration_needs_a_latency_result(tmp_path):
     file = tmp_path / "other.json"
     file.write_text('{"benchmark": "load"}')
-    with pytest.raises(ConfigError, match="is no result of aquifer bench latency"):
+    with pytest.raises(ConfigError, match="is not a result of aquifer bench latency"):
         calibrate(A100, OPT, file)
-    with pytest.raises(ConfigError, match="is no result"):
+    with pytest.raises(ConfigError, match="is not a result"):
         calibrate(A100, OPT, tmp_path / "missing.json")
     with pytest.raises(ConfigError, match="has 1 batch"):
         calibrate(A100, OPT, _latency_file(tmp_path, StepModel(OPT, A100), (4,)))
