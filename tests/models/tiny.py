@@ -221,9 +221,8 @@ def _sparse_kv_hidden(
 
 def _attend_whole(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Causal attention within one sequence, each [tokens, heads, head_dim]."""
-    heads_first = (tensor.transpose(0, 1) for tensor in (query, key, value))
-    attended = F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
-    return attended.transpose(0, 1)
+    q, k, v = (tensor.transpose(0, 1) for tensor in (query, key, value))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1)
 
 
 def _no_kv_logits(config: Config, weights: Tensors, token_ids: torch.Tensor) -> torch.Tensor:
@@ -250,7 +249,7 @@ def _llama_logits(config: Config, weights: Tensors, token_ids: torch.Tensor) -> 
         return F.rms_norm(x, x.shape[-1:], weights[f"{name}.weight"], config["rms_norm_eps"])
 
     def heads(x: torch.Tensor, name: str) -> torch.Tensor:
-        return F.linear(x, weights[f"{name}.weight"]).unflatten(-1, (-1, head_dim))
+        return F.linear(x, weights[f"{name}.weight"]).view(len(x), -1, head_dim)
 
     def rotated(x: torch.Tensor) -> torch.Tensor:
         first, second = x.chunk(2, -1)
