@@ -114,15 +114,18 @@ class ModelShape:
         parameters = plan.parameters
         matrices = [p for p in parameters if len(p.shape) > 1]
         tables = [math.prod(p.shape) for p in matrices if p.shape[0] == plan.vocab_size]
-        num_heads = checkpoint.config.get("num_attention_heads") or 1
-        group = num_heads / (checkpoint.config.get("num_key_value_heads") or num_heads)
+        num_heads = checkpoint.config.get("num_attention_heads") or checkpoint.config.get("n_head")
         return cls(
             name=path.name,
             kv_layout=plan.kv_layout,
             body_parameters=num_elements(matrices) - sum(tables),
             head_parameters=tables[-1] if tables else 0,
             weight_bytes=sum(p.num_bytes for p in parameters),
-            attention_operations=2.0 * group * plan.kv_layout.token_elements,
+            # As in `dense`.
+            attention_operations=sum(
+                2.0 * (num_heads or layer.num_kv_heads) * (layer.key_dim + layer.value_dim)
+                for layer in plan.kv_layout.layers
+            ),
             max_tokens=plan.max_model_len,
         )
 

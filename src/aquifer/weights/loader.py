@@ -29,7 +29,7 @@ NUM_BUFFERS = 8
 """Number of stretches read at a time. One thread reads cached files at a quarter of the speed of
 the bus, or less."""
 
-_ALIGNMENT_BYTES = 64  # of a stretch in its file; keeps tensors aligned in the buffer
+_ALIGNMENT_BYTES = 64  # start of a stretch in its file; keeps tensors aligned in the buffer
 _MAX_GAP_BYTES = 1 << 20  # larger gaps between tensors begin a new stretch, smaller are read too
 
 
