@@ -1,4 +1,4 @@
-"""Tiny models of every architecture, made and saved by Transformers, with weights that matter."""
+"""Tiny models of every architecture that is served, made and saved by Transformers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 import transformers
 
 VOCAB_SIZE = 199
-MAX_TOKENS = 128  # the context of each of them
-ORIGINAL_TOKENS = 32  # the context before rotary scaling, where there is one
-WINDOW_TOKENS = 5  # the sliding window, where there is one
+MAX_TOKENS = 128  # longest context of each model
+ORIGINAL_TOKENS = 32  # longest context before rotary scaling, for models with scaling
+WINDOW_TOKENS = 5  # sliding window, for models with one
 
 _MHA: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -72,7 +72,7 @@ OUR_DECODER: dict[str, Callable[[], Any]] = {
     ),
     "qwen3": lambda: transformers.Qwen3Config(**GQA, head_dim=20),
 }
-"""What `aquifer.models.decoder` serves."""
+"""Architectures that `aquifer.models.decoder` serves."""
 
 TRANSFORMERS: dict[str, Callable[[], Any]] = {
     "opt": lambda: transformers.OPTConfig(**_MHA, ffn_dim=96, word_embed_proj_dim=64),
@@ -151,19 +151,19 @@ TRANSFORMERS: dict[str, Callable[[], Any]] = {
         v_head_dim=12,
     ),
 }
-"""What `aquifer.models.transformers` serves."""
+"""Architectures that `aquifer.models.transformers` serves."""
 
 
 def save_tiny(config: Any, folder: Path, seed: int = 1) -> Any:
-    """Save a model with random float32 weights; returns Transformers' own."""
+    """Save a model with random float32 weights; returns Transformers' own model."""
     torch.manual_seed(seed)
-    # "eager", for some versions leave out Gemma 2's soft caps in the faster ones.
+    # "eager", because some versions omit Gemma 2's soft caps in the faster implementations.
     model = transformers.AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     for tensor in model.parameters():
         if tensor.ndim > 1:
-            # Large enough that attention is far from uniform and soft caps bend.
+            # Large enough that attention is far from uniform and soft caps have an effect.
             torch.nn.init.normal_(tensor, std=1.5 * tensor.shape[-1] ** -0.5)
         else:
             tensor.data += 0.2 * torch.randn_like(tensor)

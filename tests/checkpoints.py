@@ -1,4 +1,4 @@
-"""Tiny checkpoints with random weights, made on the spot."""
+"""Tiny checkpoints with random weights, and a tokenizer for them."""
 
 from __future__ import annotations
 
@@ -31,12 +31,37 @@ def tiny_llama(path: Path, *, seed: int = 0, **config_overrides: Any) -> Path:
 
     Args:
         path: the folder to make.
-        seed: of the weights.
-        config_overrides: entries of config.json; the weights follow them.
+        seed: seed of the weights.
+        config_overrides: entries of config.json; the weights have shapes to match.
 
     Returns: `path`.
     """
-    config: dict[str, Any] = {
+    config = llama_config(**config_overrides)
+    save_checkpoint(path, config, llama_weights(config, seed))
+    _tokenizer().save(str(path / "tokenizer.json"))
+    for name, content in {
+        "generation_config.json": {"eos_token_id": EOS_TOKEN_ID},
+        "tokenizer_config.json": {
+            "bos_token": "<s>",
+            "eos_token": "</s>",
+            "chat_template": CHAT_TEMPLATE,
+        },
+    }.items():
+        (path / name).write_text(json.dumps(content))
+    return path
+
+
+def save_checkpoint(path: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Path:
+    """Make a folder with config.json and model.safetensors, without a tokenizer."""
+    path.mkdir(parents=True)
+    save_file(weights, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def llama_config(**overrides: Any) -> dict[str, Any]:
+    """config.json of a tiny Llama."""
+    return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": VOCAB_SIZE,
@@ -54,25 +79,12 @@ def tiny_llama(path: Path, *, seed: int = 0, **config_overrides: Any) -> Path:
         "bos_token_id": 0,
         "eos_token_id": EOS_TOKEN_ID,
         "torch_dtype": "float32",
-        **config_overrides,
+        **overrides,
     }
-    path.mkdir(parents=True)
-    save_file(_weights(config, seed), path / "model.safetensors")
-    _tokenizer().save(str(path / "tokenizer.json"))
-    for name, content in {
-        "config.json": config,
-        "generation_config.json": {"eos_token_id": EOS_TOKEN_ID},
-        "tokenizer_config.json": {
-            "bos_token": "<s>",
-            "eos_token": "</s>",
-            "chat_template": CHAT_TEMPLATE,
-        },
-    }.items():
-        (path / name).write_text(json.dumps(content))
-    return path
 
 
-def _weights(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
+def llama_weights(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
+    """Random weights of a Llama, under the names of the hub."""
     generator = torch.Generator().manual_seed(seed)
     hidden, mlp = config["hidden_size"], config["intermediate_size"]
     q = config["num_attention_heads"] * config["head_dim"]
@@ -102,7 +114,7 @@ def _weights(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
 
 
 def _tokenizer() -> Tokenizer:
-    """Bytes, and a few merged pairs of letters to fill the vocabulary."""
+    """Byte-level BPE with a few merged pairs of letters, so that the vocabulary is full."""
     pairs = itertools.product("etaoins", "etaoinsr")
     merges = list(itertools.islice(pairs, VOCAB_SIZE - 256 - len(SPECIAL_TOKENS)))
     tokens = [*SPECIAL_TOKENS, *sorted(ByteLevel.alphabet()), *(a + b for a, b in merges)]

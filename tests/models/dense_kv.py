@@ -1,4 +1,4 @@
-"""KV in plain tensors and attention one token at a time: slow, and simple enough to trust."""
+"""Reference `KVView`: KV in plain tensors, and attention computed one token at a time."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from aquifer.cache.base import IntArray, KVLayout, KVView, Spans
 
 
 class DenseKV:
-    """Room for `num_slots` sequences of `max_tokens` each."""
+    """KV of `num_slots` sequences of up to `max_tokens` tokens each."""
 
     def __init__(self, layout: KVLayout, num_slots: int, max_tokens: int) -> None:
         shape = (num_slots, max_tokens, layout.token_elements)
-        # Not a number, so that a read of what was never written shows in the result.
+        # Not a number, so that a read of KV that was never written shows in the result.
         self._layers = layout.split(torch.full(shape, torch.nan, dtype=layout.dtype))
 
     def view(self, slots: IntArray, starts: IntArray, counts: IntArray) -> KVView:
-        """One step, which writes [starts, starts + counts) of each slot."""
+        """KV of one step, which writes [starts, starts + counts) of each slot."""
         return _DenseView(self._layers, Spans.make(slots, starts, counts))
 
 

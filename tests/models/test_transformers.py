@@ -1,14 +1,12 @@
-"""Models of Transformers over our KV against their own forward, and what is refused."""
+"""Models of Transformers served over our KV, compared with their own forward; refusals."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -22,69 +20,30 @@ from tests.architectures import (
     WINDOW_TOKENS,
     save_tiny,
 )
-from tests.models.dense_kv import DenseKV
+from tests.models.serving import loaded_model, loaded_weights, served_logits
 
+from aquifer.cache.base import KVLayout, LayerKV
 from aquifer.errors import ConfigError, UnsupportedModelError
-from aquifer.memory.driver import open_driver
-from aquifer.memory.pool import Kind, Owner, PagePool
-from aquifer.models.base import Model, ModelInput
+from aquifer.models.base import Model
 from aquifer.models.transformers import TransformersPlan
 from aquifer.weights.checkpoint import Checkpoint
-from aquifer.weights.store import WeightStore
 
 LENGTHS = (17, 4, 11)
 
 
 @pytest.fixture(scope="module", params=TRANSFORMERS)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """(directory, Transformers' own model) of each architecture, with weights that matter."""
+    """(directory, Transformers' own model) of each architecture."""
     folder = tmp_path_factory.mktemp(request.param)
     return folder, save_tiny(TRANSFORMERS[request.param](), folder)
 
 
-@contextmanager
-def loaded(folder: Path, dtype: torch.dtype | None = None) -> Iterator[tuple[Model, int]]:
-    """The model served from pages, and its longest context."""
-    checkpoint = Checkpoint.open(folder)
-    plan = TransformersPlan(checkpoint, dtype)
-    pool = PagePool(open_driver("cpu"), 8 << 20)
-    store = WeightStore(pool, Owner("tiny", Kind.WEIGHTS), plan.parameters)
-    try:
-        store.load(checkpoint)
-        yield plan.build(store.tensors), plan.max_model_len
-    finally:
-        store.close()
+def loaded(folder: Path, dtype: torch.dtype | None = None) -> AbstractContextManager[Model]:
+    return loaded_model(Checkpoint.open(folder), TransformersPlan, dtype)
 
 
 def random_ids(length: int, seed: int) -> torch.Tensor:
     return torch.randint(3, VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(seed))
-
-
-def served_logits(model: Model, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Logits of every token: all sequences in one batch, in chunks, then token by token."""
-    longest = max(len(ids) for ids in sequences)
-    kv = DenseKV(model.kv_layout, len(sequences), longest)
-    scores: list[list[torch.Tensor]] = [[] for _ in sequences]
-    done = [0] * len(sequences)
-    for chunk in (3, 5, 2, *[1] * longest):
-        # The last sequence starts a step late, so that positions in a batch are never in line.
-        late = max(len(sequences) - (not any(done)), 1)
-        work = [(i, min(chunk, len(s) - done[i])) for i, s in enumerate(sequences[:late])]
-        work = [(i, count) for i, count in reversed(work) if count > 0]
-        if not work:
-            break
-        slots = np.array([i for i, _ in work])
-        counts = np.array([count for _, count in work])
-        starts = np.array([done[i] for i, _ in work])
-        ids = torch.cat([sequences[i][done[i] : done[i] + count] for i, count in work])
-        positions = torch.cat([torch.arange(done[i], done[i] + count) for i, count in work])
-        batch = ModelInput(ids, positions, positions + 1)
-        with torch.inference_mode():
-            rows = model.logits(model.forward(batch, kv.view(slots, starts, counts)))
-        for (i, count), part in zip(work, rows.split(counts.tolist()), strict=True):
-            scores[i].append(part)
-            done[i] += count
-    return [torch.cat(parts) for parts in scores]
 
 
 @torch.inference_mode()
@@ -97,21 +56,21 @@ def assert_same_logits(model: Model, reference: Any) -> None:
     expected = own_logits(reference, sequences)
     actual = served_logits(model, sequences)
     for ours, theirs in zip(actual, expected, strict=True):
-        assert theirs.std() > 0.05  # or the comparison would say nothing
+        assert theirs.std() > 0.05  # the comparison means nothing if all logits are alike
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_logits_equal_transformers(saved: Any) -> None:
     folder, reference = saved
-    with loaded(folder) as (model, _):
+    with loaded(folder) as model:
         assert model.vocab_size == VOCAB_SIZE
         assert model.kv_layout.dtype == torch.float32
         assert_same_logits(model, reference)
 
 
-def test_rounding_is_no_reason_to_refuse(saved: Any) -> None:
+def test_rounding_in_16_bits_is_not_refused(saved: Any) -> None:
     for dtype in (torch.bfloat16, torch.float16):
-        with loaded(saved[0], dtype) as (model, _):
+        with loaded(saved[0], dtype) as model:
             assert model.kv_layout.dtype == dtype
 
 
@@ -128,7 +87,7 @@ def test_planning_reads_no_weights_and_takes_no_memory_for_them(saved: Any) -> N
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "phi3", "mixtral", "qwen3_moe"])
 def test_windows_matter(name: str, tmp_path: Path) -> None:
-    """Without its window, each of these computes something else: the tests above can fail."""
+    """Without its window, each of these gives other logits, so the tests above can fail."""
     config = TRANSFORMERS[name]()
     reference = save_tiny(config, tmp_path)
     ids = random_ids(LENGTHS[0], 0)
@@ -139,7 +98,7 @@ def test_windows_matter(name: str, tmp_path: Path) -> None:
             | {"sliding_window": MAX_TOKENS, "layer_types": getattr(config, "layer_types", None)}
         )
     )
-    with loaded(tmp_path) as (model, _):
+    with loaded(tmp_path) as model:
         ours = served_logits(model, [ids])[0]
     torch.testing.assert_close(ours[:WINDOW_TOKENS], windowed[:WINDOW_TOKENS], rtol=1e-4, atol=1e-4)
     assert (ours[-1] - windowed[-1]).abs().max() > 1e-2
@@ -147,12 +106,12 @@ def test_windows_matter(name: str, tmp_path: Path) -> None:
 
 def test_half_precision_and_dtype_choice(tmp_path: Path) -> None:
     reference = save_tiny(TRANSFORMERS["qwen3_moe"](), tmp_path)
-    with loaded(tmp_path, torch.bfloat16) as (model, _):
+    with loaded(tmp_path, torch.bfloat16) as model:
         assert model.kv_layout.dtype == torch.bfloat16
         ids = random_ids(8, 0)
         ours = served_logits(model, [ids])[0]
         assert ours.dtype == torch.bfloat16
-        # The median, for a token whose experts tie may go to another one.
+        # The median, because rounding may send a token to another expert.
         assert torch.cosine_similarity(ours, own_logits(reference, [ids])[0]).median() > 0.99
     edit_config(tmp_path, dtype="bfloat16")
     assert {p.dtype for p in TransformersPlan(Checkpoint.open(tmp_path), None).parameters} == {
@@ -178,7 +137,7 @@ def rename_tensors(folder: Path, rename: Any, **extra: torch.Tensor) -> None:
 
 
 def test_gpt2_without_prefix_and_with_old_masks(tmp_path: Path) -> None:
-    """The hub's gpt2: names of the base model, and masks that are no parameters any more."""
+    """The hub's gpt2: names of the base model, and masks that are no longer parameters."""
     reference = save_tiny(TRANSFORMERS["gpt2"](), tmp_path)
     rename_tensors(
         tmp_path,
@@ -189,7 +148,7 @@ def test_gpt2_without_prefix_and_with_old_masks(tmp_path: Path) -> None:
         },
     )
     assert "wte.weight" in Checkpoint.open(tmp_path).tensors
-    with loaded(tmp_path) as (model, _):
+    with loaded(tmp_path) as model:
         assert_same_logits(model, reference)
 
 
@@ -197,7 +156,7 @@ def test_tied_head_under_its_other_name(tmp_path: Path) -> None:
     reference = save_tiny(TRANSFORMERS["gpt2"](), tmp_path)
     other_names = {"transformer.wte.weight": "lm_head.weight"}
     rename_tensors(tmp_path, lambda name, tensor: [(other_names.get(name, name), tensor)])
-    with loaded(tmp_path) as (model, _):
+    with loaded(tmp_path) as model:
         assert_same_logits(model, reference)
 
 
@@ -236,7 +195,7 @@ def split_experts(
 def test_experts_stored_singly_or_fused(
     name: str, split: Any, stored: str, layout: str, tmp_path: Path
 ) -> None:
-    """Twelve experts, for in the order of letters 10 comes before 2."""
+    """Twelve experts, because alphabetical order puts 10 before 2."""
     config = TRANSFORMERS[name]()
     setattr(config, "num_local_experts" if name == "mixtral" else "num_experts", 12)
     reference = save_tiny(config, tmp_path)
@@ -245,7 +204,7 @@ def test_experts_stored_singly_or_fused(
         state = dict(pair for item in state.items() for pair in split(*item))
     save_file({key: t.contiguous() for key, t in state.items()}, tmp_path / "model.safetensors")
     assert (stored in Checkpoint.open(tmp_path).tensors) == (layout == "hub")
-    with loaded(tmp_path) as (model, _):
+    with loaded(tmp_path) as model:
         assert_same_logits(model, reference)
 
 
@@ -258,11 +217,11 @@ def test_contexts_end_where_rotary_scaling_would_depend_on_the_batch(
     assert f"{ORIGINAL_TOKENS} of {MAX_TOKENS}" in caplog.text
 
 
-def test_unsound_configuration_is_no_unsupported_model(tmp_path: Path) -> None:
+def test_invalid_configuration_is_not_reported_as_unsupported(tmp_path: Path) -> None:
     save_tiny(TRANSFORMERS["olmo2"](), tmp_path)
     edit_config(tmp_path, hidden_size="wide")
     with pytest.raises(
-        ConfigError, match=r"config\.json is no sound olmo2 configuration"
+        ConfigError, match=r"config\.json is not a valid olmo2 configuration"
     ) as caught:
         TransformersPlan(Checkpoint.open(tmp_path), None)
     assert not isinstance(caught.value, UnsupportedModelError)
@@ -360,7 +319,7 @@ def test_chunked_attention_is_refused_unless_one_chunk_holds_the_context(tmp_pat
         pass
     edit_config(tmp_path, attention_chunk_size=MAX_TOKENS)
     reference.config.attention_chunk_size = MAX_TOKENS
-    with loaded(tmp_path) as (model, _):
+    with loaded(tmp_path) as model:
         assert_same_logits(model, reference)
 
 
@@ -368,11 +327,38 @@ def test_two_models_from_one_plan_do_not_share_state(tmp_path: Path) -> None:
     save_tiny(TRANSFORMERS["olmo2"](), tmp_path)
     checkpoint = Checkpoint.open(tmp_path)
     plan = TransformersPlan(checkpoint, None)
-    pool = PagePool(open_driver("cpu"), 8 << 20)
-    store = WeightStore(pool, Owner("tiny", Kind.WEIGHTS), plan.parameters)
-    store.load(checkpoint)
-    first = plan.build(store.tensors)
-    plan.build({name: torch.zeros_like(tensor) for name, tensor in store.tensors.items()})
-    ids = random_ids(6, 0)
-    assert served_logits(first, [ids])[0].abs().max() > 0
-    store.close()
+    with loaded_weights(checkpoint, plan) as tensors:
+        first = plan.build(tensors)
+        plan.build({name: torch.zeros_like(tensor) for name, tensor in tensors.items()})
+        ids = random_ids(6, 0)
+        assert served_logits(first, [ids])[0].abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    ("layer", "dtype", "reason"),
+    [
+        (LayerKV(4, 16, 16), torch.float32, "layer 0 has KV of"),
+        (LayerKV(2, 16, 8), torch.float32, "layer 0 has KV of"),
+        (LayerKV(2, 16, 16), torch.bfloat16, "not all of torch.bfloat16"),
+    ],
+)
+def test_layout_other_than_planned_is_refused(
+    layer: LayerKV, dtype: torch.dtype, reason: str, tmp_path: Path
+) -> None:
+    save_tiny(TRANSFORMERS["olmo2"](), tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    plan = TransformersPlan(checkpoint, None)
+    planned = plan.kv_layout
+    assert planned.layers[0] == LayerKV(2, 16, 16)
+    with loaded_weights(checkpoint, plan) as tensors:
+        plan.kv_layout = KVLayout((layer, *planned.layers[1:]), dtype)
+        with pytest.raises(UnsupportedModelError, match=reason):
+            plan.build(tensors)
+        plan.kv_layout = KVLayout(planned.layers[1:], planned.dtype)
+        with pytest.raises(UnsupportedModelError, match="layer 2 computed attention"):
+            plan.build(tensors)
+        plan.kv_layout = KVLayout((*planned.layers, planned.layers[0]), planned.dtype)
+        with pytest.raises(UnsupportedModelError, match="3 times in 4 layers"):
+            plan.build(tensors)
+        plan.kv_layout = planned
+        plan.build(tensors)

@@ -1,4 +1,4 @@
-"""The modelled device: shapes, step times and their fit, and memory that is not there."""
+"""The modelled device: shapes, step times and their fit, and memory without any backing."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.architectures import MAX_TOKENS, TRANSFORMERS, VOCAB_SIZE
 from tests.checkpoints import tiny_llama
 
+from aquifer.cache.base import KVLayout, LayerKV
 from aquifer.errors import ConfigError, DriverError
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.memory.virtual import VirtualRange
@@ -53,8 +55,20 @@ def test_a_shape_from_a_config(tmp_path):
     assert shape.max_tokens == config["max_position_embeddings"]
 
 
+def test_a_shape_from_a_config_of_transformers(tmp_path):
+    config = TRANSFORMERS["gpt_bigcode"]()  # four heads that share one KV head
+    config.dtype = "bfloat16"
+    config.save_pretrained(tmp_path)
+    shape = find_model(str(tmp_path))
+    assert shape.kv_layout == KVLayout((LayerKV(1, 16, 16),) * 4, torch.bfloat16)
+    assert shape.attention_operations == 4 * 4 * 64
+    # Queries and output, one K and V, an MLP of four times the width; then the positions.
+    assert shape.body_parameters == 4 * (2 * 64 * 64 + 64 * 32 + 2 * 64 * 256) + MAX_TOKENS * 64
+    assert shape.head_parameters == VOCAB_SIZE * 64
+
+
 def test_unknown_names():
-    with pytest.raises(ConfigError, match="none of opt-13b"):
+    with pytest.raises(ConfigError, match="nor one of opt-13b"):
         find_model("opt-14b")
     for name in ("b100", "0xh200", "xh200"):
         with pytest.raises(ConfigError, match=f"--device '{name}' is unknown"):
@@ -76,11 +90,11 @@ def test_step_times():
     bandwidth, rate = 0.5 * device.bandwidth, 0.25 * device.operations_per_s
     weights_s = OPT.read_bytes / bandwidth
     kv_s = 100 * OPT.kv_layout.token_bytes / bandwidth
-    # Few tokens: the weights. Many: the products.
+    # A step of few tokens is bound by reading weights, one of many by matrix products.
     assert steps.seconds(StepWork(2, 2, 100)) == pytest.approx(0.5 + weights_s + kv_s)
     operations = 2 * (4000 * OPT.body_parameters + 2 * OPT.head_parameters)
     assert steps.seconds(StepWork(4000, 2, 100)) == pytest.approx(0.5 + operations / rate + kv_s)
-    # A chunk's attention: by its operations, or by what it reads.
+    # Attention of a chunk is bound by its operations, or by the KV that it reads.
     plain = steps.seconds(StepWork(300, 1, 0))
     pairs_s = 45_000 * OPT.attention_operations / rate
     assert steps.seconds(StepWork(300, 1, 0, 300, 45_000)) == pytest.approx(plain + pairs_s)
@@ -123,7 +137,7 @@ def _latency_file(folder: Path, steps: StepModel, sizes: tuple[int, ...]) -> Pat
     return file
 
 
-def test_calibration_finds_what_made_the_times(tmp_path):
+def test_calibration_finds_the_device_that_gave_the_times(tmp_path):
     truth = replace(
         DEVICES["h200"],
         bandwidth=4e12,
@@ -144,15 +158,15 @@ def test_calibration_finds_what_made_the_times(tmp_path):
 def test_calibration_needs_a_latency_result(tmp_path):
     file = tmp_path / "other.json"
     file.write_text('{"benchmark": "load"}')
-    with pytest.raises(ConfigError, match="is no result of aquifer bench latency"):
+    with pytest.raises(ConfigError, match="is not a result of aquifer bench latency"):
         calibrate(A100, OPT, file)
-    with pytest.raises(ConfigError, match="is no result"):
+    with pytest.raises(ConfigError, match="is not a result"):
         calibrate(A100, OPT, tmp_path / "missing.json")
     with pytest.raises(ConfigError, match="has 1 batch"):
         calibrate(A100, OPT, _latency_file(tmp_path, StepModel(OPT, A100), (4,)))
 
 
-def test_memory_that_is_not_there():
+def test_memory_without_backing():
     driver = ModelledDriver(5 * PAGE_BYTES)
     pool = PagePool(driver, 4 * PAGE_BYTES)
     owner = Owner("m", Kind.KV)

@@ -1,4 +1,4 @@
-"""Checkpoints: what is wrong with one is said by name, and what is right is loaded once."""
+"""Checkpoints: damage is reported by name, and tensors are loaded without a second copy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(original: Path, tmp_path: Path) -> Path:
-    """A copy to be damaged."""
+    """A copy that a test may damage."""
     return shutil.copytree(original, tmp_path / "tiny")
 
 
@@ -236,7 +236,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 def _check_refused(folder: Path, message: str) -> None:
-    """Opened as a server would: refused by name, and nothing is left of the attempt."""
+    """Opening an engine on it is refused with that message, and leaks nothing."""
     driver = FaultyDriver(HostDriver())
     config = EngineConfig((ModelSpec("a", folder),), memory_bytes=16 * MIB, max_num_seqs=2)
     with pytest.raises(ConfigError, match=message) as caught:
@@ -254,7 +254,7 @@ def test_damaged(folder, damage):
 
 
 def test_truncated_anywhere(folder):
-    """Cut within the length, within the header, at its end, within the data, before the last."""
+    """Cut within the length, the header or the data, and at their ends."""
     file = folder / "model.safetensors"
     whole = file.read_bytes()
     header_bytes = struct.unpack("<Q", whole[:8])[0]
@@ -266,7 +266,7 @@ def test_truncated_anywhere(folder):
 
 
 def test_random_damage_to_the_header(folder):
-    """Whatever one byte is changed to: either it still opens, or the error names the file."""
+    """With any one byte changed, either the file still opens or the error names it."""
     file = folder / "model.safetensors"
     whole = file.read_bytes()
     generator = torch.Generator().manual_seed(0)
@@ -320,7 +320,7 @@ def test_weights_beyond_the_budget(folder):
     ],
 )
 def test_every_value_arrives(folder, sharded, stored, wanted):
-    """Tensors of their own, and one made of two stored ones, in every dtype."""
+    """Parameters of one stored tensor each, and one of two stored tensors, in every dtype."""
     _edit_tensors(folder, lambda t: t.update({name: t[name].to(stored) for name in t}))
     tensors = load_file(folder / "model.safetensors")
     if sharded:
@@ -366,7 +366,7 @@ def test_dtype_of_a_checkpoint(folder):
         ({"torch_dtype": "bfloat16"}, torch.bfloat16),
         ({"torch_dtype": "torch.float16"}, torch.float16),
         ({"dtype": "float16", "torch_dtype": "float32"}, torch.float16),
-        ({"dtype": "int8", "torch_dtype": "absent"}, torch.float32),  # that of the largest
+        ({"dtype": "int8", "torch_dtype": "absent"}, torch.float32),  # of the largest tensor
         ({"dtype": "absent", "torch_dtype": "absent"}, torch.float32),
     ]:
         _edit_config(folder, **entries)
@@ -374,7 +374,7 @@ def test_dtype_of_a_checkpoint(folder):
 
 
 def test_placement():
-    """Large parameters begin a page; small ones follow, packed, and none overlap."""
+    """Large parameters begin at a page; small ones follow, packed; none overlap."""
     sizes = [100, 3 * PAGE + 1, 7, PAGE, PAGE - 1, 1]
     parameters = [Parameter(str(i), (n,), torch.uint8, ()) for i, n in enumerate(sizes)]
     placement = Placement.plan(parameters, PAGE)
@@ -439,7 +439,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _measure(script: str, *arguments: object) -> list[int]:
-    """Run in a fresh process; VmHWM, as ru_maxrss begins at the parent's peak."""
+    """Run in a new process and read its VmHWM, because ru_maxrss starts at the parent's peak."""
     command = [sys.executable, "-c", _STATUS + script, *map(str, arguments)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

@@ -1,6 +1,6 @@
-"""Stretches of files, and how their tensors get to their places; on the CPU, as far as it goes.
+"""Planning of stretches, and the copies from a stretch to its tensors, on the CPU.
 
-The copies to a GPU are for `tests/gpu`.
+`tests/gpu` covers the copies to a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KIB = 1 << 10
 def _write(
     file: Path, tensors: list[torch.Tensor], padding_bytes: int = 0
 ) -> list[tuple[StoredTensor, torch.Tensor]]:
-    """Tensors one after the other, and for each an empty one to be filled."""
+    """Write tensors one after the other; returns each with an empty tensor to fill."""
     data = b"header" + bytes(padding_bytes)
     jobs = []
     for tensor in tensors:
@@ -41,7 +41,7 @@ def _load(stretches: list[Stretch]) -> None:
 @pytest.mark.parametrize("padding_bytes", [0, 1, 2, 58])
 @pytest.mark.parametrize("max_bytes", [256, 1000, 1 << 20])
 def test_every_byte_arrives(tmp_path, max_bytes, padding_bytes):
-    """Two files; tensors of all sizes, aligned or not, with and without a change of dtype."""
+    """Two files; tensors of several sizes, aligned or not, with and without a conversion."""
     generator = torch.Generator().manual_seed(0)
     expected, jobs = [], []
     for name in ("a", "b"):
@@ -76,7 +76,7 @@ def test_every_byte_arrives(tmp_path, max_bytes, padding_bytes):
 
 
 def test_few_large_stretches(tmp_path):
-    """Small tensors travel together, large ones are cut, and what nobody wants is not read."""
+    """Small tensors share a stretch, large ones are cut, and unused tensors are not read."""
     file = tmp_path / "a"
     sizes = [100, 200, 40 * KIB, 300, 8 << 20, 10, 20]
     jobs, offset = [], 8

@@ -1,8 +1,9 @@
-"""What the engine asks of a model."""
+"""Interfaces between the engine and a model: plan, model, and the input of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,52 +14,110 @@ from aquifer.weights.store import Parameter
 
 
 @dataclass(frozen=True, slots=True)
+class StateTensor:
+    """One tensor of a sequence's recurrent state."""
+
+    name: str
+    shape: tuple[int, ...]  # without the dimension of sequences
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor for one sequence."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """Recurrent state of one sequence: of fixed size, however many tokens the sequence has."""
+
+    tensors: tuple[StateTensor, ...]
+
+    @property
+    def sequence_bytes(self) -> int:
+        """Bytes of all state tensors of one sequence, without padding."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInput:
-    """The tokens of one step, of all its sequences one after the other."""
+    """Tokens of one step: those of all its sequences, one sequence after the other."""
 
     token_ids: torch.Tensor  # [tokens] int64
     positions: torch.Tensor  # [tokens] int64
-    # The context that the rotary embedding of a token is computed for, where it depends on it
-    # ("dynamic" scaling): the prompt's length, or position + 1 beyond the prompt.
+    # The context length that the rotary embedding of a token is computed for, where it depends on
+    # one ("dynamic" scaling): the prompt's length, or position + 1 beyond the prompt.
     context_lengths: torch.Tensor  # [tokens] int64
 
 
 class Model(Protocol):
-    """A decoder-only language model whose KV lives elsewhere."""
+    """A decoder-only language model whose KV is stored outside of it, in a cache."""
 
     @property
     def kv_layout(self) -> KVLayout:
-        """What one token's KV looks like."""
+        """Its plan's `ModelPlan.kv_layout`."""
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the embedding; token ids are below it."""
-
-    def forward(self, batch: ModelInput, kv: KVView) -> torch.Tensor:
-        """Hidden states after the final norm, [tokens, hidden]; writes KV through `kv`."""
+        """Its plan's `ModelPlan.vocab_size`."""
 
     @property
     def is_capturable(self) -> bool:
-        """Whether a step of it is the same kernels every time, so that a CUDA graph can hold it."""
+        """Whether every step of the same shape launches the same kernels.
+
+        If so, a CUDA graph can capture it.
+        """
+
+    def forward(self, batch: ModelInput, kv: KVView) -> torch.Tensor:
+        """Compute hidden states after the final norm, [tokens, hidden]; write KV through `kv`.
+
+        A layer without KV has no entry in the layout, so a model maps its own layers to indices of
+        `KVLayout.layers`.
+        """
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Scores of the next token: [n, hidden] -> [n, vocab_size], in the model's dtype."""
 
 
 class ModelPlan(Protocol):
-    """A model known from its configuration, before any weight is read."""
+    """Everything about a model that is known before any of its weights is read.
+
+    A plan comes from the configuration of a checkpoint, and from the headers of its tensors if it
+    has any. It takes no memory of the device.
+    """
 
     @property
     def parameters(self) -> Sequence[Parameter]:
-        """What to load, and from which stored tensors."""
+        """Parameters to load, and the stored tensors that each is made of."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of elements of all parameters."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding; every token id is below it."""
 
     @property
     def max_model_len(self) -> int:
-        """The longest context that the configuration allows, in tokens."""
+        """Longest context that the configuration allows, in tokens."""
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        """Layout of one token's KV: an entry for each layer that has KV, none if no layer has."""
+
+    @property
+    def state_layout(self) -> StateLayout | None:
+        """Layout of one sequence's recurrent state; None for a model without any."""
 
     def build(self, tensors: Mapping[str, torch.Tensor]) -> Model:
-        """Make the model over loaded parameters, by name; it keeps references, no copies.
+        """Make the model over loaded parameters, given by name; it keeps references, no copies.
 
         Raises:
-            UnsupportedModelError: what it computes cannot be served after all.
+            UnsupportedModelError: running the model has shown that it cannot be served.
         """
+
+
+def num_elements(parameters: Iterable[Parameter]) -> int:
+    """Number of elements of all these parameters."""
+    return sum(math.prod(parameter.shape) for parameter in parameters)

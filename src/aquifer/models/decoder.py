@@ -1,7 +1,7 @@
-"""Our own decoder: Llama, Mistral, Qwen2 and Qwen3, with fused weights.
+"""Decoder of the Llama family (Llama, Mistral, Qwen2, Qwen3) with fused weights.
 
-Q, K and V are one matrix, gate and up another: fewer, larger products. The stored tensors are
-read straight into their rows, so fusing costs nothing at load.
+The Q, K and V projections are one matrix, the gate and up projections another: fewer and larger
+products. Stored tensors are read straight into their rows, so fusing costs nothing at load time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from aquifer.errors import ConfigError, UnsupportedModelError
 from aquifer.kernels.linear import linear, norm_linear, silu_linear
 from aquifer.kernels.norm import add_rms_norm
 from aquifer.kernels.rotary import qk_norm_rope_write
-from aquifer.models.base import ModelInput
+from aquifer.models.base import ModelInput, StateLayout, num_elements
 from aquifer.models.rope import RotaryAngles
 from aquifer.weights.checkpoint import Checkpoint, stored_dtype
 from aquifer.weights.store import Parameter, Source
@@ -29,12 +29,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": {"attention_bias": True, "sliding_window": 4096, "max_window_layers": 28},
     "qwen3": {"head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
 }
-"""What an absent entry of the configuration means, where it is not the same for all."""
+"""Defaults of absent configuration entries that differ between model types."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """The shape of a decoder."""
+    """Shape and options of a decoder, read from its configuration."""
 
     vocab_size: int
     hidden_size: int
@@ -43,7 +43,7 @@ class DecoderConfig:
     num_kv_heads: int
     head_dim: int
     norm_eps: float
-    max_positions: int  # `max_position_embeddings`, which rotary scaling refers to
+    max_positions: int  # `max_position_embeddings`, the reference of rotary scaling
     max_model_len: int
     rope_theta: float
     rope_scaling: Mapping[str, Any]
@@ -52,26 +52,31 @@ class DecoderConfig:
     mlp_bias: bool
     qk_norm: bool
     tied_embeddings: bool
-    windows: tuple[int | None, ...]  # of each layer: tokens attended to, None for all
+    windows_tokens: tuple[int | None, ...]  # for each layer: sliding window, None without one
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
-        return len(self.windows)
+        """Number of decoder layers."""
+        return len(self.windows_tokens)
 
     @property
     def qkv_rows(self) -> tuple[int, int, int]:
-        """Rows of Q, K and V in the fused matrix."""
+        """Rows of Q, K and V in the fused projection."""
         kv_rows = self.num_kv_heads * self.head_dim
         return self.num_heads * self.head_dim, kv_rows, kv_rows
 
+    def kv_layout(self, dtype: torch.dtype) -> KVLayout:
+        """Layout of one token's KV, the same in every layer."""
+        layer = LayerKV(self.num_kv_heads, self.head_dim, self.head_dim)
+        return KVLayout((layer,) * self.num_layers, dtype)
+
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> DecoderConfig:
-        """From `config.json`, of either generation of Transformers.
+        """Read a `config.json`, as written by Transformers 4 or 5.
 
         Raises:
             ConfigError: an entry is missing or impossible.
-            UnsupportedModelError: it asks for something that this decoder does not do.
+            UnsupportedModelError: it asks for something that this decoder does not implement.
         """
         model_type = config["model_type"]
         known = {**_DEFAULTS[model_type], **{k: v for k, v in config.items() if v is not None}}
@@ -97,7 +102,7 @@ class DecoderConfig:
                 mlp_bias=known.get("mlp_bias", False),
                 qk_norm=model_type == "qwen3",
                 tied_embeddings=known.get("tie_word_embeddings", False),
-                windows=_windows(known),
+                windows_tokens=_windows_tokens(known),
             )
         except KeyError as error:
             raise ConfigError(f"config.json of a {model_type} model lacks {error}") from error
@@ -116,11 +121,11 @@ class DecoderConfig:
 
 
 def _max_model_len(max_positions: int, rope: Mapping[str, Any]) -> int:
-    """The longest context, with the stretch that rotary scaling gives it; as vLLM reckons it.
+    """Longest context in tokens, extended by rotary scaling; computed as vLLM does.
 
-    "linear" and "dynamic" stretch `max_position_embeddings`, unless the original length is given
-    beside it; for "yarn" that entry is found with and without the stretch, so it is the original
-    length that counts. In all other cases the entry is the final length.
+    "linear" and "dynamic" multiply `max_position_embeddings` by their factor, unless the original
+    length is given too. With "yarn", some checkpoints give that entry before and some after
+    scaling, so the original length is multiplied. In all other cases the entry is the final length.
     """
     kind, factor = rope.get("rope_type") or rope.get("type"), rope.get("factor")
     original = rope.get("original_max_position_embeddings")
@@ -128,8 +133,8 @@ def _max_model_len(max_positions: int, rope: Mapping[str, Any]) -> int:
     return int((original or max_positions) * factor) if is_stretched and factor else max_positions
 
 
-def _windows(known: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """The sliding window of each layer; absent `layer_types` mean what Transformers makes them."""
+def _windows_tokens(known: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Sliding window of each layer; absent `layer_types` are filled in as Transformers does."""
     num_layers: int = known["num_hidden_layers"]
     window: int | None = known.get("sliding_window") if known.get("use_sliding_window") else None
     if known["model_type"] == "mistral":
@@ -144,32 +149,32 @@ def _windows(known: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 
 class DecoderPlan:
-    """The `ModelPlan` of a decoder.
+    """`ModelPlan` of a decoder.
 
     Args:
-        checkpoint: an opened checkpoint of one of the families above.
-        dtype: of weights and KV; None means the checkpoint's own.
+        checkpoint: an opened checkpoint of the Llama family.
+        dtype: dtype of weights and KV; None means the checkpoint's own.
 
     Raises:
         ConfigError: the configuration is incomplete.
-        UnsupportedModelError: it asks for something that this decoder does not do.
+        UnsupportedModelError: it asks for something that this decoder does not implement.
     """
+
+    state_layout: StateLayout | None = None
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None) -> None:
         self.config = DecoderConfig.read(checkpoint.config)
-        self.dtype = dtype or stored_dtype(checkpoint)
-        # A checkpoint of the bare model, without the head, has no prefix.
+        self.vocab_size = self.config.vocab_size
+        self.max_model_len = self.config.max_model_len
+        self.kv_layout = self.config.kv_layout(dtype or stored_dtype(checkpoint))
+        # Names in a checkpoint of the base model, saved without its head, have no prefix.
         self._prefix = "" if "embed_tokens.weight" in checkpoint.tensors else "model."
         self.parameters = self._parameters()
-
-    @property
-    def max_model_len(self) -> int:
-        """The context that the configuration declares, stretched by rotary scaling."""
-        return self.config.max_model_len
+        self.num_parameters = num_elements(self.parameters)
 
     def build(self, tensors: Mapping[str, torch.Tensor]) -> Decoder:
-        """Collect the parameters layer by layer."""
-        return Decoder(self.config, self.dtype, tensors)
+        """See `ModelPlan.build`."""
+        return Decoder(self.config, self.kv_layout, tensors)
 
     def _parameters(self) -> list[Parameter]:
         c = self.config
@@ -177,12 +182,12 @@ class DecoderPlan:
 
         def add(name: str, shape: tuple[int, ...], *sources: str | Source) -> None:
             full = tuple(s if isinstance(s, Source) else Source(s) for s in sources)
-            parameters.append(Parameter(name, shape, self.dtype, full))
+            parameters.append(Parameter(name, shape, self.kv_layout.dtype, full))
 
         def add_fused(
             name: str, kind: str, columns: int, prefix: str, parts: Mapping[str, int]
         ) -> None:
-            """One matrix or bias out of several, one below the other."""
+            """Add one matrix or bias that holds several stored ones, one below the other."""
             sources, row = [], 0
             for part, rows in parts.items():
                 sources.append(Source(f"{prefix}.{part}.{kind}", (slice(row, row + rows),)))
@@ -244,10 +249,12 @@ class _Layer:
     norm2: torch.Tensor
     gate_up: _Linear
     down: _Linear
-    window: int | None
+    window_tokens: int | None
 
     @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor], name: str, window: int | None) -> _Layer:
+    def of(
+        cls, tensors: Mapping[str, torch.Tensor], name: str, window_tokens: int | None
+    ) -> _Layer:
         return cls(
             norm1=tensors[f"{name}.norm1"],
             qkv=_Linear.of(tensors, f"{name}.qkv"),
@@ -257,21 +264,20 @@ class _Layer:
             norm2=tensors[f"{name}.norm2"],
             gate_up=_Linear.of(tensors, f"{name}.gate_up"),
             down=_Linear.of(tensors, f"{name}.down"),
-            window=window,
+            window_tokens=window_tokens,
         )
 
 
 class Decoder:
-    """The `Model` of the families above."""
+    """`Model` of the Llama family."""
 
     is_capturable = True
 
     def __init__(
-        self, config: DecoderConfig, dtype: torch.dtype, tensors: Mapping[str, torch.Tensor]
+        self, config: DecoderConfig, kv_layout: KVLayout, tensors: Mapping[str, torch.Tensor]
     ) -> None:
         c = self._config = config
-        layer_kv = LayerKV(c.num_kv_heads, c.head_dim, c.head_dim)
-        self.kv_layout = KVLayout((layer_kv,) * c.num_layers, dtype)
+        self.kv_layout = kv_layout
         self.vocab_size = c.vocab_size
         self._angles = RotaryAngles(
             c.head_dim, c.max_positions, c.rope_theta, c.rope_scaling, tensors["embed"].device
@@ -279,7 +285,7 @@ class Decoder:
         self._scale = c.head_dim**-0.5
         self._embed = tensors["embed"]
         self._layers = [
-            _Layer.of(tensors, f"layers.{i}", window) for i, window in enumerate(c.windows)
+            _Layer.of(tensors, f"layers.{i}", window) for i, window in enumerate(c.windows_tokens)
         ]
         self._norm = tensors["norm"]
         self._head = tensors.get("head", self._embed)
@@ -288,7 +294,7 @@ class Decoder:
         """See `Model.forward`."""
         eps = self._config.norm_eps
         residual = F.embedding(batch.token_ids, self._embed)  # [tokens, hidden]
-        delta: torch.Tensor | None = None  # what the last sub-layer adds to it
+        delta: torch.Tensor | None = None  # output of the last sub-layer, not yet added to it
         cos, sin = self._angles(batch.positions, batch.context_lengths)
         for i, layer in enumerate(self._layers):
             qkv, residual = norm_linear(
@@ -315,10 +321,12 @@ class Decoder:
         sin: torch.Tensor,
         kv: KVView,
     ) -> torch.Tensor:
-        """[tokens, q + k + v rows] -> [tokens, q rows], by way of the cache."""
+        """Write K and V to the cache and attend: [tokens, q + k + v rows] -> [tokens, q rows]."""
         c = self._config
         query = qkv.new_empty(len(qkv), c.num_heads, c.head_dim)
         qk_norm_rope_write(
             qkv, layer.q_norm, layer.k_norm, cos, sin, query, *kv.destination(index), eps=c.norm_eps
         )
-        return kv.attend(index, query, scale=self._scale, window_tokens=layer.window).flatten(1)
+        return kv.attend(
+            index, query, scale=self._scale, window_tokens=layer.window_tokens
+        ).flatten(1)

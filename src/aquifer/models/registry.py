@@ -1,25 +1,35 @@
-"""Which implementation serves which architecture."""
+"""Choice of the implementation that serves a checkpoint, by its model type."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 
 from aquifer.models.base import ModelPlan
 from aquifer.weights.checkpoint import Checkpoint
 
+Planner: TypeAlias = Callable[[Checkpoint, torch.dtype | None], ModelPlan]
+"""Makes the plan of a checkpoint's model, like `plan_model`.
+
+To serve models that this package does not know, give the engine a planner that recognises them and
+calls `plan_model` for all others. It raises what `plan_model` raises.
+"""
+
 _DECODER_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 
 def plan_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> ModelPlan:
-    """Find the implementation for a checkpoint; imported only when needed.
+    """Plan a checkpoint's model; its implementation is imported only when needed.
 
     Args:
         checkpoint: an opened checkpoint.
-        dtype: what weights and KV are held in; None means the checkpoint's own.
+        dtype: dtype of weights and KV; None means the checkpoint's own.
 
     Raises:
-        UnsupportedModelError: nothing here can serve that architecture.
-        ConfigError: its configuration is incomplete.
+        UnsupportedModelError: no implementation can serve the architecture.
+        ConfigError: the configuration is incomplete.
     """
     if checkpoint.config.get("model_type") in _DECODER_MODEL_TYPES:
         from aquifer.models.decoder import DecoderPlan

@@ -1,7 +1,7 @@
-"""Angles of the rotary embedding, with the ways of stretching it that checkpoints ask for.
+"""Angles of the rotary embedding, with the kinds of scaling that checkpoints ask for.
 
-The frequencies follow the papers by way of Transformers' names for their parameters, so that a
-checkpoint gives the same tokens here and there.
+Frequencies follow the papers, with Transformers' names and defaults for their parameters, so that
+a checkpoint gives the same tokens here and in Transformers.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from aquifer.kernels.rotary import rotary_angles
 
 
 class RotaryAngles:
-    """cos and sin for positions, computed step by step: a table for the whole context of a long
-    model would take more memory than some models' weights.
+    """Cosines and sines of a step's positions, computed in every step.
+
+    A table for the whole context of a long model would take more memory than some models' weights.
 
     Args:
-        head_dim: dimensions that are rotated.
+        head_dim: number of dimensions that are rotated.
         max_positions: `max_position_embeddings` of the model.
         theta: base of the frequencies.
         scaling: `rope_scaling` or `rope_parameters` of the model's configuration.
-        device: where positions will be.
+        device: device of the positions.
 
     Raises:
         ConfigError: the kind of scaling is unknown, or a parameter of it is missing.
@@ -71,11 +72,11 @@ class RotaryAngles:
     def __call__(
         self, positions: torch.Tensor, context_lengths: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin), each [tokens, head_dim / 2], float32.
+        """Compute (cos, sin), each [tokens, head_dim / 2] float32.
 
         Args:
             positions: [tokens].
-            context_lengths: [tokens], see `ModelInput`; it matters for dynamic scaling only.
+            context_lengths: [tokens], see `ModelInput`; used by dynamic scaling only.
         """
         frequencies = self._frequencies
         if self._dynamic_factor is not None:
@@ -83,7 +84,7 @@ class RotaryAngles:
         return rotary_angles(positions, frequencies, self._magnitude)
 
     def _dynamic(self, context_lengths: torch.Tensor) -> torch.Tensor:
-        """Frequencies of a base that grows with the context, [tokens, head_dim / 2]."""
+        """Frequencies whose base grows with the context length, [tokens, head_dim / 2]."""
         assert self._dynamic_factor is not None
         lengths = context_lengths.clamp(min=self._max_positions).to(torch.float32)
         growth = self._dynamic_factor * lengths / self._max_positions - (self._dynamic_factor - 1)
@@ -92,7 +93,7 @@ class RotaryAngles:
 
 
 def _llama3(frequencies: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
-    """Slow down low frequencies, leave high ones, blend in between (Llama 3.1)."""
+    """Divide low frequencies by the factor, keep high ones, blend in between (Llama 3.1)."""
     factor = scaling["factor"]
     original = scaling["original_max_position_embeddings"]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
@@ -106,14 +107,16 @@ def _llama3(frequencies: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tens
 def _yarn(
     frequencies: torch.Tensor, theta: float, max_positions: int, scaling: Mapping[str, Any]
 ) -> tuple[torch.Tensor, float]:
-    """Interpolate what turns slowly, keep what turns fast (YaRN, section 3.2), and the magnitude
-    that goes with it (section 3.4)."""
+    """Scaled frequencies and attention magnitude of YaRN (sections 3.2 and 3.4).
+
+    Low frequencies are interpolated, high ones kept.
+    """
     head_dim = 2 * len(frequencies)
     original = scaling.get("original_max_position_embeddings") or max_positions
     factor = scaling.get("factor") or max_positions / original
 
     def dimension_of(num_rotations: float) -> float:
-        """The dimension that turns that often over the original context."""
+        """Dimension with that many full rotations over the original context."""
         return head_dim * math.log(original / (num_rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low = dimension_of(scaling.get("beta_fast") or 32)

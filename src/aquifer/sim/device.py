@@ -1,4 +1,4 @@
-"""How long a step takes: a roofline of the model's shape on a device, phase by phase.
+"""Roofline model of the time of a step, from the model's shape and the device, phase by phase.
 
     step = overhead
          + max(weights / bandwidth, matrix products / rate)          all tokens of the step together
@@ -8,14 +8,14 @@
          + bytes moved to the host and back / link bandwidth
 
 Bandwidth and rate are the device's, each times an efficiency, which `calibrate` takes from a
-measured run. Overhead is what a step costs whatever is in it. What the parts of a tensor-parallel
-device have to tell each other is not modelled, and copies of single blocks (copy-on-write) are not
-counted.
+measured run. Overhead is the constant cost of a step. Communication between the parts of a
+tensor-parallel device is not modelled, and copies of single blocks (copy-on-write) are not counted.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,22 +29,23 @@ from aquifer.cache.base import KVLayout, LayerKV
 from aquifer.errors import ConfigError
 
 _EFFICIENCIES = np.linspace(0.2, 1.0, 321)
-"""What a fit tries."""
+"""Memory efficiencies that `calibrate` tries."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What of a model matters to time and memory.
+    """Sizes of a model that determine its time and memory.
 
-    Sliding windows are not taken into account, and of a mixture of experts every expert counts.
+    Sliding windows are ignored, and every expert of a mixture of experts counts.
 
     Args:
-        name: how it was chosen.
-        kv_layout: of one token.
-        body_parameters: of all matrices but embedding and head: every token meets these.
-        head_parameters: tokens that are sampled from meet these too.
-        weight_bytes: of all that is loaded.
-        attention_operations: for each pair of a token and one that it attends to, all layers.
+        name: the name or folder by which the model was chosen.
+        kv_layout: layout of one token's KV.
+        body_parameters: elements of all matrices but embedding and head, used by every token.
+        head_parameters: elements of the head, used by tokens that are sampled from.
+        weight_bytes: bytes of all parameters.
+        attention_operations: operations for each pair of a token and one that it attends to, over
+            all layers.
         max_tokens: the longest context.
     """
 
@@ -58,7 +59,7 @@ class ModelShape:
 
     @property
     def read_bytes(self) -> int:
-        """Weights that one step reads: an embedding that is no head is hardly touched."""
+        """Bytes of weights that a step reads: body and head. Rows of an embedding are neglected."""
         return (self.body_parameters + self.head_parameters) * self.kv_layout.dtype.itemsize
 
     @classmethod
@@ -76,7 +77,7 @@ class ModelShape:
         tied: bool,
         max_tokens: int,
     ) -> ModelShape:
-        """A decoder-only transformer in 16 bits, of heads of hidden / num_heads."""
+        """Make the shape of a dense decoder in 16 bits, with heads of hidden / num_heads."""
         head_dim = hidden // num_heads
         kv_dim = num_kv_heads * head_dim
         body = num_layers * (
@@ -99,38 +100,34 @@ class ModelShape:
 
     @classmethod
     def of_checkpoint(cls, path: Path) -> ModelShape:
-        """Read off a checkpoint's config.json; its weights need not be there.
+        """Read a checkpoint's config.json; its weights need not exist.
 
         Raises:
-            ConfigError: it is missing or incomplete.
+            ConfigError: config.json is missing or incomplete.
         """
         from aquifer.models import plan_model
+        from aquifer.models.base import num_elements
         from aquifer.weights.checkpoint import Checkpoint
 
         checkpoint = Checkpoint.without_tensors(path)
         plan = plan_model(checkpoint)
         parameters = plan.parameters
-        vocab_size = checkpoint.config.get("vocab_size")
         matrices = [p for p in parameters if len(p.shape) > 1]
-        tables = [_count(p.shape) for p in matrices if p.shape[0] == vocab_size]
-        with torch.device("meta"):
-            tensors = {p.name: torch.empty(p.shape, dtype=p.dtype) for p in parameters}
-        layout = plan.build(tensors).kv_layout
-        num_heads = checkpoint.config.get("num_attention_heads") or 1
-        group = num_heads / (checkpoint.config.get("num_key_value_heads") or num_heads)
+        tables = [math.prod(p.shape) for p in matrices if p.shape[0] == plan.vocab_size]
+        num_heads = checkpoint.config.get("num_attention_heads") or checkpoint.config.get("n_head")
         return cls(
             name=path.name,
-            kv_layout=layout,
-            body_parameters=sum(_count(p.shape) for p in matrices) - sum(tables),
+            kv_layout=plan.kv_layout,
+            body_parameters=num_elements(matrices) - sum(tables),
             head_parameters=tables[-1] if tables else 0,
             weight_bytes=sum(p.num_bytes for p in parameters),
-            attention_operations=2.0 * group * layout.token_elements,
+            # As in `dense`.
+            attention_operations=sum(
+                2.0 * (num_heads or layer.num_kv_heads) * (layer.key_dim + layer.value_dim)
+                for layer in plan.kv_layout.layers
+            ),
             max_tokens=plan.max_model_len,
         )
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    return int(np.prod(shape))
 
 
 def _llama_13b(name: str, max_tokens: int) -> ModelShape:
@@ -170,7 +167,7 @@ MODELS = {
         _opt("opt-66b", 64, 9216, 72),
         _opt("opt-175b", 96, 12288, 96),
         _llama_13b("llama-13b", 2048),
-        # The same but for its context: what a trace with longer requests needs.
+        # The same with a longer context, for traces with longer requests.
         _llama_13b("llama-2-13b", 4096),
         ModelShape.dense(
             "llama-3-8b",
@@ -186,14 +183,14 @@ MODELS = {
         ),
     )
 }
-"""Shapes known by name: those of PagedAttention's evaluation (Table 1, section 6.4), and ours."""
+"""Named shapes: those of PagedAttention's evaluation (Table 1, section 6.4), and Llama 3."""
 
 
 def find_model(text: str) -> ModelShape:
-    """A shape by its name, or from the folder of a config.json.
+    """Find a shape by its name, or read it from the folder of a config.json.
 
     Raises:
-        ConfigError: there is neither.
+        ConfigError: the text is neither a name nor such a folder.
     """
     if text in MODELS:
         return MODELS[text]
@@ -201,21 +198,21 @@ def find_model(text: str) -> ModelShape:
     if (path / "config.json").is_file():
         return ModelShape.of_checkpoint(path)
     raise ConfigError(
-        f"--model {text!r} is no folder with a config.json, and none of {', '.join(MODELS)}"
+        f"--model {text!r} is neither a folder with a config.json nor one of {', '.join(MODELS)}"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceModel:
-    """A device, or several that share a model's layers evenly.
+    """Speed and memory of a device, or of several that share a model's layers evenly.
 
     Args:
-        name: how it was chosen.
-        memory_bytes: all that it has.
-        bandwidth: of its memory, bytes a second.
-        operations_per_s: floating-point, of matrix products in 16 bits.
-        link_bandwidth: to the host and back, bytes a second.
-        overhead_s: of each step.
+        name: the name by which the device was chosen.
+        memory_bytes: total memory.
+        bandwidth: memory bandwidth, bytes per second.
+        operations_per_s: rate of floating-point operations of matrix products in 16 bits.
+        link_bandwidth: bandwidth to the host and back, bytes per second.
+        overhead_s: constant cost of a step.
         memory_efficiency: the part of `bandwidth` that kernels reach.
         compute_efficiency: the part of `operations_per_s` that kernels reach.
     """
@@ -230,7 +227,7 @@ class DeviceModel:
     compute_efficiency: float
 
     def times(self, count: int) -> DeviceModel:
-        """So many of them in parallel; what they have to tell each other is not modelled."""
+        """Model `count` devices in parallel, without the communication between them."""
         return replace(
             self,
             name=f"{count}x{self.name}",
@@ -244,27 +241,27 @@ class DeviceModel:
 DEVICES = {
     device.name: device
     for device in (
-        # Data sheets; the efficiencies are what well-made kernels reach on such devices, and the
-        # overhead what a loop in Python costs where the device does not run ahead.
+        # From data sheets. The efficiencies are those of good kernels on such devices; the overhead
+        # is that of a Python loop that waits for every step.
         DeviceModel("a100-40g", 40 << 30, 1.555e12, 312e12, 25e9, 2e-3, 0.8, 0.6),
         DeviceModel("a100-80g", 80 << 30, 2.039e12, 312e12, 25e9, 2e-3, 0.8, 0.6),
-        # Measured: a copy's bandwidth, a large product's rate; the rest fitted by `calibrate` to
-        # benchmarks/gpu/llama-3-8b-latency-virtual.json.
+        # Measured: bandwidth of a copy, rate of a large matrix product. Fitted by `calibrate` to
+        # benchmarks/gpu/llama-3-8b-latency-virtual.json: the rest.
         DeviceModel("h200", 150_109_880_320, 4.289e12, 787e12, 55.4e9, 0.0, 0.78, 0.76),
     )
 }
 
 
 def find_device(text: str) -> DeviceModel:
-    """A device by its name, or several: "a100-40g", "4xa100-40g".
+    """Find a device, or several of one kind, by name: "a100-40g", "4xa100-40g".
 
     Raises:
-        ConfigError: there is no such device.
+        ConfigError: the name is unknown.
     """
     match = re.fullmatch(r"(?:([1-9]\d*)x)?(.+)", text)
     if match is None or match[2] not in DEVICES:
         raise ConfigError(
-            f"--device {text!r} is unknown; there is {', '.join(DEVICES)}, and 4xNAME for four"
+            f"--device {text!r} is unknown; known are {', '.join(DEVICES)}, and 4xNAME for four"
         )
     device = DEVICES[match[2]]
     return device.times(int(match[1])) if match[1] else device
@@ -272,20 +269,20 @@ def find_device(text: str) -> DeviceModel:
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What a step does."""
+    """Amount of work in one step."""
 
-    num_tokens: int  # all, each of which meets the weights
-    num_sampled: int  # of these, sampled from
-    decode_kv_tokens: int  # read by sequences of one token each
-    chunk_kv_tokens: int = 0  # in the cache already, read by chunks of prompts
-    chunk_pairs: int = 0  # of a chunk's token and one that it attends to
-    copied_bytes: int = 0  # from one place in the device's memory to another
-    moved_bytes: int = 0  # between device and host
+    num_tokens: int  # tokens of all sequences
+    num_sampled: int  # tokens that are sampled from
+    decode_kv_tokens: int  # cached tokens read by sequences that decode
+    chunk_kv_tokens: int = 0  # cached tokens read by chunks of prompts
+    chunk_pairs: int = 0  # pairs of a chunk's token and one that it attends to
+    copied_bytes: int = 0  # copied within the device's memory
+    moved_bytes: int = 0  # copied between device and host
 
 
 @dataclass(frozen=True, slots=True)
 class StepModel:
-    """The seconds of a step, of one model on one device."""
+    """Modelled times of the steps of one model on one device, in seconds."""
 
     model: ModelShape
     device: DeviceModel
@@ -299,7 +296,7 @@ class StepModel:
         return self.device.operations_per_s * self.device.compute_efficiency
 
     def seconds(self, work: StepWork) -> float:
-        """One step."""
+        """Time of one step."""
         token_bytes = self.model.kv_layout.token_bytes
         attention_s = work.decode_kv_tokens * token_bytes / self._bandwidth
         if work.chunk_pairs:
@@ -314,17 +311,17 @@ class StepModel:
     def decode_seconds(
         self, num_seqs: int, kv_tokens: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.float64]:
-        """Steps in which so many sequences decode, each a token; the same figures as `seconds`.
+        """Times of steps in which all sequences decode one token; equal to those of `seconds`.
 
         Args:
-            num_seqs: in each step.
-            kv_tokens: [num_steps], that all of them together read.
+            num_seqs: sequences in each step.
+            kv_tokens: [num_steps], cached tokens that all sequences together read.
         """
         kv_s = kv_tokens * self.model.kv_layout.token_bytes / self._bandwidth
         return np.asarray(self._products_s(num_seqs, num_seqs) + kv_s)
 
     def prefill_seconds(self, start: float, count: float) -> float:
-        """What `count` tokens of a prompt from `start` on add to a step that is bound by products.
+        """Time that prompt tokens [start, start + count) add to a compute-bound step.
 
         Both may be fractions: this is the cost to restore a block (`aquifer.cache.prefix`).
         """
@@ -343,17 +340,18 @@ class StepModel:
 
 
 def calibrate(device: DeviceModel, model: ModelShape, file: Path) -> DeviceModel:
-    """The device with efficiencies and overhead that fit a result of `aquifer bench latency`.
+    """Fit a device's efficiencies and overhead to a result of `aquifer bench latency`.
 
-    Its bandwidth and rate become those that the file has measured. Then, with the time of a step
-    and of the prompts of each batch:
+    Bandwidth and rate are those measured in the file. Then, from the time of a step and of the
+    prompts of each batch:
 
-    1. the compute efficiency is that of the longest prompts;
-    2. of all memory efficiencies the one, with the best overhead for it that is not negative, is
-       taken whose steps have the least squared relative error.
+    1. the compute efficiency is that of the batch with the most prompt tokens;
+    2. the memory efficiency is the one whose steps, with the best non-negative overhead for it,
+       have the least squared relative error.
 
     Raises:
-        ConfigError: it is no such file, or has not enough batches to tell the two apart.
+        ConfigError: the file is no such result, or has fewer than two batches, which do not
+            determine both efficiency and overhead.
     """
     try:
         content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -370,12 +368,12 @@ def calibrate(device: DeviceModel, model: ModelShape, file: Path) -> DeviceModel
             operations_per_s=float(content["matmul_rate"]),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{file} is no result of aquifer bench latency: {error!r}") from error
+        raise ConfigError(f"{file} is not a result of aquifer bench latency: {error!r}") from error
     if len(batches) < 2:
         raise ConfigError(
             f"{file} has {len(batches)} batch; measure at least two, such as 1,32,128"
         )
-    # Each prompt attends to the half of itself on average.
+    # On average, a token of a prompt attends to half of the prompt.
     longest = int(inputs.argmax())
     pairs = inputs[longest] ** 2 / sizes[longest] / 2
     operations = 2.0 * model.body_parameters * inputs[longest] + model.attention_operations * pairs

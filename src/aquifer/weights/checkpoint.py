@@ -1,8 +1,8 @@
-"""A Hugging Face checkpoint directory: what is in it, checked before anything is loaded.
+"""A Hugging Face checkpoint directory: configuration and tensor headers, checked before loading.
 
-Tensors are read from their byte ranges straight into their final place, which is why the header
-of safetensors files (an 8-byte length, a JSON table, then the data) is read here and not through
-the library: that one hands out tensors of its own, a second copy in memory for a moment.
+Tensors are read from their byte ranges straight into their final place. For that, the header of a
+safetensors file (an 8-byte length, a JSON table, then the data) is parsed here: the format's own
+library returns new tensors, which would be a second copy in memory.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-_MAX_HEADER_BYTES = 100 << 20  # the limit of the format's own library
-_CONVERT_BYTES = 8 << 20  # scratch for tensors that change their dtype while they are read
+_MAX_HEADER_BYTES = 100 << 20  # the limit that the format's own library has
+_CONVERT_BYTES = 8 << 20  # scratch buffer for tensors whose dtype is converted while they are read
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor on disk."""
+    """Location, dtype and shape of a tensor on disk."""
 
     file: Path
     dtype: torch.dtype
@@ -53,7 +53,7 @@ class StoredTensor:
 class Checkpoint:
     """A directory with `config.json` and safetensors files.
 
-    `tensors` is empty only if it was opened without them.
+    `tensors` is empty only if the checkpoint was opened by `without_tensors`.
     """
 
     path: Path
@@ -65,8 +65,7 @@ class Checkpoint:
         """Read the configuration and all tensor headers.
 
         Raises:
-            ConfigError: there is no such directory, it holds no checkpoint, or a file in it is
-                damaged.
+            ConfigError: the directory does not exist, is no checkpoint, or has a damaged file.
         """
         folder = Path(path).expanduser()
         config = read_config(folder)
@@ -79,24 +78,24 @@ class Checkpoint:
 
     @classmethod
     def without_tensors(cls, path: str | os.PathLike[str]) -> Checkpoint:
-        """Read the configuration alone: of a model whose weights will be random numbers.
+        """Read the configuration only, for a model that needs no stored weights.
 
         Raises:
-            ConfigError: there is no such directory, or no sound config.json in it.
+            ConfigError: the directory does not exist, or has no valid config.json.
         """
         folder = Path(path).expanduser()
         return cls(folder, read_config(folder), {})
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors as stored."""
+        """Bytes of all tensors on disk."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         """Read a tensor into `out` (contiguous, on the CPU), converting if the dtypes differ.
 
         Raises:
-            ConfigError: the file ended early or could not be read.
+            ConfigError: the file ended early or cannot be read.
         """
         stored = self.tensors[name]
         if stored.dtype == out.dtype:
@@ -113,10 +112,10 @@ class Checkpoint:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The parsed `config.json` of a checkpoint.
+    """Read the `config.json` of a checkpoint directory.
 
     Raises:
-        ConfigError: there is none, or it is not a JSON object.
+        ConfigError: the file does not exist, or is not a JSON object.
     """
     if not folder.exists():
         raise ConfigError(f"no such model: {folder} does not exist")
@@ -130,7 +129,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype that a checkpoint declares, or else that of its largest tensor."""
+    """Dtype that a checkpoint's configuration declares, or else that of its largest tensor."""
     declared = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
     dtype = getattr(torch, str(declared).removeprefix("torch."), None)
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
@@ -241,10 +240,10 @@ def _stored_tensor(
 
 
 def read_range(file: Path, offset_bytes: int, out: torch.Tensor) -> None:
-    """Fill a contiguous CPU tensor from a file, with no buffer in between.
+    """Fill a contiguous CPU tensor from a file, without an intermediate buffer.
 
     Raises:
-        ConfigError: the file ended early or could not be read.
+        ConfigError: the file ended early or cannot be read.
     """
     buffer = out.view(-1).view(torch.uint8).numpy().data
     try:

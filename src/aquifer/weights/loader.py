@@ -1,13 +1,13 @@
-"""From files to where the tensors lie: straight into place on the host, staged for a device.
+"""Load tensors from files: straight into place on the host, through staging buffers on a device.
 
-For a device, the file is read in large stretches, many tensors or parts of one at a time, by a
-few threads into page-locked buffers. Each buffer is copied to the device as a whole, and its
-tensors go from there to their places, changing their dtype on the way:
+For a device, a few threads read the files in large stretches, each with many tensors or a part of
+one, into page-locked buffers. Each buffer is copied to the device as a whole, and its tensors are
+copied from there to their places, with a conversion of dtype where needed:
 
     file --read--> buffer (page-locked) --copy--> stage (device) --scatter--> parameters
 
-Copies follow each other on a stream of their own while the threads read ahead, so the time is that
-of the slower of the two. Nothing larger than the buffers is ever held beside the weights.
+Copies run on a stream of their own while the threads read ahead, so loading takes as long as the
+slower of the two. Besides the weights, nothing larger than the buffers is held in memory.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ import torch
 from aquifer.weights.checkpoint import Checkpoint, StoredTensor, read_range
 
 BUFFER_BYTES = 16 << 20
-"""Size of one copy to the device. From 8 MB on, a copy runs at the full speed of the bus."""
+"""Size of one copy to the device. Copies of 8 MB or more reach the full speed of the bus."""
 
 NUM_BUFFERS = 8
-"""How many stretches are read at a time: one thread reads cached files at a quarter of the speed
-of the bus, or less."""
+"""Number of stretches read at a time. One thread reads cached files at a quarter of the speed of
+the bus, or less."""
 
-_ALIGNMENT_BYTES = 64  # of a stretch in its file, so that tensors are aligned in the buffer too
-_MAX_GAP_BYTES = 1 << 20  # what is rather read in vain than skipped by starting a new stretch
+_ALIGNMENT_BYTES = 64  # start of a stretch in its file; keeps tensors aligned in the buffer
+_MAX_GAP_BYTES = 1 << 20  # larger gaps between tensors begin a new stretch, smaller are read too
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a stored tensor: bytes [start, start + num_bytes) of it, whole elements."""
+    """Bytes [start_bytes, start_bytes + num_bytes) of a stored tensor: whole elements."""
 
     stored: StoredTensor
-    out: torch.Tensor  # where the whole tensor goes
+    out: torch.Tensor  # destination of the whole tensor
     start_bytes: int
     num_bytes: int
 
     @property
     def offset_bytes(self) -> int:
-        """Where it begins in the file."""
+        """Offset of the piece in the file."""
         return self.stored.offset_bytes + self.start_bytes
 
 
 @dataclass(slots=True)
 class Stretch:
-    """Neighbouring pieces of one file, to be read at once: [begin_bytes, end_bytes)."""
+    """Range [begin_bytes, end_bytes) of a file that is read at once, and the pieces in it."""
 
     file: Path
     begin_bytes: int
@@ -63,15 +63,15 @@ def load_tensors(
     jobs: Sequence[tuple[str, torch.Tensor]],
     on_bytes: Callable[[int], None],
 ) -> None:
-    """Fill tensors of one device from a checkpoint; they are complete when this returns.
+    """Fill tensors of one device from a checkpoint; their contents are complete on return.
 
     Args:
-        checkpoint: where the stored tensors are.
+        checkpoint: the checkpoint with the stored tensors.
         jobs: (name of a stored tensor, contiguous tensor of its shape to fill), in file order.
-        on_bytes: told how many stored bytes have been read, again and again.
+        on_bytes: called after each read with the number of stored bytes in it.
 
     Raises:
-        ConfigError: a file ended early or could not be read.
+        ConfigError: a file ended early or cannot be read.
     """
     if not jobs:
         return
@@ -100,7 +100,7 @@ def plan_stretches(
             if (
                 last is None
                 or last.file != stored.file
-                or at < last.begin_bytes  # a tensor that fills two parameters comes twice
+                or at < last.begin_bytes  # a tensor that fills two parameters occurs twice
                 or at - last.end_bytes > _MAX_GAP_BYTES
                 or at + stored.dtype.itemsize > last.begin_bytes + max_bytes
             ):
@@ -117,11 +117,11 @@ def plan_stretches(
 
 
 def scatter(stage: torch.Tensor, stretch: Stretch) -> None:
-    """Copy each piece from a stretch's bytes to its place, converting where the dtypes differ.
+    """Copy each piece of a stretch to its destination, with a conversion where dtypes differ.
 
     Args:
-        stage: uint8, the stretch's bytes, on the device of the tensors to fill.
-        stretch: which pieces they are.
+        stage: uint8, the bytes of the stretch, on the device of the tensors to fill.
+        stretch: the pieces to copy.
     """
     for piece in stretch.pieces:
         begin = piece.offset_bytes - stretch.begin_bytes
@@ -139,14 +139,14 @@ def scatter(stage: torch.Tensor, stretch: Stretch) -> None:
 
 
 class _Buffer:
-    """Page-locked memory for one stretch, and when the device is done with it."""
+    """Page-locked memory for one stretch, and the event of its latest copy to the device."""
 
     def __init__(self) -> None:
         self.bytes = torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
         self.copied = torch.cuda.Event()
 
     def read(self, stretch: Stretch) -> None:
-        """Fill it from the file, once the copy of what it held is done."""
+        """Fill the buffer from the file, after the copy of its former contents has ended."""
         self.copied.synchronize()
         num_bytes = stretch.end_bytes - stretch.begin_bytes
         read_range(stretch.file, stretch.begin_bytes, self.bytes[:num_bytes])
@@ -178,6 +178,6 @@ def _load_staged(
                 free.append(buffer)
                 on_bytes(sum(piece.num_bytes for piece in stretch.pieces))
         finally:
-            # Whether or not all went well, nothing may still read the buffers or write the pages.
+            # Also after a failure: no thread or copy may use the buffers or the pages any more.
             threads.shutdown(cancel_futures=True)
             stream.synchronize()

@@ -1,12 +1,13 @@
 """Any decoder-only language model of Hugging Face Transformers, over our KV cache.
 
-Transformers looks its attention up by name in a registry; one entry there is ours. All tokens of
-a step run as one sequence of batch 1: everything but attention works token by token, and
-attention goes to `KVView.attend`, which knows the sequences. Three steps make that safe:
+Transformers looks up its attention by name in a registry, in which we register an entry. All
+tokens of a step run as one sequence of batch 1: everything but attention works token by token, and
+attention calls `KVView.attend`, which knows the sequences. These modules make that safe:
 
-    plan     refuse what the configuration or the modules show to be something else
-    mapping  name, for each parameter, the stored tensors that fill it
-    probe    run a few tokens through the loaded model in both ways; refuse what differs
+    plan     refuse models that the configuration or the modules show to need anything else
+    layout   read the KV layout from the configuration and the attention modules
+    mapping  find the stored tensors that fill each parameter
+    probe    run a few tokens through the loaded model, by its own code and as served, and compare
 """
 
 from aquifer.models.transformers.plan import TransformersPlan

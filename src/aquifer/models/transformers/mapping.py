@@ -1,4 +1,4 @@
-"""From stored tensors to parameters: by the rules of Transformers' own loader, on shapes alone."""
+"""Map stored tensors to parameters by the rules of Transformers' own loader, on shapes alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from aquifer.weights.store import Parameter, Source
 
 
 def tied_names(model: Any) -> dict[str, list[str]]:
-    """All names of each parameter or persistent buffer, by the first one."""
+    """Names of each parameter or persistent buffer, keyed by the first of them."""
     first: dict[int, str] = {}
     names: dict[str, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -35,28 +35,29 @@ def tied_names(model: Any) -> dict[str, list[str]]:
 def map_parameters(
     model: Any, names: Mapping[str, Sequence[str]], checkpoint: Checkpoint, architecture: str
 ) -> tuple[Parameter, ...]:
-    """For each parameter, the stored tensors that fill it. Other stored tensors are left alone.
+    """Find the stored tensors that fill each parameter; other stored tensors are ignored.
 
     Args:
-        model: without weights.
-        names: all names of each parameter, by the first one.
-        checkpoint: where the stored tensors are.
+        model: the model, without weights.
+        names: names of each parameter, keyed by the first of them.
+        checkpoint: the checkpoint with the stored tensors.
         architecture: for messages.
 
     Raises:
-        UnsupportedModelError: a parameter is stored in a form that no copying makes right.
+        UnsupportedModelError: a parameter is stored in a form that copying alone cannot convert.
         ConfigError: a tensor is missing, or has another shape.
     """
     state = model.state_dict(keep_vars=True)
     filled = _fill(model, state, checkpoint, architecture)
-    exact_dtypes = model._get_dtype_plan(next(model.parameters()).dtype)
+    # Transformers has no public function for the parameters that it keeps in another dtype.
+    exact_dtypes = model._get_dtype_plan(next(model.parameters()).dtype)  # noqa: SLF001
     parameters = []
     for name, aliases in names.items():
         tensor = state[name]
         source_name = next((alias for alias in aliases if alias in filled), None)
         if source_name is None:
             if not tensor.is_meta:
-                continue  # a buffer that has its value from the configuration
+                continue  # a buffer whose value comes from the configuration
             if checkpoint.tensors:
                 raise ConfigError(
                     f"{checkpoint.path} lacks the tensor {name!r}, which its config calls for"
@@ -72,24 +73,24 @@ def map_parameters(
 
 
 def _contains(name: str, pattern: str) -> bool:
-    """Whether a pattern of Transformers' dtype plan, where `*` stands for anything, fits."""
+    """Whether a name contains a pattern of Transformers' dtype plan; `*` matches anything."""
     return re.search(pattern.replace("*", ".*"), name) is not None
 
 
 def _fill(
     model: Any, state: Mapping[str, torch.Tensor], checkpoint: Checkpoint, architecture: str
 ) -> dict[str, tuple[Source, ...]]:
-    """What fills each name of the state, by the rules of Transformers' own loader.
+    """Find the sources of each name of the state by the rules of Transformers' own loader.
 
-    The same walk as its `convert_and_load_state_dict_in_model`: renamings, then at most one
-    conversion, then the prefix of the base model added or removed.
+    The order is that of `convert_and_load_state_dict_in_model`: renamings, then at most one
+    conversion, then the prefix of the base model is added or removed.
     """
     transforms = get_model_conversion_mapping(model)
     renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
     prefix = model.base_model_prefix
     filled: dict[str, tuple[Source, ...]] = {}
-    # To be converted: parameter -> pattern -> the stored tensors that match it, in natural order.
+    # To convert: parameter -> pattern -> the stored tensors that match it, in natural order.
     collected: dict[str, dict[str, list[_Piece]]] = {}
     for stored_name in sorted(checkpoint.tensors, key=dot_natural_key):
         name, pattern = rename_source_key(stored_name, renamings, converters, prefix, state)
@@ -114,7 +115,7 @@ _Index = tuple[int | slice, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A tensor that is yet to be: its shape, and where in it each stored tensor belongs."""
+    """Shape of an intermediate tensor, and the index in it of each stored tensor."""
 
     shape: tuple[int, ...]
     parts: tuple[tuple[str, _Index], ...]
@@ -127,11 +128,11 @@ def _convert(
     parameter: torch.Tensor,
     architecture: str,
 ) -> tuple[Source, ...]:
-    """Follow the operations on shapes alone.
+    """Apply a conversion to shapes alone.
 
     Raises:
-        UnsupportedModelError: there is an operation that is no placement of whole stored tensors
-            into contiguous parts of the parameter.
+        UnsupportedModelError: an operation is more than placing whole stored tensors into
+            contiguous parts of the parameter.
     """
     # In the order of the converter's patterns, which is the order of concatenation.
     lists = [collected[p] for p in converter.source_patterns if p in collected]

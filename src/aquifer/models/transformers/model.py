@@ -1,4 +1,4 @@
-"""A model of Transformers whose attention is ours, and whose KV lives elsewhere."""
+"""A model of Transformers that uses our attention, over KV that is stored outside of it."""
 
 from __future__ import annotations
 
@@ -16,32 +16,40 @@ from aquifer.cache.base import KVLayout, KVView
 from aquifer.models.base import ModelInput
 
 SERVE = "aquifer"
-"""Our name in the attention registry. It has none in the mask registry: no masks are built."""
+"""Name of our entry in the attention registry.
+
+The mask registry has no entry of that name, so Transformers builds no masks.
+"""
 
 
 class TransformersModel:
-    """A model of Transformers that keeps its KV with us. Made by `TransformersPlan.build`.
+    """`Model` that runs a model of Transformers. Made by `TransformersPlan.build`.
 
     Args:
-        model: the model, parameters in place.
-        kv_layout: what one token's KV looks like.
-        windows_tokens: the sliding window of each layer, None where it attends to everything.
+        model: the model, with its parameters.
+        kv_layout: layout of one token's KV.
+        vocab_size: rows of the embedding.
+        windows_tokens: sliding window of each layer, None for a layer without one.
     """
 
-    # Other people's code may look at values on the way, as mixtures of experts do.
+    # Its code may read values of tensors on the host, as mixtures of experts do.
     is_capturable = False
 
     def __init__(
-        self, model: Any, kv_layout: KVLayout, windows_tokens: tuple[int | None, ...]
+        self,
+        model: Any,
+        kv_layout: KVLayout,
+        vocab_size: int,
+        windows_tokens: tuple[int | None, ...],
     ) -> None:
         self.kv_layout = kv_layout
-        self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        self.vocab_size = vocab_size
         self._decoder = getattr(model, _decoder_name(model))
         self._head = _without_decoder(model)
         self._windows_tokens = windows_tokens
 
     def forward(self, batch: ModelInput, kv: KVView) -> torch.Tensor:
-        """Hidden states after the final norm, [tokens, hidden]; writes KV through `kv`."""
+        """See `Model.forward`."""
         token = _STEP.set(_Step(kv, self._windows_tokens))
         try:
             output = self._decoder(
@@ -53,9 +61,9 @@ class TransformersModel:
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Scores of the next token: [n, hidden] -> [n, vocab_size].
+        """See `Model.logits`.
 
-        Runs the model's own code beyond its decoder, with whatever scaling or capping it does.
+        Runs the model's own code after its decoder, including any scaling or capping of logits.
         """
         output = type(self._head).forward(
             self._head, inputs_embeds=hidden[None], use_cache=False, return_dict=True
@@ -66,7 +74,7 @@ class TransformersModel:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What attention needs while one `forward` runs."""
+    """Arguments of attention during one `forward`."""
 
     kv: KVView
     windows_tokens: Sequence[int | None]
@@ -85,7 +93,7 @@ def _serve_attention(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as Transformers calls it; returns [1, tokens, heads, value_dim]."""
+    """Entry of the attention registry; returns [1, tokens, heads, value_dim]."""
     step = _STEP.get()
     step.kv.write(module.layer_idx, key[0].transpose(0, 1), value[0].transpose(0, 1))
     attended = step.kv.attend(
@@ -102,7 +110,7 @@ AttentionInterface.register(SERVE, _serve_attention)
 
 
 class _DecoderOutput:
-    """Hidden states, and None for whatever else a head passes on (losses of a router, caches)."""
+    """Output of a decoder: hidden states, and None for every other field (caches, losses)."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.last_hidden_state = hidden
@@ -115,27 +123,28 @@ class _DecoderOutput:
 
 
 class _PassThrough(nn.Module):
-    """Stands where the decoder was: what goes in as embeddings comes out as hidden states."""
+    """Replacement of the decoder that returns its input embeddings as hidden states."""
 
     @property
     def decoder(self) -> _PassThrough:
-        """Itself: OPT calls the decoder inside of its decoder."""
+        """This module: OPT calls the decoder inside of its decoder."""
         return self
 
     def forward(self, *_args: None, inputs_embeds: torch.Tensor, **_: Any) -> _DecoderOutput:
-        """What a decoder returns, around [1, n, hidden]."""
+        """Return [1, n, hidden] embeddings as a decoder's output."""
         return _DecoderOutput(inputs_embeds)
 
 
 def _decoder_name(model: Any) -> str:
-    """The child of a causal language model that turns token ids into hidden states."""
+    """Name of the child of a causal language model that computes hidden states from token ids."""
     embeddings = model.get_input_embeddings()
     children: Iterator[tuple[str, nn.Module]] = model.named_children()
     return next(name for name, child in children if embeddings in child.modules())
 
 
 def _without_decoder(model: Any) -> Any:
-    """The same model, sharing its head, with nothing where its decoder was."""
+    """Shallow copy of a model that shares its head and has a pass-through as its decoder."""
     head = copy.copy(model)
-    head._modules = {**model._modules, _decoder_name(model): _PassThrough()}
+    # The copy shares its table of children with the model; setattr would change both.
+    head._modules = {**model._modules, _decoder_name(model): _PassThrough()}  # noqa: SLF001
     return head

@@ -1,4 +1,4 @@
-"""What a checkpoint is, told without its weights: whether it can be served, and how large."""
+"""Plan of a Transformers model: whether it can be served, its parameters and its layouts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from aquifer.errors import ConfigError, UnsupportedModelError
+from aquifer.models.base import StateLayout, num_elements
+from aquifer.models.transformers.layout import read_kv_layout
 from aquifer.models.transformers.mapping import map_parameters, tied_names
 from aquifer.models.transformers.model import TransformersModel
 from aquifer.models.transformers.probe import probe
@@ -19,21 +21,28 @@ from aquifer.weights.checkpoint import Checkpoint
 
 _log = logging.getLogger(__name__)
 
-_ALIBI_MODEL_TYPES = frozenset({"bloom", "mpt"})  # without a field that says so
+_ALIBI_MODEL_TYPES = frozenset({"bloom", "mpt"})  # their configurations do not say so
 _ATTENTION_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 
 class TransformersPlan:
-    """A checkpoint of an architecture that Transformers implements.
+    """`ModelPlan` of an architecture that Transformers implements.
+
+    The names and shapes of the parameters come from Transformers' own modules, which are built once
+    on the meta device: no configuration states them. The vocabulary and the KV layout are read
+    from the same modules.
 
     Args:
-        checkpoint: an opened checkpoint, in the layout of the hub or of `save_pretrained`.
-        dtype: of weights and KV; None means the configuration's own, or else the stored one.
+        checkpoint: an opened checkpoint, with tensor names of the hub or of `save_pretrained`.
+        dtype: dtype of weights and KV; None means that of the configuration, or else of the
+            largest stored tensor.
 
     Raises:
-        UnsupportedModelError: the architecture cannot be served, and why.
-        ConfigError: the configuration is not sound, or a tensor is missing.
+        UnsupportedModelError: the architecture cannot be served; the message says why.
+        ConfigError: the configuration is invalid, or a tensor is missing.
     """
+
+    state_layout: StateLayout | None = None  # recurrent architectures are refused
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None) -> None:
         self._architecture = _architecture(checkpoint)
@@ -43,16 +52,20 @@ class TransformersPlan:
         self.max_model_len = _max_model_len(self._config, checkpoint)
         skeleton = make_skeleton(self._config, self._dtype, self._architecture)
         _check_modules(skeleton, self._architecture)
+        self.vocab_size = int(skeleton.get_input_embeddings().weight.shape[0])
+        self.kv_layout = read_kv_layout(skeleton, self._dtype, self._architecture)
         self._tied_names = tied_names(skeleton)
         self.parameters = map_parameters(skeleton, self._tied_names, checkpoint, self._architecture)
+        self.num_parameters = num_elements(self.parameters)
 
     def build(self, tensors: Mapping[str, torch.Tensor]) -> TransformersModel:
-        """Make the model over loaded parameters, by name; it keeps references, no copies.
+        """Make the model over loaded parameters, given by name; it keeps references, no copies.
 
-        Pre-condition: the parameters hold their values, for the probe compares results.
+        Pre-condition: the parameters hold their values, because the probe compares results.
 
         Raises:
-            UnsupportedModelError: the probe found that it cannot be served after all.
+            UnsupportedModelError: the probe found that the model cannot be served, or that it has
+                another KV layout than the plan.
         """
         model = make_skeleton(self._config, self._dtype, self._architecture)
         for parameter in self.parameters:
@@ -62,11 +75,18 @@ class TransformersPlan:
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
-        return probe(model, self._architecture, self.max_model_len, device)
+        return probe(
+            model,
+            self._architecture,
+            kv_layout=self.kv_layout,
+            vocab_size=self.vocab_size,
+            max_tokens=self.max_model_len,
+            device=device,
+        )
 
 
 def _architecture(checkpoint: Checkpoint) -> str:
-    """How the checkpoint names itself, for messages."""
+    """Name of the architecture in the configuration, for messages."""
     names = checkpoint.config.get("architectures")
     return str(names[0] if names else checkpoint.config.get("model_type"))
 
@@ -87,12 +107,12 @@ def _load_config(checkpoint: Checkpoint, architecture: str) -> Any:
         return AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
     except FOREIGN_ERRORS as error:
         raise ConfigError(
-            f"{checkpoint.path / 'config.json'} is no sound {model_type} configuration: {error}"
+            f"{checkpoint.path / 'config.json'} is not a valid {model_type} configuration: {error}"
         ) from error
 
 
 def _check_class(config: Any, architecture: str) -> None:
-    """Refuse what the configuration and the model class show to be no plain decoder."""
+    """Refuse models that the configuration or the class shows to be no plain decoder."""
 
     def refuse(reason: str) -> NoReturn:
         raise UnsupportedModelError(architecture, reason)
@@ -118,7 +138,7 @@ def _check_class(config: Any, architecture: str) -> None:
 
 
 def _check_modules(model: Any, architecture: str) -> None:
-    """Refuse what only the modules show."""
+    """Refuse properties that only the modules show."""
     for module in model.modules():
         if getattr(module, "is_causal", True) is False:
             raise UnsupportedModelError(architecture, "its attention is not causal")
@@ -135,11 +155,11 @@ def _own_dtype(config: Any, checkpoint: Checkpoint) -> torch.dtype:
 
 
 def _max_model_len(config: Any, checkpoint: Checkpoint) -> int:
-    """The longest context in which the rotary embedding does not depend on the batch.
+    """Longest context in tokens for which the rotary embedding does not depend on the batch.
 
-    The "longrope" and "dynamic" scalings change with the longest position in a batch: one request
-    would change the results of another. So contexts end where that would begin, for "longrope" at
-    the original length, for "dynamic" at the configured one.
+    "longrope" and "dynamic" scaling change with the longest position in a batch, so one request
+    would change the results of another. Contexts end where that would begin: for "longrope" at the
+    original length, for "dynamic" at the configured one.
     """
     names = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "n_ctx")
     lengths = [getattr(config, name, None) for name in names]
@@ -154,8 +174,8 @@ def _max_model_len(config: Any, checkpoint: Checkpoint) -> int:
     result = min([longest, *static])
     if result < longest:
         _log.warning(
-            "%s: contexts are limited to %d of %d tokens, where its rotary scaling begins to "
-            "depend on what else is in the batch",
+            "%s: contexts are limited to %d of %d tokens, because in longer ones the rotary "
+            "scaling depends on the other requests in the batch",
             checkpoint.path,
             result,
             longest,
@@ -164,7 +184,7 @@ def _max_model_len(config: Any, checkpoint: Checkpoint) -> int:
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """The rotary settings: one for the model, or one for each type of layer."""
+    """Rotary settings: one for the whole model, or one for each type of layer."""
     settings = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in settings.values() if isinstance(value, dict)]
     return nested or [settings]

@@ -1,7 +1,8 @@
-"""What only a run of the loaded model tells: a few tokens, served in both ways.
+"""Checks of a loaded model that need a run of it: a few tokens, by its own code and as served.
 
-The probe also reads each layer's sliding window out of the mask that the model asks for. That
-mask is what its own attention obeys; the `sliding_window` argument is only a hint beside it.
+The probe compares the KV layout of the plan with the keys and values that attention is called with.
+It also reads each layer's sliding window from the mask that the model asks for, because that mask
+is what its own attention obeys; the `sliding_window` argument is only a hint.
 """
 
 from __future__ import annotations
@@ -40,35 +41,42 @@ _UNRELATED_KWARGS = frozenset(
     }
 )
 _PROBE_TOKENS = 6
-# Relative error of a token's logits. Wide for 16 bits: rounding goes through all the layers, and a
-# wrong mask, position or scale is off by far more.
+# Allowed relative error of a token's logits. Large in 16 bits, where rounding errors go through all
+# layers; the error from a wrong mask, position or scale is much larger still.
 _TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-2}
 _TOLERANCE_16_BITS = 0.25
 
 _Span = tuple[int, int, int]
-"""(sequence, tokens of it that were served before, tokens of it in this step)."""
+"""(sequence, its tokens served in earlier steps, its tokens in this step)."""
 
 
 def probe(
-    model: Any, architecture: str, max_tokens: int, device: torch.device
+    model: Any,
+    architecture: str,
+    *,
+    kv_layout: KVLayout,
+    vocab_size: int,
+    max_tokens: int,
+    device: torch.device,
 ) -> TransformersModel:
-    """The model, ready to serve contexts of up to `max_tokens`.
+    """Check that a model can be served, and make it ready for that.
 
     Args:
-        model: with its weights.
+        model: the model, with its weights.
         architecture: for messages.
+        kv_layout: layout of one token's KV according to the plan.
+        vocab_size: rows of the embedding.
         max_tokens: the longest context.
-        device: where the weights are.
+        device: device of the weights.
 
     Raises:
-        UnsupportedModelError: it cannot be served, and why.
+        UnsupportedModelError: the model cannot be served; the message says why.
     """
-    vocab_size = model.get_input_embeddings().weight.shape[0]
     num_tokens = min(_PROBE_TOKENS, max_tokens)
     ids = torch.arange(1, num_tokens + 1, device=device) * 7919 % vocab_size
     try:
         with torch.no_grad():
-            return _Probe(model, architecture, max_tokens).run(ids)
+            return _Probe(model, architecture, kv_layout, vocab_size, max_tokens).run(ids)
     except (AquiferError, torch.OutOfMemoryError):
         raise
     except FOREIGN_ERRORS as error:
@@ -77,22 +85,22 @@ def probe(
 
 @dataclass(slots=True)
 class _Probe:
-    """Runs a few tokens to learn what attention is asked for, and that serving changes nothing."""
+    """Runs a few tokens: records how attention is called, and compares logits as served."""
 
     model: Any
     architecture: str
+    kv_layout: KVLayout
+    vocab_size: int
     max_tokens: int
-    layers: list[LayerKV] = field(default_factory=list)
-    windows_tokens: list[int | None] = field(default_factory=list)
-    dtypes: set[torch.dtype] = field(default_factory=set)
+    windows_tokens: list[int | None] = field(default_factory=list)  # of the layers recorded so far
     # Masks that the model was given, with the window that each one stands for.
     masks: list[tuple[torch.Tensor, int | None]] = field(default_factory=list)
 
     def run(self, ids: torch.Tensor) -> TransformersModel:
-        """Record attention over the tokens `ids`, then compare what serving makes of it."""
+        """Record attention over the tokens `ids`, then compare logits as served with its own."""
         self._record(ids)
         served = TransformersModel(
-            self.model, KVLayout(tuple(self.layers), self._kv_dtype()), tuple(self.windows_tokens)
+            self.model, self.kv_layout, self.vocab_size, tuple(self.windows_tokens)
         )
         self._compare(ids, served)
         return served
@@ -104,26 +112,21 @@ class _Probe:
                 self.model(input_ids=ids[None], position_ids=_arange(ids), use_cache=False)
         finally:
             _PROBING.reset(token)
-        if len(self.layers) != self.model.config.num_hidden_layers:
+        if len(self.windows_tokens) != len(self.kv_layout.layers):
             self.refuse(
-                f"attention was computed {len(self.layers)} times in "
-                f"{self.model.config.num_hidden_layers} layers"
+                f"attention was computed {len(self.windows_tokens)} times in "
+                f"{len(self.kv_layout.layers)} layers"
             )
 
-    def _kv_dtype(self) -> torch.dtype:
-        if len(self.dtypes) != 1:
-            self.refuse(f"its queries, keys and values differ in dtype: {self.dtypes}")
-        return next(iter(self.dtypes))
-
     def _compare(self, ids: torch.Tensor, served: TransformersModel) -> None:
-        """Serve the tokens in two chunks, the second behind tokens of another sequence.
+        """Serve the tokens in two chunks, the second after tokens of another sequence.
 
-        Judged by the median over tokens: in 16 bits a mixture of experts may choose another
-        expert on a tie, but what is wrong in principle is wrong in all of the second chunk.
+        The median over tokens decides: in 16 bits a mixture of experts may choose another expert
+        on a tie, but an error of principle affects all of the second chunk.
         """
         with _attention(self.model, "eager"):
             expected = self.model(input_ids=ids[None], use_cache=False).logits[0].float()
-        layout, count = served.kv_layout, len(ids)
+        layout, count = self.kv_layout, len(ids)
         stored = torch.empty(2, count, layout.token_elements, dtype=layout.dtype, device=ids.device)
         layers = layout.split(stored)
         first = count // 3  # tokens of the first chunk
@@ -144,12 +147,12 @@ class _Probe:
             (0, first, count - first),
         )[other:]
         actual = torch.cat([start, rest])
-        if actual.shape[1] != served.vocab_size:
-            self.refuse(f"its head gives {actual.shape[1]} scores for {served.vocab_size} tokens")
+        if actual.shape[1] != self.vocab_size:
+            self.refuse(f"its head gives {actual.shape[1]} scores for {self.vocab_size} tokens")
         spread = (expected - expected.mean(1, keepdim=True)).norm(dim=1)
-        tolerance = _TOLERANCE.get(self._kv_dtype(), _TOLERANCE_16_BITS)
+        tolerance = _TOLERANCE.get(layout.dtype, _TOLERANCE_16_BITS)
         if not ((actual - expected).norm(dim=1) - tolerance * spread).median() <= 0:
-            self.refuse("served in batches and chunks, it computes something else")
+            self.refuse("its logits differ when it is served in batches and chunks")
 
     def attention(
         self,
@@ -160,10 +163,11 @@ class _Probe:
         mask: torch.Tensor | None,
         kwargs: Mapping[str, Any],
     ) -> torch.Tensor:
-        """Record one call; the result is zeros, [1, tokens, heads, value_dim]."""
+        """Record and check one call; returns zeros, [1, tokens, heads, value_dim]."""
         layer = getattr(module, "layer_idx", None)
-        if layer != len(self.layers):
-            self.refuse(f"layer {layer} computed attention where {len(self.layers)} was due")
+        expected = len(self.windows_tokens)
+        if layer != expected or expected == len(self.kv_layout.layers):
+            self.refuse(f"layer {layer} computed attention where {expected} was due")
         for name, argument in kwargs.items():
             known = name in _IMPLEMENTED_KWARGS or name in _UNRELATED_KWARGS
             if argument is not None and argument is not False and not known:
@@ -175,14 +179,23 @@ class _Probe:
             self.refuse("its attention does not use the mask that Transformers makes for it")
         tokens = query.shape[2]
         if query.shape[0] != 1 or not key.shape[2] == value.shape[2] == tokens:
-            self.refuse("its attention sees other keys than the ones of its own tokens")
-        self.layers.append(LayerKV(key.shape[1], key.shape[3], value.shape[3]))
+            self.refuse("its attention has other keys than those of the tokens it is given")
+        layer_kv = LayerKV(key.shape[1], key.shape[3], value.shape[3])
+        if layer_kv != self.kv_layout.layers[layer] or value.shape[1] != key.shape[1]:
+            self.refuse(
+                f"layer {layer} has KV of {layer_kv}, and its configuration describes "
+                f"{self.kv_layout.layers[layer]}"
+            )
+        dtypes = {query.dtype, key.dtype, value.dtype}
+        if dtypes != {self.kv_layout.dtype}:
+            self.refuse(
+                f"its queries, keys and values are of {dtypes}, not all of {self.kv_layout.dtype}"
+            )
         self.windows_tokens.append(windows[0])
-        self.dtypes |= {query.dtype, key.dtype, value.dtype}
         return value.new_zeros(1, tokens, query.shape[1], value.shape[3])
 
     def mask(self, allowed: Callable[..., torch.Tensor], device: torch.device) -> torch.Tensor:
-        """A stand-in for the mask that `allowed(batch, head, query, key)` describes.
+        """Make a stand-in for the mask that `allowed(batch, head, query, key)` describes.
 
         Raises:
             UnsupportedModelError: it is neither causal nor causal within a window.
@@ -233,15 +246,17 @@ AttentionMaskInterface.register(_PROBE, _probe_mask)
 
 @contextmanager
 def _attention(model: Any, name: str) -> Iterator[None]:
-    """Let the model use another entry of the attention registry for a while."""
+    """Use another entry of the attention registry within the context."""
+    # The public `set_attn_implementation` only warns for classes that it does not recognise, and
+    # does not reach copies of the configuration in modules.
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     for config in configs.values():
-        config._attn_implementation = name
+        config._attn_implementation = name  # noqa: SLF001
     try:
         yield
     finally:
         for config in configs.values():
-            config._attn_implementation = SERVE
+            config._attn_implementation = SERVE  # noqa: SLF001
 
 
 def _arange(ids: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A model of Transformers without weights: parameters that take no memory, buffers as they are."""
+"""A model of Transformers without weights: parameters on the meta device, buffers with values."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ FOREIGN_ERRORS = (
     ImportError,
     StrictDataclassError,
 )
-"""What a model's own code raises when it is asked for something it cannot do."""
+"""Exceptions that a model's own code raises for a configuration that it cannot handle."""
 
 
 def make_skeleton(config: Any, dtype: torch.dtype, architecture: str) -> Any:
-    """The model with parameters that have no memory, and buffers with their true values.
+    """Build a model with parameters that take no memory, and buffers that have their values.
 
-    Construction happens on the meta device, so that no weight ever takes memory. Buffers are then
-    made anew and filled by the model's own initialisation, as `from_pretrained` does it.
+    The model is built on the meta device, so that weights take no memory. Buffers are then
+    allocated again and filled by the model's own initialisation, as `from_pretrained` does.
     """
     config = copy.deepcopy(config)
     if hasattr(config, "output_router_logits"):
@@ -43,18 +43,19 @@ def make_skeleton(config: Any, dtype: torch.dtype, architecture: str) -> Any:
         raise UnsupportedModelError(architecture, f"it cannot be constructed: {error}") from error
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-        parameter._is_hf_initialized = True
+        # The flag by which Transformers skips a parameter in `initialize_weights`.
+        parameter._is_hf_initialized = True  # noqa: SLF001
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.zeros_like(buffer, device="cpu"))
     model.initialize_weights()
     for module in model.modules():
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):
-            # GPT-2 looks for padding in the ids to warn of it, which would wait for the device.
+            # GPT-2 searches the ids for padding to warn about, which would wait for the device.
             module.warn_if_padding_and_no_attention_mask = _warn_of_nothing
         if hasattr(module, "rope_type"):
-            # Contexts end where a scaling that looks at the batch would begin (plan.py):
-            # there is nothing left to look for, and looking would wait for the device.
+            # Contexts end before any scaling that depends on the batch begins (plan.py), so the
+            # check for it has nothing to find, and would wait for the device.
             module.rope_type = _static_rope_type(module.rope_type)
     return model.eval()
 
@@ -70,8 +71,8 @@ def _static_rope_type(rope_type: Any) -> Any:
 
 
 def set_tensor(model: Any, name: str, tensor: torch.Tensor) -> None:
-    """Put a parameter, or a persistent buffer, in its place; no copy is made."""
+    """Set a parameter or a persistent buffer by its name; no copy is made."""
     parent, _, leaf = name.rpartition(".")
     module = model.get_submodule(parent)
-    is_buffer = leaf in module._buffers
+    is_buffer = leaf in dict(module.named_buffers(recurse=False))
     setattr(module, leaf, tensor if is_buffer else nn.Parameter(tensor, requires_grad=False))

@@ -1,0 +1,117 @@
+"""Values that a plan takes from the configuration alone, for every architecture."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.architectures import MAX_TOKENS, OUR_DECODER, TRANSFORMERS, save_tiny
+
+from aquifer.cache.base import KVLayout, LayerKV
+from aquifer.errors import UnsupportedModelError
+from aquifer.models import Planner, StateLayout, StateTensor, plan_model
+from aquifer.models.transformers.layout import read_kv_layout
+from aquifer.weights.checkpoint import Checkpoint
+
+ARCHITECTURES = OUR_DECODER | TRANSFORMERS
+LATENT = {"deepseek_v3": LayerKV(4, 24, 12)}
+"""Layers whose keys and values are expanded from what Transformers caches."""
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_plan_agrees_with_a_run_of_transformers(name: str, tmp_path: Path) -> None:
+    reference = save_tiny(ARCHITECTURES[name](), tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    whole = plan_model(checkpoint)
+    (tmp_path / "model.safetensors").unlink()
+    plan = plan_model(Checkpoint.without_tensors(tmp_path))
+    with torch.no_grad():
+        output = reference(torch.arange(4)[None], use_cache=True)
+    layers = tuple(
+        LATENT.get(name) or LayerKV(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3])
+        for layer in output.past_key_values.layers
+    )
+    assert plan.kv_layout == KVLayout(layers, torch.float32)
+    assert plan.vocab_size == output.logits.shape[-1]
+    assert plan.num_parameters == sum(p.numel() for p in reference.parameters())
+    assert 0 < plan.max_model_len <= MAX_TOKENS
+    assert plan.state_layout is None
+    for field in ("kv_layout", "vocab_size", "max_model_len"):
+        assert getattr(whole, field) == getattr(plan, field)
+    # A checkpoint may also store buffers, which otherwise have their initial values.
+    stored = sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
+    assert whole.num_parameters == stored
+
+
+def test_planner_chooses_the_dtype(tmp_path: Path) -> None:
+    save_tiny(OUR_DECODER["llama"](), tmp_path / "llama")
+    save_tiny(TRANSFORMERS["olmo2"](), tmp_path / "olmo2")
+    planner: Planner = plan_model
+    for folder in tmp_path.iterdir():
+        for dtype in (torch.float16, torch.bfloat16):
+            plan = planner(Checkpoint.open(folder), dtype)
+            assert plan.kv_layout.dtype == dtype
+            assert {parameter.dtype for parameter in plan.parameters} == {dtype}
+
+
+def skeleton(num_layers: int, *attention: dict[str, Any]) -> Any:
+    """Modules with these attributes, of a model with four heads."""
+    modules = []
+    for attributes in attention:
+        module = torch.nn.Module()
+        for attribute, value in attributes.items():
+            setattr(module, attribute, value)
+        modules.append(module)
+    model = torch.nn.ModuleList(modules)
+    config = SimpleNamespace(num_hidden_layers=num_layers, num_attention_heads=4)
+    return SimpleNamespace(modules=model.modules, config=config)
+
+
+def test_heads_that_differ_from_layer_to_layer() -> None:
+    layout = read_kv_layout(
+        skeleton(
+            4,
+            {"layer_idx": 0, "is_causal": True, "head_dim": 16, "num_key_value_groups": 2},
+            {"layer_idx": 2, "is_causal": True, "head_dim": 64, "num_heads": 8},
+            {"layer_idx": 1, "is_causal": True, "head_size": 32},
+            {"layer_idx": 1, "name": "a decoder layer, which has an index and no attention"},
+            {
+                "layer_idx": 3,
+                "is_causal": True,
+                "head_dim": 8,
+                "qk_head_dim": 24,
+                "v_head_dim": 12,
+            },
+        ),
+        torch.bfloat16,
+        "Tiny",
+    )
+    layers = (LayerKV(2, 16, 16), LayerKV(4, 32, 32), LayerKV(8, 64, 64), LayerKV(4, 24, 12))
+    assert layout == KVLayout(layers, torch.bfloat16)
+
+
+def test_layouts_that_cannot_be_read_are_refused() -> None:
+    known = {"layer_idx": 0, "is_causal": True, "head_dim": 16}
+    for model, reason in [
+        (skeleton(2, known), "1 of its 2 layers have attention"),
+        (skeleton(1, known, {**known, "layer_idx": 1}), "2 of its 1 layers have attention"),
+        (skeleton(1, {"layer_idx": 0, "is_causal": True}), "size of its attention heads"),
+    ]:
+        with pytest.raises(UnsupportedModelError, match=f"cannot serve Tiny: .*{reason}"):
+            read_kv_layout(model, torch.float32, "Tiny")
+
+
+def test_bytes_of_a_state_layout() -> None:
+    layout = StateLayout(
+        (
+            StateTensor("conv", (2, 48, 3), torch.bfloat16),
+            StateTensor("ssm", (2, 48, 16), torch.float32),
+        )
+    )
+    assert [tensor.num_bytes for tensor in layout.tensors] == [2 * 48 * 3 * 2, 2 * 48 * 16 * 4]
+    assert layout.sequence_bytes == 2 * 48 * (3 * 2 + 16 * 4)
+    assert StateLayout(()).sequence_bytes == 0
