@@ -350,12 +350,11 @@ def test_default_config_by_batch(num_heads, num_kv_heads, head_dim, paged):
         assert 132 <= num_programs <= 4 * 132
 
 
+@pytest.mark.gpu  # for graphs are CUDA's
 @pytest.mark.parametrize("block_size", [None, 16])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_captured_graph_follows_lengths_and_tables(device, block_size, overlap, monkeypatch):
     monkeypatch.setattr(_triton, "overlap", overlap)
-    if device.type != "cuda":
-        pytest.skip("graphs are CUDA's")
     lengths = [700, 0, 1, 200, 64]
     case, later = (
         make_case(
