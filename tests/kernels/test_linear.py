@@ -95,7 +95,9 @@ def test_tiles(
     if device.type == "cuda" and dtype != torch.float32:
         candidates += tiles(Shape(num_tokens, num_out, num_in))
     for tile in (None, *candidates):
-        for _ in range(2):  # what one call counts in must be as it was for the next
+        # Programs that share columns count who is last: as it was, for the next call.
+        num_calls = 2 if tile is not None and tile.num_splits > 1 else 1
+        for _ in range(num_calls):
             result = linear(x, weight, bias, tile)
             assert result.is_contiguous()
             assert result.dtype == dtype

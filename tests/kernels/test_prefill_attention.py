@@ -210,7 +210,7 @@ def test_nothing_is_needed_of_blocks_after_the_chunk(device, block_size):
 def test_splits(device, monkeypatch, block_size, num_splits, options):
     """Keys of one query go to several programs, and there may be more of those than keys."""
     monkeypatch.setattr(module, "MIN_SPLIT_KEYS", 16)
-    case = make_case(device, [(0, 17), (5, 1), (30, 20)], block_size=block_size)
+    case = make_case(device, [(0, 17), (5, 1), (30, 20)], num_heads=2, block_size=block_size)
     check(case, SMALL, num_splits=num_splits, **options)
 
 
