@@ -1,11 +1,46 @@
-"""Without a GPU, Triton's kernels are interpreted; it decides so when it is first imported."""
+"""What all tests share: Triton's interpreter without a GPU, and tests that need a GPU.
+
+Tests in tests/gpu, and tests and parameters marked `gpu`, are collected only where torch sees an
+NVIDIA GPU. `--require-gpu` makes it an error if there is none, so that `make test-gpu` cannot pass
+without them.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+from pathlib import Path
 
+import pytest
 import torch
 
-if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
+HAS_GPU = torch.cuda.is_available()
+GPU_FOLDER = Path(__file__).parent / "gpu"
+
+# Triton decides whether to interpret its kernels when it is first imported.
+if not HAS_GPU and importlib.util.find_spec("triton") is not None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--require-gpu", action="store_true", help="end with an error if there is no NVIDIA GPU"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU; not collected without one")
+    if config.option.require_gpu and not HAS_GPU:
+        raise pytest.UsageError("--require-gpu: torch sees no NVIDIA GPU")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if HAS_GPU:
+        return
+    deselected = [item for item in items if _needs_gpu(item)]
+    config.hook.pytest_deselected(items=deselected)
+    items[:] = [item for item in items if not _needs_gpu(item)]
+
+
+def _needs_gpu(item: pytest.Item) -> bool:
+    return item.get_closest_marker("gpu") is not None or item.path.is_relative_to(GPU_FOLDER)

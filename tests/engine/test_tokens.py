@@ -25,7 +25,31 @@ SEED = 2
 CLEAR_GAP = 1e-4
 """By how much the best logit leads: far more than what the order of additions changes."""
 
-KV_CACHES = ("virtual", "paged")
+EVERYWHERE = ("qwen2-window", "gemma2", "deepseek_v3")
+"""The architectures that run in every configuration: our decoder, with biases and with layers that
+have a window beside layers that have none; a model of Transformers, with windows, soft caps and a
+scale of its own; and one whose keys and values differ in size, with experts."""
+
+STEPS = [("virtual", 7, 1), ("virtual", 1, 0), ("virtual", 512, 0)]
+STEPS += [("paged", 1, 0), ("paged", 7, 1), ("paged", 512, 0)]
+"""KV cache, tokens a step, and steps planned ahead, with room for all."""
+
+PREEMPTIONS = [("paged", 1), ("virtual", 0), ("virtual", 1)]
+"""KV cache and steps planned ahead, with too little room; a step takes whole prompts."""
+
+
+def cases(configurations: list[Any]) -> list[Any]:
+    """Every architecture in the first configuration, and those of `EVERYWHERE` in all of them.
+
+    The first of `STEPS` and the first of `PREEMPTIONS` together have both KV caches, prompts in
+    chunks beside sequences that decode and prompts in one piece, and sequences that begin again.
+    What else a configuration changes is the same code for every architecture.
+    """
+    return [
+        (architecture, *configuration)
+        for architecture in ARCHITECTURES
+        for configuration in configurations[: None if architecture in EVERYWHERE else 1]
+    ]
 
 
 @dataclass(frozen=True)
@@ -37,10 +61,11 @@ class Reference:
     outputs: list[list[int]]
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module")
 def reference(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Reference:
+    """What Transformers' model of this architecture generates."""
     folder = tmp_path_factory.mktemp(request.param)
     model = save_tiny(ARCHITECTURES[request.param](), folder, SEED)
     longest = plan_model(Checkpoint.open(folder)).max_model_len
@@ -86,8 +111,11 @@ def assert_same_tokens(llm: LLM, reference: Reference, indices: list[int]) -> No
     assert memory.bytes_by_kind[Kind.KV] == 0
 
 
-@pytest.mark.parametrize(("max_num_batched_tokens", "num_ahead"), [(1, 0), (7, 1), (512, 0)])
-@pytest.mark.parametrize("kv_cache", KV_CACHES)
+@pytest.mark.parametrize(
+    ("reference", "kv_cache", "max_num_batched_tokens", "num_ahead"),
+    cases(STEPS),
+    indirect=["reference"],
+)
 def test_tokens_equal_transformers(
     reference: Reference, kv_cache: str, max_num_batched_tokens: int, num_ahead: int
 ) -> None:
@@ -102,7 +130,9 @@ def test_tokens_equal_transformers(
         assert sum(llm.engine.stats().num_preemptions.values()) == 0
 
 
-@pytest.mark.parametrize(("kv_cache", "num_ahead"), [("virtual", 0), ("virtual", 1), ("paged", 1)])
+@pytest.mark.parametrize(
+    ("reference", "kv_cache", "num_ahead"), cases(PREEMPTIONS), indirect=["reference"]
+)
 def test_tokens_equal_transformers_under_preemption(
     reference: Reference, kv_cache: str, num_ahead: int
 ) -> None:

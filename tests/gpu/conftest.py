@@ -1,4 +1,4 @@
-"""Tests that need an NVIDIA GPU: `make test-gpu`. Elsewhere they are skipped."""
+"""Tests that need an NVIDIA GPU: `make test-gpu`. Elsewhere they are not collected."""
 
 from __future__ import annotations
 
@@ -9,12 +9,6 @@ import pytest
 import torch
 
 from aquifer.memory.driver.cuda import CudaDriver
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("torch sees no NVIDIA GPU; these tests run with `make test-gpu` where it does")
 
 
 @pytest.fixture

@@ -152,10 +152,11 @@ def test_batch_of_padding(device, block_size, merges_itself):
     check(case, replace(SMALL, merges_itself=merges_itself))
 
 
-@pytest.mark.parametrize("num_heads", [4, 12])
+@pytest.mark.parametrize("num_heads", [2, 6])
 def test_merge_of_more_partial_results_than_fit_at_once(device, num_heads):
     """64 partial results of a row; a group of 3 heads, too, which is no power of two."""
-    case = make_case(device, [1024, 3], num_heads=num_heads, value_dim=256, max_tokens=1024)
+    options = {"num_heads": num_heads, "num_kv_heads": 2, "value_dim": 256}
+    case = make_case(device, [1024, 3], **options, max_tokens=1024)
     config = Config(1, 16, num_shares=64, num_warps=2, num_stages=2)
     check(case, config)
 
@@ -163,7 +164,7 @@ def test_merge_of_more_partial_results_than_fit_at_once(device, num_heads):
 def test_one_workspace_serves_calls_of_any_shape(device):
     other = replace(SMALL, kv_heads_per_program=4, block_tokens=4, num_shares=7)
     workspace = Workspace.empty([SMALL, other], 8, 4, 16, device)
-    for lengths in ([64], [20, 0, 33], [5, 64, 64, 1]):
+    for lengths in ([64], [20, 0, 33, 1]):
         for config in (SMALL, other):
             case = make_case(device, lengths)
             out = torch.full_like(case.query, torch.nan)
@@ -350,12 +351,11 @@ def test_default_config_by_batch(num_heads, num_kv_heads, head_dim, paged):
         assert 132 <= num_programs <= 4 * 132
 
 
+@pytest.mark.gpu  # for graphs are CUDA's
 @pytest.mark.parametrize("block_size", [None, 16])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_captured_graph_follows_lengths_and_tables(device, block_size, overlap, monkeypatch):
     monkeypatch.setattr(_triton, "overlap", overlap)
-    if device.type != "cuda":
-        pytest.skip("graphs are CUDA's")
     lengths = [700, 0, 1, 200, 64]
     case, later = (
         make_case(

@@ -80,10 +80,9 @@ def test_brackets_that_do_not_settle_a_row_either(
     batch.check(random_logits(device, 3, 8200, spread=0.5))
 
 
+@pytest.mark.gpu  # for it takes too long in the interpreter
 def test_rows_of_a_large_vocabulary(device: torch.device) -> None:
     """The kernels' float32 exponentials may move a draw to the next of 150 000 flat tokens."""
-    if device.type != "cuda":
-        pytest.skip("takes too long in the interpreter")
     kinds = [*FLAT, Params(temperature=0.5, top_p=0.99), Params(top_p=0.999), Params(top_p=0.5)]
     kinds.remove(Params(min_p=0.01))  # drawn in another order
     vocab_size, count = 151_936, 8 * len(kinds)
@@ -165,9 +164,8 @@ def test_plain_draws_follow_the_softmax(device: torch.device) -> None:
     check_distribution(np.bincount(out.cpu().numpy(), minlength=vocab_size), probabilities)
 
 
+@pytest.mark.gpu  # for graphs are CUDA's
 def test_a_graph_follows_the_columns(device: torch.device) -> None:
-    if device.type != "cuda":
-        pytest.skip("graphs are CUDA's")
     params = [*PLAIN, *CUT, *PENALISED, *FLAT]
     batch = Batch(params, 20_000, device)
     logits = random_logits(device, len(params), 20_000, spread=1.0)

@@ -210,7 +210,7 @@ def test_nothing_is_needed_of_blocks_after_the_chunk(device, block_size):
 def test_splits(device, monkeypatch, block_size, num_splits, options):
     """Keys of one query go to several programs, and there may be more of those than keys."""
     monkeypatch.setattr(module, "MIN_SPLIT_KEYS", 16)
-    case = make_case(device, [(0, 17), (5, 1), (30, 20)], block_size=block_size)
+    case = make_case(device, [(0, 17), (5, 1), (30, 20)], num_heads=2, block_size=block_size)
     check(case, SMALL, num_splits=num_splits, **options)
 
 
@@ -266,10 +266,11 @@ def test_head_dims(device, key_dim, value_dim):
     check(case)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+# Triton's interpreter multiplies the bits of bfloat16 as integers.
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+)
 def test_half_precision(device, dtype):
-    if dtype == torch.bfloat16 and device.type == "cpu":
-        pytest.skip("Triton's interpreter multiplies the bits of bfloat16 as integers")
     check(make_case(device, RAGGED, dtype=dtype), SMALL)
     check(make_case(device, RAGGED, dtype=dtype, block_size=16), SMALL, window_tokens=20)
 
@@ -467,7 +468,7 @@ def test_default_config_on_models(device, num_heads, num_kv_heads, head_dim, blo
 @pytest.fixture
 def cudnn_device(device, monkeypatch) -> torch.device:
     """A GPU on which round spans go to cuDNN; that anything else runs is an error."""
-    if device.type != "cuda" or not module._has_cudnn(torch.device("cuda", 0)):
+    if not module._has_cudnn(torch.device("cuda", 0)):
         pytest.skip("cuDNN's attention needs a Hopper GPU, or a later one")
 
     def refuse(*arguments: object, **options: object) -> None:
@@ -482,6 +483,7 @@ def make_large_case(device: torch.device, chunks: list[tuple[int, int]], **optio
     return make_case(device, chunks, **{"dtype": torch.bfloat16, **options})
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(128, 128), (64, 64), (80, 80), (128, 64)])
 def test_cudnn_from_the_start(cudnn_device, dtype, key_dim, value_dim):
@@ -489,12 +491,14 @@ def test_cudnn_from_the_start(cudnn_device, dtype, key_dim, value_dim):
     check(make_large_case(cudnn_device, [(0, 512), (0, 1280)], dtype=dtype, **dims), scale=0.1)
 
 
+@pytest.mark.gpu
 def test_cudnn_after_a_prefix(cudnn_device):
     chunks = [(256, 512), (1536, 512), (512, 1024)]
     check(make_large_case(cudnn_device, chunks), scale=0.1)
     check(make_large_case(cudnn_device, chunks, num_kv_heads=8), scale=0.1, window_tokens=2048)
 
 
+@pytest.mark.gpu
 def test_cudnn_on_neighbours_in_one_call(cudnn_device, monkeypatch):
     num_seqs = []
     run = module._run_cudnn
@@ -509,6 +513,7 @@ def test_cudnn_on_neighbours_in_one_call(cudnn_device, monkeypatch):
     assert num_seqs == [3, 1, 1]
 
 
+@pytest.mark.gpu
 def test_cudnn_on_slots_that_are_far_apart(cudnn_device):
     """From slot to slot it is more elements than 31 bits count, as with long sequences."""
     num_tokens, stride = 512, (1 << 31) + (1 << 20)
@@ -524,18 +529,16 @@ def test_cudnn_on_slots_that_are_far_apart(cudnn_device):
     check(case, scale=0.1)
 
 
+@pytest.mark.gpu
 def test_cudnn_and_triton_share_a_batch(device):
     chunks = [(0, 512), (0, 512), (3, 512), (256, 768), (0, 100), (1000, 1), (0, 1024)]
-    if device.type != "cuda":
-        pytest.skip("there is no cuDNN")
     case = make_large_case(device, chunks, slots=[0, 1, 2, 3, 4, 5, 6])
     check(case, scale=0.1)
     check(case, scale=0.1, window_tokens=1000)
     check(case, scale=0.1, softcap=20.0)
 
 
+@pytest.mark.gpu
 def test_unaligned_heads_do_not_go_to_cudnn(device):
-    if device.type != "cuda":
-        pytest.skip("there is no cuDNN")
     check(make_large_case(device, [(0, 512), (256, 512)], key_dim=60, value_dim=60), scale=0.1)
     check(make_large_case(device, [(0, 512)], num_heads=2, key_dim=256, value_dim=256), scale=0.1)

@@ -275,11 +275,12 @@ class Engine:
                 f"{cache.block_bytes / cache.layout.token_bytes:g}",
                 param="prompt",
             )
-        pinned_bytes = prefixes.stats.pinned_bytes + num_blocks * cache.block_bytes
-        if 2 * pinned_bytes > self._kv_budget_bytes:
+        pinned_bytes = self._pinned_bytes + num_blocks * cache.block_bytes
+        kv_bytes = self._kv_budget_bytes + self._pinned_bytes
+        if 2 * pinned_bytes > kv_bytes:
             raise CapacityError(
                 f"pinned prefixes would take {format_size(pinned_bytes)}, more than half of the "
-                f"{format_size(self._kv_budget_bytes)} that this server has for KV",
+                f"{format_size(kv_bytes)} that this server has for KV",
                 param="prompt",
             )
         if prefixes.match(tokens, salt).num_tokens < cache.tokens_in(num_blocks) - 1:
@@ -418,12 +419,15 @@ class Engine:
     @property
     def _kv_budget_bytes(self) -> int:
         """What KV could have, beside weights, pinned prefixes and what the process itself has."""
-        taken_bytes = self.pool.usage().overhead_bytes
-        for served in self._served.values():
-            taken_bytes += served.info.weight_bytes
-            if served.lane.prefixes is not None:
-                taken_bytes += served.lane.prefixes.stats.pinned_bytes
+        weight_bytes = sum(served.info.weight_bytes for served in self._served.values())
+        taken_bytes = self.pool.usage().overhead_bytes + weight_bytes + self._pinned_bytes
         return self.pool.budget_bytes - taken_bytes
+
+    @property
+    def _pinned_bytes(self) -> int:
+        """Bytes of the pinned prefixes of all models."""
+        caches = (served.lane.prefixes for served in self._served.values())
+        return sum(cache.stats.pinned_bytes for cache in caches if cache is not None)
 
     def _max_total(self, request: Request, served: _Served) -> int:
         """Length in tokens, prompt included, at which a request ends."""

@@ -23,6 +23,10 @@ from aquifer.serve.protocol import ErrorInfo, ErrorResponse
 MAX_BODY_BYTES = 16 << 20
 _LINGER_BYTES = 64 << 20  # of a body that is too large: read and dropped, so that its sender
 _LINGER_S = 5.0  # gets as far as reading the answer instead of a broken pipe
+_EVENTS_AT_ONCE = 4
+"""Events that a stream may write before it lets the event loop run. Only the loop reports a broken
+connection, and asyncio logs a warning for the sixth write to one: these events and the headers, or
+the end of the response, are five."""
 
 _CLIENT_CLOSED_REQUEST = 499  # nobody reads it
 
@@ -262,6 +266,10 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        num_sent = 0
         async for event in self._events:
             await send({"type": "http.response.body", "body": event, "more_body": True})
+            num_sent += 1
+            if num_sent % _EVENTS_AT_ONCE == 0:
+                await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,319 @@
+"""Models, pinned prefixes and overhead that compete for a pool too small for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from tests.architectures import OUR_DECODER, TRANSFORMERS, VOCAB_SIZE, save_tiny
+
+from aquifer.config import EngineConfig, ModelSpec
+from aquifer.engine.engine import Engine
+from aquifer.engine.request import Request, SamplingParams
+from aquifer.errors import CapacityError
+from aquifer.memory.driver.base import Driver
+from aquifer.memory.driver.faulty import FaultyDriver
+from aquifer.memory.driver.host import HostDriver
+from aquifer.memory.pool import Kind
+
+KV_CACHES = ("virtual", "paged")
+MODELS = ("llama", "gpt2")  # their KV differs in size
+PAGE_BYTES = 4096
+OUTPUT_TOKENS = 24
+GREEDY = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+PLENTY_BYTES = 16 << 20
+
+
+def random_prompts(seed: int, *lengths: int) -> list[list[int]]:
+    random = Random(seed)
+    return [[random.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths]
+
+
+PROMPTS = {"llama": random_prompts(0, 33, 70, 12, 50), "gpt2": random_prompts(1, 12, 40, 70, 33)}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint of each model."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in MODELS:
+        save_tiny((OUR_DECODER | TRANSFORMERS)[name](), folder / name)
+    return {name: folder / name for name in MODELS}
+
+
+def open_engine(
+    folders: Mapping[str, Path],
+    memory_bytes: int = PLENTY_BYTES,
+    *,
+    driver: Driver | None = None,
+    **options: Any,
+) -> Engine:
+    config = EngineConfig(
+        models=tuple(ModelSpec(name, folder) for name, folder in folders.items()),
+        device="cpu",
+        memory_bytes=memory_bytes,
+        page_bytes=PAGE_BYTES,
+        block_size=4,
+        **options,
+    )
+    return Engine.open(config, driver=driver)
+
+
+def tight_memory(folders: Mapping[str, Path], num_tokens: int) -> int:
+    """Bytes of a pool that holds the weights, and so many tokens of the model with most KV."""
+    with closing(open_engine(folders)) as engine:
+        infos = engine.models.values()
+        token_bytes = max(info.kv_bytes_per_token for info in infos)
+        return sum(info.weight_bytes for info in infos) + num_tokens * token_bytes + PAGE_BYTES
+
+
+@dataclass
+class Answer:
+    """What an engine said about one request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    error: str | None = None
+    num_cached_tokens: int = 0
+
+
+_request_numbers = count()
+
+
+def add(engine: Engine, model: str, prompt: Sequence[int]) -> str:
+    request_id = f"{model} {next(_request_numbers)}"
+    engine.add(Request(request_id, model, list(prompt), GREEDY, 0.0))
+    return request_id
+
+
+def step(engine: Engine, answers: dict[str, Answer]) -> None:
+    """Run one step; what it says must be about requests that have not ended."""
+    for output in engine.step():
+        answer = answers.setdefault(output.request_id, Answer())
+        assert answer.finish_reason is None
+        answer.token_ids += output.token_ids
+        answer.finish_reason, answer.error = output.finish_reason, output.error
+        answer.num_cached_tokens += output.num_cached_tokens
+    engine.pool.check()
+
+
+def finish(engine: Engine, answers: dict[str, Answer] | None = None) -> dict[str, Answer]:
+    """Run until no request is left; the answers by request id."""
+    answers = {} if answers is None else answers
+    while engine.has_work:
+        step(engine, answers)
+    assert all(answer.finish_reason is not None for answer in answers.values())
+    return answers
+
+
+def assert_idle(engine: Engine) -> None:
+    """Nothing is in use but weights and retained prefixes."""
+    for model in engine.memory().models.values():
+        assert model.bytes_by_kind[Kind.KV] == model.num_running == model.num_waiting == 0
+
+
+def outputs_alone(folder: Path, model: str) -> list[list[int]]:
+    """The output after each of the model's prompts, one at a time and with memory to spare."""
+    with closing(open_engine({model: folder}, enable_prefix_caching=False)) as engine:
+        outputs = []
+        for prompt in PROMPTS[model]:
+            add(engine, model, prompt)
+            (answer,) = finish(engine).values()
+            outputs.append(answer.token_ids)
+        return outputs
+
+
+# --- several models ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preemption_mode", ["swap", "recompute"])
+@pytest.mark.parametrize("kv_cache", KV_CACHES)
+def test_models_that_compete_answer_as_if_alone(
+    folders: dict[str, Path], kv_cache: str, preemption_mode: Any
+) -> None:
+    """A pool for the longest request and not much more, for eight requests to two models."""
+    options = {"kv_cache": kv_cache, "preemption_mode": preemption_mode}
+    with closing(open_engine(folders, tight_memory(folders, 120), **options)) as engine:
+        expected = {}
+        for index in range(len(PROMPTS["llama"])):
+            for model in MODELS:
+                request_id = add(engine, model, PROMPTS[model][index])
+                expected[request_id] = (model, index)
+        answers = finish(engine)
+        alone = {model: outputs_alone(folders[model], model) for model in MODELS}
+        assert {request_id: answer.token_ids for request_id, answer in answers.items()} == {
+            request_id: alone[model][index] for request_id, (model, index) in expected.items()
+        }
+        assert sum(engine.stats().num_preemptions.values()) > 0
+        assert_idle(engine)
+
+
+# --- overhead ------------------------------------------------------------------------------------
+
+
+class GrowingDriver(FaultyDriver):
+    """A driver whose process holds more and more memory beside pages, as captured graphs do."""
+
+    held_bytes = 0
+
+    def overhead_bytes(self) -> int:
+        return self.held_bytes
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[GrowingDriver]:
+    """Its overhead is accounted for at every step."""
+    monkeypatch.setattr("aquifer.engine.engine._ACCOUNT_EVERY_S", 0.0)
+    driver = GrowingDriver(HostDriver())
+    yield driver
+    driver.close()
+
+
+@pytest.mark.parametrize("kv_cache", KV_CACHES)
+def test_requests_wait_while_overhead_grows(
+    folders: dict[str, Path], driver: GrowingDriver, kv_cache: str
+) -> None:
+    """A page a step, until there is room for the longest request only."""
+    one = {"llama": folders["llama"]}
+    least_bytes, most_bytes = tight_memory(one, 100), tight_memory(one, 400)
+    with closing(open_engine(one, most_bytes, driver=driver, kv_cache=kv_cache)) as engine:
+        ids = [add(engine, "llama", prompt) for prompt in PROMPTS["llama"]]
+        answers: dict[str, Answer] = {}
+        while engine.has_work:
+            driver.held_bytes = min(driver.held_bytes + 2 * PAGE_BYTES, most_bytes - least_bytes)
+            step(engine, answers)
+            memory = engine.memory()
+            assert memory.overhead_bytes <= driver.held_bytes
+            assert memory.free_bytes >= 0
+        assert driver.held_bytes == most_bytes - least_bytes
+        expected = outputs_alone(folders["llama"], "llama")
+        assert [answers[request_id].token_ids for request_id in ids] == expected
+        assert sum(engine.stats().num_preemptions.values()) > 0
+        assert_idle(engine)
+
+
+@pytest.mark.parametrize("kv_cache", KV_CACHES)
+def test_requests_are_refused_with_a_reason_when_overhead_takes_all(
+    folders: dict[str, Path], driver: GrowingDriver, kv_cache: str
+) -> None:
+    one, prompts = {"llama": folders["llama"]}, PROMPTS["llama"]
+    memory_bytes = tight_memory(one, 400)
+    with closing(open_engine(one, memory_bytes, driver=driver, kv_cache=kv_cache)) as engine:
+        ids = [add(engine, "llama", prompt) for prompt in prompts]
+        answers: dict[str, Answer] = {}
+        for _ in range(5):
+            step(engine, answers)
+        driver.held_bytes = memory_bytes
+        finish(engine, answers)
+        assert answers.keys() == set(ids)
+        alone = outputs_alone(folders["llama"], "llama")
+        for request_id, expected in zip(ids, alone, strict=True):
+            answer = answers[request_id]
+            assert answer.token_ids == expected[: len(answer.token_ids)]
+            if answer.finish_reason != "length":
+                assert answer.finish_reason == "error"
+                assert "out of memory" in (answer.error or "")
+        assert any(answer.finish_reason == "error" for answer in answers.values())
+        with pytest.raises(CapacityError, match="for KV"):
+            add(engine, "llama", prompts[0])
+        assert_idle(engine)
+
+        driver.held_bytes = 0
+        engine.pool.account_overhead(0)
+        add(engine, "llama", prompts[0])
+        (answer,) = finish(engine).values()
+        assert answer.token_ids == alone[0]
+
+
+# --- several pins --------------------------------------------------------------------------------
+
+
+def cached_tokens(engine: Engine, model: str, prompt: Sequence[int]) -> int:
+    add(engine, model, prompt)
+    (answer,) = finish(engine).values()
+    return answer.num_cached_tokens
+
+
+def crowd(engine: Engine, model: str) -> None:
+    """Requests that between them need all memory that is not pinned."""
+    for prompt in random_prompts(2, *[60] * 8):
+        add(engine, model, prompt)
+    finish(engine)
+
+
+@pytest.mark.parametrize("kv_cache", KV_CACHES)
+def test_pins_that_overlap_are_kept_and_ended_one_by_one(
+    folders: dict[str, Path], kv_cache: str
+) -> None:
+    one = {"llama": folders["llama"]}
+    (long,) = random_prompts(3, 64)
+    short, beside = long[:32], [*long[:32], *random_prompts(4, 16)[0]]
+    with closing(open_engine(one, tight_memory(one, 400), kv_cache=kv_cache)) as engine:
+        kept = {}
+        for prefix in (long, short, beside):
+            kept[len(prefix)] = engine.pin_prefix("llama", prefix)
+            finish(engine)
+        engine.unpin_prefix("llama", short)
+        crowd(engine, "llama")
+        assert cached_tokens(engine, "llama", [*long, 1]) >= kept[64]
+        assert cached_tokens(engine, "llama", [*beside, 1]) >= kept[48]
+        engine.unpin_prefix("llama", long)
+        crowd(engine, "llama")
+        assert cached_tokens(engine, "llama", [*beside, 1]) >= kept[48]
+        assert kept[32] <= cached_tokens(engine, "llama", [*long, 2]) < kept[64]
+        engine.unpin_prefix("llama", beside)
+        crowd(engine, "llama")
+        assert cached_tokens(engine, "llama", [*beside, 2]) < kept[48]
+
+
+def test_pins_of_two_models_have_nothing_in_common(folders: dict[str, Path]) -> None:
+    (prefix,) = random_prompts(3, 48)
+    with closing(open_engine(folders, tight_memory(folders, 300))) as engine:
+        kept = {model: engine.pin_prefix(model, prefix) for model in MODELS}
+        finish(engine)
+        engine.unpin_prefix("gpt2", prefix)
+        crowd(engine, "gpt2")
+        assert cached_tokens(engine, "llama", [*prefix, 1]) >= kept["llama"]
+        assert cached_tokens(engine, "gpt2", [*prefix, 1]) < kept["gpt2"]
+
+
+@pytest.mark.parametrize("models", [("llama",), MODELS], ids=["one model", "two models"])
+@pytest.mark.parametrize("kv_cache", KV_CACHES)
+def test_pins_take_up_to_half_of_what_kv_can_have(
+    folders: dict[str, Path], kv_cache: str, models: tuple[str, ...]
+) -> None:
+    """However many they are, and whichever model's; what is unpinned can be pinned again."""
+    some = {model: folders[model] for model in models}
+    with closing(open_engine(some, tight_memory(some, 500), kv_cache=kv_cache)) as engine:
+        weight_bytes = sum(info.weight_bytes for info in engine.models.values())
+        half_bytes = (engine.memory().budget_bytes - weight_bytes) // 2
+        prefixes = random_prompts(5, *[40] * 30)
+
+        def pin_until_refused(begin: int) -> int:
+            """The index of the first prefix that is refused."""
+            for index in range(begin, len(prefixes)):
+                try:
+                    engine.pin_prefix(models[index % len(models)], prefixes[index])
+                except CapacityError as error:
+                    assert "more than half" in error.message
+                    return index
+                finish(engine)
+            raise AssertionError("nothing was refused")
+
+        def pinned_bytes() -> int:
+            lanes = engine.lanes.values()
+            return sum(lane.prefixes.stats.pinned_bytes for lane in lanes if lane.prefixes)
+
+        end = pin_until_refused(0)
+        longest_bytes = 40 * max(info.kv_bytes_per_token for info in engine.models.values())
+        assert half_bytes - longest_bytes < pinned_bytes() <= half_bytes
+        for index in range(len(models)):
+            engine.unpin_prefix(models[index], prefixes[index])
+        assert pin_until_refused(end) >= end + 1
+        assert half_bytes - longest_bytes < pinned_bytes() <= half_bytes
