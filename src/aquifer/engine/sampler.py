@@ -19,7 +19,8 @@ from aquifer.cache.base import IntArray
 from aquifer.engine.request import TokenLogprobs
 from aquifer.engine.sequence import Choice, Sequence
 from aquifer.engine.slots import SlotTable
-from aquifer.kernels.sampling import SamplingColumns, Variant, sample, write_counts
+from aquifer.kernels.sampling import Variant, sample
+from aquifer.kernels.sampling_columns import SamplingColumns, write_counts
 from aquifer.memory.transfer import download, upload
 
 _VARIANTS: dict[Choice, Variant] = {
