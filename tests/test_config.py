@@ -59,5 +59,5 @@ def test_there_may_be_several_keys() -> None:
     assert ServerConfig().api_keys == ()
     assert ServerConfig(api_key="k").api_keys == ("k",)
     assert ServerConfig(api_key="k, l,").api_keys == ("k", "l")
-    with pytest.raises(ConfigError, match="api_key holds no key"):
+    with pytest.raises(ConfigError, match="api_key contains no key"):
         ServerConfig(api_key=" ,")

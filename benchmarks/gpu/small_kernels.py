@@ -27,7 +27,8 @@ from aquifer.kernels.activation import silu_mul
 from aquifer.kernels.linear import Shape, Tile, best_tile, measure, norm_linear, silu_linear
 from aquifer.kernels.norm import add_rms_norm, rms_norm
 from aquifer.kernels.rotary import qk_norm_rope_write
-from aquifer.kernels.sampling import SamplingColumns, Variant, sample
+from aquifer.kernels.sampling import Variant, sample
+from aquifer.kernels.sampling_columns import SamplingColumns
 
 DTYPE = torch.bfloat16
 DEVICE = torch.device("cuda")

@@ -1,18 +1,18 @@
-"""Every exception Aquifer raises on purpose, sorted by who must act.
+"""Exceptions that Aquifer raises on purpose, sorted by who must act.
 
 AquiferError
 ├── ConfigError      the operator must change an option, a path or a checkpoint
-│   └── UnsupportedModelError   the checkpoint is sound, but this architecture cannot be served
+│   └── UnsupportedModelError   the checkpoint is valid, but its architecture is not supported
 ├── RequestError     the client must change its request
 │   ├── ContextLengthError      prompt and output do not fit the model's context
-│   ├── CapacityError           the request could never fit into the memory there is
+│   ├── CapacityError           the request needs more memory than the pool could ever give
 │   ├── UnknownModelError       no model of that name is served
 │   └── QueueFullError          not now: too many requests are waiting
-├── EngineError      the engine stopped; the request was lost, the server says so
+├── EngineError      the engine stopped before the request finished; the server reports it
 ├── DriverError      the driver (operating system, CUDA) refused: "NAME: explanation"
-└── InvariantError   we are wrong; never caught
+└── InvariantError   a bug in Aquifer; never caught
 
-"Not now" is no exception at all: `PagePool.acquire` and `SequenceCache.reserve` answer it as
+"Not now" is not an exception: `PagePool.acquire` and `SequenceCache.reserve` return it as
 a value, because being short of memory is an ordinary state of a server.
 """
 
@@ -28,7 +28,7 @@ class ConfigError(AquiferError, ValueError):
 
 
 class UnsupportedModelError(ConfigError):
-    """The checkpoint is sound, but its architecture cannot be served."""
+    """The checkpoint is valid, but its architecture is not supported."""
 
     def __init__(self, architecture: str, reason: str) -> None:
         super().__init__(f"cannot serve {architecture}: {reason}")
@@ -71,7 +71,7 @@ class CapacityError(RequestError):
 
 
 class UnknownModelError(RequestError):
-    """No model of that name is served."""
+    """No model of this name is served."""
 
     code = "model_not_found"
 
@@ -89,7 +89,7 @@ class EngineError(AquiferError, RuntimeError):
 class DriverError(AquiferError, RuntimeError):
     """The memory driver refused a call.
 
-    The message reads "NAME: explanation", NAME being the driver's own error name.
+    The message reads "NAME: explanation"; NAME is the driver's own error name.
     """
 
     def __init__(self, name: str, explanation: str) -> None:
@@ -102,4 +102,4 @@ class DriverError(AquiferError, RuntimeError):
 
 
 class InvariantError(AquiferError, AssertionError):
-    """An internal equation does not hold. A bug of ours; never caught."""
+    """An internal invariant does not hold: a bug in Aquifer. Never caught."""

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from aquifer.kernels.sampling import SamplingColumns, sample, sample_reference, write_counts
+from aquifer.kernels.sampling import sample, sample_reference
+from aquifer.kernels.sampling_columns import SamplingColumns, write_counts
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class Case:
         kv = self.keys, self.values, self.tables
         rows = self.slots, self.lengths
         decode_attention(self.query, *kv, *rows, out, workspace, config, **options)
-        assert not workspace.tickets.any()
+        assert not workspace.counters.any()
         return out
 
     def reference(self, dtype: torch.dtype = torch.float64, **options) -> torch.Tensor:
@@ -171,7 +171,7 @@ def test_one_workspace_serves_calls_of_any_shape(device):
             arguments = case.query, case.keys, case.values, None, case.slots, case.lengths, out
             decode_attention(*arguments, workspace, config, scale=0.2)
             torch.testing.assert_close(out, case.reference(torch.float32, scale=0.2))
-            assert not workspace.tickets.any()
+            assert not workspace.counters.any()
 
 
 def test_workspaces_are_made_once_and_shared(device):
@@ -283,13 +283,13 @@ def test_reference_is_what_torch_calls_attention():
 
 def test_workspace_that_is_too_small_is_refused(device):
     case = make_case(device, [5])
-    out, tickets = torch.empty_like(case.query), torch.zeros(6, dtype=torch.int32, device=device)
+    out, counters = torch.empty_like(case.query), torch.zeros(6, dtype=torch.int32, device=device)
     arguments = case.query, case.keys, case.values, None, case.slots, case.lengths, out
-    workspace = Workspace(torch.empty(10, device=device), tickets)
+    workspace = Workspace(torch.empty(10, device=device), counters)
     with pytest.raises(AssertionError, match="workspace has 10"):
         decode_attention(*arguments, workspace, SMALL, scale=1.0)
-    workspace = Workspace(torch.empty(10_000, device=device), tickets[:5])
-    with pytest.raises(AssertionError, match="too few tickets"):
+    workspace = Workspace(torch.empty(10_000, device=device), counters[:5])
+    with pytest.raises(AssertionError, match="too few counters"):
         decode_attention(*arguments, workspace, SMALL, scale=1.0)
 
 

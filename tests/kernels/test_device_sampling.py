@@ -18,7 +18,8 @@ from tests.kernels.sampling_batches import (
 )
 
 from aquifer.kernels import sampling
-from aquifer.kernels.sampling import SamplingColumns, Variant, sample, sample_reference
+from aquifer.kernels.sampling import Variant, sample, sample_reference
+from aquifer.kernels.sampling_columns import SamplingColumns
 
 FLAT = [
     Params(temperature=2.0, top_p=0.97),

@@ -6,7 +6,8 @@ import pytest
 import torch
 from tests.kernels.sampling_batches import CUT, GREEDY, PENALISED, PLAIN, Batch, Params
 
-from aquifer.kernels.sampling import SamplingColumns, sample
+from aquifer.kernels.sampling import sample
+from aquifer.kernels.sampling_columns import SamplingColumns
 
 HOST = torch.device("cpu")
 FLAT = [  # more tokens than are sorted at first

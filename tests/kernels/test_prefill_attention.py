@@ -53,6 +53,13 @@ class Case:
         return out
 
 
+def make_spans(
+    slots: list[int], starts: list[int], offsets: list[int], device: torch.device
+) -> PrefillSpans:
+    lists = slots, starts, offsets
+    return PrefillSpans(*lists, *(torch.tensor(part, device=device) for part in lists))
+
+
 def make_case(
     device: torch.device,
     chunks: list[tuple[int, int]],
@@ -105,7 +112,7 @@ def make_case(
         kv[..., :split].unflatten(-1, (num_kv_heads, key_dim)),
         kv[..., split:].unflatten(-1, (num_kv_heads, value_dim)),
         tables,
-        PrefillSpans.make(slots, [start for start, _ in chunks], offsets, device),
+        make_spans(slots, [start for start, _ in chunks], offsets, device),
     )
 
 
@@ -329,7 +336,7 @@ def test_which_spans_go_to_cudnn_together():
     offsets = [9]
     for count in counts:
         offsets.append(offsets[-1] + count)
-    spans = PrefillSpans.make(slots, starts, offsets, torch.device("cpu"))
+    spans = make_spans(slots, starts, offsets, torch.device("cpu"))
 
     def calls(window_tokens: int | None, max_batch_stride: int) -> list[tuple[int, ...]]:
         return [

@@ -175,7 +175,7 @@ def test_no_gpu_is_said_by_name():
         pytest.skip("there is a GPU here")
     with pytest.raises((ConfigError, DriverError), match="--device cpu"):
         open_driver("cuda:0")
-    with pytest.raises(ConfigError, match="'cuda' and 'cuda:N'"):
+    with pytest.raises(ConfigError, match="'cuda' or 'cuda:N'"):
         open_driver("cuda:x")
 
 

@@ -104,7 +104,7 @@ def test_token_ids_of_parameters_must_exist(idle_server: RunningServer):
         ("response_format", {"type": "json_object"}, "'json_object' is not supported"),
         ("top_logprobs", 2, "needs logprobs"),
         ("n", 0, "n is 0"),
-        ("chat_template_kwargs", {"messages": []}, "may not have 'messages'"),
+        ("chat_template_kwargs", {"messages": []}, "must not contain 'messages'"),
     ],
 )
 def test_bad_fields_of_chat(idle_server: RunningServer, field: str, value: Any, words: str):

@@ -75,7 +75,7 @@ def test_find_rate(trace, tmp_path):
 def test_a_bound_that_cannot_be_kept():
     config = ReplayConfig({"m": find_model("opt-13b")}, find_device("a100-40g"))
     workload = bench.Workload([TraceRequest(None, 10, 2)], 3, 0)
-    with pytest.raises(ConfigError, match="does not reach 1e-06 s by token at any rate"):
+    with pytest.raises(ConfigError, match="does not reach 1e-06 s/token at any rate"):
         bench.find_rate(config, workload, 1e-6, lambda what, num_ended, total: None)
 
 

@@ -82,10 +82,10 @@ def test_lengths_alone(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.txt", "", "ends in .csv, .jsonl or .json"),
+        ("a.txt", "", "use .csv, .jsonl or .json"),
         ("a.csv", "", "line 1: the columns are ''"),
         ("a.csv", "arrival,prompt_tokens\n", "line 1: the columns are 'arrival,prompt_tokens'"),
-        ("a.csv", PLAIN + "8,1\n", "line 4: 2 fields, and 4 columns"),
+        ("a.csv", PLAIN + "8,1\n", "line 4: it has 2 fields; it must have 4"),
         (
             "a.csv",
             PLAIN + "8,x,1,\n",
@@ -96,8 +96,8 @@ def test_lengths_alone(tmp_path):
         ("a.csv", PLAIN + "inf,1,1,\n", "line 4: arrival is 'inf'"),
         ("a.csv", AZURE + "yesterday,1,1\n", "line 5: TIMESTAMP is 'yesterday'; it must be like"),
         ("a.csv", "arrival,prompt_tokens,output_tokens\n", "has no requests"),
-        ("a.jsonl", '{"input_length": 1', "line 1: this is no JSON object"),
-        ("a.jsonl", "[1]", "line 1: this is no JSON object"),
+        ("a.jsonl", '{"input_length": 1', "line 1: this is not a JSON object"),
+        ("a.jsonl", "[1]", "line 1: this is not a JSON object"),
         ("a.jsonl", '\n{"input_length": 1.5}', "line 2: input_length is 1.5"),
         ("a.jsonl", '{"input_length": 1, "timestamp": 0}', "line 1: output_length is None"),
         (
@@ -106,7 +106,7 @@ def test_lengths_alone(tmp_path):
             "line 1: 2 hash_ids for 512 tokens",
         ),
         ("a.jsonl", '{"output_tokens": 3}', "line 1: prompt_tokens is None"),
-        ("a.json", "{", "is no JSON"),
+        ("a.json", "{", "is not valid JSON"),
         ("a.json", "[]", "must be a JSON object"),
         ("a.json", '{"prompt_tokens": [1]}', "a list prompt_tokens and a list output_tokens"),
         ("a.json", '{"prompt_tokens": [1], "output_tokens": []}', "1 prompts and 0 outputs"),

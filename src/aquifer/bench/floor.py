@@ -1,4 +1,4 @@
-"""What the machine allows, measured, and what a model asks of it: no program can be faster."""
+"""Roofline floors: the measured rates of the machine, and the least time a model needs on it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from aquifer.engine.llm import LLM
 
 _BYTES = 512 << 20  # several times any cache
-_COPY_BYTES = 4 << 30  # of a GPU, likewise
+_COPY_BYTES = 4 << 30  # on a GPU, likewise
 _PRODUCT_SIZE = {"cpu": 1024, "cuda": 8192}  # rows and columns of the matrices multiplied
 _REPEATS = 8
 
 
 def read_bandwidth() -> float:
-    """Bytes a second that all threads together read from memory, the best of several runs."""
+    """Measure the memory read bandwidth of all threads, in bytes/s; the best of several runs."""
     data = torch.ones(_BYTES // 4)
     seconds = []
     for _ in range(_REPEATS):
@@ -37,10 +37,9 @@ def read_bandwidth() -> float:
 
 
 def device_copy_bandwidth() -> float:
-    """Bytes a second, read plus written, of a large copy on the current GPU; the median.
+    """Measure the copy bandwidth of the current GPU, in bytes/s read plus written; the median.
 
-    Not captured as a graph: there, a copy goes through a copy engine, which is slower than the
-    multiprocessors are.
+    Not captured in a CUDA graph: there, a copy uses a copy engine, which is slower than the SMs.
     """
     source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
@@ -55,9 +54,9 @@ def device_copy_bandwidth() -> float:
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations a second of a large matrix product; the median of several."""
+    """Measure the rate of a large matrix product, in FLOP/s; the median of several."""
     size = _PRODUCT_SIZE[device.type]
-    # Random numbers, for products of zeros draw less power and run at a higher clock.
+    # Random numbers, because products of zeros draw less power and run at a higher clock.
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(left)
     seconds = []
@@ -72,14 +71,14 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a device does at best."""
+    """Peak rates of a device, as measured."""
 
     bytes_per_s: float
     operations_per_s: float  # floating-point, of matrix products
 
     @classmethod
     def measure(cls, device: torch.device, dtype: torch.dtype) -> Rates:
-        """Take the figures of an idle device, on which 8 GiB are free if it is a GPU."""
+        """Measure an idle device; a GPU must have 8 GiB of free memory."""
         if device.type != "cuda":
             return cls(read_bandwidth(), matmul_rate(device, dtype))
         with torch.cuda.device(device):
@@ -90,38 +89,38 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a model's tokens take at least, whatever computes them.
+    """Minimum cost of a model's tokens, in bytes and operations.
 
-    Sliding windows are not taken into account: where a model has them, its attention takes less.
-    Of a mixture of experts every expert counts, which is true of large batches only.
+    Sliding windows are not taken into account: attention of a model that has them costs less. In a
+    mixture of experts every expert counts, which is right for large batches only.
     """
 
-    body_parameters: int  # of all matrices but embedding and head: every token meets these
-    head_parameters: int  # tokens that are sampled from meet these too
-    parameter_bytes: int  # of one of them
+    body_parameters: int  # all matrices except embedding and head: used by every token
+    head_parameters: int  # used by tokens at which a token is sampled
+    parameter_bytes: int  # size of one parameter
     kv_bytes_per_token: int
-    attention_operations: float  # for each pair of a token and one that it attends to, all layers
+    attention_operations: float  # per pair of a query token and a key token, over all layers
 
     @classmethod
     def of(cls, llm: LLM) -> Cost:
-        """Read off the shapes of the model that is loaded."""
+        """Compute the cost from the shapes of the loaded model."""
         (info,) = llm.engine.models.values()
         is_dummy = llm.engine.config.load_format == "dummy"
         checkpoint = (Checkpoint.without_tensors if is_dummy else Checkpoint.open)(info.path)
         dtype: torch.dtype = getattr(torch, info.dtype)
         shapes = [p.shape for p in plan_model(checkpoint, dtype).parameters if len(p.shape) > 1]
-        # The embedding, of which a step reads but a few rows, and the head; or one that is both.
+        # The embedding, of which a step reads few rows, and the head; or one tied tensor.
         tables = [math.prod(shape) for shape in shapes if shape[0] == info.vocab_size]
         config = checkpoint.config
         num_heads = config.get("num_attention_heads") or 1
         group = num_heads / (config.get("num_key_value_heads") or num_heads)
-        kv_elements = info.kv_bytes_per_token // dtype.itemsize  # of all layers
+        kv_elements = info.kv_bytes_per_token // dtype.itemsize  # over all layers
         return cls(
             body_parameters=sum(map(math.prod, shapes)) - sum(tables),
             head_parameters=tables[-1] if tables else 0,
             parameter_bytes=dtype.itemsize,
             kv_bytes_per_token=info.kv_bytes_per_token,
-            # Each query head multiplies and adds once with every element of K and of V.
+            # Each query head does one multiply-add per element of K and of V.
             attention_operations=2 * group * kv_elements,
         )
 
@@ -131,28 +130,28 @@ class Cost:
         return (self.body_parameters + self.head_parameters) * self.parameter_bytes
 
     def step_s(self, workload: Workload, rates: Rates) -> float:
-        """Seconds of one decode step of all requests, the mean over their outputs.
+        """Compute the floor of a decode step of all requests, the mean over their outputs.
 
-        The weights are read once, and the KV of each request's context.
+        A step reads the weights once, and the KV of each request's context.
         """
         num_steps = max(max(workload.output_lengths) - 1, 1)
         kv_bytes = workload.num_attended_tokens / num_steps * self.kv_bytes_per_token
         return (self.weight_bytes + kv_bytes) / rates.bytes_per_s
 
     def prefill_s(self, prompt_lengths: Sequence[int], rates: Rates) -> float:
-        """Seconds to read prompts: their matrix products and causal attention."""
+        """Compute the floor of prefill: the prompts' matrix products and causal attention."""
         operations = 2.0 * self.body_parameters * sum(prompt_lengths)
         operations += 2.0 * self.head_parameters * len(prompt_lengths)
         operations += self.attention_operations * sum(n * n / 2 for n in prompt_lengths)
         return operations / rates.operations_per_s
 
     def total_s(self, workload: Workload, rates: Rates) -> float:
-        """Seconds of a whole workload, if all of it runs at once from the start.
+        """Compute the floor of a whole workload, with all requests running from the start.
 
-        The prompts are read as fast as products go. Then there are as many steps as the longest
-        output has tokens: each reads the weights once, and the KV of the requests that still run.
-        That no request waits, and that reading prompts and decoding do not overlap, are the
-        simplifications: the first is more than an engine can do, the second somewhat less.
+        Prefill runs at the rate of matrix products. Then there are as many decode steps as the
+        longest output has tokens: each reads the weights once, and the KV of the requests that
+        still run. Two simplifications: no request waits, which is more than an engine can do;
+        and prefill and decode do not overlap, which is somewhat less.
         """
         decode_bytes = max(workload.output_lengths) * self.weight_bytes
         decode_bytes += workload.num_attended_tokens * self.kv_bytes_per_token

@@ -1,4 +1,4 @@
-"""How long a decode step takes: the engine's loop, timed step by step."""
+"""Latency of decode steps: the engine's loop, timed step by step."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from aquifer.errors import ConfigError, EngineError
 
 @dataclass(slots=True)
 class StepTimes:
-    """Repeats of one batch."""
+    """Step times of repeats of one batch."""
 
     workload: Workload
     ours: Series = field(default_factory=Series)
     theirs: Series | None = None
-    first_tokens_s: list[float] = field(default_factory=list)  # until every request has one
-    steps_s: list[list[float]] = field(default_factory=list)  # of each repeat, each full step
+    first_tokens_s: list[float] = field(default_factory=list)  # until every request has a token
+    steps_s: list[list[float]] = field(default_factory=list)  # [repeats][full steps]
 
     def run(self, llm: LLM, *, everything_mapped: bool = False) -> None:
         """Time one more repeat.
 
         Args:
-            llm: where; nothing else may run there.
-            everything_mapped: reserve room for the whole outputs once the prompts are read, so
-                that no step has to.
+            llm: the engine; nothing else may run on it.
+            everything_mapped: reserve room for the whole outputs after prefill, so that no decode
+                step has to map pages.
 
         Raises:
             ConfigError: the requests never ran all at once.
@@ -60,12 +60,12 @@ class StepTimes:
 
     @property
     def step_ms(self) -> dict[str, float]:
-        """Median, mean and 99th percentile over the steps of all repeats."""
+        """Mean, median and 99th percentile over the steps of all repeats."""
         steps_s = [seconds for repeat in self.steps_s for seconds in repeat]
         return {name: 1e3 * seconds for name, seconds in summarize(steps_s).items()}
 
     def figures(self, cost: Cost, rates: Rates) -> dict[str, Any]:
-        """For the result's file."""
+        """Return the figures for the result file."""
         floor_ms = 1e3 * cost.step_s(self.workload, rates)
         result: dict[str, Any] = {
             **sizes(self.workload),
@@ -84,10 +84,10 @@ class StepTimes:
         return result
 
     def _run(self, engine: Engine, steps_s: list[float], everything_mapped: bool) -> Completed:
-        """One run; notes the seconds of each step in which all requests decode.
+        """Run once; append the time of each step in which all requests decode.
 
-        A step's time is that between the returns of two successive calls: on a device that runs
-        ahead, a call returns when the step before is done.
+        A step's time is the time between the returns of two successive calls: on an asynchronous
+        device, a call returns when the step before is done.
         """
         (model,) = engine.models
         completed: dict[str, list[int]] = {}
@@ -113,7 +113,7 @@ class StepTimes:
         everything_mapped: bool,
     ) -> None:
         is_reading = True
-        before: float | None = None  # when the last step ended, if all requests were in it
+        before: float | None = None  # end of the last step, if all requests were in it
         while engine.has_work:
             outputs = engine.step()
             now = time.perf_counter()
@@ -132,7 +132,7 @@ class StepTimes:
                 self.first_tokens_s.append(now - start)
                 if everything_mapped:
                     _map_everything(engine)
-                    before = None  # the device had to wait for that
+                    before = None  # the next step's time would include the mapping
 
 
 def measure_steps(
@@ -143,7 +143,7 @@ def measure_steps(
     everything_mapped: bool = False,
     transformers: Any = None,
 ) -> StepTimes:
-    """Time a batch, after one run that does not count; turn by turn with Transformers if given."""
+    """Time a batch after one warm-up run; alternate with Transformers if given."""
     StepTimes(workload).run(llm)
     times = StepTimes(workload)
     if transformers is not None:
@@ -156,9 +156,9 @@ def measure_steps(
 
 
 def compare_growth(llm: LLM, workload: Workload, repeats: int) -> tuple[StepTimes, StepTimes]:
-    """A batch whose KV grows as it runs, and the same with everything mapped before; alternating.
+    """Time a batch that maps KV pages as it grows, and one with all pages mapped before.
 
-    After one run that does not count.
+    The two alternate, after one warm-up run.
     """
     StepTimes(workload).run(llm)
     growing, mapped = StepTimes(workload), StepTimes(workload)
@@ -169,10 +169,10 @@ def compare_growth(llm: LLM, workload: Workload, repeats: int) -> tuple[StepTime
 
 
 def _map_everything(engine: Engine) -> None:
-    """Make room for all that the running requests will ever write."""
+    """Reserve KV for the whole outputs of the running requests."""
     for lane in engine.lanes.values():
         slots = lane.slots.in_order
-        # The very last token is never run.
+        # The last token is never run through the model.
         if not lane.cache.reserve(slots, lane.slots.max_total[slots] - 1):
             raise ConfigError(
                 "the pool cannot hold the outputs of all requests; give more --memory"

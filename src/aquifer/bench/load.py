@@ -1,4 +1,4 @@
-"""How fast a checkpoint's weights come onto a device."""
+"""Loading speed of a checkpoint's weights."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ from aquifer.weights.loader import Stretch, plan_stretches, scatter
 from aquifer.weights.store import Parameter, Placement, WeightStore
 
 _SHARD_BYTES = 4 << 30
-_PINNED_BYTES = 1 << 30  # of one piece of page-locked memory, which torch rounds to powers of two
+_PINNED_BYTES = 1 << 30  # size of one pinned buffer; torch rounds it to a power of two
 _NUM_READERS = 8
-_SLACK_BYTES = 256 << 20  # of the pool, beside the weights
+_SLACK_BYTES = 256 << 20  # size of the pool beyond the weights
 _HOST_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadTimes:
-    """Seconds to bring a checkpoint's weights into their places on the device."""
+    """Times to load a checkpoint's weights onto the device, in seconds."""
 
     device: str
     num_bytes: int  # as stored
-    pages_s: float  # to create and map the pages that hold them
-    load_s: list[float]  # from its files, of each repeat
-    pinned_s: list[float]  # from page-locked memory; empty if that was not asked for
-    read_s: float | None  # to page-lock memory and read the files into it, likewise
+    pages_s: float  # to create and map the weights' pages
+    load_s: list[float]  # from files, for each repeat
+    pinned_s: list[float]  # from pinned (page-locked) memory; empty if not requested
+    read_s: float | None  # to pin memory and read the files into it; None if not requested
 
 
 def measure_load(
     path: Path, device: str, dtype: torch.dtype | None, repeats: int, *, from_pinned: bool
 ) -> LoadTimes:
-    """Load a checkpoint again and again.
+    """Measure repeated loads of a checkpoint.
 
     Args:
-        path: of the checkpoint.
+        path: the checkpoint.
         device: "auto", "cpu" or "cuda".
-        dtype: what to convert to; None for the checkpoint's own.
-        repeats: how often. Before the first, the files may have to come from disk, and the
-            loader's buffers be made.
-        from_pinned: then read all of it into page-locked memory, and time only what follows.
+        dtype: dtype to convert to; None for the checkpoint's own.
+        repeats: number of loads. The first may read the files from disk, and allocates the
+            loader's buffers.
+        from_pinned: then read all weights into pinned memory, and time only the copies from there.
 
     Raises:
         ConfigError: there is no such checkpoint, or `from_pinned` without a GPU.
@@ -87,7 +87,7 @@ def measure_load(
             torch.cuda.synchronize()
             pinned_s = [_timed(lambda: _place(pinned, stretches)) for _ in range(repeats)]
             if _sums(store) != expected:
-                raise InvariantError("from page-locked memory came other weights than from files")
+                raise InvariantError("weights loaded from pinned memory differ from the files'")
     return LoadTimes(str(driver.device), checkpoint.num_bytes, pages_s, load_s, pinned_s, read_s)
 
 
@@ -98,7 +98,7 @@ def _timed(run: Callable[[], None]) -> float:
 
 
 def _sums(store: WeightStore) -> dict[str, int]:
-    """A checksum of each parameter's bits."""
+    """Compute a checksum of each parameter's bits."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return {
         name: int(tensor.view(bits[tensor.dtype.itemsize]).sum(dtype=torch.int64))
@@ -118,7 +118,7 @@ def _stretches(checkpoint: Checkpoint, store: WeightStore) -> list[Stretch]:
 
 
 def _read_pinned(stretches: Sequence[Stretch]) -> list[torch.Tensor]:
-    """The bytes of each stretch in page-locked memory."""
+    """Read the bytes of each stretch into pinned memory."""
 
     def read(stretch: Stretch) -> torch.Tensor:
         num_bytes = stretch.end_bytes - stretch.begin_bytes
@@ -138,18 +138,20 @@ def _place(pinned: Sequence[torch.Tensor], stretches: Sequence[Stretch]) -> None
 
 @contextmanager
 def made_checkpoint(model: Path, num_bytes: int) -> Iterator[Path]:
-    """A checkpoint of random weights with a model's shapes, in memory if it fits there.
+    """Create a temporary checkpoint of random weights with a model's shapes.
 
-    It has as many of the model's layers as come nearest to `num_bytes`. The folder is deleted in
-    the end.
+    It is in memory (/dev/shm) if it fits there. Its number of layers is chosen to come nearest to
+    `num_bytes`. The folder is deleted on exit.
 
     Raises:
         ConfigError: the model's configuration does not count layers.
     """
     config = read_config(model)
     if "num_hidden_layers" not in config:
-        raise ConfigError(f"{model / 'config.json'} has no num_hidden_layers to change")
-    # Room for the last layer's rounding, and for the file system's own needs.
+        raise ConfigError(
+            f"{model / 'config.json'} has no num_hidden_layers to change; use a model that has it"
+        )
+    # 10 % for rounding to whole layers and for the file system.
     fits = _HOST_MEMORY.is_dir() and shutil.disk_usage(_HOST_MEMORY).free > 1.1 * num_bytes
     with tempfile.TemporaryDirectory(dir=_HOST_MEMORY if fits else None) as name:
         folder = Path(name)
@@ -167,7 +169,7 @@ def made_checkpoint(model: Path, num_bytes: int) -> Iterator[Path]:
 
 
 def _write(folder: Path, parameters: Sequence[Parameter]) -> None:
-    """Random tensors for all sources of the parameters, in files of a few gigabytes."""
+    """Write random tensors for all sources of the parameters, in files of a few gigabytes."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     weight_map: dict[str, str] = {}
     shard: dict[str, torch.Tensor] = {}

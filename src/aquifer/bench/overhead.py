@@ -1,4 +1,4 @@
-"""What a step costs beside the model: planning, addresses, committing."""
+"""Host overhead of a step beside the model: plan, view, commit."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from aquifer.memory.stock import PageStocker
 
 _DEVICE = torch.device("cpu")
 _MAX_PROMPT_TOKENS = 64
-_MODEL_S = 0.005  # what a model would take at least, while new pages are created
-_POOL_BYTES = 64 << 30  # an address range; only what is used becomes real
+_MODEL_S = 0.005  # stands for the model's step time, in which new pages are created ahead
+_POOL_BYTES = 64 << 30  # address space; only used pages take memory
 
 
 @dataclass(slots=True)
 class StepCosts:
-    """Seconds of each step's parts. `plan` includes mapping pages for the tokens to come."""
+    """Times of each step's parts. `plan_s` includes mapping pages for new tokens."""
 
     plan_s: list[float] = field(default_factory=list)
     view_s: list[float] = field(default_factory=list)
     commit_s: list[float] = field(default_factory=list)
 
     def total_s(self) -> list[float]:
-        """Seconds of each step, all parts together."""
+        """Return the time of each step, all parts together."""
         parts = zip(self.plan_s, self.view_s, self.commit_s, strict=True)
         return [sum(part) for part in parts]
 
@@ -43,11 +43,11 @@ class StepCosts:
 def measure_steps(
     kv_name: str, layout: KVLayout, num_seqs: int, num_steps: int, page_bytes: int
 ) -> dict[str, StepCosts]:
-    """Decode `num_steps` tokens of `num_seqs` sequences twice over, without a model.
+    """Decode `num_steps` tokens of `num_seqs` sequences twice, without a model.
 
     Returns:
-        "first": the pool's pages are new, each has to come from the system;
-        "again": the same once more, on the pages that the first round left idle.
+        "first": the pool's pages are new, and each comes from the system;
+        "again": the same again, on the pages that the first round left idle.
     """
     driver = open_driver("cpu")
     pool = PagePool(driver, _POOL_BYTES, page_bytes, keep_idle_bytes=_POOL_BYTES)
@@ -75,7 +75,7 @@ def measure_steps(
 def random_layout(
     num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32
 ) -> KVLayout:
-    """The layout of a model of that shape."""
+    """Return the KV layout of a model of that shape."""
     return KVLayout((LayerKV(num_kv_heads, head_dim, head_dim),) * num_layers, dtype)
 
 
@@ -83,7 +83,7 @@ def _add_sequences(scheduler: Scheduler, lane: Lane, count: int, num_outputs: in
     params = SamplingParams(max_tokens=num_outputs, ignore_eos=True)
     rng = np.random.default_rng(0)
     for i in range(count):
-        # Of different lengths, so that sequences do not all need a page in the same step.
+        # Prompt lengths differ, so that sequences do not all need a page in the same step.
         prompt = np.ones(rng.integers(1, _MAX_PROMPT_TOKENS + 1), np.int32)
         request = Request(str(i), lane.name, prompt.tolist(), params, time.monotonic())
         group = SequenceGroup.of(

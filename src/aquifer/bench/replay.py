@@ -1,7 +1,6 @@
-"""Comparing cache managers by replaying a trace: at given rates, and up to what rate they hold.
+"""Comparison of cache managers by trace replay: at given rates, and the highest rate sustained.
 
-Nothing is measured here but simulated time (`aquifer.sim`), so the figures are the same on every
-machine.
+All times are simulated (`aquifer.sim`), so the figures are the same on every machine.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ MEMORY_PARTS = {
     "retained": "prefixes",
     "free": "free",
 }
-"""What Fig. 2 calls the parts of the memory for KV; there, what is free counts as external."""
+"""Names in Fig. 2 for the parts of the memory for KV; there, free memory counts as external."""
 
 Progress = Callable[[str, int, int], None]
-"""Is told (what runs, requests that have ended, requests in all)."""
+"""Called with (description of the run, requests that have ended, requests in all)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +34,9 @@ class Workload:
     """The requests of all runs.
 
     Args:
-        requests: of the trace, with or without times.
-        num_requests: how many to take; more than there are begin again from the first if arrivals
-            are made.
-        seed: of made arrivals.
+        requests: the trace's, with or without times.
+        num_requests: how many to take; with generated arrivals, the trace is repeated if needed.
+        seed: seed of generated arrivals.
     """
 
     requests: list[TraceRequest]
@@ -46,7 +44,7 @@ class Workload:
     seed: int
 
     def at(self, rate: float | None) -> list[TraceRequest]:
-        """With Poisson arrivals at so many requests a second, or as recorded."""
+        """Return the requests with Poisson arrivals at `rate` requests/s, or as recorded."""
         if rate is None:
             return self.requests[: self.num_requests]
         return poisson_arrivals(self.requests, rate, self.num_requests, self.seed)
@@ -54,7 +52,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One manager at one rate; None is the trace's own times."""
+    """Run of one manager at one rate; None for the trace's own times."""
 
     manager: str
     rate: float | None
@@ -62,12 +60,12 @@ class Run:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all requests that were served, prompts and outputs."""
+        """Tokens of all served requests, prompts and outputs."""
         served = [record for record in self.result.records if record.finished_s is not None]
         return sum(record.prompt_tokens + record.output_tokens for record in served)
 
     def figures(self, *, with_requests: bool = False) -> dict[str, Any]:
-        """For the result's file."""
+        """Return the figures for the result file."""
         figures = {"kv_cache": self.manager, "request_rate": self.rate, **self.result.figures()}
         if with_requests:
             records = self.result.records
@@ -105,7 +103,7 @@ def compare(
     rates: Sequence[float | None],
     on_progress: Progress,
 ) -> list[Run]:
-    """Each manager at each rate."""
+    """Replay the workload with each manager at each rate."""
     return [
         run(replace(config, manager=manager), workload, rate, on_progress)
         for manager in managers
@@ -122,25 +120,25 @@ def find_rate(
     first_rate: float = 1.0,
     precision: float = 0.02,
 ) -> list[Run]:
-    """The highest rate of arrivals at which the mean normalized latency is within a bound.
+    """Find the highest arrival rate at which the mean normalized latency is within a bound.
 
-    The rate is doubled or halved until it is between two, and then their geometric mean is tried
-    until they are close. A trace is finite, so its queue cannot grow without end: with few requests
-    the rate found is higher than what could be kept up for ever.
+    The rate is doubled or halved until two rates bracket the answer; then their geometric mean is
+    tried until they are close. A trace is finite, so its queue cannot grow without end: with few
+    requests the rate found is higher than a rate that could be sustained for ever.
 
     Args:
-        config: what to run on.
-        workload: which requests.
-        latency_bound_s: seconds by output token.
-        on_progress: is told how it goes.
-        first_rate: where to begin.
-        precision: how close, relatively.
+        config: the configuration.
+        workload: the requests.
+        latency_bound_s: seconds per output token.
+        on_progress: called with the progress of each run.
+        first_rate: the first rate to try.
+        precision: relative width of the final bracket.
 
     Returns:
         All runs in the order of their rates; the last within the bound has the rate found.
 
     Raises:
-        ConfigError: the bound is not kept at any rate.
+        ConfigError: no rate is within the bound.
     """
     runs: dict[float, Run] = {}
 
@@ -157,7 +155,7 @@ def find_rate(
             high = low
             if low < first_rate / 2**20:
                 raise ConfigError(
-                    f"{config.manager} does not reach {latency_bound_s} s by token at any rate; "
+                    f"{config.manager} does not reach {latency_bound_s} s/token at any rate; "
                     "give a higher --latency-bound"
                 )
     while high > low * (1 + precision):
@@ -170,21 +168,21 @@ def find_rate(
 
 
 def is_within(run: Run, latency_bound_s: float) -> bool:
-    """Whether all requests were served, and in time."""
+    """Whether all requests were served, with a mean normalized latency within the bound."""
     is_complete = all(record.finished_s is not None for record in run.result.records)
     return is_complete and run.result.normalized_latency_s <= latency_bound_s
 
 
 def sustained_rate(runs: Sequence[Run], latency_bound_s: float) -> float | None:
-    """The highest rate within the bound, None if there is none."""
+    """Return the highest rate within the bound, or None."""
     rates = [run.rate for run in runs if run.rate is not None and is_within(run, latency_bound_s)]
     return max(rates, default=None)
 
 
 def kv_waste(run: Run) -> float:
-    """The part of the memory in use for KV that holds no token, on average: section 6.2's waste.
+    """Return the fraction of memory in use for KV that holds no token: section 6.2's waste.
 
-    What is free or retained for later requests is not in use.
+    Free memory, and memory retained for later requests, is not in use.
     """
     averages = run.result.averages
     wasted_bytes = sum(averages[part] for part in ("future", "internal", "external"))
@@ -193,7 +191,7 @@ def kv_waste(run: Run) -> float:
 
 
 def plot(runs: Sequence[Run], file: Path, title: str) -> None:
-    """Latency and requests batched by rate, and where memory was at the highest rate.
+    """Plot latency and batched requests by rate, and the use of memory at the highest rate.
 
     Raises:
         ConfigError: matplotlib is not installed, or does not know the file's format.

@@ -1,4 +1,4 @@
-"""Results as files: figures, every repeat, and all that is needed to read or repeat them."""
+"""Result files: figures, every repeat, and the environment needed to reproduce them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PACKAGES = ("aquifer", "torch", "triton", "cuda-bindings", "transformers", "num
 
 
 def summarize(values: Sequence[float]) -> dict[str, float]:
-    """Mean, median and 99th percentile, as `vllm bench` names them."""
+    """Return mean, median and 99th percentile, with the names of `vllm bench`."""
     return {
         "mean": float(np.mean(values)),
         "median": float(np.median(values)),
@@ -29,7 +29,7 @@ def summarize(values: Sequence[float]) -> dict[str, float]:
 
 
 def environment() -> dict[str, Any]:
-    """Where and with what a measurement was made."""
+    """Describe the machine, the software and the command of a measurement."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join([_program(), *sys.argv[1:]]),
@@ -45,8 +45,8 @@ def environment() -> dict[str, Any]:
 
 
 def gpu() -> dict[str, str | None] | None:
-    """Name and driver of the GPU that torch uses; None where it uses none."""
-    torch = sys.modules.get("torch")  # whoever measured on a GPU has imported it
+    """Return name and driver of the GPU that torch uses; None if it uses none."""
+    torch = sys.modules.get("torch")  # a measurement on a GPU has imported it
     if torch is None or not torch.cuda.is_initialized():
         return None
     driver = Path("/proc/driver/nvidia/version")
@@ -58,7 +58,7 @@ def gpu() -> dict[str, str | None] | None:
 
 
 def save(file: Path, figures: dict[str, Any]) -> None:
-    """Write figures with their environment as JSON; folders are made as needed."""
+    """Write figures and environment as JSON; create folders as needed."""
     file.parent.mkdir(parents=True, exist_ok=True)
     content = {"environment": environment(), **figures}
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -70,7 +70,7 @@ def _program() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of the source tree, marked if it has changes; None outside of one."""
+    """Return the source tree's commit, marked if it has changes; None outside a git tree."""
     folder = Path(__file__).parent
     try:
         return subprocess.run(

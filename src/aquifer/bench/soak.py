@@ -1,7 +1,7 @@
-"""Many random requests of every decoding method against a pool that is too small for them.
+"""Soak test: random requests of every decoding method against a pool that is too small for them.
 
-Whatever happens in it, three things have to hold: everybody who stays is answered or refused with a
-reason, nobody is answered twice, and in the end every page is accounted for.
+Three things must hold: every request that is not aborted completes or is refused with a reason, no
+completion ends twice, and in the end every page is accounted for.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from aquifer.errors import CapacityError, ContextLengthError, InvariantError, Qu
 from aquifer.memory.pool import Kind
 
 _NUM_BEGINNINGS = 16
-_LEAVES = 0.05  # of a client, before its answer is complete
-_STEPS_BETWEEN = 3  # at most, between two requests,
-_MOST_DUE = 64  # unless so many wait or run already
+_LEAVES = 0.05  # probability that a client disconnects, per request sent
+_STEPS_BETWEEN = 3  # maximum number of steps between two requests
+_MOST_DUE = 64  # maximum number of unfinished requests: more steps run first
 
 
 @dataclass(slots=True)
 class SoakResult:
-    """What became of the requests."""
+    """Counts of a soak test."""
 
     num_requests: int
-    num_answered: int = 0  # every completion came to its end
-    num_left: int = 0  # their clients went away
+    num_answered: int = 0  # requests with all completions finished
+    num_left: int = 0  # requests aborted by their clients
     refused: dict[str, int] = field(default_factory=dict)  # by the kind of error
     num_completions: int = 0
     num_output_tokens: int = 0
     num_preemptions: int = 0
     num_swaps: int = 0
-    num_cached_tokens: int = 0  # of prompts, found among retained prefixes
+    num_cached_tokens: int = 0  # prompt tokens found among retained prefixes
     seconds: float = 0.0
 
 
 class _Crowd:
-    """Makes requests up.
+    """Generator of random requests.
 
     Args:
-        vocab_size: of the model.
-        max_tokens: of a prompt and its output together.
-        max_seqs: that may run at once.
-        seed: of it all.
+        vocab_size: vocabulary size of the model.
+        max_tokens: maximum of a prompt and its output together.
+        max_seqs: maximum number of running sequences.
+        seed: seed of all random choices.
     """
 
     def __init__(self, vocab_size: int, max_tokens: int, max_seqs: int, seed: int) -> None:
@@ -56,7 +56,7 @@ class _Crowd:
         self._beginnings = [self._tokens(max_tokens) for _ in range(_NUM_BEGINNINGS)]
 
     def request(self, name: str, model: str) -> Request:
-        """One of a random kind. Some are too long, or too many in one."""
+        """Generate a request of a random kind; some are too long or have too many sequences."""
         random = self.random
         shared = random.randrange(self._max_tokens // 2)
         own = self._tokens(random.randrange(1, 2 + self._max_tokens // 8))
@@ -100,25 +100,24 @@ def soak(
     seed: int = 0,
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> SoakResult:
-    """Send requests, let some of their clients leave, and check all that came of it.
+    """Send random requests, abort some of them, and check all outputs and the pool.
 
     Args:
-        llm: with a small pool, which must have been idle.
-        num_requests: how many.
-        max_tokens: of a prompt and its output together, more or less.
-        seed: of it all.
-        on_progress: told how many requests were sent.
+        llm: an idle engine with a small pool.
+        num_requests: number of requests.
+        max_tokens: approximate maximum of a prompt and its output together.
+        seed: seed of all random choices.
+        on_progress: called with the number of requests sent.
 
     Raises:
-        InvariantError: somebody was not answered, or answered twice; or pages are not accounted
-            for.
+        InvariantError: a completion did not end, or ended twice; or pages are not accounted for.
     """
     engine = llm.engine
     ((name, info),) = engine.models.items()
     (lane,) = engine.lanes.values()
     crowd = _Crowd(info.vocab_size, max_tokens, engine.config.max_num_seqs, seed)
     result = SoakResult(num_requests)
-    due: dict[str, set[int]] = {}  # completions that a request has still to get
+    due: dict[str, set[int]] = {}  # unfinished completions of each request
     left: set[str] = set()
 
     def note(outputs: list[TokenOutput]) -> None:
@@ -131,7 +130,7 @@ def soak(
                 continue
             waiting = due.get(output.request_id)
             if waiting is None or output.index not in waiting or output.error is not None:
-                raise InvariantError(f"an answer that nobody waits for: {output}")
+                raise InvariantError(f"unexpected output of a finished or unknown one: {output}")
             waiting.remove(output.index)
             result.num_completions += 1
             if not waiting:
@@ -163,18 +162,16 @@ def soak(
     result.seconds = time.perf_counter() - start
     result.num_preemptions, result.num_swaps = lane.num_preemptions, lane.num_swaps
     if due:
-        raise InvariantError(f"{len(due)} requests got no answer, {next(iter(due))} for one")
+        raise InvariantError(f"{len(due)} requests did not finish, such as {next(iter(due))}")
     check_idle(llm)
     return result
 
 
 def check_idle(llm: LLM) -> None:
-    """Verify that an engine without work holds nothing but weights and retained prefixes.
-
-    The prefixes are dropped.
+    """Check that an idle engine has pages for weights only, after its prefixes are cleared.
 
     Raises:
-        InvariantError: it does.
+        InvariantError: it has others.
     """
     for lane in llm.engine.lanes.values():
         if lane.prefixes is not None:

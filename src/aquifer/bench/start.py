@@ -1,4 +1,4 @@
-"""How long it takes from nothing to the first token, in a process of its own.
+"""Start time: from a new process to the first token.
 
 `python -m aquifer.bench.start MODEL OPTIONS` is that process; OPTIONS are those of `LLM`, as JSON.
 """
@@ -22,22 +22,22 @@ _PROMPT_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class StartTimes:
-    """One start, in seconds."""
+    """Times of one start, in seconds."""
 
-    import_s: float  # torch and the engine
+    import_s: float  # import of torch and the engine
     construct_s: float  # `LLM(...)`
-    first_token_s: float  # of a short prompt
-    process_s: float  # of the whole process, Python's own start and end included
-    # Kernels in Triton's cache afterwards that were not there before: this start compiled them.
+    first_token_s: float  # first token of a short prompt
+    process_s: float  # the whole process, including Python's own start and exit
+    # Kernels that this start compiled: those added to Triton's cache.
     num_compiled: int
-    gpu: dict[str, str | None] | None  # which one the process used
+    gpu: dict[str, str | None] | None  # the GPU that the process used
 
 
 def measure_start(model: str, options: dict[str, Any]) -> StartTimes:
-    """Start a process that serves one token and ends.
+    """Start a process that generates one token and exits.
 
     Raises:
-        EngineError: it failed; what it printed went to standard error.
+        EngineError: the process failed; its messages are on standard error.
     """
     cache = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
     num_cached = _count(cache)
@@ -46,7 +46,7 @@ def measure_start(model: str, options: dict[str, Any]) -> StartTimes:
     child = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     process_s = time.perf_counter() - start
     if child.returncode:
-        raise EngineError(f"the process that was to start {model} ended with {child.returncode}")
+        raise EngineError(f"the process that starts {model} failed with code {child.returncode}")
     times = json.loads(child.stdout.splitlines()[-1])
     return StartTimes(**times, process_s=process_s, num_compiled=_count(cache) - num_cached)
 
@@ -56,7 +56,7 @@ def _count(folder: Path) -> int:
 
 
 def _start(model: str, options: dict[str, Any]) -> dict[str, Any]:
-    """What the process does; nothing heavy has been imported before."""
+    """Run the measured start; torch and the engine are imported here."""
     begun = time.perf_counter()
     from aquifer.engine.llm import LLM
     from aquifer.engine.request import SamplingParams

@@ -1,4 +1,4 @@
-"""Prompts and output lengths to measure with."""
+"""Random workloads: prompts and output lengths."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from dataclasses import dataclass
 from aquifer.errors import ConfigError
 
 _TOKEN_LIMIT = 10_000
-"""Token ids are drawn from [0, this], or from the vocabulary where that is smaller."""
+"""Token ids are drawn from [0, _TOKEN_LIMIT], or from the vocabulary if that is smaller."""
 
 
 @dataclass(frozen=True, slots=True)
 class LengthRange:
-    """Lengths in tokens, drawn evenly from [lowest, highest]."""
+    """Range of lengths in tokens, drawn uniformly from [lowest, highest]."""
 
     lowest: int
     highest: int
 
     @classmethod
     def parse(cls, text: str) -> LengthRange:
-        """From "128" or "16-256".
+        """Parse "128" or "16-256".
 
         Raises:
-            ConfigError: it is neither.
+            ConfigError: the text is neither.
         """
         lowest, _, highest = text.partition("-")
         try:
             result = cls(int(lowest), int(highest or lowest))
         except ValueError:
-            raise ConfigError(f"{text!r} is no length; write 128 or 16-256") from None
+            raise ConfigError(f"{text!r} is not a length; write 128 or 16-256") from None
         if not 1 <= result.lowest <= result.highest:
-            raise ConfigError(f"{text!r} is no range of lengths from 1 up")
+            raise ConfigError(f"{text!r} is not a range of lengths from 1 up; write 16-256")
         return result
 
     def draw(self, rng: random.Random) -> int:
-        """One length."""
+        """Draw one length."""
         return rng.randint(self.lowest, self.highest)
 
 
@@ -50,10 +50,10 @@ class Workload:
     def random(
         cls, count: int, inputs: LengthRange, outputs: LengthRange, vocab_size: int, seed: int
     ) -> Workload:
-        """The same workload for the same arguments.
+        """Generate a random workload, the same for the same arguments.
 
-        Python's own generator draws each prompt's length, then its tokens; after all prompts the
-        output lengths. Other engines' benchmarks do it in this order, so with the same seed they
+        Python's generator draws each prompt's length, then its tokens; after all prompts the
+        output lengths. Other engines' benchmarks draw in this order, so with the same seed they
         get the same requests.
         """
         rng = random.Random(seed)
@@ -75,10 +75,10 @@ class Workload:
 
     @property
     def num_attended_tokens(self) -> int:
-        """Tokens whose KV the decode steps read, summed over steps and requests.
+        """Number of tokens that decode steps attend to, summed over steps and requests.
 
-        A prompt of p tokens brings the first of o output tokens. The steps of the others attend
-        to p + 1, ..., p + o - 1 tokens, the step's own included.
+        Prefill of a prompt of p tokens yields the first of o output tokens. The steps of the
+        others attend to p + 1, ..., p + o - 1 tokens, the step's own included.
         """
         return sum(
             (o - 1) * len(prompt) + (o - 1) * o // 2

@@ -1,20 +1,20 @@
-"""Beam search: which continuations of a prompt go on, and which are done (PagedAttention, 4.4).
+"""Beam search: which beams continue, and which are finished (PagedAttention, 4.4).
 
-Pure bookkeeping: it sees token ids and log probabilities. The engine runs the live beams, tells
-what may follow each, and then forks, goes on with and drops their KV as it is told. Tokens, their
-order and scores are those of Transformers' `generate(num_beams=width, do_sample=False)`, for which
-sums and quotients are taken in float32 and in its order. Its rules:
+Pure bookkeeping over token ids and log probabilities. The engine runs the live beams, reports the
+candidates for each, and then forks, continues or releases their KV as the search decides. Tokens,
+their order and scores equal Transformers' `generate(num_beams=width, do_sample=False)`; to that
+end sums and quotients are computed in float32 and in its order. Its rules:
 
 - Continuations of all live beams are ranked by the sum of their log probabilities.
-- One that ends with an EOS token is finished, but only if it is among the best `width` of that
-  ranking; at the most tokens there may be, the best `width` are finished whatever they end with.
-- The best `width` of those that do not end with an EOS token are the next live beams.
-- Of the finished ones the best `width` are kept, by score: the sum over (tokens ** penalty).
-- It is over at the most tokens; or when `width` are finished, and none that lives seems able to
-  get a better score than the worst of them.
+- A continuation that ends with an EOS token is finished if it is among the best `width` of that
+  ranking. At the maximum length the best `width` are finished, whatever they end with.
+- The best `width` continuations that do not end with an EOS token are the next live beams.
+- The best `width` finished beams are kept, by score: sum / (tokens ** penalty).
+- The search ends at the maximum length, or when `width` beams are finished and no live beam seems
+  able to score better than the worst of them.
 
 Where values are exactly equal, Transformers leaves the order to `topk`. Here the better parent
-comes first, and the continuation that the engine gave first; of finished ones the older.
+comes first, then the candidate that the engine listed first; among finished beams the older.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _FLOAT32 = np.finfo(np.float32)
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """A completion that a search found."""
+    """A completion found by the search."""
 
-    token_ids: list[int]  # of the output, with the token that ended it
+    token_ids: list[int]  # the output's, including the token that ended it
     cumulative_logprob: float
     score: float  # cumulative_logprob / len(token_ids) ** length_penalty
     finish_reason: FinishReason  # "stop" or "length"
@@ -44,7 +44,7 @@ class Hypothesis:
 
 @dataclass(frozen=True, slots=True)
 class _Finished:
-    """A finished sequence: a live beam, by its place in the history, and one more token."""
+    """A finished beam: a live beam, by its index in the history, and one more token."""
 
     num_tokens: int
     parent: int
@@ -54,19 +54,19 @@ class _Finished:
 
 
 class BeamSearch:
-    """The search for one prompt's most probable completions.
+    """Beam search for the most probable completions of one prompt.
 
     Args:
-        width: beams, at least 1. A single one is greedy search, as in Transformers: it is over at
-            its first EOS token, whatever `early_stopping` is.
-        num_returned: completions that `results` gives; at most `width`.
-        max_new_tokens: the most tokens of a completion, at least 1.
+        width: number of beams, at least 1. One beam is greedy search, as in Transformers: it ends
+            at its first EOS token, whatever `early_stopping` is.
+        num_returned: completions that `results` returns; at most `width`.
+        max_new_tokens: maximum length of a completion, at least 1.
         eos_ids: tokens that end a completion.
-        length_penalty: the power of the length that sums are divided by. As sums are negative, a
-            positive one favours long completions.
-        early_stopping: when `width` completions are finished, go on no more (True); go on while
-            the best live beam's score, if it ended now, is better than the worst of them (False);
-            or while its score could be that at the length that suits it best ("never").
+        length_penalty: sums are divided by length to this power. As sums are negative, a positive
+            value favours long completions.
+        early_stopping: when to end once `width` completions are finished. True: at once. False:
+            when the best live beam, if it ended now, would not score better than the worst of
+            them. "never": when it could not even at its most favourable length.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class BeamSearch:
         self._eos_ids = np.array(sorted(eos_ids), np.int64)
         self._length_penalty = length_penalty
         self._early_stopping: EarlyStopping = True if width == 1 else early_stopping
-        # The live beams, best first: the prompt. All have equally many tokens.
+        # Live beams, best first; at first the prompt alone. All have the same length.
         self._logprobs = np.zeros(1, np.float32)
-        # What they grew from. Entry i has, of each beam that lived when there were i + 1 tokens,
-        # its token i and the place of its first i tokens in the entry before.
+        # History. Entry i describes the beams that were live at i + 1 tokens: the token i of
+        # each, and the index of its parent in entry i - 1.
         self._parents: list[NDArray[np.int64]] = []
         self._tokens: list[NDArray[np.int64]] = []
         self._finished: list[_Finished] = []  # best first, at most `width`
@@ -95,16 +95,16 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """The continuations to report for each live beam, or the whole vocabulary if it has fewer.
+        """Candidates to report for each live beam; the whole vocabulary if that is smaller.
 
-        That many hold `width` that do not end it, even if each EOS token comes before them, so no
-        beam's report misses any of the `width` best of all beams.
+        Even if every EOS token ranks first, `width` candidates remain that do not end the beam, so
+        none of the `width` best of all beams can be missing.
         """
         return self._width + len(self._eos_ids)
 
     @property
     def num_live(self) -> int:
-        """Live beams; 1 before the first step, which is the prompt's, and 0 at the end."""
+        """Number of live beams; 1 before the first step (the prompt), 0 at the end."""
         return len(self._logprobs)
 
     @property
@@ -115,17 +115,17 @@ class BeamSearch:
     def advance(
         self, token_ids: NDArray[np.int64], logprobs: NDArray[np.float32]
     ) -> list[tuple[int, int]]:
-        """Take the search one token further.
+        """Advance the search by one token.
 
         Args:
-            token_ids: of each live beam the most probable next tokens, best first,
+            token_ids: the most probable next tokens of each live beam, best first,
                 [num_live, num_candidates].
-            logprobs: of these tokens, [num_live, num_candidates], float32.
+            logprobs: their log probabilities, [num_live, num_candidates], float32.
 
         Returns:
-            The next live beams, best first, as (index of the parent among the live ones, token
-            id); empty when the search is over. There are `width`, or fewer where the vocabulary is
-            too small for that.
+            The next live beams, best first, as (index of the parent among the live beams, token
+            id); empty when the search is over. There are `width`, or fewer if the vocabulary is
+            too small.
         """
         assert not self._is_over
         assert token_ids.shape == logprobs.shape
@@ -152,9 +152,9 @@ class BeamSearch:
         return list(zip(self._parents[-1].tolist(), self._tokens[-1].tolist(), strict=True))
 
     def results(self) -> list[Hypothesis]:
-        """The best completions, best first, once the search is over.
+        """Return the best completions, best first. Pre-condition: the search is over.
 
-        There are `num_returned`, unless the vocabulary is too small for so many.
+        There are `num_returned`, or fewer if the vocabulary is too small.
         """
         assert self._is_over
         ends = frozenset(self._eos_ids.tolist())
@@ -175,7 +175,7 @@ class BeamSearch:
         tokens: NDArray[np.int64],
         logprobs: NDArray[np.float32],
     ) -> None:
-        """Keep the sequences if they are among the best that are finished."""
+        """Add finished beams and keep the best `width`."""
         if not len(tokens):
             return
         scores = logprobs / self._divisor(num_tokens)
@@ -189,7 +189,7 @@ class BeamSearch:
         del self._finished[self._width :]
 
     def _can_improve(self, num_tokens: int, best_logprob: np.float32) -> bool:
-        """Whether a live beam may still get among the finished ones."""
+        """Whether a live beam may still score better than a finished one."""
         if len(self._finished) < self._width:
             return True
         if self._early_stopping == "never":
@@ -201,7 +201,7 @@ class BeamSearch:
         return bool(best_score > self._finished[-1].score)
 
     def _divisor(self, num_tokens: int) -> np.float32:
-        """What penalises the length; kept within float32, so that quotients are numbers."""
+        """The divisor of scores, clamped to the range of float32 so that scores are finite."""
         try:
             power = float(num_tokens) ** self._length_penalty
         except OverflowError:
@@ -209,7 +209,7 @@ class BeamSearch:
         return np.float32(min(max(power, float(_FLOAT32.tiny)), float(_FLOAT32.max)))
 
     def _trace(self, num_tokens: int, beam: int) -> list[int]:
-        """The tokens of the beam that had this index when there were so many."""
+        """Return the tokens of the beam that had index `beam` at length `num_tokens`."""
         token_ids = []
         for index in reversed(range(num_tokens)):
             token_ids.append(int(self._tokens[index][beam]))

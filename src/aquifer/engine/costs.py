@@ -1,24 +1,24 @@
-"""What it takes to compute KV again, by what computing it took so far."""
+"""Prefill cost model fitted to observed steps; it prices the recomputation of KV."""
 
 from __future__ import annotations
 
 import math
 
 _FIRST_GUESS = 10_000.0
-"""Tokens a second before any prompt was run. Only ratios matter until then."""
+"""Prefill tokens per second assumed before the first observation; only ratios matter then."""
 
 _MIN_TOKENS = 128
-"""Steps of fewer prompt tokens say little about the speed of prompts."""
+"""Steps of fewer prompt tokens are ignored: they say little about prefill speed."""
 
 _WEIGHT = 0.2
-"""Of the latest step in the running mean."""
+"""EMA weight of the latest step."""
 
 
 class PrefillCost:
-    """The speed at which a model computes prompts, from the steps that it ran.
+    """Prefill speed of a model: an EMA over the steps that it ran.
 
-    A token costs its products, which are the same for all, and its attention, in proportion to its
-    position: `1 + position / even_tokens` in all.
+    The cost of a token is that of its matrix products, equal for all tokens, and that of its
+    attention, proportional to its position: together `1 + position / even_tokens`.
 
     Args:
         even_tokens: the position at which attention takes as many operations as all products.
@@ -30,7 +30,7 @@ class PrefillCost:
         self._is_measured = False
 
     def observe(self, first_token: float, num_tokens: int, seconds: float) -> None:
-        """Take note of a step that did hardly anything but run this part of prompts."""
+        """Update the EMA with a step that did little else than prefill these tokens."""
         if num_tokens < _MIN_TOKENS or seconds <= 0:
             return
         rate = self._work(first_token, num_tokens) / seconds
@@ -39,9 +39,9 @@ class PrefillCost:
         self._is_measured = True
 
     def seconds(self, first_token: float, num_tokens: float) -> float:
-        """How long [first_token, first_token + num_tokens) of a sequence takes to compute."""
+        """Predict the prefill time of [first_token, first_token + num_tokens) of a sequence."""
         return self._work(first_token, num_tokens) / self._tokens_per_s
 
     def _work(self, first_token: float, num_tokens: float) -> float:
-        """In tokens at position 0."""
+        """The cost of these tokens in units of one token at position 0."""
         return num_tokens * (1 + (first_token + num_tokens / 2) / self._even_tokens)

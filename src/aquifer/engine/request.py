@@ -1,4 +1,4 @@
-"""What goes down the engine and what comes back up."""
+"""Requests, their sampling parameters, their outputs, and the engine's reports."""
 
 from __future__ import annotations
 
@@ -14,43 +14,46 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 MAX_LOGPROBS = 20
 MAX_SEQUENCES = 128
-"""The most completions of one prompt."""
+"""Maximum number of completions of one prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose tokens, and when to stop. Names and defaults are vLLM's.
+    """Sampling parameters of a request: how to choose tokens and when to stop.
+
+    Names and defaults are vLLM's.
 
     Args:
-        n: completions for the prompt.
-        best_of: generate that many, and keep the `n` whose tokens are most probable together.
-        use_beam_search: search for the most probable completions, with `best_of` beams, in place of
-            sampling; the parameters of sampling have no effect then.
-        length_penalty: of a beam search: scores are divided by length to this power.
-        early_stopping: of a beam search, as in Transformers: True to stop when there are enough
+        n: completions to return for the prompt.
+        best_of: generate this many completions, and return the `n` with the highest cumulative
+            log probability.
+        use_beam_search: search for the most probable completions with `best_of` beams; the
+            sampling parameters have no effect then.
+        length_penalty: for beam search: scores are divided by length to this power.
+        early_stopping: for beam search, as in Transformers: True to stop when there are enough
             finished beams, False when a better one is unlikely, "never" when it is impossible.
         temperature: 0 is greedy.
         top_p: sample from the most probable tokens that together reach this mass; in (0, 1].
-        top_k: sample from that many most probable tokens; 0 or -1 for all.
-        min_p: drop tokens less probable than this fraction of the most probable one.
+        top_k: sample from this many most probable tokens; 0 or -1 for all.
+        min_p: exclude tokens less probable than this fraction of the most probable one.
         seed: makes the request's tokens reproducible, whatever else is in the batch.
         stop: texts that end the output; they are not part of it.
         stop_token_ids: tokens that end the output, in addition to the model's own.
-        max_tokens: the most tokens to generate; None for as many as the context has room for.
-        min_tokens: no stop token before that many tokens.
-        logprobs: report that many most probable tokens at each position, and the chosen one.
+        max_tokens: maximum number of tokens to generate; None for the rest of the context.
+        min_tokens: no stop token is sampled before this many tokens.
+        logprobs: report this many most probable tokens at each position, and the chosen one.
         prompt_logprobs: the same for the prompt.
-        presence_penalty: subtracted from the score of each token that the output has already.
-        frequency_penalty: subtracted once for each time that the output has it.
-        repetition_penalty: divides the positive (multiplies the negative) scores of tokens that
-            prompt or output have.
-        ignore_eos: go on past the model's end-of-sequence tokens.
+        presence_penalty: subtracted from the logit of each token that the output contains.
+        frequency_penalty: subtracted from it once per occurrence in the output.
+        repetition_penalty: divides the positive (multiplies the negative) logits of tokens that
+            prompt or output contain.
+        ignore_eos: continue past the model's end-of-sequence tokens.
         skip_special_tokens: leave special tokens out of the text.
-        logit_bias: added to the scores of these tokens, each in [-100, 100].
-        allowed_token_ids: the only tokens to choose from.
+        logit_bias: added to the logits of these tokens, each in [-100, 100].
+        allowed_token_ids: sample from these tokens only.
 
     Raises:
-        RequestError: a value is impossible; the message names the field and a value that works.
+        RequestError: a value is invalid; the message names the field and a value that works.
     """
 
     n: int = 1
@@ -132,7 +135,7 @@ class SamplingParams:
             )
 
     def _check_beam_search(self) -> None:
-        """Refuse what would change single beams but has no meaning for a search over all."""
+        """Refuse parameters that have no defined effect on a beam search."""
         without_effect = {
             "stop": bool(self.stop_strings),
             "min_tokens": self.min_tokens > 0,
@@ -163,34 +166,34 @@ class SamplingParams:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that run for the prompt: completions to choose from, or beams."""
+        """Sequences that run for the prompt: candidate completions, or beams."""
         return self.best_of or self.n
 
     @property
     def num_completions(self) -> int:
-        """Completions that the engine gives: of a beam search only the `n` best beams."""
+        """Completions that the engine outputs; for a beam search the `n` best beams."""
         return self.n if self.use_beam_search else self.num_sequences
 
     @property
     def is_choice(self) -> bool:
-        """Whether the completions that are wanted are known only when all have ended."""
+        """Whether completions are chosen among several, which is known only when all have ended."""
         return self.use_beam_search or self.num_sequences > self.n
 
     @property
     def choosing_field(self) -> str:
-        """The parameter that makes it a choice, for messages."""
+        """The parameter that makes `is_choice` true, for messages."""
         return "use_beam_search" if self.use_beam_search else "best_of"
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple, whichever way it was given."""
+        """`stop` as a tuple."""
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def token_ids_named(self) -> set[int]:
-        """Every token id that the parameters name, to be checked against the vocabulary."""
+        """All token ids in the parameters, to be checked against the vocabulary."""
         return {
             *(self.stop_token_ids or ()),
             *(self.logit_bias or ()),
@@ -200,12 +203,12 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
-    """How to search for the most probable completions. Names are vLLM's.
+    """Parameters of a beam search. Names are vLLM's.
 
     Args:
-        beam_width: beams that are followed, and completions that come of them.
-        max_tokens: the most tokens of a completion.
-        ignore_eos: go on past the model's end-of-sequence tokens.
+        beam_width: number of beams, and of completions returned.
+        max_tokens: maximum length of a completion.
+        ignore_eos: continue past the model's end-of-sequence tokens.
         length_penalty: the score of a beam is the sum of its log probabilities divided by its
             length to this power; above 0 favours long completions.
         early_stopping: as in Transformers: True to stop when there are `beam_width` finished beams,
@@ -221,10 +224,10 @@ class BeamSearchParams:
     stop_token_ids: Sequence[int] | None = None
 
     def sampling_params(self) -> SamplingParams:
-        """The same as sampling parameters, which is what a request has.
+        """Convert to `SamplingParams`, which is what a request carries.
 
         Raises:
-            RequestError: a value is impossible.
+            RequestError: a value is invalid.
         """
         _require(
             1 <= self.beam_width <= MAX_SEQUENCES,
@@ -245,7 +248,7 @@ class BeamSearchParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt on its way down. Token ids only: text is the business of either end.
+    """A prompt to complete. It holds token ids; text is handled at either end of the engine.
 
     A retained prefix is found only by requests with the same `cache_salt`.
     """
@@ -260,7 +263,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The chosen token of one position, then the most probable ones, best first."""
+    """Log probabilities at one position: the chosen token, then the most probable, best first."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -269,7 +272,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class RequestTiming:
-    """When things happened, in seconds of time.monotonic(); None if they have not."""
+    """Timestamps of a request, in seconds of time.monotonic(); None if not reached."""
 
     arrival_s: float
     scheduled_s: float | None = None
@@ -279,12 +282,12 @@ class RequestTiming:
 
 @dataclass(slots=True)
 class TokenOutput:
-    """What one step brought for one completion of a request.
+    """Output of one step for one completion of a request.
 
-    The last output of a completion, and only that, has a `finish_reason`. A request that samples
-    gives each of `SamplingParams.num_sequences` completions token by token, and a logprob with each
-    token if it has to choose among them. A beam search gives `n` completions as a whole, best
-    first, each in one output.
+    Only the last output of a completion has a `finish_reason`. A sampling request outputs each of
+    `SamplingParams.num_sequences` completions token by token, with a logprob for each token if
+    completions are chosen among several (`is_choice`). A beam search outputs `n` whole completions,
+    best first, each in one output.
     """
 
     request_id: str
@@ -295,15 +298,15 @@ class TokenOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the token id that ended it, unless it was an EOS
     error: str | None = None
-    # Of the prompt, found in the cache; with the first output of a request.
+    # Prompt tokens found in the prefix cache; set in the first output of a request.
     num_cached_tokens: int = 0
-    # Of all tokens together; with a beam, whose tokens have no logprobs of their own.
+    # Sum over all tokens; set for a beam only, because its tokens have no single logprobs.
     cumulative_logprob: float | None = None
     timing: RequestTiming | None = None  # with the last output of a completion
 
     @property
     def is_one_token(self) -> bool:
-        """Whether a token id is all that there is to it, as in most steps of most requests."""
+        """Whether this is one token id and nothing else, as in most steps of most requests."""
         return (
             self.index == 0
             and self.finish_reason is None
@@ -316,7 +319,7 @@ class TokenOutput:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A served model, as the other processes know it."""
+    """Description of a served model for the other processes."""
 
     name: str
     path: str
@@ -331,7 +334,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """How far the loading of a model has come."""
+    """Progress of loading a model."""
 
     model: str
     loaded_bytes: int
@@ -340,7 +343,7 @@ class LoadProgress:
 
 @dataclass(frozen=True, slots=True)
 class ModelMemory:
-    """One model's part of the pool, and what its KV manager makes of it."""
+    """Memory of one model in the pool, and the usage of its KV cache."""
 
     bytes_by_kind: dict[Kind, int]
     num_running: int
@@ -353,7 +356,7 @@ class ModelMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """Where the pool's budget is.
+    """Breakdown of the pool's budget.
 
     Bytes in use by all models + overhead_bytes + free_bytes == budget_bytes.
     """
@@ -361,10 +364,10 @@ class MemoryReport:
     device: str
     page_bytes: int
     budget_bytes: int
-    overhead_bytes: int  # what the process holds of a GPU beside pages: context, workspace, graphs
+    overhead_bytes: int  # device memory not in pages: CUDA context, workspaces, CUDA graphs
     free_bytes: int
     idle_bytes: int  # the part of free_bytes that is kept as pages for quick reuse
-    retired_bytes: int  # the part of free_bytes whose pages are still where they were used last
+    retired_bytes: int  # the part of free_bytes in pages that are still mapped where last used
     mapped_pages: int
     free_pages: int
     models: dict[str, ModelMemory]
@@ -373,13 +376,13 @@ class MemoryReport:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters of the engine, cheap enough to go along with every step's outputs."""
+    """Counters of the engine, cheap enough to send with every step's outputs."""
 
     num_running: dict[str, int]  # by model
     num_waiting: dict[str, int]
     num_preemptions: dict[str, int]  # since the start
-    kv_usage: float  # KV bytes in use over all that KV could have, 0..1
-    # Prompt tokens looked up among retained prefixes, and found there; by model, since the start.
+    kv_usage: float  # KV bytes in use / bytes that KV could have, 0..1
+    # Prompt tokens looked up among retained prefixes, and hits; by model, since the start.
     num_prefix_queried_tokens: dict[str, int]
     num_prefix_hit_tokens: dict[str, int]
 
@@ -397,7 +400,7 @@ class Logprob:
 class CompletionOutput:
     """One completion of a prompt.
 
-    `stop_reason` is the stop string or stop token id that ended it, None for the model's own end.
+    `stop_reason` is the stop string or stop token id that ended it; None if an EOS token did.
     """
 
     index: int
@@ -411,7 +414,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A prompt and what became of it."""
+    """A prompt and its completions."""
 
     request_id: str
     prompt: str | None

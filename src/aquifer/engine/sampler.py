@@ -20,7 +20,8 @@ import torch
 from aquifer.cache.base import IntArray
 from aquifer.engine.request import SamplingParams, TokenLogprobs
 from aquifer.engine.step_input import SlotAssignment
-from aquifer.kernels.sampling import SamplingColumns, Variant, sample, write_counts
+from aquifer.kernels.sampling import Variant, sample
+from aquifer.kernels.sampling_columns import SamplingColumns, write_counts
 from aquifer.memory.transfer import download, upload
 
 

@@ -1,6 +1,6 @@
-"""Text at either end of the engine: encoding, chat templates, detokenising, stop strings.
+"""Text processing: tokenization, chat templates, detokenization, stop strings.
 
-Nothing here touches the engine or torch, so that a server can do all of it in another process.
+Nothing here uses the engine or torch, so a server can do all of it in another process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from aquifer.engine.request import (
 )
 from aquifer.errors import ConfigError, RequestError
 
-# What a template can raise: it calls methods and does arithmetic on what the client sent.
+# Exceptions that a template can raise: it runs methods and arithmetic on the client's values.
 _TEMPLATE_ERRORS = (
     TemplateError,
     ArithmeticError,
@@ -37,16 +37,16 @@ _TEMPLATE_ERRORS = (
     TypeError,
     ValueError,
 )
-_PRIMING_TOKENS = 5  # of the prompt, so that the first output token gets its leading space right
+_PRIMING_TOKENS = 5  # last prompt tokens decoded first: they decide the output's leading space
 
 
 class Tokenizer:
     """A checkpoint's tokenizer and chat template.
 
     Args:
-        backend: the tokenizer proper.
+        backend: the tokenizer of the `tokenizers` package.
         chat_template: Jinja source, or None if the model has none.
-        special_tokens: what the template may refer to, such as `bos_token`.
+        special_tokens: variables of the template, such as `bos_token`.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, chat_template: str | None = None) -> Tokenizer | None:
-        """Read `tokenizer.json` and what goes with it; None if the checkpoint has no tokenizer.
+        """Load `tokenizer.json` and its companion files; None if the checkpoint has no tokenizer.
 
         Args:
             folder: the checkpoint.
-            chat_template: used in place of the checkpoint's own.
+            chat_template: replaces the checkpoint's own.
 
         Raises:
-            ConfigError: a file is there, but damaged.
+            ConfigError: a file exists but cannot be read.
         """
         file = folder / "tokenizer.json"
         if not file.is_file():
@@ -90,14 +90,14 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that the tokenizer knows, added ones included."""
+        """Vocabulary size, including added tokens."""
         return int(self.backend.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text.
+        """Encode a text as token ids.
 
         Raises:
-            RequestError: it is no Unicode: it has lone surrogates, which JSON can spell.
+            RequestError: the text is not valid Unicode: JSON can express lone surrogates.
         """
         try:
             return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
@@ -105,7 +105,7 @@ class Tokenizer:
             raise RequestError("the text is not valid Unicode", param="prompt") from error
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids; bytes that are no whole character become U+FFFD."""
+        """Decode token ids to text; incomplete UTF-8 sequences become U+FFFD."""
         return str(self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def encode_chat(
@@ -115,10 +115,10 @@ class Tokenizer:
         chat_template: str | None = None,
         **template_args: Any,
     ) -> list[int]:
-        """Token ids of a conversation, laid out by the chat template.
+        """Render a conversation with the chat template and encode it as token ids.
 
         Raises:
-            RequestError: the model has no chat template, or it refuses these messages.
+            RequestError: the model has no chat template, or the template refuses the messages.
         """
         template = chat_template or self.chat_template
         if template is None:
@@ -143,11 +143,11 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Text of a growing list of tokens; never half a character.
+    """Incremental decoder of an output's tokens; it never returns part of a character.
 
     Args:
         tokenizer: the model's.
-        prompt_token_ids: what comes before the output.
+        prompt_token_ids: the tokens before the output.
         skip_special_tokens: leave special tokens out.
     """
 
@@ -158,24 +158,24 @@ class Detokenizer:
         self._skip_special_tokens = skip_special_tokens
         priming = list(prompt_token_ids[-_PRIMING_TOKENS:])
         if tokenizer.decode(priming, skip_special_tokens).endswith("\ufffd"):
-            priming = []  # half a character: it must not come out with the output's first token
+            priming = []  # part of a character: the output's first token must not complete it
         self._stream = DecodeStream(ids=priming, skip_special_tokens=skip_special_tokens)
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes, possibly none."""
+        """Add a token; return the text that it completes, possibly empty."""
         try:
             return self._stream.step(self._backend, token_id) or ""
         except Exception:
-            # The backend's bare Exception("Invalid prefix"): a decoder whose text for a prefix
-            # changes with what follows. A fresh stream gives this token's own text.
+            # The backend raises a bare Exception("Invalid prefix") if the text of a prefix
+            # changes with the tokens that follow. A new stream gives this token's own text.
             self._stream = DecodeStream(ids=[], skip_special_tokens=self._skip_special_tokens)
             return self._stream.step(self._backend, token_id) or ""
 
 
 class StopStrings:
-    """Finds the first stop string in a text that arrives in pieces.
+    """Finder of the first stop string in a text that arrives in pieces.
 
-    Text that may turn out to be the beginning of a stop string is held back until that is known.
+    Text that may be the beginning of a stop string is held back until that is decided.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
@@ -183,7 +183,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, piece: str) -> tuple[str, str | None]:
-        """(text that is safe to show, the stop string found or None)."""
+        """Add a piece; return (text that is safe to show, the stop string found or None)."""
         text = self._held + piece
         found = [(text.find(stop), -len(stop), stop) for stop in self._stop if stop in text]
         if found:
@@ -198,14 +198,14 @@ class StopStrings:
         return text[: len(text) - held], None
 
     def flush(self) -> str:
-        """What is still held back, once the output has ended."""
+        """Return the text still held back, once the output has ended."""
         held, self._held = self._held, ""
         return held
 
 
 @dataclass(slots=True)
 class Delta:
-    """What one step added to a completion, as a client of a stream sees it."""
+    """Text and tokens that one step added to a completion, as a streaming client sees them."""
 
     text: str
     token_ids: list[int]
@@ -216,21 +216,22 @@ class Delta:
 
     @property
     def needs_abort(self) -> bool:
-        """Whether a stop string ended the completion: the engine does not know, and must be told.
+        """Whether a stop string ended the completion, so that the caller must abort it.
 
-        No more output of this completion may be pushed.
+        The engine does not search for stop strings. No more output of this completion may be
+        pushed.
         """
         return isinstance(self.stop_reason, str)
 
 
 class OutputBuilder:
-    """Turns the engine's token outputs for one request into its `RequestOutput`.
+    """Builder of a request's `RequestOutput` from the engine's token outputs.
 
-    Until it is finished, `output` has all completions that run. If they are more than were asked
-    for, the best are chosen then and numbered anew, best first.
+    Until it is finished, `output` has all running completions. If they are more than were
+    requested, the best are then chosen and renumbered, best first.
 
     Args:
-        request: what was asked.
+        request: the request.
         prompt: the prompt's text, if it was text.
         tokenizer: the model's, or None for a checkpoint without one: then `text` stays empty.
     """
@@ -253,12 +254,12 @@ class OutputBuilder:
 
     @property
     def finished(self) -> bool:
-        """Whether the output is complete: by the engine's word, or by stop strings."""
+        """Whether all completions have ended, by the engine or by stop strings."""
         return self.output.finished
 
     @property
     def num_generated_tokens(self) -> int:
-        """Tokens of all completions, those included that were not chosen."""
+        """Tokens of all completions, including those that were not chosen."""
         return sum(len(builder.completion.token_ids) for builder in self._completions)
 
     def push(self, output: TokenOutput) -> Delta:
@@ -266,7 +267,7 @@ class OutputBuilder:
 
         An error ends all completions.
 
-        Returns: what the step added; if it `needs_abort`, the caller must tell the engine.
+        Returns: what the step added; if it `needs_abort`, the caller must abort the completion.
         """
         if output.prompt_logprobs is not None:
             self.output.prompt_logprobs = [
@@ -290,7 +291,7 @@ class OutputBuilder:
         return delta
 
     def _choose(self) -> None:
-        """Keep as many completions as were asked for."""
+        """Keep the most probable completions, as many as were requested."""
         if self._num_wanted == len(self._completions):
             return
         best = sorted(self._completions, key=lambda b: b.cumulative_logprob, reverse=True)
@@ -300,7 +301,7 @@ class OutputBuilder:
 
 
 class _CompletionBuilder:
-    """One completion of a request, with its own half characters and half stop strings."""
+    """Builder of one completion, with its own detokenizer and stop strings."""
 
     def __init__(self, request: Request, index: int, tokenizer: Tokenizer | None) -> None:
         params = request.params
@@ -320,7 +321,7 @@ class _CompletionBuilder:
 
     @property
     def cumulative_logprob(self) -> float:
-        """What completions are chosen by. Pre-condition: there is a choice to make."""
+        """The key by which completions are chosen. Pre-condition: `is_choice`."""
         assert self.completion.cumulative_logprob is not None
         return self.completion.cumulative_logprob
 
@@ -349,7 +350,7 @@ class _CompletionBuilder:
         return delta
 
     def _add_logprobs(self, entry: TokenLogprobs, delta: Delta) -> None:
-        """Of one token; the entries themselves only if the client asked for them."""
+        """Add one token's log probability; its entries only if the client requested them."""
         completion = self.completion
         if completion.cumulative_logprob is not None:
             completion.cumulative_logprob += entry.logprobs[0]
@@ -383,12 +384,12 @@ def _logprob_dict(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int
 def _read_optional_json(file: Path) -> dict[str, Any]:
     content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if not isinstance(content, dict):
-        raise ValueError(f"{file.name} holds no JSON object")
+        raise ValueError(f"{file.name} is not a JSON object")
     return content
 
 
 def _default_template(config: Mapping[str, Any]) -> str | None:
-    """The template of a tokenizer configuration, which may hold several by name."""
+    """Return the default chat template of a tokenizer configuration, which may name several."""
     template = config.get("chat_template")
     if isinstance(template, list):
         named = {entry["name"]: entry["template"] for entry in template}

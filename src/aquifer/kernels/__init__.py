@@ -1,4 +1,4 @@
-"""Device kernels, and beside each the plain torch that specifies it and runs on the CPU."""
+"""Triton kernels, each beside a plain torch reference that specifies it and runs on the CPU."""
 
 from aquifer.kernels._triton import compiled_together, start_compiler
 

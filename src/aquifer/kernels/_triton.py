@@ -1,54 +1,55 @@
-"""Triton where there is a GPU for it, and stand-ins elsewhere: the CPU engine does without it.
+"""Triton where there is a GPU, and stand-ins elsewhere: the CPU engine does not need Triton.
 
-Importing Triton takes 50 MB, so it is not imported where nothing would run on it.
+Importing Triton takes 50 MB, so it is not imported where no kernel would run.
 
-Kernels import `triton`, `tl`, `jit`, `tensor` and `constexpr` from here. Their parameters are
-annotated `constexpr` where the value is compiled in, else `tensor`: the compiler looks annotations
-up, and refuses names that are not Triton's own, such as `Any`.
+Kernels import `triton`, `tl`, `jit`, `tensor` and `constexpr` from here. A kernel parameter is
+annotated `constexpr` if its value is compiled in, else `tensor`: the compiler looks annotations up,
+and refuses names that are not Triton's own, such as `Any`.
 
 Overlapping launches
 --------------------
 
 With `overlap` set, a kernel starts while its predecessor on the stream still runs (programmatic
-dependent launch): as soon as every program of that one has released it, or ended. All kernels of a
-decode step take part, but for torch's. The rules that make it correct:
+dependent launch, PDL): as soon as every program of the predecessor has released it or ended. All
+kernels of a decode step take part, except torch's. The rules that make it correct:
 
-1. A program waits (`await_predecessor`) before it reads anything that kernels write, but for rule
-   4, and before it writes anything. Waiting ends when the predecessor is complete and its writes
-   are visible.
+1. A program waits (`await_predecessor`) before it writes anything, and before it reads anything
+   that kernels write (except by rule 4). The wait ends when the predecessor is complete and its
+   writes are visible.
 2. A program releases the successor (`release_successor`) after it has waited, never before. So when
    a kernel starts, all kernels before its predecessor are complete: at most two overlap.
-3. A kernel that does not wait, such as torch's, is launched without the attribute, and is then
-   ordered as ever. After it, a kernel of ours may start when all programs of it have ended; that
-   their writes are visible is certain only once it has waited, so rule 1 is the same.
-4. What was written before the predecessor was launched may be read without waiting, by rule 2, but
-   through the L2 cache (`cache_modifier=".cg"`): a multiprocessor's own cache may be older. Who
-   does so says it, since the caller must then know what the predecessor writes.
-5. Who writes weights launches something ordinary, or synchronises, before the next step.
+3. A kernel that does not wait, such as torch's, is launched without the attribute and is ordered
+   as usual. A kernel of ours after it may start when all programs of it have ended; their writes
+   are certainly visible only after the wait, so rule 1 holds here too.
+4. By rule 2, data written before the predecessor was launched may be read without waiting, but
+   through the L2 cache (`cache_modifier=".cg"`): an SM's L1 cache may be stale. A function that
+   does so documents it, since its caller must know what the predecessor writes.
+5. Code that writes weights launches a kernel without the attribute, or synchronises, before the
+   next step.
 
-Memory that is freed and used again is safe by the same rules: what a kernel writes, it writes after
-all before it are complete.
+Memory that is freed and reused is safe by the same rules: a kernel writes only after all kernels
+before it are complete.
 
-The same holds in a captured graph, where these launches become programmatic edges; its first
+The same holds in a captured CUDA graph, where these launches become programmatic edges; its first
 kernel has none, and starts when all work before the graph is complete.
 
-When to release: at once, so that the successor is in place when it may begin. A kernel that streams
-for long does so only after its main loop, by measurement: else the successor's programs would take
-registers and shared memory of multiprocessors meanwhile.
+When to release: at once, so that the successor's programs are resident when it may begin. By
+measurement, a kernel that streams for long releases only after its main loop: otherwise the
+successor's programs would occupy registers and shared memory of the SMs meanwhile.
 
-Fetching the next weight into the L2 cache while small kernels run was tried and left out: in the
+Prefetching the next weight into the L2 cache while small kernels run was tried and left out: in the
 engine, a step of one row of a 0.6B model took 2 % less time, and all others, of that and of an 8B
 model, up to 5 % more (benchmarks/gpu/decode_step_prefetch.json has the smaller one's kernels alone:
 7 % less for one row, 7 % more for 128).
 
-Compiling
----------
+Compilation
+-----------
 
-Triton compiles a kernel when it is first launched, and keeps the result on disk. Its version 3.6
-then has the C compiler make a launcher for each list of argument types, which takes nearly as long.
-One by one that is most of a first start; `compiled_together` does it in threads. The C compiler and
-`ptxas` are processes of their own, and the passes over a kernel give up the interpreter's lock: it
-is held for about a quarter of the time that all this takes.
+Triton compiles a kernel at its first launch, and caches the result on disk. Its version 3.6 then
+has the C compiler build a launcher for each list of argument types, which takes nearly as long.
+One by one that is most of a first start; `compiled_together` compiles in threads. The C compiler
+and `ptxas` are separate processes, and the compiler passes release the GIL: it is held for about a
+quarter of the total time.
 """
 
 from __future__ import annotations
@@ -78,35 +79,35 @@ else:
     constexpr = tensor = Any
 
 interpret_on_cpu = False
-"""Whether CPU tensors go through the kernels too, in Triton's interpreter; for tests, which must
-set TRITON_INTERPRET=1 before anything imports Triton."""
+"""Whether kernels run on CPU tensors too, in Triton's interpreter; for tests, which must set
+TRITON_INTERPRET=1 before anything imports Triton."""
 
 overlap = True
-"""Whether kernels start before the end of their predecessors, on devices that can (Hopper and
-later). Read at each launch; a captured graph keeps it."""
+"""Whether kernels start before their predecessors end, on devices that support it (Hopper and
+later). Read at each launch; a captured CUDA graph keeps it."""
 
 
 _modules: set[str] = set()
-"""Where there are kernels of ours."""
+"""Modules with Aquifer's kernels."""
 
 _EMPTY = (torch.empty, torch.empty_like, torch.Tensor.new_empty)
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """`triton.jit`; without Triton, the function as it is, which is then never called."""
+    """Apply `triton.jit`; without Triton, return the function unchanged: it is never called."""
     return jit_once()(function)
 
 
 def jit_once(
     *, counts: Sequence[str] = (), indices: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], Any]:
-    """`jit` of a kernel that is not to be compiled anew as steps change.
+    """Apply `jit` without the specializations that would recompile a kernel as batches change.
 
-    Triton does so where a number is 1 or a multiple of 16, or an address is one.
+    Triton specializes on numbers that are 1 or a multiple of 16, and on aligned addresses.
 
     Args:
-        counts: parameters that are such numbers, as of rows.
-        indices: parameters that are tensors which may begin anywhere within others.
+        counts: parameters that are such numbers, such as the number of rows.
+        indices: parameters that are slices of tensors, and so may start at any alignment.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -121,7 +122,7 @@ def jit_once(
 
 
 class _Zeros(TorchFunctionMode):
-    """Tensors that nobody has written yet are zero."""
+    """Mode in which newly allocated tensors are zeroed."""
 
     def __torch_function__(
         self,
@@ -136,26 +137,26 @@ class _Zeros(TorchFunctionMode):
 
 @contextmanager
 def compiled_together(device: torch.device) -> Iterator[None]:
-    """Compile at the end, in parallel, what is launched meanwhile.
+    """Compile the kernels launched in the body, in parallel, when the body ends.
 
-    In the body, a kernel of ours that is not compiled yet is not launched: its outputs remain as
-    they were. So that what reads them finds valid indices, tensors of `torch.empty` are zero. The
-    body is thus to be a step whose results nobody wants; all else it does, it does for real, and
-    so do other threads. Without a GPU nothing of this happens.
+    In the body, a kernel of ours that is not compiled yet is not launched: its outputs keep their
+    contents. Tensors of `torch.empty` are zeroed, so that kernels that read such outputs find
+    valid indices. The body must therefore be a step with unused results; everything else in it
+    takes effect, as do launches of other threads. Without a GPU this context does nothing.
 
-    An error of the compiler comes up when the kernel is launched.
+    A compiler error is raised when the kernel is next launched.
 
     Args:
-        device: that kernels run on.
+        device: the device that kernels run on.
     """
     if device.type != "cuda":
         yield
         return
-    wanted: dict[str, Any] = {}  # a kernel by the description of one variant of it
+    wanted: dict[str, Any] = {}  # description of a kernel's specialization -> the kernel
     body = threading.get_ident()
 
     def note(**launch: Any) -> bool:
-        """Called by Triton before it compiles; whether it should do without."""
+        """Called by Triton before it compiles; True makes it skip compilation and launch."""
         if threading.get_ident() != body or launch["fn"].module not in _modules:
             return False
         wanted.setdefault(launch["compile"]["specialization_data"], launch["fn"].jit_function)
@@ -170,7 +171,7 @@ def compiled_together(device: torch.device) -> Iterator[None]:
         hooks.jit_cache_hook = before
 
     def prepare(description: str) -> None:
-        # The launcher is made, and the kernel brought to the device, when `run` is first asked for.
+        # The first access to `run` builds the launcher and loads the kernel on the device.
         _ = wanted[description].preload(description).run
 
     if not wanted:
@@ -185,18 +186,18 @@ def compiled_together(device: torch.device) -> Iterator[None]:
 
 @jit
 def _empty_kernel() -> None:
-    """Does nothing."""
+    """Do nothing."""
 
 
 @functools.cache
 def start_compiler(device: torch.device) -> threading.Thread:
-    """Have a thread do what Triton does once in a process, before its first kernel.
+    """Run Triton's once-per-process setup in a thread, while weights are loaded.
 
-    It hashes its own sources, which every thread that compiles at that moment would do by itself,
-    and makes a module of its own with the C compiler: most of a second, while weights are loaded.
+    Triton hashes its own sources, which otherwise every compiling thread would repeat, and builds
+    a module with the C compiler. This takes most of a second.
 
     Args:
-        device: that kernels will run on.
+        device: the device that kernels will run on.
     """
 
     def compile_nothing() -> None:
@@ -213,31 +214,31 @@ MIN_DOT = 16
 
 
 def pow2(number: int, at_least: int = 1) -> int:
-    """The next power of two: what Triton's blocks must be."""
+    """Return the next power of two, as Triton requires of block sizes."""
     return max(1 << (number - 1).bit_length(), at_least)
 
 
 def runs_triton(tensor: torch.Tensor) -> bool:
-    """Whether an operation on that tensor is a kernel, rather than the reference."""
+    """Whether an operation on that tensor runs a Triton kernel rather than the reference."""
     return tensor.is_cuda or interpret_on_cpu
 
 
 @functools.lru_cache
 def is_hopper(device: torch.device) -> bool:
-    """Whether the device has grid dependencies: from Hopper on."""
+    """Whether the device supports programmatic dependent launch: Hopper and later."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @functools.lru_cache
 def count_multiprocessors(device: torch.device) -> int:
-    """Of a CUDA device; 1 for the interpreter."""
+    """Number of SMs (streaming multiprocessors); 1 in the interpreter."""
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def launch_options(device: torch.device) -> dict[str, Any]:
-    """Of a kernel that keeps the rules above: its parameter `overlaps`, and what Triton needs."""
+    """Launch arguments of a kernel that keeps the rules above: `overlaps` and Triton's own."""
     if overlap and is_hopper(device):
         return {"overlaps": True, "launch_pdl": True}
     return {"overlaps": False}
@@ -245,13 +246,13 @@ def launch_options(device: torch.device) -> dict[str, Any]:
 
 @jit
 def await_predecessor(overlaps: constexpr) -> None:
-    """Until the kernel before this one is complete; see the rules above."""
+    """Wait until the kernel before this one is complete; see the rules above."""
     if overlaps:
         tl.extra.cuda.gdc_wait()
 
 
 @jit
 def release_successor(overlaps: constexpr) -> None:
-    """Let the kernel after this one start, once all programs have come to this or ended."""
+    """Let the next kernel start once all programs have called this or ended."""
     if overlaps:
         tl.extra.cuda.gdc_launch_dependents()

@@ -1,4 +1,4 @@
-"""The gated activation between the two products of a feed-forward layer."""
+"""SwiGLU activation between the two matrix products of a feed-forward layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aquifer.kernels._triton import (
     tl,
 )
 
-_COLUMNS = 1024  # of one program
+_COLUMNS = 1024  # columns of one program
 
 
 def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
@@ -26,10 +26,10 @@ def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, each rounded to the dtype as torch would.
+    """Compute silu(gate) * up, with each operation rounded to the dtype as in torch.
 
     Args:
-        gate_up: [tokens, 2n], gate before up; rows may lie further apart.
+        gate_up: [tokens, 2n], gate before up; any row stride.
 
     Returns:
         [tokens, n], contiguous.

@@ -1,4 +1,4 @@
-"""Causal attention of one step's tokens over all KV, for either layout of the cache.
+"""Reference attention: causal attention of one step's tokens over the KV cache, either layout.
 
 Shapes: query [tokens, heads, key_dim], out [tokens, heads, value_dim]; the tokens of sequence i
 are rows [offsets[i], offsets[i + 1]), at positions starts[i] and following. Query head h reads
@@ -26,16 +26,16 @@ def attention_contiguous(
     window_tokens: int | None,
     softcap: float | None,
 ) -> None:
-    """Attend where a sequence's KV is contiguous in addresses, one stretch a slot.
+    """Attend over contiguous KV: one range of addresses per slot.
 
     Args:
         query: [tokens, heads, key_dim].
-        keys: [slots, max_tokens, kv_heads, key_dim], of any strides but the last; mapped only as
-            far as is written, and never read beyond that.
+        keys: [slots, max_tokens, kv_heads, key_dim]; last stride 1, others any. Memory may be
+            mapped for written tokens only; nothing beyond them is read.
         values: [slots, max_tokens, kv_heads, value_dim], likewise.
-        slots: [num_seqs], where in `keys` each sequence is.
+        slots: [num_seqs], each sequence's index into `keys`.
         starts: [num_seqs], position of each sequence's first token of this step.
-        offsets: [num_seqs + 1], its rows in `query` and `out`.
+        offsets: [num_seqs + 1], each sequence's rows in `query` and `out`.
         out: [tokens, heads, value_dim], overwritten.
         scale: factor on the dot products.
         window_tokens: see `KVView.attend`.
@@ -70,14 +70,14 @@ def attention_paged(
     window_tokens: int | None,
     softcap: float | None,
 ) -> None:
-    """Attend where a sequence's KV is scattered in blocks (PagedAttention, section 4.1).
+    """Attend over paged KV, found through block tables (PagedAttention, section 4.1).
 
     Args:
         query: [tokens, heads, key_dim].
         keys: [blocks, block_size, kv_heads, key_dim].
         values: [blocks, block_size, kv_heads, value_dim].
-        tables: [slots, max_blocks] int64: the blocks of each slot's sequence, in order.
-        slots: [num_seqs], and so the rest as in `attention_contiguous`.
+        tables: [slots, max_blocks] int64, block tables: each slot's blocks in order.
+        slots: [num_seqs]; this and the following as in `attention_contiguous`.
         starts: [num_seqs].
         offsets: [num_seqs + 1].
         out: [tokens, heads, value_dim], overwritten.
@@ -92,7 +92,7 @@ def attention_paged(
         length = start + end - begin
         first_block = first // block_size
         blocks = tables[slot, first_block : -(-length // block_size)]
-        # Tokens [first, length), counted from the first block that is gathered.
+        # Tokens [first, length), relative to the first gathered block.
         tokens = slice(first - first_block * block_size, length - first_block * block_size)
         out[begin:end] = _attend(
             query[begin:end],
@@ -106,7 +106,7 @@ def attention_paged(
 
 
 def _first_key(start: int, window_tokens: int | None) -> int:
-    """The earliest position that a query at `start` or later attends to."""
+    """Return the first position that a query at `start` or later attends to."""
     return 0 if window_tokens is None else max(start + 1 - window_tokens, 0)
 
 
@@ -119,7 +119,7 @@ def _attend(
     window_tokens: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """One sequence: query [tokens, heads, d] at `start` over keys [start + tokens, kv_heads, d]."""
+    """Attend for one sequence: query [tokens, heads, d] at `start`, keys [length, kv_heads, d]."""
     num_tokens, num_heads, key_dim = query.shape
     length, num_kv_heads, value_dim = values.shape
     group = num_heads // num_kv_heads
@@ -133,7 +133,7 @@ def _attend(
         scores = scores.masked_fill(~mask, -torch.inf)
         result = scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
     elif num_tokens == 1:
-        # All keys are visible to the one token, so the group can stand in for query positions.
+        # One token sees all keys, so the heads of a group can take the place of query positions.
         result = F.scaled_dot_product_attention(
             q.view(1, num_kv_heads, group, key_dim),
             k.transpose(0, 1),
@@ -154,7 +154,7 @@ def _attend(
 
 
 def _mask(num_tokens: int, length: int, start: int, window_tokens: int | None) -> torch.Tensor:
-    """[tokens, length] bool: which keys each query may see."""
+    """Causal (and window) mask, [tokens, length] bool: True for keys that a query attends to."""
     query_position = torch.arange(start, start + num_tokens).unsqueeze(1)
     distance = query_position - torch.arange(length)
     mask = distance >= 0

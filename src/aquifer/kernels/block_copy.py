@@ -1,7 +1,7 @@
-"""Copies of many pieces of memory in one launch (PagedAttention, section 5.1, "fused block copy").
+"""Fused block copy: many copies in one kernel launch (PagedAttention, section 5.1).
 
-Copy-on-write copies the last block of a sequence; in a step with many new samples or beams that is
-many small copies, of which each would cost a call.
+Copy-on-write copies the last block of a sequence. A step with many new samples or beams needs many
+small copies, and each would cost a launch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from aquifer.kernels._triton import (
     tl,
 )
 
-_BLOCK = 4096  # elements of one program
+_BLOCK = 4096  # elements copied by one program
 
 
 def block_copy_reference(memory: torch.Tensor, pieces: torch.Tensor) -> None:
@@ -31,15 +31,15 @@ def block_copy_reference(memory: torch.Tensor, pieces: torch.Tensor) -> None:
 def block_copy(memory: torch.Tensor, pieces: torch.Tensor, max_count: int) -> None:
     """Copy pieces of a tensor to other places in it.
 
-    No piece may be written to where another one is read from or written to.
+    A piece's destination must not overlap the source or destination of another piece.
 
     Args:
-        memory: [elements] of whole numbers, contiguous; the wider its elements, the fewer loads.
-            Only what the pieces name is touched, and the device is asked about the very first
-            address; the rest may be addresses without memory.
-        pieces: [3, num_pieces] int64 on the same device, contiguous: for each piece where it
-            begins, where it goes, and how many elements it has.
-        max_count: no piece has more elements; known to the host, since it makes the grid.
+        memory: [elements] of an integer dtype, contiguous; wider elements need fewer loads. Only
+            the pieces are accessed, and the driver looks up the first address; other addresses
+            may be unmapped.
+        pieces: [3, num_pieces] int64 on the same device, contiguous: source, destination and
+            number of elements of each piece.
+        max_count: upper bound on the elements of a piece, known to the host; it sets the grid.
     """
     if not runs_triton(memory):
         block_copy_reference(memory, pieces)

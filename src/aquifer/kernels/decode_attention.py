@@ -1,28 +1,28 @@
-"""Attention of one new token a sequence over all of its KV, for either layout of the cache.
+"""Decode attention: one new token per sequence over all of its KV, for either cache layout.
 
-Decoding reads all KV once and computes little, so what counts is to keep every multiprocessor
-reading until the end, whatever the lengths. The tokens of the whole batch, row after row, are
-cut into tiles of `block_tokens`, and the tiles into `num_shares` equal shares:
+Decoding reads all KV once and computes little, so every SM must keep reading until the end,
+whatever the lengths of the sequences. The tokens of the whole batch, row after row, are cut into
+tiles of `block_tokens`, and the tiles into `num_shares` equal shares:
 
     row 0                 row 1     row 2
     |.....................|.........|.....................|
     |---- share 0 ----|---- share 1 ----|---- share 2 ----|
 
-Each share is one program (for each group of KV heads), which visits the rows that its share
-touches. A row within one share is finished there. Other rows leave a partial result in each share
-that touches them, and those are merged by their log-sum-exp (FlashDecoding). The program that is
-the last to leave its partial result does that; it knows by a ticket, drawn from a counter for each
-row that is cut. Lengths are read on the device alone, so a captured graph stays valid while
-sequences grow.
+Each share is one program (for each group of KV heads), which processes the rows in its share. A
+row within one share is finished there. A row in several shares has a partial result in each, and
+these are merged by their log-sum-exp (FlashDecoding). The last program to store its partial result
+merges; an atomic counter per split row tells which one is last. Lengths are read on the device
+only, so a captured CUDA graph stays valid while sequences grow.
 
-Token-major KV has all heads of a token side by side, so a program takes several KV heads of a
-tile at once and reads longer stretches. A matrix product needs 16 rows at least; with the queries
-of several KV heads in them, few are padding. Scores of a query with another head's keys are masked.
+Token-major KV has all heads of a token side by side, so a program takes several KV heads of a tile
+at once, which gives longer contiguous reads. A matrix product needs at least 16 rows; with the
+queries of several KV heads in them, few are padding. Scores of a query with another head's keys
+are masked.
 
 Shapes throughout: B rows, one query token each. `keys` and `values` are [blocks, block_size,
-kv_heads, dim] of any strides but the last, which is 1. Paged: `tables` [slots, max_blocks] has a
-slot's blocks in order. Contiguous: `tables` is None, and a slot is one block, as long as the
-longest sequence.
+kv_heads, dim]; the last stride is 1, the others are any. Paged: `tables` [slots, max_blocks] are
+the block tables, a slot's blocks in order. Contiguous: `tables` is None, and a slot is one block,
+as long as the longest sequence.
 """
 
 from __future__ import annotations
@@ -48,31 +48,31 @@ from aquifer.kernels._triton import (
 )
 
 _MERGE_ELEMENTS = 8192
-"""Elements that a program of the second kernel holds at once: 32 registers a thread."""
+"""Elements that a program of `_merge_kernel` holds at once: 32 registers per thread."""
 
 _WARP_MERGE_ELEMENTS = 1024
-"""Elements that a warp of the first kernel holds at once when it merges: 32 registers a thread."""
+"""Elements that a warp of the first kernel holds when it merges: 32 registers per thread."""
 
 _FEW_ROWS = 4
-"""Up to so many, a step of attention is too short for all programs, and merging counts most."""
+"""Up to this many rows, there is too little work for all programs, and merging dominates."""
 
 _SOME_ROWS = 32
-"""Up to so many, smaller tiles read better; by measurement at 576 tokens a row."""
+"""Up to this many rows, smaller tiles are faster; measured at 576 tokens a row."""
 
 _MANY_ROWS = 96
-"""From so many on, several KV heads a program read better; likewise."""
+"""From this many rows on, several KV heads per program are faster; likewise."""
 
 _LEAST_COUNTED_ROWS = 64
-"""But for few rows, programs count the tiles of so many at least: each thread those of one."""
+"""Above `_FEW_ROWS`, programs count the tiles of at least this many rows: one per thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How the work is cut; which cut is fast depends on shape and device.
+    """Partition of the work; which one is fast depends on shape and device.
 
     There are `kv_heads / kv_heads_per_program * num_shares` programs. Each reads tiles of
     `block_tokens * kv_heads_per_program` keys and values, at least 16, and keeps
-    `num_stages - 1` of them in shared memory; of a paged cache, half as many.
+    `num_stages - 1` of them in shared memory; half as many for a paged cache.
     """
 
     kv_heads_per_program: int  # a power of two that divides kv_heads
@@ -80,15 +80,15 @@ class Config:
     num_shares: int
     num_warps: int
     num_stages: int
-    merges_itself: bool = True  # False: in a second kernel
+    merges_itself: bool = True  # False: a second kernel merges
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """What programs leave for each other. One call at a time uses it."""
+    """Scratch memory for partial results and atomic counters. One call at a time uses it."""
 
-    partials: torch.Tensor  # float32; means nothing between calls
-    tickets: torch.Tensor  # int32; zero between calls
+    partials: torch.Tensor  # float32; undefined between calls
+    counters: torch.Tensor  # int32 atomic counters; zero between calls
 
     @classmethod
     def empty(
@@ -99,7 +99,7 @@ class Workspace:
         value_dim: int,
         device: torch.device,
     ) -> Workspace:
-        """Large enough for each of these configs."""
+        """Allocate a workspace large enough for each of these configs."""
         sizes = [_workspace_sizes(config, num_heads, num_kv_heads, value_dim) for config in configs]
         return cls(
             torch.empty(max(size for size, _ in sizes), dtype=torch.float32, device=device),
@@ -110,15 +110,15 @@ class Workspace:
 def _workspace_sizes(
     config: Config, num_heads: int, num_kv_heads: int, value_dim: int
 ) -> tuple[int, int]:
-    """Elements of both: of each share two partial results with their log-sum-exp, and tickets."""
+    """Elements of `partials` (two results with log-sum-exp per share) and of `counters`."""
     groups = num_kv_heads // config.kv_heads_per_program
     return config.num_shares * 2 * num_heads * (value_dim + 1), config.num_shares * groups
 
 
 class DecodeWorkspaces:
-    """The config and the workspace for whatever is attended to, made when first asked for.
+    """Cache of configs and workspaces by the shapes of a call, created on first use.
 
-    Graphs refer to workspaces, so none is freed before this is.
+    CUDA graphs refer to workspaces, so all are kept as long as this object.
     """
 
     def __init__(self) -> None:
@@ -128,9 +128,9 @@ class DecodeWorkspaces:
     def get(
         self, query: torch.Tensor, values: torch.Tensor, *, paged: bool
     ) -> tuple[Workspace, Config]:
-        """For a call of `decode_attention` with tensors of these shapes.
+        """Return workspace and config for a `decode_attention` call with these shapes.
 
-        It must have been asked for before a graph of that call is captured.
+        The first call for a shape must come before a CUDA graph with it is captured.
         """
         key = (query.shape, values.shape[2:], values.dtype, values.device, paged)
         found = self._found.get(key)
@@ -156,7 +156,7 @@ class DecodeWorkspaces:
         workspace = self._workspaces.get((values.device, *sizes))
         if workspace is None:
             is_capturing = values.is_cuda and torch.cuda.is_current_stream_capturing()
-            assert not is_capturing, "attend once before it is captured"
+            assert not is_capturing, "run decode attention once before capturing a CUDA graph"
             workspace = Workspace.empty([config], num_heads, num_kv_heads, value_dim, values.device)
             self._workspaces[values.device, *sizes] = workspace
         return workspace, config
@@ -172,7 +172,7 @@ def default_config(
     *,
     paged: bool,
 ) -> Config:
-    """A config by shape alone.
+    """Choose a config by shape.
 
     Args:
         batch: rows of the step.
@@ -180,15 +180,15 @@ def default_config(
         num_kv_heads: KV heads.
         head_dim: the larger of key_dim and value_dim.
         dtype: of KV.
-        num_multiprocessors: of the device.
-        paged: whether KV is found through tables.
+        num_multiprocessors: number of SMs of the device.
+        paged: whether KV is found through block tables.
     """
-    # The figures are the best of sweeps on an H200 (benchmarks/gpu). Through tables, two KV heads a
-    # program make up in longer reads for what the lookups cost. So do they, or four, where rows are
-    # many: shares are then long enough for the fewer programs of each head.
+    # The figures are the best of sweeps on an H200 (benchmarks/gpu). With block tables, the longer
+    # reads of two KV heads per program pay for the table lookups. With many rows, two or four KV
+    # heads per program pay too: shares are long enough although each head has fewer programs.
     wanted, tile_bytes, num_warps = 1, 8192, 2
     if dtype.itemsize > 2 and pow2(head_dim) == 128:
-        num_warps = 4  # with two, the compiler runs out of registers, and then uses hardly any
+        num_warps = 4  # with two, register spills: the compiler then uses hardly any registers
     elif paged:
         wanted = 2
     elif batch >= _MANY_ROWS:
@@ -199,16 +199,16 @@ def default_config(
     kv_heads = wanted if fits else 1
     if paged:
         tile_bytes *= kv_heads
-    # A tile has at least the 16 columns that a product needs.
+    # A tile has at least the 16 columns that a matrix product needs.
     columns = max(tile_bytes // (pow2(head_dim) * dtype.itemsize), MIN_DOT)
-    # Several programs on each multiprocessor, so that some read while others start or end. Few
-    # rows end up in many partial results, whose merging then takes longer than reading.
+    # Several programs per SM, so that some read while others start or end. Fewer for few rows:
+    # merging their many partial results would take longer than reading KV.
     programs = num_multiprocessors * (2 if batch <= _FEW_ROWS else 4)
     shares = max(programs * kv_heads // num_kv_heads, 1)
     return Config(
         kv_heads_per_program=kv_heads,
         block_tokens=columns // kv_heads,
-        # A power of two, so that shares of equal lengths often begin where rows do.
+        # A power of two, so that with equal lengths shares often begin where rows do.
         num_shares=1 << (shares.bit_length() - 1),
         num_warps=num_warps,
         num_stages=2 if paged else 3,
@@ -228,7 +228,7 @@ def decode_attention_reference(
     window_tokens: int | None = None,
     softcap: float | None = None,
 ) -> None:
-    """What `decode_attention` computes. Arguments as there; computes in the dtype of `query`."""
+    """`decode_attention` in plain torch. Same arguments; computes in the dtype of `query`."""
     block_size = keys.shape[1]
     num_kv_heads = keys.shape[2]
     for row, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
@@ -265,26 +265,26 @@ def decode_attention(
     window_tokens: int | None = None,
     softcap: float | None = None,
 ) -> None:
-    """Attend over all KV of each row's sequence. Reads no token but those it attends to.
+    """Attend over all KV of each row's sequence. Reads only tokens that it attends to.
 
-    `slots` and `lengths` are read before the kernel launched last is complete (rule 4 of
-    `_triton.py`), so that one must not be what writes them: one kernel at least lies between, as
-    in every model, where something writes the row's own K and V.
+    `slots` and `lengths` are read before the previous kernel on the stream is complete (rule 4 of
+    `_triton.py`), so that kernel must not write them. This holds in every model, because a kernel
+    that writes the row's own K and V comes between.
 
     Args:
         query: [B, heads, key_dim].
         keys: [blocks, block_size, kv_heads, key_dim]; contiguous: [slots, max_tokens, ...].
         values: likewise, with value_dim.
-        tables: [slots, max_blocks] int32 or int64; None: KV is contiguous.
-        slots: [B] int32 or int64, where each row's sequence is.
-        lengths: [B] int32 or int64, tokens in KV, the row's own included. 0: a row that pads the
-            batch; zeros are written and its slot means nothing.
+        tables: [slots, max_blocks] int32 or int64, block tables; None: KV is contiguous.
+        slots: [B] int32 or int64, slot of each row's sequence.
+        lengths: [B] int32 or int64, tokens in KV, the row's own included. 0 for padding of the
+            batch: zeros are written and the slot is ignored.
         out: [B, heads, value_dim], overwritten.
         workspace: made for this config, among others.
-        config: how to cut the work.
+        config: partition of the work.
         scale: factor on the dot products.
-        window_tokens: attend to that many of the latest tokens only, the own one included.
-        softcap: squash scores to (-softcap, softcap) with tanh before the softmax.
+        window_tokens: attend only to this many latest tokens, the own one included.
+        softcap: limit scores to (-softcap, softcap) with tanh before the softmax.
     """
     batch, num_heads, key_dim = query.shape
     _, block_size, num_kv_heads, value_dim = values.shape
@@ -314,10 +314,10 @@ def decode_attention(
         return
     # partials: [shares, 2, heads, value_dim], lse: [shares, 2, heads]
     num_lse = config.num_shares * 2 * num_heads
-    needed, num_tickets = _workspace_sizes(config, num_heads, num_kv_heads, value_dim)
+    needed, num_counters = _workspace_sizes(config, num_heads, num_kv_heads, value_dim)
     numel = workspace.partials.numel()
     assert numel >= needed, f"workspace has {numel} of {needed} elements"
-    assert workspace.tickets.numel() >= num_tickets, "workspace has too few tickets"
+    assert workspace.counters.numel() >= num_counters, "workspace has too few counters"
     lse = workspace.partials[num_lse * value_dim : needed]
     heads_pow2 = pow2(group * config.kv_heads_per_program)
     merge_elements = config.num_warps * _WARP_MERGE_ELEMENTS * (4 if batch <= _FEW_ROWS else 1)
@@ -332,7 +332,7 @@ def decode_attention(
         out,
         workspace.partials,
         lse,
-        workspace.tickets,
+        workspace.counters,
         scale,
         batch,
         query.stride(0),
@@ -398,9 +398,9 @@ def decode_attention(
 
 
 def _counted_rows(batch: int) -> int:
-    """A power of two, at least `batch`; of few values, for each is compiled, which takes a second.
+    """Return a power of two, at least `batch`. Values are few: each takes a second to compile.
 
-    For a single row the compiler leaves all counting out.
+    For a single row the compiler removes all counting.
     """
     if batch <= _FEW_ROWS:
         return 1 if batch == 1 else _FEW_ROWS
@@ -415,9 +415,9 @@ def _row_tiles(
     block_tokens: constexpr,
     window_tokens: constexpr,
 ) -> tensor:
-    """[batch_pow2]: tiles of each row, from the one with the window's first token."""
+    """Count the tiles of each row, [batch_pow2], from the one with the window's first token."""
     rows = tl.arange(0, batch_pow2)
-    # From the L2 cache, as it may be read before the kernel waits.
+    # From the L2 cache, because it may be read before the kernel waits.
     length = tl.load(lengths + rows, mask=rows < batch, other=0, cache_modifier=".cg").to(tl.int32)
     tiles = tl.cdiv(length, block_tokens)
     if window_tokens is not None:
@@ -470,7 +470,8 @@ def _decode_attention_kernel(
     releases_early: constexpr,
     overlaps: constexpr,
 ) -> None:
-    # Neighbouring programs read neighbouring heads of the same tokens.
+    # Neighbouring programs read neighbouring heads of the same tokens. `tickets` are the atomic
+    # counters of `Workspace`.
     first_kv_head = tl.program_id(0) * kv_heads
     share = tl.program_id(1)
 
@@ -483,12 +484,12 @@ def _decode_attention_kernel(
     end = tl.minimum(begin + share_tiles, num_tiles)
     first_row = tl.sum((row_ends <= begin).to(tl.int32), 0)
     last_row = tl.sum((row_ends < end).to(tl.int32), 0)
-    last_row = tl.where(begin < end, last_row, first_row - 1)  # none of an empty share
+    last_row = tl.where(begin < end, last_row, first_row - 1)  # an empty share has no rows
     row_begin = tl.sum(tl.where(row_ends <= begin, tiles, 0), 0)
-    # Of the row, whose loads are begun one row ahead.
+    # Length and slot of a row are prefetched one row ahead.
     length = _length_of(first_row, lengths, batch)
     slot = _slot_of(first_row, slots, batch)
-    # Padding that no share meets.
+    # Rows of padding, some of which are in no share.
     num_empty = tl.sum((tiles == 0).to(tl.int32), 0) - (batch_pow2 - batch)
 
     # Rows of the products: the query heads of KV heads [first_kv_head, first_kv_head + kv_heads).
@@ -538,7 +539,7 @@ def _decode_attention_kernel(
             if block_size is None:
                 block = slot
                 place = token
-            elif block_size % block_tokens == 0:  # all of the tile is in one block
+            elif block_size % block_tokens == 0:  # the whole tile is in one block
                 tiles_per_block: constexpr = block_size // block_tokens
                 row_table = tables + slot.to(tl.int64) * table_stride
                 block = tl.load(row_table + tile // tiles_per_block)
@@ -566,10 +567,10 @@ def _decode_attention_kernel(
 
             scores = _products(q, k, key_dim_pow2) * scale
             if softcap is not None:
-                # tanh(x) = 1 - 2 / (e^2x + 1), right at both infinities of e^2x
+                # tanh(x) = 1 - 2 / (e^2x + 1), also correct where e^2x is 0 or infinite
                 scores = softcap - 2 * softcap / (tl.exp2(scores * (2 * log2_e / softcap)) + 1)
             scores = tl.where(same_head & is_token[None, :], scores * log2_e, float("-inf"))
-            # Every query sees at least one key of every tile, so that no maximum is -inf.
+            # Every query sees at least one key of every tile, so no maximum is -inf.
             new_top = tl.maximum(top, tl.max(scores, 1))
             weights = tl.exp2(scores - new_top[:, None])
             decay = tl.exp2(top - new_top)
@@ -580,7 +581,7 @@ def _decode_attention_kernel(
 
         if not releases_early and row == last_row:
             release_successor(overlaps)
-        # A row without tokens, between others, has nothing to divide.
+        # A row of padding between others has a total of 0.
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
         is_stored = is_query[:, None] & (dim_v < value_dim)[None, :]
         if (row_begin >= begin) & (row_end <= end):
@@ -590,19 +591,19 @@ def _decode_attention_kernel(
                 mask=is_stored,
             )
         else:
-            # One row at most comes from an earlier share, and one at most goes on into the next.
+            # At most one row continues from an earlier share, and at most one into the next.
             partial = (share * 2 + (row_begin >= begin).to(tl.int32)) * num_heads + head
             tl.store(partials + partial[:, None] * value_dim + dim_v[None, :], acc, mask=is_stored)
             tl.store(lse + partial, top + tl.log2(total), mask=is_query)
             if merges_itself:
                 first_share = row_begin // share_tiles
                 last_share = (row_end - 1) // share_tiles
-                # In one share, one row at most begins that does not end there.
+                # In one share, at most one row begins that does not end there.
                 ticket = tickets + first_share * tl.num_programs(0) + tl.program_id(0)
-                tl.debug_barrier()  # all threads have stored before one of them draws
+                tl.debug_barrier()  # all threads have stored before one increments the counter
                 drawn = tl.atomic_add(ticket, 1, sem="acq_rel")
                 if drawn == last_share - first_share:
-                    tl.store(ticket, 0)  # for the next call; everybody has drawn
+                    tl.store(ticket, 0)  # for the next call: all programs have counted
                     merge_head = tl.arange(0, heads_pow2)
                     is_merged = merge_head < group * kv_heads
                     merge_head += first_kv_head * group
@@ -631,7 +632,7 @@ def _decode_attention_kernel(
         length = next_length
         slot = next_slot
 
-    # Rows of padding between others were met above, but those between shares were not.
+    # Padding within a share was handled above, but padding between shares was not.
     if merges_itself and num_empty > 0:
         zeros = tl.zeros([query_rows, value_dim_pow2], tl.float32)
         for row in range(share, batch, tl.num_programs(1)):
@@ -647,11 +648,11 @@ def _decode_attention_kernel(
 def _products(q: tensor, k: tensor, dim: constexpr) -> tensor:
     """Dot products of all rows, [rows of q, rows of k].
 
-    In float32, hardware adds one product after the other. A sum of 256 is then off by twice as much
-    as four sums of 64 added up, and an error of a score is a relative error of its weight.
+    In float32, hardware adds one product after the other. The error of a sum of 256 is then twice
+    that of four sums of 64 added up, and an error of a score is a relative error of its weight.
     """
     part: constexpr = 64
-    # No early return: what follows one is compiled all the same.
+    # No early return: the code after one would be compiled all the same.
     if q.dtype != tl.float32 or dim <= part:
         products = tl.dot(q, tl.trans(k), input_precision="ieee")
     else:
@@ -663,13 +664,13 @@ def _products(q: tensor, k: tensor, dim: constexpr) -> tensor:
 
 @jit
 def _length_of(row: tensor, lengths: tensor, batch: tensor) -> tensor:
-    """Tokens of a row, or of the last if there is no such row; as `_row_tiles` reads them."""
+    """Length of a row, or of the last row if `row` is beyond it; loaded as in `_row_tiles`."""
     return tl.load(lengths + tl.minimum(row, batch - 1), cache_modifier=".cg").to(tl.int32)
 
 
 @jit
 def _slot_of(row: tensor, slots: tensor, batch: tensor) -> tensor:
-    """Likewise the slot."""
+    """Slot of a row, loaded likewise."""
     return tl.load(slots + tl.minimum(row, batch - 1), cache_modifier=".cg").to(tl.int32)
 
 
@@ -687,9 +688,9 @@ def _merged(
     heads_pow2: constexpr,
     merge_shares: constexpr,
 ) -> tensor:
-    """[heads, value_dim]: some heads of one row, of what [first_share, last_share] have left.
+    """Merge one row's partial results of [first_share, last_share]; returns [heads, value_dim].
 
-    The L1 cache is passed by, as it may be older than what others have stored.
+    Loads bypass the L1 cache, which may be older than the other programs' stores.
     """
     dim = tl.arange(0, value_dim_pow2)
     top = tl.full([heads_pow2], float("-inf"), tl.float32)
@@ -697,7 +698,7 @@ def _merged(
     acc = tl.zeros([heads_pow2, value_dim_pow2], tl.float32)
     for next_share in range(first_share, last_share + 1, merge_shares):
         share = next_share + tl.arange(0, merge_shares)
-        # Partial 1 of its first share is the row's, and partial 0 of those that follow.
+        # The row's result is partial 1 of its first share and partial 0 of later ones.
         partial = (share * 2 + (share == first_share).to(tl.int32)) * num_heads
         index = partial[:, None] + head[None, :]  # [merge_shares, heads]
         is_partial = (share <= last_share)[:, None] & is_head[None, :]
@@ -761,7 +762,7 @@ def _merge_kernel(
     if first_share == last_share:
         return  # finished by the share's program
 
-    # Partial 1 of its first share is the row's, and partial 0 of those that follow.
+    # The row's result is partial 1 of its first share and partial 0 of later ones.
     share = first_share + tl.arange(0, num_shares_pow2)
     partial = (share * 2 + (share == first_share).to(tl.int32)) * num_heads
     all_lse = tl.load(

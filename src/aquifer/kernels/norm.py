@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation."""
+"""RMS normalisation (RMSNorm)."""
 
 from __future__ import annotations
 
@@ -60,16 +60,16 @@ def add_rms_norm_reference(
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Add to the residual stream, and normalise what it is then.
+    """Add to the residual stream, and normalise the sum.
 
     Args:
-        x: [tokens, n], what a layer adds; rows may lie further apart.
-        residual: [tokens, n] of x's dtype, overwritten with the sum; likewise.
+        x: [tokens, n], a layer's output; any row stride.
+        residual: [tokens, n] of x's dtype, overwritten with the sum; any row stride.
         weight: [n], of x's dtype.
         eps: added to the mean square.
 
     Returns:
-        [tokens, n] of x's dtype, contiguous: the norm of the sum as it was stored.
+        [tokens, n] of x's dtype, contiguous: the norm of the stored (rounded) sum.
     """
     if not runs_triton(x):
         return add_rms_norm_reference(x, residual, weight, eps)
@@ -84,7 +84,7 @@ def add_rms_norm(
 
 
 def _launch(kernel: Any, arguments: tuple[Any, ...]) -> None:
-    """One program for each row of the first tensor, which holds all of the row."""
+    """Launch one program per row of the first argument; it keeps the row in registers."""
     num_rows, n = arguments[0].shape
     n_pow2 = max(1 << (n - 1).bit_length(), 16)
     num_warps = min(max(n_pow2 // 512, 4), 16)
@@ -141,7 +141,7 @@ def _add_rms_norm_kernel(
 
 @jit
 def _normalised(row: tensor, scales: tensor, n: tensor, eps: tensor) -> tensor:
-    """One row, zero behind its n elements; rounded before and after the weight."""
+    """Normalise one row, padded with zeros after n elements; round before and after the weight."""
     wide = row.to(tl.float32)
     wide = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / n + eps)
     return (scales.to(tl.float32) * wide.to(row.dtype).to(tl.float32)).to(row.dtype)

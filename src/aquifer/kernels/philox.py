@@ -1,8 +1,8 @@
-"""Random numbers that depend on a request's seed and a token's position, and on nothing else.
+"""Philox random numbers, which depend only on a request's seed and a token's position.
 
 Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", section 3.3) is a
-function from a counter and a key, so no state is kept between steps, and the same token gets the
-same number whatever else is in the batch, after a preemption too.
+function of a counter and a key. So no state is kept between steps, and a token gets the same number
+whatever else is in the batch, and after a preemption.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HALF = np.uint64(32)
 def uniform(
     seeds: npt.NDArray[np.uint64], counters: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) for each (seed, counter), with 53 random bits."""
+    """Return a number in [0, 1) for each (seed, counter), with 53 random bits."""
     first, second = philox(seeds, counters)
     bits = (first << _HALF | second) >> np.uint64(11)
     return np.asarray(bits * 2.0**-53, np.float64)
@@ -28,7 +28,7 @@ def uniform(
 def philox(
     seeds: npt.NDArray[np.uint64], counters: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-    """The first two of Philox's four 32-bit words, each in a uint64.
+    """Return the first two of Philox's four 32-bit words, each in a uint64.
 
     The key is the seed; the counter's low words are `counters`, its high words are zero.
     """

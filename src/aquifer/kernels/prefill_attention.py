@@ -1,35 +1,35 @@
-"""Causal attention of chunks of prompts over all KV of their sequences, for either KV layout.
+"""Prefill attention: causal attention of prompt chunks over all KV, for either KV layout.
 
-A span is a chunk: `count` new tokens of one sequence, whose keys and values are in the cache
-already, after `start` earlier ones. There are two ways, and each span of a batch takes one:
+A span is a chunk: `count` new tokens of one sequence, after `start` earlier ones. Their keys and
+values are in the KV cache already. There are two paths, and each span of a batch takes one:
 
-1. **cuDNN**, the fastest kernel there is for large chunks on Hopper, over strided views of
-   contiguous KV. It builds a plan, for tens of milliseconds, whenever it meets a new shape, so
-   that only round shapes may go there: `start` and `count` are multiples of `CUDNN_MULTIPLE`, and
-   `count` is at least `CUDNN_MIN_TOKENS`. Only 16-bit types, head dimensions of at most 128,
-   no softcap, and no window that cuts anything off. At `start` 0 it is one call; neighbouring
-   spans of equal length in ascending slots share one. After a prefix it is two calls, one in full
-   over the prefix and one causal over the chunk, merged by their log-sum-exp.
+1. **cuDNN**, the fastest kernel for large chunks on Hopper, over strided views of contiguous KV.
+   It builds a plan, for tens of milliseconds, for every new shape, so it is used for round shapes
+   only: `start` and `count` are multiples of `CUDNN_MULTIPLE`, and `count` is at least
+   `CUDNN_MIN_TOKENS`. Only 16-bit types, head dimensions of at most 128, no softcap, and no window
+   that excludes any key. At `start` 0 it is one call; neighbouring spans of equal length in
+   consecutive slots share one. After a prefix it is two calls, one without mask over the prefix and
+   one causal over the chunk, merged by their log-sum-exp.
 2. **A Triton kernel** (FlashAttention-2) for all other spans together, in one launch.
 
-The Triton kernel gives one program the queries of a few tokens and of `heads_per_program` heads
-which share a KV head:
+In the Triton kernel, a program handles the queries of a few tokens and of `heads_per_program` heads
+that share a KV head:
 
     rows of a program   token 0: head 0, head 1, ...   token 1: head 0, head 1, ...   ...
 
 so that K and V are read once for all of them, and short chunks still fill a matrix product. It
-goes over the keys in tiles; only those on the diagonal and at the window's edge need a mask:
+iterates over the keys in tiles; only tiles on the diagonal and at the window's edge need a mask:
 
     keys     | before the window | edge | seen by every query | diagonal |
              0                                                            start + count
 
-A short chunk after a long prefix, as when a conversation goes on, has few programs with many keys
-each. Those are then cut into splits, with a program for each, and a second kernel merges what
-these leave by their log-sum-exp (FlashDecoding).
+A short chunk after a long prefix, such as the next turn of a conversation, has few programs with
+many keys each. Their keys are then split over several programs, and a second kernel merges the
+partial results by their log-sum-exp (FlashDecoding).
 
-Shapes throughout: `keys` and `values` are [blocks, block_size, kv_heads, dim] of any strides but
-the last, which is 1. Paged: `tables` [slots, max_blocks] has a slot's blocks in order. Contiguous:
-`tables` is None, and a slot is one block, as long as the longest sequence.
+Shapes throughout: `keys` and `values` are [blocks, block_size, kv_heads, dim]; the last stride is
+1, the others are any. Paged: `tables` [slots, max_blocks] are the block tables, a slot's blocks in
+order. Contiguous: `tables` is None, and a slot is one block, as long as the longest sequence.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ from aquifer.kernels._triton import (
 from aquifer.kernels.attention import attention_contiguous, attention_paged
 
 CUDNN_MULTIPLE = 256
-"""Tokens. Spans go to cuDNN where start and count are multiples of it: few shapes, few plans."""
+"""Tokens. Spans go to cuDNN if start and count are multiples of it: few shapes, few plans."""
 
 CUDNN_MIN_TOKENS = 512
-"""Shorter spans do not fill the device by themselves, and go with others into one launch."""
+"""Shorter spans do not fill the device alone, and share one Triton launch."""
 
 MIN_SPLIT_KEYS = 256
-"""Programs with fewer keys are not worth merging."""
+"""Minimum number of keys of a split: with fewer, merging costs more than it saves."""
 
 _PROGRAMS_PER_MULTIPROCESSOR = 2
-"""How many of the Triton kernel's run at once, at the default configs for 16-bit types."""
+"""Programs of the Triton kernel resident on an SM, at the default configs for 16-bit types."""
 
 _MERGE_ROWS = 8
 
@@ -76,11 +76,11 @@ _LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpans:
-    """The chunks of one step, twice: the host decides by its lists, kernels read the tensors.
+    """The chunks of one step, as lists for the host and as tensors for kernels.
 
     Chunk i is rows [offsets[i], offsets[i + 1]) of queries and outputs, and tokens [starts[i],
     starts[i] + its count) of the sequence in `slots[i]`. Each has at least one token. Rows before
-    `offsets[0]` are somebody else's.
+    `offsets[0]` are not prefill rows.
     """
 
     slots: list[int]  # [n]
@@ -90,48 +90,27 @@ class PrefillSpans:
     device_starts: torch.Tensor  # [n] int64
     device_offsets: torch.Tensor  # [n + 1] int64
 
-    @classmethod
-    def make(
-        cls,
-        slots: Sequence[int],
-        starts: Sequence[int],
-        offsets: Sequence[int],
-        device: torch.device,
-    ) -> PrefillSpans:
-        """Spans from the host's lists alone, with one copy to the device."""
-        packed = torch.tensor([*slots, *starts, *offsets], dtype=torch.int64, device=device)
-        sizes = [len(slots), len(starts), len(offsets)]
-        device_slots, device_starts, device_offsets = packed.split(sizes)
-        return cls(
-            list(slots),
-            list(starts),
-            list(offsets),
-            device_slots,
-            device_starts,
-            device_offsets,
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How the Triton kernel is cut; which cut is fast depends on dimensions and device."""
+    """Tiling of the Triton kernel; which one is fast depends on dimensions and device."""
 
-    block_rows: int  # queries of a program, all heads counted; a power of two, at least 16
+    block_rows: int  # queries of a program, over all its heads; a power of two, at least 16
     block_keys: int  # keys of a tile; a power of two, at least 16
     num_warps: int
     num_stages: int
 
 
 def default_config(key_dim: int, value_dim: int, dtype: torch.dtype) -> Config:
-    """A config by shape alone.
+    """Choose a config by shape.
 
     Args:
-        key_dim: of a head.
-        value_dim: of a head.
+        key_dim: elements of a head's key.
+        value_dim: elements of a head's value.
         dtype: of queries, keys and values.
     """
     dim = pow2(max(key_dim, value_dim), MIN_DOT)
-    # The largest for which the compiler keeps everything in registers on Hopper, or nearly so.
+    # The largest tiles without register spills on Hopper, or nearly without.
     if dtype.itemsize > 2:
         if dim <= 128:
             return Config(block_rows=32, block_keys=32, num_warps=8, num_stages=2)
@@ -159,7 +138,7 @@ def prefill_attention_reference(
     window_tokens: int | None = None,
     softcap: float | None = None,
 ) -> None:
-    """What `prefill_attention` computes. Arguments as there; computes in the dtype of `query`."""
+    """`prefill_attention` in plain torch. Same arguments; computes in the dtype of `query`."""
     block_size = keys.shape[1]
     num_kv_heads = keys.shape[2]
     for slot, start, rows in zip(spans.slots, spans.starts, _pairs(spans.offsets), strict=True):
@@ -205,16 +184,16 @@ def prefill_attention(
         keys: [blocks, block_size, kv_heads, key_dim]; contiguous: [slots, max_tokens, ...]. Query
             head h reads KV head h // (heads / kv_heads).
         values: likewise, with value_dim.
-        tables: [slots, max_blocks] int32 or int64; None: KV is contiguous.
+        tables: [slots, max_blocks] int32 or int64, block tables; None: KV is contiguous.
         spans: the chunks.
-        out: [tokens, heads, value_dim]; the rows of the spans are overwritten, no others. None for
-            a new tensor, which may save a copy.
+        out: [tokens, heads, value_dim]; only the rows of the spans are overwritten. None for a new
+            tensor, which may save a copy.
         scale: factor on the dot products, positive.
-        window_tokens: attend to that many of the latest tokens only, the own one included.
-        softcap: squash scores to (-softcap, softcap) with tanh before the softmax.
+        window_tokens: attend only to this many latest tokens, the own one included.
+        softcap: limit scores to (-softcap, softcap) with tanh before the softmax.
 
     Returns:
-        `out`, or the new tensor, of which rows outside of the spans mean nothing.
+        `out`, or the new tensor, in which rows outside the spans are undefined.
     """
     skips_round = tables is None and softcap is None and _cudnn_takes(query, keys, values)
     calls: list[_Call] = []
@@ -271,7 +250,7 @@ def prefill_attention_triton(
     window_tokens: int | None = None,
     softcap: float | None = None,
 ) -> None:
-    """`prefill_attention` with all spans in the Triton kernel, cut by `config` and `num_splits`."""
+    """`prefill_attention` with all spans in the Triton kernel, by `config` and `num_splits`."""
     _check(query, keys, values, spans, out, scale)
     if spans.slots:
         _run_triton(
@@ -349,9 +328,9 @@ def _on_cpu(
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """`num_seqs` neighbouring spans of equal `count` and `start`, in slots that follow one another.
+    """`num_seqs` neighbouring spans of equal `count` and `start`, in consecutive slots.
 
-    Those that are not round come one by one.
+    Spans that are not round are separate calls.
     """
 
     first_row: int
@@ -365,15 +344,15 @@ class _Call:
 def _calls(
     spans: PrefillSpans, window_tokens: int | None, max_batch_stride: int
 ) -> Iterator[_Call]:
-    """The spans, those that can go to cuDNN together as one.
+    """Group the spans into calls; spans that cuDNN can take together are one call.
 
     Args:
         spans: all chunks of the step.
         window_tokens: as in `prefill_attention`.
         max_batch_stride: elements from one slot to the next.
     """
-    # PyTorch keeps cuDNN's plans by strides that it cuts to 32 bits. The stride from slot to slot
-    # is the one that could be longer, and two models could then share a plan that fits one of them.
+    # PyTorch caches cuDNN's plans by strides truncated to 32 bits. The stride from slot to slot may
+    # be longer, and two models could then share a plan that is valid for only one of them.
     is_batchable = max_batch_stride < 1 << 32
     pending: _Call | None = None
     for slot, start, (begin, end) in zip(
@@ -407,7 +386,7 @@ def _calls(
 
 
 def _cudnn_takes(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether cuDNN has a kernel for such tensors, of whatever length."""
+    """Whether cuDNN has a kernel for these dtypes, head dimensions and strides."""
     return (
         query.is_cuda
         and query.dtype in (torch.float16, torch.bfloat16)
@@ -418,7 +397,7 @@ def _cudnn_takes(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) 
 
 
 def _is_aligned(t: torch.Tensor) -> bool:
-    """Whether each head begins at a multiple of 16 bytes and is a multiple of 16 bytes long."""
+    """Whether each head starts at a multiple of 16 bytes and is a multiple of 16 bytes long."""
     elements = _CUDNN_ALIGN_BYTES // t.dtype.itemsize
     lengths = (t.shape[-1], *t.stride()[:-1])
     return t.data_ptr() % _CUDNN_ALIGN_BYTES == 0 and all(n % elements == 0 for n in lengths)
@@ -426,7 +405,7 @@ def _is_aligned(t: torch.Tensor) -> bool:
 
 @cache
 def _has_cudnn(device: torch.device) -> bool:
-    """Whether cuDNN's attention runs, and is the fast one, on that device."""
+    """Whether cuDNN's attention runs on that device and is the fastest there."""
     return torch.backends.cudnn.is_available() and torch.cuda.get_device_capability(device)[0] >= 9
 
 
@@ -438,7 +417,7 @@ def _run_cudnn(
     call: _Call,
     scale: float,
 ) -> None:
-    """Write the rows of one call."""
+    """Write the output rows of one call."""
     rows = slice(call.first_row, call.first_row + call.num_seqs * call.count)
     if call.start == 0:
         out[rows] = _run_cudnn_once(query, keys, values, call, scale)
@@ -461,20 +440,20 @@ def _run_cudnn(
 def _run_cudnn_once(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: _Call, scale: float
 ) -> torch.Tensor:
-    """The rows of a call without a prefix, [num_seqs * count, heads, value_dim]."""
+    """Compute the rows of a call without a prefix, [num_seqs * count, heads, value_dim]."""
     rows = slice(call.first_row, call.first_row + call.num_seqs * call.count)
     # [num_seqs, heads, count, key_dim]
     q = query[rows].unflatten(0, (call.num_seqs, call.count)).transpose(1, 2)
     k, v = (_cudnn_view(t, call, 0, call.count) for t in (keys, values))
     result, _ = _cudnn(q, k, v, scale, is_causal=True, with_lse=False)
-    # Laid out as the query is, so this is a view.
+    # The result has the query's layout, so this is a view.
     return result.transpose(1, 2).flatten(0, 1)
 
 
 def _cudnn_view(kv: torch.Tensor, call: _Call, begin: int, end: int) -> torch.Tensor:
-    """[num_seqs, kv_heads, end - begin, dim] of the call's slots."""
+    """View of the call's slots, [num_seqs, kv_heads, end - begin, dim]."""
     if call.num_seqs == 1:
-        # The stride from slot to slot means nothing here, and stays out of the plan's key.
+        # Without the unused stride from slot to slot, which would be part of the plan's key.
         return kv[call.slot, begin:end].unsqueeze(0).transpose(1, 2)
     return kv[call.slot : call.slot + call.num_seqs, begin:end].transpose(1, 2)
 
@@ -488,9 +467,9 @@ def _cudnn(
     is_causal: bool,
     with_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output [num_seqs, heads, count, value_dim]; log-sum-exp [num_seqs, heads, count, 1].
+    """Return output [num_seqs, heads, count, value_dim], log-sum-exp [num_seqs, heads, count, 1].
 
-    Grouped-query attention needs nothing: `keys` and `values` have their own number of heads.
+    cuDNN supports grouped-query attention: `keys` and `values` may have fewer heads.
     """
     result = torch.ops.aten._scaled_dot_product_cudnn_attention(
         query, keys, values, None, with_lse, 0.0, is_causal, False, scale=scale
@@ -505,12 +484,12 @@ def _merge(
     second_lse: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Attention over two sets of keys, from attention over each.
+    """Merge attention over two sets of keys by their log-sum-exp.
 
     Args:
         first: [tokens, heads, value_dim].
         first_lse: [heads, tokens] float32, contiguous: natural log of the sum of exp(score).
-        second: as `first`, likewise of any strides but the last, which is 1.
+        second: as `first`; for both, the last stride is 1, the others are any.
         second_lse: as `first_lse`.
         out: [tokens, heads, value_dim], overwritten.
     """
@@ -560,18 +539,18 @@ def _run_triton(
     """Write the rows of all spans, or of those that are not round.
 
     Args:
-        query: and the tensors after it, as in `prefill_attention`.
+        query: this and the following tensors as in `prefill_attention`.
         keys: likewise.
         values: likewise.
         tables: likewise.
         spans: likewise.
         out: likewise.
-        config: how to cut the work.
+        config: tiling of the work.
         chunks: (start, count) of the spans that are to be written.
-        num_splits: into how many programs to cut the keys of a query; by default as many as fill
+        num_splits: number of programs that share the keys of a query; by default as many as fill
             the device.
-        skips_round: whether round spans, which cuDNN takes, are left out. The kernel finds them
-            by itself: no second set of spans needs to get to the device.
+        skips_round: whether to skip round spans, which cuDNN computes. The kernel detects them
+            itself, so no second set of spans is copied to the device.
         scale: as in `prefill_attention`.
         window_tokens: likewise.
         softcap: likewise.
@@ -583,7 +562,7 @@ def _run_triton(
     block_tokens = config.block_rows // heads_per_program
     num_groups = num_heads // heads_per_program
     num_blocks = -(-max(count for _, count in chunks) // block_tokens)
-    # Some of which have nothing to do, but room for what they leave.
+    # Some programs have no work, but have room for partial results.
     num_programs = num_groups * len(spans.slots) * num_blocks
     if num_splits is None:
         num_keys = max(start + count for start, count in chunks)
@@ -604,7 +583,7 @@ def _run_triton(
         "skip_min_tokens": CUDNN_MIN_TOKENS if skips_round else None,
         "window_tokens": window_tokens,
     }
-    # Neighbouring programs read the same tokens; the heaviest of all spans come first.
+    # Neighbouring programs read the same tokens; the heaviest programs of all spans come first.
     _prefill_attention_kernel[(num_groups, len(spans.slots), num_blocks * num_splits)](
         query,
         keys,
@@ -617,7 +596,7 @@ def _run_triton(
         partials,
         lse,
         num_splits,
-        # In powers of two; a softcap works on the score itself.
+        # Scores are in powers of two, except with a softcap, which needs the score itself.
         scale if softcap is not None else scale * _LOG2_E,
         query.stride(0),
         query.stride(1),
@@ -664,18 +643,18 @@ def _run_triton(
 
 @cache
 def _nothing(device: torch.device) -> torch.Tensor:
-    """What splits leave where there are none."""
+    """Empty tensor in place of partial results when there are no splits."""
     return torch.empty(0, dtype=torch.float32, device=device)
 
 
 def _num_splits(num_programs: int, num_keys: int, device: torch.device) -> int:
-    """Into how many programs to cut those that each have up to so many keys."""
+    """Choose the number of splits for programs with up to `num_keys` keys each."""
     room = _PROGRAMS_PER_MULTIPROCESSOR * count_multiprocessors(device) // num_programs
     return max(min(room, num_keys // MIN_SPLIT_KEYS), 1)
 
 
 def _chunks(spans: PrefillSpans) -> list[tuple[int, int]]:
-    """(start, count) of each span."""
+    """Return (start, count) of each span."""
     counts = (end - begin for begin, end in _pairs(spans.offsets))
     return list(zip(spans.starts, counts, strict=True))
 
@@ -716,10 +695,10 @@ def _attend_tiles(
     is_masked: constexpr,
     sees_some: constexpr,
 ) -> tensor:
-    """Go on with the online softmax over tiles [first_tile, last_tile), counted in keys.
+    """Continue the online softmax over tiles [first_tile, last_tile), in keys.
 
-    query: [rows, key_dim]. keys, values: of the head. Returns acc [rows, value_dim], total [rows]
-    and top [rows], in powers of two. Masked: no key outside of [begin_key, end_key) is read.
+    query: [rows, key_dim]. keys, values: of the KV head. Returns acc [rows, value_dim], total
+    [rows] and top [rows], in powers of two. is_masked: no key outside [begin_key, end_key) is read.
     sees_some: whether each query sees a key of the first tile, or has seen one.
     """
     dim_k = tl.arange(0, key_dim_pow2)
@@ -728,8 +707,8 @@ def _attend_tiles(
     log2_e: constexpr = 1.4426950408889634
 
     for first_key in range(first_tile, last_tile, block_keys):
-        # Tokens of the tile are at `first_place + place` of their block. Where the tile is in one
-        # block, a 64-bit number for all of them leaves small ones for each: fewer registers.
+        # Tokens of the tile are at `first_place + place` of their block. If the tile is in one
+        # block, `first_place` is one 64-bit number and `place` has 32 bits: fewer registers.
         token = first_key + column
         place = column
         if block_size is None:
@@ -771,7 +750,7 @@ def _attend_tiles(
 
         scores = tl.dot(query, tl.trans(k), input_precision="ieee")
         if softcap is not None:
-            # tanh(x) = 1 - 2 / (e^2x + 1), right at both infinities of e^2x
+            # tanh(x) = 1 - 2 / (e^2x + 1), also correct where e^2x is 0 or infinite
             capped = 1 - 2 / (tl.exp2(scores * (factor * (2 * log2_e / softcap))) + 1)
             scores = capped * (softcap * log2_e)
         if is_masked:
@@ -779,7 +758,7 @@ def _attend_tiles(
             if window_tokens is not None:
                 is_visible &= token[None, :] > position[:, None] - window_tokens
             scores = tl.where(is_visible, scores, float("-inf"))
-        # The factor is applied to the difference, in one instruction with the subtraction.
+        # The factor is applied together with the subtraction, as one fused multiply-add.
         if softcap is None:
             new_top = tl.maximum(top, tl.max(scores, 1) * factor)
         else:
@@ -807,7 +786,7 @@ def _is_left_out(
     skip_min_tokens: constexpr,
     window_tokens: constexpr,
 ) -> tensor:
-    """Whether a span is round, where cuDNN takes those."""
+    """Whether a span is empty, or round where cuDNN computes round spans."""
     is_left_out = count <= 0
     if skip_multiple is not None:
         is_left_out |= (
@@ -861,7 +840,7 @@ def _prefill_attention_kernel(
     first_head = tl.program_id(0) * heads_per_program
     span = tl.program_id(1)
     block_tokens: constexpr = block_rows // heads_per_program
-    # The last tokens see the most keys, so that they begin first.
+    # The last tokens see the most keys, so their programs start first.
     num_blocks = tl.num_programs(2) // num_splits
     token_block = num_blocks - 1 - tl.program_id(2) // num_splits
     first_token = token_block * block_tokens
@@ -891,7 +870,8 @@ def _prefill_attention_kernel(
         other=0.0,
     )  # [block_rows, key_dim]
 
-    # Some query of the program sees keys [begin_key, end_key), all see [full_begin, full_end).
+    # At least one query of the program sees each of keys [begin_key, end_key); all queries see
+    # [full_begin, full_end).
     first_position = start + first_token
     end_key = start + tl.minimum(first_token + block_tokens, count)
     full_end = (first_position + 1) // block_keys * block_keys
@@ -904,7 +884,7 @@ def _prefill_attention_kernel(
         full_begin = tl.cdiv(tl.maximum(end_key - window_tokens, 0), block_keys) * block_keys
         full_begin = tl.minimum(full_begin, full_end)
 
-    # Of those, this split's are [first_tile, stop_key).
+    # This split's keys are [first_tile, stop_key).
     split = tl.program_id(2) % num_splits
     split_keys = tl.cdiv(tl.cdiv(end_key - first_tile, num_splits), block_keys) * block_keys
     split_keys = tl.maximum(split_keys, min_split_keys)
@@ -945,7 +925,7 @@ def _prefill_attention_kernel(
         is_masked=True, sees_some=False,
     )  # fmt: skip
 
-    # Rows that are not stored may have seen nothing, and those of a split too.
+    # Rows that are not stored may have seen no key, and so may rows of a split.
     has_seen = total > 0
     total = tl.where(has_seen, total, 1.0)
     acc = acc / total[:, None]
@@ -987,7 +967,7 @@ def _merge_splits_kernel(
     skip_min_tokens: constexpr,
     window_tokens: constexpr,
 ) -> None:
-    """`merge_rows` of the rows that one program would have without splits."""
+    """Merge the splits of `merge_rows` of the rows that one program would have without splits."""
     row_parts: constexpr = block_rows // merge_rows
     block_tokens: constexpr = block_rows // heads_per_program
     num_groups = tl.num_programs(0) // row_parts
@@ -1061,7 +1041,7 @@ def _merge_kernel(
 
     first_log = tl.load(first_lse + head * num_tokens + row, mask=is_head, other=0.0)
     second_log = tl.load(second_lse + head * num_tokens + row, mask=is_head, other=0.0)
-    # The first one's part of both sums. It is 0 or 1 where the exponential is infinite or 0.
+    # The first one's weight. It is 0 or 1 where the exponential is infinite or 0.
     part = 1 / (1 + tl.exp(second_log - first_log))[:, None]
     first_from = first + row * first_row_stride + head[:, None] * first_head_stride + dim[None, :]
     second_from = second + row * second_row_stride

@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoFormer), with the halves of a head rotated against each other."""
+"""Rotary position embedding (RoPE, RoFormer), which rotates the halves of a head as pairs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from aquifer.kernels._triton import (
 )
 from aquifer.kernels.norm import rms_norm_reference
 
-_HEADS = 8  # of one program
-_TOKENS = 16  # of one program that computes angles
+_HEADS = 8  # heads of one program
+_TOKENS = 16  # tokens of one program of `_rotary_angles_kernel`
 
 
 def rotary_angles_reference(
@@ -32,7 +32,7 @@ def rotary_angles_reference(
 def rotary_angles(
     positions: torch.Tensor, frequencies: torch.Tensor, magnitude: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin by which `rotary` turns the heads of tokens.
+    """Compute cos and sin of the angles by which `rotary` rotates the heads of tokens.
 
     Args:
         positions: [tokens] int64.
@@ -40,7 +40,7 @@ def rotary_angles(
         magnitude: the attention factor, multiplied into both.
 
     Returns:
-        Two of [tokens, dim / 2], float32, contiguous.
+        cos and sin, each [tokens, dim / 2] float32, contiguous.
     """
     if not runs_triton(positions):
         return rotary_angles_reference(positions, frequencies, magnitude)
@@ -149,25 +149,25 @@ def qk_norm_rope_write(
     *,
     eps: float = 0.0,
 ) -> None:
-    """From the fused projection to what attention reads: q rotated, K and V in the cache.
+    """Normalise and rotate queries and keys, and write K and V into the KV cache.
 
     K and V of row i go to `keys[row_first[i], row_second[i]]`: (slot, position) where KV is
-    contiguous, (block, offset in it) where it is paged.
+    contiguous, (block, offset in the block) where it is paged.
 
     Args:
-        qkv: [tokens, (heads + 2 kv_heads) * dim]; rows may lie further apart.
-        q_weight: [dim], of the norm of each query head; None for no norm.
-        k_weight: [dim], of each key head; None exactly if `q_weight` is.
+        qkv: [tokens, (heads + 2 kv_heads) * dim], the fused projection; any row stride.
+        q_weight: [dim], weight of the norm of query heads; None for no norm.
+        k_weight: [dim], weight of the norm of key heads; None exactly if `q_weight` is.
         cos: [tokens, dim / 2] float32, contiguous, see `rotary`.
         sin: [tokens, dim / 2] float32, contiguous.
         query: [tokens, heads, dim], contiguous, overwritten.
-        keys: [slots, max_tokens, kv_heads, dim] or [blocks, block_size, kv_heads, dim], of any
-            strides but the last, however far apart.
+        keys: [slots, max_tokens, kv_heads, dim] or [blocks, block_size, kv_heads, dim]; last
+            stride 1, others any.
         values: likewise.
-        row_first: [tokens] int64, first index into the cache; below 0 for a row of padding, which
-            writes nothing there.
+        row_first: [tokens] int64, first index into the KV cache; below 0 for padding, for which
+            nothing is written there.
         row_second: [tokens] int64, second index.
-        eps: of the norm.
+        eps: added to the mean square of the norm.
     """
     num_tokens, num_heads, dim = query.shape
     num_kv_heads = keys.shape[2]
@@ -248,7 +248,7 @@ def _qk_norm_rope_write_kernel(
     has_norm: constexpr,
     overlaps: constexpr,
 ) -> None:
-    """A program has up to `block_heads` heads of one token: all of q, or of k, or of v."""
+    """A program handles up to `block_heads` heads of one token, all of q, or of k, or of v."""
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     await_predecessor(overlaps)
@@ -257,7 +257,7 @@ def _qk_norm_rope_write_kernel(
     second = tl.load(row_second + token)
     lane = tl.arange(0, half_pow2)[None, :]
     head = tl.arange(0, block_heads)[:, None]
-    num_written = tl.where(first >= 0, num_kv_heads, 0)  # KV heads: none of a padded row
+    num_written = tl.where(first >= 0, num_kv_heads, 0)  # KV heads to write; 0 for padding
     source = qkv + token * qkv_stride + lane
     angle = token * half + lane
     if block < q_blocks:
@@ -304,8 +304,8 @@ def _rotated(
     half: constexpr,
     has_norm: constexpr,
 ) -> tensor:
-    """Both halves of some heads, [heads, half] each, rounded wherever the reference rounds."""
-    # All loads come first: none waits for another.
+    """Return both halves of some heads, [heads, half] each, rounded where the reference rounds."""
+    # All loads come first, so that they overlap.
     low = tl.load(source, mask=inside, other=0.0)
     high = tl.load(source + half, mask=inside, other=0.0)
     dtype = low.dtype

@@ -1,39 +1,37 @@
-"""Sampling: from logits to token ids, on the device without a word to the CPU.
+"""Sampling: from logits to token ids, on the device without host synchronisation.
 
-The order of the steps is vLLM's: penalties, temperature, min-p, top-k, top-p, then the inverse of
-the cumulative distribution at one Philox number, which depends on the request's seed and the
-token's position alone. `sample_reference` is the specification, `sampling_host.py` does it on the
-CPU. On the device no vocabulary is sorted:
+The order of operations is vLLM's: penalties, temperature, min-p, top-k, top-p, then the inverse CDF
+at one Philox number, which depends only on the request's seed and the token's position.
+`sample_reference` is the specification, `sampling_host.py` the CPU path. The device never sorts
+the vocabulary:
 
-1. `_chunk_kernel`: one program for each 4096 tokens of a row: their largest score, their sum of
+1. `_chunk_kernel`: one program per 4096 tokens of a row finds their largest score, their sum of
    exp(score), and the largest score of each group of 128.
-2. `_pick_kernel`: one program a row. Greedy rows and rows of plain temperature end here: the chunk
-   where the running sum passes the number is read again. For a row that is cut (min-p, top-k,
-   top-p), it finds a threshold: the r-th largest of the groups' largest scores, so that at least r
-   tokens reach it, and seldom many more; and which groups these are in.
+2. `_pick_kernel`: one program per row. Greedy rows and rows with only a temperature end here: the
+   chunk where the running sum passes the number is read again. For a row with min-p, top-k or
+   top-p it finds a threshold: the r-th largest of the groups' largest scores, so that at least r
+   tokens reach it, and rarely many more. It lists the groups with such tokens.
 3. `_gather_kernel`: collects the tokens that reach the threshold, the candidates.
-4. `_settle_kernel`: one program a row. Each cut, and the draw itself, is the question where a sum
-   (of ones or of probabilities) over tokens in falling order passes a goal. It is answered by
-   bisection over keys that order all tokens strictly: by score, ties by token id. Nearly every row
-   ends here, as the candidates are enough to know.
-5. `_bracket_kernel`, for a row with a flat distribution: from a sample of its tokens, between which
-   two keys the answers must lie, up to five standard deviations (Floyd and Rivest, "Expected Time
-   Bounds for Selection", with probabilities in place of ranks).
-6. `_collect_kernel`: the exact sums above these brackets, and lists of the tokens inside.
-7. `_finish_kernel`: searches the lists as step 4 searches the candidates. Should an answer lie
-   outside of its bracket after all, or a list be too long, it searches the whole row: the same
-   answer, much more slowly.
+4. `_settle_kernel`: one program per row. Top-k, top-p and the draw itself each ask where a sum (of
+   ones or of probabilities) over tokens in descending order passes a goal. A bisection over keys
+   answers; keys order all tokens strictly, by score, ties by token id. Nearly every row ends here,
+   because the candidates suffice.
+5. `_bracket_kernel`, for rows with a flat distribution: estimates from a sample of the row's tokens
+   between which two keys each answer lies, within five standard deviations (Floyd and Rivest,
+   "Expected Time Bounds for Selection", with probabilities in place of ranks).
+6. `_collect_kernel`: computes the exact sums above these brackets, and lists the tokens inside.
+7. `_finish_kernel`: searches the lists as step 4 searches the candidates. If an answer lies outside
+   its bracket, or a list is too long, it searches the whole row: the same answer, much more slowly.
 
-All is a fixed sequence of launches, where programs of rows that are done return at once. Sums that
-depend on the order in which programs run are of integers.
+The sequence of launches is fixed; programs of finished rows return at once. Sums that depend on
+the order in which programs run are integer sums.
 
-A batch runs as one of three variants, of which each can do what those before it can.
+A batch runs as one of three variants; each can do everything that the ones before it can.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -50,122 +48,27 @@ from aquifer.kernels._triton import (
     tensor,
     tl,
 )
-from aquifer.kernels.sampling_host import GREEDY_BELOW, IN_PROMPT, sample_host
+from aquifer.kernels.sampling_columns import GREEDY_BELOW, IN_PROMPT, SamplingColumns
+from aquifer.kernels.sampling_host import sample_host
 
 Variant = Literal["greedy", "plain", "full"]
-"""What a batch needs: "plain" if any temperature is not 0, "full" if any row has a penalty, min-p,
-top-k or top-p. Chosen on the host, by what is in the batch."""
+"""Sampling operations that a batch needs: "plain" if any temperature is not 0, "full" if any row
+has a penalty, min-p, top-k or top-p. Chosen on the host, from the rows in the batch."""
 
-_GROUP = 128  # tokens whose largest score is kept
-_GROUPS = 32  # of a chunk
+_GROUP = 128  # tokens in a group; its largest score is kept
+_GROUPS = 32  # groups in a chunk
 _CHUNK = _GROUP * _GROUPS
-_RANK = 256  # at least that many candidates
-_CANDIDATES = 4096  # at most that many
-_SAMPLE = 4096  # tokens of a row that stand for all
-_DEVIATIONS = 5.0  # how far brackets reach to either side: one row in a million lies outside
-_LIST_SHARE = 8  # a list has room for that part of the vocabulary; brackets take up to a tenth
-_LIST_BLOCK = 1024  # searched at once
-_UNIT = 2.0**44  # probabilities are counted in units of the largest of the row over this
-_MAX_VOCAB = (1 << 19) - 1  # whose sum is then below 2^63
+_RANK = 256  # minimum number of candidates
+_CANDIDATES = 4096  # maximum number of candidates
+_SAMPLE = 4096  # tokens of a row sampled by `_bracket_kernel`
+_DEVIATIONS = 5.0  # half-width of brackets: one row in a million lies outside
+_LIST_SHARE = 8  # a list holds 1/8 of the vocabulary; brackets need up to a tenth
+_LIST_BLOCK = 1024  # list entries searched at once
+_UNIT = 2.0**44  # probabilities are integers: multiples of the row's largest over this
+_MAX_VOCAB = (1 << 19) - 1  # so that the sum of a row is below 2^63
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingColumns:
-    """What sampling knows of each sequence, indexed by slot.
-
-    The columns are rows of two matrices, so that many slots are written at once.
-    """
-
-    floats: torch.Tensor  # [6, slots] float32, in the order of the properties below
-    ints: torch.Tensor  # [3, slots] int64, likewise
-    counts: torch.Tensor  # [rows, vocab] int32, see `write_counts`; rows only for whom needs them
-
-    @classmethod
-    def empty(
-        cls, num_slots: int, num_counts: int, vocab_size: int, device: torch.device
-    ) -> SamplingColumns:
-        """Columns of greedy sequences without penalties."""
-        columns = cls(
-            floats=torch.zeros(6, num_slots, dtype=torch.float32, device=device),
-            ints=torch.zeros(3, num_slots, dtype=torch.int64, device=device),
-            counts=torch.zeros(num_counts, vocab_size, dtype=torch.int32, device=device),
-        )
-        columns.top_p.fill_(1.0)
-        columns.repetition.fill_(1.0)
-        columns.counts_row.fill_(-1)
-        return columns
-
-    def write(self, slots: torch.Tensor, floats: torch.Tensor, ints: torch.Tensor) -> None:
-        """Overwrite the columns of some slots, all on the columns' device.
-
-        Args:
-            slots: [n] int64, no slot twice.
-            floats: [6, n] float32.
-            ints: [3, n] int64.
-        """
-        self.floats.index_copy_(1, slots, floats)
-        self.ints.index_copy_(1, slots, ints)
-
-    @property
-    def temperature(self) -> torch.Tensor:
-        """[slots] float32; 0 is greedy."""
-        return self.floats[0]
-
-    @property
-    def top_p(self) -> torch.Tensor:
-        """[slots] float32; 1 is all."""
-        return self.floats[1]
-
-    @property
-    def min_p(self) -> torch.Tensor:
-        """[slots] float32; 0 is all."""
-        return self.floats[2]
-
-    @property
-    def repetition(self) -> torch.Tensor:
-        """[slots] float32, the repetition penalty; 1 is none. Penalties need a `counts_row`."""
-        return self.floats[3]
-
-    @property
-    def presence(self) -> torch.Tensor:
-        """[slots] float32, the presence penalty; 0 is none."""
-        return self.floats[4]
-
-    @property
-    def frequency(self) -> torch.Tensor:
-        """[slots] float32, the frequency penalty; 0 is none."""
-        return self.floats[5]
-
-    @property
-    def top_k(self) -> torch.Tensor:
-        """[slots] int64; 0 is all."""
-        return self.ints[0]
-
-    @property
-    def seed(self) -> torch.Tensor:
-        """[slots] int64, the bits of a uint64."""
-        return self.ints[1]
-
-    @property
-    def counts_row(self) -> torch.Tensor:
-        """[slots] int64, a row of `counts`; -1 for a slot without penalties."""
-        return self.ints[2]
-
-
-def write_counts(counts: torch.Tensor, prompt: torch.Tensor, output: torch.Tensor) -> None:
-    """Start the counts of a sequence that has penalties; sampling keeps them from then on.
-
-    Args:
-        counts: [vocab] int32, a row of `SamplingColumns.counts`, overwritten.
-        prompt: [n] int64, its prompt.
-        output: [m] int64, what it has generated before, if it was preempted.
-    """
-    counts.zero_()
-    counts[prompt] = IN_PROMPT
-    counts.index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
 
 def sample_reference(
@@ -175,7 +78,7 @@ def sample_reference(
     columns: SamplingColumns,
     out: torch.Tensor,
 ) -> None:
-    """`sample` in plain torch, in float64, one row after the other."""
+    """`sample` in plain torch, in float64, row by row."""
     for row, slot in enumerate(slots.tolist()):
         if slot < 0:
             continue
@@ -202,7 +105,7 @@ def sample_reference(
 def _draw_reference(
     scores: torch.Tensor, number: float, slot: int, columns: SamplingColumns
 ) -> int:
-    """One row, [vocab]: sorted if it is cut by top-k or top-p."""
+    """Draw a token for one row, [vocab], which is sorted if it has top-k or top-p."""
     weights = (scores.double() - scores.max()).exp()
     weights = torch.where(weights < columns.min_p[slot], 0.0, weights)
     ids = torch.arange(len(weights), device=weights.device)
@@ -219,7 +122,7 @@ def _draw_reference(
 
 
 def _uniform_reference(seed: int, counter: int) -> float:
-    """One number in [0, 1): Philox4x32-10 of that counter under that key, see philox.py."""
+    """Return one number in [0, 1): Philox4x32-10 with this key and counter, see philox.py."""
     c = [counter & _LOW, (counter >> 32) & _LOW, 0, 0]
     k = [seed & _LOW, (seed >> 32) & _LOW]
     for _ in range(10):
@@ -239,18 +142,19 @@ def sample(
     *,
     variant: Variant = "full",
 ) -> None:
-    """Choose a token for each row, and count it where penalties need to know.
+    """Sample a token for each row, and count it for rows with penalties.
 
-    Of equally probable tokens those with lower ids come first.
+    Ties are ordered by token id, lowest first.
 
     Args:
-        logits: [B, vocab], rows may lie further apart; left as they are.
-        slots: [B] int64, the slot of each row; below 0 for a row of padding, for which nothing is
-            done. No slot twice.
+        logits: [B, vocab], any row stride; not modified.
+        slots: [B] int64, the slot of each row; below 0 for padding, which is skipped. No slot
+            twice.
         num_tokens: [B] int64, the known tokens of each row: the position of the one to be drawn.
-        columns: the parameters.
-        out: [B] int64, overwritten but for rows of padding.
-        variant: see `Variant`; it decides which kernels run. The CPU goes by the columns.
+        columns: the sampling parameters.
+        out: [B] int64, overwritten except for padding.
+        variant: see `Variant`; it decides which kernels run. The CPU path ignores it and reads the
+            columns.
     """
     batch, vocab_size = logits.shape
     assert slots.shape == num_tokens.shape == out.shape == (batch,)
@@ -278,7 +182,7 @@ def sample(
     row_best = scratch(dtype=torch.float32)
     row_mass = scratch(dtype=torch.float64)
     lengths = scratch(2, dtype=torch.int32)
-    # What each row's kernels need to load scores, and to draw.
+    # Arguments for loading scores and drawing, common to all kernels.
     source = (
         logits, logits.stride(0), vocab_size, slots, num_tokens,
         columns.floats, columns.ints, columns.floats.shape[1], columns.counts,
@@ -299,7 +203,7 @@ def sample(
     if not full:
         return
     capacity = max(-(-vocab_size // (_LIST_SHARE * 64)) * 64, _CANDIDATES)
-    # The candidates lie where the first list will be.
+    # The candidates use the memory of the first list.
     list_scores = scratch(2, capacity, dtype=torch.float32)
     list_ids = scratch(2, capacity, dtype=torch.int32)
     row_head = scratch(dtype=torch.int64)
@@ -401,7 +305,7 @@ def _load_scores(
     greedy: constexpr,
     full: constexpr,
 ) -> tensor:
-    """Penalised logits of one row over its temperature, at `ids`; -inf behind the vocabulary."""
+    """Penalised logits of one row over its temperature, at `ids`; -inf beyond the vocabulary."""
     inside = ids < vocab_size
     scores = tl.load(logits + ids, mask=inside, other=float("-inf")).to(tl.float32)
     if full:
@@ -425,7 +329,7 @@ def _load_scores(
 def _cuts(
     slot: tensor, vocab_size: tensor, floats: tensor, ints: tensor, num_slots: tensor
 ) -> tensor:
-    """(top-k, 0 if it leaves all; top-p in float64; min-p)."""
+    """Return (top-k, or 0 if it keeps all tokens; top-p in float64; min-p)."""
     k = tl.load(ints + slot)
     p = tl.load(floats + num_slots + slot).to(tl.float64)
     m = tl.load(floats + 2 * num_slots + slot)
@@ -542,9 +446,10 @@ def _pick_by_id(
     greedy_below: constexpr,
     full: constexpr,
 ) -> tensor:
-    """The chunk, then the token in it, where the running sum in the order of ids passes a number.
+    """Find the token where the running sum in the order of ids passes `number` of the total.
 
-    `sums`, of exp(score - top) where that is at least `m`, are those of `chunks`.
+    `sums` has the sum of each of `chunks`, over exp(score - top) where that is at least `m`. First
+    the chunk is found, then the token in it.
     """
     running = tl.cumsum(sums, axis=0)
     goal = number * tl.sum(sums, axis=0)
@@ -563,7 +468,7 @@ def _pick_by_id(
 
 @jit
 def _first_above(running: tensor, weights: tensor, index: tensor, goal: tensor) -> tensor:
-    """The place where the running sum passes the goal; at most the last with any weight."""
+    """Index where the running sum passes the goal; at most the last with a positive weight."""
     place = tl.sum((running <= goal).to(tl.int32), axis=0)
     return tl.minimum(place, tl.max(tl.where(weights > 0, index, 0), axis=0))
 
@@ -580,7 +485,7 @@ def _put(
     out: tensor,
     full: constexpr,
 ) -> None:
-    """Give out a token, which is in the vocabulary even if all logits were NaN, and count it."""
+    """Store a token, clamped to the vocabulary in case all logits are NaN, and count it."""
     valid = tl.minimum(tl.maximum(token, 0), vocab_size - 1).to(tl.int64)
     tl.store(out + row, valid)
     if full:
@@ -594,7 +499,7 @@ def _put(
 def _uniform(
     slot: tensor, row: tensor, num_tokens: tensor, ints: tensor, num_slots: tensor
 ) -> tensor:
-    """The number in [0, 1) of `aquifer.kernels.philox.uniform`."""
+    """Return the number in [0, 1) of `aquifer.kernels.philox.uniform`."""
     counter = tl.load(num_tokens + row)
     low = (counter & 0xFFFFFFFF).to(tl.uint32)
     high = ((counter >> 32) & 0xFFFFFFFF).to(tl.uint32)
@@ -606,14 +511,14 @@ def _uniform(
 
 @jit
 def _ordered(scores: tensor) -> tensor:
-    """int64 in [0, 2^32) in the order of the scores."""
+    """Map scores to int64 in [0, 2^32), preserving their order."""
     bits = scores.to(tl.int32, bitcast=True).to(tl.int64)
     return tl.where(bits >= 0, bits + 0x80000000, -1 - bits)
 
 
 @jit
 def _nth_largest(values: tensor, n: tensor) -> tensor:
-    """By bisection; both ends are always the keys of values, and the answer is between them."""
+    """Return the n-th largest value, by bisection; both ends are always keys of values."""
     keys = _ordered(values)
     low = tl.min(keys, axis=0)
     high = tl.max(keys, axis=0)
@@ -685,7 +590,7 @@ def _append(
     list_ids: tensor,
     limit: tensor,
 ) -> None:
-    """Put members on a list, in no certain order; its length counts those without room as well."""
+    """Append members to a list, in any order; its length also counts those that do not fit."""
     ones = is_member.to(tl.int32)
     count = tl.sum(ones, axis=0)
     if count > 0:
@@ -728,10 +633,10 @@ def _settle_kernel(
         top = tl.load(row_best + row)
         count = tl.load(lengths + 2 * row)
         k, p, m = _cuts(slot, vocab_size, floats, ints, num_slots)
-        # Without min-p and top-k, top-p is a fraction of all there is.
+        # Without min-p and top-k, top-p is a fraction of the whole row's mass.
         of_all = (k == 0) & (m == 0)
         whole = tl.load(row_mass + row) * unit
-        # Cut by min-p alone, a row is drawn from in the order of token ids, as if it were whole.
+        # With min-p alone, a token is drawn in the order of ids, as without any cut.
         by_id = (k == 0) & (p >= 1)
 
         logits += row * logits_stride
@@ -743,7 +648,7 @@ def _settle_kernel(
             logits, vocab_size, slot, floats, ints, num_slots, counts, in_prompt, greedy_below,
             block, unit, True, False,
         )  # fmt: skip
-        # Whether the candidates are all that min-p leaves, or all of top-k, or enough for top-p.
+        # Whether the candidates include all tokens of min-p, or of top-k, or enough for top-p.
         is_enough = (tl.exp(tl.load(threshold + row) - top) < m) | ((k > 0) & (k <= count))
         is_enough = (is_enough | (of_all & (head.to(tl.float64) >= p * whole))) & (count <= limit)
         if is_enough:
@@ -785,11 +690,11 @@ def _draw(
     unit: constexpr,
     from_list: constexpr,
 ) -> tensor:
-    """The key of a token, out of a list of `length`, or out of all the row.
+    """Draw a token and return its key, from a list of `length` tokens or from the whole row.
 
-    `whole`, the sum over all the row, is used only if top-p is a fraction `of_all`.
+    `whole`, the sum over the whole row, is used only if top-p is a fraction `of_all`.
     """
-    floor = tl.cast(0, tl.int64)  # the smallest key that is left by top-k, then by top-p
+    floor = tl.cast(0, tl.int64)  # the smallest key kept by top-k, then by top-p
     if k > 0:
         floor = _search(
             k.to(tl.float64), floor, length, top, m, by_id, list_scores, list_ids,
@@ -847,10 +752,10 @@ def _search(
     from_list: constexpr,
     counting: constexpr,
 ) -> tensor:
-    """The largest key from which on upwards tokens (or their masses) sum up to the goal.
+    """Return the largest key such that tokens (or masses) at or above it sum up to the goal.
 
-    It is in [low, high]; both ends jump to the nearest key that there is. If everything from `low`
-    on is too little, `low`.
+    The key is in [low, high]; both ends move to the nearest existing key. Returns `low` if the sum
+    at or above `low` is less than the goal.
     """
     high = tl.cast(0x7FFFFFFFFFFFFFFF, tl.int64)
     while low < high:
@@ -890,7 +795,7 @@ def _scan(
     from_list: constexpr,
     counting: constexpr,
 ) -> tensor:
-    """(how much has a key of at least `middle`, the lowest key of that, the highest below it)."""
+    """Return (sum over keys of at least `middle`, the lowest such key, the highest key below)."""
     largest: constexpr = 0x7FFFFFFFFFFFFFFF
     sums = tl.zeros([block], tl.int64)
     above = tl.full([block], largest, tl.int64)
@@ -922,7 +827,7 @@ def _scan(
 def _weigh(
     scores: tensor, ids: tensor, top: tensor, m: tensor, by_id: tensor, unit: constexpr
 ) -> tensor:
-    """(keys, -1 for what min-p leaves out; masses, exp(score - top) in whole units)."""
+    """Return (keys, -1 for tokens excluded by min-p; masses, exp(score - top) in whole units)."""
     weights = tl.exp(scores - top)
     allowed = (weights > 0) & (weights >= m)
     keys = (tl.where(by_id, 0, _ordered(scores)) << 31) | (0x7FFFFFFF - ids).to(tl.int64)
@@ -932,7 +837,7 @@ def _weigh(
 
 @jit
 def _id_of(key: tensor) -> tensor:
-    """The token id in a key."""
+    """Return the token id of a key."""
     return 0x7FFFFFFF - (key & 0x7FFFFFFF)
 
 
@@ -982,8 +887,8 @@ def _bracket_kernel(
                 floats, ints, num_slots, counts, in_prompt, greedy_below, False, True,
             )  # fmt: skip
             keys, masses = _weigh(scores, ids, top, m, False, unit)
-            # Candidates are known exactly; the sample then stands for what is below them. What
-            # follows is in terms of the sample, one token of which stands for `share` of them.
+            # Candidates are known exactly; the sample represents the tokens below them. All that
+            # follows is in units of the sample: one of its tokens represents `share` tokens.
             share = tl.cast(vocab_size, tl.float64) / sample
             count = tl.load(lengths + 2 * row)
             head = tl.cast(0.0, tl.float64)
@@ -999,7 +904,8 @@ def _bracket_kernel(
             of_all = (k == 0) & (m == 0)
             tail = tl.load(row_mass + row) * unit / share - head
 
-            # Keys from `inside_from` on are surely in top-k, those below `outside_from` are not.
+            # Keys from `inside_from` on are in top-k with certainty, those below `outside_from`
+            # are not.
             outside_from = tl.cast(0, tl.int64)
             inside_from = tl.cast(0, tl.int64)
             cut_from = tl.cast(largest, tl.int64)
@@ -1054,18 +960,18 @@ def _bracket_end(
     deviations: constexpr,
     is_upper: constexpr,
 ) -> tensor:
-    """One end of the keys among which the sum from above reaches a fraction of the whole.
+    """Return one end of the bracket of keys where the sum from above reaches a fraction of all.
 
-    The whole is `head`, above all of the sample, plus `tail` if that is known, else plus what the
-    sample has of it; only keys of at least `least` belong to it.
+    "All" is `head`, the mass above the sample, plus `tail` if that is known, else plus the sample's
+    estimate of it. Only keys of at least `least` belong to it.
 
     Let A be the sum of the sample above a key and B below it, Q_A and Q_B the sums of squares. For
     any a + b = 1, A + b (tail - A - B) = a A + b (tail - B) estimates the sum above the key, with
-    the variance a^2 Q_A + b^2 Q_B, as the tokens in a sample are practically Poisson distributed.
-    It is least for a = Q_B / (Q_A + Q_B). If the tail is not known, A less the fraction of A + B is
-    what counts, of which the variance is the same with b = fraction. The margin is Wilson's, who
-    takes the variance at the true value instead of at the estimate; for that, a token is as heavy
-    as the average of those above and below, weighted alike.
+    variance a^2 Q_A + b^2 Q_B, because the tokens in a sample are nearly Poisson distributed. It is
+    least for a = Q_B / (Q_A + Q_B). If the tail is not known, the estimated quantity is A minus the
+    fraction of A + B, with the same variance for b = fraction. The margin is Wilson's, which takes
+    the variance at the true value instead of at the estimate. For it, a token weighs the average of
+    those above and below, with the same weights a and b.
     """
     largest: constexpr = 0x7FFFFFFFFFFFFFFF
     values = tl.where(keys >= least, values, 0.0)
@@ -1100,7 +1006,7 @@ def _bracket_end(
         else:
             high = tl.max(tl.where(is_above, -1, keys), axis=0)
     # `low` is the first key of the sample that reaches the goal; 0 if none does, and `largest` if
-    # even the head alone does. There is more between the head and the sample, and below it.
+    # the head alone does. Keys of other tokens lie between the head and the sample, and below it.
     if is_upper:
         end = tl.where((low == 0) | (low == tl.max(keys, axis=0)), head_from, low + 1)
         end = tl.where(low == largest, largest, end)
@@ -1267,9 +1173,9 @@ def _draw_bracketed(
     block: constexpr,
     unit: constexpr,
 ) -> tensor:
-    """(the key of a token, whether each question had its answer in its list)."""
+    """Draw a token from the lists; return (its key, whether each answer was in its list)."""
     nothing = tl.cast(0, tl.int64)
-    kept = tl.load(sums).to(tl.float64)  # after each cut
+    kept = tl.load(sums).to(tl.float64)  # mass left after each cut
     count_above = tl.load(sums + 1)
     mass_above = tl.load(sums + 2).to(tl.float64)
     count = tl.load(lengths)
@@ -1277,7 +1183,7 @@ def _draw_bracketed(
     is_found = count <= capacity
     if k > 0:
         goal = (k - count_above).to(tl.float64)
-        # There may be fewer tokens than that, if the list goes down to the last.
+        # There may be fewer tokens than the goal, if the list goes down to the last token.
         is_found = is_found & (goal > 0) & ((goal <= count) | (tl.load(brackets) == 0))
         key = _search(
             goal, nothing, length, top, m, False, list_scores, list_ids,

@@ -1,30 +1,20 @@
-"""Sampling on the CPU: what `aquifer.kernels.sampling.sample` does there.
+"""Sampling on the CPU, the implementation of `aquifer.kernels.sampling.sample` there.
 
-Rows go in blocks, so that the float64 copies stay small. Within a block all is vectorised. Most
-rows that are cut need only their most probable tokens, which alone are sorted; a row where those
-are not enough is sorted whole.
+Rows are processed in blocks, so that the float64 copies stay small; a block is vectorised. For most
+rows with top-k or top-p it is enough to sort the most probable tokens; other rows are sorted whole.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from aquifer.kernels.philox import uniform
-
-if TYPE_CHECKING:
-    from aquifer.kernels.sampling import SamplingColumns
-
-GREEDY_BELOW = 1e-5
-"""A temperature so low that dividing by it would overflow; it means greedy."""
-IN_PROMPT = 1 << 30
-"""The bit of a count that marks a token of the prompt; the bits below it count the output."""
+from aquifer.kernels.sampling_columns import GREEDY_BELOW, IN_PROMPT, SamplingColumns
 
 _BLOCK_ROWS = 32
-_CANDIDATES = 1024  # most probable tokens that are sorted at first
+_CANDIDATES = 1024  # most probable tokens, which are sorted first
 
 IntArray = npt.NDArray[np.int64]
 
@@ -36,7 +26,7 @@ def sample_host(
     columns: SamplingColumns,
     out: torch.Tensor,
 ) -> None:
-    """As `aquifer.kernels.sampling.sample`, for CPU tensors; the logits stay as they are."""
+    """`aquifer.kernels.sampling.sample` for CPU tensors; the logits are not modified."""
     for start in range(0, len(logits), _BLOCK_ROWS):
         rows = slice(start, start + _BLOCK_ROWS)
         _sample_block(logits[rows], slots[rows], num_tokens[rows], columns, out[rows])
@@ -86,9 +76,9 @@ def _sample_block(
 
 
 def _penalise(logits: torch.Tensor, counts: torch.Tensor, penalties: torch.Tensor) -> None:
-    """Change one row, [vocab], in place; `penalties` is repetition, presence and frequency."""
+    """Penalise one row, [vocab], in place; `penalties` are repetition, presence and frequency."""
     repetition, presence, frequency = penalties
-    seen = counts.nonzero().squeeze(1)  # few of the vocabulary
+    seen = counts.nonzero().squeeze(1)  # a small part of the vocabulary
     scores = logits[seen]
     times = counts[seen] % IN_PROMPT
     scores = torch.where(scores > 0, scores / repetition, scores * repetition)
@@ -102,7 +92,7 @@ def _draw(
     min_p: npt.NDArray[np.float32],
     numbers: npt.NDArray[np.float64],
 ) -> IntArray:
-    """Draw from softmax(scores), [n, vocab], cut by min-p, top-k and top-p; `numbers` in [0, 1)."""
+    """Sample from softmax(scores), [n, vocab], after min-p, top-k, top-p; `numbers` in [0, 1)."""
     probs = scores.softmax(-1, dtype=torch.float64)
     vocab_size = probs.shape[1]
     if min_p.any():
@@ -128,7 +118,7 @@ def _draw_cut(
     top_p: npt.NDArray[np.float32],
     numbers: npt.NDArray[np.float64],
 ) -> IntArray:
-    """`_draw` for rows that top-k or top-p cuts; `k` in [1, vocab]."""
+    """`_draw` for rows with top-k or top-p; `k` in [1, vocab]."""
     vocab_size = probs.shape[1]
     ranked = probs.topk(min(_CANDIDATES, vocab_size), dim=1).values
     weights, reached = _cut(ranked, probs.sum(1), k, top_p)
@@ -142,7 +132,7 @@ def _draw_cut(
             tokens[row] = _token_at(probs[row], ranked[row], place)
     for row in np.flatnonzero(~enough).tolist():
         one = slice(row, row + 1)
-        # Values alone: NumPy sorts these several times faster than with their places.
+        # Values alone: NumPy sorts them several times faster than with their indices.
         values = torch.from_numpy(np.sort(probs[row].numpy())).flip(0)
         weights, _ = _cut(values.unsqueeze(0), probs[one].sum(1), k[one], top_p[one])
         tokens[row] = _token_at(probs[row], values, int(_invert(weights, numbers[one])[0]))
@@ -155,14 +145,13 @@ def _cut(
     """Apply top-k and top-p to the most probable tokens of each row.
 
     Args:
-        ranked: [n, m], probabilities in falling order.
-        total: [n], the sum of all the row, which is what top-p is a fraction of if `k` is more
-            than m.
+        ranked: [n, m], probabilities in descending order.
+        total: [n], the sum of the whole row; top-p is a fraction of it if `k` is more than m.
         k: [n].
         top_p: [n].
 
     Returns:
-        [n, m], zero outside of the cuts; and [n], whether these tokens satisfy top-p.
+        [n, m], zero for excluded tokens; and [n], whether these tokens satisfy top-p.
     """
     limit = torch.from_numpy(k).unsqueeze(1)
     values = torch.where(torch.arange(ranked.shape[1]) < limit, ranked, 0.0)
@@ -174,19 +163,19 @@ def _cut(
 
 
 def _token_at(probs: torch.Tensor, ranked: torch.Tensor, place: int) -> int:
-    """The token at a place in falling order of probability; equal ones in the order of ids."""
+    """Return the token at a rank in descending probability; ties are in the order of ids."""
     value = ranked[place]
     num_before = int((ranked[:place] > value).sum())
     equal = (probs == value).nonzero()
-    return int(equal[place - num_before]) if len(equal) else 0  # none is equal to NaN
+    return int(equal[place - num_before]) if len(equal) else 0  # NaN equals nothing
 
 
 def _invert(weights: torch.Tensor, numbers: npt.NDArray[np.float64]) -> IntArray:
-    """The column where each row's running sum passes its number, as a fraction of the total."""
+    """Invert the CDF: the column where each row's running sum passes number * total."""
     sums = weights.cumsum(1)
     targets = torch.from_numpy(numbers).unsqueeze(1) * sums[:, -1:]
     columns = np.asarray(torch.searchsorted(sums, targets, right=True).squeeze(1).numpy(), np.int64)
-    # Rounding may put the target at the very end, behind the last column of any weight.
+    # Rounding may put the target at the end, after the last column with a positive weight.
     for row in np.flatnonzero(columns == weights.shape[1]).tolist():
         positive = weights[row].nonzero()
         columns[row] = int(positive[-1]) if len(positive) else weights.shape[1] - 1

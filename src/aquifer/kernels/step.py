@@ -1,8 +1,8 @@
-"""What a decode step reads of its sequences before the model runs, and writes after it.
+"""Kernels that read a decode step's inputs from per-slot columns, and write its outcome back.
 
-Columns are int64, indexed by slot, with one row more than there are slots: the last row is what
-slot -1, of a row that only pads the batch, finds. They are read and written by one kernel each,
-since a step of a small model is little more than its launches.
+Columns are int64, indexed by slot, with one entry more than there are slots: the last entry is for
+slot -1, which marks padding of the batch. One kernel reads them all and one writes them all, since
+the step time of a small model is mostly launch overhead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from aquifer.kernels._triton import (
     tl,
 )
 
-_BLOCK = 128  # rows of one program
+_BLOCK = 128  # batch rows of one program
 
 
 def decode_inputs_reference(
@@ -41,16 +41,16 @@ def decode_inputs(
     num_computed: torch.Tensor,
     last_token: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The inputs of sequences that run one token each: the one that they got last.
+    """Gather the inputs of decoding sequences, which run one token each: their last one.
 
     Args:
         slots: [n] int64, -1 for padding.
         num_prompt: [slots + 1], tokens of each prompt.
-        num_computed: [slots + 1], tokens in the cache.
-        last_token: [slots + 1].
+        num_computed: [slots + 1], tokens in the KV cache.
+        last_token: [slots + 1], id of the last token.
 
     Returns:
-        Token ids, positions, lengths with this token (0 for padding), and the contexts of
+        Token ids, positions, lengths including this token (0 for padding), and the contexts of
         `ModelInput`; each [n] int64.
     """
     if not runs_triton(slots):
@@ -118,12 +118,12 @@ def advance(
     num_computed: torch.Tensor,
     last_token: torch.Tensor,
 ) -> None:
-    """Write a step's outcome into the columns, for all rows but padding.
+    """Write a step's outcome into the columns, for all rows except padding.
 
     Args:
         slots: [n] int64, no slot twice.
-        lengths: [n] int64, tokens in the cache now.
-        token_ids: [n] int64, what was sampled; None if it is not known yet.
+        lengths: [n] int64, tokens in the KV cache after the step.
+        token_ids: [n] int64, the sampled tokens; None if they are not known yet.
         num_computed: [slots + 1], overwritten at `slots`.
         last_token: [slots + 1], likewise.
     """

@@ -1,7 +1,7 @@
-"""The HTTP server: OpenAI's API in front, the process that owns the device behind.
+"""HTTP server: the web process with OpenAI's API, and the engine process that owns the device.
 
     client --HTTP--> app -> generation -> client ==pipe== process -> Engine
                      web process, no torch        |       engine process
 
-Text is the web process's business, tokens are the engine's; only ids cross the pipe.
+The web process handles text, the engine process tokens; only token ids cross the pipe.
 """

@@ -1,4 +1,4 @@
-"""From pieces of output to the objects of OpenAI's API."""
+"""Response writers: they turn pieces of output into the objects of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from aquifer.serve.protocol import (
     Usage,
 )
 
-_LOWEST_LOGPROB = -9999.0  # in place of -inf, which JSON cannot spell
+_LOWEST_LOGPROB = -9999.0  # replaces -inf, which JSON cannot express
 
 
 @dataclass(slots=True)
 class Piece:
-    """A part of a completion, or all of it."""
+    """A part of a completion, or a whole completion."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -42,11 +42,11 @@ class Piece:
 
 
 def whole_pieces(job: Job, echo: str | None = None) -> list[Piece]:
-    """A finished job's completions.
+    """Return the completions of a finished job.
 
     Args:
-        job: whose.
-        echo: the prompt's text if it is to precede each.
+        job: the job.
+        echo: the prompt's text if it is to precede each completion.
     """
     pieces = []
     for completion in job.builder.output.outputs:
@@ -64,13 +64,13 @@ def whole_pieces(job: Job, echo: str | None = None) -> list[Piece]:
 
 
 class PieceBuffer:
-    """Collects the deltas of one completion until they are worth sending.
+    """Buffer of one completion's deltas until there is something to send.
 
-    Tokens whose text is held back (half a character, half a stop string) wait for it, and their
-    log probabilities with them.
+    If text is held back (part of a character or of a stop string), its tokens and their log
+    probabilities wait for it.
 
     Args:
-        job: whose deltas.
+        job: the completion's job.
         echo: the prompt's text if it is to precede the output.
     """
 
@@ -80,9 +80,9 @@ class PieceBuffer:
         self._piece = Piece()
 
     def add(self, delta: Delta) -> Piece | None:
-        """Collect what one step brought.
+        """Add the output of one step.
 
-        Returns: what was collected since the last piece; None if a client would see nothing new.
+        Returns: everything since the last piece; None if a client would see nothing new.
         """
         piece = self._piece
         piece.text += delta.text
@@ -108,10 +108,10 @@ def _precede(piece: Piece, job: Job, echo: str) -> None:
 
 
 class CompletionWriter:
-    """Writes the answer to a completions request, whole or in chunks.
+    """Writer of the response to a completions request, whole or in chunks.
 
     Args:
-        response_id: of the answer.
+        response_id: the response's id.
         model: the served name.
         jobs: one for each prompt.
     """
@@ -121,11 +121,11 @@ class CompletionWriter:
         self._model = model
         self._jobs = jobs
         self._created = int(time.time())
-        # Of the tokens written so far of each choice, for text_offset.
+        # Characters of the tokens written so far, by choice; for text_offset.
         self._num_chars: defaultdict[int, int] = defaultdict(int)
 
     def chunk(self, job_index: int, index: int, piece: Piece) -> CompletionResponse:
-        """A part of one completion of one prompt."""
+        """Return a part of one completion of one prompt."""
         return CompletionResponse(
             id=self._id,
             created=self._created,
@@ -134,7 +134,7 @@ class CompletionWriter:
         )
 
     def usage_chunk(self) -> CompletionResponse:
-        """The last chunk of a stream that was asked for its usage."""
+        """Return the last chunk of a stream with `include_usage`."""
         return CompletionResponse(
             id=self._id,
             created=self._created,
@@ -144,7 +144,7 @@ class CompletionWriter:
         )
 
     def response(self, pieces: Sequence[Sequence[Piece]]) -> CompletionResponse:
-        """The whole answer, from each prompt's whole completions."""
+        """Return the whole response, from the whole completions of each prompt."""
         return CompletionResponse(
             id=self._id,
             created=self._created,
@@ -158,7 +158,7 @@ class CompletionWriter:
         )
 
     def _choice(self, job_index: int, index: int, piece: Piece) -> CompletionChoice:
-        """The choices of the first prompt come first, then those of the second one."""
+        """Return one choice; choices are numbered prompt by prompt."""
         job = self._jobs[job_index]
         number = job_index * job.request.params.n + index
         wants_logprobs = job.request.params.logprobs is not None
@@ -173,7 +173,7 @@ class CompletionWriter:
     def _logprobs(self, job: Job, number: int, piece: Piece) -> CompletionLogprobs:
         logprobs = CompletionLogprobs()
         for token_id, entry in zip(piece.token_ids, piece.logprobs, strict=True):
-            if entry is None:  # the prompt's first token follows nothing
+            if entry is None:  # the prompt's first token has no log probability
                 text = job.text_of_token(token_id)
                 logprobs.token_logprobs.append(None)
                 logprobs.top_logprobs.append(None)
@@ -190,12 +190,12 @@ class CompletionWriter:
 
 
 class ChatWriter:
-    """Writes the answer to a conversation, whole or in chunks.
+    """Writer of the response to a chat request, whole or in chunks.
 
     Args:
-        response_id: of the answer.
+        response_id: the response's id.
         model: the served name.
-        job: the only one.
+        job: the request's job.
     """
 
     def __init__(self, response_id: str, model: str, job: Job) -> None:
@@ -206,7 +206,7 @@ class ChatWriter:
         self._begun: set[int] = set()  # indexes of choices
 
     def chunk(self, index: int, piece: Piece) -> ChatCompletionChunk:
-        """A part of one answer; the first part of each names the role."""
+        """Return a part of one choice; the first part of each has the role."""
         delta: dict[Literal["role", "content"], str] = {}
         if index not in self._begun:
             delta["role"] = "assistant"
@@ -225,7 +225,7 @@ class ChatWriter:
         )
 
     def usage_chunk(self) -> ChatCompletionChunk:
-        """The last chunk of a stream that was asked for its usage."""
+        """Return the last chunk of a stream with `include_usage`."""
         return ChatCompletionChunk(
             id=self._id,
             created=self._created,
@@ -235,7 +235,7 @@ class ChatWriter:
         )
 
     def response(self, pieces: Sequence[Piece]) -> ChatCompletionResponse:
-        """The whole answer, or several."""
+        """Return the whole response, from whole completions."""
         choices = [
             ChatChoice(
                 index=index,
@@ -260,7 +260,7 @@ class ChatWriter:
             return None
         content = []
         for token_id, entry in zip(piece.token_ids, piece.logprobs, strict=True):
-            assert entry is not None  # only a prompt has tokens without
+            assert entry is not None  # only prompt tokens may have no log probability
             best = sorted(entry.values(), key=lambda lp: lp.rank)
             top = [_top_logprob(lp) for lp in best if lp.rank <= num_top]
             chosen = _top_logprob(entry[token_id])
@@ -269,7 +269,7 @@ class ChatWriter:
 
 
 def usage_of(jobs: Sequence[Job]) -> Usage:
-    """Tokens of all jobs together, those included that were generated and not chosen."""
+    """Count the tokens of all jobs, including completions that were not chosen."""
     prompt_tokens = sum(len(job.request.prompt_token_ids) for job in jobs)
     completion_tokens = sum(job.builder.num_generated_tokens for job in jobs)
     cached_tokens = sum(job.builder.output.num_cached_tokens for job in jobs)

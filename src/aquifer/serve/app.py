@@ -1,4 +1,4 @@
-"""The HTTP API: OpenAI's endpoints, and what operators look at."""
+"""The HTTP API: OpenAI's endpoints, and those for operators."""
 
 from __future__ import annotations
 
@@ -63,20 +63,20 @@ from aquifer.serve.protocol import (
 )
 
 _GUARDED = ("/v1", "/memory", "/tokenize", "/detokenize")
-_MEMORY_S = 5.0  # how long a scrape waits for the engine, which answers between two steps
-_INLINE_CHARS = 4096  # a text up to this length is tokenised on the spot, without a thread
+_MEMORY_S = 5.0  # timeout of a scrape: the engine answers between two steps
+_INLINE_CHARS = 4096  # longer texts are tokenised in a thread
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model with all that the web process knows about it."""
+    """A served model: its text side and the engine's description of it."""
 
     text: TextModel
     info: ModelInfo
 
 
 class Service:
-    """What the endpoints share.
+    """State shared by the endpoints.
 
     Args:
         client: the engine. Pre-condition: it is ready.
@@ -91,10 +91,10 @@ class Service:
         self.started_s = int(time.time())
 
     def model(self, name: str | None) -> ServedModel:
-        """The model that a request asks for; the only one if it does not say.
+        """Return the model that a request names; it may leave the name out if there is only one.
 
         Raises:
-            UnknownModelError: no such model, or several and no name.
+            UnknownModelError: there is no such model, or there are several and no name was given.
         """
         served = ", ".join(map(repr, self.models))
         if name is None:
@@ -103,12 +103,12 @@ class Service:
             raise UnknownModelError(f"name the model: one of {served}", param="model")
         if name not in self.models:
             raise UnknownModelError(
-                f"no model {name!r} is served here; there is {served}", param="model"
+                f"no model {name!r} is served here; served models: {served}", param="model"
             )
         return self.models[name]
 
     def card(self, model: ServedModel) -> ModelCard:
-        """The model as /v1/models shows it."""
+        """Return the model as /v1/models shows it."""
         return ModelCard(
             id=model.info.name,
             created=self.started_s,
@@ -117,22 +117,22 @@ class Service:
         )
 
     def owner(self, request: Request) -> str | None:
-        """Whose prefixes a request may find and see; None where clients share them."""
+        """Return the owner of a request's prefixes; None where clients share them."""
         if not self.client.salts_by_key:
             return None
         return salt_of_key(request.headers.get("authorization", ""))
 
     async def prompts(self, model: ServedModel, body: CompletionRequest) -> list[Prompt]:
-        """The prompts of a completions request, tokenised and checked.
+        """Tokenise and check the prompts of a completions request.
 
         Raises:
-            RequestError: one of them is impossible.
+            RequestError: one of them is invalid.
         """
         all_given = body.prompts()
         limit = self.client.max_prompts
         if len(all_given) > limit:
             raise RequestError(
-                f"there are {len(all_given)} prompts; this server takes at most {limit} at a time",
+                f"the request has {len(all_given)} prompts; this server accepts at most {limit}",
                 param="prompt",
             )
         num_chars = sum(map(len, all_given))
@@ -147,17 +147,17 @@ class Service:
         return prompts
 
     async def conversation(self, model: ServedModel, body: TemplateFields) -> list[int]:
-        """Token ids of a conversation.
+        """Encode a conversation as token ids.
 
         Raises:
-            RequestError: the model has no chat template, or refuses the messages.
+            RequestError: the model has no chat template, or it refuses the messages.
         """
         messages = [message.for_template() for message in body.messages]
         add_prompt = True if body.add_generation_prompt is None else body.add_generation_prompt
         template_args = body.template_args()
         num_chars = sum(len(message.get("content") or "") for message in messages)
         if body.chat_template is not None:
-            num_chars = _INLINE_CHARS + 1  # who knows what a stranger's template does
+            num_chars = _INLINE_CHARS + 1  # a client's template may take long
         return await _off_loop(
             num_chars,
             lambda: model.text.encode_chat(messages, add_prompt, body.chat_template, template_args),
@@ -172,7 +172,7 @@ class Service:
         arrival_s: float,
         cache_salt: str | None,
     ) -> list[Job]:
-        """Prepare to run prompts.
+        """Prepare a job for each prompt.
 
         Raises:
             RequestError: the parameters need a tokenizer, and there is none.
@@ -191,7 +191,7 @@ class Service:
     async def pieces(
         self, jobs: Sequence[Job], buffers: Sequence[Sequence[PieceBuffer]]
     ) -> AsyncGenerator[tuple[int, int, Piece], None]:
-        """(index of the job, of the completion, what a client gets to see next), as it comes."""
+        """Run jobs; yield (index of the job, index of the completion, next piece to send)."""
         async with aclosing(run_jobs(self.client, self.metrics, jobs)) as deltas:
             async for index, delta in deltas:
                 piece = buffers[index][delta.index].add(delta)
@@ -199,7 +199,7 @@ class Service:
                     yield index, delta.index, piece
 
     async def finish(self, jobs: Sequence[Job]) -> None:
-        """Run jobs to their end."""
+        """Run jobs until all are finished."""
         async with aclosing(run_jobs(self.client, self.metrics, jobs)) as deltas:
             async for _ in deltas:
                 pass
@@ -217,12 +217,12 @@ Served = Annotated[Service, Depends(_service)]
 def create_app(
     client: EngineClient, models: Mapping[str, ServedModel], api_keys: Sequence[str] = ()
 ) -> FastAPI:
-    """The ASGI application.
+    """Create the ASGI application.
 
     Args:
         client: the engine. Pre-condition: it is ready.
         models: by served name.
-        api_keys: if there are any, one of them is what clients must send as their bearer token.
+        api_keys: if not empty, clients must send one of them as their bearer token.
     """
     app = FastAPI(title="Aquifer", version=__version__)
     app.state.service = Service(client, models)
@@ -239,12 +239,12 @@ def create_app(
 
 
 async def list_models(service: Served) -> ModelList:
-    """What is served."""
+    """List the served models."""
     return ModelList(data=[service.card(model) for model in service.models.values()])
 
 
 async def get_model(service: Served, model_id: str) -> ModelCard:
-    """One served model."""
+    """Describe one served model."""
     return service.card(service.model(model_id))
 
 
@@ -305,7 +305,7 @@ async def _stream(
     chunk: Callable[[int, int, Piece], BaseModel],
     usage_chunk: Callable[[], BaseModel] | None,
 ) -> Response:
-    """Stream pieces as events. What fails before the first one is an ordinary error."""
+    """Stream pieces as server-sent events; a failure before the first one is an HTTP error."""
 
     async def first_piece() -> tuple[int, int, Piece]:
         return await anext(pieces)
@@ -332,7 +332,7 @@ async def _stream(
 
 
 async def pin_prefix(request: Request, body: PrefixRequest, service: Served) -> PrefixCard:
-    """Keep the KV of what many prompts begin with."""
+    """Pin the KV of a common prefix."""
     model = service.model(body.model)
     conversation = body.conversation()
     if conversation is not None:
@@ -350,13 +350,13 @@ async def pin_prefix(request: Request, body: PrefixRequest, service: Served) -> 
 
 
 async def list_prefixes(request: Request, service: Served) -> PrefixList:
-    """What is pinned."""
+    """List the pinned prefixes."""
     prefixes = service.prefixes.of(service.owner(request))
     return PrefixList(data=[*map(_prefix_card, prefixes)])
 
 
 async def unpin_prefix(request: Request, prefix_id: str, service: Served) -> Response:
-    """Let a pinned prefix go."""
+    """Unpin a prefix."""
     if not await service.prefixes.unpin(service.owner(request), prefix_id):
         return error_response(404, f"no prefix {prefix_id!r} is pinned", "prefix_id")
     return _json(PrefixDeleted(id=prefix_id))
@@ -372,7 +372,7 @@ def _prefix_card(prefix: PinnedPrefix) -> PrefixCard:
 
 
 async def tokenize(body: TokenizeRequest, service: Served) -> TokenizeResponse:
-    """Token ids of a text or a conversation."""
+    """Encode a text or a conversation as token ids."""
     model = service.model(body.model)
     tokenizer = model.text.need_tokenizer()
     conversation = body.conversation()
@@ -394,7 +394,7 @@ async def tokenize(body: TokenizeRequest, service: Served) -> TokenizeResponse:
 
 
 async def detokenize(body: DetokenizeRequest, service: Served) -> DetokenizeResponse:
-    """Text of token ids."""
+    """Decode token ids to text."""
     model = service.model(body.model)
     tokenizer = model.text.need_tokenizer()
     if body.tokens:
@@ -406,7 +406,7 @@ async def detokenize(body: DetokenizeRequest, service: Served) -> DetokenizeResp
 
 
 async def health(service: Served) -> Response:
-    """200 while requests are welcome, else 503."""
+    """Return 200 while requests are accepted, else 503."""
     if service.client.is_serving:
         return Response(status_code=200)
     if service.client.is_dead:
@@ -415,12 +415,12 @@ async def health(service: Served) -> Response:
 
 
 async def version() -> dict[str, str]:
-    """Aquifer's version."""
+    """Return Aquifer's version."""
     return {"version": __version__}
 
 
 async def metrics(service: Served) -> Response:
-    """Prometheus's text format."""
+    """Return the metrics in Prometheus's text format."""
     report = None
     if service.client.is_serving:
         report = await _memory_report(service.client)
@@ -430,12 +430,12 @@ async def metrics(service: Served) -> Response:
 
 
 async def memory(service: Served) -> dict[str, Any]:
-    """Where the pool's budget is, in bytes and for people."""
+    """Return the breakdown of the pool's budget, in bytes and human-readable."""
     return _memory_dict(await service.client.memory())
 
 
 async def _memory_report(client: EngineClient) -> MemoryReport | None:
-    """The report, or None if the engine dies or takes too long over a step."""
+    """Return the report, or None if the engine dies or a step exceeds the timeout."""
     try:
         async with asyncio.timeout(_MEMORY_S):
             return await client.memory()
@@ -479,7 +479,7 @@ def _memory_dict(report: MemoryReport) -> dict[str, Any]:
 
 
 def _sizes(**num_bytes: int) -> dict[str, int | str]:
-    """Each quantity twice: `name_bytes` as a number, `name` for people."""
+    """Return each quantity twice: `name_bytes` as a number, `name` human-readable."""
     sizes: dict[str, int | str] = {}
     for name, value in num_bytes.items():
         sizes[f"{name}_bytes"] = value
@@ -508,14 +508,14 @@ _ROUTES: tuple[tuple[str, Callable[..., Awaitable[object]], str], ...] = (
 
 
 async def _off_loop(num_chars: int, encode: Callable[[], list[int]]) -> list[int]:
-    """Run an encoding: in a thread if it may take long, so that other streams go on."""
+    """Run `encode`; in a thread if it may take long, so that other streams continue."""
     if num_chars <= _INLINE_CHARS:
         return encode()
     return await anyio.to_thread.run_sync(encode)
 
 
 def _check_prompt(model: ServedModel, token_ids: Sequence[int], param: str) -> None:
-    """What can be refused here need not cross the pipe, however long it is."""
+    """Check a prompt before it is sent through the pipe."""
     check_token_ids(token_ids, model.info.vocab_size, param)
     limit = model.info.max_model_len
     if len(token_ids) >= limit:
@@ -527,7 +527,7 @@ def _check_prompt(model: ServedModel, token_ids: Sequence[int], param: str) -> N
 
 
 def _echo_of(job: Job) -> str:
-    """The prompt's text, from its tokens if it came without."""
+    """Return the prompt's text, decoded from its tokens if it came as token ids."""
     text = job.builder.output.prompt
     if text is None and job.tokenizer is not None:
         text = job.tokenizer.decode(job.request.prompt_token_ids, skip_special_tokens=False)

@@ -1,4 +1,4 @@
-"""The engine process as the event loop sees it."""
+"""Client of the engine process, for the web process's event loop."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from aquifer.serve.messages import (
 )
 from aquifer.serve.process import STOP_SIGNALS, OpenEngine, open_engine, run_engine_process
 
-_EXIT_S = 10.0  # how long the process may take to give its pages back before it is killed
+_EXIT_S = 10.0  # the engine process is killed if it takes longer to release its pages
 
 
 class _State(Enum):
@@ -55,9 +55,9 @@ class _State(Enum):
 
 
 class TokenStream(AsyncIterator[TokenOutput]):
-    """The outputs of one or several requests, as they come, until all completions have ended.
+    """Stream of the outputs of one or several requests, until all completions have ended.
 
-    Closing it aborts what is unfinished.
+    Closing it aborts unfinished requests.
     """
 
     def __init__(self, client: EngineClient, requests: Sequence[Request]) -> None:
@@ -72,7 +72,7 @@ class TokenStream(AsyncIterator[TokenOutput]):
                 raise item
             indexes = self._open.get(item.request_id)
             if indexes is None or item.index not in indexes:
-                continue  # it was under way when the completion was aborted
+                continue  # it was in flight when the completion was aborted
             if item.finish_reason is not None:
                 indexes.discard(item.index)
                 if not indexes or item.finish_reason == "error":
@@ -81,11 +81,11 @@ class TokenStream(AsyncIterator[TokenOutput]):
         raise StopAsyncIteration
 
     def put(self, item: TokenOutput | AquiferError) -> None:
-        """Hand over an output, or what ends the whole stream."""
+        """Add an output, or an error that ends the whole stream."""
         self._arrived.put_nowait(item)
 
     def abort(self, request_id: str, index: int) -> None:
-        """End one completion: no more output of it comes."""
+        """Abort one completion; the stream yields no more of its outputs."""
         indexes = self._open.get(request_id)
         if indexes is not None and index in indexes:
             indexes.discard(index)
@@ -102,21 +102,21 @@ class TokenStream(AsyncIterator[TokenOutput]):
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """Where the outputs of a request go, as long as the engine has more of them."""
+    """Destination of a request's outputs, kept until the last one has arrived."""
 
     stream: TokenStream
-    indexes: set[int]  # of the completions whose last output has not arrived
+    indexes: set[int]  # completions that have not received their last output
 
 
 class EngineClient:
-    """Starts the engine process and talks to it; lives in one event loop.
+    """Client that starts the engine process and exchanges messages with it; for one event loop.
 
-    Two threads move messages, so that neither a full pipe nor a long one blocks the loop:
+    Two threads move messages, so that neither a full pipe nor a long message blocks the loop:
     "aquifer-engine-reader" ends with the pipe, "aquifer-engine-writer" with a None in its queue.
 
     Args:
-        config: the engine's.
-        open_it: opens the engine, in the other process.
+        config: the engine's options.
+        open_it: opens the engine, in the engine process.
     """
 
     def __init__(self, config: EngineConfig, open_it: OpenEngine = open_engine) -> None:
@@ -130,7 +130,7 @@ class EngineClient:
 
     @property
     def max_prompts(self) -> int:
-        """The most requests that can be added at once: they all wait for the next step."""
+        """Maximum number of requests added at once: they all wait for the next step."""
         return self._config.max_num_waiting
 
     @property
@@ -140,17 +140,17 @@ class EngineClient:
 
     @property
     def is_serving(self) -> bool:
-        """Whether requests are welcome."""
+        """Whether requests are accepted."""
         return self._state is _State.SERVING
 
     @property
     def is_dead(self) -> bool:
-        """Whether the engine process ended without being asked to."""
+        """Whether the engine process has died."""
         return self._state is _State.DEAD
 
     @property
     def stats(self) -> EngineStats:
-        """The engine's latest counters. Pre-condition: it has been ready."""
+        """The engine's latest counters. Pre-condition: it became ready."""
         assert self._stats is not None
         return self._stats
 
@@ -185,22 +185,22 @@ class EngineClient:
     async def ready(
         self, on_progress: Callable[[LoadProgress], None] | None = None
     ) -> dict[str, ModelInfo]:
-        """Wait until all models are loaded; their infos by served name.
+        """Wait until all models are loaded; return their infos by served name.
 
         Raises:
             ConfigError: an option or a checkpoint cannot be used.
-            EngineError: the device refused, or the process died.
+            EngineError: the driver refused a call, or the process died.
         """
         self._on_progress = on_progress
         return await self._opened
 
     def generate(self, requests: Sequence[Request]) -> TokenStream:
-        """Run requests; their outputs arrive in the returned stream, which must be closed.
+        """Run requests; return the stream of their outputs, which the caller must close.
 
         If one request is refused, the whole stream ends with that error.
 
         Raises:
-            EngineError: the engine has stopped, or is about to.
+            EngineError: the engine has stopped or is shutting down.
         """
         self._check_serving()
         stream = TokenStream(self, requests)
@@ -210,7 +210,7 @@ class EngineClient:
         return stream
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """Forget a request, or one completion of it; it needs not exist."""
+        """Abort a request, or one completion of it; unknown ones are ignored."""
         route = self._routes.get(request_id)
         if route is None or (index is not None and index not in route.indexes):
             return
@@ -218,7 +218,7 @@ class EngineClient:
         self._send(Abort(request_id, index))
 
     async def memory(self) -> MemoryReport:
-        """Ask the engine where its memory is; after all aborts sent so far.
+        """Ask the engine for its memory report, which includes the effect of all earlier aborts.
 
         Raises:
             EngineError: the engine has stopped.
@@ -228,10 +228,10 @@ class EngineClient:
         return report
 
     async def pin(self, model: str, token_ids: list[int], salt: str | None) -> int:
-        """Keep the KV of a prefix; how many tokens of it.
+        """Pin the KV of a prefix; return how many of its tokens are pinned.
 
         Raises:
-            RequestError: it cannot be kept.
+            RequestError: it cannot be pinned.
             EngineError: the engine has stopped.
         """
         num_tokens = await self._ask(Pin(model, token_ids, salt))
@@ -239,7 +239,7 @@ class EngineClient:
         return num_tokens
 
     async def unpin(self, model: str, token_ids: list[int], salt: str | None) -> None:
-        """End what `pin` began.
+        """Unpin the KV of a prefix.
 
         Raises:
             EngineError: the engine has stopped.
@@ -247,17 +247,17 @@ class EngineClient:
         await self._ask(Unpin(model, token_ids, salt))
 
     async def died(self) -> None:
-        """Wait until the engine process has ended without being asked to."""
+        """Wait until the engine process dies."""
         await self._died.wait()
 
     def kill(self) -> None:
-        """End the engine process at once, whatever it is doing."""
+        """Kill the engine process at once."""
         self._process.kill()
 
     async def stop(self, timeout_s: float) -> None:
-        """Admit no more, let running requests finish for that long, end the others, exit.
+        """Refuse new requests, give running ones `timeout_s` to finish, end the rest, exit.
 
-        The engine process is gone when this returns, and with it its memory.
+        When this returns, the engine process has exited and its memory is free.
         """
         if self._state is _State.SERVING:
             self._state = _State.STOPPING
@@ -268,7 +268,7 @@ class EngineClient:
             self._send(Close())
         elif self._state is _State.LOADING:
             self._state = _State.STOPPING
-            self.kill()  # it does not listen while it loads
+            self.kill()  # it reads no messages while it loads
         if self._state is not _State.NEW:
             await asyncio.to_thread(self._join)
 
@@ -293,7 +293,7 @@ class EngineClient:
         self._outbox.put(message)
 
     async def _ask(self, question: GetMemory | Pin | Unpin) -> Any:
-        """The engine's answer; answers come in the order of the questions."""
+        """Send a question and return the engine's answer; answers come in order."""
         self._check_serving()
         waiter: asyncio.Future[Any] = self._loop.create_future()
         self._waiters.append(waiter)
@@ -303,14 +303,14 @@ class EngineClient:
     def _answer(self, answer: object) -> None:
         waiter = self._waiters.popleft()
         if waiter.done():
-            return  # whoever asked did not wait
+            return  # the caller was cancelled
         if isinstance(answer, AquiferError):
             waiter.set_exception(answer)
         else:
             waiter.set_result(answer)
 
     def _end(self, request_id: str, route: _Route, index: int | None) -> None:
-        """Expect no more of a request, or of one completion."""
+        """Stop expecting outputs of a request, or of one completion."""
         if index is not None:
             route.indexes.discard(index)
         if index is None or not route.indexes:
@@ -375,12 +375,12 @@ class EngineClient:
         route = self._routes.get(output.request_id)
         if route is not None:
             if output.finish_reason is not None:
-                is_error = output.finish_reason == "error"  # which ends the whole request
+                is_error = output.finish_reason == "error"  # ends the whole request
                 self._end(output.request_id, route, None if is_error else output.index)
             route.stream.put(output)
 
     def _handle_end(self) -> None:
-        """The pipe has ended: as it should, or because the process died."""
+        """Handle the end of the pipe: a regular stop, or the death of the process."""
         if self._state is not _State.STOPPING:
             self._state = _State.DEAD
             self._died.set()
@@ -390,18 +390,18 @@ class EngineClient:
 
 
 def _indexes_of(request: Request) -> set[int]:
-    """Of the completions that the engine gives."""
+    """Indexes of the completions that the engine outputs."""
     return set(range(request.params.num_completions))
 
 
 @contextlib.contextmanager
 def _stop_signals_blocked() -> Iterator[None]:
-    """A process started in here is born with these signals blocked.
+    """Block SIGINT and SIGTERM for processes started within this context.
 
-    So Ctrl-C, which goes to all processes of a terminal, cannot hit the engine process before it
-    has arranged to ignore it.
+    Otherwise Ctrl-C, which a terminal sends to all its processes, could end the engine process
+    before it has arranged to ignore the signal.
     """
-    resource_tracker.ensure_running()  # or it starts in here, and unblocks them
+    resource_tracker.ensure_running()  # started within this context, it would unblock them
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield

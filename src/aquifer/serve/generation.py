@@ -1,4 +1,4 @@
-"""Prompts in, pieces of text out: one HTTP request's way through the engine."""
+"""Generation for one HTTP request: prompts in, deltas of text out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A prompt and what becomes of it."""
+    """A prompt with its request and the builder of its output."""
 
     request: Request
     builder: OutputBuilder
@@ -40,13 +40,13 @@ class Job:
         arrival_s: float,
         cache_salt: str | None,
     ) -> Job:
-        """A job that has not begun."""
+        """Create a job; it is not started."""
         request = Request(request_id, model.name, prompt.token_ids, params, arrival_s, cache_salt)
         builder = OutputBuilder(request, prompt.text, model.tokenizer)
         return cls(request, builder, model.tokenizer)
 
     def text_of_token(self, token_id: int) -> str:
-        """The text of one token alone; nothing where there is no tokenizer."""
+        """Decode a single token; empty if there is no tokenizer."""
         if self.tokenizer is None:
             return ""
         return self.tokenizer.decode([token_id], skip_special_tokens=False)
@@ -55,9 +55,9 @@ class Job:
 async def run_jobs(
     client: EngineClient, metrics: Metrics, jobs: Sequence[Job]
 ) -> AsyncGenerator[tuple[int, Delta], None]:
-    """(index of the job, what was added to one of its completions), until all are finished.
+    """Run jobs; yield (index of the job, delta of one of its completions) until all finish.
 
-    Whatever is unfinished when the generator closes is aborted.
+    Closing the generator aborts unfinished jobs.
 
     Raises:
         RequestError: the engine refused one of them.

@@ -1,4 +1,4 @@
-"""What every answer has in common: errors in OpenAI's form, keys, body limits, disconnects."""
+"""HTTP layer: errors in OpenAI's form, API keys, body limits, client disconnects."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ from aquifer.errors import EngineError, QueueFullError, RequestError, UnknownMod
 from aquifer.serve.protocol import ErrorInfo, ErrorResponse
 
 MAX_BODY_BYTES = 16 << 20
-_LINGER_BYTES = 64 << 20  # of a body that is too large: read and dropped, so that its sender
-_LINGER_S = 5.0  # gets as far as reading the answer instead of a broken pipe
+# Limits for reading and discarding a body that is too large, so that its sender reads the
+# response instead of failing with a broken pipe.
+_LINGER_BYTES = 64 << 20
+_LINGER_S = 5.0
 _EVENTS_AT_ONCE = 4
 """Events that a stream may write before it lets the event loop run. Only the loop reports a broken
 connection, and asyncio logs a warning for the sixth write to one: these events and the headers, or
 the end of the response, are five."""
 
-_CLIENT_CLOSED_REQUEST = 499  # nobody reads it
+_CLIENT_CLOSED_REQUEST = 499  # status for logs; the client has disconnected
 
 _T = TypeVar("_T")
 
@@ -43,7 +45,7 @@ def error_response(
     code: str | None = None,
     headers: dict[str, str] | None = None,
 ) -> Response:
-    """An error as OpenAI's clients expect it."""
+    """Return an error response in the form that OpenAI's clients expect."""
     body = ErrorResponse(
         error=ErrorInfo(message=message, type=_error_type(status), param=param, code=code)
     )
@@ -51,7 +53,7 @@ def error_response(
 
 
 def response_to(error: RequestError | EngineError) -> Response:
-    """The answer that one of our own exceptions deserves."""
+    """Map an exception to an HTTP response."""
     if isinstance(error, EngineError):
         return error_response(503, str(error), code="engine_error")
     if isinstance(error, QueueFullError):
@@ -63,7 +65,7 @@ def response_to(error: RequestError | EngineError) -> Response:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Give every failure of the app OpenAI's form."""
+    """Install handlers that give every error of the app OpenAI's form."""
 
     @app.exception_handler(RequestError)
     @app.exception_handler(EngineError)
@@ -89,7 +91,7 @@ def install_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def bug(_: Request, __: Exception) -> Response:
         # Starlette raises it again after this, so that it is logged.
-        return error_response(500, "internal error; the server's log says more")
+        return error_response(500, "internal error; see the server's log")
 
 
 def _validation_response(error: RequestValidationError) -> Response:
@@ -118,12 +120,12 @@ def _error_type(status: int) -> str:
 
 
 class ApiKeyMiddleware:
-    """Lets requests to the guarded paths pass only with a right bearer key.
+    """Middleware that requires a valid bearer key for guarded paths.
 
     Args:
-        app: what is behind.
-        api_keys: the keys, any of which is right.
-        guarded: beginnings of paths.
+        app: the wrapped application.
+        api_keys: the valid keys.
+        guarded: path prefixes that require a key.
     """
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str], guarded: tuple[str, ...]) -> None:
@@ -135,7 +137,7 @@ class ApiKeyMiddleware:
         """Pass on, or answer 401."""
         if scope["type"] == "http" and scope["path"].startswith(self._guarded):
             given = Headers(scope=scope).get("authorization", "").encode("latin-1")
-            # All are compared, so that the time says nothing about which.
+            # All keys are compared, so that the time does not reveal which one matched.
             if not sum(hmac.compare_digest(given, expected) for expected in self._expected):
                 response = error_response(
                     401,
@@ -149,7 +151,7 @@ class ApiKeyMiddleware:
 
 
 class BodyLimitMiddleware:
-    """Refuses bodies of more than `MAX_BODY_BYTES`, announced or not, without keeping them."""
+    """Middleware that refuses bodies over `MAX_BODY_BYTES`, with or without Content-Length."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -193,11 +195,11 @@ class BodyLimitMiddleware:
             f"the body is larger than {MAX_BODY_BYTES} bytes; send less",
             code="request_too_large",
         )
-        # Without its length, so that the answer can stay open for a while after its only part.
+        # No content-length, so that the response can stay open while the body is discarded.
         headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
         await send({"type": "http.response.start", "status": 413, "headers": headers})
         await send({"type": "http.response.body", "body": response.body, "more_body": True})
-        if "expect" not in Headers(scope=scope):  # else the sender waits, and has sent nothing
+        if "expect" not in Headers(scope=scope):  # with it, the sender has not sent the body
             await _drop_body(receive)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -213,16 +215,16 @@ async def _drop_body(receive: Receive) -> None:
                 num_bytes += len(message["body"])
 
 
-# ---- clients that go away
+# ---- client disconnects
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
-    """The result of `work`, which is cancelled at once if the client goes away.
+    """Return the result of `work`, which is cancelled at once if the client disconnects.
 
-    Pre-condition: the body has been read, so that all that can still arrive is the end.
+    Pre-condition: the body has been read, so that only a disconnect can still arrive.
 
     Raises:
-        ClientDisconnect: the client went away.
+        ClientDisconnect: the client disconnected.
     """
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_disconnected(receive))
@@ -243,11 +245,11 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events; closes their source at once when the client goes away.
+    """Stream of server-sent events; it closes their source when the client disconnects.
 
     Args:
-        events: the events, complete with their framing.
-        resources: closed with the stream, begun or not.
+        events: the events, including their framing.
+        resources: closed with the stream, started or not.
     """
 
     media_type = "text/event-stream"
@@ -259,7 +261,7 @@ class EventStream(Response):
         self._resources = resources
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events as they come."""
+        """Send the events as they arrive."""
         async with self._resources, aclosing(self._events):
             with contextlib.suppress(ClientDisconnect):
                 await unless_disconnected(receive, self._send_all(send))

@@ -1,6 +1,6 @@
-"""What crosses the pipe between the web process and the engine process.
+"""Messages between the web process and the engine process.
 
-Everything here can be unpickled without importing torch, which the web process never does.
+All can be unpickled without importing torch, which the web process never imports.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Forget a request, or one of its completions; unknown ones are ignored."""
+    """Abort a request, or one of its completions; unknown ones are ignored."""
 
     request_id: str
-    index: int | None = None  # of the completion; None for all
+    index: int | None = None  # the completion's index; None for all
 
 
 @dataclass(frozen=True, slots=True)
 class GetMemory:
-    """Ask for a `Memory`; answers come in the order of the questions."""
+    """Ask for a `Memory` report; answers come in the order of the questions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """Keep the KV of a prefix; answered by a `Pinned`, in the order of the questions."""
+    """Pin the KV of a prefix; answered by a `Pinned`, in the order of the questions."""
 
     model: str
     token_ids: list[int]
@@ -51,7 +51,7 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class Unpin:
-    """End what a `Pin` began; answered by a `Pinned` of no tokens."""
+    """Unpin a prefix; answered by a `Pinned` of 0 tokens."""
 
     model: str
     token_ids: list[int]
@@ -60,7 +60,7 @@ class Unpin:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Give everything back and exit."""
+    """Close the engine and exit."""
 
 
 ToEngine = Add | Abort | GetMemory | Pin | Unpin | Close
@@ -70,7 +70,7 @@ ToEngine = Add | Abort | GetMemory | Pin | Unpin | Close
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """All models are loaded; requests are welcome."""
+    """All models are loaded; requests are accepted."""
 
     models: dict[str, ModelInfo]
     stats: EngineStats
@@ -81,18 +81,18 @@ class OpenFailed:
     """The engine could not start. The process exits after this."""
 
     message: str
-    is_config: bool  # the operator can mend it by another option
+    is_config: bool  # a `ConfigError`: the operator can fix it by changing an option
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """All that one turn of the loop brought.
+    """Output of one iteration of the engine loop.
 
-    Hundreds of sequences get a token every few milliseconds. As objects, these would take longer to
-    pickle than a step of a small model takes.
+    Hundreds of sequences get a token every few milliseconds. Pickling an object for each would take
+    longer than a step of a small model.
     """
 
-    # By request id, where a token of the completion 0 is all that there is to say.
+    # By request id: outputs that are one token of completion 0 and nothing else.
     token_ids: dict[str, int]
     outputs: list[TokenOutput]  # all others
     refused: dict[str, RequestError]  # by request id
@@ -108,7 +108,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """The answer to `Pin` and `Unpin`: how many tokens are kept, or why none."""
+    """The answer to `Pin` and `Unpin`: the number of tokens pinned, or the error."""
 
     answer: int | RequestError
 

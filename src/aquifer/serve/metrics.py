@@ -1,4 +1,4 @@
-"""Prometheus metrics under the names that dashboards of this field parse, prefixed `aquifer:`."""
+"""Prometheus metrics with vLLM's names, prefixed `aquifer:`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ _REQUEST_S = (
 
 
 class Metrics:
-    """All metrics of one server, in a registry of their own.
+    """All metrics of one server, in a separate registry.
+
+    Its public attributes are the counters and histograms (`_s`) that `RequestMetrics` fills.
 
     Args:
         models: the served names, so that every series exists from the start.
@@ -45,50 +47,50 @@ class Metrics:
         self._models = tuple(models)
         self._engine = _EngineCollector(self._models)
         self._registry.register(self._engine)
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens processed.")
-        self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
-        self._finished = Counter(
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens processed.")
+        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self.finished = Counter(
             "aquifer:request_success",
             "Finished completions, of which a request may have several, by why they finished.",
             ["model_name", "finished_reason"],
             registry=self._registry,
         )
-        self._first_token_s = self._histogram(
+        self.first_token_s = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN_S
         )
-        self._inter_token_s = self._histogram(
+        self.inter_token_s = self._histogram(
             "inter_token_latency_seconds", "Between two outputs of a completion.", _TOKEN_S
         )
-        self._per_token_s = self._histogram(
+        self.per_token_s = self._histogram(
             "request_time_per_output_token_seconds",
             "Mean time of a completion's tokens after the first.",
             _TOKEN_S,
         )
-        self._end_to_end_s = self._histogram(
+        self.end_to_end_s = self._histogram(
             "e2e_request_latency_seconds", "From arrival to the last token.", _REQUEST_S
         )
-        self._queue_s = self._histogram(
-            "request_queue_time_seconds", "From arrival to being scheduled.", _REQUEST_S
+        self.queue_s = self._histogram(
+            "request_queue_time_seconds", "From arrival to scheduling.", _REQUEST_S
         )
-        self._prefill_s = self._histogram(
-            "request_prefill_time_seconds", "From being scheduled to the first token.", _REQUEST_S
+        self.prefill_s = self._histogram(
+            "request_prefill_time_seconds", "From scheduling to the first token.", _REQUEST_S
         )
-        self._decode_s = self._histogram(
+        self.decode_s = self._histogram(
             "request_decode_time_seconds", "From the first token to the last.", _REQUEST_S
         )
 
     def render(self, stats: EngineStats, report: MemoryReport | None) -> bytes:
-        """The exposition format.
+        """Render all metrics in Prometheus's exposition format.
 
         Args:
             stats: the engine's counters.
-            report: where the memory is, or None if the engine cannot say any more.
+            report: the memory report, or None if the engine does not answer.
         """
         self._engine.stats, self._engine.report = stats, report
         return generate_latest(self._registry)
 
     def watch(self, request: Request) -> RequestMetrics:
-        """Begin to measure a request."""
+        """Start measuring a request."""
         return RequestMetrics(self, request)
 
     def _counter(self, name: str, text: str) -> Counter:
@@ -108,20 +110,20 @@ class Metrics:
 
 @dataclass(slots=True)
 class _Watched:
-    """What is known of one completion."""
+    """Measurements of one completion."""
 
     first_s: float | None = None
     last_s: float = 0.0
     num_tokens: int = 0
-    num_outputs: int = 0  # that brought tokens
+    num_outputs: int = 0  # outputs with tokens
     is_finished: bool = False
 
 
 class RequestMetrics:
-    """Measures one request, output by output.
+    """Measurements of one request, output by output.
 
-    As in vLLM, each completion counts like a request of its own. Its prompt, which all share, is
-    counted once.
+    As in vLLM, each completion counts as a request of its own. The prompt, which all completions
+    share, is counted once.
     """
 
     def __init__(self, metrics: Metrics, request: Request) -> None:
@@ -133,55 +135,55 @@ class RequestMetrics:
         self._has_begun = False
 
     def output(self, output: TokenOutput) -> None:
-        """One output has arrived."""
+        """Record one output."""
         metrics, model = self._metrics, self._model
         now_s = time.monotonic()
         if output.token_ids:
             watched = self._completions[output.index]
             if not self._has_begun:
                 self._has_begun = True
-                metrics._prompt_tokens.labels(model).inc(self._num_prompt_tokens)
+                metrics.prompt_tokens.labels(model).inc(self._num_prompt_tokens)
             if watched.first_s is None:
                 watched.first_s = now_s
-                metrics._first_token_s.labels(model).observe(now_s - self._arrival_s)
+                metrics.first_token_s.labels(model).observe(now_s - self._arrival_s)
             else:
-                metrics._inter_token_s.labels(model).observe(now_s - watched.last_s)
+                metrics.inter_token_s.labels(model).observe(now_s - watched.last_s)
             watched.last_s = now_s
             watched.num_tokens += len(output.token_ids)
             watched.num_outputs += 1
-            metrics._generation_tokens.labels(model).inc(len(output.token_ids))
+            metrics.generation_tokens.labels(model).inc(len(output.token_ids))
         timing = output.timing
         if timing is not None and timing.scheduled_s is not None:
-            metrics._queue_s.labels(model).observe(timing.scheduled_s - timing.arrival_s)
+            metrics.queue_s.labels(model).observe(timing.scheduled_s - timing.arrival_s)
             if timing.first_token_s is not None:
                 prefill_s = timing.first_token_s - timing.scheduled_s
-                metrics._prefill_s.labels(model).observe(prefill_s)
+                metrics.prefill_s.labels(model).observe(prefill_s)
 
     def finish(self, index: int, reason: FinishReason) -> None:
-        """A completion has ended; later calls change nothing."""
+        """Record the end of a completion; later calls for it have no effect."""
         watched = self._completions[index]
         if watched.is_finished:
             return
         watched.is_finished = True
         metrics, model = self._metrics, self._model
-        metrics._finished.labels(model, reason).inc()
+        metrics.finished.labels(model, reason).inc()
         if reason in ("stop", "length") and watched.first_s is not None:
-            metrics._end_to_end_s.labels(model).observe(watched.last_s - self._arrival_s)
+            metrics.end_to_end_s.labels(model).observe(watched.last_s - self._arrival_s)
             if watched.num_tokens > 1 and watched.num_outputs == 1:
-                return  # a beam, which comes whole: nobody has seen when its tokens were made
+                return  # a beam arrives whole: the times of its tokens are unknown
             decode_s = watched.last_s - watched.first_s
-            metrics._decode_s.labels(model).observe(decode_s)
+            metrics.decode_s.labels(model).observe(decode_s)
             if watched.num_tokens > 1:
-                metrics._per_token_s.labels(model).observe(decode_s / (watched.num_tokens - 1))
+                metrics.per_token_s.labels(model).observe(decode_s / (watched.num_tokens - 1))
 
     def finish_all(self, reason: FinishReason) -> None:
-        """Whatever has not ended ends now."""
+        """Record the end of all completions that have not ended."""
         for index in range(len(self._completions)):
             self.finish(index, reason)
 
 
 class _EngineCollector(Collector):
-    """What the engine counts itself, read at the moment of a scrape."""
+    """Collector of the engine's own counters, read at each scrape."""
 
     def __init__(self, models: tuple[str, ...]) -> None:
         self._models = models
@@ -199,7 +201,7 @@ class _EngineCollector(Collector):
             "aquifer:num_requests_waiting", "Requests waiting to run.", labels=label
         )
         preemptions = CounterMetricFamily(
-            "aquifer:num_preemptions", "Requests set back for want of memory.", labels=label
+            "aquifer:num_preemptions", "Requests preempted for lack of memory.", labels=label
         )
         queries = CounterMetricFamily(
             "aquifer:prefix_cache_queries",
@@ -213,7 +215,7 @@ class _EngineCollector(Collector):
         )
         usage = GaugeMetricFamily(
             "aquifer:kv_cache_usage_perc",
-            "KV bytes in use over all that KV could have, 0 to 1.",
+            "KV bytes in use / bytes that KV could have, 0 to 1.",
             labels=label,
         )
         for model in self._models:
@@ -229,11 +231,11 @@ class _EngineCollector(Collector):
 
 
 def _pool_bytes(report: MemoryReport) -> Metric:
-    """Bytes by owner. All values together are the pool's budget."""
+    """Return bytes by owner; the values add up to the pool's budget."""
     family = GaugeMetricFamily(
         "aquifer:pool_bytes",
-        "The pool's budget by owner. Free bytes are retained (idle pages, or retired ones that are "
-        "still mapped where they were used) or uncreated.",
+        "The pool's budget by owner. Free bytes are retained (idle pages, or retired pages that "
+        "are still mapped) or uncreated.",
         labels=["device", "model", "kind", "state"],
     )
     for model, memory in report.models.items():

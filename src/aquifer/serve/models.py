@@ -1,4 +1,4 @@
-"""A served model as the web process knows it: its tokenizer and its sampling defaults."""
+"""Tokenizer and sampling defaults of a served model, for the web process."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """What is needed to turn text into tokens and back.
+    """The text side of a served model: tokenizer and sampling defaults.
 
     Args:
-        name: what clients call it.
-        path: its checkpoint.
+        name: the served name.
+        path: the checkpoint.
         tokenizer: None if the checkpoint has none; then prompts must be token ids.
-        defaults: sampling values of its `generation_config.json`, for requests without their own.
+        defaults: sampling values of its `generation_config.json`, for requests that do not set
+            them.
     """
 
     name: str
@@ -34,19 +35,19 @@ class TextModel:
 
     @classmethod
     def load(cls, spec: ModelSpec, chat_template: str | None = None) -> TextModel:
-        """Read tokenizer and defaults.
+        """Load tokenizer and defaults.
 
         Raises:
-            ConfigError: a file is damaged.
+            ConfigError: a file cannot be read.
         """
         tokenizer = Tokenizer.load(spec.path, chat_template)
         return cls(spec.name, spec.path, tokenizer, sampling_defaults(spec.path))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text.
+        """Encode a text as token ids.
 
         Raises:
-            RequestError: there is no tokenizer, or the text is no Unicode.
+            RequestError: there is no tokenizer, or the text is not valid Unicode.
         """
         return self.need_tokenizer().encode(text, add_special_tokens)
 
@@ -57,17 +58,17 @@ class TextModel:
         chat_template: str | None,
         template_args: Mapping[str, Any],
     ) -> list[int]:
-        """Token ids of a conversation.
+        """Encode a conversation as token ids.
 
         Raises:
-            RequestError: there is no tokenizer or template, or it refuses these messages.
+            RequestError: there is no tokenizer or template, or the template refuses the messages.
         """
         return self.need_tokenizer().encode_chat(
             messages, add_generation_prompt, chat_template, **template_args
         )
 
     def need_tokenizer(self) -> Tokenizer:
-        """The tokenizer.
+        """Return the tokenizer.
 
         Raises:
             RequestError: the checkpoint has none.
@@ -82,10 +83,10 @@ class TextModel:
 
 
 def sampling_defaults(folder: Path) -> dict[str, Any]:
-    """The sampling values that a checkpoint's `generation_config.json` recommends.
+    """Read the sampling values recommended by a checkpoint's `generation_config.json`.
 
     Raises:
-        ConfigError: the file is damaged, or a value impossible.
+        ConfigError: the file cannot be read, or a value is invalid.
     """
     file = folder / "generation_config.json"
     if not file.is_file():
@@ -100,17 +101,17 @@ def sampling_defaults(folder: Path) -> dict[str, Any]:
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Every id must be one of the vocabulary.
+    """Check that there are token ids and that all are in the vocabulary.
 
     Raises:
-        RequestError: one is not, or there is none at all.
+        RequestError: there are none, or one is not in the vocabulary.
     """
     if not token_ids:
         raise RequestError(f"{param} is empty; it must have at least one token", param=param)
     for token_id in (min(token_ids), max(token_ids)):
         if not 0 <= token_id < vocab_size:
             raise RequestError(
-                f"{param} holds token id {token_id}; the vocabulary goes from 0 to "
+                f"{param} contains token id {token_id}; token ids of this model are from 0 to "
                 f"{vocab_size - 1}",
                 param=param,
             )

@@ -1,4 +1,4 @@
-"""Prefixes that clients have pinned, and what keeps those of different clients apart."""
+"""Prefixes pinned by clients, and the cache salts that isolate clients from each other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aquifer.serve.client import EngineClient
 
 
 def salt_of_key(authorization: str) -> str:
-    """What stands for an API key where the key itself must not be.
+    """Hash an API key, for places where the key itself must not be stored.
 
     Args:
         authorization: the header as the client sent it, in Latin-1; empty if it sent none.
@@ -21,31 +21,31 @@ def salt_of_key(authorization: str) -> str:
 
 
 def joined_salt(owner: str | None, cache_salt: str | None) -> str | None:
-    """The salt of a request.
+    """Return the cache salt of a request.
 
     Args:
-        owner: `salt_of_key` of its client, or None where clients share prefixes. It is always as
-            long, so no `cache_salt` can make one client's salt look like another's.
-        cache_salt: what the client asked for on top of that.
+        owner: `salt_of_key` of its client, or None where clients share prefixes. Its length is
+            fixed, so no `cache_salt` can make one client's salt equal another's.
+        cache_salt: the additional salt in the request.
     """
     return cache_salt if owner is None else owner + (cache_salt or "")
 
 
 @dataclass(frozen=True, slots=True)
 class PinnedPrefix:
-    """Tokens whose KV stays."""
+    """A prefix with pinned KV."""
 
     prefix_id: str
     created_s: int  # since 1970
-    owner: str | None  # the only one who sees it; None for everybody
+    owner: str | None  # the only client that sees it; None for all clients
     model: str
     token_ids: list[int]
     salt: str | None
-    num_tokens: int  # that are kept
+    num_tokens: int  # tokens with pinned KV
 
 
 class PinnedPrefixes:
-    """What is pinned in the engine, by id. One that is pinned twice is one.
+    """The prefixes pinned in the engine, by id. Pinning the same prefix again returns the first.
 
     Args:
         client: the engine.
@@ -54,19 +54,19 @@ class PinnedPrefixes:
     def __init__(self, client: EngineClient) -> None:
         self._client = client
         self._pinned: dict[str, PinnedPrefix] = {}
-        self._lock = asyncio.Lock()  # the engine answers later: nothing may change meanwhile
+        self._lock = asyncio.Lock()  # held until the engine has answered
 
     def of(self, owner: str | None) -> list[PinnedPrefix]:
-        """What this owner has pinned, oldest first."""
+        """List this owner's pinned prefixes, oldest first."""
         return [prefix for prefix in self._pinned.values() if prefix.owner == owner]
 
     async def pin(
         self, owner: str | None, model: str, token_ids: list[int], cache_salt: str | None
     ) -> PinnedPrefix:
-        """Keep the KV of a prefix until `unpin`.
+        """Pin the KV of a prefix until `unpin`.
 
         Raises:
-            RequestError: it cannot be kept.
+            RequestError: it cannot be pinned.
             EngineError: the engine has stopped.
         """
         salt = joined_salt(owner, cache_salt)
@@ -82,7 +82,7 @@ class PinnedPrefixes:
             return prefix
 
     async def unpin(self, owner: str | None, prefix_id: str) -> bool:
-        """Let the KV of a prefix go; whether this owner had one of that id.
+        """Unpin a prefix; return whether this owner had one with this id.
 
         Raises:
             EngineError: the engine has stopped.

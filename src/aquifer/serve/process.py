@@ -1,8 +1,8 @@
-"""The engine process: owns the device, drains the pipe, steps the engine.
+"""The engine process: owns the device, reads the pipe, steps the engine.
 
-It has no policy of its own. Whoever is at the other end decides when to abort and when to close;
-if that end goes away, so does this process. An exception in the loop is our bug: it ends the
-process with a traceback and a non-zero code, which the other end notices as the end of the pipe.
+The web process decides when to abort and when to close; if it ends, this process exits. An
+exception in the loop is a bug in Aquifer: it ends this process with a traceback and a non-zero
+exit code, which the web process sees as the end of the pipe.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class EngineLike(Protocol):
-    """What the loop needs of an engine; `aquifer.engine.engine.Engine` is one."""
+    """Interface of the engine to this loop; `aquifer.engine.engine.Engine` implements it."""
 
     @property
     def models(self) -> dict[str, ModelInfo]:
-        """What is served, by name."""
+        """Served models, by name."""
 
     def add(self, request: Request) -> None:
         """Accept a request, or raise a `RequestError`."""
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """Forget a request, or one completion of it; its pages are free when this returns."""
+        """Abort a request, or one completion of it; its pages are free when this returns."""
 
     def step(self) -> list[TokenOutput]:
         """Run one batch."""
@@ -62,37 +62,37 @@ class EngineLike(Protocol):
         """Whether a step would do anything."""
 
     def stats(self) -> EngineStats:
-        """Cheap counters."""
+        """Return counters; cheap enough for every step."""
 
     def memory(self) -> MemoryReport:
-        """Where the budget is."""
+        """Return the breakdown of the pool's budget."""
 
     def pin_prefix(self, model: str, token_ids: list[int], salt: str | None) -> int:
-        """Keep the KV of a prefix; how many tokens of it, or raise a `RequestError`."""
+        """Pin the KV of a prefix; return the tokens pinned, or raise a `RequestError`."""
 
     def unpin_prefix(self, model: str, token_ids: list[int], salt: str | None) -> None:
-        """End what `pin_prefix` began."""
+        """Unpin the KV of a prefix."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release all memory and close the device."""
 
 
 OpenEngine = Callable[[EngineConfig, Callable[[LoadProgress], None]], EngineLike]
 
 
 def open_engine(config: EngineConfig, on_progress: Callable[[LoadProgress], None]) -> EngineLike:
-    """Open the real engine; imported here, so that only this process imports torch."""
+    """Open the engine; imported here, so that only this process imports torch."""
     from aquifer.engine.engine import Engine
 
     return Engine.open(config, on_progress)
 
 
 def run_engine_process(connection: Connection, config: EngineConfig, open_it: OpenEngine) -> None:
-    """The process's main function.
+    """Run the engine process: open the engine, serve the pipe, close.
 
     Args:
-        connection: our end of the pipe; it closes when the other process ends.
-        config: handed to `open_it`.
+        connection: this process's end of the pipe; reads fail when the web process ends.
+        config: the engine's options.
         open_it: opens the engine.
     """
     for number in STOP_SIGNALS:
@@ -109,11 +109,11 @@ def run_engine_process(connection: Connection, config: EngineConfig, open_it: Op
         _run(engine, connection)
         engine.close()
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        return  # the web process is gone, and nobody is left to serve
+        return  # the web process has ended
 
 
 def _run(engine: EngineLike, connection: Connection) -> None:
-    """Take messages and step until told to close."""
+    """Handle messages and step the engine until a `Close` arrives."""
     while True:
         refused: dict[str, RequestError] = {}
         may_block = not engine.has_work
@@ -145,7 +145,7 @@ def _run(engine: EngineLike, connection: Connection) -> None:
 
 
 def _pin(engine: EngineLike, message: Pin | Unpin) -> int | RequestError:
-    """Pin or unpin; how many tokens are kept, or why none."""
+    """Pin or unpin; return the number of tokens pinned, or the error."""
     try:
         if isinstance(message, Pin):
             return engine.pin_prefix(message.model, message.token_ids, message.salt)

@@ -1,6 +1,6 @@
-"""OpenAI's API as pydantic models, with the fields beyond it that users of other servers send.
+"""OpenAI's API as pydantic models, with the additional fields of vLLM's server.
 
-A field that is null counts as not given. Fields that are not listed are ignored.
+A null field counts as not given. Fields that are not listed are ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pydantic import (
 from aquifer.engine.request import MAX_LOGPROBS, SamplingParams
 from aquifer.errors import RequestError
 
-# What the template is given anyway, or what names an argument on the way to it.
+# Variables that the template gets anyway, or arguments of the function that renders it.
 _RESERVED_TEMPLATE_ARGS = frozenset(
     {
         "add_generation_prompt",
@@ -37,7 +37,7 @@ _RESERVED_TEMPLATE_ARGS = frozenset(
 
 
 def _check_prompt(value: Any, _: ValidatorFunctionWrapHandler) -> Any:
-    """Check the type in one go; pydantic would try each in turn, and report on every token."""
+    """Check the type at once; pydantic would try each type, and report an error per token."""
     if isinstance(value, str):
         return value
     if isinstance(value, list):
@@ -60,7 +60,7 @@ def _check_one_prompt(value: Any, _: ValidatorFunctionWrapHandler) -> Any:
 Prompt = Annotated[str | list[str] | list[int] | list[list[int]], WrapValidator(_check_prompt)]
 OnePrompt = Annotated[str | list[int] | None, WrapValidator(_check_one_prompt)]
 CacheSalt = Annotated[str, Field(min_length=1)] | None
-"""Requests find retained prefixes only of requests with the same one."""
+"""A request finds retained prefixes only of requests with the same salt."""
 
 
 class StreamOptions(BaseModel):
@@ -73,7 +73,7 @@ _NO_PARAMS = frozenset({"model", "cache_salt", "stream", "stream_options"})
 
 
 class SamplingFields(BaseModel):
-    """What completions and chat have in common."""
+    """Fields common to completions and chat."""
 
     model: str | None = None
     n: int | None = None
@@ -102,7 +102,7 @@ class SamplingFields(BaseModel):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with a chunk that has the usage."""
+        """Whether a stream ends with a usage chunk."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def _params(self, defaults: Mapping[str, Any], **others: Any) -> SamplingParams:
@@ -113,13 +113,13 @@ class SamplingFields(BaseModel):
             for name in SamplingFields.model_fields
             if name not in _NO_PARAMS and (value := getattr(self, name)) is not None
         }
-        # The model's defaults are about sampling. A search has none, and refuses some of them.
+        # The model's defaults are sampling values; a beam search refuses some of them.
         applying = {} if self.use_beam_search else defaults
         params = SamplingParams(**{**applying, **given, **others})
         if self.stream and params.is_choice:
             name = params.choosing_field
             raise RequestError(
-                f"{name} cannot be streamed: which completions are the best is known only when "
+                f"{name} cannot be streamed, because the best completions are known only when "
                 f"all have ended; leave out stream or {name}",
                 param=name,
             )
@@ -136,7 +136,7 @@ class CompletionRequest(SamplingFields):
     best_of: int | None = None
 
     def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts, each a text or a list of token ids.
+        """Return the prompts, each a text or a list of token ids.
 
         Raises:
             RequestError: there is none.
@@ -146,7 +146,7 @@ class CompletionRequest(SamplingFields):
             return [prompt]
         if not prompt:
             raise RequestError("prompt is empty; it must have at least one token", param="prompt")
-        # The type of the first element is that of all: validation has seen to it.
+        # Validation has checked that all elements have the type of the first.
         if isinstance(prompt[0], int):
             return [[i for i in prompt if isinstance(i, int)]]
         return prompt
@@ -168,7 +168,7 @@ class CompletionRequest(SamplingFields):
 
 
 class ChatMessage(BaseModel):
-    """A message; fields that are not listed reach the template as they are."""
+    """A message; fields that are not listed are passed to the template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -176,10 +176,10 @@ class ChatMessage(BaseModel):
     content: str | list[dict[str, Any]] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """The message with its content as one text.
+        """Return the message with its content as one text.
 
         Raises:
-            RequestError: a part of it is no text.
+            RequestError: a part of it is not text.
         """
         message = self.model_dump(exclude_unset=True)
         if isinstance(self.content, list):
@@ -188,7 +188,7 @@ class ChatMessage(BaseModel):
 
 
 class TemplateFields(BaseModel):
-    """How a conversation becomes a prompt."""
+    """Fields that turn a conversation into a prompt."""
 
     messages: list[ChatMessage] = Field(min_length=1)
     chat_template: str | None = None
@@ -196,16 +196,17 @@ class TemplateFields(BaseModel):
     add_generation_prompt: bool | None = None
 
     def template_args(self) -> dict[str, Any]:
-        """What goes to the chat template beside the messages.
+        """Return the chat template's variables beside the messages.
 
         Raises:
-            RequestError: it would replace something that is not the client's to replace.
+            RequestError: one of them is reserved.
         """
         args = self.chat_template_kwargs or {}
         reserved = sorted(_RESERVED_TEMPLATE_ARGS & args.keys())
         if reserved:
             raise RequestError(
-                f"chat_template_kwargs may not have {reserved[0]!r}", param="chat_template_kwargs"
+                f"chat_template_kwargs must not contain {reserved[0]!r}; leave it out",
+                param="chat_template_kwargs",
             )
         return args
 
@@ -235,7 +236,7 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
         kind = (self.response_format or {}).get("type", "text")
         if kind != "text":
             raise RequestError(
-                f"response_format of type {kind!r} is not supported; the only one is 'text'",
+                f"response_format of type {kind!r} is not supported; use 'text'",
                 param="response_format",
             )
         if self.top_logprobs is not None:
@@ -255,7 +256,7 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
 
 
 class PromptOrMessages(BaseModel):
-    """One prompt, which is either a conversation or given by a subclass's `prompt`."""
+    """One prompt: either `messages`, or the `prompt` field of a subclass."""
 
     model: str | None = None
     messages: list[ChatMessage] | None = None
@@ -289,10 +290,10 @@ class TokenizeRequest(PromptOrMessages):
     return_token_strs: bool | None = None
 
     def conversation(self) -> TemplateFields | None:
-        """The conversation to tokenize, or None if it is `prompt`.
+        """Return the conversation to tokenize, or None if `prompt` is given.
 
         Raises:
-            RequestError: there are both or neither.
+            RequestError: both or neither are given.
         """
         return self._conversation(self.prompt, add_generation_prompt_by_default=True)
 
@@ -304,10 +305,10 @@ class PrefixRequest(PromptOrMessages):
     cache_salt: CacheSalt = None
 
     def conversation(self) -> TemplateFields | None:
-        """The conversation to keep, or None if it is `prompt`; more messages will follow it.
+        """Return the conversation to pin, or None if `prompt` is given; more messages may follow.
 
         Raises:
-            RequestError: there are both or neither.
+            RequestError: both or neither are given.
         """
         return self._conversation(self.prompt, add_generation_prompt_by_default=False)
 
@@ -319,7 +320,7 @@ class DetokenizeRequest(BaseModel):
     tokens: list[StrictInt]
 
 
-# ---- what goes back
+# ---- responses
 
 
 class PromptTokensDetails(BaseModel):
@@ -329,7 +330,7 @@ class PromptTokensDetails(BaseModel):
 
 
 class Usage(BaseModel):
-    """Tokens of a request, all its choices together."""
+    """Token counts of a request, over all its choices."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -338,7 +339,7 @@ class Usage(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """Log probabilities in the form of completions: parallel lists, one entry a token."""
+    """Log probabilities in the form of completions: parallel lists, one entry per token."""
 
     tokens: list[str] = Field(default_factory=list)
     token_logprobs: list[float | None] = Field(default_factory=list)
@@ -357,7 +358,7 @@ class CompletionChoice(BaseModel):
 
 
 class CompletionResponse(BaseModel):
-    """Answer to POST /v1/completions, and a chunk of its stream."""
+    """Response to POST /v1/completions, and a chunk of its stream."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -388,14 +389,14 @@ class ChatLogprobs(BaseModel):
 
 
 class AssistantMessage(BaseModel):
-    """What the model said."""
+    """The generated message."""
 
     role: Literal["assistant"] = "assistant"
     content: str
 
 
 class ChatChoice(BaseModel):
-    """The answer to a conversation."""
+    """One completion of a conversation."""
 
     index: int
     message: AssistantMessage
@@ -405,7 +406,7 @@ class ChatChoice(BaseModel):
 
 
 class ChatCompletionResponse(BaseModel):
-    """Answer to POST /v1/chat/completions."""
+    """Response to POST /v1/chat/completions."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -416,7 +417,7 @@ class ChatCompletionResponse(BaseModel):
 
 
 class ChatChunkChoice(BaseModel):
-    """The next piece of an answer."""
+    """The next piece of a choice."""
 
     index: int
     delta: dict[Literal["role", "content"], str]
@@ -448,14 +449,14 @@ class ModelCard(BaseModel):
 
 
 class ModelList(BaseModel):
-    """Answer to GET /v1/models."""
+    """Response to GET /v1/models."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
 class TokenizeResponse(BaseModel):
-    """Answer to POST /tokenize."""
+    """Response to POST /tokenize."""
 
     count: int
     max_model_len: int
@@ -464,7 +465,7 @@ class TokenizeResponse(BaseModel):
 
 
 class DetokenizeResponse(BaseModel):
-    """Answer to POST /detokenize."""
+    """Response to POST /detokenize."""
 
     prompt: str
 
@@ -480,14 +481,14 @@ class PrefixCard(BaseModel):
 
 
 class PrefixList(BaseModel):
-    """Answer to GET /v1/prefixes."""
+    """Response to GET /v1/prefixes."""
 
     object: Literal["list"] = "list"
     data: list[PrefixCard]
 
 
 class PrefixDeleted(BaseModel):
-    """Answer to DELETE /v1/prefixes/ID."""
+    """Response to DELETE /v1/prefixes/ID."""
 
     id: str
     object: Literal["prefix"] = "prefix"
@@ -495,7 +496,7 @@ class PrefixDeleted(BaseModel):
 
 
 class ErrorInfo(BaseModel):
-    """What went wrong."""
+    """Description of an error."""
 
     message: str
     type: str
@@ -504,7 +505,7 @@ class ErrorInfo(BaseModel):
 
 
 class ErrorResponse(BaseModel):
-    """Body of every answer that is no success."""
+    """Body of every error response."""
 
     error: ErrorInfo
 

@@ -1,4 +1,4 @@
-"""Starting, running and stopping a server: the engine process, then uvicorn."""
+"""Server life cycle: start, run and stop the engine process and uvicorn."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from aquifer.serve.process import STOP_SIGNALS, OpenEngine, open_engine
 
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 60  # longer than most clients keep a connection, so that they close it first
-_LAST_BYTES_S = 5  # after the last request ended: for its answer to reach a slow client
+_LAST_BYTES_S = 5  # after the last request ended, for its response to reach a slow client
 
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """The options of the HTTP side.
+    """Options of the HTTP server.
 
     Args:
         host: address to listen on.
-        port: 0 for a free one.
-        api_key: what clients must send: a key or several, separated by commas; None for nothing.
-        chat_template: Jinja source used in place of the checkpoints' own.
-        shutdown_timeout_s: how long running requests may go on after the signal to stop.
+        port: port to listen on; 0 for a free one.
+        api_key: the keys that clients may use, separated by commas; None if no key is needed.
+        chat_template: Jinja source that replaces the checkpoints' own.
+        shutdown_timeout_s: time for running requests to finish after the signal to stop.
     """
 
     host: str = "127.0.0.1"
@@ -46,7 +46,7 @@ class ServerConfig:
         if not 0 <= self.port < 2**16:
             raise ConfigError(f"port is {self.port}; it must be from 0 to 65535")
         if self.api_key is not None and not self.api_keys:
-            raise ConfigError("api_key holds no key; leave it out to let everybody in")
+            raise ConfigError("api_key contains no key; leave it out to require none")
         if not self.shutdown_timeout_s >= 0:
             raise ConfigError(
                 f"shutdown_timeout is {self.shutdown_timeout_s}; it must be at least 0 seconds"
@@ -54,7 +54,7 @@ class ServerConfig:
 
     @property
     def api_keys(self) -> tuple[str, ...]:
-        """The keys, any of which will do; none if everybody is let in."""
+        """The valid API keys; empty if no key is required."""
         return tuple(key for part in (self.api_key or "").split(",") if (key := part.strip()))
 
 
@@ -71,10 +71,10 @@ def serve(
 
     Args:
         engine: what to serve.
-        server: where, and to whom.
-        on_progress: told how loading goes.
-        on_ready: told the server's URL, once it answers.
-        on_death: told if the engine process dies; the server then answers 503.
+        server: options of the HTTP server.
+        on_progress: called with the progress of loading.
+        on_ready: called with the server's URL, once it accepts connections.
+        on_death: called if the engine process dies; the server then answers 503.
         open_it: opens the engine in its process.
 
     Raises:
@@ -128,7 +128,7 @@ class _Server:
             await self._client.stop(self._config.shutdown_timeout_s)
 
     async def _open(self, on_progress: Callable[[LoadProgress], None]) -> dict[str, ServedModel]:
-        """Read the tokenizers while the engine process loads the weights."""
+        """Load the tokenizers while the engine process loads the weights."""
         texts = await asyncio.to_thread(
             lambda: [
                 TextModel.load(spec, self._config.chat_template) for spec in self._engine.models
@@ -144,7 +144,7 @@ class _Server:
         on_ready: Callable[[], None],
         on_death: Callable[[EngineError], None],
     ) -> None:
-        """Answer requests until told to stop."""
+        """Serve requests until the signal to stop."""
         app = create_app(self._client, models, self._config.api_keys)
         timeout_s = self._config.shutdown_timeout_s
         uvicorn_server = _Uvicorn(
@@ -164,7 +164,7 @@ class _Server:
         on_ready()
         try:
             await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            uvicorn_server.should_exit = True  # accept no more; let what runs finish
+            uvicorn_server.should_exit = True  # accept no more; let running requests finish
             await self._client.stop(timeout_s)
             await serving
         finally:
@@ -184,7 +184,7 @@ class _Server:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without signal handlers of its own: stopping starts with the engine."""
+    """uvicorn without its own signal handlers: a shutdown stops the engine first."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -196,13 +196,16 @@ def _death() -> EngineError:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A bound socket; it does not listen yet, so that nobody connects before models are loaded."""
+    """Bind a socket; it listens only after models are loaded, so no client connects earlier."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except socket.gaierror as error:
-        raise ConfigError(f"host {host!r} is no address of this machine: {error}") from error
+        raise ConfigError(
+            f"host {host!r} is not an address of this machine ({error}); use one such as "
+            "127.0.0.1 or 0.0.0.0"
+        ) from error
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

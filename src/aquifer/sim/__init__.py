@@ -1,5 +1,5 @@
-"""Replays of traces: the real scheduler and cache managers, on a modelled device.
+"""Trace replay: the real scheduler and cache managers on a modelled device.
 
-`trace` reads what arrives, `device` says how long a step takes, `driver` stands in for the memory,
-and `replay` lets the clock run.
+`trace` reads requests, `device` models the time of a step, `driver` models the memory, and `replay`
+runs the simulation.
 """

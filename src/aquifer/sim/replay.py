@@ -1,14 +1,14 @@
-"""The replay of a trace: the engine's scheduler and cache managers, and a clock that is ours.
+"""Trace replay: the engine's scheduler and cache managers with a simulated clock.
 
-One turn of the loop is one step of the engine: requests whose time has come are added, the
-scheduler plans, the clock moves on by what the device model says (`aquifer.sim.device`), and the
-scheduler commits made-up tokens. All decisions are those of the real code; what is modelled is
-time, and what is left out is the token values. A sequence ends at the length that the trace gives
-it. Planning one step ahead is left out too: a step is planned when the one before it is done.
+One iteration of the loop is one step of the engine: requests that have arrived are added, the
+scheduler plans, the clock advances by the time that the device model predicts
+(`aquifer.sim.device`), and the scheduler commits made-up tokens. All decisions are made by the real
+code; time is modelled, and token values are left out. A sequence ends at the length in the trace.
+Planning one step ahead is left out too: a step is planned when the one before it is done.
 
-Where the same sequences decode for many steps, most of what the scheduler does comes to the same at
-each of them. `_Replay._decode_on` then asks the cache manager for room step by step, as the
-scheduler would, and does the rest for all of these steps at once. The outcome is the same
+While the same sequences decode for many steps, most of the scheduler's work is the same at each
+step. `_Replay._decode_on` then asks the cache manager for room step by step, as the scheduler
+would, and does the rest for all of these steps at once. The outcome is the same
 (`tests/sim/test_replay.py` compares them).
 """
 
@@ -56,46 +56,47 @@ _RESERVED: dict[str, Policy] = {
 }
 
 MANAGERS = ("virtual", "paged", *_RESERVED)
-"""What can be compared. "static" reserves like "orca-max" and runs batches that nobody joins, of
-which all answers come when the last one is done (FasterTransformer, section 6.1)."""
+"""Cache managers to compare. "static" reserves like "orca-max" and runs static batches: no request
+joins a running batch, and all of its outputs return when the last is done (FasterTransformer,
+section 6.1)."""
 
 _PARTS = ("written", "future", "internal", "external", "retained", "free")
-"""Where the memory for KV is: tokens that were written, those of shared blocks counted once; set
-aside for tokens that will come, for tokens that never will, and lost to rounding (section 3.1);
-prefixes kept for later requests; and nobody's."""
+"""Parts of the memory for KV: written tokens (shared blocks count once); memory reserved for future
+tokens; for tokens that never come (internal fragmentation); lost between regions (external
+fragmentation, section 3.1); prefixes retained for later requests; and free memory."""
 
 _COLUMNS = ("requests", "sequences", "waiting", "shared", *_PARTS)
-"""What is averaged over time: counts, then bytes."""
+"""Quantities averaged over time: counts, then bytes."""
 
-_MOST_STEPS = 4096  # at once
-_STEPS_PER_SUM = 1024  # single ones: arrays of a few numbers cost more than the numbers
-_UTILIZATION = 0.9  # of the device's memory; what vLLM takes too
+_MOST_STEPS = 4096  # maximum number of steps done at once
+_STEPS_PER_SUM = 1024  # single steps per summation, because small arrays are slow
+_UTILIZATION = 0.9  # fraction of the device's memory; vLLM's default too
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayConfig:
-    """What to replay on.
+    """Configuration of a replay.
 
     Args:
-        models: by the names that a trace may use; requests that name none go to the first.
-        device: on which all of them run.
+        models: by the names that a trace may use; requests without a name go to the first.
+        device: the device that all models run on.
         manager: one of `MANAGERS`.
         memory_bytes: the pool's budget, weights included; None for nine tenths of the device.
-        page_bytes: of a physical page.
-        block_size: tokens of a block, where the manager has blocks.
+        page_bytes: size of a physical page.
+        block_size: tokens of a block, for managers with blocks.
         max_model_len: the longest context; None for the model's.
-        max_num_seqs: sequences of one model that run at once.
-        max_num_batched_tokens: tokens of one step.
+        max_num_seqs: maximum number of running sequences of one model.
+        max_num_batched_tokens: maximum number of tokens of one step.
         num_samples: completions of each prompt.
-        beam_width: search with so many beams in place of sampling; 0 for sampling.
-        prefix_caching: keep KV for later requests.
-        preemption_mode: "swap", "recompute" or "auto", as of the engine.
+        beam_width: number of beams of a beam search; 0 for sampling.
+        prefix_caching: retain KV for later requests.
+        preemption_mode: "swap", "recompute" or "auto", as in the engine.
         swap_space_bytes: host memory for the KV of preempted requests; 0 for none.
-        fast_forward: do steps in which nothing changes together.
-        seed: of the scores that beams are made up from.
+        fast_forward: process steps in which nothing changes together.
+        seed: seed of the made-up beam scores.
 
     Raises:
-        ConfigError: an option is impossible.
+        ConfigError: an option is invalid.
     """
 
     models: dict[str, ModelShape]
@@ -129,7 +130,7 @@ class ReplayConfig:
         return self.memory_bytes or int(_UTILIZATION * self.device.memory_bytes)
 
     def context(self, model: ModelShape) -> int:
-        """The longest sequence of a model, in tokens."""
+        """Return the maximum length of a model's sequences, in tokens."""
         return min(self.max_model_len or model.max_tokens, model.max_tokens)
 
     @property
@@ -138,7 +139,7 @@ class ReplayConfig:
         return self.beam_width or self.num_samples
 
     def factory(self) -> CacheFactory:
-        """Makes the cache manager of a model."""
+        """Return the factory of a model's cache manager."""
         policy = _RESERVED.get(self.manager)
         if policy is None:
             return kv_cache(self.manager, self.block_size)
@@ -147,9 +148,9 @@ class ReplayConfig:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """A request, and what became of it. Times are in seconds since the start of the trace.
+    """Record of a request. Times are in seconds since the start of the trace.
 
-    One that was refused, since it could never fit, or that failed, has no `finished_s`.
+    A request that failed, or was refused because it could never fit, has no `finished_s`.
     """
 
     model: str
@@ -171,19 +172,19 @@ class RequestRecord:
 
 @dataclass(slots=True)
 class ReplayResult:
-    """What came of a replay.
+    """Result of a replay.
 
     Attributes:
-        records: one a request, in order of arrival.
-        duration_s: until the last request ended.
-        busy_s: the part of it in which anything ran.
-        num_steps: of the engine.
-        num_preemptions: of requests.
-        queried_tokens: of prompts, looked for among retained prefixes.
-        hit_tokens: found there.
+        records: one per request, in order of arrival.
+        duration_s: time until the last request ended.
+        busy_s: the part of it in which a request ran.
+        num_steps: steps of the engine.
+        num_preemptions: preemptions of requests.
+        queried_tokens: prompt tokens looked up among retained prefixes.
+        hit_tokens: prompt tokens found there.
         kv_budget_bytes: the memory for KV.
-        averages: over the busy time, of counts and bytes: see `_COLUMNS`.
-        averages_waiting: likewise, over the part of it in which requests were waiting.
+        averages: averages of `_COLUMNS` over the busy time.
+        averages_waiting: the same over the part of it in which requests were waiting.
     """
 
     records: list[RequestRecord]
@@ -199,13 +200,13 @@ class ReplayResult:
 
     @property
     def normalized_latency_s(self) -> float:
-        """The mean over all requests that were served; infinite if there are none."""
+        """Mean over all served requests; infinite if there are none."""
         values = [record.normalized_latency_s for record in self.records]
         served = [value for value in values if value is not None]
         return float(np.mean(served)) if served else np.inf
 
     def figures(self) -> dict[str, Any]:
-        """All of it but the records, for a file."""
+        """Return all figures except the records, for a result file."""
         served = [record for record in self.records if record.finished_s is not None]
         outputs = sum(record.output_tokens for record in served)
         ttft, tpot, latency = [], [], []
@@ -242,7 +243,7 @@ class ReplayResult:
 
 
 def _percentiles(name: str, values: list[float]) -> dict[str, float | None]:
-    """As `vllm bench serve` names them."""
+    """Return mean and percentiles, with the names of `vllm bench serve`."""
     if not values:
         return {f"{kind}_{name}_ms": None for kind in ("mean", "median", "p90", "p99")}
     median, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
@@ -259,15 +260,15 @@ def replay(
     requests: Sequence[TraceRequest],
     on_progress: Callable[[int], None] = lambda num_finished: None,
 ) -> ReplayResult:
-    """Run a trace to its end.
+    """Replay a trace to its end.
 
     Args:
-        config: what to run it on.
+        config: the configuration.
         requests: in order of arrival, each with its time.
-        on_progress: is told now and then how many requests have ended.
+        on_progress: called from time to time with the number of requests that have ended.
 
     Raises:
-        ConfigError: the weights do not fit, or a request asks for a model that there is not.
+        ConfigError: the weights do not fit, or a request names an unknown model.
     """
     with ExitStack() as resources:
         run = _Replay(config, requests, resources)
@@ -283,19 +284,19 @@ class _Averages:
         self._waiting_sums = np.zeros(len(_COLUMNS))
         self._waiting_s = 0.0
         self._seconds = 0.0
-        # Not in the sums yet.
+        # Steps that are not in the sums yet.
         self._steps_s: list[float] = []
         self._steps: list[list[int]] = []
 
     def add_step(self, seconds: float, values: list[int]) -> None:
-        """A stretch of time in which the values stay: one for each of `_COLUMNS`."""
+        """Add an interval with constant values, one for each of `_COLUMNS`."""
         self._steps_s.append(seconds)
         self._steps.append(values)
         if len(self._steps) == _STEPS_PER_SUM:
             self._sum_steps()
 
     def add(self, seconds: npt.NDArray[np.float64], values: npt.NDArray[np.float64]) -> None:
-        """Several stretches.
+        """Add several intervals.
 
         Args:
             seconds: [n].
@@ -309,7 +310,7 @@ class _Averages:
             self._waiting_s += float(seconds[waits].sum())
 
     def means(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Over all of it, and over the time in which requests were waiting."""
+        """Return the means over all time, and over the time in which requests were waiting."""
         self._sum_steps()
         return (
             dict(zip(_COLUMNS, (self._sums / (self._seconds or 1)).tolist(), strict=True)),
@@ -320,7 +321,7 @@ class _Averages:
 
     @property
     def seconds(self) -> float:
-        """All stretches together."""
+        """Sum of all intervals."""
         self._sum_steps()
         return self._seconds
 
@@ -332,12 +333,12 @@ class _Averages:
 
 
 class _Replay:
-    """One replay.
+    """State of one replay.
 
     Args:
-        config: what to run it on.
+        config: the configuration.
         requests: in order of arrival.
-        resources: closes what this opens.
+        resources: the stack that closes all resources opened here.
     """
 
     def __init__(
@@ -355,15 +356,15 @@ class _Replay:
         self._prompts = PromptMaker()
         self._random = np.random.default_rng(config.seed)
         self._averages = _Averages()
-        self._outputs_left: dict[str, int] = {}  # completions of each request that are not done
-        self._batch_done: list[RequestRecord] = []  # of a static batch that still runs
+        self._outputs_left: dict[str, int] = {}  # unfinished completions of each request
+        self._batch_done: list[RequestRecord] = []  # finished requests of a running static batch
         driver = ModelledDriver(config.budget_bytes, config.page_bytes)
-        # Idle pages are as good as free ones, and need not be created again.
+        # Keep all idle pages, so that pages are not created again.
         self._pool = PagePool(driver, config.budget_bytes, keep_idle_bytes=config.budget_bytes)
         resources.callback(self._pool.close)
         self._take_weights(resources)
         self._kv_budget_bytes = self._pool.free_bytes
-        # Without memory behind it, as the KV has none.
+        # Without physical memory, like the KV.
         space = SwapSpace(
             config.swap_space_bytes, torch.device("meta"), config.device.link_bandwidth
         )
@@ -390,7 +391,7 @@ class _Replay:
         self.result = ReplayResult([], kv_budget_bytes=self._kv_budget_bytes)
 
     def run(self, on_progress: Callable[[int], None]) -> None:
-        """Let the clock run until the last request has ended."""
+        """Run the simulation until the last request has ended."""
         scheduler, result = self._scheduler, self.result
         while True:
             self._arrive()
@@ -426,7 +427,7 @@ class _Replay:
                 result.hit_tokens += stats.hit_tokens
         result.averages, result.averages_waiting = self._averages.means()
 
-    # --- the beginning -----------------------------------------------------------------------
+    # --- setup -------------------------------------------------------------------------------
 
     def _take_weights(self, resources: ExitStack) -> None:
         for name, model in self._config.models.items():
@@ -465,7 +466,7 @@ class _Replay:
     # --- requests ----------------------------------------------------------------------------
 
     def _arrive(self) -> None:
-        """Add the requests whose time has come, as the engine does it."""
+        """Add the requests that have arrived by now, as the engine does."""
         end = int(self._arrivals_s.searchsorted(self._now_s, side="right"))
         for number in range(self._num_arrived, end):
             self._add(number, self._requests[number])
@@ -503,7 +504,7 @@ class _Replay:
         self._scheduler.add(lane, group)
 
     def _commit(self, plan: StepInput) -> bool:
-        """Give the step's tokens to the scheduler; whether a sequence has ended by it."""
+        """Commit the step's tokens; return whether a sequence has ended."""
         tokens = _own_tokens(plan.serials[plan.sampled])[:, None]
         has_ended = False
         result = StepOutput(tokens, plan.most_new, self._beam_reports(plan))
@@ -517,7 +518,7 @@ class _Replay:
         return has_ended
 
     def _end(self, output: TokenOutput) -> None:
-        """Note what an output says that is the last of a completion, or has something to say."""
+        """Record an output: cached tokens, and the end of a completion."""
         record = self.result.records[int(output.request_id)]
         record.cached_tokens = max(record.cached_tokens, output.num_cached_tokens)
         if output.finish_reason is None:
@@ -536,10 +537,10 @@ class _Replay:
             self._num_ended += 1
 
     def _beam_reports(self, plan: StepInput) -> dict[int, list[TokenLogprobs]]:
-        """Made-up candidates for each beam that was run.
+        """Make up candidates for each beam in the step.
 
-        The best continuation of a beam has a probability of about 0.6, and each next one half of
-        that of the one before. How often beams part and merge depends on it.
+        The best continuation of a beam has a probability of about 0.6, and each next one about half
+        that of the one before. These figures determine how often beams fork and end.
         """
         table = self._lanes[plan.model].slots
         reports: dict[int, list[TokenLogprobs]] = {}
@@ -558,7 +559,7 @@ class _Replay:
         return reports
 
     def _work(self, plan: StepInput) -> StepWork:
-        """What a step asks of the device: its plan, and the copies made on the way to it."""
+        """Return the work of a step: its plan, and the copies made since the last step."""
         copied_bytes = sum(
             lane.cache.copied_bytes
             for lane in self._lanes.values()
@@ -583,7 +584,7 @@ class _Replay:
     # --- memory ------------------------------------------------------------------------------
 
     def _sample(self) -> list[int]:
-        """The values of `_COLUMNS` now."""
+        """Return the current values of `_COLUMNS`."""
         num_requests = num_seqs = num_waiting = 0
         shared_bytes = written_bytes = future_bytes = internal_bytes = external_bytes = 0
         is_reserved = self._config.manager in _RESERVED
@@ -626,22 +627,22 @@ class _Replay:
     def _decode_on(self, plan: StepInput, *, is_refused: bool) -> None:
         """Do the steps after a committed one in which all running sequences decode and nobody ends.
 
-        In each of these steps the scheduler would find the same sequences with one token each, so
-        it is enough to ask the manager for room as it does, and to count. That is so as long as
+        In each of these steps the scheduler would plan the same sequences with one token each, so
+        it is enough to ask the manager for room as it does, and to count. This holds as long as
 
-        - all running sequences of all models are of this one, have one token to run, which was
-          sampled in the step before, and are no beams; nobody waits to fork;
-        - nobody arrives, for whom there might be room;
-        - whoever waits has been refused, for room or for slots: there will not be more of either
-          before somebody ends. So it must have been the turn of the first in the queue when the
-          last step was planned, and nobody may have left since, or added prefixes that it could
-          use. For a request that was preempted there may be room later, since what all others are
-          to have left (`_RUN_TOKENS`) shrinks as they come to their ends;
+        - all running sequences are of this model, have one token to run, which was sampled in the
+          step before, and are not beams; no sequence waits to fork;
+        - no request arrives for which there might be room;
+        - waiting requests have been refused, for lack of memory or slots: neither grows before a
+          sequence ends. So the scheduler must have tried the first request in the queue when it
+          planned the last step, and since then no sequence may have ended, nor prefixes been added
+          that the request could use. A request that was preempted may find room later, because the
+          room to be left for all others (`_RUN_TOKENS`) shrinks as they approach their ends;
         - the manager has room.
 
         Args:
-            plan: committed.
-            is_refused: whether nobody has ended by it, or been preempted for it.
+            plan: the last step's, committed.
+            is_refused: whether no sequence has ended in it or been preempted for it.
         """
         lane = self._lanes[plan.model]
         table = lane.slots
@@ -669,7 +670,7 @@ class _Replay:
             return
         kv_tokens = int(computed.sum()) + num_seqs * np.arange(1, most + 1)
         seconds = self._steps[lane.name].decode_seconds(num_seqs, kv_tokens)
-        # Added one after the other, as single steps do it: [i] is when step i begins.
+        # Accumulated one after the other, as in single steps: [i] is when step i begins.
         begins_s = np.add.accumulate(np.concatenate(([self._now_s], seconds)))
         may_join = not is_blocked or len(self._lanes) > 1
         if may_join and self._num_arrived < len(self._requests):
@@ -694,7 +695,7 @@ class _Replay:
     ) -> tuple[list[int], list[int]]:
         """Ask for room as the scheduler does, until a step is refused.
 
-        Returns: after each step that was not, the bytes that are free, and those of prefixes.
+        Returns: free bytes and retained bytes after each step that was not refused.
         """
         needed = lane.slots.num_computed[slots] + 1
         free_bytes: list[int] = []
@@ -724,9 +725,9 @@ class _Replay:
         free_bytes: list[int],
         retained_bytes: list[int],
     ) -> None:
-        """Correct the rows of steps that were skipped, each a copy of the last one's figures."""
+        """Correct the rows of skipped steps, which are copies of the last step's values."""
         column = {name: values[:, index] for index, name in enumerate(_COLUMNS)}
-        # Tokens that the last step has written and this one had not.
+        # Tokens written after each step, until the last.
         later = np.arange(len(values) - 1, -1, -1) * (num_seqs * lane.cache.layout.token_bytes)
         column["written"][:] -= later
         if self._config.manager in _RESERVED:
@@ -741,5 +742,5 @@ class _Replay:
 
 
 def _own_tokens(serials: IntArray) -> IntArray:
-    """A made-up token for each sequence: its own, so that none looks like another's."""
+    """Return a made-up token for each sequence, different from those of all others."""
     return serials % (1 << 30)

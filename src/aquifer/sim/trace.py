@@ -1,7 +1,7 @@
-"""What arrives: recorded traces, and lists of lengths without times.
+"""Recorded traces of requests, and lists of lengths without arrival times.
 
-A trace says how long prompts and outputs are, not what is in them. `PromptMaker` makes up token ids
-so that prompts have in common what the trace says, and nothing else.
+A trace has the lengths of prompts and outputs, not their content. `PromptMaker` generates token ids
+such that prompts share exactly the prefixes that the trace says.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import numpy.typing as npt
 from aquifer.errors import ConfigError
 
 PREFIX_BLOCK_TOKENS = 512
-"""Of one hash id of Mooncake's traces."""
+"""Tokens per hash id of Mooncake's traces."""
 
 _TOKENS_PER_WORD = 1.3
-"""Of texts whose tokens nobody has counted: the usual figure for English."""
+"""Estimate for texts without a token count: the usual figure for English."""
 
 _ID_LIMIT = 1 << 31  # token ids are int32
 
@@ -37,13 +37,13 @@ class TraceRequest:
     """A request of a trace.
 
     Args:
-        arrival_s: since the start of the trace; None if it has no times.
+        arrival_s: since the start of the trace; None if the trace has no times.
         prompt_tokens: at least 1.
         output_tokens: at least 1.
-        model: who is asked; None for whoever there is.
-        prefix_ids: of the prompt's blocks of 512 tokens: equal ids, equal tokens.
-        prefix_tokens: how many of the first tokens `prefix_ids` speak for; None for all of their
-            blocks. The rest is the request's own.
+        model: the requested model; None for the first one.
+        prefix_ids: ids of the prompt's first blocks of 512 tokens: equal ids mean equal tokens.
+        prefix_tokens: number of tokens that `prefix_ids` cover; None for all of their blocks. The
+            other tokens are unique to the request.
     """
 
     arrival_s: float | None
@@ -55,24 +55,24 @@ class TraceRequest:
 
 
 def read_trace(path: Path, *, outputs_of: str | None = None) -> list[TraceRequest]:
-    """A trace, in order of arrival. What it is, is seen by its name and its first line.
+    """Read a trace, in order of arrival. Its format is detected by file name and first line.
 
     - `.csv`: Azure's `TIMESTAMP,ContextTokens,GeneratedTokens`, or a plain
       `arrival,prompt_tokens,output_tokens[,model]` with the arrival in seconds;
     - `.jsonl`: Mooncake's `timestamp` (ms), `input_length`, `output_length`, `hash_ids`; or lengths
       alone: `prompt_tokens` or the `question` itself, and `output_tokens`;
     - `.json`: lists of lengths alone: `prompt_tokens` or the `instructions` themselves, and
-      `output_tokens`, a list or several by the name of who wrote the outputs.
+      `output_tokens`, one list or several by the name of the generating model.
 
-    Any of them may be compressed (`.gz`). Of a text, the tokens are 1.3 for each word. Requests
-    that generate nothing are left out: there is nothing to wait for.
+    Any of them may be compressed (`.gz`). A text counts 1.3 tokens per word. Requests without
+    output tokens are left out.
 
     Args:
         path: the file.
-        outputs_of: which of several lists of outputs.
+        outputs_of: name of the list to use if there are several lists of outputs.
 
     Raises:
-        ConfigError: it cannot be read; the message names the line.
+        ConfigError: the file cannot be read; the message names the line.
     """
     name = path.name.removesuffix(".gz")
     readers: dict[str, Callable[[io.TextIOBase, Path], Iterator[TraceRequest]]] = {
@@ -82,7 +82,9 @@ def read_trace(path: Path, *, outputs_of: str | None = None) -> list[TraceReques
     }
     reader = readers.get(Path(name).suffix)
     if reader is None:
-        raise ConfigError(f"{path}: a trace ends in .csv, .jsonl or .json, maybe with .gz after it")
+        raise ConfigError(
+            f"{path} is not a known trace format; use .csv, .jsonl or .json, optionally with .gz"
+        )
     try:
         with _open(path) as file:
             requests = [request for request in reader(file, path) if request.output_tokens]
@@ -100,13 +102,13 @@ def read_trace(path: Path, *, outputs_of: str | None = None) -> list[TraceReques
 def poisson_arrivals(
     requests: list[TraceRequest], rate: float, num_requests: int, seed: int
 ) -> list[TraceRequest]:
-    """The requests in their order, over and over if need be, arriving independently.
+    """Give requests Poisson arrivals, in their order, repeated as needed.
 
     Args:
-        requests: whose lengths to take.
-        rate: requests a second, on average.
-        num_requests: how many.
-        seed: of the gaps between them; the same seed gives the same gaps but for the rate.
+        requests: requests with the lengths to use.
+        rate: mean number of requests per second.
+        num_requests: number of requests to return.
+        seed: seed of the gaps; the same seed gives the same gaps, scaled by the rate.
     """
     gaps_s = np.random.default_rng(seed).exponential(1.0, num_requests) / rate
     return [
@@ -118,13 +120,13 @@ def poisson_arrivals(
 def fit_lengths(
     requests: list[TraceRequest], max_tokens: int, *, cut: bool
 ) -> tuple[list[TraceRequest], int]:
-    """The requests that a context of `max_tokens` holds, and how many were left out or cut.
+    """Return the requests that fit a context of `max_tokens`, and how many were removed or cut.
 
     Args:
-        requests: any.
-        max_tokens: of prompt and output together.
+        requests: the requests of a trace.
+        max_tokens: maximum of prompt and output together.
         cut: keep the last part of prompts that are too long (section 6.5 of PagedAttention), and
-            end outputs early; else such requests are left out.
+            end outputs early; otherwise such requests are left out.
     """
     fitting = []
     num_changed = 0
@@ -141,7 +143,7 @@ def fit_lengths(
                     request,
                     prompt_tokens=num_prompt,
                     output_tokens=num_outputs,
-                    # What is cut is the beginning, so nothing is shared any more.
+                    # The beginning is cut, so no prefix is shared any more.
                     prefix_ids=() if num_prompt < request.prompt_tokens else request.prefix_ids,
                 )
             )
@@ -149,17 +151,17 @@ def fit_lengths(
 
 
 class PromptMaker:
-    """Makes up token ids: equal ones where prefix ids are equal, else all different.
+    """Generator of token ids: equal where prefix ids are equal, otherwise all different.
 
-    Prefix block h has the ids from h * 512 on, one after the other. All other tokens count down
-    from the largest id. They meet after two thousand million tokens.
+    Prefix block h has the consecutive ids from h * 512 on. All other tokens count down from the
+    largest id. The two ranges meet after two thousand million tokens.
     """
 
     def __init__(self) -> None:
         self._end = _ID_LIMIT
 
     def ids(self, request: TraceRequest) -> npt.NDArray[np.int32]:
-        """Of one prompt: [prompt_tokens]."""
+        """Generate the token ids of one prompt, [prompt_tokens]."""
         count = request.prompt_tokens
         block = np.arange(PREFIX_BLOCK_TOKENS)
         shared = np.array(request.prefix_ids, np.int64)[:, None] * PREFIX_BLOCK_TOKENS + block
@@ -183,7 +185,7 @@ def _bad(path: Path, line: int, what: str) -> ConfigError:
 
 
 def _number(value: Any, name: str, path: Path, line: int, least: int) -> int:
-    """A whole number of at least `least`, from text or JSON."""
+    """Parse a whole number of at least `least`, from text or JSON."""
     try:
         number = int(value)
         if number < least or (isinstance(value, float) and value != number):
@@ -211,7 +213,7 @@ def _read_csv(file: io.TextIOBase, path: Path) -> Iterator[TraceRequest]:
         if not row:
             continue
         if len(row) != len(header):
-            raise _bad(path, line, f"{len(row)} fields, and {len(header)} columns")
+            raise _bad(path, line, f"it has {len(row)} fields; it must have {len(header)}")
         read_time = _timestamp if is_azure else _seconds
         yield TraceRequest(
             read_time(row[0], path, line),
@@ -232,7 +234,7 @@ def _seconds(text: str, path: Path, line: int) -> float:
 
 
 def _timestamp(text: str, path: Path, line: int) -> float:
-    # Seven decimals, of which `datetime` takes six.
+    # The timestamps have seven decimals; `datetime` accepts six.
     match = re.fullmatch(r"(.+?)(\.\d+)?", text.strip())
     try:
         if match is None:
@@ -252,7 +254,7 @@ def _read_jsonl(file: io.TextIOBase, path: Path) -> Iterator[TraceRequest]:
             if not isinstance(entry, dict):
                 raise ValueError
         except ValueError:
-            raise _bad(path, line, "this is no JSON object") from None
+            raise _bad(path, line, "this is not a JSON object") from None
         if "input_length" in entry:
             yield _mooncake(entry, path, line)
             continue
@@ -281,7 +283,7 @@ def _mooncake(entry: dict[str, Any], path: Path, line: int) -> TraceRequest:
 
 
 def _prompt_tokens(value: Any, path: Path, line: int) -> int:
-    """A number, or a text whose words are counted."""
+    """Parse a number of tokens, or estimate it from the words of a text."""
     if isinstance(value, str):
         return max(round(_TOKENS_PER_WORD * len(value.split())), 1)
     return _number(value, "prompt_tokens", path, line, 1)
@@ -291,7 +293,7 @@ def _read_json(file: io.TextIOBase, path: Path, outputs_of: str | None) -> Itera
     try:
         content = json.load(file)
     except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}") from error
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must be a JSON object of lists")
     prompts = content.get("prompt_tokens", content.get("instructions"))
@@ -299,14 +301,17 @@ def _read_json(file: io.TextIOBase, path: Path, outputs_of: str | None) -> Itera
     if isinstance(outputs, dict):
         if outputs_of not in outputs:
             raise ConfigError(
-                f"{path} has outputs of several; choose one with --outputs-of: "
+                f"{path} has several lists of outputs; choose one with --outputs-of: "
                 f"{', '.join(sorted(outputs)[:8])}, ..."
             )
         outputs = outputs[outputs_of]
     if not isinstance(prompts, list) or not isinstance(outputs, list):
         raise ConfigError(f"{path} must have a list prompt_tokens and a list output_tokens")
     if len(prompts) != len(outputs):
-        raise ConfigError(f"{path} has {len(prompts)} prompts and {len(outputs)} outputs")
+        raise ConfigError(
+            f"{path} has {len(prompts)} prompts and {len(outputs)} outputs; it must have equally "
+            "many"
+        )
     for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True), 1):
         yield TraceRequest(
             None,

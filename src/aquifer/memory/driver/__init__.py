@@ -1,4 +1,4 @@
-"""The boundary to the device's virtual memory, and the registry of what implements it."""
+"""Virtual memory drivers: the `Driver` protocol, and the registry of its implementations."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _log = logging.getLogger(__name__)
 
 
 def open_driver(device: str) -> Driver:
-    """Open the memory driver of `device`; the implementation is imported only when asked for.
+    """Open the memory driver of `device`; its implementation is imported here, on demand.
 
     Args:
-        device: "cpu", "cuda" or "cuda:N"; "cuda" alone is the first GPU. "auto" is that one too,
-            where there is one and the packages to drive it are installed, and else "cpu".
+        device: "cpu", "cuda" or "cuda:N"; "cuda" alone is the first GPU. "auto" is the first GPU
+            if there is one and the CUDA bindings are installed, else "cpu".
 
     Raises:
         ConfigError: there is no driver for that device, or its packages are not installed.
-        DriverError: the device is missing, or refused.
+        DriverError: the device is missing, or refused a call.
     """
     if device == "auto":
         device = _choose()
@@ -34,12 +34,12 @@ def open_driver(device: str) -> Driver:
 
         return CudaDriver(int(match[1] or 0))
     raise ConfigError(
-        f"no memory driver for device {device!r}; there is 'auto', 'cpu', 'cuda' and 'cuda:N'"
+        f"no memory driver for device {device!r}; use 'auto', 'cpu', 'cuda' or 'cuda:N'"
     )
 
 
 def _choose() -> str:
-    """What "auto" stands for on this machine."""
+    """Return the device that "auto" selects on this machine."""
     import torch
 
     from aquifer.memory.driver import cuda

@@ -1,16 +1,16 @@
-"""What Aquifer asks of a device's virtual memory: the whole boundary, in one protocol.
+"""The `Driver` protocol: the whole boundary to a device's virtual memory.
 
-The shape follows CUDA's virtual memory management (cuMemCreate, cuMemAddressReserve, cuMemMap,
-cuMemSetAccess), which is the narrower of the two implementations:
+It follows CUDA's virtual memory management (cuMemCreate, cuMemAddressReserve, cuMemMap,
+cuMemSetAccess), the more restrictive of the two implementations:
 
-- A handle is one physical page and maps whole; there are no parts of a handle.
-- Costs are per handle, not per byte, so calls take many handles at once and a driver may merge
+- A handle is one physical page and is mapped as a whole; a part of a handle cannot be mapped.
+- Costs are per handle, not per byte. Calls therefore take many handles, and a driver may merge
   neighbours into one system call where the system allows it.
 - A handle may be mapped at several addresses at once; all see the same bytes.
 
 Error convention: a call that raises `DriverError` has changed nothing. `release`, `free` and
-`unmap` raise only for arguments that were never valid, or when the device itself is lost, so
-teardown cannot get stuck half-way.
+`unmap` raise only for arguments that were never valid, or when the device is lost, so teardown
+always completes.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ Handle = NewType("Handle", int)
 
 
 class Fence(Protocol):
-    """A moment in the device's work: whatever was handed to it before this was made."""
+    """A point in the device's work: everything submitted before the fence was made."""
 
     def passed(self) -> bool:
         """Whether all of that work is done; does not wait."""
 
     def wait(self) -> None:
-        """Return when all of that work is done."""
+        """Wait until all of that work is done."""
 
 
 class Driver(Protocol):
-    """Creates physical pages, reserves addresses, and maps the one at the other."""
+    """Creator of physical pages, which it maps at reserved addresses."""
 
     @property
     def name(self) -> str:
-        """What the driver is called in errors and in `aquifer info`."""
+        """Name of the driver in errors and in `aquifer info`."""
 
     @property
     def device(self) -> torch.device:
-        """Where tensors made by `view` live."""
+        """Device of the tensors made by `view`."""
 
     @property
     def granularity_bytes(self) -> int:
@@ -52,46 +52,46 @@ class Driver(Protocol):
 
     @property
     def default_page_bytes(self) -> int:
-        """The page size to use where nobody chose one."""
+        """The page size to use unless one is configured."""
 
     @property
     def large_page_bytes(self) -> int:
-        """The page size for much data that moves together, such as a weight matrix.
+        """The page size for large data that moves as a whole, such as a weight matrix.
 
         Costs are per page, so it is large where the device has large pages; else the default.
         """
 
     @property
     def max_mappings(self) -> int | None:
-        """How many pages may be mapped at once, or None where the device sets no limit."""
+        """Maximum number of pages mapped at once, or None if the device sets no limit."""
 
     def available_bytes(self) -> int:
-        """Physical memory that this process could still take, in bytes."""
+        """Free physical memory that this process could allocate, in bytes."""
 
     def total_bytes(self) -> int:
-        """Physical memory that there is for all processes together, in bytes."""
+        """Physical memory of the device for all processes together, in bytes."""
 
     def overhead_bytes(self) -> int:
-        """What this process holds of the device beside the driver's pages, in bytes.
+        """Device memory that this process holds outside the driver's pages, in bytes.
 
-        0 where that is none of the pool's business. It is this process's own figure, whatever
-        others take or give back meanwhile, and quick enough to be asked once a second.
+        0 where the pool does not account for it. Other processes' allocations do not change it,
+        and it is cheap enough to read once a second.
         """
 
     def create(self, page_bytes: int, count: int) -> list[Handle]:
         """Create `count` pages of `page_bytes` zeroed bytes each, all or none."""
 
     def release(self, handles: Sequence[Handle]) -> None:
-        """Give pages back to the system. Pre-condition: none of them is mapped."""
+        """Return pages to the system. Pre-condition: none of them is mapped."""
 
     def reserve(self, num_bytes: int) -> int:
-        """Reserve addresses with nothing behind them; return the first."""
+        """Reserve addresses without physical memory; return the first address."""
 
     def free(self, address: int, num_bytes: int) -> None:
-        """Give a whole reservation back. Pre-condition: nothing in it is mapped."""
+        """Free a whole reservation. Pre-condition: nothing in it is mapped."""
 
     def map(self, address: int, handles: Sequence[Handle]) -> None:
-        """Map pages of one size one after the other from `address` on, all or none.
+        """Map pages of one size at consecutive addresses from `address` on, all or none.
 
         Pre-condition: the addresses are reserved and nothing is mapped there.
         """
@@ -103,17 +103,17 @@ class Driver(Protocol):
         """Overwrite pages with zeros, mapped or not."""
 
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
-        """A uint8 tensor over reserved addresses, whether or not anything is mapped there yet.
+        """Return a uint8 tensor over reserved addresses, mapped or not.
 
-        The tensor does not keep the reservation alive. Touching an unmapped address through it
+        The tensor does not keep the reservation alive. Accessing an unmapped address through it
         is a fault.
         """
 
     def fence(self) -> Fence | None:
-        """Mark the work handed to the device so far, by this thread's current stream.
+        """Return a fence for the work submitted so far to this thread's current stream.
 
-        None where there is nothing to wait for: work is done when the call that does it returns.
+        None if the device is synchronous: work is done when the call that does it returns.
         """
 
     def close(self) -> None:
-        """Give everything back to the system."""
+        """Return all pages and reservations to the system."""

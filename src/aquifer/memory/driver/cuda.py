@@ -1,18 +1,18 @@
-"""Pages of an NVIDIA GPU, through the driver's virtual memory management.
+"""Driver of an NVIDIA GPU, through CUDA's virtual memory management.
 
-A handle is the driver's own (`CUmemGenericAllocationHandle`). What the implementation relies on,
-beyond what the driver's manual promises; `tests/gpu/test_cuda_driver.py` checks each:
+A handle is the driver's own (`CUmemGenericAllocationHandle`). The implementation relies on these
+facts beyond the driver's manual; `tests/gpu/test_cuda_driver.py` checks each:
 
-- A handle maps whole. `cuMemSetAccess` and `cuMemUnmap` take a range of many handles, as long as
-  its ends are ends of handles; they cost about as much per handle as one by one.
-- A new handle reads as zeros, also where this process wrote before: the kernel driver scrubs what
-  is released. So `create` writes nothing.
-- Neither mapping nor unmapping waits for kernels that run. Unmapping what one of them still reads
-  is a fault that ends the process, so whoever unmaps asks `fence` first (`memory/retire.py`).
-- A CUDA graph refers to addresses: it replays correctly after the page behind one was replaced.
+- A handle maps whole. `cuMemSetAccess` and `cuMemUnmap` take a range of many handles, if its ends
+  are ends of handles; the cost per handle is about that of single calls.
+- A new handle reads as zeros, even in memory that this process wrote before: the kernel driver
+  scrubs released memory. So `create` writes nothing.
+- Neither mapping nor unmapping waits for running kernels. Unmapping a page that a kernel still
+  reads is a fault that ends the process, so callers wait for a `fence` first (`memory/retire.py`).
+- A CUDA graph refers to addresses: it replays correctly after the page at one was replaced.
 
-All calls work on the device's primary context, which is torch's, and leave the calling thread's
-current context as it was. Calls may come from several threads.
+All calls use the device's primary context, which is torch's, and leave the calling thread's
+current context unchanged. Calls may come from several threads.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ _PAGE_BYTES = 2 << 20  # the granularity of every GPU so far
 _LARGE_PAGE_BYTES = 32 << 20
 
 _CONTEXT_BYTES = 600 << 20
-"""What is set aside for the context, loaded modules and executable graphs where nobody can tell
-their size: what a process takes on an H200 with cuBLAS and Triton's kernels loaded, rounded up."""
+"""Allowance for the CUDA context, loaded modules and executable graphs where NVML does not report
+their size: the use of a process on an H200 with cuBLAS and Triton's kernels loaded, rounded up."""
 
-_NAME_BYTES = 256  # room for the names that the driver gives out
+_NAME_BYTES = 256  # buffer for names returned by the driver
 
 
 class CudaDriver:
     """The `Driver` of one NVIDIA GPU.
 
     Args:
-        index: which one, as torch numbers them.
-        api: stands in for `cuda.bindings.driver`; for tests.
-        nvml: stands in for the module `pynvml`; for tests.
+        index: the GPU's index in torch.
+        api: replaces `cuda.bindings.driver` in tests.
+        nvml: replaces the module `pynvml` in tests.
 
     Raises:
-        ConfigError: the packages to drive a GPU are not installed.
-        DriverError: there is no such GPU, or it refused.
+        ConfigError: the CUDA bindings, or torch with CUDA, are not installed.
+        DriverError: there is no such GPU, or it refused a call.
     """
 
     name = "cuda"
@@ -61,16 +61,17 @@ class CudaDriver:
         self._api = api = _load_api() if api is None else api
         self.device = torch.device("cuda", index)
         self._page_bytes: dict[Handle, int] = {}  # live handles -> size
-        self._imported: set[Handle] = set()  # the part of them that other processes created
-        self._created_bytes = 0  # of the others; several threads create and release
+        self._imported: set[Handle] = set()  # live handles that other processes created
+        self._created_bytes = 0  # bytes of the other live handles; several threads change it
         self._counting = threading.Lock()
         self._reservations: dict[int, int] = {}  # address -> size
         self._mapped: dict[int, int] = {}  # address -> size of the page there
         with ExitStack() as undo:
-            self._check(api.cuInit(0), "no NVIDIA GPU can be used; --device cpu needs none")
+            self._check(api.cuInit(0), "no NVIDIA GPU can be used; use --device cpu")
             self._device_id = self._check(api.cuDeviceGet(index), f"there is no {self.device}")
             context = self._check(
-                api.cuDevicePrimaryCtxRetain(self._device_id), f"{self.device} gives no context"
+                api.cuDevicePrimaryCtxRetain(self._device_id),
+                f"could not get the primary context of {self.device}",
             )
             undo.callback(api.cuDevicePrimaryCtxRelease, self._device_id)
             self._current = _CurrentContext(self, context)
@@ -100,32 +101,32 @@ class CudaDriver:
         self.large_page_bytes = max(_LARGE_PAGE_BYTES, self.granularity_bytes)
 
     def available_bytes(self) -> int:
-        """What the device has free, whoever uses the rest."""
+        """Free memory of the device."""
         return self._memory_info()[0]
 
     def total_bytes(self) -> int:
-        """What the device has, whoever uses it."""
+        """Total memory of the device."""
         return self._memory_info()[1]
 
     def overhead_bytes(self) -> int:
-        """The context, what torch's allocator has reserved, modules, workspaces, graphs.
+        """The CUDA context, torch's caching allocator, modules, workspaces and CUDA graphs.
 
-        As the management library counts them, less the pages; right up to the few pages that
-        another thread creates meanwhile. Where the library does not know this process, it is an
-        allowance for the context, and what torch's allocator has reserved, which is exact and has
-        the private pools of captured graphs in it.
+        It is NVML's figure for this process minus the pages; pages that another thread creates
+        meanwhile make it inexact by their size. If NVML does not list this process, it is an
+        allowance for the context plus torch's reserved memory, which is exact and includes the
+        private pools of captured graphs.
         """
         reserved_bytes = torch.cuda.memory_reserved(self.device)
         created_bytes = self._created_bytes
         used_bytes = self._process_memory.used_bytes()
-        # Less than that is not ours: the library numbers processes as somebody else does.
+        # A smaller figure belongs to another process: NVML uses the PIDs of another namespace.
         if used_bytes is None or used_bytes < created_bytes + reserved_bytes:
             return _CONTEXT_BYTES + reserved_bytes
         return max(used_bytes - max(created_bytes, self._created_bytes), reserved_bytes)
 
     @property
     def product(self) -> str:
-        """What the device is called by who made it."""
+        """Product name of the device."""
         with self._current:
             name = self._check(
                 self._api.cuDeviceGetName(_NAME_BYTES, self._device_id), "could not get the name"
@@ -139,7 +140,7 @@ class CudaDriver:
         return f"{version // 1000}.{version % 1000 // 10}"
 
     def create(self, page_bytes: int, count: int) -> list[Handle]:
-        """One driver call a page; pages can be exported."""
+        """Create pages, with one driver call per page; they can be exported."""
         if page_bytes <= 0 or page_bytes % self.granularity_bytes:
             raise DriverError(
                 "CUDA_ERROR_INVALID_VALUE",
@@ -160,7 +161,7 @@ class CudaDriver:
         return handles
 
     def release(self, handles: Sequence[Handle]) -> None:
-        """Give pages back; the memory is free when this returns, unless somebody imported it."""
+        """Release pages; their memory is free on return, unless another process imported it."""
         for handle in handles:
             if handle not in self._page_bytes:
                 raise InvariantError(f"page {handle} was released twice or never created")
@@ -174,7 +175,7 @@ class CudaDriver:
                     self._count(-page_bytes)
 
     def reserve(self, num_bytes: int) -> int:
-        """Reserve addresses; terabytes cost nothing."""
+        """Reserve addresses; this takes no memory, even for terabytes."""
         with self._current:
             address = int(
                 self._check(
@@ -186,14 +187,14 @@ class CudaDriver:
         return address
 
     def free(self, address: int, num_bytes: int) -> None:
-        """Return the addresses."""
+        """Free the addresses."""
         if self._reservations.pop(address, None) != num_bytes:
             raise InvariantError(f"{num_bytes} bytes at {address:#x} were never reserved")
         with self._current:
             self._check(self._api.cuMemAddressFree(address, num_bytes), "could not free addresses")
 
     def map(self, address: int, handles: Sequence[Handle]) -> None:
-        """Map one by one, then make the whole stretch accessible by one call."""
+        """Map the pages one by one, then make the whole range accessible with one call."""
         if not handles:
             return
         page_bytes = self._page_bytes[handles[0]]
@@ -213,7 +214,7 @@ class CudaDriver:
         self._mapped.update(dict.fromkeys(range(address, end, page_bytes), page_bytes))
 
     def unmap(self, address: int, page_bytes: int, count: int) -> None:
-        """Unmap by one call. Pre-condition: `fence` has shown that nothing in flight is there."""
+        """Unmap with one call. Pre-condition: a `fence` has shown that no kernel uses the pages."""
         places = range(address, address + count * page_bytes, page_bytes)
         for place in places:
             if self._mapped.get(place) != page_bytes:
@@ -224,10 +225,10 @@ class CudaDriver:
             del self._mapped[place]
 
     def zero(self, handles: Sequence[Handle]) -> None:
-        """Map the pages at addresses of their own for a moment, and wait until they are written.
+        """Map the pages at temporary addresses, zero them, and wait for that.
 
-        The write runs on a stream of its own, so it does not wait for the kernels in flight. That
-        is safe, because a page to be zeroed belongs to nobody.
+        The write runs on a separate stream, so it does not wait for running kernels. That is safe,
+        because a page to be zeroed has no owner.
         """
         sizes = {self._page_bytes[handle] for handle in handles}
         for page_bytes in sizes:
@@ -243,24 +244,24 @@ class CudaDriver:
                 self._check(self._api.cuStreamSynchronize(self._stream), what)
 
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
-        """A tensor that torch makes without asking the driver about the address."""
+        """Return a tensor that torch makes without a driver call about the address."""
         return tensor_over(address, num_bytes, self.device)
 
     def fence(self) -> EventFence:
-        """An event on torch's current stream.
+        """Record an event on torch's current stream.
 
-        It covers that stream alone: work on another one that touches pages must be joined to it
-        (`current.wait_stream(other)`) or waited for before the pages are given up.
+        It covers that stream only. Work on another stream that uses pages must be joined to it
+        (`current.wait_stream(other)`) or waited for before the pages are released.
         """
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return EventFence(event)
 
     def export(self, handle: Handle) -> int:
-        """A file descriptor that stands for the page; the caller closes it.
+        """Export the page as a file descriptor; the caller closes it.
 
-        Another process that gets it, inherited or through a socket, may `import_` it. The memory
-        goes back to the system when both processes have released the page and closed theirs.
+        Another process that receives it, inherited or through a socket, may `import_` it. The
+        memory is freed when both processes have released the page and closed their descriptors.
         """
         if handle not in self._page_bytes:
             raise InvariantError(f"page {handle} does not exist")
@@ -273,23 +274,23 @@ class CudaDriver:
             )
 
     def import_(self, fd: int, page_bytes: int) -> Handle:
-        """A page of another process, to be mapped and released like one's own.
+        """Import a page of another process, to be mapped and released like any page.
 
         Args:
-            fd: as `export` made it; it stays open, and stays the caller's.
+            fd: the descriptor made by `export`; it stays open, and the caller closes it.
             page_bytes: the size with which the page was created.
         """
         with self._current:
             handle = self._check(
                 self._api.cuMemImportFromShareableHandle(fd, self._fd_type),
-                f"file descriptor {fd} is no page of this device",
+                f"file descriptor {fd} is not a page of this device",
             )
             entered = self._enter(handle, page_bytes)
         self._imported.add(entered)
         return entered
 
     def close(self) -> None:
-        """Wait for the device, then give everything back, mapped or not, and what torch caches."""
+        """Wait for the device, then release all pages, mapped or not, and torch's cached memory."""
         if self._stream is None:
             return
         with self._current:
@@ -312,7 +313,7 @@ class CudaDriver:
         return self._api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
     def _allocation_properties(self, index: int) -> Any:
-        """Memory of this device, which stays where it is and can be exported."""
+        """Properties of pages: pinned memory of this device that can be exported."""
         properties = self._api.CUmemAllocationProp()
         properties.type = self._api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         properties.location.type = self._api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -345,7 +346,7 @@ class CudaDriver:
             self._check(self._api.cuMemUnmap(address, num_bytes), "could not unmap pages")
 
     def _check(self, result: tuple[Any, ...], what: str) -> Any:
-        """The values of a driver call that returned (code, *values).
+        """Return the values of a driver call that returned (code, *values).
 
         Raises:
             DriverError: the code is not success.
@@ -359,7 +360,7 @@ class CudaDriver:
 
 
 class EventFence:
-    """The `Fence` of a CUDA event that has been recorded."""
+    """The `Fence` of a recorded CUDA event."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
@@ -374,7 +375,7 @@ class EventFence:
 
 
 class _CurrentContext:
-    """Makes a context current while it is entered, in whichever thread; may be nested."""
+    """Context manager that makes a CUDA context current in the calling thread; may be nested."""
 
     def __init__(self, driver: CudaDriver, context: Any) -> None:
         self._driver = driver
@@ -403,16 +404,16 @@ def has_bindings() -> bool:
 
 
 def _text(name: bytes) -> str:
-    """What the driver wrote into room for more."""
+    """Decode a NUL-terminated name in a larger buffer."""
     return name.split(b"\0", 1)[0].decode()
 
 
 def _load_api() -> Any:
-    """The driver's bindings.
+    """Import the CUDA bindings.
 
     Raises:
-        ConfigError: they, or torch for CUDA, are not installed.
-        DriverError: the driver itself is not.
+        ConfigError: the bindings, or torch with CUDA, are not installed.
+        DriverError: the NVIDIA driver is not installed.
     """
     try:
         from cuda.bindings import driver
@@ -424,11 +425,11 @@ def _load_api() -> Any:
     if torch.version.cuda is None:
         raise ConfigError(
             f"device 'cuda' needs torch with CUDA, and torch {torch.__version__} has none; "
-            "install one that has, or use --device cpu"
+            "install a CUDA build of torch, or use --device cpu"
         )
     try:
         driver.cuDriverGetVersion()
-    except RuntimeError as error:  # how the bindings say that they found no libcuda
+    except RuntimeError as error:  # the bindings found no libcuda
         raise DriverError(
             "NO_CUDA_DRIVER", f"no NVIDIA driver is installed ({error}); use --device cpu"
         ) from error

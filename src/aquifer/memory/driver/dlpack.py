@@ -1,7 +1,8 @@
-"""A tensor over addresses that nobody vouches for.
+"""Tensors over reserved addresses, whether or not memory is mapped there.
 
-Every other way to make a tensor from an address asks the device whose address it is, and fails
-where nothing is mapped yet. A DLPack capsule states place and shape, and is believed.
+Other ways to make a tensor from an address look the address up in the device, and fail where
+nothing is mapped yet. A DLPack capsule states device, address and shape, and torch does not
+check them.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ class _DLManagedTensor(ctypes.Structure):
 
 
 class _Block(ctypes.Structure):
-    """What one `malloc` holds: the capsule's content, and the shape that it points to."""
+    """Layout of one `malloc`: the capsule's content, and the shape that it points to."""
 
     _fields_ = (("managed", _DLManagedTensor), ("shape", ctypes.c_int64 * 1))
 
 
 def tensor_over(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """A uint8 tensor over `num_bytes` from `address` on, which is believed to be on `device`.
+    """Return a uint8 tensor over `num_bytes` from `address` on, without checking the address.
 
-    The tensor keeps nothing alive but its own description.
+    The tensor keeps only its own description alive.
     """
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p
@@ -72,8 +73,8 @@ def tensor_over(address: int, num_bytes: int, device: torch.device) -> torch.Ten
             byte_offset=0,
         ),
         manager_ctx=None,
-        # C's own `free` deletes the block, which begins with what it is called with. A deleter
-        # written in Python could be called when the interpreter is gone already.
+        # The deleter is C's `free`: its argument is the start of the block. A deleter in Python
+        # could be called after the interpreter has exited.
         deleter=ctypes.cast(libc.free, ctypes.c_void_p).value,
     )
     new_capsule = ctypes.pythonapi.PyCapsule_New

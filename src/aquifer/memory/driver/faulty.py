@@ -1,4 +1,4 @@
-"""A driver that fails when told to: for tests of what happens then."""
+"""Fault injection for tests: a driver that fails at a chosen call."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from aquifer.memory.driver.base import Driver, Fence, Handle
 
 
 class FaultyDriver:
-    """Passes every call on to `inner`, except that the call numbered `fail_at` raises.
+    """Driver that forwards every call to `inner`, but raises at call number `fail_at`.
 
     Only the calls that a real device may refuse are counted: create, reserve, map, zero.
 
     Attributes:
-        num_calls: calls counted so far, whether or not they failed.
+        num_calls: calls counted so far, including failed ones.
         fail_at: index of the call to fail, counting from 0, or None.
-        mapped_pages: pages mapped at this moment, over all addresses.
+        mapped_pages: pages mapped now, over all addresses.
     """
 
     def __init__(self, inner: Driver, fail_at: int | None = None) -> None:
@@ -31,7 +31,7 @@ class FaultyDriver:
 
     @property
     def name(self) -> str:
-        """The inner driver's name, marked."""
+        """The inner driver's name with the prefix "faulty"."""
         return f"faulty {self.inner.name}"
 
     @property
@@ -127,4 +127,4 @@ class FaultyDriver:
         number = self.num_calls
         self.num_calls += 1
         if number == self.fail_at:
-            raise DriverError("INJECTED", f"call {number} ({call}) was told to fail")
+            raise DriverError("INJECTED", f"call {number} ({call}) fails by request")

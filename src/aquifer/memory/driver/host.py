@@ -1,15 +1,15 @@
-"""Real pages of host memory: a memfd for the bytes, mmap with MAP_FIXED for the addresses.
+"""Driver of host memory: a memfd provides the pages, mmap with MAP_FIXED the addresses.
 
-A handle is a byte offset into one anonymous file. What the implementation relies on:
+A handle is a byte offset into one anonymous file. The implementation relies on these facts:
 
-- `fallocate` makes the bytes real at creation, so that a shortage is an error here and not a
-  SIGBUS at the first touch; `FALLOC_FL_PUNCH_HOLE` gives them back, and the hole reads as zeros.
+- `fallocate` allocates the memory at creation, so that a shortage is an error here and not a
+  SIGBUS at the first access; `FALLOC_FL_PUNCH_HOLE` frees it, and the hole reads as zeros.
 - The same file offset may be mapped at any number of addresses (MAP_SHARED).
 - A reservation is a PROT_NONE mapping without swap accounting. Unmapping maps PROT_NONE over the
-  page instead of calling munmap, so that nobody else's mmap can land inside the reservation.
+  page instead of calling munmap, so that no other mmap can land inside the reservation.
 - Linux merges mappings that are adjacent in address and in file offset, and limits a process to
   `vm.max_map_count` of them. Neighbouring handles are therefore mapped by one call, and `create`
-  hands out neighbours where it can.
+  returns neighbours where it can.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 0x01, 0x02
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _DEFAULT_PAGE_BYTES = 64 * 1024
-_ZEROS_BYTES = 1 << 20  # how much `zero` writes at a time
+_ZEROS_BYTES = 1 << 20  # size of one write of `zero`
 _MAX_FILE_BYTES = 2**63 - 1
 _MAPPINGS_LEFT_TO_OTHERS = 8192  # libraries, thread stacks, allocator arenas
 
@@ -55,20 +55,20 @@ class HostDriver:
         self._fd = os.memfd_create("aquifer", os.MFD_CLOEXEC)
         self._file_bytes = 0
         self._page_bytes: dict[Handle, int] = {}  # live handles -> size
-        self._holes: dict[int, list[Handle]] = {}  # size -> released offsets, to be used again
+        self._holes: dict[int, list[Handle]] = {}  # size -> released offsets, to be reused
         self._reservations: dict[int, int] = {}  # address -> size
         self._zeros = bytes(_ZEROS_BYTES)
-        # Pages are created ahead in one thread while another gives some back.
+        # One thread creates pages ahead while another releases some.
         self._lock = threading.Lock()
 
     @property
     def max_mappings(self) -> int:
-        """Pages that may be mapped at once before `vm.max_map_count` gets in the way."""
+        """Pages that may be mapped at once within `vm.max_map_count`."""
         limit = int(Path("/proc/sys/vm/max_map_count").read_text())
         return max(limit - _MAPPINGS_LEFT_TO_OTHERS, limit // 2)
 
     def available_bytes(self) -> int:
-        """Free and reclaimable memory, or what the control group still allows if that is less."""
+        """Free and reclaimable memory, or the room in the control group if that is less."""
         available = _meminfo_bytes("MemAvailable")
         room = _cgroup_room_bytes()
         return available if room is None else min(available, room)
@@ -80,11 +80,11 @@ class HostDriver:
         return total if limit is None else min(total, limit)
 
     def overhead_bytes(self) -> int:
-        """Nothing: Python, torch and activations are not the pool's, and nobody divides them up."""
+        """0: memory of Python, torch and activations is not part of the pool's budget."""
         return 0
 
     def create(self, page_bytes: int, count: int) -> list[Handle]:
-        """Take released offsets of the same size first, lowest first, then grow the file."""
+        """Reuse released offsets of the same size, lowest first, then grow the file."""
         if page_bytes <= 0 or page_bytes % self.granularity_bytes:
             raise DriverError(
                 "EINVAL",
@@ -97,7 +97,9 @@ class HostDriver:
             num_new = count - len(reused)
             new_end = self._file_bytes + num_new * page_bytes
             if new_end > _MAX_FILE_BYTES:
-                raise DriverError("EFBIG", f"{count} pages of {page_bytes} bytes are no file size")
+                raise DriverError(
+                    "EFBIG", f"{count} pages of {page_bytes} bytes exceed the largest file size"
+                )
             handles = reused + [Handle(o) for o in range(self._file_bytes, new_end, page_bytes)]
             try:
                 if num_new:
@@ -107,7 +109,7 @@ class HostDriver:
             except OSError as error:
                 for offset, length in self._runs(reused, page_bytes):
                     self._fallocate(_FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, offset, length)
-                os.ftruncate(self._fd, self._file_bytes)  # drops the new ones
+                os.ftruncate(self._fd, self._file_bytes)  # removes the new pages
                 raise _driver_error(
                     error, f"could not create {count} pages of {page_bytes} bytes"
                 ) from error
@@ -117,7 +119,7 @@ class HostDriver:
             return handles
 
     def release(self, handles: Sequence[Handle]) -> None:
-        """Punch holes where the pages were: the memory goes back at once."""
+        """Punch holes in place of the pages, which frees their memory at once."""
         with self._lock:
             for handle in handles:
                 if handle not in self._page_bytes:
@@ -130,20 +132,20 @@ class HostDriver:
                 del self._page_bytes[handle]
 
     def reserve(self, num_bytes: int) -> int:
-        """Map `num_bytes` of nothing; terabytes cost nothing but address space."""
+        """Reserve `num_bytes` with a PROT_NONE mapping; this takes only address space."""
         flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
         address = self._mmap(None, num_bytes, _PROT_NONE, flags, -1, 0)
         self._reservations[address] = num_bytes
         return address
 
     def free(self, address: int, num_bytes: int) -> None:
-        """Return the addresses to the process."""
+        """Free the addresses."""
         if self._reservations.pop(address, None) != num_bytes:
             raise InvariantError(f"{num_bytes} bytes at {address:#x} were never reserved")
         self._libc.munmap(address, num_bytes)
 
     def map(self, address: int, handles: Sequence[Handle]) -> None:
-        """Map runs of neighbouring offsets by one call each."""
+        """Map each run of neighbouring offsets with one call."""
         mapped = 0
         for page_bytes, group in self._by_size(handles):
             for offset, length in self._runs(group, page_bytes):
@@ -163,11 +165,11 @@ class HostDriver:
                 mapped += length
 
     def unmap(self, address: int, page_bytes: int, count: int) -> None:
-        """Put the bare reservation back in place of the pages."""
+        """Replace the pages by the PROT_NONE reservation."""
         self._map_nothing(address, page_bytes * count)
 
     def zero(self, handles: Sequence[Handle]) -> None:
-        """Write through the file, so that no mapping is needed (or counted as resident)."""
+        """Write zeros through the file, so that no mapping is needed (or counted as resident)."""
         zeros = memoryview(self._zeros)
         for page_bytes, group in self._by_size(handles):
             for offset, length in self._runs(group, page_bytes):
@@ -176,19 +178,19 @@ class HostDriver:
                     os.pwrite(self._fd, part, offset + start)
 
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
-        """Wrap the addresses; nothing is read."""
+        """Wrap the addresses in a tensor; nothing is read."""
         buffer = (ctypes.c_uint8 * num_bytes).from_address(address)
         return torch.frombuffer(buffer, dtype=torch.uint8)
 
     def fence(self) -> None:
-        """Nothing to wait for: the CPU's work is done when the call returns."""
+        """None: the CPU's work is done when the call returns."""
 
     def resident_bytes(self) -> int:
-        """Bytes that the pages take from the system right now, mapped or not."""
+        """Memory that the pages take from the system now, mapped or not."""
         return os.fstat(self._fd).st_blocks * 512
 
     def close(self) -> None:
-        """Unmap all reservations and drop the file, and with it every page."""
+        """Unmap all reservations and close the file, which frees every page."""
         for address, num_bytes in self._reservations.items():
             self._libc.munmap(address, num_bytes)
         self._reservations.clear()
@@ -199,7 +201,7 @@ class HostDriver:
             self._fd = -1
 
     def _by_size(self, handles: Sequence[Handle]) -> Iterator[tuple[int, list[Handle]]]:
-        """Split into maximal stretches of one page size, keeping the order."""
+        """Split into maximal runs of one page size, keeping the order."""
         start = 0
         while start < len(handles):
             page_bytes = self._page_bytes[handles[start]]
@@ -211,7 +213,7 @@ class HostDriver:
 
     @staticmethod
     def _runs(handles: Sequence[Handle], page_bytes: int) -> Iterator[tuple[int, int]]:
-        """(offset, length) of each stretch of handles that are neighbours in the file."""
+        """Yield (offset, length) of each run of handles that are neighbours in the file."""
         start = 0
         while start < len(handles):
             end = start + 1
@@ -226,8 +228,8 @@ class HostDriver:
             self._mmap(address, num_bytes, _PROT_NONE, flags | _MAP_FIXED, -1, 0)
         except DriverError:
             # At vm.max_map_count the system refuses every mmap, even one that leaves fewer
-            # mappings, but not munmap. The gap is open for a moment: if another thread's mmap
-            # lands in it, the second call fails rather than overwrite that.
+            # mappings, but not munmap. Until the second mmap the addresses are free: if another
+            # thread's mmap takes them meanwhile, the second call fails and overwrites nothing.
             if self._libc.munmap(address, num_bytes):
                 raise
             self._mmap(address, num_bytes, _PROT_NONE, flags | _MAP_FIXED_NOREPLACE, -1, 0)
@@ -277,19 +279,19 @@ def _driver_error(error: OSError, what: str) -> DriverError:
 
 
 def _meminfo_bytes(field: str) -> int:
-    """A figure of /proc/meminfo."""
+    """Return a field of /proc/meminfo, in bytes."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     return int(fields[field].split()[0]) * 1024
 
 
 def _cgroup() -> Path:
-    """The folder of this process's control group (version 2)."""
+    """Return the folder of this process's control group (version 2)."""
     group = Path("/proc/self/cgroup").read_text().strip().rsplit("::", 1)[-1]
     return Path("/sys/fs/cgroup") / group.lstrip("/")
 
 
 def _cgroup_limit_bytes() -> int | None:
-    """The memory limit of this process's control group (version 2), or None."""
+    """Return the memory limit of this process's control group (version 2), or None."""
     try:
         limit = (_cgroup() / "memory.max").read_text().strip()
         return None if limit == "max" else int(limit)
@@ -298,10 +300,10 @@ def _cgroup_limit_bytes() -> int | None:
 
 
 def _cgroup_room_bytes() -> int | None:
-    """What the memory limit of this process's control group (version 2) leaves, or None.
+    """Return the memory left under the limit of this process's control group, or None.
 
-    Cached files count as free, as they do in MemAvailable: else a checkpoint that was read before
-    would seem to leave no room for itself.
+    Cached files count as free, as they do in MemAvailable. Otherwise a checkpoint in the page
+    cache would appear to leave no room for itself.
     """
     limit = _cgroup_limit_bytes()
     if limit is None:

@@ -1,8 +1,8 @@
-"""What this process holds of one GPU, as NVIDIA's management library counts it.
+"""GPU memory of this process as counted by NVML, NVIDIA's management library.
 
-The package (`nvidia-ml-py`) is optional, and what the library says is not always to be had: in a
-container with its own process numbers, older drivers list the numbers of the host; with MIG or MPS
-a process may not be listed at all. Whoever asks has to do without an answer.
+The package (`nvidia-ml-py`) is optional, and NVML does not always list this process: in a
+container with its own PID namespace, older drivers list the host's PIDs; with MIG or MPS a process
+may not be listed at all. Callers must handle a missing answer.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 
 class ProcessMemory:
-    """The memory of this process on one GPU.
+    """Memory of this process on one GPU.
 
     Args:
-        pci_bus_id: which GPU, such as "0000:1B:00.0"; numbers may differ from the library's.
-        api: stands in for the module `pynvml`; for tests.
+        pci_bus_id: the GPU, such as "0000:1B:00.0"; CUDA's and NVML's indices may differ.
+        api: replaces the module `pynvml` in tests.
     """
 
     def __init__(self, pci_bus_id: str, api: Any = None) -> None:
@@ -26,7 +26,7 @@ class ProcessMemory:
         self._is_missing = False
 
     def used_bytes(self) -> int | None:
-        """All that this process holds there, pages included; None if the library cannot tell."""
+        """All memory of this process there, pages included; None if NVML does not list it."""
         if self._device is None and not self._is_missing:
             self._open()
         if self._device is None:
@@ -39,13 +39,13 @@ class ProcessMemory:
         return int(used[0]) if used and used[0] else None
 
     def close(self) -> None:
-        """Let go of the library."""
+        """Shut NVML down."""
         if self._device is not None:
             self._device = None
             self._api.nvmlShutdown()
 
     def _open(self) -> None:
-        """Load the library, which takes some milliseconds; once, whether or not that works."""
+        """Load NVML, which takes some milliseconds; tried once only."""
         self._is_missing = True
         if self._api is None:
             try:

@@ -50,7 +50,7 @@ def map_parameters(
     state = model.state_dict(keep_vars=True)
     filled = _fill(model, state, checkpoint, architecture)
     # Transformers has no public function for the parameters that it keeps in another dtype.
-    exact_dtypes = model._get_dtype_plan(next(model.parameters()).dtype)  # noqa: SLF001
+    exact_dtypes = model._get_dtype_plan(next(model.parameters()).dtype)
     parameters = []
     for name, aliases in names.items():
         tensor = state[name]

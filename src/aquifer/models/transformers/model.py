@@ -146,5 +146,5 @@ def _without_decoder(model: Any) -> Any:
     """Shallow copy of a model that shares its head and has a pass-through as its decoder."""
     head = copy.copy(model)
     # The copy shares its table of children with the model; setattr would change both.
-    head._modules = {**model._modules, _decoder_name(model): _PassThrough()}  # noqa: SLF001
+    head._modules = {**model._modules, _decoder_name(model): _PassThrough()}
     return head

@@ -251,12 +251,12 @@ def _attention(model: Any, name: str) -> Iterator[None]:
     # does not reach copies of the configuration in modules.
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     for config in configs.values():
-        config._attn_implementation = name  # noqa: SLF001
+        config._attn_implementation = name
     try:
         yield
     finally:
         for config in configs.values():
-            config._attn_implementation = SERVE  # noqa: SLF001
+            config._attn_implementation = SERVE
 
 
 def _arange(ids: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,7 @@ def make_skeleton(config: Any, dtype: torch.dtype, architecture: str) -> Any:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
         # The flag by which Transformers skips a parameter in `initialize_weights`.
-        parameter._is_hf_initialized = True  # noqa: SLF001
+        parameter._is_hf_initialized = True
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.zeros_like(buffer, device="cpu"))
