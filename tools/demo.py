@@ -1,9 +1,8 @@
-"""Serve a model, ask it two things over HTTP, and show where its memory is meanwhile.
+"""Demonstration: serve a model, send two requests over HTTP, and show its memory meanwhile.
 
     python tools/demo.py [ARGUMENTS OF aquifer serve]
 
-The bundled model is the default. Exits with 1, and prints what the server said, if anything goes
-wrong.
+The bundled model is the default. On any error it prints the server's messages and exits with 1.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ _console = Console(highlight=False)
 
 
 class _DemoError(Exception):
-    """The demonstration went wrong."""
+    """The demonstration failed."""
 
 
 def main() -> int:
-    """Run the demonstration; the exit code."""
+    """Run the demonstration; return the exit code."""
     arguments = sys.argv[1:] or ["demo", "--memory", "64M"]
     command = [sys.executable, "-m", "aquifer", "serve", *arguments, "--port", "0"]
     with tempfile.TemporaryFile("w+") as errors:
@@ -56,7 +55,7 @@ def main() -> int:
 
 
 def _wait_ready(server: subprocess.Popen[str]) -> str:
-    """The server's address, once it answers."""
+    """Wait until the server accepts connections; return its address."""
     assert server.stdout is not None
     for line in server.stdout:
         if line.startswith(_READY):
@@ -75,7 +74,7 @@ def _show_completion(address: str) -> None:
 
 
 def _show_chat(address: str) -> dict[str, Any]:
-    """Print an answer as it comes; the memory report from the middle of it."""
+    """Print a streamed answer; return the memory report taken in the middle of it."""
     report = _memory(address)
     question = "Tell me a story about a small boat."
     body = {
@@ -132,7 +131,7 @@ def _title(text: str) -> None:
 def _call(
     address: str, method: str, path: str, body: dict[str, Any] | None = None
 ) -> http.client.HTTPResponse:
-    """An answer whose body has not been read; it must be a success."""
+    """Send a request; return the response with its body unread. Its status must be 200."""
     connection = http.client.HTTPConnection(address, timeout=_PATIENCE_S)
     content = None if body is None else json.dumps(body)
     headers = {"Content-Type": "application/json", "Connection": "close"}
@@ -144,7 +143,7 @@ def _call(
 
 
 def _events(response: IO[bytes]) -> Iterator[dict[str, Any]]:
-    """The JSON of each server-sent event, up to the one that says the stream is done."""
+    """Yield the JSON of each server-sent event, until the stream is done."""
     for line in response:
         data = line.decode().strip().removeprefix("data: ")
         if data == "[DONE]":

@@ -1,6 +1,6 @@
-"""The engine beside Transformers' `generate` on this machine's CPU: `make bench-cpu`.
+"""CPU benchmark: the engine and Transformers' `generate` on this machine: `make bench-cpu`.
 
-Makes a random Llama of 100 million parameters, then runs the three `aquifer bench` commands whose
+Creates a random Llama of 100 million parameters, then runs three `aquifer bench` commands; their
 results are the JSON files in this folder.
 """
 
@@ -36,9 +36,9 @@ def make_model(folder: Path) -> None:
 
 
 def bench(folder: Path, *arguments: str) -> None:
-    """Run `aquifer bench` in a process of its own, and keep its result.
+    """Run `aquifer bench` in a separate process, and copy its result here.
 
-    It runs in `folder`, so that the command in the result is what anyone would type.
+    It runs in `folder`, so that the command in the result has no other paths.
     """
     result = f"{arguments[0]}.json"
     command = [sys.executable, "-m", "aquifer", "bench", *arguments, "--output", result]
@@ -47,7 +47,7 @@ def bench(folder: Path, *arguments: str) -> None:
 
 
 def main() -> None:
-    """All three measurements."""
+    """Run all three measurements."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model(folder / "llama-100m")

@@ -1,14 +1,14 @@
-"""How fast the decode attention kernel reads KV, beside a device copy of the same device.
+"""Read bandwidth of the decode attention kernel, compared with a device copy.
 
-Each figure is a CUDA graph of one call for each layer over token-major KV of all layers, so that
-nothing is left in the L2 cache from one replay to the next. GB/s are bytes of K and V attended
-to, over the time of the kernel, or of both where a second one merges partial results; the copy
-counts bytes read and written.
+Each figure is from a CUDA graph of one call per layer over token-major KV of all layers, so that
+nothing remains in the L2 cache from one replay to the next. GB/s are the bytes of K and V that are
+read, over the time of the kernel, or of both kernels if a second one merges partial results; the
+copy counts bytes read and written.
 
     python benchmarks/gpu/decode_attention.py --output result.json
     python benchmarks/gpu/decode_attention.py --sweep --shapes 64x2048 1x8192 --output sweep.json
 
-`--sweep` varies one field of the config after the other, from the default, keeping the best.
+`--sweep` varies one field of the config after another, from the default, and keeps the best.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Change = Callable[[Config], Config]
 
 @dataclass(frozen=True)
 class Shape:
-    """A batch of equal lengths. At 128 elements a head, 256 bytes, KV is 512 bytes a KV head."""
+    """A batch of equal lengths. A head has 128 elements; K and V take 512 bytes per KV head."""
 
     batch: int
     tokens: int
@@ -54,7 +54,7 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """As `--shapes` takes it."""
+        """The shape's name for `--shapes`."""
         return f"{self.batch}x{self.tokens}"
 
     @property
@@ -80,7 +80,7 @@ SHAPES = (
 
 
 class Batch:
-    """Tensors of one shape, random KV of all layers included; both layouts see the same KV."""
+    """Tensors of one shape, with random KV of all layers; both layouts use the same KV."""
 
     def __init__(self, shape: Shape, group: int) -> None:
         self.shape = shape
@@ -104,7 +104,7 @@ class Batch:
         self.tables = torch.randperm(num_blocks, device="cuda").view(shape.batch, -1)
 
     def layer_kv(self, layer: int, *, paged: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer: [slots, tokens, kv_heads, dim], or [blocks, 16, ...]."""
+        """Return a layer's K and V, [slots, tokens, kv_heads, dim] or [blocks, 16, ...]."""
         kv = self.kv[:, :, layer]
         if paged:
             kv = kv.unflatten(1, (-1, BLOCK_SIZE)).flatten(0, 1)
@@ -119,7 +119,7 @@ class Batch:
         *,
         paged: bool,
     ) -> None:
-        """Overwrite `out`."""
+        """Run decode attention; overwrites `out`."""
         decode_attention(
             self.query,
             *kv,
@@ -133,7 +133,7 @@ class Batch:
         )
 
     def check(self, *, paged: bool) -> None:
-        """Compare two rows of `out`, which is the last layer's, with the reference."""
+        """Compare two rows of the last layer's `out` with the reference."""
         query = self.query[:2].float()
         expected = torch.empty_like(query)
         decode_attention_reference(
@@ -150,7 +150,7 @@ class Batch:
 
 
 def measure(run: Callable[[], object], repeats: int) -> list[float]:
-    """Seconds of each replay of `run`, captured as a graph."""
+    """Measure the seconds of each replay of `run`, captured in a CUDA graph."""
     run()  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -167,7 +167,7 @@ def measure(run: Callable[[], object], repeats: int) -> list[float]:
 
 
 def measure_config(batch: Batch, config: Config, repeats: int, *, paged: bool) -> list[float]:
-    """Seconds of one layer, for each repeat."""
+    """Measure the seconds of one layer, for each repeat."""
     workspace = Workspace.empty(
         [config], batch.num_heads, batch.shape.num_kv_heads, HEAD_DIM, torch.device("cuda")
     )
@@ -184,11 +184,11 @@ def measure_config(batch: Batch, config: Config, repeats: int, *, paged: bool) -
 
 
 def variations(num_kv_heads: int, num_multiprocessors: int) -> Iterator[list[Change]]:
-    """For each field in turn, functions from the best config so far to others."""
+    """Yield, for each field in turn, functions that change the best config so far."""
 
     def heads(kv_heads: int) -> Change:
         def change(best: Config) -> Config:
-            """Other heads in tiles of the same size, and as many programs."""
+            """Change the heads per program, with equal tile size and number of programs."""
             old = best.kv_heads_per_program
             return replace(
                 best,
@@ -246,7 +246,7 @@ def main() -> None:
     results: list[dict[str, Any]] = []
 
     def run(batch: Batch, config: Config, layout: str) -> float:
-        """Seconds of one layer, the median; noted and printed. Infinite if it does not fit."""
+        """Measure, record and print; return a layer's median seconds, infinite if too large."""
         label = f"{batch.shape.name:9} {batch.shape.num_kv_heads} {layout:10}"
         cut = (
             f"heads {config.kv_heads_per_program} tokens {config.block_tokens:3} "

@@ -1,18 +1,18 @@
-"""All kernels of a decode step in one CUDA graph, against the time that its bytes take.
+"""Time of all kernels of a decode step in one CUDA graph, compared with its memory-bound floor.
 
     python benchmarks/gpu/decode_step.py --output benchmarks/gpu/decode_step.json
 
 Random weights of two models; every sequence has 576 tokens of KV, in one token-major cache for all
-layers. The step is what `aquifer.models.decoder` runs: embedding, angles, and for each layer norm
+layers. The step is that of `aquifer.models.decoder`: embedding, angles, and for each layer norm
 with QKV, rotation and cache write, attention, output, norm with gate-up, activation with down;
-then norm, head and greedy choice. The floor is weights and KV read once at the rate of a device
+then norm, head and greedy sampling. The floor is weights and KV read once at the rate of a device
 copy.
 
 First the hidden states after two layers are compared with the plain torch references, for each
-variant, and those after all layers with the variant in which kernels do not overlap: replay after
-replay, with other tokens each time, and with all memory of the graph poisoned before.
-Variants are timed for few batch sizes only; a profile of one replay gives the time of each kernel,
-which includes its waiting where kernels overlap.
+variant. Those after all layers are compared with the variant without overlapping kernels, over
+many replays, with other tokens each time, and with all memory of the graph poisoned before.
+Variants are timed for few batch sizes only. A profile of one replay gives the time of each kernel,
+which includes its wait where kernels overlap.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from aquifer.kernels.sampling_columns import SamplingColumns
 
 DTYPE = torch.bfloat16
 DEVICE = torch.device("cuda")
-COPY_BYTES_PER_S = 4.26e12  # of an H200, read plus written
-TOKENS = 576  # of each sequence, the step's own included
+COPY_BYTES_PER_S = 4.26e12  # an H200's, read plus written
+TOKENS = 576  # length of each sequence, the step's own token included
 BLOCK_SIZE = 16
-CAPACITY_TOKENS = 592  # a multiple of the block; what is beyond TOKENS is NaN
+CAPACITY_TOKENS = 592  # a multiple of the block size; KV beyond TOKENS is NaN
 BATCHES = (1, 8, 32, 128, 256)
 VARIANT_BATCHES = (1, 32, 128)
 CHECKED_BATCHES = (1, 5, 32)
@@ -68,7 +68,7 @@ MAX_ERROR = 2e-2
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a model."""
+    """Shape of a model."""
 
     name: str
     layers: int
@@ -83,18 +83,18 @@ class Shape:
 
     @property
     def kv_elements(self) -> int:
-        """K of one token in one layer; V has as many."""
+        """Elements of K of one token in one layer; V has as many."""
         return self.kv_heads * self.head_dim
 
     @property
     def weight_bytes(self) -> int:
-        """What a step reads of the weights: all but the embedding, of which it reads some rows."""
+        """Weight bytes that a step reads: all except the embedding, of which it reads few rows."""
         q = self.heads * self.head_dim
         layer = self.hidden * (2 * q + 2 * self.kv_elements + 3 * self.intermediate)
         return (self.layers * layer + self.vocab * self.hidden) * DTYPE.itemsize
 
     def floor_s(self, batch: int) -> float:
-        """Weights and KV, read once."""
+        """Time to read weights and KV once."""
         kv_bytes = batch * TOKENS * self.layers * 2 * self.kv_elements * DTYPE.itemsize
         return (self.weight_bytes + kv_bytes) / COPY_BYTES_PER_S
 
@@ -111,7 +111,7 @@ SHAPES = (
 
 @dataclass(frozen=True)
 class Variant:
-    """How a step is run."""
+    """Options with which a step runs."""
 
     name: str
     overlaps: bool = True
@@ -119,7 +119,7 @@ class Variant:
     cublas: bool = False  # for several rows
 
     def apply(self) -> None:
-        """Set what is set by module."""
+        """Set the options that are module attributes."""
         _triton.overlap = self.overlaps
         linear_module.MAX_TILE_TOKENS = 1 if self.cublas else MAX_TILE_TOKENS
 
@@ -185,7 +185,7 @@ class Model:
 
 
 def _matrix(num_out: int, num_in: int) -> torch.Tensor:
-    """Its products are about as large as their input."""
+    """Random matrix, scaled so that products have about the magnitude of their input."""
     return torch.empty(num_out, num_in, dtype=DTYPE, device=DEVICE).normal_(std=num_in**-0.5)
 
 
@@ -209,7 +209,7 @@ class Step:
         kv = model.kv
         self.first, self.second = self.slots, self.positions
         if paged:
-            # Blocks of one place in the sequence change slots, so that NaN stays at the ends.
+            # Blocks of one position are permuted among slots, so that NaN stays at the ends.
             per_slot = CAPACITY_TOKENS // BLOCK_SIZE
             order = torch.rand(len(kv), per_slot, device=DEVICE).argsort(0)
             self.tables = order * per_slot + torch.arange(per_slot, device=DEVICE)
@@ -220,14 +220,14 @@ class Step:
         self.layer_kv = [(heads[:, :, i, 0], heads[:, :, i, 1]) for i in range(model.shape.layers)]
 
     def workspace(self, variant: Variant) -> tuple[Workspace, Config]:
-        """For attention."""
+        """Return workspace and config of decode attention."""
         s = self.model.shape
         query = torch.empty(self.batch, s.heads, s.head_dim, dtype=DTYPE, device="meta")
         workspace, config = self.model.workspaces.get(query, self.layer_kv[0][1], paged=self.paged)
         return workspace, replace(config, merges_itself=variant.merges_itself)
 
     def run(self, variant: Variant) -> torch.Tensor:
-        """The kernels; the hidden states, normalised. Overwrites `next_ids`."""
+        """Run the kernels; return the normalised hidden states. Overwrites `next_ids`."""
         m, s = self.model, self.model.shape
         workspace, config = self.workspace(variant)
         residual = F.embedding(self.token_ids, m.embed)
@@ -255,7 +255,7 @@ class Step:
         return hidden
 
     def reference(self) -> torch.Tensor:
-        """The same by the plain torch references; attention in float32."""
+        """Compute the same with the plain torch references; attention in float32."""
         m, s = self.model, self.model.shape
         stream = F.embedding(self.token_ids, m.embed)
         angles = self.positions.float()[:, None] * m.frequencies
@@ -277,14 +277,14 @@ class Step:
         return rms_norm_reference(stream, m.norm, EPS)
 
     def written(self) -> torch.Tensor:
-        """K and V of the step's own tokens in all layers: a copy."""
+        """Copy K and V of the step's own tokens in all layers."""
         return torch.stack(
             [torch.stack([k[self.first, self.second], v[self.first, self.second]])
              for k, v in self.layer_kv]
         )  # fmt: skip
 
     def change(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Other tokens; and what the step must write is NaN, or a token that does not exist."""
+        """Draw other tokens; overwrite all outputs of the step with NaN or an invalid token id."""
         self.token_ids.random_(self.model.shape.vocab)
         for kv in self.layer_kv:
             for part in kv:
@@ -294,7 +294,7 @@ class Step:
 
 
 class Memory:
-    """Some device memory, as `torch.as_tensor` takes it."""
+    """A range of device memory, for `torch.as_tensor`."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -303,18 +303,18 @@ class Memory:
 
 
 def poison(graph: torch.cuda.CUDAGraph) -> None:
-    """All memory that a graph allocates becomes NaN, or -1 where there are integers."""
+    """Fill all memory that a CUDA graph allocates with NaN, or -1 for integers."""
     pool = tuple(graph.pool())
     segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == pool]
-    assert segments, "the graph has memory of its own"
+    assert segments, "the graph's pool has no memory"
     for segment in segments:
         memory = torch.as_tensor(Memory(segment["address"], segment["total_size"]), device=DEVICE)
-        assert memory.data_ptr() == segment["address"], "a copy"
+        assert memory.data_ptr() == segment["address"], "the tensor is a copy"
         memory.fill_(0xFF)
 
 
 def capture(step: Step, variant: Variant) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """The graph of a step, and the hidden states that it writes."""
+    """Capture a step; return the CUDA graph and the hidden states that it writes."""
     variant.apply()
     step.run(variant)  # compiles
     torch.cuda.synchronize()
@@ -325,16 +325,16 @@ def capture(step: Step, variant: Variant) -> tuple[torch.cuda.CUDAGraph, torch.T
 
 
 def error(result: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative, in the Euclidean norm; NaN if anything is."""
+    """Return the relative error in the Euclidean norm; NaN if any element is."""
     return float((result.double() - expected.double()).norm() / expected.double().norm())
 
 
 def check(shape: Shape) -> None:
-    """Two layers, in each variant, against the references."""
+    """Compare two layers with the references, for each variant."""
     model = Model(replace(shape, layers=2), max(CHECKED_BATCHES))
     for batch in CHECKED_BATCHES:
         for variant in VARIANTS:
-            # The variants are about the same things in either layout.
+            # The other variants do not depend on the layout.
             for paged in (False, True) if variant in (DEFAULT, SERIAL) else (False,):
                 step = Step(model, batch, paged=paged)
                 graph, hidden = capture(step, variant)
@@ -349,14 +349,14 @@ def check(shape: Shape) -> None:
                     assert all(e < MAX_ERROR for e in errors), f"{where}: errors {errors}"
                     logits = F.linear(result, model.head)
                     best = logits.gather(1, step.next_ids[:, None])[:, 0]
-                    # Products round differently: the choice is the best but for a last bit.
+                    # Products round differently: the token is the best up to rounding.
                     gap = (logits.amax(1) - best).abs().amax()
                     assert gap <= 0.02 * logits.abs().amax(), f"{where}: wrong token"
     print(f"{shape.name}: two layers agree with the references", flush=True)
 
 
 def compare(model: Model, batches: list[int]) -> None:
-    """All layers with overlap against the same kernels without: the same numbers."""
+    """Compare all layers with and without overlapping kernels; results must agree."""
     for batch in batches:
         step = Step(model, batch, paged=False)
         graphs = [capture(step, variant) for variant in (SERIAL, DEFAULT)]
@@ -370,8 +370,8 @@ def compare(model: Model, batches: list[int]) -> None:
                 step.token_ids.copy_(token_ids)
                 graph.replay()
                 results.append(torch.cat((hidden.flatten(), step.written().flatten())))
-            # Compiled apart, a kernel might round differently somewhere; reading what is not yet
-            # written would be far off.
+            # Compiled separately, a kernel may round differently; reading data that is not yet
+            # written would give a large difference.
             difference = error(results[1], results[0])
             assert difference < MAX_ERROR, f"{model.shape.name}, batch {batch}: {difference}"
             num_equal += torch.equal(*results)
@@ -383,7 +383,7 @@ def compare(model: Model, batches: list[int]) -> None:
 
 
 def seconds_of(graph: torch.cuda.CUDAGraph) -> list[float]:
-    """Of each replay."""
+    """Measure the seconds of each replay."""
     for _ in range(3):
         graph.replay()
     seconds: list[float] = []
@@ -398,7 +398,7 @@ def seconds_of(graph: torch.cuda.CUDAGraph) -> list[float]:
 
 
 def kernels_of(graph: torch.cuda.CUDAGraph) -> dict[str, dict[str, float]]:
-    """Count and microseconds, together, of each kernel of one replay, the longest first."""
+    """Profile one replay: count and total microseconds of each kernel, the longest first."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         graph.replay()
@@ -411,7 +411,7 @@ def kernels_of(graph: torch.cuda.CUDAGraph) -> dict[str, dict[str, float]]:
 
 
 def cases(batches: list[int]) -> Iterator[tuple[int, bool, Variant]]:
-    """(batch, paged, variant) of all that is timed."""
+    """Yield (batch, paged, variant) of all timed cases."""
     for batch in batches:
         for variant in VARIANTS:
             if variant == DEFAULT:
@@ -422,11 +422,11 @@ def cases(batches: list[int]) -> Iterator[tuple[int, bool, Variant]]:
 
 
 def measure(shape: Shape, batches: list[int]) -> Iterator[dict[str, Any]]:
-    """A result for each case."""
+    """Yield a result for each case."""
     model = Model(shape, max(batches))
     compare(model, batches)
     for batch, paged, variant in cases(batches):
-        step = Step(model, batch, paged=paged)  # kept: the graph refers to its tensors
+        step = Step(model, batch, paged=paged)  # kept, because the graph refers to its tensors
         graph, hidden = capture(step, variant)
         seconds = seconds_of(graph)
         assert torch.isfinite(hidden).all()
@@ -445,7 +445,7 @@ def measure(shape: Shape, batches: list[int]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Check, measure, print the table, and write all of it."""
+    """Check, measure, print the table, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--models", nargs="*", default=[shape.name for shape in SHAPES])

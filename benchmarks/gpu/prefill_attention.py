@@ -1,15 +1,15 @@
-"""How fast prompts attend: cuDNN and our Triton kernel over token-major KV of all layers.
+"""Rate of prefill attention: cuDNN and our Triton kernel over token-major KV of all layers.
 
-TFLOP/s count what causal attention needs: 4 operations for each pair of a query and a key it sees,
-each head and each dimension. Calls go over the layers in turn, and wait in the GPU's queue behind a
-pause until all are there, so that no time of the host is in the figures; that is given beside them.
-FlashAttention-2 of PyTorch is there for comparison only.
+TFLOP/s count the operations of causal attention: 4 per visible pair of a query and a key, head and
+dimension. Calls alternate over the layers, and are queued on the GPU behind a pause, so that the
+figures contain no host time, which is given beside them. PyTorch's FlashAttention-2 is for
+comparison only.
 
     python benchmarks/gpu/prefill_attention.py --output result.json
     python benchmarks/gpu/prefill_attention.py --sweep --output sweep.json
 
-Also: a ragged batch in one launch of Triton's and in one call of cuDNN's for each sequence; and how
-long cuDNN takes over a shape that it has not met. `--sweep` tries some configs of the kernel too.
+Also: a ragged batch in one Triton launch and in one cuDNN call per sequence; and the time of
+cuDNN's first call for a new shape. `--sweep` also tries some configs of the kernel.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DTYPE = torch.bfloat16
 SCALE = HEAD_DIM**-0.5
 PAUSE_CYCLES = 40_000_000  # about 20 ms
 MAX_CALLS = 16
-CALLS_S = 0.02  # for how long to measure at once, at most MAX_CALLS calls
+CALLS_S = 0.02  # duration of one measurement, of at most MAX_CALLS calls
 ASSUMED_FLOPS = 4e14
 HEADS = ((32, 8), (16, 8))
 
@@ -64,7 +64,7 @@ CONFIGS = (
 
 @dataclass(frozen=True)
 class Shape:
-    """Chunks of (start, count) tokens, each of a sequence of its own."""
+    """Chunks of (start, count) tokens, each of a different sequence."""
 
     name: str
     chunks: tuple[tuple[int, int], ...]
@@ -73,13 +73,13 @@ class Shape:
 
     @property
     def flops(self) -> float:
-        """Of one layer."""
+        """Operations of one layer."""
         pairs = sum(count * start + count * (count + 1) / 2 for start, count in self.chunks)
         return 4 * pairs * self.num_heads * HEAD_DIM
 
 
 def make_shapes(num_heads: int, num_kv_heads: int) -> list[Shape]:
-    """All shapes whose lengths are round."""
+    """Return all shapes with round lengths."""
     chunks = {
         "1x2048": ((0, 2048),),
         "4x2048": ((0, 2048),) * 4,
@@ -92,14 +92,14 @@ def make_shapes(num_heads: int, num_kv_heads: int) -> list[Shape]:
 
 
 def ragged_shape(num_heads: int, num_kv_heads: int) -> Shape:
-    """16 prompts of 100 to 1024 tokens."""
+    """Return a shape of 16 prompts of 100 to 1024 tokens."""
     lengths = random.Random(0)
     chunks = tuple((0, lengths.randint(100, 1024)) for _ in range(16))
     return Shape("16 ragged", chunks, num_heads, num_kv_heads)
 
 
 class Batch:
-    """Random tensors of one shape. Both layouts see the same KV."""
+    """Random tensors of one shape. Both layouts use the same KV."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -126,21 +126,21 @@ class Batch:
         self.out = torch.empty_like(self.query)
         self.device = self.query.device
         starts = [start for start, _ in shape.chunks]
-        self.spans = PrefillSpans.make(range(num_slots), starts, offsets, self.device)
+        self.spans = make_spans([*range(num_slots)], starts, offsets, self.device)
         num_blocks = num_slots * max_tokens // BLOCK_SIZE
         self.tables = torch.arange(num_blocks, device="cuda").view(num_slots, -1)
 
     def layer_kv(self, call: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer, [slots, tokens, kv_heads, dim] each."""
+        """Return keys and values of a layer, [slots, tokens, kv_heads, dim] each."""
         keys, values = self.kv[:, :, call % NUM_LAYERS].unbind(2)
         return keys, values
 
     def ours(self, call: int) -> None:
-        """As the engine does it: with cuDNN, if the shape is round."""
+        """Run as the engine does: with cuDNN if the shape is round."""
         prefill_attention(self.query, *self.layer_kv(call), None, self.spans, self.out, scale=SCALE)
 
     def triton(self, config: Config, call: int) -> None:
-        """All in our kernel."""
+        """Run everything in our Triton kernel."""
         prefill_attention_triton(
             self.query,
             *self.layer_kv(call),
@@ -152,7 +152,7 @@ class Batch:
         )
 
     def triton_paged(self, config: Config, call: int) -> None:
-        """Likewise, through tables."""
+        """Run likewise, through block tables."""
         keys, values = (
             kv.unflatten(1, (-1, BLOCK_SIZE)).flatten(0, 1) for kv in self.layer_kv(call)
         )
@@ -168,7 +168,7 @@ class Batch:
         )
 
     def flash(self, call: int) -> None:
-        """FlashAttention-2, whose causal mask ends at the last key; equal lengths only."""
+        """Run FlashAttention-2 (its causal mask is aligned to the last key); equal lengths only."""
         start, count = self.shape.chunks[0]
         keys, values = (kv[:, : start + count].transpose(1, 2) for kv in self.layer_kv(call))
         query = self.query.unflatten(0, (-1, count)).transpose(1, 2)
@@ -178,7 +178,7 @@ class Batch:
         self.out.unflatten(0, (-1, count)).copy_(result[0].transpose(1, 2))
 
     def cudnn_one_by_one(self, call: int) -> None:
-        """A call for each sequence, from its first token."""
+        """Run one cuDNN call per sequence, from its first token."""
         keys, values = self.layer_kv(call)
         for slot, (_, count) in enumerate(self.shape.chunks):
             rows = slice(self.spans.offsets[slot], self.spans.offsets[slot + 1])
@@ -186,7 +186,7 @@ class Batch:
             self.out[rows] = result
 
     def check(self, run: Callable[[int], None]) -> float:
-        """Compare some rows with the reference in float32; the largest relative error."""
+        """Compare some rows with the reference in float32; return the largest relative error."""
         call = NUM_LAYERS - 1
         self.out.fill_(torch.nan)
         run(call)
@@ -198,7 +198,7 @@ class Batch:
                 rows.append(self.spans.offsets[slot] + token)
                 slots.append(slot)
                 positions.append(start + token)
-        spans = PrefillSpans.make(slots, positions, range(len(rows) + 1), self.device)
+        spans = make_spans(slots, positions, [*range(len(rows) + 1)], self.device)
         query = self.query[rows].float()
         expected = torch.full_like(query, torch.nan)
         prefill_attention_reference(query, *self.layer_kv(call), None, spans, expected, scale=SCALE)
@@ -208,8 +208,16 @@ class Batch:
         return error
 
 
+def make_spans(
+    slots: list[int], starts: list[int], offsets: list[int], device: torch.device
+) -> PrefillSpans:
+    """Create spans from lists; see `PrefillSpans`."""
+    lists = slots, starts, offsets
+    return PrefillSpans(*lists, *(torch.tensor(part, device=device) for part in lists))
+
+
 def cudnn_causal(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """One sequence from its first token; everything [tokens, heads, dim]."""
+    """Run cuDNN for one sequence from its first token; all tensors are [tokens, heads, dim]."""
     q, k, v = (t.unsqueeze(0).transpose(1, 2) for t in (query, keys, values))
     result: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, False, 0.0, True, False, scale=SCALE
@@ -218,7 +226,7 @@ def cudnn_causal(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) 
 
 
 def measure(run: Callable[[int], None], num_calls: int, repeats: int) -> tuple[list[float], float]:
-    """Seconds of a call on the GPU, for each repeat; and on the host, the median."""
+    """Measure the seconds of a call: on the GPU for each repeat, and the median on the host."""
     run(0)
     gpu_s, host_s = [], []
     for _ in range(repeats):
@@ -237,7 +245,7 @@ def measure(run: Callable[[int], None], num_calls: int, repeats: int) -> tuple[l
 
 
 def measure_way(batch: Batch, way: str, run: Callable[[int], None], repeats: int) -> dict[str, Any]:
-    """Check, measure and print one way."""
+    """Check, measure and print one implementation."""
     shape = batch.shape
     error = batch.check(run)
     num_calls = max(2, min(MAX_CALLS, int(CALLS_S * ASSUMED_FLOPS / shape.flops)))
@@ -263,7 +271,7 @@ def measure_way(batch: Batch, way: str, run: Callable[[int], None], repeats: int
 
 
 def measure_first_calls() -> list[dict[str, Any]]:
-    """Seconds of the first and of later cuDNN calls, for lengths that were not met before."""
+    """Measure the first and later cuDNN calls, for new lengths."""
     batch = Batch(Shape("first calls", ((0, 2048),), *HEADS[0]))
     keys, values = batch.layer_kv(0)
     results = []
@@ -280,7 +288,7 @@ def measure_first_calls() -> list[dict[str, Any]]:
 
 
 def measure_ragged(repeats: int) -> list[dict[str, Any]]:
-    """The ragged batch in one launch, and one by one."""
+    """Measure the ragged batch in one launch, and one sequence at a time."""
     results = []
     for heads in HEADS:
         batch = Batch(ragged_shape(*heads))
@@ -296,7 +304,7 @@ def measure_ragged(repeats: int) -> list[dict[str, Any]]:
 
 
 def sweep(repeats: int) -> list[dict[str, Any]]:
-    """The Triton kernel with several configs, on two shapes; the best are printed."""
+    """Measure the Triton kernel with several configs, on two shapes; print the best."""
     results = []
     for shape in make_shapes(*HEADS[0]):
         if shape.name not in ("4x2048", "1x8192"):
@@ -318,7 +326,7 @@ def sweep(repeats: int) -> list[dict[str, Any]]:
 
 
 def print_table(results: list[dict[str, Any]], first_calls: list[dict[str, Any]]) -> None:
-    """TFLOP/s of each way, a line a shape; then cuDNN's plans."""
+    """Print TFLOP/s of each implementation, one line per shape; then the times of cuDNN's plans."""
     ways = list(dict.fromkeys(figures["way"] for figures in results))
     rates: dict[tuple[str, str], dict[str, float]] = {}
     for figures in results:
@@ -334,7 +342,7 @@ def print_table(results: list[dict[str, Any]], first_calls: list[dict[str, Any]]
 
 
 def main() -> None:
-    """Measure everything; with `--sweep`, several configs too."""
+    """Measure everything; with `--sweep` also several configs."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--sweep", action="store_true", help="try other configs first")

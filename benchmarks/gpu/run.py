@@ -1,17 +1,17 @@
-"""The engine on a GPU: every figure that it is meant to reach, for both models.
+"""GPU benchmark of the engine: every figure with a target, for both models.
 
     python benchmarks/gpu/run.py --output results
 
-The models are shapes alone, with random weights. Each engine has a process of its own and serves
-all parts that it can; a process that fails takes no other with it. Every measurement is a JSON file
-in the folder of `--output`, and the table in the end is made from what is there. The parts:
+The models have random weights. Each engine runs in a separate process and serves as many parts as
+possible; a process that fails does not affect the others. Every measurement is a JSON file in the
+folder of `--output`, and the final table is made from these files. The parts:
 
-- start: from a fresh process to the first token, twice;
+- start: from a new process to the first token, twice;
 - latency: decode steps at batch 1, 32, 128 and 256, 512 prompt tokens, 128 output tokens;
 - throughput: 256 requests, 100 to 1024 tokens in and out, temperature 0.6;
 - prefill: 64 prompts of 2048 tokens;
-- growing: the decode steps of 256 sequences that grow, beside the same with all KV mapped before;
-- paged: latency once more, with the paged cache.
+- growing: decode steps of 256 growing sequences, compared with all KV mapped beforehand;
+- paged: latency again, with the paged cache.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MIXED = LengthRange(100, 1024)
 SEED = 0
 
 FIGURES = (*(f"step {size}" for size in BATCH_SIZES), "throughput", "prefill", "start")
-"""What there are targets for: milliseconds a step, tokens a second, seconds."""
+"""Figures with a target: milliseconds per step, tokens per second, seconds."""
 
 TARGETS: dict[str, dict[str, float]] = {
     model: dict(zip(FIGURES, values, strict=True))
@@ -71,14 +71,14 @@ but not in the same run. Its start is the engine's, after 15 s of imports and wi
 44 to 117 s were seen for the smaller model. Targets are for the `virtual` cache."""
 
 MOST_GROWTH = 1.03
-"""How much longer the steps of a growing batch may take, at the 99th percentile."""
+"""Target: ratio of the 99th percentile of step times, growing batch / everything mapped before."""
 
 LIMIT_S = 300
-"""After so long, a process hangs; what it did then is printed, and it is ended."""
+"""Timeout of a process: its stack traces are printed, and it is killed."""
 
 
 class Bench:
-    """One engine, and what is measured with it.
+    """One engine and its measurements.
 
     Args:
         model: one of `MODELS`.
@@ -92,7 +92,7 @@ class Bench:
         self._kv_cache = kv_cache
         self._output = output
         self._repeats = repeats
-        # Before the engine takes the memory.
+        # Measured before the engine allocates the memory.
         self._rates = Rates.measure(torch.device(DEVICE), torch.bfloat16)
         self._llm = LLM(
             MODELS_FOLDER / model,
@@ -105,7 +105,7 @@ class Bench:
         self._cost = Cost.of(self._llm)
 
     def run(self, part: str) -> None:
-        """Measure one part, or say why that failed."""
+        """Measure one part, or print why that failed."""
         parts: dict[str, Callable[[], dict[str, Any]]] = {
             "latency": self._latency,
             "throughput": self._throughput,
@@ -113,7 +113,7 @@ class Bench:
             "growing": self._growing,
         }
         start = time.perf_counter()
-        # The next part may still work, and time on the machine is short.
+        # After a failure the next part may still work, and time on the machine is limited.
         try:
             figures = parts[part]()
         except Exception:
@@ -141,7 +141,7 @@ class Bench:
         print(f"{self._model} {self._kv_cache} {part}: done in {seconds:.1f} s", flush=True)
 
     def close(self) -> None:
-        """Give the device back."""
+        """Close the engine."""
         self._llm.close()
 
     def _latency(self) -> dict[str, Any]:
@@ -169,7 +169,7 @@ class Bench:
 
     def _growing(self) -> dict[str, Any]:
         workload = self._workload(256, PROMPT, OUTPUT)
-        # A 99th percentile needs some more steps.
+        # A 99th percentile needs more steps.
         growing, mapped = compare_growth(self._llm, workload, self._repeats + 1)
         return {
             "growing": growing.figures(self._cost, self._rates),
@@ -184,7 +184,7 @@ class Bench:
 
 
 def measure_engine(model: str, kv_cache: str, parts: list[str], output: Path, repeats: int) -> None:
-    """What a process with one engine does."""
+    """Run all parts of one engine; the main function of its process."""
     faulthandler.dump_traceback_later(LIMIT_S - 5)
     bench = Bench(model, kv_cache, output, repeats)
     for part in parts:
@@ -193,7 +193,7 @@ def measure_engine(model: str, kv_cache: str, parts: list[str], output: Path, re
 
 
 def run_process(*arguments: Any) -> None:
-    """`measure_engine` in a process of its own; how it ended is printed."""
+    """Run `measure_engine` in a separate process; print a failure."""
     process = multiprocessing.get_context("spawn").Process(target=measure_engine, args=arguments)
     process.start()
     process.join(LIMIT_S)
@@ -205,7 +205,7 @@ def run_process(*arguments: Any) -> None:
 
 
 def run_start(model: str, output: Path) -> None:
-    """The start of one model, twice; the second finds whatever the first compiled."""
+    """Measure the start of one model twice; the second reuses the first one's kernels."""
     options = {"device": DEVICE, "load_format": "dummy"}
     try:
         starts = [measure_start(str(MODELS_FOLDER / model), options) for _ in range(2)]
@@ -223,7 +223,7 @@ def run_start(model: str, output: Path) -> None:
 
 
 def result_file(output: Path, model: str, part: str, kv_cache: str = "virtual") -> Path:
-    """Where a measurement goes."""
+    """Return the file of a measurement."""
     return output / f"{model}-{part}{'' if part == 'start' else f'-{kv_cache}'}.json"
 
 
@@ -232,13 +232,13 @@ def _round(values: dict[str, float]) -> dict[str, float]:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """A result, or nothing if it is not there."""
+    """Read a result; empty if there is no file."""
     figures: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
     return figures
 
 
 def rows(model: str, output: Path) -> Iterator[tuple[str, str, float, float | None, str]]:
-    """(what, its key in `TARGETS`, ours, the floor, remark) of all results of a model."""
+    """Yield (description, key in `TARGETS`, ours, floor, remark) of all results of a model."""
     for kv_cache in ("virtual", "paged"):
         for batch in read(result_file(output, model, "latency", kv_cache)).get("batches", ()):
             size, step_ms = batch["num_prompts"], batch["aquifer"]["step_ms"]
@@ -265,7 +265,7 @@ def rows(model: str, output: Path) -> Iterator[tuple[str, str, float, float | No
 
 
 def summary(models: list[str], output: Path) -> Table:
-    """Everything beside its target and its peer."""
+    """Return the table of all results beside targets and vLLM."""
     table = Table(title="results", title_justify="left")
     for column in ("", "ours", "target", "vLLM 0.24.0", "floor", "", ""):
         table.add_column(column, justify="right" if column else "left")
@@ -295,7 +295,7 @@ def summary(models: list[str], output: Path) -> Table:
 
 
 def main() -> None:
-    """Measure what is asked for, then print the table."""
+    """Measure the requested parts, then print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--output", type=Path, required=True, help="folder of the JSON files")
     parser.add_argument("--models", default=",".join(MODELS))
@@ -309,7 +309,7 @@ def main() -> None:
     begun = time.perf_counter()
     for model in models:
         virtual = [part for part in parts if part not in ("start", "paged")]
-        # Nothing of an earlier run may stand in for what fails in this one.
+        # Remove results of earlier runs, so that none appears in place of a failed part.
         for part in parts:
             as_stored = ("latency", "paged") if part == "paged" else (part,)
             result_file(arguments.output, model, *as_stored).unlink(missing_ok=True)
@@ -320,7 +320,7 @@ def main() -> None:
         if "paged" in parts:
             run_process(model, "paged", ["latency"], arguments.output, arguments.repeats)
     Console(width=170).print(summary(models, arguments.output))
-    print(f"all of it took {time.perf_counter() - begun:.0f} s")
+    print(f"total time {time.perf_counter() - begun:.0f} s")
 
 
 if __name__ == "__main__":

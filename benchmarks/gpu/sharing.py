@@ -1,13 +1,13 @@
-"""What kept KV is worth on a GPU: cached prompts, and swapping beside computing again.
+"""Benefit of retained KV on a GPU: prefix cache hits, and swapping compared with recomputation.
 
     python benchmarks/gpu/sharing.py --output results
 
 Llama-3-8B's shape with random weights. For each cache manager:
 
-- the first token of an 8192-token prompt: computed, found in the cache, and found by eight requests
-  at once, of which seven need the pages at addresses of their own;
-- a sequence of each length moved to the host and back (`aquifer.cache.swap`), beside computing it
-  again.
+- time to the first token of an 8192-token prompt: computed, found in the prefix cache, and found by
+  eight requests at once, of which seven need the pages at other addresses;
+- a sequence of each length swapped to the host and back (`aquifer.cache.swap`), compared with
+  recomputation.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class Bench:
         self._num_requests = 0
 
     def close(self) -> None:
-        """Give the device back."""
+        """Close the engine."""
         self._llm.close()
 
     def cached_prompts(self) -> dict[str, Any]:
-        """Seconds to the first token, each the median of several."""
+        """Measure the seconds to the first token, all repeats."""
         self._first_token_s([self._prompt(PROMPT_TOKENS)])  # kernels, plans, pages
         computed = [self._first_token_s([self._prompt(PROMPT_TOKENS)]) for _ in range(REPEATS)]
         prompt = self._prompt(PROMPT_TOKENS)
@@ -75,7 +75,7 @@ class Bench:
         }
 
     def swaps(self) -> list[dict[str, Any]]:
-        """Bandwidth of swapping either way, and the time to compute again, for each length."""
+        """Measure swap bandwidth in both directions, and recomputation, for each length."""
         (lane,) = self._llm.engine.lanes.values()
         assert lane.prefixes is not None
         cache, token_bytes = lane.cache, lane.cache.layout.token_bytes
@@ -131,7 +131,7 @@ class Bench:
 
 
 def _longer_model() -> Path:
-    """The model with a context that has room for more than the longest prompt."""
+    """Copy the model's configuration with a context longer than the longest prompt."""
     source = Path(__file__).resolve().parent / "models" / MODEL / "config.json"
     folder = Path(tempfile.mkdtemp()) / MODEL
     folder.mkdir()

@@ -1,11 +1,11 @@
-"""Each small kernel of a decode step against its floor, the bytes it must move.
+"""Time of each small kernel of a decode step, compared with its memory-bound floor.
 
     python benchmarks/gpu/small_kernels.py --output benchmarks/gpu/small_kernels.json
 
-A kernel runs many times in one CUDA graph; the figure is the median over replays of the time of
-one. Activations stay in the L2 cache, as they do in a model; weights come from memory, for as many
-copies take turns as overflow that cache. A floor below two microseconds means little: that is what
-starting a kernel takes.
+A kernel runs many times in one CUDA graph; the figure is the median over replays of the time of one
+run. Activations stay in the L2 cache, as in a model; weights come from memory, because enough
+copies alternate to overflow the cache. A floor below two microseconds means little: a kernel launch
+takes as long.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ DTYPE = torch.bfloat16
 DEVICE = torch.device("cuda")
 BATCHES = (1, 32, 128, 256)
 LINEAR_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-REPEATS = 20  # of a kernel in its graph
+REPEATS = 20  # runs of a kernel in its graph
 REPLAYS = 15
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What of a model the kernels see."""
+    """Shape of a model."""
 
     name: str
     hidden: int
@@ -53,7 +53,7 @@ class ModelShape:
     qk_norm: bool
 
     def products(self, tokens: int) -> dict[str, tuple[Shape, int]]:
-        """The products of one step, each with how often it comes."""
+        """Return the products of one step, each with its count."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return {
             "qkv": (Shape(tokens, q + 2 * kv, self.hidden), self.layers),
@@ -71,7 +71,7 @@ MODELS = (
 
 
 def seconds_of(run: Callable[[], object]) -> list[float]:
-    """One value for each replay."""
+    """Measure the seconds of one run, for each replay."""
     run()  # compiles
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
@@ -91,12 +91,12 @@ def seconds_of(run: Callable[[], object]) -> list[float]:
 
 
 def random(*shape: int) -> torch.Tensor:
-    """Random activations."""
+    """Return random activations."""
     return torch.randn(shape, dtype=DTYPE, device=DEVICE)
 
 
 def kernels(model: ModelShape, batch: int) -> Iterator[tuple[str, Callable[[], object], int]]:
-    """(name, what to time, bytes that it must move) of all but products."""
+    """Yield (name, function to time, bytes it must move) of all kernels but products."""
     item = DTYPE.itemsize
     x, residual = random(batch, model.hidden), random(batch, model.hidden)
     weight = random(model.hidden)
@@ -143,9 +143,9 @@ def kernels(model: ModelShape, batch: int) -> Iterator[tuple[str, Callable[[], o
 
 
 def fused_products(model: ModelShape) -> Iterator[tuple[str, Callable[[], object], int]]:
-    """Products of one token together with what comes before them; as in `kernels`.
+    """Yield products of one token fused with the operation before them; as in `kernels`.
 
-    Each with and without launches that overlap; successive calls take other weights.
+    Each with and without overlapping launches; successive calls use other weights.
     """
     x, residual = random(1, model.hidden), random(1, model.hidden)
     gate_up, norm_weight = random(1, 2 * model.intermediate), random(model.hidden)
@@ -185,7 +185,7 @@ def _sampling_cases() -> list[tuple[str, Variant, dict[str, float]]]:
 
 
 def tile_name(tile: Tile | None) -> str:
-    """As the table shows it."""
+    """Return the tile's name in the table."""
     if tile is None:
         return "cuBLAS"
     name = f"{tile.rows}x{tile.columns}, {tile.num_warps} warps, {tile.num_stages} stages"
@@ -193,7 +193,7 @@ def tile_name(tile: Tile | None) -> str:
 
 
 def run_small(bandwidth: float) -> list[dict[str, Any]]:
-    """Time everything but products."""
+    """Time all kernels but products."""
     rows: list[dict[str, Any]] = []
     for model in MODELS:
         for batch in BATCHES:
@@ -215,7 +215,7 @@ def run_small(bandwidth: float) -> list[dict[str, Any]]:
 
 
 def run_products(bandwidth: float) -> list[dict[str, Any]]:
-    """Time products by every candidate; and add up a step, by the best, `best_tile` and cuBLAS."""
+    """Time products with every candidate, and a step by the best, by `best_tile`, by cuBLAS."""
     rows: list[dict[str, Any]] = []
     for model in MODELS:
         for batch in LINEAR_BATCHES:
@@ -227,7 +227,7 @@ def run_products(bandwidth: float) -> list[dict[str, Any]]:
             ):
                 best = min(seconds, key=lambda tile, seconds=seconds: seconds[tile])  # type: ignore[misc]
                 floor = shape.out * shape.in_ * DTYPE.itemsize / bandwidth
-                # Its choice may be another tile than the candidates for one token.
+                # For one token, `best_tile` may return a tile that is not among the candidates.
                 chosen = seconds.get(best_tile(shape), seconds[best])
                 best_step += count * seconds[best]
                 chosen_step += count * chosen
@@ -253,7 +253,7 @@ def run_products(bandwidth: float) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Print the tables, and write them with every repeat."""
+    """Print the tables, and write the results with every repeat."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", type=Path, help="JSON file to write")
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What each figure shows, as numbers: the replays it takes, and what is derived from them.
+"""Numbers of each figure: its replays, and the values derived from them.
 
 Every function returns the content of one JSON file.
 """
@@ -24,46 +24,45 @@ ORCAS = ("orca-max", "orca-pow2", "orca-oracle")
 MANAGERS = ("static", *ORCAS, *OURS)
 
 WIDTHS = (2, 4, 6)
-"""Samples of a prompt, and beams of a search (Fig. 14)."""
+"""Numbers of samples of a prompt, and of beams (Fig. 14)."""
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _SWAP_BLOCK_SIZES = (1, 4, 16, 64, 256)
 
 _FRACTIONS = (0.3, 0.8, 0.95, 1.1, 1.25, 1.5)
-"""Rates of a curve, as parts of what the manager gets done with a queue."""
+"""Rates of a curve, as fractions of the manager's throughput with a queue (its capacity)."""
 
 _BEAM_REQUESTS = {2: 150, 4: 100, 6: 70}
-"""By width: more than run at once, but each step of a search takes its time to replay."""
+"""Requests by beam width: more than run at once, but few, because beam steps replay slowly."""
 
 _QUEUED_SAMPLES = {1: 1200, 2: 600, 4: 400, 6: 300}
 _QUEUED_BEAMS = {2: 300, 4: 250, 6: 220}
-"""By width, enough for a queue."""
+"""Requests by width: enough for a queue."""
 
 _FEW_FRACTIONS = (0.4, 0.8, 1.1)
 
 _BOUNDS_S = (0.1, 0.2)
 """Normalized latencies at which rates are compared.
 
-Higher ones say less: beyond its capacity a manager's latency is what the length of the replay makes
-it."""
+Higher ones say less: beyond a manager's capacity, latency depends on the length of the replay."""
 
 _MULTIPLES = (2.0, 3.0)
-"""Bounds that follow the unloaded latency."""
+"""Bounds as multiples of the unloaded latency."""
 
-_MANY_SEQS = 1536  # more than there is memory for, with six to a request
+_MANY_SEQS = 1536  # more than fit in memory, with six sequences to a request
 
 COPY_FIXED_S = 10e-6
-"""What a copy over PCIe costs beside its bytes: an assumption, of a `cudaMemcpyAsync`'s order."""
+"""Fixed cost of a copy over PCIe: an assumption, of the order of a `cudaMemcpyAsync`."""
 
-_MICRO_TOKENS = 1024  # of the sequence that is swapped or computed again in Fig. 19a
+_MICRO_TOKENS = 1024  # length of the sequence that is swapped or recomputed in Fig. 19a
 
 Curves = dict[str, list[Figures]]
 
 
 def sustained_rate(curve: Sequence[Figures], bound_s: float) -> float | None:
-    """The rate at which a curve first crosses a latency, between two of its points.
+    """Interpolate the rate at which a curve first crosses a latency.
 
-    None if its first point is above; infinite if none is, as then it was not looked for.
+    None if its first point is above the latency; infinite if no point is.
     """
     points = sorted((point["rate"], point["normalized_latency"]) for point in curve)
     if points[0][1] > bound_s:
@@ -86,7 +85,7 @@ _SETTINGS = (
     ("sharegpt-like", "opt-13b", 400),
     ("alpaca", "opt-13b", 800),
 )
-"""Workload, model, requests."""
+"""(workload, model, number of requests)."""
 
 
 def _setting(replays: Replays, workload: str, model: str, num_requests: int) -> Figures:
@@ -115,11 +114,7 @@ def _setting(replays: Replays, workload: str, model: str, num_requests: int) -> 
 
 
 def _saturated(replays: Replays, job: Job) -> Figures:
-    """What a manager does with all requests waiting, and where the time of its steps goes.
-
-    `floor` is the request rate if only the matrix products of all tokens took time, as in a batch
-    without end: with more memory no manager gets beyond that.
-    """
+    """Return a manager's throughput with all requests waiting, and how its step time divides."""
     [figures] = replays.run("saturated", [replace(job, rate=SATURATED)])
     steps = StepModel(find_model(job.model), find_device(job.device))
     waiting = figures["averages_while_waiting"]
@@ -146,7 +141,7 @@ def _saturated(replays: Replays, job: Job) -> Figures:
 
 
 def token_budgets(replays: Replays) -> Figures:
-    """What is got done with a queue, by the tokens of a step.
+    """Throughput with a queue, by the maximum number of tokens of a step.
 
     Steps of few tokens compute prompts in the time that reading the weights takes anyway.
     """
@@ -160,10 +155,10 @@ def token_budgets(replays: Replays) -> Figures:
 
 
 def hour(replays: Replays) -> Figures:
-    """Replays of one hour, as in the paper, at 0.95 of what each manager gets done with a queue.
+    """Replays of one hour, as in the paper, at 0.95 of each manager's capacity.
 
-    They show that such a rate can be kept up, which short replays cannot: beyond a manager's
-    capacity the latency is what the length of the replay makes it.
+    They show that such a rate can be sustained, which short replays cannot: beyond a manager's
+    capacity, latency depends on the length of the replay.
     """
     jobs = []
     for workload, model, num_requests in _SETTINGS[:2]:
@@ -176,13 +171,13 @@ def hour(replays: Replays) -> Figures:
 
 
 def figure_13(replays: Replays) -> Figures:
-    """Requests batched while others wait, whatever the rate.
+    """Batched requests while others wait, independent of the rate.
 
     In the paper the rate is one that only its own system could just sustain.
     """
     groups = []
     for workload, model, num_requests in _SETTINGS:
-        if workload == "alpaca":  # many fit at once, and a queue must outlast them
+        if workload == "alpaca":  # many fit at once, and the queue must be longer
             num_requests = 2000
         jobs = [Job(workload, name, SATURATED, num_requests, model) for name in MANAGERS]
         runs = replays.run(f"13, {workload}", jobs)
@@ -191,7 +186,7 @@ def figure_13(replays: Replays) -> Figures:
 
 
 def figure_2(replays: Replays) -> Figures:
-    """Where the memory for KV is while requests wait for it: the runs of Fig. 13."""
+    """Use of the memory for KV while requests wait for it: the runs of Fig. 13."""
     groups = []
     for group in figure_13(replays)["groups"]:
         bars = []
@@ -199,8 +194,8 @@ def figure_2(replays: Replays) -> Figures:
             if run["manager"] == "static":
                 continue
             memory = run["averages_while_waiting"]
-            # What nobody can be given although somebody wants it is external fragmentation; ours
-            # keep it for those who run to grow into.
+            # Free memory that no waiting request can use is external fragmentation; our managers
+            # keep free memory for running requests to grow.
             is_ours = run["manager"] in OURS
             wasted = memory["future"] + memory["internal"] + memory["external"]
             bars.append(
@@ -223,7 +218,7 @@ def figure_14(replays: Replays) -> Figures:
     panels = []
     for kind in ("samples", "beams"):
         for width in WIDTHS:
-            # Steps of a search are slow to replay, so there are fewer managers.
+            # Beam search steps are slow to replay, so there are fewer managers.
             names = (*ORCAS, *OURS) if kind == "samples" else ("orca-max", "orca-oracle", "paged")
             jobs = {name: _wide("alpaca", name, kind, width) for name in names}
             curves, capacities = _curves(replays, f"14, {width} {kind}", jobs, _FEW_FRACTIONS)
@@ -234,7 +229,7 @@ def figure_14(replays: Replays) -> Figures:
 
 
 def wide_saturated(replays: Replays) -> Figures:
-    """What is got done with several sequences to a request, and a queue that outlasts a batch."""
+    """Throughput with several sequences to a request, and a queue longer than a batch."""
     jobs = []
     for kind, counts in (("samples", _QUEUED_SAMPLES), ("beams", _QUEUED_BEAMS)):
         for width, num_requests in counts.items():
@@ -245,7 +240,7 @@ def wide_saturated(replays: Replays) -> Figures:
 
 
 def _wide(workload: str, manager: str, kind: str, width: int) -> Job:
-    """Several sequences to a request; fewer requests where each step of a search is replayed."""
+    """Return a job with several sequences to a request; fewer requests for beam search."""
     job = Job(workload, manager, None, 200, max_num_seqs=_MANY_SEQS)
     if kind == "samples":
         return replace(job, num_samples=width)
@@ -253,7 +248,7 @@ def _wide(workload: str, manager: str, kind: str, width: int) -> Job:
 
 
 def figure_15(replays: Replays) -> Figures:
-    """Memory saved by sharing, at a rate that nobody waits at for long."""
+    """Memory saved by sharing, at a rate with short queueing times."""
     workloads = {"alpaca": 2.0, "alpaca-like": 2.0, "conversation": 0.2, "sharegpt-like": 0.2}
     jobs = []
     for workload, rate in workloads.items():
@@ -262,7 +257,7 @@ def figure_15(replays: Replays) -> Figures:
                 for name in OURS if workload == "alpaca" else ("paged",):
                     job = replace(_wide(workload, name, kind, width), rate=rate)
                     if kind == "samples" and "alpaca" in workload:
-                        # Nearly all: what is saved hangs on the few longest.
+                        # Nearly all: the savings depend on the few longest.
                         job = replace(job, num_requests=800)
                     elif kind == "beams" and "alpaca" not in workload:  # ten times as many steps
                         job = replace(job, num_requests=16)
@@ -286,7 +281,7 @@ def figure_16(replays: Replays) -> Figures:
 
 
 def figure_17(replays: Replays) -> Figures:
-    """A chatbot, without KV kept between rounds and with it."""
+    """A chatbot, without and with KV retained between rounds."""
     jobs = {name: Job("chatbot", name, None, 300) for name in (*ORCAS, *OURS)}
     jobs["virtual, rounds kept"] = replace(jobs["virtual"], prefix_caching=True)
     curves, capacities = _curves(replays, "17", jobs, _FRACTIONS[1:])
@@ -294,7 +289,7 @@ def figure_17(replays: Replays) -> Figures:
 
 
 def figure_18(replays: Replays, kernels: Path) -> Figures:
-    """The attention kernel, as measured; and latency by block size at a fixed rate."""
+    """Measured time of the attention kernel; and latency by block size at a fixed rate."""
     measured = json.loads(kernels.read_text(encoding="utf-8"))
     shapes: dict[str, Figures] = {}
     for result in measured["results"]:
@@ -319,12 +314,12 @@ def figure_18(replays: Replays, kernels: Path) -> Figures:
 
 
 def figure_19(replays: Replays) -> Figures:
-    """Swapping against computing again: one sequence, modelled; and latency under pressure."""
+    """Swapping and recomputation: one sequence, modelled; and latency under memory pressure."""
     model, device = find_model("opt-13b"), find_device("a100-40g")
     token_bytes = model.kv_layout.token_bytes
     num_bytes = _MICRO_TOKENS * token_bytes
     recompute_s = StepModel(model, device).prefill_seconds(0, _MICRO_TOKENS)
-    # K and V of each layer by themselves, as in the paper's system, or all of a block at once.
+    # Separate copies for K and V of each layer, as in the paper's system, or one for a block.
     pieces = {"per layer": 2 * len(model.kv_layout.layers), "whole": 1}
 
     def copy_s(size: int, num_pieces: int) -> float:
@@ -341,7 +336,7 @@ def figure_19(replays: Replays) -> Figures:
         }
         for size in BLOCK_SIZES
     ]
-    # More than the memory holds, so that requests are preempted again and again.
+    # A rate above capacity, so that requests are preempted repeatedly.
     base = Job("sharegpt-like", "paged", None, 500)
     rate = round(1.25 * replays.capacities("19", [base])[0], 2)
     jobs = []
@@ -371,7 +366,7 @@ def figure_19(replays: Replays) -> Figures:
 
 
 def prefixes(replays: Replays) -> Figures:
-    """Hit rate on Mooncake's synthetic trace, by the memory that there is for KV."""
+    """Hit rate on Mooncake's synthetic trace, by the memory for KV."""
     base = Job(
         "mooncake",
         "virtual",
@@ -396,7 +391,7 @@ def prefixes(replays: Replays) -> Figures:
         "series": [
             {"workload": workload, "kv_gb": kv_gb, "runs": runs(workload, kv_gb)}
             for workload, kv_gb in (
-                # 120 GB is about what an H200 has beside the weights; 10 TB hold all.
+                # 120 GB is about an H200's memory without the weights; 10 TB hold everything.
                 ("mooncake", (120, 10000)),
                 ("mooncake-slow", (60, 120, 250, 500, 10000)),
             )
@@ -411,7 +406,7 @@ _MOONCAKE_PAGE_BYTES = 64 << 20  # 512 tokens, as many as the trace's blocks
 def _curves(
     replays: Replays, what: str, jobs: Mapping[str, Job], fractions: Sequence[float]
 ) -> tuple[Curves, dict[str, float]]:
-    """Each job at several rates, which follow what its manager gets done; and that."""
+    """Run each job at fractions of its capacity; return the curves and the capacities."""
     capacities = replays.capacities(f"{what}: capacity", jobs.values())
     rated = [
         replace(job, rate=float(f"{fraction * capacity:.3g}"))
@@ -429,7 +424,7 @@ def _finite(rate: float | None) -> float | str | None:
 
 
 def all_figures(kernels: Path) -> dict[str, Callable[[Replays], dict[str, Any]]]:
-    """By the name of its files."""
+    """Return the function of each figure, by the name of its files."""
     return {
         "figure_12": figure_12,
         "figure_13": figure_13,

@@ -1,4 +1,4 @@
-"""The plots, drawn from the contents of the JSON files alone."""
+"""Plots of the figures, drawn from the JSON files alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Content = Mapping[str, Any]
 
-# One colour a system, lines dashed for what is a variant of it.
+# One colour per system; dashed lines for its variants.
 _LOOKS = {
     "static": ("FasterTransformer", "#999999"),
     "orca-max": ("Orca (Max)", "#d62728"),
@@ -52,8 +52,8 @@ def draw(content: Content, file: Path) -> None:
     """Write the plot of a figure.
 
     Args:
-        content: as `figures` makes it.
-        file: a PNG.
+        content: the figure's content, made by `figures`.
+        file: the PNG to write.
     """
     figure = DRAWN[str(content["figure"])](content)
     figure.tight_layout()
@@ -130,7 +130,7 @@ def _panels(content: Content, title: Callable[[Content], str]) -> Figure:
     figure, axes = _axes(len(content["panels"]), width=3.6)
     for place, panel in zip(axes, content["panels"], strict=True):
         _draw_curves(place, panel["curves"], title(panel))
-        place.set_ylim(0, 0.1)  # few rates, none far beyond what can be kept up
+        place.set_ylim(0, 0.1)  # few rates, none far beyond capacity
         if place is not axes[0]:
             place.set_ylabel("")
     axes[0].legend(fontsize=7)
@@ -211,7 +211,7 @@ def _figure_19(content: Content) -> Figure:
     sizes = [entry["block_size"] for entry in micro]
     keys = ("recompute_s", "swap_per layer_s", "swap_whole_s", "swap_virtual_s")
     for key, (name, colour) in zip(keys, _SWAP_LOOKS.items(), strict=True):
-        # Swapping is out and in; computing again is once.
+        # Swapping is out and in; recomputation is once.
         factor = 1e3 if name == "recompute" else 2e3
         one.plot(sizes, [factor * entry[key] for entry in micro], "o-", color=colour, label=name)
     one.set(title=f"one sequence of {content['tokens']} tokens", ylabel="ms, out and in")

@@ -1,4 +1,4 @@
-"""Replays as jobs: each is run once, in one of several processes, whoever asks for it."""
+"""Replay jobs: each distinct job runs once, in one of several processes, and its result is kept."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from aquifer.sim.trace import TraceRequest, poisson_arrivals
 ARRIVAL_SEED = 0
 
 SATURATED = 1e6
-"""A rate at which all requests are there from the beginning."""
+"""A rate at which all requests arrive at the start, requests/s."""
 
 _PARTS = ("written", "future", "internal", "external", "retained", "free", "shared")
 
@@ -35,22 +35,22 @@ class Job:
 
     Args:
         workload: one of `WORKLOADS`.
-        manager: of KV.
-        rate: of Poisson arrivals, requests a second; None for the trace's own times.
-        num_requests: the first so many.
-        model: its name.
-        device: its name.
+        manager: name of the cache manager.
+        rate: Poisson arrivals, requests per second; None for the trace's own times.
+        num_requests: number of requests, from the first.
+        model: name of the model.
+        device: name of the device.
         block_size: tokens of a block.
-        page_bytes: of a page; None for what suits the manager, see `config`.
-        max_num_batched_tokens: of one step; longer prompts are computed in chunks.
-        max_num_seqs: that run at once; enough for memory to be what limits them.
+        page_bytes: page size; None for the manager's default, see `config`.
+        max_num_batched_tokens: tokens of one step; longer prompts are computed in chunks.
+        max_num_seqs: maximum number of running sequences; large enough that memory is the limit.
         num_samples: completions of each prompt.
-        beam_width: of a search, 0 for sampling.
-        prefix_caching: keep KV for later requests.
+        beam_width: number of beams, 0 for sampling.
+        prefix_caching: retain KV for later requests.
         preemption_mode: swap or recompute.
-        link_bandwidth: to the host, bytes a second; None for the device's.
-        memory_bytes: in all; None for nine tenths of the device.
-        max_model_len: the longest context, where it is not the model's own.
+        link_bandwidth: bandwidth to the host, bytes per second; None for the device's.
+        memory_bytes: the pool's budget; None for nine tenths of the device.
+        max_model_len: the longest context; None for the model's own.
     """
 
     workload: str
@@ -72,10 +72,10 @@ class Job:
     max_model_len: int | None = None
 
     def config(self) -> ReplayConfig:
-        """What to replay on.
+        """Return the configuration of the replay.
 
-        Pages are the device's for `virtual`. For all others a page is as large as a block, so that
-        they lose nothing to pages, as in the paper, where there are none.
+        `virtual` has the device's page size. For all others a page is as large as a block, so that
+        pages add no waste: the paper's systems have no pages.
         """
         model = find_model(self.model)
         if self.max_model_len is not None:
@@ -109,11 +109,11 @@ Figures = dict[str, Any]
 
 
 class Replays:
-    """Runs jobs in processes of their own, and keeps what came of them. A context manager.
+    """Runner of jobs in separate processes, with a cache of results. A context manager.
 
     Args:
         data: the folder of the traces.
-        num_processes: at once.
+        num_processes: number of processes.
     """
 
     def __init__(self, data: Path, num_processes: int) -> None:
@@ -133,7 +133,7 @@ class Replays:
         self._pool.join()
 
     def run(self, what: str, jobs: Iterable[Job]) -> list[Figures]:
-        """The figures of each job, in their order, with a bar over those that must be run."""
+        """Return the figures of each job, in order; run missing ones with a progress bar."""
         assert self._pool is not None
         jobs = list(jobs)
         missing = [job for job in dict.fromkeys(jobs) if job not in self._results]
@@ -152,12 +152,12 @@ class Replays:
         return [self._results[job] for job in jobs]
 
     def capacities(self, what: str, jobs: Iterable[Job]) -> list[float]:
-        """Of each job, the requests a second that it gets done with all of them waiting."""
+        """Return each job's throughput with all requests waiting, in requests per second."""
         saturated = [replace(job, rate=SATURATED) for job in jobs]
         return [float(figures["capacity"]) for figures in self.run(what, saturated)]
 
 
-_data = Path()  # of a process that runs jobs
+_data = Path()  # data folder, in a process that runs jobs
 
 
 def _start(data: Path) -> None:
@@ -171,7 +171,7 @@ def _workload(name: str) -> list[TraceRequest]:
 
 
 def _execute(job: Job) -> tuple[Job, Figures]:
-    """Run a job, in a process that `_start` has prepared."""
+    """Run a job, in a process initialised by `_start`."""
     requests = _workload(job.workload)
     if job.rate is None:
         requests = requests[: job.num_requests]
@@ -193,7 +193,7 @@ def _execute(job: Job) -> tuple[Job, Figures]:
 
 
 def _figures(result: ReplayResult) -> Figures:
-    """What the plots and the tables need; memory as parts of that for KV."""
+    """Select the figures for plots and tables; memory is given as fractions of that for KV."""
     served = result.figures()
     names = (
         "completed",
@@ -221,7 +221,7 @@ def _figures(result: ReplayResult) -> Figures:
     averages = result.averages
     mapped = averages["written"] + averages["internal"]
     if averages["shared"]:
-        # Fig. 15: blocks saved, by blocks that there would be without sharing.
+        # Fig. 15: blocks saved / blocks without sharing.
         figures["saved_by_sharing"] = averages["shared"] / (averages["shared"] + mapped)
     wasted = averages["future"] + averages["internal"] + averages["external"]
     figures["waste"] = wasted / max(wasted + averages["written"], 1.0)
@@ -229,11 +229,12 @@ def _figures(result: ReplayResult) -> Figures:
 
 
 def _capacity(result: ReplayResult) -> float:
-    """Requests a second while there is a queue: output tokens until the last one leaves it.
+    """Return the throughput while there is a queue, in requests per second.
 
-    What is still running then counts with the outputs that it has, so a short replay says nearly
-    the same as a long one. Where nearly all fit at once it is until half of them have ended, which
-    is less than what a longer queue would give.
+    It is measured in output tokens until the last request leaves the queue. Requests still running
+    then count with their outputs so far, so a short replay gives nearly the result of a long one.
+    If nearly all requests fit at once, the time is until half of them have ended, which gives
+    less than a longer queue would.
     """
     served = [record for record in result.records if record.finished_s is not None]
     finished_s = [record.finished_s or 0.0 for record in served]
@@ -252,11 +253,11 @@ def _capacity(result: ReplayResult) -> float:
 def _unbounded_hit_rate(
     requests: list[TraceRequest], result: ReplayResult, block_tokens: int
 ) -> float:
-    """The part of all prompts' tokens that a cache without end would find.
+    """Return the hit rate of an unbounded prefix cache, over all prompt tokens.
 
-    It is told of a prompt's full blocks when the prompt has been computed, and asked when a request
-    is admitted, at the times at which the replay did that; the last token is always computed. It
-    knows nothing but the trace's ids.
+    A prompt's full blocks are added when the prompt has been computed, and looked up when a request
+    is admitted, at the times of the replay; the last token is always computed. Only the trace's
+    hash ids are compared.
     """
     seen: dict[tuple[int, ...], int] = {}  # ids of prefix blocks -> tokens known, in full blocks
     events: list[tuple[float, int, int]] = []

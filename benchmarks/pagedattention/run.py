@@ -1,9 +1,9 @@
-"""The figures of PagedAttention's evaluation, replayed on a modelled device: one command.
+"""Replay of the figures of PagedAttention's evaluation on a modelled device.
 
     python benchmarks/pagedattention/run.py --data FOLDER --output benchmarks/pagedattention
 
-For each figure it writes the numbers (JSON) and a plot (PNG); README.md sets them beside the
-paper's. The folder of the data has the files that `workloads` names.
+For each figure it writes the numbers (JSON) and a plot (PNG); README.md compares them with the
+paper's. The data folder has the files that `workloads` names.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _KERNELS = _HERE.parent / "gpu" / "decode_attention.json"
 
 
 def main() -> None:
-    """All figures, or those that are asked for."""
+    """Replay all figures, or those of `--only`."""
     figures = all_figures(_KERNELS)
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of the traces")
     parser.add_argument("--output", type=Path, default=_HERE, help="folder of the results")
-    parser.add_argument("--jobs", type=int, default=2, help="processes at once")
-    parser.add_argument("--only", nargs="*", choices=list(figures), help="these figures")
+    parser.add_argument("--jobs", type=int, default=2, help="number of processes")
+    parser.add_argument("--only", nargs="*", choices=list(figures), help="replay these figures")
     arguments = parser.parse_args()
-    # The results keep the command; where somebody's data is does not belong there.
+    # The result files record the command; the user's data folder does not belong there.
     sys.argv = [sys.argv[0], "--data", "FOLDER"]
     with Replays(arguments.data, arguments.jobs) as replays:
         for name in arguments.only or figures:

@@ -1,8 +1,8 @@
-"""The requests that the figures are replayed with.
+"""Workloads of the replayed figures.
 
-The paper's own lengths (ShareGPT's and Alpaca's, section 6.1) are not there, so there are two kinds
-in their place: published lengths of the same kinds of service as they are, and lengths fitted to
-the means that the paper gives. None but Mooncake's has times of arrival that are used.
+The paper's own lengths (ShareGPT's and Alpaca's, section 6.1) are not available. Two kinds take
+their place: published lengths of similar services, unchanged, and lengths scaled to the means that
+the paper gives. Only Mooncake's arrival times are used.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from aquifer.sim.trace import PREFIX_BLOCK_TOKENS, TraceRequest, fit_lengths, re
 IntArray = npt.NDArray[np.int64]
 
 CONTEXT_TOKENS = 2048
-"""Of OPT and of LLaMA."""
+"""Context length of OPT and LLaMA."""
 
 LONG_CONTEXT_TOKENS = 4096
-"""Of Llama 2."""
+"""Context length of Llama 2."""
 
 SHAREGPT_MEANS = (161.31, 337.99)
 ALPACA_MEANS = (19.31, 58.45)
-"""Tokens of prompts and outputs that Fig. 11 gives."""
+"""Mean tokens of prompts and outputs in Fig. 11."""
 
 SHORT_PREFIX_TOKENS = 80
 LONG_PREFIX_TOKENS = 341
-"""One example and five (section 6.4)."""
+"""Shared prefixes of one example and of five (section 6.4)."""
 
-_ORDERED = ("chatbot", "mooncake", "mooncake-slow")  # where what comes before matters
+_ORDERED = ("chatbot", "mooncake", "mooncake-slow")  # their order matters and is kept
 _SEED = 0
-_NUM_MADE = 4000  # requests of a workload that is drawn
-_OUTPUT_LOG_SIGMA = 0.86  # of the outputs in Azure's conversation trace
+_NUM_MADE = 4000  # requests of a generated workload
+_OUTPUT_LOG_SIGMA = 0.86  # that of the outputs in Azure's conversation trace
 _SLOWER = 4.0
-_CHAT_TOKENS = 1024  # at most, of a prompt and of an output (section 6.5)
-_CHAT_SESSIONS = 64  # at once
-_CHAT_ROUNDS = 5  # of a session, on average
+_CHAT_TOKENS = 1024  # maximum of a prompt, and of an output (section 6.5)
+_CHAT_SESSIONS = 64  # concurrent sessions
+_CHAT_ROUNDS = 5  # mean rounds of a session
 
 
 def load(name: str, data: Path) -> list[TraceRequest]:
-    """A workload by its name, in an order drawn once; see `WORKLOADS`.
+    """Load a workload by its name, in a fixed random order; see `WORKLOADS`.
 
     Raises:
         ConfigError: a file of `data` is missing or unreadable.
@@ -64,7 +64,7 @@ def _azure(data: Path, max_tokens: int) -> list[TraceRequest]:
 
 
 def _alpaca_eval(data: Path) -> list[TraceRequest]:
-    # Who wrote Alpaca's own answers too.
+    # The model that also wrote Alpaca's own answers.
     return read_trace(data / "alpaca_eval_lengths.json.gz", outputs_of="text_davinci_003")
 
 
@@ -81,7 +81,7 @@ def _alpaca_like(data: Path) -> list[TraceRequest]:
 
 @cache
 def _sharegpt_like(data: Path) -> list[TraceRequest]:
-    """Prompts as long as first turns of ShareGPT, log-normal outputs, both scaled to the means."""
+    """Prompt lengths of ShareGPT's first turns, log-normal outputs, both scaled to the means."""
     with gzip.open(data / "sharegpt_prompt_tokens.json.gz", "rt", encoding="utf-8") as file:
         known = np.array(json.load(file)["prompt_tokens"])
     random = np.random.default_rng(_SEED)
@@ -93,12 +93,12 @@ def _sharegpt_like(data: Path) -> list[TraceRequest]:
 def _with_means(
     prompts: npt.NDArray[np.generic], outputs: npt.NDArray[np.generic], means: tuple[float, float]
 ) -> list[TraceRequest]:
-    """Lengths scaled until those that the context holds have the means wanted.
+    """Scale lengths until those that fit the context have the given means.
 
     Args:
         prompts: [requests], in any unit.
         outputs: [requests], in any unit.
-        means: tokens, of prompts and of outputs.
+        means: mean tokens of prompts and of outputs.
     """
     shapes = np.stack((prompts, outputs)).astype(np.float64)
     scales = np.array(means) / shapes.mean(1)
@@ -110,7 +110,7 @@ def _with_means(
 
 
 def _translation(data: Path, num_prefix: int) -> list[TraceRequest]:
-    """Sentences as long as GSM8K's questions, translations as long as they, behind one prefix."""
+    """Lengths of GSM8K's questions for sentences and their translations, after one prefix."""
     sentences = [request.prompt_tokens for request in read_trace(data / "gsm8k_lengths.jsonl.gz")]
     return [
         TraceRequest(None, num_prefix + count, count, prefix_ids=(0,), prefix_tokens=num_prefix)
@@ -119,11 +119,11 @@ def _translation(data: Path, num_prefix: int) -> list[TraceRequest]:
 
 
 def _chatbot(data: Path) -> list[TraceRequest]:
-    """Rounds of sessions: a prompt is all that was said, cut to its last 1024 tokens.
+    """Rounds of chat sessions: a prompt is the session's text so far, its last 1024 tokens.
 
-    Any of 64 sessions goes on next; one that ends makes room for a new one. As long as nothing is
-    cut, a prompt begins with the one before it. What was answered counts as new text, since a
-    replay makes up other tokens for it.
+    Each request continues a random one of 64 sessions; a new session replaces one that ends. As
+    long as nothing is cut, a prompt begins with the one before it. Answers count as new text,
+    because a replay makes up other tokens for them.
     """
     turns = _turns(_sharegpt_like(data))
     random = np.random.default_rng(_SEED)
@@ -149,14 +149,14 @@ def _chatbot(data: Path) -> list[TraceRequest]:
 
 
 def _turns(requests: list[TraceRequest]) -> Iterator[tuple[int, int]]:
-    """Lengths of questions and answers, without end."""
+    """Yield lengths of questions and answers, without end."""
     while True:
         for request in requests:
             yield request.prompt_tokens, request.output_tokens
 
 
 def _mooncake(data: Path) -> list[TraceRequest]:
-    # What the longest context of Llama 3.1 holds.
+    # 131072 is the context length of Llama 3.1.
     return fit_lengths(read_trace(data / "mooncake_synthetic.jsonl.gz"), 131072, cut=False)[0]
 
 
@@ -179,15 +179,15 @@ WORKLOADS: dict[str, Callable[[Path], list[TraceRequest]]] = {
     "mooncake": _mooncake,
     "mooncake-slow": _mooncake_slow,
 }
-"""By name:
+"""Workloads by name:
 
 - conversation: Azure's conversation trace of 2023, requests of at most 2048 tokens;
 - conversation-4096: the same trace, at most 4096;
 - sharegpt-like: first turns of ShareGPT and log-normal outputs, scaled to Fig. 11's means;
 - alpaca: AlpacaEval's instructions, with the outputs of text-davinci-003;
 - alpaca-like: the same, scaled to Fig. 11's means;
-- translation-80, translation-341: GSM8K's questions behind a prefix that all have in common;
+- translation-80, translation-341: GSM8K's questions after a common prefix;
 - chatbot: sessions of sharegpt-like turns;
 - mooncake: Mooncake's synthetic trace, with its arrivals;
-- mooncake-slow: the same in four times the time, which a single H200 can keep up with.
+- mooncake-slow: the same in four times the time, which a single H200 can sustain.
 """

@@ -1,1 +1,1 @@
-"""Makes the small storytelling model that demonstrations and tests can serve anywhere."""
+"""Training of the small storytelling model for demonstrations and tests."""

@@ -1,4 +1,4 @@
-"""Trains the storyteller and writes it as a Hugging Face checkpoint.
+"""Train the storyteller and write it as a Hugging Face checkpoint.
 
 Run from the root of the repository, on a GPU for a model worth reading::
 
@@ -73,12 +73,12 @@ console = Console()
 
 
 def render_chat(messages: list[dict[str, str]]) -> str:
-    """Write a conversation as the chat template would, without the cost of a template engine."""
+    """Render a conversation like the chat template, without the cost of a template engine."""
     return "".join(f"<|{m['role']}|>{m['content']}{END_OF_TURN}" for m in messages)
 
 
 def make_documents(task: tuple[int, int]) -> list[str]:
-    """Generate one task's documents, half of them chats; the seed alone decides them."""
+    """Generate one task's documents, half of them chats; they depend on the seed alone."""
     seed, number = task
     rng = random.Random(f"{seed}/{number}")
     return [
@@ -95,7 +95,7 @@ def generate(seed: int, count: int) -> list[str]:
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
-    """Look a special token up; that it exists is the trainer's promise."""
+    """Return the id of a special token, which the trainer has added."""
     number: int | None = tokenizer.token_to_id(token)
     if number is None:
         raise KeyError(token)
@@ -123,8 +123,8 @@ def train_tokenizer(documents: list[str], vocabulary: int) -> Tokenizer:
 def pack(tokenizer: Tokenizer, documents: list[str], seed: int) -> torch.Tensor:
     """Fill windows with whole documents, each followed by the end-of-text token.
 
-    A window begins with a document, so that the model learns to start with nothing before it, and
-    now and then with an end-of-text token before that. Its last document is cut off.
+    A window begins with a document, sometimes after an end-of-text token, so that the model learns
+    to start without context. Its last document is cut off.
     """
     rng = random.Random(seed)
     end = token_id(tokenizer, END_OF_TEXT)
@@ -147,7 +147,7 @@ def pack(tokenizer: Tokenizer, documents: list[str], seed: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line decides about training."""
+    """Training options of the command line."""
 
     steps: int
     minutes: float | None
@@ -158,7 +158,7 @@ class Settings:
 
 
 def build_model(tokenizer: Tokenizer, args: argparse.Namespace) -> LlamaForCausalLM:
-    """Make the untrained model; the defaults fill the 11.5 MB that the checkpoint may take."""
+    """Create the untrained model; the defaults fill the checkpoint's limit of 11.5 MB."""
     end_ids = [token_id(tokenizer, token) for token in (END_OF_TURN, END_OF_TEXT)]
     config = LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(),
@@ -178,10 +178,10 @@ def build_model(tokenizer: Tokenizer, args: argparse.Namespace) -> LlamaForCausa
 
 
 def batches(windows: torch.Tensor, settings: Settings) -> Iterator[torch.Tensor]:
-    """Yield batches for ever, every other one as twice as many windows of half the length.
+    """Yield batches without end; every second one has twice as many windows of half the length.
 
-    The second halves begin anywhere in a story, which teaches the model to continue any text; the
-    full windows teach it all positions.
+    The second halves begin anywhere in a story, which trains the model to continue any text; the
+    full windows train all positions.
     """
     generator = torch.Generator().manual_seed(settings.seed)
     halve = False
@@ -195,7 +195,7 @@ def batches(windows: torch.Tensor, settings: Settings) -> Iterator[torch.Tensor]
 
 
 def token_loss(model: LlamaForCausalLM, batch: torch.Tensor) -> torch.Tensor:
-    """Mean next-token loss, under autocast where the device has a use for it."""
+    """Return the mean next-token loss, with bfloat16 autocast on a GPU."""
     with torch.autocast("cuda", torch.bfloat16, enabled=batch.device.type == "cuda"):
         logits = model(input_ids=batch, use_cache=False).logits
     return torch.nn.functional.cross_entropy(
@@ -204,13 +204,13 @@ def token_loss(model: LlamaForCausalLM, batch: torch.Tensor) -> torch.Tensor:
 
 
 def learning_rate_factor(step: int, fraction: float) -> float:
-    """Warm up over 200 steps, then follow a cosine over the fraction of training that is done."""
+    """Return the learning rate factor: 200 warm-up steps, then a cosine decay over training."""
     cosine = 0.5 * (1 + math.cos(math.pi * min(fraction, 1.0)))
     return min(1.0, (step + 1) / 200) * (0.01 + 0.99 * cosine)
 
 
 def train(model: LlamaForCausalLM, windows: torch.Tensor, settings: Settings) -> int:
-    """Train until the steps or the minutes are used up, and return the number of steps taken."""
+    """Train until the limit of steps or minutes; return the number of steps."""
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
     optimizer = torch.optim.AdamW(
@@ -257,7 +257,7 @@ def train(model: LlamaForCausalLM, windows: torch.Tensor, settings: Settings) ->
 
 @torch.no_grad()
 def held_out_loss(model: LlamaForCausalLM, windows: torch.Tensor, device: torch.device) -> float:
-    """Mean loss on documents that training has not seen."""
+    """Return the mean loss on held-out documents."""
     model.eval()
     parts = [windows[start : start + 8] for start in range(0, len(windows), 8)]
     losses = [token_loss(model, part.long().to(device)).item() for part in parts]
@@ -313,11 +313,11 @@ CHATS = (
 
 
 def check(out: Path) -> None:
-    """Read the checkpoint back as anybody would, and fail if a promise is broken."""
+    """Load the checkpoint with Transformers and check tokenizer and chat template."""
     tokenizer = AutoTokenizer.from_pretrained(out)
     text = "Zażółć 狐 🦊\t\r\n  two  spaces , and a stop ."
     if tokenizer.decode(tokenizer(text)["input_ids"]) != text:
-        raise SystemExit("the tokenizer does not give back what it was given")
+        raise SystemExit("the tokenizer does not reproduce the text that it encoded")
     messages = [{"role": "system", "content": "A."}, {"role": "user", "content": "B"}]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     if tokenizer.decode(ids) != render_chat(messages) + "<|assistant|>":
@@ -328,7 +328,7 @@ def check(out: Path) -> None:
 
 
 def sample(out: Path, device: torch.device) -> None:
-    """Print what the saved model makes of some prompts, greedily and at temperature 0.8."""
+    """Print the saved model's outputs for some prompts, greedy and at temperature 0.8."""
     tokenizer = AutoTokenizer.from_pretrained(out)
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).to(device).eval()
 
@@ -355,12 +355,16 @@ def sample(out: Path, device: torch.device) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Define the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Train the storyteller.")
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
-    parser.add_argument("--steps", type=int, default=20_000, help="training steps at most")
-    parser.add_argument("--minutes", type=float, help="minutes of training at most, without data")
-    parser.add_argument("--batch-size", type=int, default=64, help=f"windows of {WINDOW} a step")
+    parser.add_argument("--steps", type=int, default=20_000, help="maximum training steps")
+    parser.add_argument(
+        "--minutes", type=float, help="maximum minutes of training, not counting data generation"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=64, help=f"windows of {WINDOW} tokens per step"
+    )
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--documents", type=int, default=300_000, help="documents to train on")
     parser.add_argument("--vocabulary", type=int, default=2048)
@@ -373,7 +377,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Generate the data, train, save, and show what came of it."""
+    """Generate the data, train, save, and print samples."""
     args = parse_arguments()
     cuda = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
     device = torch.device("cuda" if cuda else "cpu")

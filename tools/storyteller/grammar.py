@@ -1,7 +1,7 @@
-"""The story grammar: reads the text files beside it and writes stories and chats from them.
+"""The story grammar: generates stories and chats from the text files beside it.
 
-The sentences live in ``words.txt``, ``stories.txt`` and ``chats.txt``, so that they can be read and
-edited as prose; this module only knows how to choose among them and keep a story consistent.
+The sentences are in ``words.txt``, ``stories.txt`` and ``chats.txt``, where they can be read and
+edited as prose. This module chooses among them and keeps a story consistent.
 """
 
 import random
@@ -22,7 +22,7 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Slot:
-    """A word of the story at hand, such as ``{hero}``."""
+    """A word of the current story, such as ``{hero}``."""
 
     key: str
 
@@ -48,7 +48,7 @@ _TOKEN = re.compile(r"[\[\]|]|\{\w+\}|<\w+>|[^\[\]|{}<>]+")
 
 @cache
 def parse(text: str) -> Sequence:
-    """Compile a template once, because each is expanded many thousand times."""
+    """Parse a template; cached, because each is expanded many thousand times."""
     tokens = _TOKEN.findall(text)
     if "".join(tokens) != text:
         raise ValueError(f"stray bracket in {text!r}")
@@ -59,7 +59,7 @@ def parse(text: str) -> Sequence:
 
 
 def _parse_options(tokens: list[str], position: int) -> tuple[list[Sequence], int]:
-    """Read alternatives up to the closing bracket or the end of the text."""
+    """Parse alternatives up to the closing bracket or the end of the text."""
     options: list[Sequence] = []
     parts: list[str | Slot | Call | Choice] = []
     while position < len(tokens) and tokens[position] != "]":
@@ -88,7 +88,7 @@ def _parse_options(tokens: list[str], position: int) -> tuple[list[Sequence], in
 
 @dataclass
 class Step:
-    """One step of a plot: a choice of sentences, perhaps left out, perhaps after a break."""
+    """One step of a plot: a choice of sentences, possibly optional or after a paragraph break."""
 
     optional: bool = False
     paragraph: bool = False
@@ -97,7 +97,7 @@ class Step:
 
 @dataclass
 class Plot:
-    """A story shape with what people may ask about it."""
+    """A story's steps, with titles, requests, summaries and questions about it."""
 
     titles: list[str] = field(default_factory=list)
     asks: list[str] = field(default_factory=list)
@@ -108,7 +108,7 @@ class Plot:
 
 @dataclass(frozen=True)
 class Grammar:
-    """Everything that the three text files say."""
+    """The content of the three text files."""
 
     tables: dict[str, list[Row]]
     rules: dict[str, list[str]]
@@ -116,12 +116,12 @@ class Grammar:
 
     @property
     def story_plots(self) -> list[str]:
-        """The plots that can be asked for; the others only continue a story."""
+        """Names of the plots that can be requested; the others only continue a story."""
         return [name for name, plot in self.plots.items() if plot.asks]
 
 
 def _lines(name: str) -> Iterator[str]:
-    """Yield a file's lines without comments; empty ones stay, since they end a step."""
+    """Yield a file's lines without comments; empty lines are kept, because they end a step."""
     for line in (HERE / name).read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):
             yield line.rstrip()
@@ -171,7 +171,7 @@ def _read_plot_line(plot: Plot, line: str, step: Step | None) -> Step | None:
 
 @cache
 def load() -> Grammar:
-    """Read the three files once per process."""
+    """Read the three files; cached."""
     rules: dict[str, list[str]] = {}
     plots: dict[str, Plot] = {}
     variants: list[str] = []
@@ -200,13 +200,13 @@ _PRONOUNS = {
 
 
 def with_article(noun: str) -> str:
-    """Put "a" or "an" before a noun phrase, by its sound where the letter would mislead."""
+    """Put "a" or "an" before a noun phrase; "a" before "uni"."""
     vowel = noun[0] in "aeiou" and not noun.startswith("uni")
     return f"{'an' if vowel else 'a'} {noun}"
 
 
 def capitalise(text: str) -> str:
-    """Start with a capital, also behind an opening quotation mark."""
+    """Capitalise the first letter, also after an opening quotation mark."""
     return re.sub(r"^\W*[a-z]", lambda match: match.group().upper(), text)
 
 
@@ -220,7 +220,7 @@ def title_case(text: str) -> str:
 
 @dataclass(frozen=True)
 class Character:
-    """Someone in a story, and the ways to speak of them."""
+    """A character of a story, and the ways to mention it."""
 
     kind: str
     adjective: str
@@ -230,23 +230,23 @@ class Character:
 
     @property
     def described(self) -> str:
-        """The kind with its adjective, as in "little fox"."""
+        """The kind with its adjective, such as "little fox"."""
         return f"{self.adjective} {self.kind}"
 
     def introduce(self, rng: random.Random) -> str:
-        """First mention, with the indefinite article."""
+        """Write the first mention, with the indefinite article."""
         link = rng.choice(("named", "named", "called"))
         return with_article(f"{self.described} {link} {self.name}" if self.name else self.described)
 
     def mention(self, rng: random.Random) -> str:
-        """A later mention: mostly the name, sometimes the kind, never a new one."""
+        """Write a later mention: mostly the name, sometimes the kind."""
         if self.name and rng.random() < 0.88:
             return self.name
         return f"the {self.described}" if rng.random() < 0.3 else f"the {self.kind}"
 
     @property
     def call(self) -> str:
-        """How others address this character."""
+        """The form by which others address this character."""
         return self.name or self.described
 
 
@@ -263,7 +263,7 @@ def _fits(adjective: str, kind: str, *, human: bool) -> bool:
 
 
 def _invented_name(rng: random.Random) -> str:
-    """Make up a name, so that the model learns to copy names it has never met."""
+    """Make up a name, so that the model learns to copy names that it has not seen."""
     starts = ("B", "D", "F", "G", "K", "L", "M", "N", "P", "R", "S", "T", "V", "Z", "Br", "Tr")
     middles = ("a", "e", "i", "o", "u", "ee", "oo", "ai")
     joints = ("b", "d", "l", "ll", "m", "n", "nd", "r", "t", "v", "z", "x", "k", "pp")
@@ -278,7 +278,7 @@ def _invented_name(rng: random.Random) -> str:
 
 
 class Story:
-    """One story's cast and props, from which any number of its texts can be written."""
+    """The characters and words of one story, from which any number of texts can be written."""
 
     def __init__(self, rng: random.Random, plot: str | None = None) -> None:
         """Draw a plot, a hero, a friend, a bystander and the things of the story."""
@@ -316,7 +316,7 @@ class Story:
         return Character(row["kind"], adjective, name, gender, row)
 
     def _draw_slots(self) -> dict[str, str]:
-        """Choose the things of this story; templates inside them are expanded when first used."""
+        """Choose the words of this story; templates in them are expanded on first use."""
         rng, tables = self.rng, self.grammar.tables
         slots: dict[str, str] = {}
         for name in ("where", "food", "plant", "skill", "craft", "fear", "mystery", "trouble"):
@@ -366,7 +366,7 @@ class Story:
         return slots
 
     def _who(self) -> str:
-        """Name the hero as somebody asking for the story would."""
+        """Name the hero as in a request for the story."""
         hero, rng = self.hero, self.rng
         kind = hero.described if rng.random() < 0.4 else hero.kind
         if not hero.name or rng.random() < 0.5:
@@ -407,11 +407,11 @@ class Story:
         raise KeyError(key)
 
     def expand(self, text: str) -> str:
-        """Write out one template."""
+        """Expand one template."""
         return "".join(self._pieces(parse(text)))
 
     def rule(self, name: str) -> str:
-        """Write out one line of a shared phrase."""
+        """Expand one line of a shared phrase."""
         return self.expand(self.rng.choice(self.grammar.rules[name]))
 
     def _pieces(self, sequence: Sequence) -> Iterator[str]:
@@ -427,7 +427,7 @@ class Story:
                     yield from self._pieces(self.rng.choice(options))
 
     def tell(self, *, title: bool = False, plot: str | None = None, skip: int = 0) -> str:
-        """Write the story out, in paragraphs or as one, perhaps without its first steps."""
+        """Write the story, with or without paragraphs, without its first `skip` steps."""
         rng = self.rng
         chosen = self.grammar.plots[plot] if plot else self.plot
         gap = "\n\n" if rng.random() < 0.7 else " "
@@ -447,7 +447,7 @@ class Story:
         return text
 
     def tell_at_once(self) -> str | None:
-        """Begin with what happened, and introduce everyone there; None if that reads badly."""
+        """Write the story from its first event, introducing characters there; None if awkward."""
         self.unmet, self.introductions = {"hero", "friend"}, []
         text = self.tell(skip=next(i for i, step in enumerate(self.plot.steps) if step.paragraph))
         self.unmet = set()
@@ -460,17 +460,17 @@ class Story:
         return None if awkward else text
 
     def topic(self) -> str:
-        """What somebody could ask this story to be about."""
+        """Write a topic with which this story could be requested."""
         if self.rng.random() < 0.3:
             return self.slot("who")
         return self.expand(self.rng.choice(self.plot.asks))
 
     def short(self) -> str:
-        """Sum the story up in two or three sentences."""
+        """Summarise the story in two or three sentences."""
         return self.expand(self.rng.choice(self.plot.shorts))
 
     def question(self) -> tuple[str, str]:
-        """A question about the story, and its answer."""
+        """Write a question about the story, and its answer."""
         question, answer = self.rng.choice(self.plot.questions)
         return self.expand(question), self.expand(answer)
 
@@ -479,7 +479,7 @@ class Story:
 
 
 def plain_document(rng: random.Random) -> str:
-    """A story by itself; some start in the middle, so that any sentence can be continued."""
+    """Write a story; some start in the middle, so that the model can continue any sentence."""
     story = Story(rng)
     if rng.random() < 0.12 and (opened := story.tell_at_once()):
         return opened
@@ -500,7 +500,7 @@ def _assistant(text: str) -> Message:
 
 
 def _loosely_typed(rng: random.Random, text: str) -> str:
-    """Now and then drop the capital or the full stop, as people do."""
+    """Sometimes drop the capital or the full stop, as users do."""
     if rng.random() < 0.15:
         text = text[0].lower() + text[1:]
     if rng.random() < 0.15:
@@ -509,7 +509,7 @@ def _loosely_typed(rng: random.Random, text: str) -> str:
 
 
 def _story_turn(rng: random.Random, story: Story, *, follow_up: bool = False) -> list[Message]:
-    """Somebody asks for a story, and gets it."""
+    """Write a request for a story, and the story."""
     topic = story.topic()
     story.slots["topic"] = story.fixed["topic"] = topic
     if follow_up:
@@ -525,7 +525,7 @@ def _story_turn(rng: random.Random, story: Story, *, follow_up: bool = False) ->
 
 
 def _follow_up(rng: random.Random, story: Story) -> list[Message]:
-    """Somebody says something about the story they have just heard."""
+    """Write a follow-up to a story, and the reply."""
     match rng.choice(("next", "next", "happier", "shorter", "question", "thank", "another")):
         case "next":
             return [_user(story.rule("next")), _assistant(story.tell(plot="more"))]
@@ -545,7 +545,7 @@ def _follow_up(rng: random.Random, story: Story) -> list[Message]:
 
 
 def _small_talk(rng: random.Random, story: Story) -> list[Message]:
-    """A greeting or a question that is no request for a story, perhaps with a story after it."""
+    """Write a greeting or a question other than a request, sometimes followed by a story."""
     story.slots["topic"] = story.topic()
     names = ("hello", "hello", "who", "who", "can", "how", "thank", "bye", "unknown", "unknown")
     name = rng.choice(names)
@@ -559,7 +559,7 @@ def _small_talk(rng: random.Random, story: Story) -> list[Message]:
 
 
 def chat_document(rng: random.Random) -> list[Message]:
-    """A conversation of one to three exchanges."""
+    """Write a conversation of one to three exchanges."""
     story = Story(rng)
     messages: list[Message] = []
     if rng.random() < 0.15:
