@@ -50,6 +50,7 @@ def loaded(folder: Path, dtype: torch.dtype | None = None) -> Iterator[tuple[Mod
     pool = PagePool(open_driver("cpu"), 8 << 20)
     store = WeightStore(pool, Owner("tiny", Kind.WEIGHTS), plan.parameters)
     try:
+        assert store.populate()
         store.load(checkpoint)
         yield plan.build(store.tensors), plan.max_model_len
     finally:
@@ -370,6 +371,7 @@ def test_two_models_from_one_plan_do_not_share_state(tmp_path: Path) -> None:
     plan = TransformersPlan(checkpoint, None)
     pool = PagePool(open_driver("cpu"), 8 << 20)
     store = WeightStore(pool, Owner("tiny", Kind.WEIGHTS), plan.parameters)
+    assert store.populate()
     store.load(checkpoint)
     first = plan.build(store.tensors)
     plan.build({name: torch.zeros_like(tensor) for name, tensor in store.tensors.items()})

@@ -26,7 +26,7 @@ Handle = NewType("Handle", int)
 
 
 class Fence(Protocol):
-    """A moment in the device's work: whatever was handed to it before this was made."""
+    """A moment in the device's work: everything that was handed to it before this was made."""
 
     def passed(self) -> bool:
         """Whether all of that work is done; does not wait."""
@@ -36,15 +36,15 @@ class Fence(Protocol):
 
 
 class Driver(Protocol):
-    """Creates physical pages, reserves addresses, and maps the one at the other."""
+    """Creates physical pages, reserves addresses, and maps pages at addresses."""
 
     @property
     def name(self) -> str:
-        """What the driver is called in errors and in `aquifer info`."""
+        """Name of the driver in errors and in `aquifer info`."""
 
     @property
     def device(self) -> torch.device:
-        """Where tensors made by `view` live."""
+        """Device of the tensors made by `view`."""
 
     @property
     def granularity_bytes(self) -> int:
@@ -52,7 +52,7 @@ class Driver(Protocol):
 
     @property
     def default_page_bytes(self) -> int:
-        """The page size to use where nobody chose one."""
+        """The page size to use where none was chosen."""
 
     @property
     def large_page_bytes(self) -> int:
@@ -65,6 +65,10 @@ class Driver(Protocol):
     def max_mappings(self) -> int | None:
         """How many pages may be mapped at once, or None where the device sets no limit."""
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether work may still be running when the call that hands it to the device returns."""
+
     def available_bytes(self) -> int:
         """Physical memory that this process could still take, in bytes."""
 
@@ -72,10 +76,10 @@ class Driver(Protocol):
         """Physical memory that there is for all processes together, in bytes."""
 
     def overhead_bytes(self) -> int:
-        """What this process holds of the device beside the driver's pages, in bytes.
+        """Device memory that this process holds beside the driver's pages, in bytes.
 
-        0 where that is none of the pool's business. It is this process's own figure, whatever
-        others take or give back meanwhile, and quick enough to be asked once a second.
+        0 where the pool does not account for it. It is this process's own figure, whatever other
+        processes take or give back meanwhile, and quick enough to be asked once a second.
         """
 
     def create(self, page_bytes: int, count: int) -> list[Handle]:
@@ -112,7 +116,7 @@ class Driver(Protocol):
     def fence(self) -> Fence | None:
         """Mark the work handed to the device so far, by this thread's current stream.
 
-        None where there is nothing to wait for: work is done when the call that does it returns.
+        None where the device does not run ahead, so that there is nothing to wait for.
         """
 
     def close(self) -> None:

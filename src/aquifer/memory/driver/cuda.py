@@ -8,7 +8,7 @@ beyond what the driver's manual promises; `tests/gpu/test_cuda_driver.py` checks
 - A new handle reads as zeros, also where this process wrote before: the kernel driver scrubs what
   is released. So `create` writes nothing.
 - Neither mapping nor unmapping waits for kernels that run. Unmapping what one of them still reads
-  is a fault that ends the process, so whoever unmaps asks `fence` first (`memory/retire.py`).
+  is a fault that ends the process, so a caller that unmaps asks `fence` first (`memory/retire.py`).
 - A CUDA graph refers to addresses: it replays correctly after the page behind one was replaced.
 
 All calls work on the device's primary context, which is torch's, and leave the calling thread's
@@ -35,8 +35,8 @@ _PAGE_BYTES = 2 << 20  # the granularity of every GPU so far
 _LARGE_PAGE_BYTES = 32 << 20
 
 _CONTEXT_BYTES = 600 << 20
-"""What is set aside for the context, loaded modules and executable graphs where nobody can tell
-their size: what a process takes on an H200 with cuBLAS and Triton's kernels loaded, rounded up."""
+"""Set aside for the context, loaded modules and executable graphs where their size cannot be
+measured: what a process takes on an H200 with cuBLAS and Triton's kernels loaded, rounded up."""
 
 _NAME_BYTES = 256  # room for the names that the driver gives out
 
@@ -56,13 +56,13 @@ class CudaDriver:
 
     name = "cuda"
     max_mappings = None
+    runs_ahead = True
 
     def __init__(self, index: int = 0, api: Any = None, nvml: Any = None) -> None:
         self._api = api = _load_api() if api is None else api
         self.device = torch.device("cuda", index)
         self._page_bytes: dict[Handle, int] = {}  # live handles -> size
-        self._imported: set[Handle] = set()  # the part of them that other processes created
-        self._created_bytes = 0  # of the others; several threads create and release
+        self._created_bytes = 0  # of all of them; several threads create and release
         self._counting = threading.Lock()
         self._reservations: dict[int, int] = {}  # address -> size
         self._mapped: dict[int, int] = {}  # address -> size of the page there
@@ -100,11 +100,11 @@ class CudaDriver:
         self.large_page_bytes = max(_LARGE_PAGE_BYTES, self.granularity_bytes)
 
     def available_bytes(self) -> int:
-        """What the device has free, whoever uses the rest."""
+        """Free memory of the device."""
         return self._memory_info()[0]
 
     def total_bytes(self) -> int:
-        """What the device has, whoever uses it."""
+        """Memory of the device, used by any process or free."""
         return self._memory_info()[1]
 
     def overhead_bytes(self) -> int:
@@ -118,14 +118,14 @@ class CudaDriver:
         reserved_bytes = torch.cuda.memory_reserved(self.device)
         created_bytes = self._created_bytes
         used_bytes = self._process_memory.used_bytes()
-        # Less than that is not ours: the library numbers processes as somebody else does.
+        # Less than that is not ours: the library numbers processes as the host does, say.
         if used_bytes is None or used_bytes < created_bytes + reserved_bytes:
             return _CONTEXT_BYTES + reserved_bytes
         return max(used_bytes - max(created_bytes, self._created_bytes), reserved_bytes)
 
     @property
     def product(self) -> str:
-        """What the device is called by who made it."""
+        """Product name of the device."""
         with self._current:
             name = self._check(
                 self._api.cuDeviceGetName(_NAME_BYTES, self._device_id), "could not get the name"
@@ -139,7 +139,7 @@ class CudaDriver:
         return f"{version // 1000}.{version % 1000 // 10}"
 
     def create(self, page_bytes: int, count: int) -> list[Handle]:
-        """One driver call a page; pages can be exported."""
+        """One driver call a page."""
         if page_bytes <= 0 or page_bytes % self.granularity_bytes:
             raise DriverError(
                 "CUDA_ERROR_INVALID_VALUE",
@@ -153,14 +153,14 @@ class CudaDriver:
                     self._api.cuMemCreate(page_bytes, self._properties, 0),
                     f"could not create {count} pages of {page_bytes} bytes",
                 )
-                self._enter(handle, page_bytes)
-                self._count(page_bytes)
                 handles.append(Handle(int(handle)))
+                self._page_bytes[handles[-1]] = page_bytes
+                self._count(page_bytes)
             undo.pop_all()
         return handles
 
     def release(self, handles: Sequence[Handle]) -> None:
-        """Give pages back; the memory is free when this returns, unless somebody imported it."""
+        """Give pages back; the memory is free when this returns."""
         for handle in handles:
             if handle not in self._page_bytes:
                 raise InvariantError(f"page {handle} was released twice or never created")
@@ -168,10 +168,7 @@ class CudaDriver:
             for handle in handles:
                 page_bytes = self._page_bytes.pop(handle)
                 self._check(self._api.cuMemRelease(handle), "could not release a page")
-                if handle in self._imported:
-                    self._imported.remove(handle)
-                else:
-                    self._count(-page_bytes)
+                self._count(-page_bytes)
 
     def reserve(self, num_bytes: int) -> int:
         """Reserve addresses; terabytes cost nothing."""
@@ -227,7 +224,7 @@ class CudaDriver:
         """Map the pages at addresses of their own for a moment, and wait until they are written.
 
         The write runs on a stream of its own, so it does not wait for the kernels in flight. That
-        is safe, because a page to be zeroed belongs to nobody.
+        is safe, because a page to be zeroed has no owner.
         """
         sizes = {self._page_bytes[handle] for handle in handles}
         for page_bytes in sizes:
@@ -256,38 +253,6 @@ class CudaDriver:
         event.record(torch.cuda.current_stream(self.device))
         return EventFence(event)
 
-    def export(self, handle: Handle) -> int:
-        """A file descriptor that stands for the page; the caller closes it.
-
-        Another process that gets it, inherited or through a socket, may `import_` it. The memory
-        goes back to the system when both processes have released the page and closed theirs.
-        """
-        if handle not in self._page_bytes:
-            raise InvariantError(f"page {handle} does not exist")
-        with self._current:
-            return int(
-                self._check(
-                    self._api.cuMemExportToShareableHandle(handle, self._fd_type, 0),
-                    "could not export a page",
-                )
-            )
-
-    def import_(self, fd: int, page_bytes: int) -> Handle:
-        """A page of another process, to be mapped and released like one's own.
-
-        Args:
-            fd: as `export` made it; it stays open, and stays the caller's.
-            page_bytes: the size with which the page was created.
-        """
-        with self._current:
-            handle = self._check(
-                self._api.cuMemImportFromShareableHandle(fd, self._fd_type),
-                f"file descriptor {fd} is no page of this device",
-            )
-            entered = self._enter(handle, page_bytes)
-        self._imported.add(entered)
-        return entered
-
     def close(self) -> None:
         """Wait for the device, then give everything back, mapped or not, and what torch caches."""
         if self._stream is None:
@@ -307,17 +272,12 @@ class CudaDriver:
             self._api.cuDevicePrimaryCtxRelease(self._device_id), "could not release the context"
         )
 
-    @property
-    def _fd_type(self) -> Any:
-        return self._api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-
     def _allocation_properties(self, index: int) -> Any:
-        """Memory of this device, which stays where it is and can be exported."""
+        """Memory of this device, which stays where it is."""
         properties = self._api.CUmemAllocationProp()
         properties.type = self._api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         properties.location.type = self._api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         properties.location.id = index
-        properties.requestedHandleTypes = self._fd_type
         return properties
 
     def _memory_info(self) -> tuple[int, int]:
@@ -331,14 +291,6 @@ class CudaDriver:
     def _count(self, num_bytes: int) -> None:
         with self._counting:
             self._created_bytes += num_bytes
-
-    def _enter(self, driver_handle: Any, page_bytes: int) -> Handle:
-        handle = Handle(int(driver_handle))
-        if handle in self._page_bytes:
-            self._api.cuMemRelease(handle)
-            raise InvariantError(f"page {handle} exists already: a process cannot import its own")
-        self._page_bytes[handle] = page_bytes
-        return handle
 
     def _unmap(self, address: int, num_bytes: int) -> None:
         if num_bytes:

@@ -1,4 +1,4 @@
-"""A driver that fails when told to: for tests of what happens then."""
+"""A driver that fails when told to: for tests of error handling."""
 
 from __future__ import annotations
 
@@ -58,6 +58,11 @@ class FaultyDriver:
     def max_mappings(self) -> int | None:
         """The inner driver's limit."""
         return self.inner.max_mappings
+
+    @property
+    def runs_ahead(self) -> bool:
+        """The inner driver's answer."""
+        return self.inner.runs_ahead
 
     def available_bytes(self) -> int:
         """The inner driver's answer."""

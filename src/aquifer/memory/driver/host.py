@@ -6,7 +6,7 @@ A handle is a byte offset into one anonymous file. What the implementation relie
   SIGBUS at the first touch; `FALLOC_FL_PUNCH_HOLE` gives them back, and the hole reads as zeros.
 - The same file offset may be mapped at any number of addresses (MAP_SHARED).
 - A reservation is a PROT_NONE mapping without swap accounting. Unmapping maps PROT_NONE over the
-  page instead of calling munmap, so that nobody else's mmap can land inside the reservation.
+  page instead of calling munmap, so that no other mmap of the process lands in the reservation.
 - Linux merges mappings that are adjacent in address and in file offset, and limits a process to
   `vm.max_map_count` of them. Neighbouring handles are therefore mapped by one call, and `create`
   hands out neighbours where it can.
@@ -26,6 +26,7 @@ import torch
 
 from aquifer.errors import DriverError, InvariantError
 from aquifer.memory.driver.base import Handle
+from aquifer.memory.runs import runs
 
 _PROT_NONE, _PROT_READ_WRITE = 0x0, 0x3
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED = 0x01, 0x02, 0x10
@@ -47,6 +48,7 @@ class HostDriver:
     granularity_bytes = mmap.PAGESIZE
     default_page_bytes = _DEFAULT_PAGE_BYTES
     large_page_bytes = _DEFAULT_PAGE_BYTES  # neighbours are mapped by one call, whatever their size
+    runs_ahead = False
 
     def __init__(self) -> None:
         if not hasattr(os, "memfd_create"):
@@ -80,7 +82,7 @@ class HostDriver:
         return total if limit is None else min(total, limit)
 
     def overhead_bytes(self) -> int:
-        """Nothing: Python, torch and activations are not the pool's, and nobody divides them up."""
+        """0: the pool does not account for Python, torch and activations on the host."""
         return 0
 
     def create(self, page_bytes: int, count: int) -> list[Handle]:
@@ -102,10 +104,10 @@ class HostDriver:
             try:
                 if num_new:
                     os.ftruncate(self._fd, new_end)
-                for offset, length in self._runs(handles, page_bytes):
+                for offset, length in _stretches(handles, page_bytes):
                     self._fallocate(0, offset, length)
             except OSError as error:
-                for offset, length in self._runs(reused, page_bytes):
+                for offset, length in _stretches(reused, page_bytes):
                     self._fallocate(_FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, offset, length)
                 os.ftruncate(self._fd, self._file_bytes)  # drops the new ones
                 raise _driver_error(
@@ -123,7 +125,7 @@ class HostDriver:
                 if handle not in self._page_bytes:
                     raise InvariantError(f"page {handle} was released twice or never created")
             for page_bytes, group in self._by_size(handles):
-                for offset, length in self._runs(sorted(group), page_bytes):
+                for offset, length in _stretches(sorted(group), page_bytes):
                     self._fallocate(_FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, offset, length)
                 self._holes.setdefault(page_bytes, []).extend(group)
             for handle in handles:
@@ -146,7 +148,7 @@ class HostDriver:
         """Map runs of neighbouring offsets by one call each."""
         mapped = 0
         for page_bytes, group in self._by_size(handles):
-            for offset, length in self._runs(group, page_bytes):
+            for offset, length in _stretches(group, page_bytes):
                 try:
                     self._mmap(
                         address + mapped,
@@ -170,7 +172,7 @@ class HostDriver:
         """Write through the file, so that no mapping is needed (or counted as resident)."""
         zeros = memoryview(self._zeros)
         for page_bytes, group in self._by_size(handles):
-            for offset, length in self._runs(group, page_bytes):
+            for offset, length in _stretches(group, page_bytes):
                 for start in range(0, length, _ZEROS_BYTES):
                     part = zeros[: min(_ZEROS_BYTES, length - start)]
                     os.pwrite(self._fd, part, offset + start)
@@ -209,17 +211,6 @@ class HostDriver:
             yield page_bytes, list(handles[start:end])
             start = end
 
-    @staticmethod
-    def _runs(handles: Sequence[Handle], page_bytes: int) -> Iterator[tuple[int, int]]:
-        """(offset, length) of each stretch of handles that are neighbours in the file."""
-        start = 0
-        while start < len(handles):
-            end = start + 1
-            while end < len(handles) and handles[end] == handles[end - 1] + page_bytes:
-                end += 1
-            yield handles[start], (end - start) * page_bytes
-            start = end
-
     def _map_nothing(self, address: int, num_bytes: int) -> None:
         flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
         try:
@@ -253,6 +244,13 @@ class HostDriver:
         if self._libc.fallocate(self._fd, mode, offset, length):
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
+
+
+def _stretches(handles: Sequence[Handle], page_bytes: int) -> list[tuple[int, int]]:
+    """(offset, length) of each stretch of handles that are neighbours in the file."""
+    return [
+        (handles[start], (end - start) * page_bytes) for start, end in runs(handles, page_bytes)
+    ]
 
 
 def _load_libc() -> ctypes.CDLL:
