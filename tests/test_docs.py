@@ -87,10 +87,10 @@ def test_what_is_not_there_is_found():
 
 
 def test_the_numbers_of_invariants_that_are_cited_exist():
-    """Those of docs/memory.md: cited in the tests, and in the pool's own check."""
+    """Those of docs/memory.md: cited in the tests, and in the check of the ledger."""
     document = (ROOT / "docs" / "memory.md").read_text()
     defined = set(re.findall(r"^- \*\*([MK]\d+)\*\*", document, re.MULTILINE))
-    cited = set(re.findall(r"\bM\d\b", (ROOT / "src/aquifer/memory/pool.py").read_text()))
+    cited = set(re.findall(r"\bM\d\b", (ROOT / "src/aquifer/memory/ledger.py").read_text()))
     for folder in ("memory", "cache"):
         for file in (ROOT / "tests" / folder).glob("*.py"):
             cited |= set(re.findall(r"\b[MK]\d\b", file.read_text()))

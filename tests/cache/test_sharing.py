@@ -88,7 +88,7 @@ class Harness:
                     touched.update(
                         range(begin // PAGE, -(-(begin + num_words * word_bytes) // PAGE))
                     )
-            assert touched <= self.range._handles.keys()
+            assert touched <= self.range.pages.keys()
             self.launch(touched)
             launch()
 
@@ -109,7 +109,7 @@ class Harness:
         """All that the slot has, beyond its tokens too."""
         if isinstance(self.cache, VirtualCache):
             first = slot * self.cache._slot_pages
-            return list(self.range.handles(first, int(self.cache._num_pages[slot])))
+            return list(self.range.pages_at(range(first, first + int(self.cache._num_pages[slot]))))
         count = self.cache._num_blocks[slot]  # type: ignore[attr-defined]
         return [int(b) for b in self.cache._tables[slot, :count]]  # type: ignore[attr-defined]
 
@@ -154,8 +154,7 @@ class Harness:
 
     def used_pages(self) -> set[int]:
         """Indices of mapped pages that are not retired."""
-        retired = {index for _, index in self.pool.retired._fences}
-        return set(self.range._handles) - retired
+        return set(self.range.pages) - self.pool.retired.indices(self.range)
 
     def read_back(self, slot: int) -> None:
         """K6: exactly what the sequence wrote, in every layer."""

@@ -79,6 +79,7 @@ def _parameters(checkpoint: Checkpoint, dtype: torch.dtype) -> list[Parameter]:
 def test_what_is_loaded_is_what_is_stored(folder, pool, dtype):
     checkpoint = Checkpoint.open(folder)
     store = WeightStore(pool, OWNER, _parameters(checkpoint, dtype))
+    assert store.populate()
     for tensor in store.tensors.values():
         tensor.fill_(float("nan"))
     seen_bytes: list[int] = []
@@ -102,6 +103,7 @@ def test_a_file_that_ends_early_leaves_nothing_behind(folder, pool, tmp_path):
         stream.truncate(90 << 20)
     parameters = [Parameter("w", (100 << 20,), torch.bfloat16, (Source("w"),))]
     store = WeightStore(pool, OWNER, parameters)
+    assert store.populate()
     with pytest.raises(ValueError, match="ended early"):
         store.load(checkpoint)
     store.close()
@@ -113,6 +115,7 @@ def test_speed(folder, pool, monkeypatch):
     checkpoint = Checkpoint.open(folder)
     num_bytes = checkpoint.num_bytes
     store = WeightStore(pool, OWNER, _parameters(checkpoint, torch.bfloat16))
+    assert store.populate()
     print(f"\nloading {num_bytes / 1e9:.2f} GB")
     for buffers, buffer_mib in [(8, 16), (8, 16), (8, 16), (1, 16), (4, 32), (8, 32), (16, 16)]:
         monkeypatch.setattr(loader, "NUM_BUFFERS", buffers)

@@ -19,9 +19,8 @@ from aquifer.cache.virtual import VirtualCache
 from aquifer.engine.engine import Engine
 from aquifer.engine.llm import LLM
 from aquifer.engine.request import BeamSearchParams, RequestOutput, SamplingParams, TokenOutput
-from aquifer.memory.driver.base import Handle
 from aquifer.memory.driver.cuda import CudaDriver
-from aquifer.memory.pool import Kind, Owner, PagePool
+from aquifer.memory.pool import Kind, Owner, Page, PagePool
 
 KV_CACHES = ("virtual", "paged")
 MIB = 1 << 20
@@ -129,7 +128,7 @@ def test_preempted_groups_lose_nothing(
 def squeezed(engine: Engine) -> Iterator[None]:
     """Somebody else takes all free pages now and then, until a request is preempted."""
     (lane,) = engine.lanes.values()
-    others: list[Handle] = []
+    others: list[Page] = []
     real_step = engine.step
     num_steps = num_before = 0
 

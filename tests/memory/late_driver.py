@@ -1,4 +1,4 @@
-"""A device that is late: its work is done when a test says so, or when somebody waits.
+"""A device that is late: its work is done when a test says so, or when a fence is waited for.
 
 Unmapping what unfinished work touches fails the test on the spot.
 """
@@ -27,6 +27,8 @@ class LateFence:
 
 class LateDriver(HostDriver):
     """Host pages under a device that runs behind."""
+
+    runs_ahead = True
 
     def __init__(self) -> None:
         super().__init__()

@@ -15,7 +15,6 @@ import torch
 
 from aquifer.errors import ConfigError, DriverError, InvariantError
 from aquifer.memory.driver import cuda, open_driver
-from aquifer.memory.driver.base import Handle
 from aquifer.memory.driver.cuda import CudaDriver
 
 PAGE = 2 << 20
@@ -36,7 +35,6 @@ class FakeApi:
     CUmemAllocationGranularity_flags = SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_MINIMUM=0)
     CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
     CUmemLocationType = SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE=1)
-    CUmemAllocationHandleType = SimpleNamespace(CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR=1)
     CUmemAccess_flags = SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE=3)
 
     def __init__(self) -> None:
@@ -105,10 +103,6 @@ class FakeApi:
 
     def do_cuDriverGetVersion(self) -> tuple[int]:  # noqa: N802
         return (13020,)
-
-    def do_cuMemImportFromShareableHandle(self, *_: Any) -> tuple[int]:  # noqa: N802
-        self.sizes[7] = PAGE
-        return (7,)
 
     def do_cuMemGetInfo(self) -> tuple[int, int]:  # noqa: N802
         return 7, 8
@@ -220,8 +214,6 @@ def test_pages(driver, api):
         driver.release(handles)
     with pytest.raises(InvariantError):
         driver.free(address, 8 * PAGE)
-    with pytest.raises(InvariantError):
-        driver.export(Handle(3))
     with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_VALUE: page size 5"):
         driver.create(5, 1)
     driver.close()
@@ -318,10 +310,9 @@ def test_overhead_is_what_is_not_pages(api, monkeypatch, processes, fails_at, ov
     driver = CudaDriver(api=api, nvml=nvml)
     pages = driver.create(PAGE, 4)
     driver.release(pages[:1])
-    imported = driver.import_(3, PAGE)  # which is another process's
     for _ in range(2):
         assert driver.overhead_bytes() == overhead_mib * MIB
-    driver.release([imported, *pages[1:]])
+    driver.release(pages[1:])
     if fails_at == "" and overhead_mib == 800:
         assert driver.overhead_bytes() == 806 * MIB
     driver.close()

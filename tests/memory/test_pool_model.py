@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from aquifer.errors import InvariantError
-from aquifer.memory.driver.base import Handle
 from aquifer.memory.driver.faulty import FaultyDriver
 from aquifer.memory.driver.host import HostDriver
-from aquifer.memory.pool import PROCESS, Kind, Owner, PagePool
-from aquifer.memory.virtual import VirtualRange
+from aquifer.memory.pool import PROCESS, Kind, Owner, Page, PagePool
+from aquifer.memory.range import VirtualRange
 
 SMALL, LARGE = 4096, 12288
 BUDGET = 16 * SMALL
@@ -35,7 +34,7 @@ OWNERS = [
 
 
 @dataclass
-class Page:
+class Contents:
     """What the oracle knows of a page."""
 
     page_bytes: int
@@ -50,11 +49,11 @@ class PoolMachine(RuleBasedStateMachine):
         self.driver = FaultyDriver(HostDriver())
         self.pool = PagePool(self.driver, BUDGET + 100, SMALL, keep_idle_pages * SMALL)
         self.keep_idle_bytes = keep_idle_pages * SMALL
-        self.windows = {size: VirtualRange(self.driver, size, size) for size in (SMALL, LARGE)}
+        self.windows = {size: VirtualRange(self.pool.pages, size, size) for size in (SMALL, LARGE)}
         self.overhead_bytes = 0
-        self.pages: dict[Handle, Page] = {}  # in use
-        self.left: dict[Handle, Page] = {}  # as they were when they were given back
-        self.holdings: list[list[Handle]] = []  # each holds one reference of each of its pages
+        self.pages: dict[Page, Contents] = {}  # in use
+        self.left: dict[Page, Contents] = {}  # as they were when they were given back
+        self.holdings: list[list[Page]] = []  # each holds one reference of each of its pages
         self.random = random.Random(0)
 
     @rule(
@@ -83,7 +82,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert len(handles) == len(set(handles)) == count
         for handle in handles:
             assert handle not in self.pages
-            page = Page(page_bytes or SMALL, owner, 1, self.read(handle, page_bytes or SMALL))
+            page = Contents(page_bytes or SMALL, owner, 1, self.read(handle, page_bytes or SMALL))
             was = self.left.pop(handle, None)
             allowed = {0, was.byte} if was and was.owner == owner else {0}
             assert page.byte in allowed  # M5
@@ -137,7 +136,7 @@ class PoolMachine(RuleBasedStateMachine):
             window = self.windows[page.page_bytes]
             window.map(0, [handle])
             window.tensor((page.page_bytes,), torch.uint8).fill_(byte)
-            window.unmap(0, 1)
+            window.unmap(range(1))
             page.byte = byte
 
     @rule(keep_pages=st.integers(0, 8))
@@ -166,7 +165,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule()
     def release_of_unknown(self):
         with pytest.raises(InvariantError):
-            self.pool.release([Handle(-1)])
+            self.pool.release([Page(-1)])
 
     @invariant()
     def holds(self):
@@ -214,14 +213,14 @@ class PoolMachine(RuleBasedStateMachine):
                 self.left[handle] = self.pages.pop(handle)
         self.pool.release(holding)
 
-    def read(self, handle: Handle, page_bytes: int) -> int:
+    def read(self, handle: Page, page_bytes: int) -> int:
         """The one byte that fills a page."""
         window = self.windows[page_bytes]
         window.map(0, [handle])
         page = window.tensor((page_bytes,), torch.uint8)
         byte = int(page[0])
         assert bool((page == byte).all())
-        window.unmap(0, 1)
+        window.unmap(range(1))
         return byte
 
     def in_use_bytes(self) -> int:
@@ -266,7 +265,7 @@ def test_a_page_of_another_model_is_zeroed_whatever_that_is_called(model: str):
     """M5, for names that a careless pool could take for marks of its own."""
     driver = HostDriver()
     pool = PagePool(driver, 4 * SMALL, SMALL, 4 * SMALL)
-    window = VirtualRange(driver, 4 * SMALL, SMALL)
+    window = VirtualRange(pool.pages, 4 * SMALL, SMALL)
     for owner in (Owner(model, Kind.KV), Owner("b", Kind.KV), Owner(model, Kind.WEIGHTS)):
         handles = pool.acquire(owner, 4)
         assert handles is not None
@@ -274,7 +273,7 @@ def test_a_page_of_another_model_is_zeroed_whatever_that_is_called(model: str):
         page = window.tensor((4 * SMALL,), torch.uint8)
         assert not page.any()
         page.fill_(1)
-        pool.release(window.unmap_all())
+        pool.release(window.unmap(sorted(window.pages)))
     pool.close()
     window.close()
     driver.close()

@@ -18,12 +18,11 @@ import torch
 from aquifer.cache import KV_CACHES, kv_cache
 from aquifer.cache.base import KVLayout, LayerKV, Rows, Spans
 from aquifer.errors import DriverError
-from aquifer.memory.driver.base import Handle
 from aquifer.memory.driver.faulty import FaultyDriver
 from aquifer.memory.driver.host import HostDriver
-from aquifer.memory.pool import Kind, Owner, PagePool
+from aquifer.memory.pool import Kind, Owner, Page, PagePool
+from aquifer.memory.range import VirtualRange
 from aquifer.memory.stock import PageStocker
-from aquifer.memory.virtual import VirtualRange
 from aquifer.weights.store import Parameter, WeightStore
 
 PAGE = 4096
@@ -54,7 +53,7 @@ class Device:
         self.check()
         return step()
 
-    def acquire(self, owner: Owner, count: int, page_bytes: int = PAGE) -> list[Handle]:
+    def acquire(self, owner: Owner, count: int, page_bytes: int = PAGE) -> list[Page]:
         handles = self.attempt(lambda: self.pool.acquire(owner, count, page_bytes))
         assert handles is not None
         return handles
@@ -62,10 +61,10 @@ class Device:
     def state(self) -> object:
         """All that a refused step must leave alone. Idle pages may have gone back meanwhile."""
         usage = self.pool.usage()
-        references = {h: self.pool.num_references(h) for h in self.driver.live_handles}
+        references = {page: self.pool.num_references(page) for page in self.pool.pages.numbers}
         return (
             usage.in_use_bytes,
-            {handle: count for handle, count in references.items() if count},
+            {page: count for page, count in references.items() if count},
             self.driver.mapped_pages,
             dict(self.driver.reservations),
         )
@@ -79,19 +78,19 @@ class Device:
 
 def pages(device: Device) -> None:
     """Acquire, map, alias, unmap, release; again for another owner, and in another size."""
-    driver, pool = device.driver, device.pool
-    window = device.attempt(lambda: VirtualRange(driver, 8 * PAGE, PAGE))
-    other = device.attempt(lambda: VirtualRange(driver, 8 * PAGE, PAGE))
+    pool = device.pool
+    window = device.attempt(lambda: VirtualRange(pool.pages, 8 * PAGE, PAGE))
+    other = device.attempt(lambda: VirtualRange(pool.pages, 8 * PAGE, PAGE))
     handles = device.acquire(A, 6)
     device.attempt(lambda: window.map(0, handles[:2]))
     device.attempt(lambda: window.map(2, [handles[5], handles[3], handles[2], handles[4]]))
-    pool.share(window.handles(1, 2))
-    device.attempt(lambda: other.map(4, window.handles(1, 2)))
+    pool.share(window.pages_at(range(1, 3)))
+    device.attempt(lambda: other.map(4, window.pages_at(range(1, 3))))
     window.tensor((6, PAGE), torch.uint8).fill_(3)
     assert other.tensor((2 * PAGE,), torch.uint8, 4 * PAGE).unique().tolist() == [3]
-    pool.release(window.unmap(0, 2))
-    pool.release(other.unmap_all())
-    pool.release(window.unmap_all())
+    pool.release(window.unmap(range(2)))
+    pool.release(other.unmap(sorted(other.pages)))
+    pool.release(window.unmap(sorted(window.pages)))
     # All there is: some pages hold bytes of A, some are in stock, the others do not exist yet.
     pool.trim(2 * PAGE)
     while device.attempt(lambda: pool.stock(2 * PAGE)):
@@ -100,7 +99,7 @@ def pages(device: Device) -> None:
     foreign = device.acquire(B, NUM_PAGES)
     device.attempt(lambda: window.map(0, foreign[:8]))
     assert not window.tensor((8, PAGE), torch.uint8).any()
-    window.unmap_all()
+    window.unmap(sorted(window.pages))
     pool.release(foreign)
     large = device.acquire(A, 2, 6 * PAGE)  # which takes idle small pages
     mixed = device.acquire(A, 4)
@@ -121,6 +120,7 @@ def weights(device: Device) -> None:
     device.pool.release(dirty)
     for _ in range(2):
         store = device.attempt(lambda: WeightStore(device.pool, B, parameters))
+        assert device.attempt(store.populate)
         for i, tensor in enumerate(store.tensors.values()):
             assert tensor.shape == parameters[i].shape
             tensor.fill_(i)
@@ -190,12 +190,12 @@ def test_a_page_half_zeroed_is_zeroed_again():
     """M5: after a refused `zero` nobody knows what is in the pages, whoever asks next."""
     driver = FaultyDriver(HostDriver())
     pool = PagePool(driver, 4 * PAGE, PAGE, 4 * PAGE)
-    window = VirtualRange(driver, 4 * PAGE, PAGE)
+    window = VirtualRange(pool.pages, 4 * PAGE, PAGE)
     handles = pool.acquire(A, 4)
     assert handles is not None
     window.map(0, handles)
     window.tensor((4 * PAGE,), torch.uint8).fill_(1)
-    pool.release(window.unmap_all())
+    pool.release(window.unmap(sorted(window.pages)))
     driver.fail_at = driver.num_calls
     with pytest.raises(DriverError):
         pool.acquire(B, 3)
@@ -205,7 +205,7 @@ def test_a_page_half_zeroed_is_zeroed_again():
     window.map(0, again)
     bytes_seen = window.tensor((4, PAGE), torch.uint8)[:, 0].tolist()
     assert sorted(bytes_seen) == [0, 0, 0, 1]  # only what the refused call did not touch is A's
-    pool.release(window.unmap_all())
+    pool.release(window.unmap(sorted(window.pages)))
     window.close()
     pool.close()
 
@@ -232,7 +232,7 @@ def test_the_stocker_beside_the_loop(caplog):
     stocker = PageStocker(pool, 4)
     stocker.start()
     rng = np.random.default_rng(0)
-    held: list[list[Handle]] = []
+    held: list[list[Page]] = []
     prefix = Owner("a", Kind.PREFIX)
     for _ in range(1500):
         stocker.wake()

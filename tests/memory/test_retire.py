@@ -19,11 +19,10 @@ from aquifer.cache import KV_CACHES, kv_cache
 from aquifer.cache.base import KVLayout, LayerKV, Rows, Spans
 from aquifer.cache.virtual import VirtualCache
 from aquifer.errors import InvariantError
-from aquifer.memory.driver.base import Handle
 from aquifer.memory.driver.host import HostDriver
-from aquifer.memory.pool import PROCESS, Kind, Owner, PagePool
+from aquifer.memory.pool import PROCESS, Kind, Owner, Page, PagePool
+from aquifer.memory.range import VirtualRange
 from aquifer.memory.stock import PageStocker
-from aquifer.memory.virtual import VirtualRange
 
 PAGE = 4096
 A, B = Owner("a", Kind.KV), Owner("b", Kind.KV)
@@ -44,11 +43,11 @@ def pool(driver: LateDriver) -> Iterator[PagePool]:
 
 
 @pytest.fixture
-def range_(driver: LateDriver, pool: PagePool) -> Iterator[VirtualRange]:
-    range_ = VirtualRange(driver, 32 * PAGE, PAGE)
+def range_(pool: PagePool) -> Iterator[VirtualRange]:
+    range_ = VirtualRange(pool.pages, 32 * PAGE, PAGE)
     yield range_
     pool.retired.settle()
-    pool.release(range_.unmap_all())
+    pool.release(range_.unmap(sorted(range_.pages)))
     range_.close()
 
 
@@ -85,7 +84,7 @@ def test_a_page_leaves_only_after_its_fence(driver, pool, range_):
 def test_without_fences_it_leaves_at_once():
     driver = HostDriver()
     pool = PagePool(driver, 8 * PAGE, PAGE)
-    range_ = VirtualRange(driver, 8 * PAGE, PAGE)
+    range_ = VirtualRange(pool.pages, 8 * PAGE, PAGE)
     _map(pool, range_, 0, 3)
     pool.retired.retire(range_, [0, 2])
     assert (len(pool.retired), range_.num_mapped_pages) == (0, 1)
@@ -119,15 +118,15 @@ def test_who_is_short_waits_for_the_oldest_and_takes_from_nobody(driver, pool, r
 
 def test_taken_back_where_it_is(driver, pool, range_):
     _map(pool, range_, 0, 4)
-    before = range_.handles(0, 4)
+    before = range_.pages_at(range(4))
     _launch(driver, range_, 0, 4)
     pool.retired.retire(range_, range(4))
-    assert pool.retired.take_back(range_, 0, 3) == 3
-    assert pool.retired.take_back(range_, 4, 2) == 0
+    assert pool.retired.take_back(range_, range(3)) == [0, 1, 2]
+    assert pool.retired.take_back(range_, range(4, 6)) == []
     driver.finish()
     while pool.retired.collect():
         pass
-    assert range_.handles(0, 3) == before[:3]
+    assert range_.pages_at(range(3)) == before[:3]
     assert range_.num_mapped_pages == 3
     assert pool.usage().in_use_bytes == {A: 3 * PAGE}
 
@@ -137,22 +136,22 @@ def test_what_is_left_of_a_stretch_is_its_beginning(driver, pool, range_):
     _launch(driver, range_, 0, 6)
     pool.retired.retire(range_, range(6))
     assert pool.retired.reclaim(4 * PAGE)
-    assert sorted(range_._handles) == [0, 1]
-    assert pool.retired.take_back(range_, 0, 6) == 2
+    assert sorted(range_.pages) == [0, 1]
+    assert pool.retired.take_back(range_, range(6)) == [0, 1]
 
 
 def test_a_shared_page_is_not_written_by_two(driver, pool, range_):
     """It goes, at the price of waiting, and whoever else has it keeps it."""
     _map(pool, range_, 0, 3)
-    shared = range_.handles(1, 1)
+    shared = range_.pages_at(range(1, 2))
     pool.share(shared)
     range_.map(9, shared)
     _launch(driver, range_, 0, 3)
     pool.retired.retire(range_, range(3))
     assert (pool.usage().retired_bytes, pool.usage().in_use_bytes) == (2 * PAGE, {A: PAGE})
-    assert pool.retired.take_back(range_, 0, 3) == 1
+    assert pool.retired.take_back(range_, range(3)) == [0, 2]
     assert driver.num_waits == 1
-    assert sorted(range_._handles) == [0, 9]
+    assert sorted(range_.pages) == [0, 2, 9]
     assert pool.num_references(shared[0]) == 1
 
 
@@ -170,7 +169,7 @@ def test_nothing_is_given_up_twice(driver, pool, range_):
 def test_a_page_of_which_all_places_are_retired_is_nobody_s(driver, pool, range_):
     """M1, M2: it is counted once, and nobody may name it until one of them takes it back."""
     _map(pool, range_, 0, 1)
-    page = range_.handles(0, 1)
+    page = range_.pages_at(range(1))
     for index in (5, 9):
         pool.share(page)
         range_.map(index, page)
@@ -178,7 +177,7 @@ def test_a_page_of_which_all_places_are_retired_is_nobody_s(driver, pool, range_
     pool.retired.retire(range_, [0, 5])
     assert (pool.usage().retired_bytes, pool.usage().in_use_bytes) == (0, {A: PAGE})
     driver.finish()
-    pool.release(range_.unmap_at([9]))
+    pool.release(range_.unmap([9]))
     assert (pool.usage().retired_bytes, pool.usage().in_use_bytes) == (PAGE, {})
     for act in (pool.share, pool.release):
         with pytest.raises(InvariantError, match="does not hold it"):
@@ -191,7 +190,7 @@ def test_a_page_of_which_all_places_are_retired_is_nobody_s(driver, pool, range_
 def test_a_place_of_a_page_in_use_is_left_alone(driver, pool, range_):
     """To unmap it would free nothing; at the end of the use, the page is like any other."""
     _map(pool, range_, 0, 4)
-    kept = range_.handles(0, 2)
+    kept = range_.pages_at(range(2))
     pool.share(kept)
     pool.retired.retire(range_, range(4))
     assert (len(pool.retired), pool.retired.num_places) == (2, 4)
@@ -200,7 +199,7 @@ def test_a_place_of_a_page_in_use_is_left_alone(driver, pool, range_):
     assert pool.retired.collect()
     assert not pool.retired.collect()
     assert not pool.retired.reclaim(PAGE)
-    assert sorted(range_._handles) == [0, 1]
+    assert sorted(range_.pages) == [0, 1]
     assert pool.acquire(B, 7) is None
     woken: list[bool] = []
     pool.retired.on_retire = lambda: woken.append(True)
@@ -210,7 +209,7 @@ def test_a_place_of_a_page_in_use_is_left_alone(driver, pool, range_):
     pool.check()
     pages = pool.acquire(B, 7)
     assert pages is not None
-    assert sorted(range_._handles) == [1]
+    assert sorted(range_.pages) == [1]
     pool.release(pages + kept[1:])
 
 
@@ -218,8 +217,8 @@ def test_room_is_made_to_the_end_where_a_page_is_at_several_places(driver, pool,
     """The first places that are given back free nothing, and more are asked for."""
     _map(pool, range_, 0, 2)
     for index in (10, 20):
-        pool.share(range_.handles(0, 2))
-        range_.map(index, range_.handles(0, 2))
+        pool.share(range_.pages_at(range(2)))
+        range_.map(index, range_.pages_at(range(2)))
     _launch(driver, range_, 0, 32)
     for index in (0, 10, 20):
         pool.retired.retire(range_, [index, index + 1])
@@ -233,7 +232,7 @@ def test_room_is_made_to_the_end_where_a_page_is_at_several_places(driver, pool,
 def test_a_page_is_taken_back_where_it_is_though_others_have_it(driver, pool, range_):
     """Where another page is, that one goes; the device is waited for only then."""
     _map(pool, range_, 0, 4)
-    pages = range_.handles(0, 4)
+    pages = range_.pages_at(range(4))
     held = pages[:3]
     pool.share(held)
     _launch(driver, range_, 0, 4)
@@ -250,7 +249,7 @@ def test_a_page_is_taken_back_where_it_is_though_others_have_it(driver, pool, ra
     assert pool.num_references(held[0]) == 2
     assert pool.retired.take_back_pages(range_, 1, [held[2], held[2]]) == [1]
     assert driver.num_waits == 1
-    assert sorted(range_._handles) == [0, 2, 3]
+    assert sorted(range_.pages) == [0, 2, 3]
     assert pool.retired.take_back_pages(range_, 8, held) == []
     pool.check()
     pool.release(held)
@@ -275,7 +274,7 @@ def test_a_place_on_its_way_out_is_waited_for(driver, pool, range_, monkeypatch)
     stocker = threading.Thread(target=pool.retired.collect)
     stocker.start()
     started.wait()
-    page = range_.handles(5, 1)
+    page = range_.pages_at(range(5, 6))
     assert pool.retired.take_back_pages(range_, 0, page) == []
     pool.share(page)
     range_.map(0, page)
@@ -313,12 +312,12 @@ def test_random_accounts(seed):
     random = Random(seed)
     driver = LateDriver()
     pool = PagePool(driver, 40 * PAGE, PAGE, random.choice([0, 8]) * PAGE)
-    range_ = VirtualRange(driver, 64 * PAGE, PAGE)
+    range_ = VirtualRange(pool.pages, 64 * PAGE, PAGE)
     owners = {index: random.choice([A, B]) for index in range(64)}
-    held: dict[int, Handle] = {}  # places in use
-    retired: dict[int, Handle] = {}  # at least those that were not unmapped meanwhile
-    owner_of: dict[Handle, Owner] = {}
-    kept: list[Handle] = []  # one reference each, without a place
+    held: dict[int, Page] = {}  # places in use
+    retired: dict[int, Page] = {}  # at least those that were not unmapped meanwhile
+    owner_of: dict[Page, Owner] = {}
+    kept: list[Page] = []  # one reference each, without a place
     overhead_bytes = 0
 
     def free_places() -> list[int]:
@@ -355,7 +354,7 @@ def test_random_accounts(seed):
         elif act == "back" and retired:
             index = random.choice(list(retired))
             page = retired.pop(index)
-            if pool.retired.take_back(range_, index, 1):
+            if pool.retired.take_back(range_, [index]):
                 held[index] = page
         elif act == "same" and retired:
             index = random.choice(list(retired))
@@ -378,7 +377,7 @@ def test_random_accounts(seed):
             pool.account_overhead(overhead_bytes)
         elif act == "settle" and random.random() < 0.1:
             pool.retired.settle()
-        retired = {index: page for index, page in retired.items() if index in range_._handles}
+        retired = {index: page for index, page in retired.items() if index in range_.pages}
         pool.check()
         usage = pool.usage()
         in_use = {page: owner_of[page] for page in (*held.values(), *kept)}
@@ -446,8 +445,9 @@ def test_large_pages_are_made_of_retired_small_ones(driver, pool, range_):
     pool.release(large)
 
 
-def test_the_stocker_leaves_retired_pages_alone_until_the_pool_gets_short(driver, range_):
+def test_the_stocker_leaves_retired_pages_alone_until_the_pool_gets_short(driver):
     pool = PagePool(driver, 32 * PAGE, PAGE)
+    range_ = VirtualRange(pool.pages, 32 * PAGE, PAGE)
     stocker = PageStocker(pool, 0)
     stocker.start()
     _map(pool, range_, 0, 24)
@@ -460,11 +460,14 @@ def test_the_stocker_leaves_retired_pages_alone_until_the_pool_gets_short(driver
     _until(lambda: pool.ready_bytes >= 2 * PAGE)
     assert 0 < range_.num_mapped_pages < 24
     pool.check()
-    assert pool.retired.take_back(range_, 0, 8) == 8  # what is left is the beginning
+    assert pool.retired.take_back(range_, range(8)) == list(
+        range(8)
+    )  # what is left is the beginning
     stocker.close()
     pool.release(pages)
     pool.retired.retire(range_, range(8))
     pool.retired.settle()
+    range_.close()
     pool.close()
 
 
@@ -485,7 +488,7 @@ def test_the_next_sequence_of_a_slot_finds_its_pages_mapped():
     range_ = cache._range
     slots = np.array([2, 4])
     assert cache.reserve(slots, np.array([80, 60]))
-    before = dict(range_._handles)
+    before = dict(range_.pages)
     for slot in slots.tolist():
         cache.release(slot)
     driver.finish()
@@ -493,10 +496,10 @@ def test_the_next_sequence_of_a_slot_finds_its_pages_mapped():
     assert cache.stats(0).mapped_bytes == 0
     assert pool.usage().retired_bytes == len(before) * PAGE
     assert cache.reserve(slots, np.array([30, 90]))
-    assert {i: page for i, page in range_._handles.items() if i in before} == before
+    assert {i: page for i, page in range_.pages.items() if i in before} == before
     assert cache.stats(120).mapped_bytes == pool.usage().in_use_bytes[A]
     assert cache.reserve(slots, np.array([96, 96]))
-    assert {i: page for i, page in range_._handles.items() if i in before} == before
+    assert {i: page for i, page in range_.pages.items() if i in before} == before
     assert pool.usage().retired_bytes == 0
     cache.close()
     stocker.close()
@@ -506,9 +509,10 @@ def test_the_next_sequence_of_a_slot_finds_its_pages_mapped():
 
 def _in_use(pool: PagePool, range_: VirtualRange) -> set[int]:
     """Indices of pages that are mapped and not retired."""
-    with pool._books:
-        retired = {i for _, i in [*pool.retired._fences, *pool.retired._leaving]}
-        return set(range_._handles) - retired
+    while True:  # a place may leave between the two looks
+        mapped, retired = set(range_.pages), pool.retired.indices(range_)
+        if retired <= mapped:
+            return mapped - retired
 
 
 def _until(condition: Callable[[], bool]) -> None:

@@ -27,6 +27,7 @@ def loaded_weights(checkpoint: Checkpoint, plan: ModelPlan) -> Iterator[Mapping[
     pool = PagePool(open_driver("cpu"), 8 << 20)
     store = WeightStore(pool, Owner("tiny", Kind.WEIGHTS), plan.parameters)
     try:
+        assert store.populate()
         store.load(checkpoint)
         yield store.tensors
     finally:

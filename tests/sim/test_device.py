@@ -15,7 +15,7 @@ from tests.checkpoints import tiny_llama
 from aquifer.cache.base import KVLayout, LayerKV
 from aquifer.errors import ConfigError, DriverError
 from aquifer.memory.pool import Kind, Owner, PagePool
-from aquifer.memory.virtual import VirtualRange
+from aquifer.memory.range import VirtualRange
 from aquifer.sim.device import (
     DEVICES,
     MODELS,
@@ -170,7 +170,7 @@ def test_memory_without_backing():
     driver = ModelledDriver(5 * PAGE_BYTES)
     pool = PagePool(driver, 4 * PAGE_BYTES)
     owner = Owner("m", Kind.KV)
-    window = VirtualRange(driver, 64 << 40, PAGE_BYTES)
+    window = VirtualRange(pool.pages, 64 << 40, PAGE_BYTES)
     tensor = window.tensor((1 << 40,), torch.float16, offset_bytes=PAGE_BYTES)
     assert (tensor.device.type, tensor.shape) == ("meta", (1 << 40,))
     pages = pool.acquire(owner, 3)
@@ -181,10 +181,10 @@ def test_memory_without_backing():
     with pytest.raises(DriverError, match="OUT_OF_MEMORY"):
         driver.create(PAGE_BYTES, 3)
     with pytest.raises(DriverError, match="a page is mapped"):
-        driver.map(window.address + 9 * PAGE_BYTES, pages[:1])
+        pool.pages.map(window.address + 9 * PAGE_BYTES, pages[:1])
     with pytest.raises(DriverError, match="no page is mapped"):
         driver.unmap(window.address, PAGE_BYTES, 1)
-    pool.release(window.unmap_all())
+    pool.release(window.unmap(sorted(window.pages)))
     pool.close()
     assert driver.available_bytes() == 5 * PAGE_BYTES
     window.close()

@@ -41,9 +41,10 @@ def test_large_pages_as_far_as_they_are_full():
     pool = PagePool(driver, 40 * PAGE)
     store = WeightStore(pool, OWNER, _parameters(*sizes))
     placement = store.placement
+    assert store.populate()
     assert placement == Placement.plan(store.parameters, PAGE)
     assert pool.usage().in_use_bytes == {OWNER: placement.num_pages * PAGE}
-    page_sizes = sorted(pool._pages[handle].page_bytes for handle in driver.live_handles)
+    page_sizes = sorted(map(pool.pages.page_bytes, pool.pages.numbers))
     assert page_sizes == [PAGE] * (placement.num_pages - 5 * 4) + [LARGE] * 5
     for value, (name, tensor) in enumerate(store.tensors.items()):
         assert tensor.shape == (sizes[int(name)],)
@@ -58,13 +59,17 @@ def test_large_pages_as_far_as_they_are_full():
 def test_a_budget_that_is_exactly_enough():
     parameters = _parameters(9 * PAGE, 5 * PAGE, 3 * PAGE)
     pool = PagePool(LargePageDriver(), 17 * PAGE)
-    WeightStore(pool, OWNER, parameters).close()
+    store = WeightStore(pool, OWNER, parameters)
+    assert store.populate()
+    store.close()
     pool.close()
     driver = FaultyDriver(LargePageDriver())
     pool = PagePool(driver, 16 * PAGE)
-    with pytest.raises(ConfigError, match="raise --memory"):
-        WeightStore(pool, OWNER, parameters)
-    assert (driver.mapped_pages, driver.reservations) == (0, {})
+    store = WeightStore(pool, OWNER, parameters)
+    assert not store.populate()
+    assert (driver.mapped_pages, pool.usage().in_use_bytes, store.resident_bytes) == (0, {}, 0)
+    store.close()
+    assert not driver.reservations
     pool.close()
     assert not driver.live_handles
 
@@ -73,6 +78,7 @@ def test_a_chosen_page_size_is_kept():
     driver = FaultyDriver(LargePageDriver())
     pool = PagePool(driver, 40 * PAGE, 2 * PAGE)
     store = WeightStore(pool, OWNER, _parameters(16 * PAGE))
+    assert store.populate()
     assert len(driver.live_handles) == 8
     store.close()
     pool.close()
@@ -89,6 +95,7 @@ def test_random_weights():
     for seed in (0, 0, 1):
         pool = PagePool(HostDriver(), 1 << 20, PAGE)
         store = WeightStore(pool, OWNER, parameters)
+        assert store.populate()
         store.fill_random(seed)
         embed, norm, bias, weight = (tensor.float().clone() for tensor in store.tensors.values())
         assert (norm == 1).all()

@@ -71,8 +71,10 @@ def measure_load(
         resources.callback(pool.close)
         start = time.perf_counter()
         store = WeightStore(pool, Owner("bench", Kind.WEIGHTS), parameters)
-        pages_s = time.perf_counter() - start
         resources.callback(store.close)
+        if not store.populate():
+            raise InvariantError("the pool was made to hold the weights")
+        pages_s = time.perf_counter() - start
         load_s = [_timed(lambda: store.load(checkpoint)) for _ in range(repeats)]
         pinned_s: list[float] = []
         read_s = None

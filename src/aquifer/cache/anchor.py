@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from aquifer.errors import ConfigError
 from aquifer.memory.pool import Kind, Owner, PagePool
-from aquifer.memory.virtual import VirtualRange
+from aquifer.memory.range import VirtualRange
 
 
 def anchor_pages(pool: PagePool, num_bytes: int) -> int:
@@ -45,4 +45,4 @@ class Anchor:
 
     def close(self) -> None:
         """Give the pages back. Pre-condition: nothing in flight knows the cache's addresses."""
-        self._pool.release(self._range.unmap(0, self._num_pages))
+        self._pool.release(self._range.unmap(range(self._num_pages)))

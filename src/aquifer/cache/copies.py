@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from aquifer.kernels.block_copy import block_copy
+from aquifer.memory.range import VirtualRange
 from aquifer.memory.transfer import upload
-from aquifer.memory.virtual import VirtualRange
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 

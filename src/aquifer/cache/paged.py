@@ -29,10 +29,12 @@ from aquifer.cache.view import StepView
 from aquifer.errors import InvariantError
 from aquifer.kernels.decode_attention import DecodeWorkspaces
 from aquifer.memory.pool import Kind, Owner, PagePool
+from aquifer.memory.range import VirtualRange
+from aquifer.memory.residency import Residency
+from aquifer.memory.runs import runs
 from aquifer.memory.transfer import upload
-from aquifer.memory.virtual import VirtualRange
 
-_NOBODY, _KV, _PREFIX = range(3)  # to whom a page is accounted; of _NOBODY's, none is mapped
+_UNMAPPED, _KV, _PREFIX = range(3)  # to whom a page is accounted; of _UNMAPPED's, none is mapped
 
 
 class PagedCache:
@@ -75,7 +77,8 @@ class PagedCache:
         num_anchors = anchor_pages(pool, layout.token_bytes)
         first_block = -(-num_anchors * pool.page_bytes // self._block_bytes)
         num_blocks += first_block
-        self._range = VirtualRange(pool.driver, num_blocks * self._block_bytes, pool.page_bytes)
+        self._range = VirtualRange(pool.pages, num_blocks * self._block_bytes, pool.page_bytes)
+        self._residency = Residency(pool, owner, self._range)
         # [blocks, block_size, token_elements]
         tokens = self._range.tensor((num_blocks, block_size, layout.token_elements), layout.dtype)
         self._anchor = Anchor(pool, owner, self._range, num_anchors)
@@ -91,7 +94,7 @@ class PagedCache:
         self._page_steps = np.arange((self._block_bytes - 2) // pool.page_bytes + 2)
         self._page_users = np.zeros(num_pages, np.int32)  # blocks on each page that are used
         self._page_holds = np.zeros(num_pages, np.int32)  # that are held, and not used
-        self._page_owner = np.zeros(num_pages, np.int8)  # _NOBODY
+        self._page_owner = np.zeros(num_pages, np.int8)  # _UNMAPPED
         self._num_drops = 0  # calls of `drop`
         self._num_used_blocks = 0
         self._num_used_pages = 0
@@ -310,19 +313,10 @@ class PagedCache:
             self._users[blocks] = 1
             pages = self._occupy(blocks)
             undo.callback(self._end_use, blocks)
-            new = missing = sorted(set(pages[self._page_owner[pages] == _NOBODY].tolist()))
-            retired = self._pool.retired
-            if retired.num_places:
-                taken = [page for page in missing if retired.take_back(self._range, page, 1)]
-                undo.callback(retired.retire, self._range, taken)
-                missing = sorted(set(new).difference(taken))
-            handles = self._pool.acquire(self._owner, len(missing))
-            if handles is None:
+            new = sorted(set(pages[self._page_owner[pages] == _UNMAPPED].tolist()))
+            stretches = [range(new[start], new[end - 1] + 1) for start, end in runs(new)]
+            if not self._residency.populate(stretches):
                 return None
-            undo.callback(self._pool.release, handles)
-            for start, end in _runs(missing):
-                self._range.map(missing[start], handles[start:end])
-                undo.callback(self._range.unmap, missing[start], end - start)
             undo.pop_all()
         self._page_owner[new] = _KV
         self._num_used_pages += len(new)
@@ -384,7 +378,7 @@ class PagedCache:
     def _settle(self, pages: IntArray) -> None:
         """Account mapped pages to whom they belong now, and give up those without a block."""
         moves = self._page_owner[pages] != self._wanted_owner(pages)
-        moves &= self._page_owner[pages] != _NOBODY
+        moves &= self._page_owner[pages] != _UNMAPPED
         if not moves.any():
             return
         pages = np.unique(pages[moves])
@@ -393,11 +387,11 @@ class PagedCache:
         self._transfer(pages[before == _PREFIX], self._owner)
         self._transfer(pages[after == _PREFIX], self._prefix_owner)
         self._account(pages, after)
-        self._pool.retired.retire(self._range, pages[after == _NOBODY].tolist())
+        self._residency.give_up(pages[after == _UNMAPPED].tolist())
 
     def _wanted_owner(self, pages: IntArray) -> npt.NDArray[np.int8]:
         """To whom pages belong by the blocks that are on them."""
-        wanted = np.where(self._page_holds[pages] > 0, np.int8(_PREFIX), np.int8(_NOBODY))
+        wanted = np.where(self._page_holds[pages] > 0, np.int8(_PREFIX), np.int8(_UNMAPPED))
         wanted[self._page_users[pages] > 0] = _KV
         return wanted
 
@@ -408,7 +402,7 @@ class PagedCache:
         self._num_used_pages += int(np.count_nonzero(self._page_owner[pages] == _KV))
 
     def _transfer(self, pages: IntArray, owner: Owner) -> None:
-        self._pool.transfer(self._range.handles_at(pages.tolist()), owner)
+        self._residency.transfer(self._range.pages_at(pages.tolist()), owner)
 
     def _make_copies(self) -> None:
         """Launch the copies, after which what they read is not needed for them any more."""
@@ -435,7 +429,7 @@ class PagedCache:
         size, token_bytes = self._block_size, self.layout.token_bytes
         first = tokens.start // size
         table = self._tables[slot, first : -(-tokens.stop // size)].tolist()
-        for start, end in _runs(table):
+        for start, end in runs(table):
             # Tokens [begin, stop) lie in this run, which is filled from position `origin` on.
             origin = (first + start) * size
             begin, stop = max(tokens.start, origin), min(tokens.stop, (first + end) * size)
@@ -443,14 +437,3 @@ class PagedCache:
             stretch = self._range.tensor(((stop - begin) * token_bytes,), torch.uint8, offset)
             place = slice((begin - tokens.start) * token_bytes, (stop - tokens.start) * token_bytes)
             yield stretch, place
-
-
-def _runs(numbers: list[int]) -> list[tuple[int, int]]:
-    """[start, end) positions of each stretch of consecutive numbers."""
-    runs = []
-    start = 0
-    for end in range(1, len(numbers) + 1):
-        if end == len(numbers) or numbers[end] != numbers[end - 1] + 1:
-            runs.append((start, end))
-            start = end
-    return runs

@@ -4,14 +4,14 @@ Each slot owns a stretch of addresses as long as the longest sequence; pages com
 sequence grows. A kernel sees a plain strided tensor and knows nothing of pages.
 
 Sequences share pages, each mapped at the addresses of every slot that has it. A block, in the words
-of `SequenceCache`, is a page, and its number is the page's handle. Tokens need not end where pages
+of `SequenceCache`, is a page, and has its number. Tokens need not end where pages
 do: a page is shared if it lies wholly before the byte where the next token begins, and the page
 that this byte is inside of is copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -25,9 +25,9 @@ from aquifer.cache.footprint import Footprint
 from aquifer.cache.view import StepView
 from aquifer.errors import InvariantError
 from aquifer.kernels.decode_attention import DecodeWorkspaces
-from aquifer.memory.driver.base import Handle
-from aquifer.memory.pool import Kind, Owner, PagePool
-from aquifer.memory.virtual import VirtualRange
+from aquifer.memory.pool import Kind, Owner, Page, PagePool
+from aquifer.memory.range import VirtualRange
+from aquifer.memory.residency import Residency
 
 _AHEAD_TOKENS = 16
 """How far to map beyond what is asked, where the pool has room: mapping costs by the call, so a
@@ -84,7 +84,8 @@ class VirtualCache:
         num_slots = max_seqs + 1  # slot 0 is the anchor's
         self._first_window = num_slots * self._slot_pages
         num_pages = self._first_window + num_slots
-        self._range = VirtualRange(pool.driver, num_pages * pool.page_bytes, pool.page_bytes)
+        self._range = VirtualRange(pool.pages, num_pages * pool.page_bytes, pool.page_bytes)
+        self._residency = Residency(pool, owner, self._range)
         # [slots, max_tokens, token_elements]
         tokens = self._range.tensor(
             (num_slots, max_tokens, layout.token_elements),
@@ -105,15 +106,13 @@ class VirtualCache:
         self._num_used_pages = 0  # under all slots
         # How many tokens fit on them; without limit where the slot is mapped to its end.
         self._room_tokens = np.zeros(num_slots, np.int64)
-        # No page of an earlier sequence is left at this place in the slot or further on.
-        self._left_pages = np.zeros(num_slots, np.int64)
-        self._shared: dict[Handle, _Shared] = {}
+        self._shared: dict[Page, _Shared] = {}
         # For each user but one, a page that it did not have to take.
         self._num_saved_pages = 0
         self._copies = PendingCopies(self._range, pool.page_bytes)
-        self._copied: list[Handle] = []  # the pages that these copies read, which they use
-        self._copied_to: set[Handle] = set()
-        self._open_windows: dict[Handle, int] = {}  # where some of `_copied` are mapped to be read
+        self._copied: list[Page] = []  # the pages that these copies read, which they use
+        self._copied_to: set[Page] = set()
+        self._open_windows: dict[Page, int] = {}  # where some of `_copied` are mapped to be read
         self._next_window = 0
         # Ranks from 1 on, less what the next call will map for. See `_choose`.
         self._ranks = np.arange(1, num_slots + 1) - _SPREAD_SEQS
@@ -148,24 +147,16 @@ class VirtualCache:
             max(min(self._pages_for(count + _AHEAD_TOKENS - 1), limit), has)
             for count, limit, has in zip(tokens, most, held, strict=True)
         ]
-        with ExitStack() as undo:
-            if self._pool.retired.num_places:
-                taken = self._take_back(growing, held, ahead)
-                undo.callback(self._retire, growing, held, taken)
-                held = taken
-            now = [
-                max(self._pages_for(count), has) for count, has in zip(tokens, held, strict=True)
+        now = [max(self._pages_for(count), has) for count, has in zip(tokens, held, strict=True)]
+        for needed, may_reclaim in ((ahead, False), (now, True)):
+            stretches = [
+                range(slot * self._slot_pages + start, slot * self._slot_pages + end)
+                for slot, start, end in zip(growing, held, needed, strict=True)
             ]
-            for needed, may_reclaim in ((ahead, False), (now, True)):
-                count = sum(needed) - sum(held)
-                pages = self._pool.acquire(self._owner, count, may_reclaim=may_reclaim)
-                if pages is not None:
-                    undo.callback(self._pool.release, pages)
-                    self._map(growing, held, needed, pages, undo)
-                    for slot, num_pages in zip(growing, needed, strict=True):
-                        self._set_pages(slot, num_pages)
-                    undo.pop_all()
-                    return True
+            if self._residency.populate(stretches, may_reclaim=may_reclaim):
+                for slot, num_pages in zip(growing, needed, strict=True):
+                    self._set_pages(slot, num_pages)
+                return True
         return False
 
     def release(self, slot: int) -> None:
@@ -174,14 +165,13 @@ class VirtualCache:
         count = int(self._num_pages[slot])
         first = slot * self._slot_pages
         if self._shared:
-            handles = self._range.handles(first, count)
-            for index, handle in enumerate(handles, first):
-                if handle in self._shared:
-                    self._shared[handle].left_at = index
-            self._end_use(handles)
+            pages = self._range.pages_at(range(first, first + count))
+            for index, page in enumerate(pages, first):
+                if page in self._shared:
+                    self._shared[page].left_at = index
+            self._end_use(pages)
         self._set_pages(slot, 0)
-        self._left_pages[slot] = max(self._left_pages[slot], count)
-        self._pool.retired.retire(self._range, range(first, first + count))
+        self._residency.give_up(range(first, first + count))
 
     def tokens_in(self, num_blocks: int) -> int:
         """Tokens that end on these pages, as many as a sequence may have."""
@@ -193,7 +183,8 @@ class VirtualCache:
 
     def blocks(self, slot: int, num_tokens: int) -> list[int]:
         """The pages under a slot's first tokens."""
-        return list(self._range.handles(slot * self._slot_pages, self._pages_for(num_tokens)))
+        first = slot * self._slot_pages
+        return list(self._range.pages_at(range(first, first + self._pages_for(num_tokens))))
 
     def adopt(self, slot: int, blocks: Sequence[int], num_tokens: int) -> bool:
         """Share the pages that end before the next token, and copy the one that it begins in.
@@ -209,33 +200,33 @@ class VirtualCache:
 
     def hold(self, blocks: Sequence[int]) -> None:
         """Keep a reference of each page."""
-        handles = [Handle(block) for block in blocks]
-        self._pool.share(handles)  # which refuses pages that nobody has
+        pages = [Page(block) for block in blocks]
+        self._residency.hold(pages)
         again = []
-        for handle in handles:
-            page = self._shared.setdefault(handle, _Shared())
-            if page.num_holds:
-                again.append(handle)
-            page.num_holds += 1
-        self._pool.release(again)
+        for page in pages:
+            shared = self._shared.setdefault(page, _Shared())
+            if shared.num_holds:
+                again.append(page)
+            shared.num_holds += 1
+        self._residency.drop(again)
 
     def drop(self, blocks: Sequence[int]) -> None:
         """Give the reference back at the last drop of a page."""
         done, unused = [], []
         for block in blocks:
-            handle = Handle(block)
-            page = self._shared.get(handle)
-            if page is None or not page.num_holds:
+            page = Page(block)
+            shared = self._shared.get(page)
+            if shared is None or not shared.num_holds:
                 raise InvariantError(f"page {block} is dropped, but not held")
-            page.num_holds -= 1
-            if not page.num_holds:
-                done.append(handle)
-                if not page.num_users:
-                    unused.append(handle)
-                self._forget_private(handle, page)
-        # So that whoever gets them next for KV need not have them zeroed.
-        self._pool.transfer(unused, self._owner)
-        self._pool.release(done)
+            shared.num_holds -= 1
+            if not shared.num_holds:
+                done.append(page)
+                if not shared.num_users:
+                    unused.append(page)
+                self._forget_private(page, shared)
+        # The next sequence that gets them need not have them zeroed.
+        self._residency.transfer(unused, self._owner)
+        self._residency.drop(done)
 
     def preferred_slot(self, blocks: Sequence[int], free_slots: Sequence[int]) -> int | None:
         """The slot where the first of these pages, and the last if possible, are mapped still.
@@ -245,7 +236,7 @@ class VirtualCache:
         """
         left = {}
         for position in {0, len(blocks) - 1} if blocks else ():
-            page = self._shared.get(Handle(blocks[position]))
+            page = self._shared.get(Page(blocks[position]))
             if page is not None and page.left_at is not None:
                 slot, index = divmod(page.left_at, self._slot_pages)
                 if index == position and slot in free_slots:
@@ -270,9 +261,9 @@ class VirtualCache:
         self._copied = []
         self._copied_to.clear()
         self._open_windows.clear()
-        self._pool.retired.retire(self._range, windows)
+        self._residency.give_up(windows)
         self._end_use(copied)
-        self._pool.release(copied)
+        self._residency.drop(copied)
 
     def view(self, rows: Rows) -> StepView:
         """Slots and positions of the step's tokens: all that a kernel needs."""
@@ -343,152 +334,97 @@ class VirtualCache:
             else _MANY_TOKENS
         )
 
-    def _take_back(self, slots: list[int], held: list[int], needed: list[int]) -> list[int]:
-        """Take what earlier sequences have left in a slot, where that has less than it needs.
-
-        Returns: how many pages each slot has then.
-        """
-        retired = self._pool.retired
-        ends = []
-        for slot, has, end in zip(slots, held, needed, strict=True):
-            num_taken = 0
-            if has < self._left_pages[slot]:
-                first = slot * self._slot_pages + has
-                num_taken = retired.take_back(self._range, first, end - has)
-            ends.append(has + num_taken)
-        return ends
-
-    def _retire(self, slots: list[int], starts: list[int], ends: list[int]) -> None:
-        """Give up the pages [start, end) of each slot."""
-        for slot, start, end in zip(slots, starts, ends, strict=True):
-            first = slot * self._slot_pages
-            self._pool.retired.retire(self._range, range(first + start, first + end))
-
-    def _map(
-        self,
-        slots: list[int],
-        starts: list[int],
-        ends: list[int],
-        pages: list[Handle],
-        undo: ExitStack,
-    ) -> None:
-        """Map `pages` at [start, end) of each slot in turn, which `undo` is told how to undo."""
-        done = 0
-        for slot, start, end in zip(slots, starts, ends, strict=True):
-            count = end - start
-            if count:
-                index = slot * self._slot_pages + start
-                self._range.map(index, pages[done : done + count])
-                undo.callback(self._range.unmap, index, count)
-                done += count
-
     def _adopt(
         self, slot: int, blocks: Sequence[int], num_tokens: int, parent_place: int | None
     ) -> bool:
         """`adopt`, and `fork` if the pages are known to be mapped from `parent_place` on."""
         num_shared, num_bytes = divmod(num_tokens * self.layout.token_bytes, self._page_bytes)
-        handles = [Handle(block) for block in blocks]
-        shared, copied = handles[:num_shared], handles[num_shared:]
+        pages = [Page(block) for block in blocks]
+        shared, copied = pages[:num_shared], pages[num_shared:]
         if self._num_pages[slot] or len(blocks) != num_shared + (num_bytes > 0):
             raise InvariantError(
                 f"{len(blocks)} pages for {num_tokens} tokens in a slot of {self._num_pages[slot]}"
             )
         first = slot * self._slot_pages
         target = first + num_shared
-        retired = self._pool.retired
+        residency = self._residency
         with ExitStack() as undo:
             # Before anything is acquired: to make room for that, held pages may be dropped.
-            self._begin_use(handles)
-            undo.callback(self._pool.release, handles)
-            undo.callback(self._end_use, handles)
+            self._begin_use(pages)
+            undo.callback(residency.drop, pages)
+            undo.callback(self._end_use, pages)
             if copied:
-                if retired.take_back(self._range, target, 1):
-                    undo.callback(retired.retire, self._range, [target])
-                else:
-                    pages = self._pool.acquire(self._owner, 1)
-                    if pages is None:
-                        return False
-                    undo.callback(self._pool.release, pages)
-                    self._range.map(target, pages)
-                    undo.callback(self._range.unmap, target, 1)
+                if not residency.populate([range(target, target + 1)]):
+                    return False
+                undo.callback(residency.give_up, [target])
                 if parent_place is None:
                     source = self._open_window(copied[0], undo)
                 else:
                     source = parent_place + num_shared
-            taken = retired.take_back_pages(self._range, first, shared)
-            undo.callback(retired.retire, self._range, [first + i for i in taken])
-            for start, end in _gaps(taken, num_shared):
-                self._range.map(first + start, shared[start:end])
-                undo.callback(self._range.unmap, first + start, end - start)
+            residency.alias(first, shared)
             undo.pop_all()
-        # What was taken back brought a reference of its own.
-        self._pool.release([shared[i] for i in taken])
+        residency.drop(shared)  # each place has a reference of its own
         if copied:
             if copied[0] in self._copied_to:
                 self.upload()
             self._copies.add(source * self._page_bytes, target * self._page_bytes, num_bytes)
             self._copied += copied
-            self._copied_to.update(self._range.handles(target, 1))
+            self._copied_to.add(self._range.page(target))
             if parent_place is None:
                 self._open_windows[copied[0]] = source
         self._set_pages(slot, num_shared + len(copied))
         return True
 
-    def _begin_use(self, handles: Sequence[Handle]) -> None:
+    def _begin_use(self, pages: Sequence[Page]) -> None:
         """Count one user more for each page, and take a reference for it."""
-        self._pool.share(handles)  # which refuses pages that nobody has
+        self._residency.hold(pages)
         retained = []
-        for handle in handles:
-            page = self._shared.setdefault(handle, _Shared())
-            if page.num_users:
+        for page in pages:
+            shared = self._shared.setdefault(page, _Shared())
+            if shared.num_users:
                 self._num_saved_pages += 1
             else:
-                retained.append(handle)
-            page.num_users += 1
-        self._pool.transfer(retained, self._owner)
+                retained.append(page)
+            shared.num_users += 1
+        self._residency.transfer(retained, self._owner)
 
-    def _end_use(self, handles: Sequence[Handle]) -> None:
+    def _end_use(self, pages: Sequence[Page]) -> None:
         """Count one user less for each page; the caller gives its reference up after this."""
         retained = []
-        for handle in handles:
-            page = self._shared.get(handle)
-            if page is None:
+        for page in pages:
+            shared = self._shared.get(page)
+            if shared is None:
                 continue
-            page.num_users -= 1
-            if page.num_users:
+            shared.num_users -= 1
+            if shared.num_users:
                 self._num_saved_pages -= 1
-            elif page.num_holds:
-                retained.append(handle)
-            self._forget_private(handle, page)
-        self._pool.transfer(retained, self._prefix_owner)
+            elif shared.num_holds:
+                retained.append(page)
+            self._forget_private(page, shared)
+        self._residency.transfer(retained, self._prefix_owner)
 
-    def _forget_private(self, handle: Handle, page: _Shared) -> None:
-        """Keep no record of a page that is not held and has one user, or none."""
-        if not page.num_holds and page.num_users < 2:
-            del self._shared[handle]
+    def _forget_private(self, page: Page, shared: _Shared) -> None:
+        """Keep no record of a page that is not held and has at most one user."""
+        if not shared.num_holds and shared.num_users < 2:
+            del self._shared[page]
 
-    def _open_window(self, handle: Handle, undo: ExitStack) -> int:
+    def _open_window(self, page: Page, undo: ExitStack) -> int:
         """Map a page where a copy can read it until the next `upload`; returns the index."""
-        if handle in self._open_windows:
-            return self._open_windows[handle]
+        if page in self._open_windows:
+            return self._open_windows[page]
         while True:
             index = self._first_window + self._next_window
             self._next_window = (self._next_window + 1) % len(self._num_pages)
             if index not in self._open_windows.values():
                 break
-        if self._pool.retired.take_back_pages(self._range, index, [handle]):
-            undo.callback(self._pool.retired.retire, self._range, [index])
-        else:
-            self._pool.share([handle])
-            undo.callback(self._pool.release, [handle])
-            self._range.map(index, [handle])
-            undo.callback(self._range.unmap, index, 1)
+        self._residency.alias(index, [page])
+        undo.callback(self._residency.give_up, [index])
         return index
 
     def _is_left(self, block: int, slot: int, position: int) -> bool:
         """Whether a page is still mapped there, as the slot's last sequence left it."""
         index = slot * self._slot_pages + position
-        return self._pool.retired.has_page(self._range, index, Handle(block))
+        return self._pool.retired.has_page(self._range, index, Page(block))
 
     def _bytes_of(self, slot: int, tokens: range) -> torch.Tensor:
         """A slot's tokens as uint8, [len(tokens) * token_bytes]."""
@@ -496,14 +432,3 @@ class VirtualCache:
         token_bytes = self.layout.token_bytes
         begin = slot * self._slot_pages * self._page_bytes + tokens.start * token_bytes
         return self._range.tensor((len(tokens) * token_bytes,), torch.uint8, begin)
-
-
-def _gaps(taken: Iterable[int], end: int) -> list[tuple[int, int]]:
-    """The stretches of [0, end) between these numbers, which are in ascending order."""
-    gaps = []
-    start = 0
-    for number in (*taken, end):
-        if start < number:
-            gaps.append((start, number))
-        start = number + 1
-    return gaps

@@ -116,7 +116,7 @@ class Engine:
         # Where work is done when the call that does it returns, running ahead would only let
         # sequences that have ended be computed once more.
         self._accounted_s = time.monotonic()
-        self.num_ahead = 0 if pool.driver.fence() is None else 1
+        self.num_ahead = 1 if pool.driver.runs_ahead else 0
         self._committed_s = time.monotonic()
         self._num_arrivals = 0
         self._seeds = np.random.default_rng(config.seed)
@@ -516,6 +516,11 @@ def _load(
         )
     weights = WeightStore(pool, Owner(spec.name, Kind.WEIGHTS), plan.parameters)
     resources.callback(weights.close)
+    if not weights.populate():
+        raise ConfigError(
+            f"the weights of {spec.name} take {format_size(weights.placement.num_bytes)} and the "
+            f"pool has {format_size(pool.free_bytes)} left; raise --memory"
+        )
     _fill(config, weights, checkpoint, on_progress, spec.name)
     with torch.inference_mode():
         model = plan.build(weights.tensors)

@@ -150,7 +150,7 @@ class Runner:
         A device's memory for activations is taken now, so that it is known what pages can have,
         and what has to be compiled or loaded for prompts is.
         """
-        if self._driver.fence() is None:
+        if not self._driver.runs_ahead:
             return  # there is nothing to prepare on the host
         with compiled_together(self._device):
             self._run_largest_and_smallest(num_tokens)

@@ -7,17 +7,17 @@ is a fault, and releasing it lets the next owner's bytes mix with the old one's.
     a page is unmapped, and its reference given back to the pool, only after a fence that was made
     when it was given up has passed.
 
-Between the two it is "retired": mapped still, and accounted to nobody. It may stay so for as long
-as there are other pages to be had. There are five ways out:
+Between the two it is "retired": still mapped, and accounted to no owner. It may stay so for as
+long as there are other pages to be had. There are five ways out:
 
-- `take_back`: whoever gave it up wants a page at the same place again. It stays where it is: work
-  that was in flight and work that comes later run in order. With the slots of a virtual cache
-  this is deferred reclamation (vAttention, section 5.4.2): no unmapping and no mapping at all.
-- `take_back_pages`: likewise, for whoever wants to read that very page, which others may have too.
+- `take_back`: the tenant that gave it up wants a page at the same place again. It stays where it
+  is: work that was in flight and work that comes later run in order. With the slots of a virtual
+  cache this is deferred reclamation (vAttention, section 5.4.2): no unmapping and no mapping.
+- `take_back_pages`: likewise, to read that very page, which may have other users too.
 - `collect`: its fence has passed, and the stocker's thread unmaps it, off the critical path. When
   is up to that thread (`stock.py`): as late as can be, so that more may be taken back.
 - `reclaim`: the pool is short and waits for the fence. It is at most as far away as the work in
-  flight, so this comes before anybody else's pages are taken.
+  flight, so this comes before pages that are in use are taken.
 - `settle`: all fences are waited for, before addresses are given back.
 
 A page may be retired at one place and in use at another, or held by the prefix cache. To unmap it
@@ -25,11 +25,11 @@ at the first frees nothing, so such places are "parked": `collect` and `reclaim`
 until the last use of the page ends and they join the others. So a request that continues a cached
 conversation finds its pages where they were, also in a full pool.
 
-On a device without fences (`Driver.fence` is None) a page is never retired: it goes at once.
+On a device that does not run ahead (`Driver.runs_ahead`) a page is never retired: it goes at once.
 
 The loop's own structure would allow a simpler rule, since tokens come back one step late: what was
 given up at the commit of step n is out of use at the commit of step n + 2. But that holds only as
-long as nobody changes the loop, and its breach shows as wrong tokens of somebody else. An event
+long as the loop is not changed, and its breach shows as wrong tokens of another request. An event
 costs a few microseconds for each sequence that ends, and holds whatever the loop does.
 """
 
@@ -37,16 +37,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
 
 from aquifer.errors import InvariantError
-from aquifer.memory.driver.base import Fence, Handle
+from aquifer.memory.driver.base import Fence
+from aquifer.memory.ledger import Ledger
+from aquifer.memory.pages import Page, PageTable
+from aquifer.memory.range import VirtualRange
 
-if TYPE_CHECKING:
-    from aquifer.memory.pool import PagePool
-    from aquifer.memory.virtual import VirtualRange
-
-_Place: TypeAlias = "tuple[VirtualRange, int]"  # a range, and the index of a page in it
+_Place = tuple[VirtualRange, int]  # a range, and the index of a page in it
 
 _COLLECT_PAGES = 16
 """How many pages `collect` unmaps in one go: about 0.3 ms, which is how long `take_back` may have
@@ -62,32 +60,40 @@ class RetireQueue:
     `collect` may be called from another thread than the other methods.
 
     Args:
-        pool: to which pages go back.
-        books: the pool's lock, so that there is one order of locks.
+        ledger: the pool's books. Their lock guards the queue too, so that there is one order of
+            locks.
+        pages: of the pool.
 
     Attributes:
         on_retire: called when there is something to collect, sooner or later.
     """
 
-    def __init__(self, pool: PagePool, books: threading.RLock) -> None:
+    def __init__(self, ledger: Ledger, pages: PageTable) -> None:
         self.on_retire: Callable[[], None] | None = None
-        self._pool = pool
-        self._changed = threading.Condition(books)
+        self._ledger = ledger
+        self._pages = pages
+        self._driver = pages.driver
+        self._changed = threading.Condition(ledger.lock)
         self._fences: dict[_Place, Fence] = {}  # of all places that are retired and not leaving
-        self._waiting: dict[_Place, None] = {}  # those whose page nobody uses, oldest first
-        self._parked: dict[Handle, dict[_Place, None]] = {}  # the others, by their page
+        self._waiting: dict[_Place, None] = {}  # those whose page is out of use, oldest first
+        self._parked: dict[Page, dict[_Place, None]] = {}  # the others, by their page
         self._leaving: set[_Place] = set()  # being unmapped by `collect` right now
 
     def __len__(self) -> int:
-        """Places that were given up and have their page still, and nobody else uses that page."""
+        """Places that were given up and still have their page, which is not in use elsewhere."""
         with self._changed:
             return len(self._waiting) + len(self._leaving)
 
     @property
     def num_places(self) -> int:
-        """Places that were given up and have their page still."""
+        """Places that were given up and still have their page."""
         with self._changed:  # or a place could be missed on its way from one to the other
             return len(self._fences) + len(self._leaving)
+
+    def indices(self, range_: VirtualRange) -> set[int]:
+        """Indices of the places in a range that were given up and still have their page."""
+        with self._changed:
+            return {i for place, i in [*self._fences, *self._leaving] if place is range_}
 
     def retire(self, range_: VirtualRange, indices: Sequence[int]) -> None:
         """Give up the pages at these indices, with the reference that the caller holds to each.
@@ -97,98 +103,94 @@ class RetireQueue:
         """
         if not indices:
             return
-        fence = self._pool.driver.fence()
+        fence = self._driver.fence()
         if fence is None:
-            self._pool.release(range_.unmap_at(indices))
+            self._release(range_.unmap(indices))
             return
         with self._changed:
-            handles: list[Handle] = []
             for index in indices:
                 if (range_, index) in self._fences or (range_, index) in self._leaving:
                     raise InvariantError(f"page {index} of a range was given up twice")
-                handles += range_.handles(index, 1)
-            self._pool.retire(handles)
-            for index, handle in zip(reversed(indices), reversed(handles), strict=True):
+            pages = range_.pages_at(indices)
+            self._ledger.retire(pages)
+            for index, page in zip(reversed(indices), reversed(pages), strict=True):
                 place = (range_, index)
                 self._fences[place] = fence
-                if self._pool.is_in_use(handle):
-                    self._parked.setdefault(handle, {})[place] = None
+                if self._ledger.is_in_use(page):
+                    self._parked.setdefault(page, {})[place] = None
                 else:
-                    self._unpark(handle)
+                    self._unpark(page)
                     self._waiting[place] = None
         if self.on_retire is not None:
             self.on_retire()
 
-    def end_of_use(self, handle: Handle) -> None:
-        """Note that nobody uses a page any more: for the pool, when the last of them releases it.
+    def end_of_use(self, pages: Sequence[Page]) -> None:
+        """Note that pages have only retired references left.
 
-        The places where it is retired may be collected from now on.
+        The places where they are retired may be collected from now on.
         """
         with self._changed:
-            if handle not in self._parked:
-                return
-            self._unpark(handle)
-        if self.on_retire is not None:
+            ended = [page for page in pages if page in self._parked]
+            for page in ended:
+                self._unpark(page)
+        if ended and self.on_retire is not None:
             self.on_retire()
 
-    def take_back(self, range_: VirtualRange, index: int, count: int) -> int:
-        """Use places again: to be called before pages are mapped at [index, index + count).
+    def take_back(self, range_: VirtualRange, indices: Sequence[int]) -> list[int]:
+        """Use places again: to be called before pages are mapped at these indices.
 
-        Returns: how many of the first of these places still have their page, which is the
-            caller's again with its bytes. At all others nothing is mapped when this returns. For
-            that it waits for a fence only if a page is shared: writing to it again would change
-            the bytes of whoever else has it.
+        Returns: at which of them the page is still there; it is the caller's again, with its
+            bytes. At all others nothing is mapped when this returns. For that it waits for a fence
+            only if a page is shared: writing to it again would change the bytes of its other users.
         """
         with self._changed:
             if not self.num_places:
-                return 0
-            places = self._places(range_, range(index, index + count))
-            num_taken = 0
-            for place in places:
-                if place not in self._waiting or not self._is_exclusive(place):
-                    break
-                num_taken += 1
-            self._pool.unretire(range_.handles(index, num_taken))
-            for place in places[:num_taken]:
+                return []
+            places = self._places(range_, indices)
+            taken = [
+                place for place in places if place in self._waiting and self._is_exclusive(place)
+            ]
+            self._ledger.unretire([_page_at(place) for place in taken])
+            for place in taken:
                 self._forget(place)
-            self._vacate(places[num_taken:])
-            return num_taken
+            if len(taken) < len(places):
+                kept = set(taken)
+                self._vacate([place for place in places if place not in kept])
+            return [index for _, index in taken]
 
-    def take_back_pages(
-        self, range_: VirtualRange, index: int, handles: Sequence[Handle]
-    ) -> list[int]:
+    def take_back_pages(self, range_: VirtualRange, index: int, pages: Sequence[Page]) -> list[int]:
         """Use places again to read what these pages hold, one page a place from `index` on.
 
-        To be called before the pages are mapped there. Others may have them too, so who takes them
-        back must not write to them. Where another page is, its fence is waited for.
+        To be called before the pages are mapped there. They may have other users too, so the
+        caller must not write to them. Where another page is, its fence is waited for.
 
         Args:
             range_: the range of the places.
             index: the first place.
-            handles: pages that are in use.
+            pages: pages that are in use.
 
-        Returns: for which of `handles`, by position, the page is still at its place: the reference
+        Returns: for which of `pages`, by position, the page is still at its place: the reference
             that was retired with it is the caller's. At all other places nothing is mapped.
         """
         with self._changed:
             if not self.num_places:
                 return []
-            places = self._places(range_, range(index, index + len(handles)))
+            places = self._places(range_, range(index, index + len(pages)))
             taken = [
                 i
-                for i, (place, handle) in enumerate(zip(places, handles, strict=True))
-                if place in self._parked.get(handle, ())
+                for i, (place, page) in enumerate(zip(places, pages, strict=True))
+                if place in self._parked.get(page, ())
             ]
-            self._pool.unretire([handles[i] for i in taken])
+            self._ledger.unretire([pages[i] for i in taken])
             for i in taken:
                 self._forget(places[i])
             self._vacate(places)
             return taken
 
-    def has_page(self, range_: VirtualRange, index: int, handle: Handle) -> bool:
+    def has_page(self, range_: VirtualRange, index: int, page: Page) -> bool:
         """Whether `take_back_pages` would find the page, which is in use, at that place."""
         with self._changed:
-            return (range_, index) in self._parked.get(handle, ())
+            return (range_, index) in self._parked.get(page, ())
 
     def collect(self) -> bool:
         """Unmap and give back some pages whose fence has passed; never waits for one.
@@ -202,13 +204,13 @@ class RetireQueue:
             self._leaving.update(batch)
         if not batch:
             return False
-        handles: list[Handle] = []
+        pages: list[Page] = []
         try:
-            handles = _unmap(batch)
+            pages = _unmap(batch)
         finally:
             with self._changed:
                 self._leaving.difference_update(batch)
-                self._release(handles)
+                self._release_retired(pages)
                 self._changed.notify_all()
         return True
 
@@ -217,7 +219,7 @@ class RetireQueue:
 
         It may be less, where a page is at several places: to be called again until it suffices.
 
-        Returns: whether any place was given back; if not, there is none whose page nobody uses.
+        Returns: whether any place was given back; if not, there is none whose page is out of use.
         """
         with self._changed:
             if self._leaving:
@@ -240,12 +242,12 @@ class RetireQueue:
     def _places(self, range_: VirtualRange, indices: Iterable[int]) -> list[_Place]:
         """These places, once none of them is on its way out."""
         places = [(range_, index) for index in indices]
-        while any(place in self._leaving for place in places):
+        while self._leaving and not self._leaving.isdisjoint(places):
             self._changed.wait()
         return places
 
     def _is_exclusive(self, place: _Place) -> bool:
-        return self._pool.num_references(_handle_at(place)) == 1
+        return self._ledger.num_references(_page_at(place)) == 1
 
     def _oldest(self, max_pages: int) -> list[_Place]:
         """The first places whose fences have passed, of those that free memory."""
@@ -259,9 +261,9 @@ class RetireQueue:
             batch.append(place)
         return batch
 
-    def _unpark(self, handle: Handle) -> None:
-        """Let the places of a page wait for collection, since nobody uses the page any more."""
-        self._waiting.update(self._parked.pop(handle, {}))
+    def _unpark(self, page: Page) -> None:
+        """Let the places of a page wait for collection, since it is no longer in use."""
+        self._waiting.update(self._parked.pop(page, {}))
 
     def _forget(self, place: _Place) -> None:
         """Strike a place off: it is retired no longer. Pre-condition: the page is still there."""
@@ -269,11 +271,11 @@ class RetireQueue:
         if place in self._waiting:
             del self._waiting[place]
             return
-        handle = _handle_at(place)
-        parked = self._parked[handle]
+        page = _page_at(place)
+        parked = self._parked[page]
         del parked[place]
         if not parked:
-            del self._parked[handle]
+            del self._parked[page]
 
     def _vacate(self, places: Sequence[_Place]) -> None:
         """Wait for those of the places that are retired, and give them back."""
@@ -286,25 +288,27 @@ class RetireQueue:
         """Unmap and release. Pre-condition: their fences have passed."""
         for place in places:
             self._forget(place)
-        self._release(_unmap(places))
+        self._release_retired(_unmap(places))
 
-    def _release(self, handles: Sequence[Handle]) -> None:
+    def _release_retired(self, pages: Sequence[Page]) -> None:
         """Let go of references that were retired."""
-        self._pool.unretire(handles)
-        self._pool.release(handles)
+        if pages:
+            self._ledger.unretire(pages)
+            self._release(pages)
+
+    def _release(self, pages: Sequence[Page]) -> None:
+        with self._changed:
+            self.end_of_use(self._ledger.release(pages))
+            self._pages.release(self._ledger.take_surplus())
 
 
-def _handle_at(place: _Place) -> Handle:
+def _page_at(place: _Place) -> Page:
     range_, index = place
-    return range_.handles(index, 1)[0]
+    return range_.page(index)
 
 
-def _unmap(places: Iterable[_Place]) -> list[Handle]:
+def _unmap(places: Iterable[_Place]) -> list[Page]:
     by_range: dict[VirtualRange, list[int]] = {}
     for range_, index in places:
         by_range.setdefault(range_, []).append(index)
-    return [
-        handle
-        for range_, indices in by_range.items()
-        for handle in range_.unmap_at(sorted(indices))
-    ]
+    return [page for range_, indices in by_range.items() for page in range_.unmap(sorted(indices))]

@@ -5,8 +5,8 @@ every step. While a step computes, this thread fills the stock up again (vAttent
 allocation ahead of need, off the critical path). Unmapping costs as much, and is done here too,
 once nothing in flight can touch the page (`retire.py`).
 
-But not at once: a retired page that stays where it is costs nothing to whoever comes to the same
-place next (vAttention, section 5.4.2). So retired pages are left alone as long as enough others are
+But not at once: a retired page that stays where it is costs nothing to the next sequence at the
+same place (vAttention, section 5.4.2). So retired pages are left alone as long as enough others are
 ready, idle or not created, and those that were given up first go first.
 """
 
@@ -28,7 +28,7 @@ STOCK_PAGES = 256
 even if all grow in the same step, none has to be created in it."""
 
 _MAX_STOCK_BYTES = 1 << 30
-"""What the stock is at most, where somebody chose large pages."""
+"""What the stock is at most, where large pages were chosen."""
 
 _READY_PAGES, _READY_FRACTION = 256, 1 / 16
 """How much has to be ready for retired pages to be left alone: as many pages as a step may need at
@@ -81,7 +81,7 @@ class PageStocker:
                 while self._pool.stock(self._target_bytes) and not self._closing:
                     pass
             except DriverError as error:
-                # No harm done: whoever needs a page will ask for it, and be told.
+                # No harm done: a caller that needs a page asks for it, and gets the error.
                 _log.warning("could not create pages ahead of need: %s", error)
             while self._wants_retired() and self._pool.retired.collect() and not self._closing:
                 pass

@@ -1,4 +1,4 @@
-"""The memory of a device that is not there: every call is answered, and nothing is held."""
+"""Memory of a modelled device: every call is answered, and nothing is held."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from aquifer.errors import DriverError
 from aquifer.memory.driver.base import Driver, Fence, Handle
 
 PAGE_BYTES = 2 << 20
-"""What CUDA gives at the least."""
+"""The smallest page of CUDA."""
 
 
 class ModelledDriver:
     """A `Driver` that keeps books only.
 
-    It checks what the real ones could not do: more pages than there is memory, a page mapped where
-    one is, an unmapping of nothing. What is mapped where is looked at by the page's address alone,
-    so that a replay spends no time on it.
+    It refuses what a real device would refuse: more pages than there is memory, a page mapped where
+    one is mapped already, an unmapping of nothing. It knows mapped addresses only, and not which
+    page is at each, so that a replay spends no time on it.
 
     Args:
         total_bytes: the device's memory.
@@ -64,6 +64,11 @@ class ModelledDriver:
         """No limit, as on a GPU."""
         return None
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether work outlives the call that starts it: a step is done when its time is over."""
+        return False
+
     def available_bytes(self) -> int:
         """See `Driver`."""
         return self._total_bytes - self._created_bytes
@@ -73,7 +78,7 @@ class ModelledDriver:
         return self._total_bytes
 
     def overhead_bytes(self) -> int:
-        """None: what a real process takes is left out of the budget that a replay is given."""
+        """0: the budget of a replay leaves out what a real process takes."""
         return 0
 
     def create(self, page_bytes: int, count: int) -> list[Handle]:
@@ -137,7 +142,7 @@ class ModelledDriver:
         return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
 
     def fence(self) -> Fence | None:
-        """None: a step is done when its time is over."""
+        """None, as `runs_ahead` is False."""
         return None
 
     def close(self) -> None:

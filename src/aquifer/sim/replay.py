@@ -27,7 +27,6 @@ import torch
 from aquifer.cache import kv_cache
 from aquifer.cache.base import CacheFactory, IntArray
 from aquifer.cache.prefix import PrefixCache
-from aquifer.cache.reserved import Policy, ReservedCache
 from aquifer.cache.swap import SwapSpace
 from aquifer.config import format_size
 from aquifer.engine.committing import skip_steps
@@ -44,6 +43,7 @@ from aquifer.engine.step_input import StepInput, StepOutput
 from aquifer.errors import ConfigError, InvariantError
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.memory.reclaim import Reclaimer, batch_bytes
+from aquifer.sim.baselines.reserved import Policy, ReservedCache
 from aquifer.sim.device import DeviceModel, ModelShape, StepModel, StepWork
 from aquifer.sim.driver import PAGE_BYTES, ModelledDriver
 from aquifer.sim.trace import PromptMaker, TraceRequest

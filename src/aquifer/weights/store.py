@@ -1,8 +1,9 @@
 """Parameters in pool pages: where each one lies, and how it gets there.
 
 Each large parameter starts on a page of its own, so that it can be given up and brought back by
-itself; small ones share the pages at the end of the model's range. Addresses stay for as long as
-the model is registered, whatever happens to the pages behind them.
+itself; small ones share the pages at the end of the model's range. These are the store's groups:
+one for each large parameter, one for all small ones. Addresses stay for as long as the model is
+registered, whatever happens to the pages behind them.
 
 Where the device has large pages, a parameter's pages are large ones as far as they are full, and
 then ordinary ones: mapping costs by the page, and no byte more is taken than with ordinary pages.
@@ -11,7 +12,7 @@ then ordinary ones: mapping costs by the page, and no byte more is taken than wi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -19,7 +20,8 @@ import torch
 
 from aquifer.errors import ConfigError
 from aquifer.memory.pool import Owner, PagePool
-from aquifer.memory.virtual import VirtualRange
+from aquifer.memory.range import VirtualRange
+from aquifer.memory.residency import Residency
 from aquifer.weights.checkpoint import Checkpoint
 from aquifer.weights.loader import load_tensors
 
@@ -82,90 +84,155 @@ class Placement:
                 end += parameter.num_bytes
         return cls(offsets, -(-end // page_bytes), page_bytes)
 
-    def split(
+    def groups(
         self, parameters: Sequence[Parameter], large_page_bytes: int
-    ) -> tuple[list[_Run], list[_Run]]:
-        """Which pages to take as large ones: (large runs, ordinary runs), both in order.
+    ) -> tuple[ParameterGroup, ...]:
+        """Which parameters have pages in common, and which of these pages to take as large ones.
 
-        A large run is a whole number of large pages within one parameter.
+        Args:
+            parameters: as given to `plan`.
+            large_page_bytes: a multiple of `page_bytes`; the same for ordinary pages only.
         """
         ratio = large_page_bytes // self.page_bytes
-        large: list[_Run] = []
-        ordinary: list[_Run] = []
-        done = 0  # [0, done) is in one of the two
+        groups: list[ParameterGroup] = []
+        end = 0
         for parameter in parameters:
-            num_large = -(-parameter.num_bytes // self.page_bytes) // ratio
-            if ratio > 1 and num_large:
+            if parameter.num_bytes >= self.page_bytes:
                 first = self.offsets_bytes[parameter.name] // self.page_bytes
-                if first > done:
-                    ordinary.append(_Run(done, first - done))
-                large.append(_Run(first, num_large * ratio))
-                done = first + num_large * ratio
-        if self.num_pages > done:
-            ordinary.append(_Run(done, self.num_pages - done))
-        return large, ordinary
+                end = first + -(-parameter.num_bytes // self.page_bytes)
+                middle = first + ((end - first) // ratio * ratio if ratio > 1 else 0)
+                groups.append(
+                    ParameterGroup((parameter.name,), range(first, middle), range(middle, end))
+                )
+        if end < self.num_pages:
+            small = tuple(p.name for p in parameters if p.num_bytes < self.page_bytes)
+            groups.append(ParameterGroup(small, range(end, end), range(end, self.num_pages)))
+        return tuple(groups)
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """Pages [first, first + count) of a placement, counted in ordinary pages."""
+class ParameterGroup:
+    """Parameters that become resident and are evicted together, and their pages.
 
-    first: int
-    count: int
+    Both ranges count ordinary pages of the placement.
+    """
+
+    names: tuple[str, ...]
+    large: range  # to be taken as large pages; a whole number of them
+    ordinary: range
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the group, in ordinary ones."""
+        return len(self.large) + len(self.ordinary)
 
 
 class WeightStore:
-    """The parameters of one model in pages of the pool.
+    """The parameters of one model at addresses of their own, with pages of the pool under them.
+
+    It holds no pages before `populate`. What `evict` gives up, `populate` brings back at the same
+    addresses, but without its contents.
 
     Args:
         pool: where the pages come from.
-        owner: whose they are.
+        owner: the pages' owner.
         parameters: what to hold.
 
+    Attributes:
+        parameters: likewise.
+        placement: where each parameter lies.
+        groups: what is resident or evicted as a whole.
+        tensors: the parameters by name; to be used only while they are resident.
+
     Raises:
-        ConfigError: the pool cannot hold them.
+        DriverError: the addresses could not be reserved.
     """
 
     def __init__(self, pool: PagePool, owner: Owner, parameters: Sequence[Parameter]) -> None:
         self.parameters = tuple(parameters)
         self.placement = placement = Placement.plan(parameters, pool.page_bytes)
-        self._pool = pool
         driver = pool.driver
-        is_default = pool.page_bytes == driver.default_page_bytes  # else somebody chose the size
+        is_default = pool.page_bytes == driver.default_page_bytes  # else the size was chosen
         large_page_bytes = driver.large_page_bytes if is_default else pool.page_bytes
-        large, ordinary = placement.split(parameters, large_page_bytes)
-        with ExitStack() as undo:
-            self._range = VirtualRange(driver, placement.num_bytes, placement.page_bytes)
-            undo.callback(self._range.close)
-            # Where pages are mapped: (range, index in it, number of pages).
-            self._mapped: list[tuple[VirtualRange, int, int]] = []
-            for run in large:
-                address = self._range.address + run.first * placement.page_bytes
-                num_bytes = run.count * placement.page_bytes
-                part = VirtualRange(driver, num_bytes, large_page_bytes, address)
-                self._mapped.append((part, 0, part.num_pages))
-            self._mapped += [(self._range, run.first, run.count) for run in ordinary]
-            free_bytes = pool.usage().free_bytes
-            # Large pages first: what they leave of the budget is whole ordinary pages.
-            sizes = {part.page_bytes for part, _, _ in self._mapped}
-            for page_bytes in sorted(sizes, reverse=True):
-                parts = [entry for entry in self._mapped if entry[0].page_bytes == page_bytes]
-                pages = pool.acquire(owner, sum(count for _, _, count in parts), page_bytes)
-                if pages is None:
-                    raise ConfigError(
-                        f"the weights of {owner.model} take {placement.num_bytes / 2**30:.2f} GiB "
-                        f"and the pool has {free_bytes / 2**30:.2f} GiB left; raise --memory"
-                    )
-                undo.callback(pool.release, pages)
-                for part, index, count in parts:
-                    part.map(index, pages[:count])
-                    undo.callback(part.unmap, index, count)
-                    pages = pages[count:]
-            undo.pop_all()
+        self.groups = placement.groups(parameters, large_page_bytes)
+        self._pool = pool
+        self._range = VirtualRange(pool.pages, placement.num_bytes, placement.page_bytes)
+        self._ordinary = Residency(pool, owner, self._range)
+        # Large pages of each group that has some, under a part of the addresses.
+        self._large = {
+            group: Residency(
+                pool,
+                owner,
+                VirtualRange(
+                    pool.pages,
+                    len(group.large) * placement.page_bytes,
+                    large_page_bytes,
+                    self._range.address + group.large.start * placement.page_bytes,
+                ),
+            )
+            for group in self.groups
+            if group.large
+        }
+        self._resident: set[ParameterGroup] = set()
         self.tensors = {
             p.name: self._range.tensor(p.shape, p.dtype, self.placement.offsets_bytes[p.name])
             for p in self.parameters
         }
+
+    @property
+    def resident(self) -> frozenset[ParameterGroup]:
+        """Groups that have their pages."""
+        return frozenset(self._resident)
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether all groups have their pages."""
+        return len(self._resident) == len(self.groups)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of pages of the groups that are resident."""
+        return sum(group.num_pages for group in self._resident) * self.placement.page_bytes
+
+    def populate(self, groups: Iterable[ParameterGroup] | None = None) -> bool:
+        """Take pages for these groups, or for all; those that are resident stay as they are.
+
+        All or nothing: False means that the pool is short, and nothing has changed. What comes is
+        to be written: `load` or `fill_random`.
+
+        Raises:
+            DriverError: the device refused; nothing has changed.
+        """
+        missing = [
+            g for g in (self.groups if groups is None else groups) if g not in self._resident
+        ]
+        with ExitStack() as undo:
+            # Large pages first: what they leave of the budget is whole ordinary pages.
+            for group in missing:
+                if group in self._large:
+                    large = self._large[group]
+                    indices = range(large.range.num_pages)
+                    if not large.populate([indices]):
+                        return False
+                    undo.callback(large.give_up, indices)
+            if not self._ordinary.populate([g.ordinary for g in missing if g.ordinary]):
+                return False
+            undo.pop_all()
+        self._resident.update(missing)
+        return True
+
+    def evict(self, groups: Iterable[ParameterGroup] | None = None) -> None:
+        """Give up the pages of these groups, or of all. Their addresses stay.
+
+        The contents are lost, and the tensors must not be used before `populate`.
+        """
+        for group in self.groups if groups is None else groups:
+            if group in self._resident:
+                self._resident.remove(group)
+                if group in self._large:
+                    large = self._large[group]
+                    large.give_up(range(large.range.num_pages))
+                self._ordinary.give_up(group.ordinary)
 
     def load(
         self, checkpoint: Checkpoint, on_bytes: Callable[[int], None] = lambda _: None
@@ -203,12 +270,10 @@ class WeightStore:
     def close(self) -> None:
         """Give pages and addresses back. The tensors must not be used any more."""
         self.tensors = {}
-        for part, index, count in self._mapped:
-            self._pool.retired.retire(part, range(index, index + count))
+        self.evict()
         self._pool.retired.settle()
-        for part, _, _ in self._mapped:
-            if part is not self._range:
-                part.close()
+        for large in self._large.values():
+            large.range.close()
         self._range.close()
 
 

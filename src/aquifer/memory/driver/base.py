@@ -65,6 +65,10 @@ class Driver(Protocol):
     def max_mappings(self) -> int | None:
         """Maximum number of pages mapped at once, or None if the device sets no limit."""
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether work may still be running when the call that hands it to the device returns."""
+
     def available_bytes(self) -> int:
         """Free physical memory that this process could allocate, in bytes."""
 

@@ -56,13 +56,13 @@ class CudaDriver:
 
     name = "cuda"
     max_mappings = None
+    runs_ahead = True
 
     def __init__(self, index: int = 0, api: Any = None, nvml: Any = None) -> None:
         self._api = api = _load_api() if api is None else api
         self.device = torch.device("cuda", index)
         self._page_bytes: dict[Handle, int] = {}  # live handles -> size
-        self._imported: set[Handle] = set()  # live handles that other processes created
-        self._created_bytes = 0  # bytes of the other live handles; several threads change it
+        self._created_bytes = 0  # bytes of the live handles; several threads change it
         self._counting = threading.Lock()
         self._reservations: dict[int, int] = {}  # address -> size
         self._mapped: dict[int, int] = {}  # address -> size of the page there
@@ -140,7 +140,7 @@ class CudaDriver:
         return f"{version // 1000}.{version % 1000 // 10}"
 
     def create(self, page_bytes: int, count: int) -> list[Handle]:
-        """Create pages, with one driver call per page; they can be exported."""
+        """Create pages, with one driver call per page."""
         if page_bytes <= 0 or page_bytes % self.granularity_bytes:
             raise DriverError(
                 "CUDA_ERROR_INVALID_VALUE",
@@ -154,14 +154,14 @@ class CudaDriver:
                     self._api.cuMemCreate(page_bytes, self._properties, 0),
                     f"could not create {count} pages of {page_bytes} bytes",
                 )
-                self._enter(handle, page_bytes)
-                self._count(page_bytes)
                 handles.append(Handle(int(handle)))
+                self._page_bytes[handles[-1]] = page_bytes
+                self._count(page_bytes)
             undo.pop_all()
         return handles
 
     def release(self, handles: Sequence[Handle]) -> None:
-        """Release pages; their memory is free on return, unless another process imported it."""
+        """Release pages; their memory is free on return."""
         for handle in handles:
             if handle not in self._page_bytes:
                 raise InvariantError(f"page {handle} was released twice or never created")
@@ -169,10 +169,7 @@ class CudaDriver:
             for handle in handles:
                 page_bytes = self._page_bytes.pop(handle)
                 self._check(self._api.cuMemRelease(handle), "could not release a page")
-                if handle in self._imported:
-                    self._imported.remove(handle)
-                else:
-                    self._count(-page_bytes)
+                self._count(-page_bytes)
 
     def reserve(self, num_bytes: int) -> int:
         """Reserve addresses; this takes no memory, even for terabytes."""
@@ -257,38 +254,6 @@ class CudaDriver:
         event.record(torch.cuda.current_stream(self.device))
         return EventFence(event)
 
-    def export(self, handle: Handle) -> int:
-        """Export the page as a file descriptor; the caller closes it.
-
-        Another process that receives it, inherited or through a socket, may `import_` it. The
-        memory is freed when both processes have released the page and closed their descriptors.
-        """
-        if handle not in self._page_bytes:
-            raise InvariantError(f"page {handle} does not exist")
-        with self._current:
-            return int(
-                self._check(
-                    self._api.cuMemExportToShareableHandle(handle, self._fd_type, 0),
-                    "could not export a page",
-                )
-            )
-
-    def import_(self, fd: int, page_bytes: int) -> Handle:
-        """Import a page of another process, to be mapped and released like any page.
-
-        Args:
-            fd: the descriptor made by `export`; it stays open, and the caller closes it.
-            page_bytes: the size with which the page was created.
-        """
-        with self._current:
-            handle = self._check(
-                self._api.cuMemImportFromShareableHandle(fd, self._fd_type),
-                f"file descriptor {fd} is not a page of this device",
-            )
-            entered = self._enter(handle, page_bytes)
-        self._imported.add(entered)
-        return entered
-
     def close(self) -> None:
         """Wait for the device, then release all pages, mapped or not, and torch's cached memory."""
         if self._stream is None:
@@ -308,17 +273,12 @@ class CudaDriver:
             self._api.cuDevicePrimaryCtxRelease(self._device_id), "could not release the context"
         )
 
-    @property
-    def _fd_type(self) -> Any:
-        return self._api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-
     def _allocation_properties(self, index: int) -> Any:
-        """Properties of pages: pinned memory of this device that can be exported."""
+        """Properties of pages: pinned memory of this device."""
         properties = self._api.CUmemAllocationProp()
         properties.type = self._api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         properties.location.type = self._api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         properties.location.id = index
-        properties.requestedHandleTypes = self._fd_type
         return properties
 
     def _memory_info(self) -> tuple[int, int]:
@@ -332,14 +292,6 @@ class CudaDriver:
     def _count(self, num_bytes: int) -> None:
         with self._counting:
             self._created_bytes += num_bytes
-
-    def _enter(self, driver_handle: Any, page_bytes: int) -> Handle:
-        handle = Handle(int(driver_handle))
-        if handle in self._page_bytes:
-            self._api.cuMemRelease(handle)
-            raise InvariantError(f"page {handle} exists already: a process cannot import its own")
-        self._page_bytes[handle] = page_bytes
-        return handle
 
     def _unmap(self, address: int, num_bytes: int) -> None:
         if num_bytes:

@@ -59,6 +59,11 @@ class FaultyDriver:
         """The inner driver's limit."""
         return self.inner.max_mappings
 
+    @property
+    def runs_ahead(self) -> bool:
+        """The inner driver's answer."""
+        return self.inner.runs_ahead
+
     def available_bytes(self) -> int:
         """The inner driver's answer."""
         return self.inner.available_bytes()

@@ -26,6 +26,7 @@ import torch
 
 from aquifer.errors import DriverError, InvariantError
 from aquifer.memory.driver.base import Handle
+from aquifer.memory.runs import runs
 
 _PROT_NONE, _PROT_READ_WRITE = 0x0, 0x3
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED = 0x01, 0x02, 0x10
@@ -47,6 +48,7 @@ class HostDriver:
     granularity_bytes = mmap.PAGESIZE
     default_page_bytes = _DEFAULT_PAGE_BYTES
     large_page_bytes = _DEFAULT_PAGE_BYTES  # neighbours are mapped by one call, whatever their size
+    runs_ahead = False
 
     def __init__(self) -> None:
         if not hasattr(os, "memfd_create"):
@@ -104,10 +106,10 @@ class HostDriver:
             try:
                 if num_new:
                     os.ftruncate(self._fd, new_end)
-                for offset, length in self._runs(handles, page_bytes):
+                for offset, length in _stretches(handles, page_bytes):
                     self._fallocate(0, offset, length)
             except OSError as error:
-                for offset, length in self._runs(reused, page_bytes):
+                for offset, length in _stretches(reused, page_bytes):
                     self._fallocate(_FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, offset, length)
                 os.ftruncate(self._fd, self._file_bytes)  # removes the new pages
                 raise _driver_error(
@@ -125,7 +127,7 @@ class HostDriver:
                 if handle not in self._page_bytes:
                     raise InvariantError(f"page {handle} was released twice or never created")
             for page_bytes, group in self._by_size(handles):
-                for offset, length in self._runs(sorted(group), page_bytes):
+                for offset, length in _stretches(sorted(group), page_bytes):
                     self._fallocate(_FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, offset, length)
                 self._holes.setdefault(page_bytes, []).extend(group)
             for handle in handles:
@@ -148,7 +150,7 @@ class HostDriver:
         """Map each run of neighbouring offsets with one call."""
         mapped = 0
         for page_bytes, group in self._by_size(handles):
-            for offset, length in self._runs(group, page_bytes):
+            for offset, length in _stretches(group, page_bytes):
                 try:
                     self._mmap(
                         address + mapped,
@@ -172,7 +174,7 @@ class HostDriver:
         """Write zeros through the file, so that no mapping is needed (or counted as resident)."""
         zeros = memoryview(self._zeros)
         for page_bytes, group in self._by_size(handles):
-            for offset, length in self._runs(group, page_bytes):
+            for offset, length in _stretches(group, page_bytes):
                 for start in range(0, length, _ZEROS_BYTES):
                     part = zeros[: min(_ZEROS_BYTES, length - start)]
                     os.pwrite(self._fd, part, offset + start)
@@ -255,6 +257,13 @@ class HostDriver:
         if self._libc.fallocate(self._fd, mode, offset, length):
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
+
+
+def _stretches(handles: Sequence[Handle], page_bytes: int) -> list[tuple[int, int]]:
+    """(offset, length) of each stretch of handles that are neighbours in the file."""
+    return [
+        (handles[start], (end - start) * page_bytes) for start, end in runs(handles, page_bytes)
+    ]
 
 
 def _load_libc() -> ctypes.CDLL:

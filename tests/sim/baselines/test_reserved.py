@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from tests.models.dense_kv import DenseKV
 
 from aquifer.cache.base import KVLayout, LayerKV, Rows, Spans
-from aquifer.cache.reserved import Policy, ReservedCache, tokens_to_reserve
 from aquifer.errors import ConfigError, DriverError, InvariantError
 from aquifer.memory.driver.faulty import FaultyDriver
 from aquifer.memory.driver.host import HostDriver
 from aquifer.memory.pool import Kind, Owner, PagePool
+from aquifer.sim.baselines.reserved import Policy, ReservedCache, tokens_to_reserve
 
 PAGE = 4096
 BLOCK_SIZE = 4

@@ -24,7 +24,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal, get_args
 
 import numpy as np
@@ -35,10 +34,12 @@ from aquifer.cache.footprint import Count, Footprint
 from aquifer.cache.view import StepView
 from aquifer.errors import ConfigError, InvariantError
 from aquifer.kernels.decode_attention import DecodeWorkspaces
-from aquifer.memory.buddy import BuddyAllocator
 from aquifer.memory.pool import Owner, PagePool
+from aquifer.memory.range import VirtualRange
+from aquifer.memory.residency import Residency
+from aquifer.memory.runs import runs
 from aquifer.memory.transfer import upload
-from aquifer.memory.virtual import VirtualRange
+from aquifer.sim.baselines.buddy import BuddyAllocator
 
 Policy = Literal["max", "pow2", "oracle"]
 
@@ -139,14 +140,14 @@ class ReservedCache:
         )
         self.copied_bytes = 0
         self._pool = pool
-        self._owner = owner
         self._policy: Policy = policy
         self._block_size = block_size
         self._max_tokens = max_tokens
         largest = BuddyAllocator.rounded(self._blocks_for(max_tokens))
         num_blocks = max(min(pool.free_bytes // self.block_bytes, max_seqs * largest), 1)
         self._buddies = BuddyAllocator(num_blocks)
-        self._range = VirtualRange(pool.driver, num_blocks * self.block_bytes, pool.page_bytes)
+        self._range = VirtualRange(pool.pages, num_blocks * self.block_bytes, pool.page_bytes)
+        self._residency = Residency(pool, owner, self._range)
         # [blocks, block_size, token_elements]
         self._tokens = self._range.tensor(
             (num_blocks, block_size, layout.token_elements), layout.dtype
@@ -231,7 +232,7 @@ class ReservedCache:
         if not self.reserve(np.array([slot]), np.array([num_tokens])):
             return False
         target = int(self._first[slot])
-        for start, end in _runs(blocks):
+        for start, end in runs(blocks):
             count = end - start
             source = blocks[start]
             self._tokens[target : target + count].copy_(self._tokens[source : source + count])
@@ -330,16 +331,8 @@ class ReservedCache:
                 return False
             undo.callback(self._buddies.release, region.start)
             pages = self._unused(self._pages_of(region.start, len(region)))
-            retired = self._pool.retired
-            num_taken = retired.take_back(self._range, pages.start, len(pages))
-            taken = pages[:num_taken]
-            undo.callback(retired.retire, self._range, taken)
-            new = pages[num_taken:]
-            handles = self._pool.acquire(self._owner, len(new))
-            if handles is None:
+            if not self._residency.populate([pages]):
                 return False
-            undo.callback(self._pool.release, handles)
-            self._range.map(new.start, handles)
             undo.pop_all()
         touched = self._pages_of(region.start, len(region))
         self._page_users[touched.start : touched.stop] += 1
@@ -358,7 +351,7 @@ class ReservedCache:
         self._buddies.release(first)
         touched = self._pages_of(first, count)
         self._page_users[touched.start : touched.stop] -= 1
-        self._pool.retired.retire(self._range, self._unused(touched))
+        self._residency.give_up(self._unused(touched))
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
@@ -384,9 +377,3 @@ class ReservedCache:
         first = int(self._first[slot]) * self._block_size
         flat = self._tokens.flatten(0, 1)
         return flat[first + tokens.start : first + tokens.stop]
-
-
-def _runs(blocks: Sequence[int]) -> list[tuple[int, int]]:
-    """[start, end) positions of each stretch of consecutive numbers."""
-    breaks = [i + 1 for i, (one, next_) in enumerate(pairwise(blocks)) if next_ != one + 1]
-    return list(pairwise([0, *breaks, len(blocks)]))

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aquifer.errors import InvariantError
-from aquifer.memory.buddy import BuddyAllocator
+from aquifer.sim.baselines.buddy import BuddyAllocator
 
 
 def test_splits_and_merges():

@@ -10,7 +10,8 @@ import torch
 from aquifer.errors import InvariantError
 from aquifer.memory.driver.faulty import FaultyDriver
 from aquifer.memory.driver.host import HostDriver
-from aquifer.memory.virtual import VirtualRange
+from aquifer.memory.pages import PageTable
+from aquifer.memory.range import VirtualRange
 
 PAGE = 4096
 
@@ -22,45 +23,50 @@ def driver() -> Iterator[FaultyDriver]:
     driver.close()
 
 
-def test_sizes_are_rounded_up_to_pages(driver):
+@pytest.fixture
+def table(driver: FaultyDriver) -> PageTable:
+    return PageTable(driver)
+
+
+def test_sizes_are_rounded_up_to_pages(driver, table):
     for num_bytes, num_pages in [(0, 1), (1, 1), (PAGE, 1), (PAGE + 1, 2), (10 * PAGE, 10)]:
-        pages = VirtualRange(driver, num_bytes, PAGE)
+        pages = VirtualRange(table, num_bytes, PAGE)
         assert (pages.num_pages, pages.num_bytes) == (num_pages, num_pages * PAGE)
         assert driver.reservations == {pages.address: num_pages * PAGE}
         pages.close()
         assert not driver.reservations
 
 
-def test_map_and_unmap_keep_track(driver):
-    handles = driver.create(PAGE, 6)
-    pages = VirtualRange(driver, 8 * PAGE, PAGE)
-    pages.map(1, handles[:2])
-    pages.map(4, handles[2:5])
+def test_map_and_unmap_keep_track(driver, table):
+    numbers = table.create(PAGE, 6)
+    pages = VirtualRange(table, 8 * PAGE, PAGE)
+    pages.map(1, numbers[:2])
+    pages.map(4, numbers[2:5])
     assert pages.num_mapped_pages == driver.mapped_pages == 5
     assert pages.mapped_bytes == 5 * PAGE
-    assert pages.handles(4, 3) == handles[2:5]
-    assert pages.unmap(5, 1) == [handles[3]]
-    assert pages.unmap(5, 0) == []
-    pages.map(5, [handles[5]])
-    assert pages.handles(4, 3) == [handles[2], handles[5], handles[4]]
-    assert pages.unmap_all() == [*handles[:2], handles[2], handles[5], handles[4]]
+    assert pages.pages_at(range(4, 7)) == numbers[2:5]
+    assert pages.unmap(range(5, 6)) == [numbers[3]]
+    assert pages.unmap(range(5, 5)) == []
+    pages.map(5, [numbers[5]])
+    assert pages.pages_at(range(4, 7)) == [numbers[2], numbers[5], numbers[4]]
+    assert pages.unmap(sorted(pages.pages)) == [*numbers[:2], numbers[2], numbers[5], numbers[4]]
     assert pages.num_mapped_pages == driver.mapped_pages == 0
     pages.close()
 
 
-def test_one_page_at_two_addresses_of_two_ranges(driver):
-    [handle] = driver.create(PAGE, 1)
-    one, other = VirtualRange(driver, 2 * PAGE, PAGE), VirtualRange(driver, 2 * PAGE, PAGE)
-    one.map(0, [handle])
-    other.map(1, one.handles(0, 1))
+def test_one_page_at_two_addresses_of_two_ranges(driver, table):
+    [number] = table.create(PAGE, 1)
+    one, other = VirtualRange(table, 2 * PAGE, PAGE), VirtualRange(table, 2 * PAGE, PAGE)
+    one.map(0, [number])
+    other.map(1, one.pages_at(range(1)))
     one.tensor((4,), torch.int32).copy_(torch.arange(4, dtype=torch.int32))
     assert other.tensor((4,), torch.int32, PAGE).tolist() == [0, 1, 2, 3]
-    assert one.unmap_all() == other.unmap_all() == [handle]
+    assert one.unmap(sorted(one.pages)) == other.unmap(sorted(other.pages)) == [number]
 
 
-def test_tensor_offsets_and_strides(driver):
-    pages = VirtualRange(driver, 2 * PAGE, PAGE)
-    pages.map(0, driver.create(PAGE, 2))
+def test_tensor_offsets_and_strides(driver, table):
+    pages = VirtualRange(table, 2 * PAGE, PAGE)
+    pages.map(0, table.create(PAGE, 2))
     flat = pages.tensor((2 * PAGE // 4,), torch.float32)
     flat.copy_(torch.arange(2 * PAGE // 4))
     assert pages.tensor((2, 3), torch.float32, 4 * 5).tolist() == [[5, 6, 7], [8, 9, 10]]
@@ -85,29 +91,29 @@ def test_tensor_offsets_and_strides(driver):
         ((1,), torch.float32, 2, None),
     ],
 )
-def test_a_tensor_that_leaves_the_range(driver, shape, dtype, offset_bytes, stride):
-    pages = VirtualRange(driver, 2 * PAGE, PAGE)
+def test_a_tensor_that_leaves_the_range(table, shape, dtype, offset_bytes, stride):
+    pages = VirtualRange(table, 2 * PAGE, PAGE)
     with pytest.raises(InvariantError):
         pages.tensor(shape, dtype, offset_bytes, stride)
 
 
-def test_what_may_not_be_mapped_or_unmapped(driver):
-    handles = driver.create(PAGE, 3)
-    pages = VirtualRange(driver, 4 * PAGE, PAGE)
-    pages.map(1, handles[:1])
-    for index, group in [(-1, handles[1:2]), (3, handles[1:3]), (4, handles[1:2])]:
+def test_what_may_not_be_mapped_or_unmapped(driver, table):
+    numbers = table.create(PAGE, 3)
+    pages = VirtualRange(table, 4 * PAGE, PAGE)
+    pages.map(1, numbers[:1])
+    for index, group in [(-1, numbers[1:2]), (3, numbers[1:3]), (4, numbers[1:2])]:
         with pytest.raises(InvariantError, match="leave the range"):
             pages.map(index, group)
     for index, count in [(1, 1), (0, 2)]:
         with pytest.raises(InvariantError, match="mapped already"):
-            pages.map(index, handles[1 : 1 + count])
+            pages.map(index, numbers[1 : 1 + count])
     for index, count in [(0, 1), (1, 2), (3, 2), (-1, 1)]:
         with pytest.raises(InvariantError, match="is not mapped"):
-            pages.unmap(index, count)
+            pages.unmap(range(index, index + count))
         with pytest.raises(InvariantError, match="is not mapped"):
-            pages.handles(index, count)
+            pages.pages_at(range(index, index + count))
     with pytest.raises(InvariantError, match="still mapped"):
         pages.close()
     assert driver.mapped_pages == 1
-    assert pages.unmap_all() == handles[:1]
+    assert pages.unmap(sorted(pages.pages)) == numbers[:1]
     pages.close()

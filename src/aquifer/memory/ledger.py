@@ -1,0 +1,476 @@
+"""The books of a page pool: who has which page, and the equations that must hold.
+
+Every page is in one of three states, and this equation holds between any two calls:
+
+    budget + excess = sum over owners of bytes in use + bytes retired + bytes idle
+                      + bytes not created
+
+A page "in use" has an owner and at least one reference that is not retired. All references of a
+"retired" page were given up by their holders, but it is still mapped (`retire.py`). An "idle" page
+has no references and is mapped nowhere; it is kept because creating a page costs far more than
+handing one out again.
+
+One owner has no pages: the memory that the process holds of the device beside them. That figure is
+measured and not granted, so it may exceed what the budget has left. The excess is then positive,
+nothing is idle or left to be created, and the pool is short until enough comes back.
+
+The ledger calls no driver. Its users do what it decides, while they hold its lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from aquifer.errors import InvariantError
+from aquifer.memory.pages import Page
+
+
+class Kind(StrEnum):
+    """What a page is used for."""
+
+    WEIGHTS = "weights"
+    KV = "kv"
+    STATE = "state"
+    PREFIX = "prefix"
+    OVERHEAD = "overhead"  # memory that holds no data of a model
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Owner:
+    """A tenant of the pool: one kind of data of one model."""
+
+    model: str
+    kind: Kind
+
+    def __str__(self) -> str:
+        return f"{self.model}/{self.kind}"
+
+
+PROCESS = Owner("process", Kind.OVERHEAD)
+"""Owner of device memory that is not in pages."""
+
+# No model has an empty name, so these two are no tenants.
+UNKNOWN = Owner("", Kind.KV)
+"""Last owner of idle pages with unknown contents; they are zeroed before they are handed out."""
+
+UNTOUCHED = Owner("", Kind.WEIGHTS)
+"""Last owner of idle pages fresh from the driver; they are zero and are handed out as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolUsage:
+    """Split of the budget at one moment. All figures in bytes.
+
+    `budget_bytes + excess_bytes == sum(in_use_bytes.values()) + retired_bytes + idle_bytes +
+    uncreated_bytes`, and where there is an excess, nothing is idle or uncreated.
+    """
+
+    budget_bytes: int
+    in_use_bytes: dict[Owner, int]  # that of `PROCESS` included
+    retired_bytes: int  # of pages out of use that are still mapped where they were used last
+    idle_bytes: int
+    uncreated_bytes: int
+    excess_bytes: int  # by which overhead and pages that cannot go are more than the budget
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Device memory of the process that is not in pages, and pages that hold no data."""
+        return sum(n for owner, n in self.in_use_bytes.items() if owner.kind == Kind.OVERHEAD)
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that could be acquired without taking any from an owner that uses them.
+
+        Without an excess, this and what is in use are the budget.
+        """
+        return max(
+            self.idle_bytes + self.uncreated_bytes + self.retired_bytes - self.excess_bytes, 0
+        )
+
+
+class _Record(NamedTuple):
+    """State of a page that is not idle: a value, which all pages in the same state share."""
+
+    page_bytes: int
+    owner: Owner
+    num_references: int = 1
+    num_retired: int = 0  # of the references: given up by their holders, but not yet released
+
+    @property
+    def is_retired(self) -> bool:
+        """Whether all references are retired."""
+        return self.num_retired == self.num_references
+
+    def changed(self, num_references: int = 0, num_retired: int = 0) -> _Record:
+        """The same with that many more references, and that many more of them retired."""
+        return _Record(
+            self.page_bytes,
+            self.owner,
+            self.num_references + num_references,
+            self.num_retired + num_retired,
+        )
+
+
+@dataclass(slots=True)
+class _Idle:
+    """Idle pages of one size, by their last owner."""
+
+    by_owner: dict[Owner, list[Page]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.by_owner.values()))
+
+    def count(self, owner: Owner) -> int:
+        """Pages that `owner` used last."""
+        return len(self.by_owner.get(owner, ()))
+
+    def take(self, owner: Owner, count: int) -> list[Page]:
+        """Up to `count` pages that `owner` used last."""
+        pages = self.by_owner.get(owner, [])
+        cut = max(len(pages) - count, 0)
+        taken = pages[cut:]
+        del pages[cut:]
+        return taken[::-1]
+
+    def take_any(self, count: int) -> list[Page]:
+        """Up to `count` pages, from the owner that has most idle."""
+        taken: list[Page] = []
+        while len(taken) < count and self.by_owner:
+            owner = max(self.by_owner, key=lambda o: len(self.by_owner[o]))
+            taken += self.take(owner, count - len(taken))
+            if not self.by_owner[owner]:
+                del self.by_owner[owner]
+        return taken
+
+    def put(self, owner: Owner, pages: Sequence[Page]) -> None:
+        """Keep pages; they come out again in ascending order, so that neighbours stay so."""
+        self.by_owner.setdefault(owner, []).extend(sorted(pages, reverse=True))
+
+
+class Ledger:
+    """Records of all pages of one pool, and the bytes of each state and owner.
+
+    Every method takes `lock`, which is reentrant; whoever needs several calls to be one step holds
+    it around them.
+
+    Args:
+        budget_bytes: bound of all pages and the overhead together.
+        keep_idle_bytes: the watermark: idle pages beyond it are surplus.
+
+    Attributes:
+        lock: guards the books.
+    """
+
+    def __init__(self, budget_bytes: int, keep_idle_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.keep_idle_bytes = keep_idle_bytes
+        self.lock = threading.RLock()
+        self._records: dict[Page, _Record] = {}
+        self._idle: dict[int, _Idle] = {}  # by page size
+        self._in_use_bytes: Counter[Owner] = Counter()
+        self._retired_bytes = 0
+        self._idle_bytes = 0
+        self._overhead_bytes = 0
+
+    # --- figures -----------------------------------------------------------------------------
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of idle pages."""
+        return self._idle_bytes
+
+    @property
+    def created_bytes(self) -> int:
+        """Bytes of all pages that exist: in use, retired or idle."""
+        return self._in_use_bytes.total() + self._retired_bytes + self._idle_bytes
+
+    @property
+    def excess_bytes(self) -> int:
+        """Bytes of pages and overhead beyond the budget; negative as long as there is room."""
+        return self.created_bytes + self._overhead_bytes - self.budget_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes not in use: idle, not created, or retired."""
+        with self.lock:
+            in_use_bytes = self._in_use_bytes.total() + self._overhead_bytes
+            return max(self.budget_bytes - in_use_bytes, 0)
+
+    @property
+    def ready_bytes(self) -> int:
+        """The part of `free_bytes` that needs no unmapping: idle or not created."""
+        with self.lock:
+            return max(self.free_bytes - self._retired_bytes, 0)
+
+    def within_reach_bytes(self, page_bytes: int) -> int:
+        """Bytes obtainable as pages of this size: idle ones, plus those that can be created."""
+        with self.lock:
+            same_size = len(self._idle_of(page_bytes)) * page_bytes
+            creatable = max(self._idle_bytes - same_size - self.excess_bytes, 0)
+            return same_size + creatable // page_bytes * page_bytes
+
+    def usage(self) -> PoolUsage:
+        """The whole budget, accounted for."""
+        with self.lock:
+            in_use_bytes = {**self._in_use_bytes, PROCESS: self._overhead_bytes}
+            return PoolUsage(
+                budget_bytes=self.budget_bytes,
+                in_use_bytes={o: n for o, n in sorted(in_use_bytes.items()) if n},
+                retired_bytes=self._retired_bytes,
+                idle_bytes=self._idle_bytes,
+                uncreated_bytes=max(-self.excess_bytes, 0),
+                excess_bytes=max(self.excess_bytes, 0),
+            )
+
+    def num_references(self, page: Page) -> int:
+        """References to a page, retired ones included; 0 if it is idle or does not exist."""
+        record = self._records.get(page)
+        return record.num_references if record else 0
+
+    def is_in_use(self, page: Page) -> bool:
+        """Whether the page has a reference that is not retired."""
+        record = self._records.get(page)
+        return record is not None and not record.is_retired
+
+    # --- idle pages --------------------------------------------------------------------------
+
+    def set_overhead(self, num_bytes: int) -> None:
+        """Account device memory of the process beside pages, in place of the last figure."""
+        with self.lock:
+            self._overhead_bytes = num_bytes
+
+    def count_idle(self, page_bytes: int, owner: Owner) -> int:
+        """Idle pages of a size that `owner` used last."""
+        with self.lock:
+            return self._idle_of(page_bytes).count(owner)
+
+    def take_ready(self, owner: Owner, count: int, page_bytes: int) -> list[Page] | None:
+        """Hand out idle pages that need no zeroing, if there are as many; else None."""
+        with self.lock:
+            idle = self._idle_of(page_bytes)
+            if idle.count(owner) + idle.count(UNTOUCHED) < count:
+                return None
+            pages = self.take_idle(page_bytes, count, owner)
+            if len(pages) < count:
+                pages += self.take_idle(page_bytes, count - len(pages), UNTOUCHED)
+            self.hand_out(pages, owner, page_bytes)
+            return pages
+
+    def take_idle(self, page_bytes: int, count: int, owner: Owner | None) -> list[Page]:
+        """Take up to `count` idle pages that `owner` used last, or any if that is None.
+
+        They have no record until `hand_out` or `put_idle`.
+        """
+        with self.lock:
+            idle = self._idle_of(page_bytes)
+            pages = idle.take_any(count) if owner is None else idle.take(owner, count)
+            self._idle_bytes -= len(pages) * page_bytes
+            return pages
+
+    def put_idle(self, pages: Sequence[Page], owner: Owner, page_bytes: int) -> None:
+        """Keep pages without a record as idle ones that `owner` used last."""
+        with self.lock:
+            self._idle_of(page_bytes).put(owner, pages)
+            self._idle_bytes += len(pages) * page_bytes
+
+    def take_surplus(self, keep_bytes: int | None = None) -> list[Page]:
+        """Take idle pages until at most `keep_bytes` are left idle: to be given to the system.
+
+        Args:
+            keep_bytes: None for the watermark, or less if there is an excess.
+        """
+        with self.lock:
+            if keep_bytes is None:
+                excess_bytes = max(self.excess_bytes, 0)
+                keep_bytes = max(min(self.keep_idle_bytes, self._idle_bytes - excess_bytes), 0)
+            surplus: list[Page] = []
+            for page_bytes in self._idle:
+                count = -(-(self._idle_bytes - keep_bytes) // page_bytes)
+                if count > 0:
+                    surplus += self.take_idle(page_bytes, count, None)
+            return surplus
+
+    def take_other_sizes(self, page_bytes: int, count: int) -> list[Page]:
+        """Take idle pages of other sizes until `count` of this size could be created."""
+        with self.lock:
+            short_bytes = self.excess_bytes + count * page_bytes
+            taken: list[Page] = []
+            for other_bytes in self._idle:
+                if other_bytes != page_bytes and short_bytes > 0:
+                    pages = self.take_idle(other_bytes, -(-short_bytes // other_bytes), None)
+                    short_bytes -= len(pages) * other_bytes
+                    taken += pages
+            return taken
+
+    # --- references --------------------------------------------------------------------------
+
+    def hand_out(self, pages: Sequence[Page], owner: Owner, page_bytes: int) -> None:
+        """Enter pages without a record as in use, with one reference each."""
+        with self.lock:
+            self._records.update(dict.fromkeys(pages, _Record(page_bytes, owner)))
+            self._in_use_bytes[owner] += len(pages) * page_bytes
+
+    def share(self, pages: Sequence[Page]) -> None:
+        """Add a reference to each page."""
+        self._change(pages, lambda record: record.changed(num_references=1))
+
+    def transfer(self, pages: Sequence[Page], owner: Owner) -> None:
+        """Account pages to another owner of the same model."""
+
+        def transferred(record: _Record) -> _Record:
+            if record.owner.model != owner.model:
+                raise InvariantError(f"a page of {record.owner} cannot go to {owner} unzeroed")
+            return record._replace(owner=owner)
+
+        self._change(pages, transferred)
+
+    def retire(self, pages: Sequence[Page]) -> None:
+        """Note that one reference of each page was given up, and will be released later."""
+        self._change(pages, lambda record: record.changed(num_retired=1))
+
+    def unretire(self, pages: Sequence[Page]) -> None:
+        """The opposite of `retire`: one retired reference of each page is an ordinary one again."""
+        self._change(pages, lambda record: record.changed(num_retired=-1), must_be_in_use=False)
+
+    def release(self, pages: Sequence[Page]) -> list[Page]:
+        """Drop one reference of each page; pages without references become idle.
+
+        Returns: those pages of which only retired references are left.
+        """
+        with self.lock:
+            done: dict[tuple[int, Owner], list[Page]] = {}
+            group: list[Page] = []
+            last: _Record | None = None  # of the pages in `group`
+            before: _Record | None = None
+            after: _Record | None = None
+            retired: list[Page] = []
+            for page in pages:
+                record = self._in_use(page)
+                if record.num_references == 1:
+                    del self._records[page]
+                    if record is not last:
+                        last = record
+                        group = done.setdefault((record.page_bytes, record.owner), [])
+                    group.append(page)
+                    continue
+                if after is None or (record is not before and record != before):
+                    before, after = record, record.changed(num_references=-1)
+                self._records[page] = after
+                if after.is_retired:
+                    self._rebook(before, after, 1)
+                    retired.append(page)
+            for (page_bytes, owner), group in done.items():
+                self._in_use_bytes[owner] -= len(group) * page_bytes
+                self.put_idle(group, owner, page_bytes)
+            return retired
+
+    def check(self) -> None:
+        """Verify the figures against the records.
+
+        Raises:
+            InvariantError: an equation of docs/memory.md does not hold.
+        """
+        with self.lock:
+            in_use: Counter[Owner] = Counter()
+            retired_bytes = 0
+            for page, record in self._records.items():
+                if record.is_retired:
+                    retired_bytes += record.page_bytes
+                else:
+                    in_use[record.owner] += record.page_bytes
+                if not 0 <= record.num_retired <= record.num_references > 0:
+                    raise InvariantError(f"M2: page {page} is in use without a reference")
+            idle = [
+                page
+                for group in self._idle.values()
+                for pages in group.by_owner.values()
+                for page in pages
+            ]
+            idle_bytes = sum(page_bytes * len(group) for page_bytes, group in self._idle.items())
+            if +in_use != +self._in_use_bytes:
+                raise InvariantError(
+                    f"M1: owners hold {in_use}, the ledger says {self._in_use_bytes}"
+                )
+            if (idle_bytes, retired_bytes) != (self._idle_bytes, self._retired_bytes):
+                raise InvariantError(
+                    f"M1: {idle_bytes} bytes idle and {retired_bytes} retired, the ledger says "
+                    f"{self._idle_bytes} and {self._retired_bytes}"
+                )
+            if len(set(idle)) != len(idle) or set(idle) & self._records.keys():
+                raise InvariantError("M3: a page is in two places")
+            if self.excess_bytes > 0 and self._idle_bytes:
+                raise InvariantError(
+                    f"M1: {self._idle_bytes} bytes idle at an excess of {self.excess_bytes}"
+                )
+            if self.created_bytes > self.budget_bytes:
+                raise InvariantError(
+                    f"M1: {self.created_bytes} bytes exist in a budget of {self.budget_bytes}"
+                )
+
+    @property
+    def num_records(self) -> int:
+        """Pages that are in use or retired."""
+        return len(self._records)
+
+    def _idle_of(self, page_bytes: int) -> _Idle:
+        idle = self._idle.get(page_bytes)
+        if idle is None:
+            idle = self._idle[page_bytes] = _Idle()
+        return idle
+
+    def _in_use(self, page: Page) -> _Record:
+        record = self._records.get(page)
+        if record is None or record.is_retired:
+            raise InvariantError(f"page {page} is named by a caller that does not hold it")
+        return record
+
+    def _change(
+        self,
+        pages: Sequence[Page],
+        change: Callable[[_Record], _Record],
+        *,
+        must_be_in_use: bool = True,
+    ) -> None:
+        """Put other records in place of these pages' own, and keep the books.
+
+        Thousands of pages come at once, and most of them are alike. A record is changed once for
+        all pages in a row that are, and they share the new one. A page may be named twice.
+
+        Args:
+            pages: whose records change.
+            change: gives the new record for the old one.
+            must_be_in_use: whether it is an error if a page is not in use.
+        """
+        before: _Record | None = None
+        after: _Record | None = None
+        count = 0
+        with self.lock:
+            try:
+                for page in pages:
+                    record = self._records.get(page)
+                    if record is None or (record is not before and record != before):
+                        self._rebook(before, after, count)
+                        count = 0
+                        before = self._in_use(page) if must_be_in_use else self._records[page]
+                        after = change(before)
+                    assert after is not None
+                    self._records[page] = after
+                    count += 1
+            finally:
+                self._rebook(before, after, count)
+
+    def _rebook(self, before: _Record | None, after: _Record | None, count: int) -> None:
+        """Enter in the books that so many pages have another record."""
+        if not count:
+            return
+        for record, sign in ((before, -1), (after, 1)):
+            assert record is not None
+            if record.is_retired:
+                self._retired_bytes += sign * count * record.page_bytes
+            else:
+                self._in_use_bytes[record.owner] += sign * count * record.page_bytes

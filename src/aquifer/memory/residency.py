@@ -1,0 +1,178 @@
+"""Pages under a tenant's addresses: the one way any tenant gets them and gives them up.
+
+"Make room, acquire, map, and undo it all if one of these fails" is written here once, for weights,
+KV, state and whatever else lies in pages. A tenant decides which of its addresses need pages, and
+keeps its own books.
+
+What happens to the pages can be recorded, so that another process repeats it on a range of its own
+(`aquifer.cache.journal`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from aquifer.memory.pages import Page
+from aquifer.memory.pool import Owner, PagePool
+from aquifer.memory.range import VirtualRange
+from aquifer.memory.runs import runs
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """Pages that are under a range's places from `index` on now."""
+
+    index: int
+    pages: tuple[Page, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """Places of a range that do not need their pages any more."""
+
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Pages that stay in use without a place: one more reference to each."""
+
+    pages: tuple[Page, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """The opposite of `Held`: one reference less to each page."""
+
+    pages: tuple[Page, ...]
+
+
+PageOp = Mapped | GivenUp | Held | Dropped
+
+
+class Residency:
+    """The pages of one owner under the addresses of one range.
+
+    Args:
+        pool: where pages come from.
+        owner: the pages' owner.
+        range_: where they are mapped.
+
+    Attributes:
+        range: likewise.
+        record: called with everything that happens, in order; None for no recording.
+    """
+
+    def __init__(self, pool: PagePool, owner: Owner, range_: VirtualRange) -> None:
+        self.range = range_
+        self.record: Callable[[PageOp], None] | None = None
+        self._pool = pool
+        self._owner = owner
+
+    def populate(self, stretches: Sequence[range], *, may_reclaim: bool = True) -> bool:
+        """Put pages under these places, all or none; False means that the pool is short.
+
+        A place that still has the page which was given up there gets it back as it is. Contents
+        are the owner's own old bytes, or zeros.
+
+        Args:
+            stretches: places without a page that is in use, in ascending order within each stretch.
+            may_reclaim: whether to wait for retired pages, and to take pages from other tenants.
+
+        Raises:
+            DriverError: the device refused; nothing has changed.
+        """
+        retired = self._pool.retired
+        missing = stretches
+        with ExitStack() as undo:
+            if retired.num_places:
+                taken = retired.take_back(self.range, [i for each in stretches for i in each])
+                if taken:
+                    undo.callback(retired.retire, self.range, taken)
+                    missing = _without(stretches, set(taken))
+            count = sum(map(len, missing))
+            pages = self._pool.acquire(
+                self._owner, count, self.range.page_bytes, may_reclaim=may_reclaim
+            )
+            if pages is None:
+                return False
+            undo.callback(self._pool.release, pages)
+            self._map(missing, pages, undo)
+            undo.pop_all()
+        if self.record is not None:
+            for stretch in filter(None, stretches):
+                self.record(Mapped(stretch.start, tuple(self.range.pages_at(stretch))))
+        return True
+
+    def alias(self, index: int, pages: Sequence[Page]) -> None:
+        """Put pages that are in use elsewhere under the places from `index` on too, all or none.
+
+        A place that still has that very page gets it back as it is. The caller must not write to
+        the pages through these places while they have other users.
+
+        Raises:
+            DriverError: the device refused; nothing has changed.
+        """
+        retired = self._pool.retired
+        with ExitStack() as undo:
+            taken = retired.take_back_pages(self.range, index, pages)
+            if taken:
+                undo.callback(retired.retire, self.range, [index + i for i in taken])
+            missing = _without([range(len(pages))], set(taken))
+            shared = [pages[i] for each in missing for i in each]
+            self._pool.share(shared)
+            undo.callback(self._pool.release, shared)
+            self._map([range(index + s.start, index + s.stop) for s in missing], shared, undo)
+            undo.pop_all()
+        if self.record is not None and pages:
+            self.record(Mapped(index, tuple(pages)))
+
+    def give_up(self, indices: Sequence[int]) -> None:
+        """Let the pages at these places go, as soon as nothing in flight can touch them.
+
+        The opposite of `populate` and `alias`.
+        """
+        if indices:
+            self._pool.retired.retire(self.range, indices)
+            if self.record is not None:
+                self.record(GivenUp(tuple(indices)))
+
+    def hold(self, pages: Sequence[Page]) -> None:
+        """Keep pages in use, whatever happens to the places that have them.
+
+        Raises:
+            InvariantError: one of the pages is not in use.
+        """
+        self._pool.share(pages)
+        if self.record is not None and pages:
+            self.record(Held(tuple(pages)))
+
+    def drop(self, pages: Sequence[Page]) -> None:
+        """The opposite of `hold`."""
+        self._pool.release(pages)
+        if self.record is not None and pages:
+            self.record(Dropped(tuple(pages)))
+
+    def transfer(self, pages: Sequence[Page], owner: Owner) -> None:
+        """Account pages to another owner of the same model."""
+        self._pool.transfer(pages, owner)
+
+    def _map(self, stretches: Iterable[range], pages: Sequence[Page], undo: ExitStack) -> None:
+        """Map `pages` at these stretches in turn; `undo` is told how to undo each."""
+        done = 0
+        for stretch in stretches:
+            if stretch:
+                self.range.map(stretch.start, pages[done : done + len(stretch)])
+                undo.callback(self.range.unmap, stretch)
+                done += len(stretch)
+
+
+def _without(stretches: Iterable[range], taken: Collection[int]) -> list[range]:
+    """What is left of stretches without some of their numbers."""
+    left: list[range] = []
+    for stretch in stretches:
+        rest = [i for i in stretch if i not in taken]
+        left += [range(rest[start], rest[end - 1] + 1) for start, end in runs(rest)]
+    return left

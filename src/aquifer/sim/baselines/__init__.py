@@ -1,0 +1,1 @@
+"""Memory managers that the replay compares Aquifer's with."""
