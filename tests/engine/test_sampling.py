@@ -13,13 +13,13 @@ import torch
 import transformers
 from tests.checkpoints import EOS_TOKEN_ID, tiny_llama
 
-from aquifer.engine.llm import LLM
 from aquifer.engine.request import Request, RequestOutput, SamplingParams
 from aquifer.engine.sampler import Sampler
 from aquifer.engine.sequence import SequenceGroup
 from aquifer.engine.slots import STOP_IDS_PER_SLOT, SlotTable
 from aquifer.errors import RequestError
 from aquifer.kernels.philox import philox, uniform
+from aquifer.llm import LLM
 
 # --- random numbers ------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from aquifer.models import plan_model
 from aquifer.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
-    from aquifer.engine.llm import LLM
+    from aquifer.llm import LLM
 
 _BYTES = 512 << 20  # several times any cache
 _COPY_BYTES = 4 << 30  # of a GPU, likewise

@@ -18,9 +18,9 @@ from aquifer.bench.offline import (
 from aquifer.bench.result import summarize
 from aquifer.bench.workload import Workload
 from aquifer.engine.engine import Engine
-from aquifer.engine.llm import LLM
 from aquifer.engine.request import Request
 from aquifer.errors import ConfigError, EngineError
+from aquifer.llm import LLM
 
 
 @dataclass(slots=True)

@@ -16,8 +16,8 @@ import torch
 from aquifer.bench.floor import Cost, Rates
 from aquifer.bench.result import summarize
 from aquifer.bench.workload import Workload
-from aquifer.engine.llm import LLM
 from aquifer.engine.request import RequestOutput, SamplingParams
+from aquifer.llm import LLM
 
 Completed = list[list[int]]
 """Generated token ids, for each prompt."""

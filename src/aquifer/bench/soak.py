@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from aquifer.engine.llm import LLM
 from aquifer.engine.request import MAX_LOGPROBS, Request, SamplingParams, TokenOutput
 from aquifer.errors import CapacityError, ContextLengthError, InvariantError, QueueFullError
+from aquifer.llm import LLM
 from aquifer.memory.pool import Kind
 
 _NUM_BEGINNINGS = 16

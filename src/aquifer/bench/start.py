@@ -58,8 +58,8 @@ def _count(folder: Path) -> int:
 def _start(model: str, options: dict[str, Any]) -> dict[str, Any]:
     """What the process does; nothing heavy has been imported before."""
     begun = time.perf_counter()
-    from aquifer.engine.llm import LLM
     from aquifer.engine.request import SamplingParams
+    from aquifer.llm import LLM
 
     imported = time.perf_counter()
     with LLM(model, **options) as llm:

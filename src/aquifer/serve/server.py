@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import uvicorn
 
-from aquifer.config import EngineConfig
+from aquifer.config import EngineConfig, check_fields
 from aquifer.engine.request import LoadProgress
 from aquifer.errors import ConfigError, EngineError
+from aquifer.options import default_of
 from aquifer.serve.app import ServedModel, create_app
 from aquifer.serve.client import EngineClient
 from aquifer.serve.models import TextModel
@@ -26,31 +27,22 @@ _LAST_BYTES_S = 5  # after the last request ended: for its answer to reach a slo
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """The options of the HTTP side.
+    """The options of the HTTP side; `OPTIONS` describes them.
 
-    Args:
-        host: address to listen on.
-        port: 0 for a free one.
-        api_key: what clients must send: a key or several, separated by commas; None for nothing.
-        chat_template: Jinja source used in place of the checkpoints' own.
-        shutdown_timeout_s: how long running requests may go on after the signal to stop.
+    Raises:
+        ConfigError: a value is not allowed.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key: str | None = None
-    chat_template: str | None = None
-    shutdown_timeout_s: float = 10.0
+    host: str = default_of("host")
+    port: int = default_of("port")
+    api_key: str | None = default_of("api_key")
+    chat_template: str | None = default_of("chat_template")
+    shutdown_timeout_s: float = default_of("shutdown_timeout")
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port < 2**16:
-            raise ConfigError(f"port is {self.port}; it must be from 0 to 65535")
+        check_fields(self)
         if self.api_key is not None and not self.api_keys:
-            raise ConfigError("api_key holds no key; leave it out to let everybody in")
-        if not self.shutdown_timeout_s >= 0:
-            raise ConfigError(
-                f"shutdown_timeout is {self.shutdown_timeout_s}; it must be at least 0 seconds"
-            )
+            raise ConfigError("api_key holds no key; leave it out to serve without one")
 
     @property
     def api_keys(self) -> tuple[str, ...]:
