@@ -1,6 +1,7 @@
 """The command line: serve, run, info, bench, replay.
 
-Everything heavy is imported inside the commands, so that `--help` and `--version` are quick.
+Heavy packages are imported inside the commands, so that `--help` and `--version` are quick, and a
+wrong option or path is reported at once.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from aquifer.llm import LLM
     from aquifer.memory.driver.base import Driver
 
-_REPEATS = 200  # of each driver call that `info` measures
+_REPEATS = 200  # calls of each driver function that `info` measures
 _INTERRUPTED = 130  # the exit code that shells give to a command ended by Ctrl-C
 
 app = typer.Typer(
@@ -48,7 +49,7 @@ app.command("replay")(replay)
 
 
 def main() -> NoReturn:
-    """Run the command line; our own errors end in one line and exit code 2 (options) or 1."""
+    """Run the command line; Aquifer's own errors print one line and exit with 2 (options) or 1."""
     try:
         app()
     except AquiferError as error:
@@ -180,7 +181,7 @@ def _info() -> None:
 
 
 def _add_device(table: Table, device: str) -> None:
-    """What there is to say of one device, a row each."""
+    """Add rows that describe one device."""
     from aquifer.memory.driver import open_driver
     from aquifer.memory.driver.cuda import CudaDriver
 
@@ -210,7 +211,7 @@ def _nvidia_version() -> str:
 
 
 def _measure_driver(driver: Driver) -> dict[str, float]:
-    """Seconds that each call takes for one page, the median of many."""
+    """Median seconds of each driver call for one page."""
     page_bytes = driver.default_page_bytes
     address = driver.reserve(page_bytes)
     seconds: dict[str, list[float]] = {"create": [], "map": [], "unmap": [], "release": []}
@@ -268,7 +269,10 @@ def _converse(llm: LLM, params: SamplingParams, is_chat: bool) -> None:
 
 
 def _say(llm: LLM, prompt: str | list[dict[str, str]], params: SamplingParams) -> tuple[str, bool]:
-    """Print an answer as it comes; (its text, whether Ctrl-C let it come to its end)."""
+    """Print an answer as it is generated.
+
+    Returns: its text, and whether it is complete: Ctrl-C ends it early.
+    """
     pieces: list[str] = []
     stream = llm.stream(prompt, params)
     with _interrupts_counted() as interrupts, contextlib.closing(stream):
@@ -283,7 +287,7 @@ def _say(llm: LLM, prompt: str | list[dict[str, str]], params: SamplingParams) -
 
 @contextlib.contextmanager
 def _interrupts_counted() -> Iterator[list[int]]:
-    """Collect Ctrl-C instead of raising it, which could hit the engine in the middle of a step."""
+    """Collect Ctrl-C instead of raising it, which could interrupt the engine during a step."""
     seen: list[int] = []
 
     def note(number: int, _: FrameType | None) -> None:

@@ -41,7 +41,7 @@ Messages: TypeAlias = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """A prompt as tokens, and what else it came with."""
+    """A prompt as tokens, with its text and cache salt if it has them."""
 
     token_ids: list[int]
     text: str | None = None
@@ -153,7 +153,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Complete prompts; the outputs come in the order of the prompts.
+        """Complete prompts; the outputs are in the order of the prompts.
 
         Args:
             prompts: one prompt or a list of them.
@@ -161,7 +161,7 @@ class LLM:
             use_tqdm: show a progress bar, if standard error is a terminal.
 
         Raises:
-            RequestError: a prompt cannot be served; then none is.
+            RequestError: a prompt cannot be served; then no prompt is.
         """
         many: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
         return self._complete([self._encode(prompt) for prompt in many], sampling_params, use_tqdm)
@@ -210,14 +210,14 @@ class LLM:
             use_tqdm: show a progress bar, if standard error is a terminal.
 
         Raises:
-            RequestError: a prompt cannot be served; then none is.
+            RequestError: a prompt cannot be served; then no prompt is.
         """
         return self.generate(prompts, params.sampling_params(), use_tqdm=use_tqdm)
 
     def stream(
         self, prompt: Prompt | Messages, sampling_params: SamplingParams | None = None
     ) -> Generator[Delta, None, None]:
-        """Complete one prompt, or answer one conversation, piece by piece.
+        """Stream the completion of one prompt, or the answer to one conversation.
 
         Closing the iterator ends the request.
 
@@ -247,33 +247,33 @@ class LLM:
         """Keep the KV of a prompt until `unpin_prefix`, such as a system prompt's.
 
         Args:
-            prompt: what later prompts begin with. Of a conversation, the messages as they stand,
-                without the beginning of an answer.
+            prompt: the beginning of later prompts. A conversation is rendered without the beginning
+                of an answer.
 
-        Returns: how many of its tokens are kept; only whole blocks can be.
+        Returns: number of its tokens that are kept; only whole blocks can be.
 
         Raises:
-            RequestError: it cannot be kept.
+            RequestError: the prefix cannot be kept.
         """
         encoded = self._encode_any(prompt, add_generation_prompt=False)
         was_idle = not self.engine.has_work
         num_tokens = self.engine.pin_prefix(self._model_name, encoded.token_ids, encoded.cache_salt)
-        # With a stream that is open, it is computed in the stream's own steps.
+        # If a stream is open, the steps of that stream compute the prefix.
         while was_idle and self.engine.has_work:
             self.engine.step()
         return num_tokens
 
     def unpin_prefix(self, prompt: Prompt | Messages) -> None:
-        """End what `pin_prefix` of the same prompt began."""
+        """Unpin the prefix that `pin_prefix` pinned for the same prompt."""
         encoded = self._encode_any(prompt, add_generation_prompt=False)
         self.engine.unpin_prefix(self._model_name, encoded.token_ids, encoded.cache_salt)
 
     def memory(self) -> MemoryReport:
-        """Where the pool's budget is at this moment."""
+        """Use of the pool's budget at this moment, by owner."""
         return self.engine.memory()
 
     def close(self) -> None:
-        """Give all memory back. The object must not be used any more."""
+        """Release all memory. The object must not be used afterwards."""
         self.engine.close()
 
     def _complete(
@@ -376,7 +376,7 @@ LLM.__doc__ = (LLM.__doc__ or "").replace(
 
 
 def _is_one_prompt(prompts: Any) -> bool:
-    """Text, a mapping, or a list of token ids; not a list of any of these."""
+    """Whether this is one prompt (text, a mapping, token ids), not a list of prompts."""
     return isinstance(prompts, (str, Mapping)) or (
         len(prompts) > 0 and all(isinstance(token_id, int) for token_id in prompts)
     )

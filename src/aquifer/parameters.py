@@ -26,7 +26,7 @@ ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="Path of a checkpoint, or 'demo'.")
 ]
 
-_ALIASES = {"model": "models"}  # of keys in a YAML file
+_ALIASES = {"model": "models"}  # other names that a YAML file may use
 
 
 def with_options(
@@ -137,19 +137,20 @@ def _read_file(file: Path, options: Sequence[Option]) -> dict[str, Any]:
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
-    """Whether the command line sets the option."""
+    """Whether the command line sets the option: its value is not the default."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
 
 def _parameter(option: Option) -> inspect.Parameter:
-    """The parameter from which typer makes a flag or argument.
+    """The parameter from which typer makes a flag or an argument.
 
-    Its type is text where it is not a switch: `Option.parse` makes the value, of whatever source.
+    Its type is text, switches aside: `Option.parse` reads the values of all sources alike.
     """
     kind: Any
     if option.is_argument:
-        info = typer.Argument(metavar=option.metavar, help=option.help, show_default=False)
+        metavar = f"{option.metavar}..." if option.many else option.metavar
+        info = typer.Argument(metavar=metavar, help=option.help, show_default=False)
     elif option.type is bool:
         declaration = f"{option.flag}/--no-{option.flag.removeprefix('--')}"
         info = typer.Option(declaration, help=option.help)

@@ -92,6 +92,7 @@ def test_lengths_of_several_authors(tmp_path):
     [
         (("--rate", "1", "--find-rate"), "give one of --rate, --rates and --find-rate"),
         (("--rate", "0"), "--rate is 0.0; it must be a number above 0, such as 2.0"),
+        (("--beam-width", "4", "--num-samples", "2"), "give one of --num-samples and --beam-width"),
         (("--rate", "nan"), "--rate is nan"),
         (("--rates", "1,x"), "--rates is '1,x'; write 1,2,4"),
         (("--rates", "1,nan"), "--rates is '1,nan'"),

@@ -1,1 +1,1 @@
-"""What is measured, and how a measurement becomes a file."""
+"""Benchmarks, and their results as tables and files."""

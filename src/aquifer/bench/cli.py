@@ -42,7 +42,7 @@ app = typer.Typer(no_args_is_help=True, help="Measure the engine; each result is
 @app.command()
 @with_options(table_of.THROUGHPUT)
 def throughput(model: ModelArgument, options: SimpleNamespace) -> None:
-    """Output tokens a second of many requests at once."""
+    """Measure output tokens a second of many requests at once."""
     if options.transformers and options.temperature:
         raise ConfigError("--transformers compares greedy outputs; leave --temperature at 0")
     from aquifer.bench import offline
@@ -89,7 +89,7 @@ def throughput(model: ModelArgument, options: SimpleNamespace) -> None:
 @app.command()
 @with_options(table_of.LATENCY)
 def latency(model: ModelArgument, options: SimpleNamespace) -> None:
-    """Time of a decode step and time to the first tokens, by batch size."""
+    """Measure the time of a decode step and to the first tokens, by batch size."""
     from aquifer.bench import offline
     from aquifer.bench.floor import Cost
     from aquifer.bench.latency import measure_steps
@@ -150,7 +150,7 @@ def latency(model: ModelArgument, options: SimpleNamespace) -> None:
 @app.command()
 @with_options(table_of.PREFILL)
 def prefill(model: ModelArgument, options: SimpleNamespace) -> None:
-    """Prompt tokens a second, with requests that end at their first token."""
+    """Measure prompt tokens a second, with requests that end at their first token."""
     from aquifer.bench import offline
     from aquifer.bench.floor import Cost
 
@@ -192,7 +192,7 @@ def prefill(model: ModelArgument, options: SimpleNamespace) -> None:
 @app.command()
 @with_options(table_of.START)
 def start(model: ModelArgument, options: SimpleNamespace) -> None:
-    """Time from a fresh process to its first token."""
+    """Measure the time from a new process to its first token."""
     from aquifer.bench.start import measure_start
 
     engine = engine_options(options)
@@ -215,7 +215,7 @@ def start(model: ModelArgument, options: SimpleNamespace) -> None:
 @app.command()
 @with_options(table_of.LOAD)
 def load(model: ModelArgument, options: SimpleNamespace) -> None:
-    """Speed of loading a checkpoint's weights onto the device."""
+    """Measure how fast a checkpoint's weights are loaded onto the device."""
     import torch
 
     from aquifer.bench.load import made_checkpoint, measure_load
@@ -249,7 +249,7 @@ def load(model: ModelArgument, options: SimpleNamespace) -> None:
 @app.command()
 @with_options(table_of.SOAK)
 def soak(model: ModelArgument, options: SimpleNamespace) -> None:
-    """Many random requests against a pool that is too small, with clients that leave.
+    """Send many random requests to a pool that is too small, with clients that leave.
 
     Each request must be answered or refused, and every page accounted for in the end.
     """
@@ -289,7 +289,7 @@ def soak(model: ModelArgument, options: SimpleNamespace) -> None:
     for name, value in (
         ("answered", result.num_answered),
         ("refused, with a reason", refused),
-        ("whose client left", result.num_left),
+        ("abandoned by the client", result.num_left),
         ("completions", result.num_completions),
         ("output tokens", result.num_output_tokens),
         ("prompt tokens found in the cache", result.num_cached_tokens),
@@ -311,7 +311,7 @@ def soak(model: ModelArgument, options: SimpleNamespace) -> None:
 @app.command()
 @with_options(table_of.OVERHEAD)
 def overhead(options: SimpleNamespace) -> None:
-    """Time that scheduler and cache take for a step, without a model."""
+    """Measure the time that scheduler and cache take for a step, without a model."""
     from aquifer.bench.overhead import measure_steps, random_layout
 
     layout = random_layout(options.num_layers, options.num_kv_heads, options.head_dim)
@@ -343,10 +343,10 @@ def overhead(options: SimpleNamespace) -> None:
 
 
 def _open(model: str, engine: dict[str, Any], num_seqs: int, seed: int) -> LLM:
-    """An engine in which so many sequences can run at once, and whose sampling has this seed."""
+    """Open an engine in which `num_seqs` sequences can run at once, with a seed for sampling."""
     from aquifer.llm import LLM
 
-    # Repeats have the same prompts, which each is to compute.
+    # Every repeat has the same prompts, and must compute them.
     engine = {**engine, "enable_prefix_caching": False}
     return LLM(model, **engine, max_num_seqs=max(num_seqs, 256), seed=seed)
 

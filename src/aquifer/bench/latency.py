@@ -1,4 +1,4 @@
-"""How long a decode step takes: the engine's loop, timed step by step."""
+"""Decode latency: the engine's loop, timed step by step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StepTimes:
     ours: Series = field(default_factory=Series)
     theirs: Series | None = None
     first_tokens_s: list[float] = field(default_factory=list)  # until every request has one
-    steps_s: list[list[float]] = field(default_factory=list)  # of each repeat, each full step
+    steps_s: list[list[float]] = field(default_factory=list)  # by repeat, then by full step
 
     def run(self, llm: LLM, *, everything_mapped: bool = False) -> None:
         """Time one more repeat.
@@ -65,7 +65,7 @@ class StepTimes:
         return {name: 1e3 * seconds for name, seconds in summarize(steps_s).items()}
 
     def figures(self, cost: Cost, rates: Rates) -> dict[str, Any]:
-        """For the result's file."""
+        """The figures for the result's file."""
         floor_ms = 1e3 * cost.step_s(self.workload, rates)
         result: dict[str, Any] = {
             **sizes(self.workload),
@@ -84,10 +84,10 @@ class StepTimes:
         return result
 
     def _run(self, engine: Engine, steps_s: list[float], everything_mapped: bool) -> Completed:
-        """One run; notes the seconds of each step in which all requests decode.
+        """Run the batch, recording the seconds of each step in which all requests decode.
 
-        A step's time is that between the returns of two successive calls: on a device that runs
-        ahead, a call returns when the step before is done.
+        The time of a step is measured between the returns of two successive calls: on an
+        asynchronous device, a call returns when the step before is done.
         """
         (model,) = engine.models
         completed: dict[str, list[int]] = {}
@@ -143,7 +143,7 @@ def measure_steps(
     everything_mapped: bool = False,
     transformers: Any = None,
 ) -> StepTimes:
-    """Time a batch, after one run that does not count; turn by turn with Transformers if given."""
+    """Time a batch, after one warm-up run; alternates with Transformers if a model is given."""
     StepTimes(workload).run(llm)
     times = StepTimes(workload)
     if transformers is not None:
@@ -156,7 +156,7 @@ def measure_steps(
 
 
 def compare_growth(llm: LLM, workload: Workload, repeats: int) -> tuple[StepTimes, StepTimes]:
-    """A batch whose KV grows as it runs, and the same with everything mapped before; alternating.
+    """Time a batch whose KV grows, and the same with all KV mapped before; alternating.
 
     After one run that does not count.
     """
@@ -169,7 +169,7 @@ def compare_growth(llm: LLM, workload: Workload, repeats: int) -> tuple[StepTime
 
 
 def _map_everything(engine: Engine) -> None:
-    """Make room for all that the running requests will ever write."""
+    """Map pages for all tokens that the running requests will write."""
     for lane in engine.lanes.values():
         slots = lane.slots.in_order
         # The very last token is never run.

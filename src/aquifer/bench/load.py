@@ -1,4 +1,4 @@
-"""How fast a checkpoint's weights come onto a device."""
+"""Time to load a checkpoint's weights onto a device."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from aquifer.weights.loader import Stretch, plan_stretches, scatter
 from aquifer.weights.store import Parameter, Placement, WeightStore
 
 _SHARD_BYTES = 4 << 30
-_PINNED_BYTES = 1 << 30  # of one piece of page-locked memory, which torch rounds to powers of two
+_PINNED_BYTES = 1 << 30  # one allocation of page-locked memory; torch rounds to powers of two
 _NUM_READERS = 8
-_SLACK_BYTES = 256 << 20  # of the pool, beside the weights
+_SLACK_BYTES = 256 << 20  # room in the pool beside the weights
 _HOST_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadTimes:
-    """Seconds to bring a checkpoint's weights into their places on the device."""
+    """Seconds to load a checkpoint's weights into their pages on the device."""
 
     device: str
     num_bytes: int  # as stored
@@ -45,10 +45,10 @@ class LoadTimes:
 def measure_load(
     path: Path, device: str, dtype: torch.dtype | None, repeats: int, *, from_pinned: bool
 ) -> LoadTimes:
-    """Load a checkpoint again and again.
+    """Load a checkpoint repeatedly, and time each load.
 
     Args:
-        path: of the checkpoint.
+        path: path of the checkpoint.
         device: "auto", "cpu" or "cuda".
         dtype: what to convert to; None for the checkpoint's own.
         repeats: how often. Before the first, the files may have to come from disk, and the

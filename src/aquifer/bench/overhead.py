@@ -1,4 +1,4 @@
-"""What a step costs beside the model: planning, addresses, committing."""
+"""Time of a step beside the model: planning, addresses, committing."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def measure_steps(
 def random_layout(
     num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32
 ) -> KVLayout:
-    """The layout of a model of that shape."""
+    """The KV layout of a model of that shape."""
     return KVLayout((LayerKV(num_kv_heads, head_dim, head_dim),) * num_layers, dtype)
 
 
@@ -81,7 +81,7 @@ def _add_sequences(scheduler: Scheduler, lane: Lane, count: int, num_outputs: in
     params = SamplingParams(max_tokens=num_outputs, ignore_eos=True)
     rng = np.random.default_rng(0)
     for i in range(count):
-        # Of different lengths, so that sequences do not all need a page in the same step.
+        # Different lengths, so that the sequences do not all need a page in the same step.
         prompt = np.ones(rng.integers(1, _MAX_PROMPT_TOKENS + 1), np.int32)
         request = Request(str(i), lane.name, prompt.tolist(), params, time.monotonic())
         group = SequenceGroup.of(

@@ -107,6 +107,8 @@ def _config(options: SimpleNamespace) -> tuple[ReplayConfig, list[str]]:
     for name in managers:
         if name not in MANAGERS:
             raise ConfigError(f"--kv-cache {name!r} is unknown; choose from {', '.join(MANAGERS)}")
+    if options.beam_width and options.num_samples > 1:
+        raise ConfigError("give one of --num-samples and --beam-width")
     models = {}
     for text in options.model:
         name, _, shape = text.rpartition("=")

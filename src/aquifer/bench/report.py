@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def describe(benchmark: str, llm: LLM, options: dict[str, Any]) -> dict[str, Any]:
-    """What is measured, for the result's file; to be called before the engine is closed."""
+    """Model, device and options, for the result's file. Needs the engine open."""
     (info,) = llm.engine.models.values()
     return {
         "benchmark": benchmark,

@@ -1,7 +1,7 @@
 """Many random requests of every decoding method against a pool that is too small for them.
 
-Whatever happens in it, three things have to hold: everybody who stays is answered or refused with a
-reason, nobody is answered twice, and in the end every page is accounted for.
+Three things must hold: each request whose client stays is answered or refused with a reason, no
+request is answered twice, and in the end every page is accounted for.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from aquifer.llm import LLM
 from aquifer.memory.pool import Kind
 
 _NUM_BEGINNINGS = 16
-_LEAVES = 0.05  # of a client, before its answer is complete
+_LEAVES = 0.05  # probability that a client leaves before its answer is complete
 _STEPS_BETWEEN = 3  # at most, between two requests,
 _MOST_DUE = 64  # unless so many wait or run already
 
 
 @dataclass(slots=True)
 class SoakResult:
-    """What became of the requests."""
+    """Outcomes of the requests, counted."""
 
     num_requests: int
-    num_answered: int = 0  # every completion came to its end
-    num_left: int = 0  # their clients went away
+    num_answered: int = 0  # all completions finished
+    num_left: int = 0  # the client left
     refused: dict[str, int] = field(default_factory=dict)  # by the kind of error
     num_completions: int = 0
     num_output_tokens: int = 0
     num_preemptions: int = 0
     num_swaps: int = 0
-    num_cached_tokens: int = 0  # of prompts, found among retained prefixes
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     seconds: float = 0.0
 
 
 class _Crowd:
-    """Makes requests up.
+    """Generator of random requests.
 
     Args:
-        vocab_size: of the model.
-        max_tokens: of a prompt and its output together.
-        max_seqs: that may run at once.
-        seed: of it all.
+        vocab_size: vocabulary size of the model.
+        max_tokens: most tokens of a prompt and its output together.
+        max_seqs: sequences that may run at once.
+        seed: seed of all random choices.
     """
 
     def __init__(self, vocab_size: int, max_tokens: int, max_seqs: int, seed: int) -> None:
@@ -56,7 +56,7 @@ class _Crowd:
         self._beginnings = [self._tokens(max_tokens) for _ in range(_NUM_BEGINNINGS)]
 
     def request(self, name: str, model: str) -> Request:
-        """One of a random kind. Some are too long, or too many in one."""
+        """A request of a random kind. Some are too long, or have too many sequences."""
         random = self.random
         shared = random.randrange(self._max_tokens // 2)
         own = self._tokens(random.randrange(1, 2 + self._max_tokens // 8))
@@ -100,17 +100,17 @@ def soak(
     seed: int = 0,
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> SoakResult:
-    """Send requests, let some of their clients leave, and check all that came of it.
+    """Send requests, abort some as if the client had left, and check all outcomes.
 
     Args:
         llm: with a small pool, which must have been idle.
         num_requests: how many.
-        max_tokens: of a prompt and its output together, more or less.
-        seed: of it all.
+        max_tokens: most tokens of a prompt and its output together; some requests exceed it.
+        seed: seed of all random choices.
         on_progress: told how many requests were sent.
 
     Raises:
-        InvariantError: somebody was not answered, or answered twice; or pages are not accounted
+        InvariantError: a request was not answered, or answered twice; or pages are not accounted
             for.
     """
     engine = llm.engine
@@ -131,7 +131,7 @@ def soak(
                 continue
             waiting = due.get(output.request_id)
             if waiting is None or output.index not in waiting or output.error is not None:
-                raise InvariantError(f"an answer that nobody waits for: {output}")
+                raise InvariantError(f"an answer to no waiting request: {output}")
             waiting.remove(output.index)
             result.num_completions += 1
             if not waiting:

@@ -1,4 +1,4 @@
-"""How long it takes from nothing to the first token, in a process of its own.
+"""Time from the start of a process to its first token.
 
 `python -m aquifer.bench.start MODEL OPTIONS` is that process; OPTIONS are those of `LLM`, as JSON.
 """
@@ -26,18 +26,18 @@ class StartTimes:
 
     import_s: float  # torch and the engine
     construct_s: float  # `LLM(...)`
-    first_token_s: float  # of a short prompt
-    process_s: float  # of the whole process, Python's own start and end included
+    first_token_s: float  # generating one token for a short prompt
+    process_s: float  # the whole process, including start and end of Python
     # Kernels in Triton's cache afterwards that were not there before: this start compiled them.
     num_compiled: int
-    gpu: dict[str, str | None] | None  # which one the process used
+    gpu: dict[str, str | None] | None  # the GPU that the process used
 
 
 def measure_start(model: str, options: dict[str, Any]) -> StartTimes:
-    """Start a process that serves one token and ends.
+    """Start a process that generates one token and ends.
 
     Raises:
-        EngineError: it failed; what it printed went to standard error.
+        EngineError: the process failed; its messages are on standard error.
     """
     cache = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
     num_cached = _count(cache)
@@ -56,7 +56,7 @@ def _count(folder: Path) -> int:
 
 
 def _start(model: str, options: dict[str, Any]) -> dict[str, Any]:
-    """What the process does; nothing heavy has been imported before."""
+    """Body of the process; no heavy package has been imported before."""
     begun = time.perf_counter()
     from aquifer.engine.request import SamplingParams
     from aquifer.llm import LLM
