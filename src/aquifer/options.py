@@ -2,6 +2,9 @@
 
 The command line, `LLM(...)`, the keys of a YAML file, environment variables, the fields of
 `EngineConfig` and `ServerConfig`, and README's table are made from it or compared with it.
+
+A new option is an entry of the table, a field of `EngineConfig` or `ServerConfig`, a key of
+`LLMOptions` if `LLM` has it, and a run of tools/options_table.py.
 """
 
 from __future__ import annotations
