@@ -18,8 +18,8 @@ from aquifer.bench.floor import Cost, Rates
 from aquifer.bench.load import made_checkpoint
 from aquifer.bench.workload import LengthRange, Workload
 from aquifer.cli import app
-from aquifer.engine.llm import LLM
 from aquifer.errors import ConfigError
+from aquifer.llm import LLM
 from aquifer.models import plan_model
 from aquifer.weights.checkpoint import Checkpoint
 
@@ -258,6 +258,6 @@ def test_commands_do_without_the_web_packages() -> None:
     code = (
         "import sys; sys.modules['fastapi'] = sys.modules['uvicorn'] = sys.modules['pydantic'] "
         "= None; import aquifer.cli, aquifer.bench.latency, aquifer.bench.load, "
-        "aquifer.bench.overhead, aquifer.bench.start, aquifer.engine.llm"
+        "aquifer.bench.overhead, aquifer.bench.start, aquifer.llm"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT / "src", check=True)

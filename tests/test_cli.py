@@ -63,17 +63,36 @@ def test_no_command_shows_help():
     ("arguments", "words"),
     [
         (["serve", "no/such/folder", "--port", "0"], "no/such/folder does not exist"),
-        (["serve", "x", "--memory", "lots"], "--memory: 'lots' is not a size"),
-        (["serve", "x", "--max-num-seqs", "0"], "max_num_seqs is 0"),
-        (["serve", "x", "--dtype", "int4"], "dtype is 'int4'"),
-        (["serve", "x", "--device", "tpu"], "device is 'tpu'"),
-        (["serve", "x", "--gpu-memory-utilization", "1.5"], "gpu_memory_utilization is 1.5"),
-        (["serve", "x", "--load-format", "fast"], "load_format is 'fast'"),
-        (["serve", "x", "--chat-template", "missing.jinja"], "missing.jinja"),
-        (["serve", "x", "--config", "missing.yaml"], "missing.yaml"),
+        (
+            ["serve", "x", "--memory", "lots"],
+            "--memory is 'lots'; it must be a size of at least 1, such as 4GiB",
+        ),
+        (
+            ["serve", "x", "--max-num-seqs", "0"],
+            "--max-num-seqs is 0; it must be a whole number of at least 1, such as",
+        ),
+        (
+            ["serve", "x", "--dtype", "int4"],
+            "--dtype is 'int4'; choose auto, float32, bfloat16 or float16",
+        ),
+        (["serve", "x", "--device", "tpu"], "--device is 'tpu'; choose auto, cpu, cuda or cuda:N"),
+        (
+            ["serve", "x", "--gpu-memory-utilization", "1.5"],
+            "--gpu-memory-utilization is 1.5; it must be",
+        ),
+        (["serve", "x", "--load-format", "fast"], "--load-format is 'fast'"),
+        (
+            ["serve", "x", "--chat-template", "missing.jinja"],
+            "--chat-template: cannot read missing.jinja",
+        ),
+        (["serve", "x", "--config", "missing.yaml"], "--config: cannot read missing.yaml"),
+        (["serve"], "no model given; write aquifer serve PATH"),
         (["serve", "x", "x"], "same name"),
-        (["serve", "x", "--port", "70000"], "port is 70000"),
-        (["serve", "x", "--host", "256.0.0.1"], "256.0.0.1"),
+        (
+            ["serve", "x", "--port", "70000"],
+            "--port is 70000; it must be a whole number from 0 to 65535",
+        ),
+        (["serve", "demo", "--host", "256.0.0.1"], "256.0.0.1"),
         (["run", "no/such/folder", "hello"], "no/such/folder does not exist"),
     ],
 )
@@ -83,6 +102,19 @@ def test_errors_are_one_line(arguments: list[str], words: str):
     assert result.stderr.startswith("error: ")
     assert words in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["serve", "run"])
+def test_a_path_that_does_not_exist_is_refused_before_torch_is_imported(command: str):
+    arguments = [sys.executable, "-X", "importtime", "-m", "aquifer", command, "no/such/folder"]
+    result = subprocess.run(
+        arguments, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert result.returncode == 2
+    assert "no/such/folder does not exist" in result.stderr
+    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+    assert "aquifer.config" in imported
+    assert not imported & {"torch", "transformers", "fastapi", "uvicorn"}
 
 
 def test_options_that_do_not_exist_say_so():
@@ -113,7 +145,7 @@ def serve_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[EngineCon
 
 def test_options_reach_the_engine(serve_with: Callable[..., tuple[EngineConfig, ServerConfig]]):
     engine, http = serve_with(
-        *("a=/a", "b=/b", "--memory", "4G", "--max-model-len", "32K", "--page-size", "128KiB"),
+        *("a=/", "b=/tmp", "--memory", "4G", "--max-model-len", "32K", "--page-size", "128KiB"),
         *("--host", "0.0.0.0", "--port", "0", "--api-key", "k", "--shutdown-timeout", "1.5"),
         *("--kv-cache", "paged", "--block-size", "32", "--max-num-waiting", "7", "--seed", "3"),
         *("--max-num-batched-tokens", "1K", "--dtype", "float32", "--max-num-seqs", "9"),
@@ -132,43 +164,9 @@ def test_options_reach_the_engine(serve_with: Callable[..., tuple[EngineConfig, 
 
 
 def test_defaults_are_the_config_s(serve_with: Callable[..., tuple[EngineConfig, ServerConfig]]):
-    engine, http = serve_with("a=/a")
+    engine, http = serve_with("a=/")
     assert engine == EngineConfig(models=engine.models)
     assert http == ServerConfig()
-
-
-def test_key_from_the_environment(
-    serve_with: Callable[..., tuple[EngineConfig, ServerConfig]], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("AQUIFER_API_KEY", "from-env")
-    assert serve_with("a=/a")[1].api_key == "from-env"
-
-
-def test_config_file(serve_with: Callable[..., tuple[EngineConfig, ServerConfig]], tmp_path: Path):
-    file = tmp_path / "x.yaml"
-    file.write_text("models: [a=/a, b=/b]\nport: 9\nmax-model-len: 4096\nmemory: 1G\n")
-    engine, http = serve_with("--config", str(file), "--port", "10")
-    assert [model.name for model in engine.models] == ["a", "b"]
-    assert (http.port, engine.max_model_len, engine.memory_bytes) == (10, 4096, 1 << 30)
-    file.write_text("model: /one\n")
-    assert len(serve_with("--config", str(file))[0].models) == 1
-    assert serve_with("--config", str(file), "c=/c")[0].models[0].name == "c"
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [("prot: 8000\n", "unknown key 'prot'"), ("- port\n", "must hold"), ("a: [\n", "cannot read")],
-)
-def test_bad_config_files(
-    serve_with: Callable[..., tuple[EngineConfig, ServerConfig]],
-    tmp_path: Path,
-    content: str,
-    words: str,
-):
-    file = tmp_path / "x.yaml"
-    file.write_text(content)
-    with pytest.raises(ConfigError, match=words):
-        serve_with("a=/a", "--config", str(file))
 
 
 def test_run_answers_a_prompt_or_standard_input(checkpoint: Path):

@@ -1,58 +1,332 @@
-"""The engine's options: what is refused, and what the command line makes of its own."""
+"""The table of options, and that every interface has what the table says."""
 
 from __future__ import annotations
 
+import inspect
+import os
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
+import typer
 
-from aquifer import ConfigError
+from aquifer import LLM, ConfigError
+from aquifer.bench import options as bench_options
 from aquifer.cli import app
-from aquifer.config import EngineConfig, ModelSpec
+from aquifer.config import EngineConfig, ModelSpec, field_values
+from aquifer.llm import LLMOptions
+from aquifer.options import OPTIONS, Option, Scope, default_of, find_option, options_of
+from aquifer.parameters import read_options
 from aquifer.serve import server
 from aquifer.serve.server import ServerConfig
+from aquifer.sizes import exact_size, parse_size
 
-MODELS = (ModelSpec("m", Path("/m")),)
+MODELS = (ModelSpec("m", Path("/")),)
+
+Serve = Callable[..., tuple[EngineConfig, ServerConfig]]
+
+
+@pytest.fixture
+def serve_with(monkeypatch: pytest.MonkeyPatch) -> Serve:
+    """Runs `aquifer serve` up to where the server would start; the options that it would get."""
+    for name in [name for name in os.environ if name.startswith("AQUIFER_")]:
+        monkeypatch.delenv(name)
+
+    def serve_with(*arguments: str) -> tuple[EngineConfig, ServerConfig]:
+        got: list[Any] = []
+        monkeypatch.setattr(server, "serve", lambda *configs, **_: got.extend(configs))
+        app(["serve", *arguments], standalone_mode=False)
+        return got[0], got[1]
+
+    return serve_with
+
+
+def _parameters(*command: str) -> dict[str, Any]:
+    """The parameters of a command, by name."""
+    found: Any = typer.main.get_command(app)
+    for name in command:
+        found = found.commands[name]
+    return {parameter.name: parameter for parameter in found.params}
+
+
+def _written(option: Option) -> tuple[str, Any]:
+    """A value other than the default, as text and as a value."""
+    if option.unit == "file":
+        return __file__, Path(__file__).read_text(encoding="utf-8")
+    if option.type is bool:
+        return ("false", False) if option.default else ("true", True)
+    if option.choices:
+        return option.choices[1], option.choices[1]
+    if option.type is float:
+        return "0.25", 0.25
+    if option.type is int:
+        return ("3G", 3 << 30) if option.unit == "bytes" else ("37", 37)
+    return "some.text", "some.text"
+
+
+FLAGS = [option for option in OPTIONS if not option.is_argument]
+each_option = pytest.mark.parametrize("option", FLAGS, ids=lambda option: option.name)
+
+
+# --- the table -------------------------------------------------------------------------------
+
+
+def test_options_are_described() -> None:
+    assert len({option.name for option in OPTIONS}) == len(OPTIONS)
+    for option in OPTIONS:
+        assert option.scopes
+        assert option.help.endswith(".")
+        assert option.default_meaning or option.is_argument, option.name
+        assert set(option.scopes) <= set(get_args(Scope))
+
+
+@each_option
+def test_defaults_and_examples_are_allowed(option: Option) -> None:
+    option.check(option.default)
+    for text in (option.default_text, option.example):
+        if text and option.unit != "file":
+            option.parse(text)
+
+
+def test_each_field_is_one_option() -> None:
+    described = [option.field_name for option in OPTIONS]
+    for kind in (EngineConfig, ServerConfig):
+        for field in fields(kind):
+            assert described.count(field.name) == 1, field.name
+    owned = {field.name for kind in (EngineConfig, ServerConfig) for field in fields(kind)}
+    assert set(described) == owned
+
+
+def test_fields_have_the_defaults_of_the_table() -> None:
+    engine, http = EngineConfig(MODELS), ServerConfig()
+    for option in FLAGS:
+        owner = engine if hasattr(engine, option.field_name) else http
+        assert getattr(owner, option.field_name) == default_of(option.name)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 1000, 1 << 10, 3 << 19, 4 << 30, 2**40 + 1])
+def test_sizes_are_read_as_they_are_written(num_bytes: int) -> None:
+    assert parse_size(exact_size(num_bytes)) == num_bytes
+
+
+# --- interfaces ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "others"),
+    [
+        (("serve",), options_of("serve"), {"config"}),
+        (("run",), options_of("run"), {"model", "prompt", "raw", "max_tokens", "temperature"}),
+        (("replay",), bench_options.REPLAY, {"trace"}),
+        (("bench", "throughput"), bench_options.THROUGHPUT, {"model"}),
+        (("bench", "latency"), bench_options.LATENCY, {"model"}),
+        (("bench", "prefill"), bench_options.PREFILL, {"model"}),
+        (("bench", "start"), bench_options.START, {"model"}),
+        (("bench", "load"), bench_options.LOAD, {"model"}),
+        (("bench", "soak"), bench_options.SOAK, {"model"}),
+        (("bench", "overhead"), bench_options.OVERHEAD, set()),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, tuple) and isinstance(value[0], str) else "",
+)
+def test_commands_have_the_options_of_the_table(
+    command: tuple[str, ...], options: tuple[Option, ...], others: set[str]
+) -> None:
+    parameters = _parameters(*command)
+    assert set(parameters) - {"help"} == {option.name for option in options} | others
+    for option in options:
+        parameter = parameters[option.name]
+        assert parameter.help.startswith(option.help), option.name
+        if option.is_argument:
+            continue
+        assert parameter.opts == [option.flag]
+        if option.type is bool:
+            assert parameter.default is option.default
+            assert parameter.secondary_opts == ["--no-" + option.flag.removeprefix("--")]
+        else:
+            assert option.parse(parameter.default) == option.default
+            assert parameter.metavar == option.metavar
+
+
+def test_bench_has_the_engine_s_options_as_the_table_has_them() -> None:
+    for options in (bench_options.THROUGHPUT, bench_options.LATENCY, bench_options.PREFILL):
+        assert set(options_of("bench")) <= set(options)
+
+
+def test_llm_has_the_options_of_the_table() -> None:
+    options = options_of("llm")
+    signature = inspect.signature(LLM)
+    assert list(signature.parameters) == ["model", *(option.name for option in options)]
+    assert get_type_hints(LLMOptions).keys() == {option.name for option in options}
+    for option in options:
+        assert option.parse(signature.parameters[option.name].default) == option.default
+        hint = get_type_hints(LLMOptions)[option.name]
+        assert option.type in (get_args(hint) or (hint,))
+        assert (type(None) in get_args(hint)) == (option.default is None)
+        assert f"{option.name}: {option.help.split()[0]}" in (LLM.__doc__ or "")
+
+
+def test_llm_refuses_what_the_table_does_not_have() -> None:
+    with pytest.raises(TypeError, match=r"no option 'port'; there is block_size, .*, swap_space"):
+        LLM("demo", port=1)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"memory is 'lots'; it must be a size .* such as 4GiB"):
+        LLM("demo", memory="lots")
+    with pytest.raises(ConfigError, match="kv_cache is 'tree'; choose virtual or paged"):
+        LLM("demo", kv_cache="tree")
+
+
+def _values(engine: EngineConfig, http: ServerConfig) -> Mapping[str, Any]:
+    owners = {name: config for config in (engine, http) for name in config.__slots__}
+    return {o.name: getattr(owners[o.field_name], o.field_name) for o in FLAGS}
+
+
+@each_option
+def test_every_source_sets_every_option(
+    option: Option, serve_with: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, value = _written(option)
+    flag = option.flag if value is not False else "--no-" + option.flag.removeprefix("--")
+    arguments = [flag] if option.type is bool else [flag, text]
+    expected = {o.name: o.default for o in FLAGS} | {option.name: value}
+    assert _values(*serve_with("/", *arguments)) == expected
+    for key in (option.name, option.name.replace("_", "-")):
+        file = tmp_path / "options.yaml"
+        file.write_text(f"{key}: {text}\n")
+        assert _values(*serve_with("/", "--config", str(file))) == expected
+    monkeypatch.setenv(option.variable, text)
+    assert _values(*serve_with("/")) == expected
+
+
+def test_the_command_line_wins_over_the_environment_and_that_over_the_file(
+    serve_with: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text("port: 1\nmax_num_seqs: 1\nblock-size: 1\nenable_prefix_caching: false\n")
+    monkeypatch.setenv("AQUIFER_PORT", "2")
+    monkeypatch.setenv("AQUIFER_MAX_NUM_SEQS", "2")
+    monkeypatch.setenv("AQUIFER_SEED", "")  # an empty variable sets nothing
+    arguments = ("--config", str(file), "--port", "8000", "--enable-prefix-caching")
+    engine, http = serve_with("/", *arguments)
+    assert (http.port, engine.max_num_seqs, engine.block_size, engine.seed) == (8000, 2, 1, None)
+    assert engine.enable_prefix_caching
+
+
+def test_models_in_a_file(serve_with: Serve, tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text("models: [a=/, b=/tmp]\n")
+    assert [model.name for model in serve_with("--config", str(file))[0].models] == ["a", "b"]
+    assert [m.name for m in serve_with("--config", str(file), "c=/")[0].models] == ["c"]
+    file.write_text("model: /tmp\n")
+    assert [model.name for model in serve_with("--config", str(file))[0].models] == ["/tmp"]
+
+
+# --- what is refused -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("prot: 8000\n", r"x.yaml: unknown key 'prot'; there is api_key, .*, port, "),
+        ("- port\n", "must hold"),
+        ("a: [\n", "cannot read"),
+        ("port: 1\nport : 1.5\n", "x.yaml: port is 1.5; it must be a whole number from 0 to 65535"),
+        ("page-size: 1M\npage_size: 2M\n", "sets page_size twice; leave out 'page_size'"),
+        ("memory: lots\n", "x.yaml: memory is 'lots'; it must be a size of at least 1, such as 4G"),
+        ("max_num_seqs: yes\n", "x.yaml: max_num_seqs is True; it must be a whole number"),
+        ("enable-prefix-caching: 2\n", "enable_prefix_caching is 2; write true or false"),
+        ("api_key: 0123\n", "x.yaml: api_key is not text; put the value in quotes"),
+        ("host: null\n", "x.yaml: host is not text"),
+        ("dtype: [float32]\n", "x.yaml: dtype is .'float32'.; choose auto, float32"),
+    ],
+)
+def test_bad_files(serve_with: Serve, tmp_path: Path, content: str, words: str) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=words):
+        serve_with("/", "--config", str(file))
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "words"),
+    [
+        (
+            "AQUIFER_PORT",
+            "tcp://10.0.0.1:80",
+            "AQUIFER_PORT is 'tcp://10.0.0.1:80'; .* such as 8000",
+        ),
+        ("AQUIFER_KV_CACHE", "tree", "AQUIFER_KV_CACHE is 'tree'; choose virtual or paged"),
+        ("AQUIFER_ENABLE_PREFIX_CACHING", "maybe", "write true or false"),
+        (
+            "AQUIFER_GPU_MEMORY_UTILIZATION",
+            "nan",
+            "is nan; it must be a number above 0 and at most 1",
+        ),
+    ],
+)
+def test_bad_variables(
+    serve_with: Serve, monkeypatch: pytest.MonkeyPatch, variable: str, text: str, words: str
+) -> None:
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(ConfigError, match=words):
+        serve_with("/")
+
+
+def test_bad_flags_name_the_flag_and_a_value_that_works() -> None:
+    options = [option for option in FLAGS if option.type is not str or option.choices]
+    for option in options:
+        with pytest.raises(ConfigError) as caught:
+            read_options(OPTIONS, {option.name: "?"}, {})
+        message = str(caught.value)
+        assert message.startswith(f"{option.flag} is '?'; ")
+        assert message.endswith(option.advice)
+        example = option.choices[-1] if option.choices else option.example or option.default_text
+        assert example in option.advice
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"swap_space_bytes": -1}, "swap_space_bytes is -1; it must be at least 0"),
-        ({"max_num_seqs": 0}, "max_num_seqs is 0; it must be at least 1"),
+        (
+            {"swap_space_bytes": -1},
+            "swap_space is -1; it must be a size of at least 0, such as 4GiB",
+        ),
+        (
+            {"max_num_seqs": 0},
+            "max_num_seqs is 0; it must be a whole number of at least 1, such as",
+        ),
+        ({"max_num_seqs": "9"}, "max_num_seqs is '9'; it must be a whole number"),
+        ({"max_num_seqs": True}, "max_num_seqs is True"),
+        ({"max_num_seqs": None}, "max_num_seqs is None"),
+        ({"device": "cuda:x"}, "device is 'cuda:x'; choose auto, cpu, cuda or cuda:N"),
+        ({"gpu_memory_utilization": 0.0}, "must be a number above 0 and at most 1, such as 0.9"),
         ({"preemption_mode": "drop"}, "preemption_mode is 'drop'"),
         ({"preemption_mode": "swap", "swap_space_bytes": 0}, "needs swap_space above 0"),
+        ({"models": MODELS * 2}, "two models have the same name"),
     ],
 )
 def test_impossible_options_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        EngineConfig(MODELS, **options)
+        EngineConfig(**{"models": MODELS, **options})
 
 
 def test_edges_of_what_is_possible() -> None:
     EngineConfig(MODELS, swap_space_bytes=0, enable_prefix_caching=False, seed=-1)
+    EngineConfig(MODELS, device="cuda:12", gpu_memory_utilization=1)
+    assert EngineConfig(models=()).models == ()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options"),
-    [
-        ([], {}),
-        (["--no-enable-prefix-caching"], {"enable_prefix_caching": False}),
-        (["--enable-prefix-caching"], {"enable_prefix_caching": True}),
-        (["--prefix-cache-salt-by-key"], {"prefix_cache_salt_by_key": True}),
-        (["--swap-space", "1.5G"], {"swap_space_bytes": 3 << 29}),
-        (["--swap-space", "0"], {"swap_space_bytes": 0}),
-        (["--preemption-mode", "recompute"], {"preemption_mode": "recompute"}),
-    ],
-)
-def test_options_of_caching_and_preemption(
-    monkeypatch: pytest.MonkeyPatch, arguments: list[str], options: dict[str, Any]
-) -> None:
-    got: list[Any] = []
-    monkeypatch.setattr(server, "serve", lambda *configs, **_: got.extend(configs))
-    app(["serve", "m=/m", *arguments], standalone_mode=False)
-    assert got[0] == EngineConfig(MODELS, **options)
+def test_configurations_pickle() -> None:
+    config = EngineConfig(MODELS, memory_bytes=1 << 20)
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_values_go_to_the_fields_that_are_theirs() -> None:
+    values = {"memory": 1 << 20, "swap_space": 0, "port": 9, "models": ("x",)}
+    assert field_values(EngineConfig, values) == {"memory_bytes": 1 << 20, "swap_space_bytes": 0}
+    assert field_values(ServerConfig, values) == {"port": 9}
+    assert find_option("memory").field_name == "memory_bytes"
 
 
 def test_there_may_be_several_keys() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tools.options_table import with_table
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [*sorted((ROOT / "docs").glob("**/*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
@@ -84,6 +85,11 @@ def test_what_is_not_there_is_found():
         "there is no file docs/nothing.md",
         "the link to gone.md leads nowhere",
     ]
+
+
+def test_readme_has_the_table_of_options():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert readme == with_table(readme), "run python tools/options_table.py"
 
 
 def test_the_numbers_of_invariants_that_are_cited_exist():

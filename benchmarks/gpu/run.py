@@ -37,7 +37,7 @@ from aquifer.bench.latency import compare_growth, measure_steps
 from aquifer.bench.result import save
 from aquifer.bench.start import measure_start
 from aquifer.bench.workload import LengthRange, Workload
-from aquifer.engine.llm import LLM
+from aquifer.llm import LLM
 
 DEVICE = "cuda:0"
 MODELS_FOLDER = Path(__file__).resolve().parent / "models"

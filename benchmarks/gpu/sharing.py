@@ -28,8 +28,8 @@ from rich.table import Table
 
 from aquifer.bench.result import save
 from aquifer.cache.swap import SwapSpace
-from aquifer.engine.llm import LLM
 from aquifer.engine.request import Request, SamplingParams
+from aquifer.llm import LLM
 
 DEVICE = "cuda:0"
 MODEL = "llama-3-8b"

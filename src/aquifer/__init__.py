@@ -28,13 +28,13 @@ from aquifer.errors import (
 )
 
 if TYPE_CHECKING:
-    from aquifer.engine.llm import LLM
     from aquifer.engine.request import (
         BeamSearchParams,
         CompletionOutput,
         RequestOutput,
         SamplingParams,
     )
+    from aquifer.llm import LLM
 
 __version__ = "0.1.0"
 
@@ -59,7 +59,7 @@ __all__ = [
 ]
 
 _LAZY = {
-    "LLM": "aquifer.engine.llm",
+    "LLM": "aquifer.llm",
     "BeamSearchParams": "aquifer.engine.request",
     "CompletionOutput": "aquifer.engine.request",
     "RequestOutput": "aquifer.engine.request",

@@ -1,41 +1,28 @@
-"""Every option of the engine: one table, with default and unit."""
+"""Models to serve, and the engine's options as one checked value: `EngineConfig`."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from aquifer.errors import ConfigError
+from aquifer.options import OPTIONS, Option, default_of
+from aquifer.sizes import format_size, parse_size
 
-_SIZE_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+__all__ = [
+    "BUNDLED_MODELS",
+    "EngineConfig",
+    "ModelSpec",
+    "check_fields",
+    "field_values",
+    "format_size",
+    "parse_size",
+]
 
 BUNDLED_MODELS = {"demo": Path(__file__).parent / "bundled" / "demo"}
 """Models that come with the package, by the name that stands for their path."""
-
-
-def parse_size(text: str | int) -> int:
-    """Bytes from "32K", "4G", "4GiB", "1.5 GB" or a plain number; all units are powers of 1024.
-
-    Raises:
-        ConfigError: it is no size.
-    """
-    if isinstance(text, int):
-        return text
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?\s*", text.upper())
-    if match is None:
-        raise ConfigError(f"{text!r} is not a size; write it like 512M, 4G or 4GiB")
-    return int(float(match[1]) * _SIZE_UNITS[match[2]])
-
-
-def format_size(num_bytes: float) -> str:
-    """Bytes for people: "4.00 GiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(num_bytes) < 1024:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.2f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.2f} TiB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,88 +46,79 @@ class ModelSpec:
             raise ConfigError(f"{text!r} names no model; write PATH or NAME=PATH")
         return cls(name, BUNDLED_MODELS.get(path, Path(path).expanduser()))
 
+    def check_path(self) -> None:
+        """Check that the path exists, which needs none of the packages that read a checkpoint.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        if not self.path.exists():
+            raise ConfigError(f"no such model: {self.path} does not exist")
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """The engine's options. Sizes are in bytes, lengths in tokens.
+    """The engine's options: sizes in bytes, lengths in tokens.
 
-    Args:
-        models: what to serve, all from one pool.
-        device: "cpu", "cuda" (the first GPU), "cuda:N", or "auto" for a GPU where there is one and
-            its packages are installed, and else the CPU.
-        load_format: "auto" to read the checkpoint's weights, or "dummy" for random ones, which need
-            no more than its config.json.
-        dtype: "auto" for the checkpoint's own, or "float32", "bfloat16", "float16".
-        memory_bytes: the pool's whole budget, weights included, and on a GPU all else that the
-            process holds there. None for a part of the GPU, or on the CPU for the weights plus a
-            quarter of the memory that is free at the start.
-        gpu_memory_utilization: that part of the GPU's whole memory, above 0 and up to 1; without
-            effect on the CPU or beside `memory_bytes`.
-        page_bytes: size of a physical page; None for the driver's default, doubled until the
-            budget is no more pages than the system lets a process map.
-        kv_cache: "virtual" or "paged".
-        block_size: tokens of a block of the paged cache.
-        max_model_len: longest context; None for what each model allows.
-        max_num_seqs: sequences of one model that run at once.
-        max_num_batched_tokens: tokens of one step, prompts and outputs together; None for 2048 on
-            the CPU and 8192 on a GPU.
-        max_num_waiting: requests that may wait before new ones are refused with "queue full".
-        enable_prefix_caching: keep the KV of prompts and outputs for later requests that begin
-            with the same tokens, as long as nobody needs the memory.
-        prefix_cache_salt_by_key: over HTTP, let requests find only prefixes of requests that came
-            with the same API key.
-        swap_space_bytes: host memory for the KV of sequences that were preempted; 0 for none.
-        preemption_mode: what becomes of a preempted sequence's KV: "swap" to copy it to the host,
-            "recompute" to forget it and compute it again, "auto" for the cheaper one each time.
-        seed: for requests that bring none; None for a different one each start.
+    `OPTIONS` says what each field means, its default and its bounds.
+
+    Raises:
+        ConfigError: a value is not allowed, or two models have the same name.
     """
 
     models: tuple[ModelSpec, ...]
-    device: str = "auto"
-    load_format: str = "auto"
-    dtype: str = "auto"
-    memory_bytes: int | None = None
-    gpu_memory_utilization: float = 0.9
-    page_bytes: int | None = None
-    kv_cache: str = "virtual"
-    block_size: int = 16
-    max_model_len: int | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int | None = None
-    max_num_waiting: int = 1024
-    enable_prefix_caching: bool = True
-    prefix_cache_salt_by_key: bool = False
-    swap_space_bytes: int = 4 << 30
-    preemption_mode: Literal["auto", "swap", "recompute"] = "auto"
-    seed: int | None = None
+    device: str = default_of("device")
+    load_format: str = default_of("load_format")
+    dtype: str = default_of("dtype")
+    memory_bytes: int | None = default_of("memory")
+    gpu_memory_utilization: float = default_of("gpu_memory_utilization")
+    page_bytes: int | None = default_of("page_size")
+    kv_cache: str = default_of("kv_cache")
+    block_size: int = default_of("block_size")
+    max_model_len: int | None = default_of("max_model_len")
+    max_num_seqs: int = default_of("max_num_seqs")
+    max_num_batched_tokens: int | None = default_of("max_num_batched_tokens")
+    max_num_waiting: int = default_of("max_num_waiting")
+    enable_prefix_caching: bool = default_of("enable_prefix_caching")
+    prefix_cache_salt_by_key: bool = default_of("prefix_cache_salt_by_key")
+    swap_space_bytes: int = default_of("swap_space")
+    preemption_mode: Literal["auto", "swap", "recompute"] = default_of("preemption_mode")
+    seed: int | None = default_of("seed")
 
     def __post_init__(self) -> None:
-        if not self.models:
-            raise ConfigError("no model given")
         names = [model.name for model in self.models]
         if len(set(names)) < len(names):
             raise ConfigError(f"two models have the same name in {', '.join(names)}")
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if option.name == "seed" or isinstance(value, bool) or not isinstance(value, int):
-                continue
-            least = 0 if option.name == "swap_space_bytes" else 1
-            if value < least:
-                raise ConfigError(f"{option.name} is {value}; it must be at least {least}")
-        if re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is None:
-            raise ConfigError(f"device is {self.device!r}; choose auto, cpu, cuda or cuda:N")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(
-                f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be above 0 and "
-                "at most 1"
-            )
-        if self.load_format not in ("auto", "dummy"):
-            raise ConfigError(f"load_format is {self.load_format!r}; choose auto or dummy")
-        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
-            raise ConfigError(f"dtype is {self.dtype!r}; choose auto, float32, bfloat16 or float16")
-        if self.preemption_mode not in ("auto", "swap", "recompute"):
-            raise ConfigError(
-                f"preemption_mode is {self.preemption_mode!r}; choose auto, swap or recompute"
-            )
+        check_fields(self)
         if self.preemption_mode == "swap" and self.swap_space_bytes == 0:
             raise ConfigError("preemption_mode swap needs swap_space above 0, such as 4GiB")
+
+
+def check_fields(config: Any) -> None:
+    """Check each field of a dataclass that an option describes.
+
+    Raises:
+        ConfigError: the option does not allow the value.
+    """
+    for option in _options_of_fields(type(config)):
+        option.check(getattr(config, option.field_name))
+
+
+def field_values(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of options, by the fields of a dataclass that they are for.
+
+    Args:
+        kind: the dataclass; values of options that are no field of it are left out.
+        values: by option name.
+    """
+    return {
+        option.field_name: values[option.name]
+        for option in _options_of_fields(kind)
+        if option.name in values
+    }
+
+
+def _options_of_fields(kind: type) -> list[Option]:
+    """The options that are fields of a dataclass; models are made of text, and not among them."""
+    names = {field.name for field in fields(kind)} - {"models"}
+    return [option for option in OPTIONS if option.field_name in names]

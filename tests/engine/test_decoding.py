@@ -12,9 +12,9 @@ import torch
 from tests.architectures import OUR_DECODER, VOCAB_SIZE, save_tiny
 
 from aquifer.bench.soak import check_idle, soak
-from aquifer.engine.llm import LLM
 from aquifer.engine.request import BeamSearchParams, Request, SamplingParams
 from aquifer.errors import CapacityError, RequestError
+from aquifer.llm import LLM
 
 KV_CACHES = ("virtual", "paged")
 OUTPUT_TOKENS = 20

@@ -13,13 +13,13 @@ import torch
 import transformers
 from tests.checkpoints import EOS_TOKEN_ID, tiny_llama
 
-from aquifer.engine.llm import LLM
 from aquifer.engine.request import RequestOutput, SamplingParams
 from aquifer.engine.sampler import Choice, Sampler
 from aquifer.engine.slots import STOP_IDS_PER_SLOT
 from aquifer.engine.step_input import SlotAssignment
 from aquifer.errors import RequestError
 from aquifer.kernels.philox import philox, uniform
+from aquifer.llm import LLM
 
 # --- random numbers ------------------------------------------------------------------------
 

@@ -175,7 +175,10 @@ def test_the_pool_knows_of_the_overhead_from_the_start():
     [
         ({"device": "gpu"}, "device is 'gpu'; choose auto, cpu, cuda or cuda:N"),
         ({"device": "cuda:"}, "device is 'cuda:'"),
-        ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization is 0.0; it must be above 0"),
+        (
+            {"gpu_memory_utilization": 0.0},
+            "gpu_memory_utilization is 0.0; it must be a number above",
+        ),
         ({"gpu_memory_utilization": 1.01}, "at most 1"),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
     ],

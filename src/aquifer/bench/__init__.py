@@ -1,1 +1,1 @@
-"""Benchmarks, and the result files that they write."""
+"""Benchmarks, and their results as tables and files."""

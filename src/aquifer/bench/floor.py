@@ -1,4 +1,4 @@
-"""Roofline floors: the measured rates of the machine, and the least time a model needs on it."""
+"""Lower bounds of run time: measured peak rates of the machine, and the work that a model needs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from aquifer.models import plan_model
 from aquifer.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
-    from aquifer.engine.llm import LLM
+    from aquifer.llm import LLM
 
 _BYTES = 512 << 20  # several times any cache
-_COPY_BYTES = 4 << 30  # on a GPU, likewise
+_COPY_BYTES = 4 << 30  # the same on a GPU
 _PRODUCT_SIZE = {"cpu": 1024, "cuda": 8192}  # rows and columns of the matrices multiplied
 _REPEATS = 8
 
@@ -71,14 +71,14 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Peak rates of a device, as measured."""
+    """Peak rates of a device."""
 
     bytes_per_s: float
     operations_per_s: float  # floating-point, of matrix products
 
     @classmethod
     def measure(cls, device: torch.device, dtype: torch.dtype) -> Rates:
-        """Measure an idle device; a GPU must have 8 GiB of free memory."""
+        """Measure an idle device; a GPU must have 8 GiB free."""
         if device.type != "cuda":
             return cls(read_bandwidth(), matmul_rate(device, dtype))
         with torch.cuda.device(device):
@@ -89,21 +89,21 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Minimum cost of a model's tokens, in bytes and operations.
+    """Least work that a model's tokens need, in any implementation.
 
-    Sliding windows are not taken into account: attention of a model that has them costs less. In a
-    mixture of experts every expert counts, which is right for large batches only.
+    Sliding windows are not taken into account: where a model has them, its attention takes less.
+    All experts of a mixture of experts are counted, which holds for large batches only.
     """
 
     body_parameters: int  # all matrices except embedding and head: used by every token
-    head_parameters: int  # used by tokens at which a token is sampled
-    parameter_bytes: int  # size of one parameter
+    head_parameters: int  # tokens that are sampled from meet these too
+    parameter_bytes: int  # bytes of one parameter
     kv_bytes_per_token: int
     attention_operations: float  # per pair of a query token and a key token, over all layers
 
     @classmethod
     def of(cls, llm: LLM) -> Cost:
-        """Compute the cost from the shapes of the loaded model."""
+        """Derive the cost from the shapes of the loaded model."""
         (info,) = llm.engine.models.values()
         is_dummy = llm.engine.config.load_format == "dummy"
         checkpoint = (Checkpoint.without_tensors if is_dummy else Checkpoint.open)(info.path)
@@ -114,7 +114,7 @@ class Cost:
         config = checkpoint.config
         num_heads = config.get("num_attention_heads") or 1
         group = num_heads / (config.get("num_key_value_heads") or num_heads)
-        kv_elements = info.kv_bytes_per_token // dtype.itemsize  # over all layers
+        kv_elements = info.kv_bytes_per_token // dtype.itemsize  # elements of all layers
         return cls(
             body_parameters=sum(map(math.prod, shapes)) - sum(tables),
             head_parameters=tables[-1] if tables else 0,
@@ -126,7 +126,7 @@ class Cost:
 
     @property
     def weight_bytes(self) -> int:
-        """Weights that one step reads."""
+        """Bytes of weights that one step reads."""
         return (self.body_parameters + self.head_parameters) * self.parameter_bytes
 
     def step_s(self, workload: Workload, rates: Rates) -> float:

@@ -1,4 +1,4 @@
-"""Latency of decode steps: the engine's loop, timed step by step."""
+"""Decode latency: the engine's loop, timed step by step."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from aquifer.bench.offline import (
 from aquifer.bench.result import summarize
 from aquifer.bench.workload import Workload
 from aquifer.engine.engine import Engine
-from aquifer.engine.llm import LLM
 from aquifer.engine.request import Request
 from aquifer.errors import ConfigError, EngineError
+from aquifer.llm import LLM
 
 
 @dataclass(slots=True)
@@ -30,8 +30,8 @@ class StepTimes:
     workload: Workload
     ours: Series = field(default_factory=Series)
     theirs: Series | None = None
-    first_tokens_s: list[float] = field(default_factory=list)  # until every request has a token
-    steps_s: list[list[float]] = field(default_factory=list)  # [repeats][full steps]
+    first_tokens_s: list[float] = field(default_factory=list)  # until every request has one
+    steps_s: list[list[float]] = field(default_factory=list)  # by repeat, then by full step
 
     def run(self, llm: LLM, *, everything_mapped: bool = False) -> None:
         """Time one more repeat.
@@ -65,7 +65,7 @@ class StepTimes:
         return {name: 1e3 * seconds for name, seconds in summarize(steps_s).items()}
 
     def figures(self, cost: Cost, rates: Rates) -> dict[str, Any]:
-        """Return the figures for the result file."""
+        """The figures for the result's file."""
         floor_ms = 1e3 * cost.step_s(self.workload, rates)
         result: dict[str, Any] = {
             **sizes(self.workload),
@@ -84,10 +84,10 @@ class StepTimes:
         return result
 
     def _run(self, engine: Engine, steps_s: list[float], everything_mapped: bool) -> Completed:
-        """Run once; append the time of each step in which all requests decode.
+        """Run the batch, recording the seconds of each step in which all requests decode.
 
-        A step's time is the time between the returns of two successive calls: on an asynchronous
-        device, a call returns when the step before is done.
+        The time of a step is measured between the returns of two successive calls: on an
+        asynchronous device, a call returns when the step before is done.
         """
         (model,) = engine.models
         completed: dict[str, list[int]] = {}
@@ -143,7 +143,7 @@ def measure_steps(
     everything_mapped: bool = False,
     transformers: Any = None,
 ) -> StepTimes:
-    """Time a batch after one warm-up run; alternate with Transformers if given."""
+    """Time a batch, after one warm-up run; alternates with Transformers if a model is given."""
     StepTimes(workload).run(llm)
     times = StepTimes(workload)
     if transformers is not None:
@@ -156,7 +156,7 @@ def measure_steps(
 
 
 def compare_growth(llm: LLM, workload: Workload, repeats: int) -> tuple[StepTimes, StepTimes]:
-    """Time a batch that maps KV pages as it grows, and one with all pages mapped before.
+    """Time a batch whose KV grows, and the same with all KV mapped before; alternating.
 
     The two alternate, after one warm-up run.
     """
@@ -169,7 +169,7 @@ def compare_growth(llm: LLM, workload: Workload, repeats: int) -> tuple[StepTime
 
 
 def _map_everything(engine: Engine) -> None:
-    """Reserve KV for the whole outputs of the running requests."""
+    """Map pages for all tokens that the running requests will write."""
     for lane in engine.lanes.values():
         slots = lane.slots.in_order
         # The last token is never run through the model.

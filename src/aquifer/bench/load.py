@@ -1,4 +1,4 @@
-"""Loading speed of a checkpoint's weights."""
+"""Time to load a checkpoint's weights onto a device."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from aquifer.weights.loader import Stretch, plan_stretches, scatter
 from aquifer.weights.store import Parameter, Placement, WeightStore
 
 _SHARD_BYTES = 4 << 30
-_PINNED_BYTES = 1 << 30  # size of one pinned buffer; torch rounds it to a power of two
+_PINNED_BYTES = 1 << 30  # one allocation of page-locked memory; torch rounds to powers of two
 _NUM_READERS = 8
-_SLACK_BYTES = 256 << 20  # size of the pool beyond the weights
+_SLACK_BYTES = 256 << 20  # room in the pool beside the weights
 _HOST_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadTimes:
-    """Times to load a checkpoint's weights onto the device, in seconds."""
+    """Seconds to load a checkpoint's weights into their pages on the device."""
 
     device: str
     num_bytes: int  # as stored
@@ -45,10 +45,10 @@ class LoadTimes:
 def measure_load(
     path: Path, device: str, dtype: torch.dtype | None, repeats: int, *, from_pinned: bool
 ) -> LoadTimes:
-    """Measure repeated loads of a checkpoint.
+    """Load a checkpoint repeatedly, and time each load.
 
     Args:
-        path: the checkpoint.
+        path: path of the checkpoint.
         device: "auto", "cpu" or "cuda".
         dtype: dtype to convert to; None for the checkpoint's own.
         repeats: number of loads. The first may read the files from disk, and allocates the

@@ -1,7 +1,7 @@
 """Offline throughput: many requests at once in the engine, and in Transformers' `generate`.
 
-Both run in this process on the same device, alternating, so that other load of the machine affects
-both alike.
+Both run in this process on the same device, alternating, so that other load on the machine
+hits both alike.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from aquifer.bench.floor import Cost, Rates
 from aquifer.bench.result import summarize
 from aquifer.bench.workload import Workload
-from aquifer.engine.llm import LLM
 from aquifer.engine.request import RequestOutput, SamplingParams
+from aquifer.llm import LLM
 
 Completed = list[list[int]]
 """Generated token ids, for each prompt."""
@@ -37,7 +37,7 @@ class Series:
         self.seconds.append(time.perf_counter() - start)
 
     def figures(self, workload: Workload) -> dict[str, Any]:
-        """Return the figures for the result file; rates are those of the median run."""
+        """The figures for the result's file; rates are those of the median run."""
         seconds = summarize(self.seconds)["median"]
         num_tokens = workload.num_input_tokens + workload.num_output_tokens
         return {
@@ -50,7 +50,7 @@ class Series:
 
 
 def sampling_params(workload: Workload, temperature: float = 0.0) -> list[SamplingParams]:
-    """Sampling parameters that generate exactly the workload's output lengths."""
+    """Sampling parameters that give exactly the workload's output lengths."""
     return [
         SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True)
         for n in workload.output_lengths
@@ -58,7 +58,7 @@ def sampling_params(workload: Workload, temperature: float = 0.0) -> list[Sampli
 
 
 def run_aquifer(llm: LLM, workload: Workload, temperature: float) -> Completed:
-    """Generate for all prompts at once with the engine."""
+    """Run all prompts at once through the engine."""
     outputs: list[RequestOutput] = llm.generate(
         workload.prompts, sampling_params(workload, temperature), use_tqdm=False
     )
@@ -66,7 +66,7 @@ def run_aquifer(llm: LLM, workload: Workload, temperature: float) -> Completed:
 
 
 def load_transformers(llm: LLM) -> Any:
-    """Load the same checkpoint in Transformers, with end-of-sequence tokens disabled."""
+    """The same checkpoint in Transformers, without its end-of-sequence tokens."""
     from transformers import AutoModelForCausalLM
 
     (info,) = llm.engine.models.values()
@@ -76,7 +76,7 @@ def load_transformers(llm: LLM) -> Any:
 
 
 def run_transformers(model: Any, workload: Workload) -> Completed:
-    """Generate for all prompts as one left-padded batch, up to the longest output."""
+    """Run all prompts as one batch, padded on the left, up to the longest output."""
     longest = max(map(len, workload.prompts))
     ids = torch.zeros(len(workload.prompts), longest, dtype=torch.int64)
     mask = torch.zeros_like(ids)
@@ -119,7 +119,7 @@ def compare(
 def figures(
     workload: Workload, ours: Series, theirs: Series | None, cost: Cost, rates: Rates
 ) -> dict[str, Any]:
-    """Return the figures of `compare`, and the floor, for the result file."""
+    """Results of `compare`, and the floor, for the result's file."""
     floor_s = cost.total_s(workload, rates)
     result: dict[str, Any] = {
         **sizes(workload),
@@ -134,7 +134,7 @@ def figures(
 
 
 def prefill_figures(workload: Workload, ours: Series, cost: Cost, rates: Rates) -> dict[str, Any]:
-    """Return the figures of a workload of prefill only: each request ends at its first token."""
+    """Like `figures`, for requests that end at their first token."""
     floor_s = cost.prefill_s([len(prompt) for prompt in workload.prompts], rates)
     return {
         **sizes(workload),
@@ -145,7 +145,7 @@ def prefill_figures(workload: Workload, ours: Series, cost: Cost, rates: Rates) 
 
 
 def sizes(workload: Workload) -> dict[str, int]:
-    """Return a workload's sizes, for the result file."""
+    """Sizes of a workload, for the result's file."""
     return {
         "num_prompts": len(workload.prompts),
         "total_input_tokens": workload.num_input_tokens,
@@ -154,7 +154,7 @@ def sizes(workload: Workload) -> dict[str, int]:
 
 
 def ratios(workload: Workload, ours: Series, theirs: Series) -> dict[str, Any]:
-    """Return the ratio of two series of one workload, and the number of equal outputs."""
+    """Ratio of two series of one workload, and number of equal outputs."""
     ours_s, theirs_s = (summarize(series.seconds)["median"] for series in (ours, theirs))
     equal = [a == b for a, b in zip(ours.completed, theirs.completed, strict=True)]
     return {"ratio": theirs_s / ours_s, "equal_outputs": sum(equal)}

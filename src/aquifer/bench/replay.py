@@ -1,4 +1,4 @@
-"""Comparison of cache managers by trace replay: at given rates, and the highest rate sustained.
+"""Comparison of cache managers by replaying a trace, at given rates or up to the highest possible.
 
 All times are simulated (`aquifer.sim`), so the figures are the same on every machine.
 """
@@ -23,10 +23,10 @@ MEMORY_PARTS = {
     "retained": "prefixes",
     "free": "free",
 }
-"""Names in Fig. 2 for the parts of the memory for KV; there, free memory counts as external."""
+"""Names in Fig. 2 of the parts of KV memory; there, free memory counts as external."""
 
 Progress = Callable[[str, int, int], None]
-"""Called with (description of the run, requests that have ended, requests in all)."""
+"""Called with (description of the run, requests that have ended, all requests)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,9 @@ class Workload:
     """The requests of all runs.
 
     Args:
-        requests: the trace's, with or without times.
-        num_requests: how many to take; with generated arrivals, the trace is repeated if needed.
+        requests: requests of the trace, with or without arrival times.
+        num_requests: number of requests to take; with generated arrivals, the requests repeat from
+            the first if there are fewer.
         seed: seed of generated arrivals.
     """
 
@@ -44,7 +45,7 @@ class Workload:
     seed: int
 
     def at(self, rate: float | None) -> list[TraceRequest]:
-        """Return the requests with Poisson arrivals at `rate` requests/s, or as recorded."""
+        """The requests with Poisson arrivals at a rate a second, or as recorded."""
         if rate is None:
             return self.requests[: self.num_requests]
         return poisson_arrivals(self.requests, rate, self.num_requests, self.seed)
@@ -52,7 +53,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run of one manager at one rate; None for the trace's own times."""
+    """Result of one manager at one rate; None stands for the trace's own times."""
 
     manager: str
     rate: float | None
@@ -65,7 +66,7 @@ class Run:
         return sum(record.prompt_tokens + record.output_tokens for record in served)
 
     def figures(self, *, with_requests: bool = False) -> dict[str, Any]:
-        """Return the figures for the result file."""
+        """The figures for the result's file."""
         figures = {"kv_cache": self.manager, "request_rate": self.rate, **self.result.figures()}
         if with_requests:
             records = self.result.records
@@ -103,7 +104,7 @@ def compare(
     rates: Sequence[float | None],
     on_progress: Progress,
 ) -> list[Run]:
-    """Replay the workload with each manager at each rate."""
+    """Run each manager at each rate."""
     return [
         run(replace(config, manager=manager), workload, rate, on_progress)
         for manager in managers
@@ -120,19 +121,19 @@ def find_rate(
     first_rate: float = 1.0,
     precision: float = 0.02,
 ) -> list[Run]:
-    """Find the highest arrival rate at which the mean normalized latency is within a bound.
+    """Search for the highest arrival rate at which the mean normalized latency is within a bound.
 
     The rate is doubled or halved until two rates bracket the answer; then their geometric mean is
     tried until they are close. A trace is finite, so its queue cannot grow without end: with few
     requests the rate found is higher than a rate that could be sustained for ever.
 
     Args:
-        config: the configuration.
-        workload: the requests.
-        latency_bound_s: seconds per output token.
-        on_progress: called with the progress of each run.
-        first_rate: the first rate to try.
-        precision: relative width of the final bracket.
+        config: model, device and cache manager.
+        workload: requests to replay.
+        latency_bound_s: seconds for each output token.
+        on_progress: called as requests end.
+        first_rate: rate of the first run.
+        precision: relative distance at which the search ends.
 
     Returns:
         All runs in the order of their rates; the last within the bound has the rate found.
@@ -168,21 +169,21 @@ def find_rate(
 
 
 def is_within(run: Run, latency_bound_s: float) -> bool:
-    """Whether all requests were served, with a mean normalized latency within the bound."""
+    """Whether all requests were served, within the latency bound."""
     is_complete = all(record.finished_s is not None for record in run.result.records)
     return is_complete and run.result.normalized_latency_s <= latency_bound_s
 
 
 def sustained_rate(runs: Sequence[Run], latency_bound_s: float) -> float | None:
-    """Return the highest rate within the bound, or None."""
+    """The highest rate within the bound; None if no rate is."""
     rates = [run.rate for run in runs if run.rate is not None and is_within(run, latency_bound_s)]
     return max(rates, default=None)
 
 
 def kv_waste(run: Run) -> float:
-    """Return the fraction of memory in use for KV that holds no token: section 6.2's waste.
+    """Average share of the KV memory in use that holds no token: the waste of section 6.2.
 
-    Free memory, and memory retained for later requests, is not in use.
+    Memory that is free or retained for later requests is not in use.
     """
     averages = run.result.averages
     wasted_bytes = sum(averages[part] for part in ("future", "internal", "external"))
@@ -191,7 +192,7 @@ def kv_waste(run: Run) -> float:
 
 
 def plot(runs: Sequence[Run], file: Path, title: str) -> None:
-    """Plot latency and batched requests by rate, and the use of memory at the highest rate.
+    """Plot latency and batched requests by rate, and the parts of memory at the highest rate.
 
     Raises:
         ConfigError: matplotlib is not installed, or does not know the file's format.

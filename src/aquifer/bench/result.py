@@ -1,4 +1,4 @@
-"""Result files: figures, every repeat, and the environment needed to reproduce them."""
+"""Results as files: figures, every repeat, and the environment in which to repeat them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def summarize(values: Sequence[float]) -> dict[str, float]:
 
 
 def environment() -> dict[str, Any]:
-    """Describe the machine, the software and the command of a measurement."""
+    """Machine, versions, commit and command of a measurement."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join([_program(), *sys.argv[1:]]),
@@ -45,7 +45,7 @@ def environment() -> dict[str, Any]:
 
 
 def gpu() -> dict[str, str | None] | None:
-    """Return name and driver of the GPU that torch uses; None if it uses none."""
+    """Name and driver of the GPU that torch uses; None where it uses none."""
     torch = sys.modules.get("torch")  # a measurement on a GPU has imported it
     if torch is None or not torch.cuda.is_initialized():
         return None
@@ -58,7 +58,7 @@ def gpu() -> dict[str, str | None] | None:
 
 
 def save(file: Path, figures: dict[str, Any]) -> None:
-    """Write figures and environment as JSON; create folders as needed."""
+    """Write figures and their environment as JSON; creates missing folders."""
     file.parent.mkdir(parents=True, exist_ok=True)
     content = {"environment": environment(), **figures}
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

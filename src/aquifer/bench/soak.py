@@ -1,7 +1,7 @@
 """Soak test: random requests of every decoding method against a pool that is too small for them.
 
-Three things must hold: every request that is not aborted completes or is refused with a reason, no
-completion ends twice, and in the end every page is accounted for.
+Three things must hold: each request whose client stays is answered or refused with a reason, no
+request is answered twice, and in the end every page is accounted for.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from aquifer.engine.llm import LLM
 from aquifer.engine.request import MAX_LOGPROBS, Request, SamplingParams, TokenOutput
 from aquifer.errors import CapacityError, ContextLengthError, InvariantError, QueueFullError
+from aquifer.llm import LLM
 from aquifer.memory.pool import Kind
 
 _NUM_BEGINNINGS = 16
-_LEAVES = 0.05  # probability that a client disconnects, per request sent
-_STEPS_BETWEEN = 3  # maximum number of steps between two requests
-_MOST_DUE = 64  # maximum number of unfinished requests: more steps run first
+_LEAVES = 0.05  # probability that a client leaves before its answer is complete
+_STEPS_BETWEEN = 3  # at most, between two requests,
+_MOST_DUE = 64  # unless so many wait or run already
 
 
 @dataclass(slots=True)
 class SoakResult:
-    """Counts of a soak test."""
+    """Outcomes of the requests, counted."""
 
     num_requests: int
-    num_answered: int = 0  # requests with all completions finished
-    num_left: int = 0  # requests aborted by their clients
+    num_answered: int = 0  # all completions finished
+    num_left: int = 0  # the client left
     refused: dict[str, int] = field(default_factory=dict)  # by the kind of error
     num_completions: int = 0
     num_output_tokens: int = 0
     num_preemptions: int = 0
     num_swaps: int = 0
-    num_cached_tokens: int = 0  # prompt tokens found among retained prefixes
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     seconds: float = 0.0
 
 
@@ -43,8 +43,8 @@ class _Crowd:
 
     Args:
         vocab_size: vocabulary size of the model.
-        max_tokens: maximum of a prompt and its output together.
-        max_seqs: maximum number of running sequences.
+        max_tokens: most tokens of a prompt and its output together.
+        max_seqs: sequences that may run at once.
         seed: seed of all random choices.
     """
 
@@ -56,7 +56,7 @@ class _Crowd:
         self._beginnings = [self._tokens(max_tokens) for _ in range(_NUM_BEGINNINGS)]
 
     def request(self, name: str, model: str) -> Request:
-        """Generate a request of a random kind; some are too long or have too many sequences."""
+        """A request of a random kind. Some are too long, or have too many sequences."""
         random = self.random
         shared = random.randrange(self._max_tokens // 2)
         own = self._tokens(random.randrange(1, 2 + self._max_tokens // 8))
@@ -100,17 +100,18 @@ def soak(
     seed: int = 0,
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> SoakResult:
-    """Send random requests, abort some of them, and check all outputs and the pool.
+    """Send requests, abort some as if the client had left, and check all outcomes.
 
     Args:
-        llm: an idle engine with a small pool.
-        num_requests: number of requests.
-        max_tokens: approximate maximum of a prompt and its output together.
+        llm: with a small pool, which must have been idle.
+        num_requests: how many.
+        max_tokens: most tokens of a prompt and its output together; some requests exceed it.
         seed: seed of all random choices.
-        on_progress: called with the number of requests sent.
+        on_progress: told how many requests were sent.
 
     Raises:
-        InvariantError: a completion did not end, or ended twice; or pages are not accounted for.
+        InvariantError: a request was not answered, or answered twice; or pages are not accounted
+            for.
     """
     engine = llm.engine
     ((name, info),) = engine.models.items()
@@ -130,7 +131,7 @@ def soak(
                 continue
             waiting = due.get(output.request_id)
             if waiting is None or output.index not in waiting or output.error is not None:
-                raise InvariantError(f"unexpected output of a finished or unknown one: {output}")
+                raise InvariantError(f"an answer to no waiting request: {output}")
             waiting.remove(output.index)
             result.num_completions += 1
             if not waiting:

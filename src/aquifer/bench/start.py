@@ -1,4 +1,4 @@
-"""Start time: from a new process to the first token.
+"""Time from the start of a process to its first token.
 
 `python -m aquifer.bench.start MODEL OPTIONS` is that process; OPTIONS are those of `LLM`, as JSON.
 """
@@ -26,15 +26,15 @@ class StartTimes:
 
     import_s: float  # import of torch and the engine
     construct_s: float  # `LLM(...)`
-    first_token_s: float  # first token of a short prompt
-    process_s: float  # the whole process, including Python's own start and exit
-    # Kernels that this start compiled: those added to Triton's cache.
+    first_token_s: float  # generating one token for a short prompt
+    process_s: float  # the whole process, including start and end of Python
+    # Kernels in Triton's cache afterwards that were not there before: this start compiled them.
     num_compiled: int
     gpu: dict[str, str | None] | None  # the GPU that the process used
 
 
 def measure_start(model: str, options: dict[str, Any]) -> StartTimes:
-    """Start a process that generates one token and exits.
+    """Start a process that generates one token and ends.
 
     Raises:
         EngineError: the process failed; its messages are on standard error.
@@ -56,10 +56,10 @@ def _count(folder: Path) -> int:
 
 
 def _start(model: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Run the measured start; torch and the engine are imported here."""
+    """Body of the process; no heavy package has been imported before."""
     begun = time.perf_counter()
-    from aquifer.engine.llm import LLM
     from aquifer.engine.request import SamplingParams
+    from aquifer.llm import LLM
 
     imported = time.perf_counter()
     with LLM(model, **options) as llm:

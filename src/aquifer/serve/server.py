@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import uvicorn
 
-from aquifer.config import EngineConfig
+from aquifer.config import EngineConfig, check_fields
 from aquifer.engine.request import LoadProgress
 from aquifer.errors import ConfigError, EngineError
+from aquifer.options import default_of
 from aquifer.serve.app import ServedModel, create_app
 from aquifer.serve.client import EngineClient
 from aquifer.serve.models import TextModel
@@ -26,31 +27,22 @@ _LAST_BYTES_S = 5  # after the last request ended, for its response to reach a s
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Options of the HTTP server.
+    """The options of the HTTP side; `OPTIONS` describes them.
 
-    Args:
-        host: address to listen on.
-        port: port to listen on; 0 for a free one.
-        api_key: the keys that clients may use, separated by commas; None if no key is needed.
-        chat_template: Jinja source that replaces the checkpoints' own.
-        shutdown_timeout_s: time for running requests to finish after the signal to stop.
+    Raises:
+        ConfigError: a value is not allowed.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key: str | None = None
-    chat_template: str | None = None
-    shutdown_timeout_s: float = 10.0
+    host: str = default_of("host")
+    port: int = default_of("port")
+    api_key: str | None = default_of("api_key")
+    chat_template: str | None = default_of("chat_template")
+    shutdown_timeout_s: float = default_of("shutdown_timeout")
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port < 2**16:
-            raise ConfigError(f"port is {self.port}; it must be from 0 to 65535")
+        check_fields(self)
         if self.api_key is not None and not self.api_keys:
             raise ConfigError("api_key contains no key; leave it out to require none")
-        if not self.shutdown_timeout_s >= 0:
-            raise ConfigError(
-                f"shutdown_timeout is {self.shutdown_timeout_s}; it must be at least 0 seconds"
-            )
 
     @property
     def api_keys(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Progress bars on standard error. They show on a terminal only, and go away when they are done."""
+"""Progress bars on standard error: shown on a terminal only, removed when they are done."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from aquifer.engine.request import LoadProgress
 
 
 def counting_bar(show: bool = True) -> Progress:
-    """A bar that counts things."""
+    """A bar that counts items."""
     return _bar(show, MofNCompleteColumn(), TimeRemainingColumn())
 
 
 class LoadingBar:
-    """A bar for each model that is being loaded; a context manager."""
+    """A context manager that shows a bar for each model that is loading."""
 
     def __init__(self) -> None:
         self._bar = _bar(True, DownloadColumn(binary_units=True), TransferSpeedColumn())
@@ -38,14 +38,14 @@ class LoadingBar:
         self.stop()
 
     def update(self, progress: LoadProgress) -> None:
-        """Show how far a model is."""
+        """Update the bar of a model."""
         if progress.model not in self._tasks:
             self._tasks[progress.model] = self._bar.add_task(f"loading {progress.model}")
         task = self._tasks[progress.model]
         self._bar.update(task, total=progress.total_bytes, completed=progress.loaded_bytes)
 
     def stop(self) -> None:
-        """Remove the bars; twice is no error."""
+        """Remove the bars; a second call does nothing."""
         self._bar.stop()
 
 

@@ -1,21 +1,22 @@
-"""The engine in one's own process: `LLM`."""
+"""The engine in the caller's own process: `LLM`."""
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import os
+import textwrap
 import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias, TypedDict, Unpack, get_type_hints
 
 from rich.progress import Progress
 
-from aquifer.config import EngineConfig, ModelSpec, parse_size
+from aquifer.config import EngineConfig, ModelSpec, field_values
 from aquifer.engine.engine import Engine
-from aquifer.engine.progress import LoadingBar, counting_bar
 from aquifer.engine.request import (
     BeamSearchParams,
     MemoryReport,
@@ -25,6 +26,8 @@ from aquifer.engine.request import (
 )
 from aquifer.engine.text import Delta, OutputBuilder, Tokenizer
 from aquifer.errors import EngineError, RequestError
+from aquifer.options import options_of
+from aquifer.progress import LoadingBar, counting_bar
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or {"prompt_token_ids": [...]} or {"prompt": "..."}.
@@ -38,83 +41,95 @@ Messages: TypeAlias = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """A prompt as tokens, and what else it came with."""
+    """A prompt as tokens, with its text and cache salt if it has them."""
 
     token_ids: list[int]
     text: str | None = None
     cache_salt: str | None = None
 
 
+class LLMOptions(TypedDict, total=False):
+    """The options of `LLM`, for type checkers and editors; `OPTIONS` describes them."""
+
+    device: str
+    load_format: str
+    dtype: str
+    max_model_len: str | int | None
+    max_num_seqs: int
+    max_num_batched_tokens: str | int | None
+    memory: str | int | None
+    gpu_memory_utilization: float
+    kv_cache: str
+    page_size: str | int | None
+    block_size: str | int
+    enable_prefix_caching: bool
+    swap_space: str | int
+    preemption_mode: str
+    chat_template: str | None
+    seed: int | None
+
+
+def _signature() -> inspect.Signature:
+    """What `help(LLM)` shows: the options with their defaults."""
+    hints = get_type_hints(LLMOptions)
+    parameters = [
+        inspect.Parameter(
+            "model", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=str | os.PathLike[str]
+        )
+    ]
+    for option in options_of("llm"):
+        is_size = option.unit == "bytes" and option.default is not None
+        default = option.default_text if is_size else option.default
+        parameters.append(
+            inspect.Parameter(
+                option.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=default,
+                annotation=hints[option.name],
+            )
+        )
+    return inspect.Signature(parameters)
+
+
+def _parse(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of options that the caller of `LLM` gave.
+
+    Raises:
+        ConfigError: an option does not allow its value.
+        TypeError: there is no option of that name.
+    """
+    known = {option.name: option for option in options_of("llm")}
+    for name in options:
+        if name not in known:
+            raise TypeError(f"LLM has no option {name!r}; there is {', '.join(sorted(known))}")
+    return {name: known[name].parse(value) for name, value in options.items()}
+
+
 class LLM:
     """One model, served to this process.
 
+    Sizes and lengths may be text, such as "4GiB" and "32K".
+
     Args:
         model: path of a checkpoint, or the name of a bundled model.
-        device: "cuda", "cuda:1", "cpu", or "auto" for a GPU where there is one.
-        load_format: "auto" for the checkpoint's weights, "dummy" for random ones.
-        memory: the pool's whole budget, weights included, as bytes or "4GiB"; None for
-            `gpu_memory_utilization` of a GPU, or on the host for the weights plus a quarter of
-            free memory.
-        gpu_memory_utilization: the part of a GPU's memory to take where `memory` is None.
-        kv_cache: "virtual" or "paged".
-        dtype: "auto", "float32", "bfloat16" or "float16".
-        page_size: size of a physical page, such as "64KiB"; None for the device's own.
-        block_size: tokens of a block of the paged cache.
-        max_model_len: longest context in tokens; None for what the model allows.
-        max_num_seqs: sequences that run at once.
-        max_num_batched_tokens: tokens of one step; None for what suits the device.
-        seed: for requests that bring none.
-        chat_template: Jinja source used in place of the checkpoint's own.
-        enable_prefix_caching: keep the KV of what was computed for later prompts that begin alike.
-        swap_space: host memory for the KV of preempted sequences, as bytes or "4GiB"; 0 for none.
-        preemption_mode: "swap", "recompute", or "auto" for the cheaper one each time.
+        options: see `OPTIONS`.
 
     Raises:
         ConfigError: the model cannot be served with these options.
+        TypeError: there is no option of that name.
     """
 
-    def __init__(
-        self,
-        model: str | os.PathLike[str],
-        *,
-        device: str = "auto",
-        load_format: str = "auto",
-        memory: str | int | None = None,
-        gpu_memory_utilization: float = 0.9,
-        kv_cache: str = "virtual",
-        dtype: str = "auto",
-        page_size: str | int | None = None,
-        block_size: int = 16,
-        max_model_len: int | None = None,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int | None = None,
-        seed: int | None = None,
-        chat_template: str | None = None,
-        enable_prefix_caching: bool = True,
-        swap_space: str | int = "4GiB",
-        preemption_mode: Literal["auto", "swap", "recompute"] = "auto",
-    ) -> None:
+    __signature__ = _signature()
+
+    def __init__(self, model: str | os.PathLike[str], **options: Unpack[LLMOptions]) -> None:
         spec = ModelSpec.parse(os.fspath(model))
+        values = _parse(options)
         config = EngineConfig(
-            models=(spec,),
-            device=device,
-            load_format=load_format,
-            gpu_memory_utilization=gpu_memory_utilization,
-            dtype=dtype,
-            memory_bytes=None if memory is None else parse_size(memory),
-            page_bytes=None if page_size is None else parse_size(page_size),
-            kv_cache=kv_cache,
-            block_size=block_size,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_num_waiting=2**31,  # whoever calls generate() waits for all of it anyway
-            enable_prefix_caching=enable_prefix_caching,
-            swap_space_bytes=parse_size(swap_space),
-            preemption_mode=preemption_mode,
-            seed=seed,
+            (spec,),
+            max_num_waiting=2**31,  # generate() has no limit of its own
+            **field_values(EngineConfig, values),
         )
-        self.tokenizer = Tokenizer.load(Path(spec.path), chat_template)
+        self.tokenizer = Tokenizer.load(Path(spec.path), values.get("chat_template"))
         with LoadingBar() as bar:
             self.engine = Engine.open(config, bar.update)
         self._model_name = spec.name
@@ -138,7 +153,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Complete prompts; the outputs come in the order of the prompts.
+        """Complete prompts; the outputs are in the order of the prompts.
 
         Args:
             prompts: one prompt or a list of them.
@@ -146,7 +161,7 @@ class LLM:
             use_tqdm: show a progress bar, if standard error is a terminal.
 
         Raises:
-            RequestError: a prompt cannot be served; then none is.
+            RequestError: a prompt cannot be served; then no prompt is.
         """
         many: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
         return self._complete([self._encode(prompt) for prompt in many], sampling_params, use_tqdm)
@@ -195,14 +210,14 @@ class LLM:
             use_tqdm: show a progress bar, if standard error is a terminal.
 
         Raises:
-            RequestError: a prompt cannot be served; then none is.
+            RequestError: a prompt cannot be served; then no prompt is.
         """
         return self.generate(prompts, params.sampling_params(), use_tqdm=use_tqdm)
 
     def stream(
         self, prompt: Prompt | Messages, sampling_params: SamplingParams | None = None
     ) -> Generator[Delta, None, None]:
-        """Complete one prompt, or answer one conversation, piece by piece.
+        """Stream the completion of one prompt, or the answer to one conversation.
 
         Closing the iterator ends the request.
 
@@ -232,33 +247,33 @@ class LLM:
         """Keep the KV of a prompt until `unpin_prefix`, such as a system prompt's.
 
         Args:
-            prompt: what later prompts begin with. Of a conversation, the messages as they stand,
-                without the beginning of an answer.
+            prompt: the beginning of later prompts. A conversation is rendered without the beginning
+                of an answer.
 
-        Returns: how many of its tokens are kept; only whole blocks can be.
+        Returns: number of its tokens that are kept; only whole blocks can be.
 
         Raises:
-            RequestError: it cannot be kept.
+            RequestError: the prefix cannot be kept.
         """
         encoded = self._encode_any(prompt, add_generation_prompt=False)
         was_idle = not self.engine.has_work
         num_tokens = self.engine.pin_prefix(self._model_name, encoded.token_ids, encoded.cache_salt)
-        # With a stream that is open, it is computed in the stream's own steps.
+        # If a stream is open, the steps of that stream compute the prefix.
         while was_idle and self.engine.has_work:
             self.engine.step()
         return num_tokens
 
     def unpin_prefix(self, prompt: Prompt | Messages) -> None:
-        """End what `pin_prefix` of the same prompt began."""
+        """Unpin the prefix that `pin_prefix` pinned for the same prompt."""
         encoded = self._encode_any(prompt, add_generation_prompt=False)
         self.engine.unpin_prefix(self._model_name, encoded.token_ids, encoded.cache_salt)
 
     def memory(self) -> MemoryReport:
-        """Where the pool's budget is at this moment."""
+        """Use of the pool's budget at this moment, by owner."""
         return self.engine.memory()
 
     def close(self) -> None:
-        """Give all memory back. The object must not be used any more."""
+        """Release all memory. The object must not be used afterwards."""
         self.engine.close()
 
     def _complete(
@@ -346,8 +361,22 @@ class LLM:
         return self.tokenizer
 
 
+LLM.__doc__ = (LLM.__doc__ or "").replace(
+    "        options: see `OPTIONS`.",
+    "\n".join(
+        textwrap.fill(
+            f"{option.name}: {option.help} Default: {option.default_meaning}.",
+            width=100,
+            initial_indent=" " * 8,
+            subsequent_indent=" " * 12,
+        )
+        for option in options_of("llm")
+    ),
+)
+
+
 def _is_one_prompt(prompts: Any) -> bool:
-    """Text, a mapping, or a list of token ids; not a list of any of these."""
+    """Whether this is one prompt (text, a mapping, token ids), not a list of prompts."""
     return isinstance(prompts, (str, Mapping)) or (
         len(prompts) > 0 and all(isinstance(token_id, int) for token_id in prompts)
     )
