@@ -284,7 +284,7 @@ def summary(models: list[str], output: Path) -> Table:
         growth = read(result_file(output, model, "growing"))
         if growth:
             table.add_row(
-                "growing batch of 256, p99 beside all mapped",
+                "growing batch of 256, p99 / p99 with all mapped",
                 f"{growth['p99_ratio']:.3f}",
                 f"{MOST_GROWTH}",
                 *("", ""),

@@ -292,7 +292,7 @@ class TokenOutput:
 
     request_id: str
     token_ids: list[int] = field(default_factory=list)
-    index: int = 0  # of the completion
+    index: int = 0  # the completion's index
     logprobs: list[TokenLogprobs] | None = None  # one entry a token
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, with the first token
     finish_reason: FinishReason | None = None

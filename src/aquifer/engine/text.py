@@ -210,7 +210,7 @@ class Delta:
     text: str
     token_ids: list[int]
     logprobs: list[dict[int, Logprob]] | None
-    index: int = 0  # of the completion
+    index: int = 0  # the completion's index
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 

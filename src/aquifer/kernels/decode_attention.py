@@ -179,7 +179,7 @@ def default_config(
         num_heads: query heads.
         num_kv_heads: KV heads.
         head_dim: the larger of key_dim and value_dim.
-        dtype: of KV.
+        dtype: dtype of KV.
         num_multiprocessors: number of SMs of the device.
         paged: whether KV is found through block tables.
     """

@@ -41,7 +41,7 @@ _MAX_VECTORS = 4
 _MAX_TOKENS = 256
 
 MAX_TILE_TOKENS = 32
-"""For more tokens, compute limits as much as bandwidth, and cuBLAS is used."""
+"""Products of more tokens are as much compute-bound as memory-bound, and use cuBLAS."""
 
 MAX_NORM_COLUMNS = 16384
 """The widest row that a program normalises in registers."""

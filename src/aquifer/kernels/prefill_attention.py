@@ -107,7 +107,7 @@ def default_config(key_dim: int, value_dim: int, dtype: torch.dtype) -> Config:
     Args:
         key_dim: elements of a head's key.
         value_dim: elements of a head's value.
-        dtype: of queries, keys and values.
+        dtype: dtype of queries, keys and values.
     """
     dim = pow2(max(key_dim, value_dim), MIN_DOT)
     # The largest tiles without register spills on Hopper, or nearly without.

@@ -62,7 +62,7 @@ def serve(
     """Serve until SIGINT or SIGTERM; a second one ends everything at once.
 
     Args:
-        engine: what to serve.
+        engine: options of the engine, with the models to serve.
         server: options of the HTTP server.
         on_progress: called with the progress of loading.
         on_ready: called with the server's URL, once it accepts connections.
