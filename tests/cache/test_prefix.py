@@ -535,6 +535,38 @@ def test_what_costs_more_to_restore_stays():
     assert evicted_first(prefixes, cache, 1.0) == short
 
 
+@pytest.mark.parametrize(
+    "uses",
+    [
+        pytest.param([(1, 0.0), (1, 0.0), (2, 0.0), (2, 0.0)], id="reuses"),
+        pytest.param([(1, 0.0), (1, 0.0), (1, 0.0), (2, 300.0)], id="last-use"),
+    ],
+)
+def test_a_block_counts_with_the_uses_of_those_below(uses: list[tuple[int, float]]):
+    """Two blocks that continue one: that one is dearer than either, once they have gone."""
+
+    def used() -> PrefixCache:
+        cache = FakeCache(4, 1)
+        prefixes = PrefixCache(cache, flat_s)
+        for last, now_s in uses:
+            compute(prefixes, cache, [7, 7, 7, 7, *([last] * 4), 0], now_s)
+        return prefixes
+
+    now_s = 310.0
+    evicted = used()
+    regrets = []
+    while (regret := evicted.cheapest(now_s)) is not None:
+        regrets.append(regret)
+        evicted.evict(1, now_s)
+    assert len(regrets) == 3
+    assert regrets[2] > max(regrets[:2])
+    prefixes = used()
+    for limit in (min(regrets), max(regrets[:2]) * (1 + 1e-9), regrets[2], regrets[2] * (1 + 1e-9)):
+        count = sum(regret < limit for regret in regrets)
+        assert prefixes.evictable_below(1000, now_s, limit) == count * 4
+    assert prefixes.stats.held_blocks == 3, "nothing was evicted"
+
+
 def test_a_model_whose_delays_matter_more_asks_a_higher_price():
     prices = []
     for sensitivity in (1.0, 3.0):

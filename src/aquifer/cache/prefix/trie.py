@@ -168,10 +168,10 @@ class Trie:
             blocks: the sequence's, from the first, at least the whole ones.
             now_s: the time.
         """
-        index = 0 if node is None else node.index + 1
+        first = 0 if node is None else node.index + 1
         data = token_ids.tobytes()
         added: list[Node] = []
-        for index in range(index, self.num_whole(len(token_ids))):
+        for index in range(first, self.num_whole(len(token_ids))):
             key_data = data[self._end_bytes[index] : self._end_bytes[index + 1]]
             key = (_parent_key(extra, node), key_data)
             self._last_number += 1
