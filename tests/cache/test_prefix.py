@@ -164,7 +164,7 @@ class PrefixMachine(RuleBasedStateMachine):
     # The oracle.
 
     def keys(self, extra: Hashable, tokens: Sequence[int]) -> list[Key]:
-        """Of all whole blocks of these tokens."""
+        """Keys of all whole blocks of these tokens."""
         found: list[Key] = []
         while (end := self.cache.tokens_touching(len(found) + 1)) <= len(tokens):
             found.append((extra, tuple(tokens[:end]), len(found)))
@@ -193,7 +193,7 @@ class PrefixMachine(RuleBasedStateMachine):
         )
 
     def keys_below(self, limit: float) -> set[Key]:
-        """Of all that could go at less regret than the limit, one after the other."""
+        """Keys of all blocks that could go, one after the other, at less regret than the limit."""
         found = {key for key in self.entries.keys() - self.guarded() if self.regret(key) < limit}
         cut = self.cache.tokens_touching
         # Longest first: a block that stays keeps the one before it.
@@ -203,7 +203,7 @@ class PrefixMachine(RuleBasedStateMachine):
         return found
 
     def leaf_regrets(self) -> dict[Key, float]:
-        """Of all that may be the next victim."""
+        """Regrets of all blocks that may be the next victim."""
         leaves = self.entries.keys() - self.parents() - self.guarded()
         return {key: self.regret(key) for key in leaves}
 
@@ -539,7 +539,7 @@ def test_what_costs_more_to_restore_stays():
     "uses",
     [
         pytest.param([(1, 0.0), (1, 0.0), (2, 0.0), (2, 0.0)], id="reuses"),
-        pytest.param([(1, 0.0), (1, 0.0), (1, 0.0), (2, 300.0)], id="last-use"),
+        pytest.param([(1, 0.0), (2, 0.0), (1, 300.0)], id="last-use"),
     ],
 )
 def test_a_block_counts_with_the_uses_of_those_below(uses: list[tuple[int, float]]):

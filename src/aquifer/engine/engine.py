@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
-from aquifer.cache import kv_cache
-from aquifer.cache.base import KVLayout, SequenceCache
 from aquifer.cache.prefix import PrefixCache
 from aquifer.cache.swap import SwapSpace
-from aquifer.config import EngineConfig, ModelSpec, format_size
-from aquifer.engine.costs import PrefillCost
-from aquifer.engine.headroom import group_bytes
+from aquifer.config import EngineConfig, ModelSpec
+from aquifer.engine import checks
+from aquifer.engine.assembly import Assembly
 from aquifer.engine.lane import Lane
-from aquifer.engine.preemption import Preemption
+from aquifer.engine.model_host import ModelHost, State, read_model
 from aquifer.engine.request import (
     EngineStats,
     LoadProgress,
@@ -35,16 +28,14 @@ from aquifer.engine.request import (
     SamplingParams,
     TokenOutput,
 )
-from aquifer.engine.runner import InFlight, Runner
-from aquifer.engine.scheduler import Scheduler
+from aquifer.engine.runner import InFlight
 from aquifer.engine.sequence import SequenceGroup
 from aquifer.engine.sizing import batched_tokens, make_pool
-from aquifer.engine.slots import SlotTable
 from aquifer.engine.step_input import StepInput
 from aquifer.errors import (
     CapacityError,
     ConfigError,
-    ContextLengthError,
+    DriverError,
     QueueFullError,
     RequestError,
     UnknownModelError,
@@ -53,71 +44,59 @@ from aquifer.kernels import start_compiler
 from aquifer.memory.driver import open_driver
 from aquifer.memory.driver.base import Driver
 from aquifer.memory.pool import Kind, Owner, PagePool
-from aquifer.memory.reclaim import Reclaimer, batch_bytes
 from aquifer.memory.stock import PageStocker
-from aquifer.models import ModelPlan, plan_model
+from aquifer.models import ModelPlan, Planner, plan_model
+from aquifer.sizes import format_size
 from aquifer.weights.checkpoint import Checkpoint
-from aquifer.weights.store import WeightStore
 
 _log = logging.getLogger(__name__)
 
 _ACCOUNT_EVERY_S = 1.0
-"""How often to ask what the process holds beside pages, which takes the driver about 0.1 ms."""
+"""Interval at which overhead is read from the driver, which takes about 0.1 ms."""
+
+OnProgress = Callable[[LoadProgress], None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """A model that is known but not loaded."""
-
-    spec: ModelSpec
-    checkpoint: Checkpoint
-    plan: ModelPlan
-
-
-@dataclass(frozen=True, slots=True)
-class _Served:
-    """A model that is loaded."""
-
-    info: ModelInfo
-    weights: WeightStore
-    runner: Runner
-    lane: Lane
-    eos_ids: frozenset[int]
-    prefill_cost: PrefillCost
+def _ignore(_: LoadProgress) -> None:
+    """Take no notice of progress."""
 
 
 class Engine:
-    """Serves the models of a configuration from one pool. Made by `Engine.open`.
+    """Serves models from one pool. Made by `Engine.open`.
 
-    Nothing here is thread-safe; one loop calls `add`, `abort` and `step`.
+    Nothing here is thread-safe; one loop calls all methods.
 
     Attributes:
+        config: its options.
+        pool: its memory.
         num_ahead: steps that are launched before the first of them is waited for, less one.
     """
 
     def __init__(
         self,
         config: EngineConfig,
-        pool: PagePool,
-        served: dict[str, _Served],
-        scheduler: Scheduler,
+        assembly: Assembly,
         stocker: PageStocker,
+        planner: Planner,
+        max_batched_tokens: int,
         resources: ExitStack,
     ) -> None:
         self.config = config
-        self.pool = pool
-        self._served = served
-        self._scheduler = scheduler
+        self.pool: PagePool = assembly.pool
+        # On a synchronous device, running ahead would only compute sequences that have ended.
+        self.num_ahead = 1 if assembly.pool.driver.runs_ahead else 0
+        self._assembly = assembly
+        self._scheduler = assembly.scheduler
         self._stocker = stocker
+        self._planner = planner
+        self._max_batched_tokens = max_batched_tokens
         self._resources = resources
-        self._requests: dict[str, tuple[Lane, SequenceGroup]] = {}
-        self._own_requests: set[str] = set()  # nobody else wants to hear of these
+        self._hosts: dict[str, ModelHost] = {}
+        self._requests: dict[str, tuple[ModelHost, SequenceGroup]] = {}
+        self._own_requests: set[str] = set()  # of the engine itself: their outputs go nowhere
         self._in_flight: deque[tuple[StepInput, InFlight]] = deque()
-        # Where work is done when the call that does it returns, running ahead would only let
-        # sequences that have ended be computed once more.
-        self._accounted_s = time.monotonic()
-        self.num_ahead = 1 if pool.driver.runs_ahead else 0
-        self._committed_s = time.monotonic()
+        self._undelivered: list[TokenOutput] = []  # outputs that the next step returns
+        self._accounted_s = self._committed_s = time.monotonic()
         self._num_arrivals = 0
         self._seeds = np.random.default_rng(config.seed)
 
@@ -125,63 +104,61 @@ class Engine:
     def open(
         cls,
         config: EngineConfig,
-        on_progress: Callable[[LoadProgress], None] = lambda _: None,
+        on_progress: OnProgress = _ignore,
         driver: Driver | None = None,
+        planner: Planner = plan_model,
     ) -> Engine:
-        """Load the models and get ready to serve them.
+        """Load the models of a configuration, of which there may be none, and get ready.
 
         Args:
             config: what to serve, and how.
             on_progress: told of each stretch of weights that was read.
             driver: used in place of the device's own.
+            planner: finds the implementation of a checkpoint.
 
         Raises:
             ConfigError: a checkpoint cannot be used, or the memory does not suffice.
             DriverError: the device refused memory.
         """
-        dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
-        planned = []
-        for spec in config.models:
-            is_dummy = config.load_format == "dummy"
-            checkpoint = (Checkpoint.without_tensors if is_dummy else Checkpoint.open)(spec.path)
-            planned.append(_Planned(spec, checkpoint, plan_model(checkpoint, dtype)))
+        models = [(spec, *read_model(spec, planner, config)) for spec in config.models]
         with ExitStack() as resources:
             if driver is None:
                 driver = open_driver(config.device)
                 resources.callback(driver.close)
             if driver.device.type == "cuda":
                 start_compiler(driver.device)
-            pool = make_pool(config, driver, [p.plan.parameters for p in planned])
+            pool = make_pool(config, driver, [plan.parameters for _, _, plan in models])
             resources.callback(pool.close)
             max_batched_tokens = batched_tokens(config, driver.device.type)
-            at_a_time = batch_bytes(pool.budget_bytes, pool.page_bytes)
-            reclaimer = Reclaimer(time.monotonic, at_a_time)
-            pool.on_short = reclaimer.reclaim
-            space = SwapSpace(
-                0 if config.preemption_mode == "recompute" else config.swap_space_bytes,
-                driver.device,
+            swaps = config.preemption_mode != "recompute"
+            space = SwapSpace(config.swap_space_bytes if swaps else 0, driver.device)
+            resources.callback(space.close)
+            assembly = Assembly(
+                pool, max_batched_tokens, swap_space=space, restore_mode=config.preemption_mode
             )
-            served = {p.spec.name: _load(config, pool, p, on_progress, resources) for p in planned}
-            preemption = Preemption(space, config.preemption_mode)
-            scheduler = Scheduler(pool, max_batched_tokens, preemption)
-            for model in served.values():
-                if model.lane.prefixes is not None:
-                    reclaimer.register(model.lane.prefixes)
-                scheduler.add_lane(model.lane)
-                model.runner.warm_up(max_batched_tokens)
-            pool.account_overhead(driver.overhead_bytes())
             stocker = PageStocker(pool)
             stocker.start()
             resources.callback(stocker.close)
-            resources.callback(space.close)
-            engine = cls(config, pool, served, scheduler, stocker, resources.pop_all())
-        engine._check_room()
+            engine = cls(
+                config, assembly, stocker, planner, max_batched_tokens, resources.pop_all()
+            )
+        try:
+            for model in models:
+                engine._register(*model)
+            for name in engine.models:
+                engine.load_model(name, on_progress)
+            engine._account_overhead()
+            for host in engine._hosts.values():
+                engine._check_room(host)
+        except BaseException:
+            engine.close()
+            raise
         return engine
 
     @property
     def models(self) -> dict[str, ModelInfo]:
-        """What is served, by name."""
-        return {name: served.info for name, served in self._served.items()}
+        """The models that are registered, by name."""
+        return {name: host.info for name, host in self._hosts.items()}
 
     @property
     def lanes(self) -> Mapping[str, Lane]:
@@ -190,49 +167,124 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is waiting or running, or any step in flight."""
-        return self._scheduler.has_work or bool(self._in_flight)
+        """Whether any request is waiting or running, any step in flight, or any output to return."""
+        return self._scheduler.has_work or bool(self._in_flight or self._undelivered)
 
-    def add(self, request: Request) -> None:
-        """Take in a request.
+    # --- models ------------------------------------------------------------------------------
+
+    def add_model(
+        self, spec: ModelSpec, on_progress: OnProgress = _ignore, *, load: bool = True
+    ) -> ModelInfo:
+        """Register a model, while others are served; its addresses are taken, and no memory.
+
+        Args:
+            spec: its name and path.
+            on_progress: told of each stretch of weights that was read.
+            load: whether to load it at once. Else it is loaded when a request for it waits.
+
+        Raises:
+            ConfigError: the checkpoint cannot be used, the name is taken, or, with `load`, the pool
+                has no room for the weights; then it is not registered.
+            DriverError: the device refused memory; likewise.
+        """
+        host = self._register(spec, *read_model(spec, self._planner, self.config))
+        if load:
+            try:
+                self.load_model(spec.name, on_progress)
+                self._check_room(host)
+            except BaseException:
+                self.remove_model(spec.name)
+                raise
+        return host.info
+
+    def load_model(self, name: str, on_progress: OnProgress = _ignore) -> None:
+        """Bring the weights of a registered model into the pool, if they are not there.
 
         Raises:
             UnknownModelError: no such model.
+            ConfigError: the pool has no room for them, or the checkpoint cannot be used.
+            DriverError: the device refused memory.
+        """
+        host = self._find(name)
+        free_bytes = self.pool.usage().free_bytes
+        if not host.load(on_progress):
+            raise ConfigError(
+                f"the weights of {name} take {format_size(host.info.weight_bytes)} and the pool "
+                f"has {format_size(free_bytes)} left; raise --memory, or unload another model"
+            )
+
+    def unload_model(self, name: str) -> None:
+        """Take the weights of a model out of the pool; it stays registered.
+
+        Its running requests are preempted. They go on when it has been loaded again, which happens
+        as soon as there is room for it, because they wait.
+
+        Raises:
+            UnknownModelError: no such model.
+        """
+        host = self._find(name)
+        self._finish_steps()
+        self._scheduler.preempt_all(host.lane)
+        host.unload()
+
+    def remove_model(self, name: str) -> None:
+        """Forget a model. Its requests end with an error, which the next `step` returns.
+
+        Raises:
+            UnknownModelError: no such model.
+        """
+        host = self._find(name)
+        self._finish_steps()
+        self._end_requests(host, f"model {name!r} was removed")
+        host.close()
+        del self._hosts[name]
+
+    # --- requests ----------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Take in a request. Its model need not be loaded; it waits until that is so.
+
+        Raises:
+            UnknownModelError: no such model, or loading it has failed.
             QueueFullError: too many requests wait already.
             ContextLengthError: it is longer than the model's context.
             CapacityError: it needs more memory than there is for it at the best of times.
             RequestError: a token id is outside of the vocabulary, or the prompt is empty.
         """
-        served = self._find(request.model)
+        host = self._find(request.model)
+        if host.state == State.FAILED:
+            raise UnknownModelError(
+                f"model {request.model!r} could not be loaded: {host.error}", param="model"
+            )
         if request.request_id in self._requests:
             raise RequestError(f"a request {request.request_id!r} is running already")
         if self._scheduler.num_waiting >= self.config.max_num_waiting:
             raise QueueFullError(
                 f"{self._scheduler.num_waiting} requests are waiting already; try again later"
             )
-        token_ids = _checked_token_ids(request, served.info.vocab_size)
+        token_ids = checks.check_token_ids(request, host.info.vocab_size)
+        checks.check_sequences(request, self.config.max_num_seqs)
         params = request.params
-        if params.num_sequences > self.config.max_num_seqs:
-            field = "n" if params.best_of is None else "best_of"
-            raise RequestError(
-                f"{field} is {params.num_sequences}, and this server runs at most "
-                f"{self.config.max_num_seqs} sequences at once",
-                param=field,
-            )
         group = SequenceGroup.of(
             request,
             self._num_arrivals,
             token_ids,
             seed=(int(self._seeds.integers(2**63)) if params.seed is None else params.seed % 2**64),
-            max_total=self._max_total(request, served),
-            stop_ids=frozenset(params.stop_token_ids or ()).union(
-                () if params.ignore_eos else served.eos_ids
+            max_total=checks.max_total(
+                request,
+                host.info,
+                host.lane.cache.footprint,
+                self._assembly.room,
+                self._kv_pages(host),
             ),
-            eos_ids=served.eos_ids,
+            stop_ids=frozenset(params.stop_token_ids or ()).union(
+                () if params.ignore_eos else host.eos_ids
+            ),
+            eos_ids=host.eos_ids,
         )
         self._num_arrivals += 1
-        self._requests[request.request_id] = (served.lane, group)
-        self._scheduler.add(served.lane, group)
+        self._requests[request.request_id] = (host, group)
+        self._scheduler.add(host.lane, group)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Forget a request, or one completion of it; its pages are free when this returns.
@@ -242,8 +294,8 @@ class Engine:
         found = self._requests.get(request_id)
         if found is None:
             return
-        lane, group = found
-        self._scheduler.abort(lane, group, index)
+        host, group = found
+        self._scheduler.abort(host.lane, group, index)
         if index is None or not group.sequences:
             del self._requests[request_id]
 
@@ -255,9 +307,9 @@ class Engine:
         Raises:
             UnknownModelError: no such model.
             RequestError: prefixes are not kept by this server, or this one is shorter than a block.
-            CapacityError: pinned prefixes would take more than half of what KV can have.
+            CapacityError: pinned prefixes would take more than half of the memory for KV.
         """
-        served, prefixes = self._prefixes_of(model)
+        host, prefixes = self._prefixes_of(model)
         request = Request(
             f"pin-{self._num_arrivals}",
             model,
@@ -266,17 +318,17 @@ class Engine:
             time.monotonic(),
             cache_salt=salt,
         )
-        tokens = _checked_token_ids(request, served.info.vocab_size)
-        cache = served.lane.cache
-        num_blocks = len(token_ids) * cache.layout.token_bytes // cache.block_bytes
+        tokens = checks.check_token_ids(request, host.info.vocab_size)
+        cache = host.lane.cache
+        num_blocks = cache.footprint.whole_blocks(len(token_ids))
         if num_blocks == 0:
             raise RequestError(
                 f"the prefix has {len(token_ids)} tokens; blocks of KV, which are kept whole, hold "
-                f"{cache.block_bytes / cache.layout.token_bytes:g}",
+                f"{cache.footprint.block_tokens:g}",
                 param="prompt",
             )
-        pinned_bytes = self._pinned_bytes + num_blocks * cache.block_bytes
-        kv_bytes = self._kv_budget_bytes + self._pinned_bytes
+        pinned_bytes = self._pinned_bytes + cache.footprint.blocks_bytes(num_blocks)
+        kv_bytes = self._assembly.room.size(self._kv_pages(host)) + self._pinned_bytes
         if 2 * pinned_bytes > kv_bytes:
             raise CapacityError(
                 f"pinned prefixes would take {format_size(pinned_bytes)}, more than half of the "
@@ -294,45 +346,54 @@ class Engine:
         _, prefixes = self._prefixes_of(model)
         prefixes.unpin(np.array(token_ids, np.int32), salt)
 
+    # --- the loop ----------------------------------------------------------------------------
+
     def step(self) -> list[TokenOutput]:
         """Launch one step of one model; returns what requests got from the step that is done.
 
-        On a device that works by itself, that is the step before: it runs while the next one is
-        planned, so that the device always has work.
+        On a device that runs ahead, that is the step before: it runs while the next one is planned,
+        so that the device always has work.
         """
         plan = self._scheduler.plan()
+        if plan is None and not self._in_flight:
+            plan = self._load_wanted()
         outputs = self._scheduler.take_failed()
         if plan is not None:
             self._stocker.wake()
-            launched = self._served[plan.model].runner.launch(plan)
+            launched = self._hosts[plan.model].runner.launch(plan)
             self._in_flight.append((plan, launched))
-            self._account_overhead()
+            if time.monotonic() - self._accounted_s >= _ACCOUNT_EVERY_S:
+                self._account_overhead()
         # With nothing more to launch, there is nothing to wait for behind.
         if len(self._in_flight) > (0 if plan is None else self.num_ahead):
-            plan, launched = self._in_flight.popleft()
-            outputs += self._scheduler.commit(plan, launched.wait())
-            self._observe(plan)
-        for output in outputs:
-            if output.finish_reason is not None and output.request_id in self._requests:
-                _, group = self._requests[output.request_id]
-                if not group.sequences:
-                    del self._requests[output.request_id]
-        if self._own_requests:
-            outputs = [output for output in outputs if not self._is_own(output)]
+            outputs += self._commit_first()
+        self._deliver(outputs)
+        outputs, self._undelivered = self._undelivered, []
         return outputs
 
     def stats(self) -> EngineStats:
-        """Counters of this moment."""
+        """Counters of this moment. Cheap: called with every step."""
         lanes = self._scheduler.lanes
-        in_use = self.pool.usage().in_use_bytes
-        kv_bytes = sum(n for owner, n in in_use.items() if owner.kind == Kind.KV)
+        usage = self.pool.usage()
+        kv_bytes = sum(n for owner, n in usage.in_use_bytes.items() if owner.kind == Kind.KV)
+        fixed_bytes = usage.overhead_bytes + self._weight_bytes + self._pinned_bytes
+        kv_budget_bytes = max(usage.budget_bytes - fixed_bytes, 1)
+        prefixes = {
+            name: None if lane.prefixes is None else lane.prefixes.stats
+            for name, lane in lanes.items()
+        }
         return EngineStats(
             num_running={name: len(lane.running) for name, lane in lanes.items()},
             num_waiting={name: len(lane.waiting) for name, lane in lanes.items()},
             num_preemptions={name: lane.num_preemptions for name, lane in lanes.items()},
-            kv_usage=kv_bytes / self._kv_budget_bytes,
-            num_prefix_queried_tokens=_prefix_counts(lanes, "queried_tokens"),
-            num_prefix_hit_tokens=_prefix_counts(lanes, "hit_tokens"),
+            kv_usage=kv_bytes / kv_budget_bytes,
+            num_prefix_queried_tokens={
+                name: 0 if stats is None else stats.queried_tokens
+                for name, stats in prefixes.items()
+            },
+            num_prefix_hit_tokens={
+                name: 0 if stats is None else stats.hit_tokens for name, stats in prefixes.items()
+            },
         )
 
     def memory(self) -> MemoryReport:
@@ -373,7 +434,73 @@ class Engine:
         """End all requests and give everything back."""
         for request_id in list(self._requests):
             self.abort(request_id)
+        self._in_flight.clear()
+        for host in reversed(self._hosts.values()):
+            host.close()
+        self._hosts.clear()
         self._resources.close()
+
+    # --- parts -------------------------------------------------------------------------------
+
+    def _register(self, spec: ModelSpec, checkpoint: Checkpoint, plan: ModelPlan) -> ModelHost:
+        if spec.name in self._hosts:
+            raise ConfigError(f"a model named {spec.name!r} is registered already")
+        host = ModelHost(
+            spec, plan, checkpoint, self.config, self._assembly, self._max_batched_tokens
+        )
+        self._hosts[spec.name] = host
+        return host
+
+    def _load_wanted(self) -> StepInput | None:
+        """Load the model of the earliest request that waits for it, and plan; None if none can be.
+
+        Called where nothing else can run. If there is no room for the weights even so, the requests
+        for that model end with an error.
+        """
+        wanted = [
+            host
+            for host in self._hosts.values()
+            if host.lane.waiting and host.state == State.REGISTERED
+        ]
+        for host in sorted(wanted, key=lambda h: min(g.arrival for g in h.lane.waiting)):
+            try:
+                self.load_model(host.info.name)
+                self._check_room(host)
+            except (ConfigError, DriverError) as error:
+                self._end_requests(host, str(error))
+                continue
+            return self._scheduler.plan()
+        return None
+
+    def _end_requests(self, host: ModelHost, error: str) -> None:
+        """End all requests of a model with an error, which the next `step` returns."""
+        for request_id, (owner, _) in list(self._requests.items()):
+            if owner is host:
+                self.abort(request_id)
+                self._deliver([TokenOutput(request_id, finish_reason="error", error=error)])
+
+    def _commit_first(self) -> list[TokenOutput]:
+        """Wait for the earliest step in flight, and commit it."""
+        plan, launched = self._in_flight.popleft()
+        outputs = self._scheduler.commit(plan, launched.wait())
+        self._observe(plan)
+        return outputs
+
+    def _finish_steps(self) -> None:
+        """Wait for all steps in flight; the next `step` returns what came of them."""
+        while self._in_flight:
+            self._deliver(self._commit_first())
+
+    def _deliver(self, outputs: list[TokenOutput]) -> None:
+        """Note outputs to be returned, and requests that have ended with them."""
+        for output in outputs:
+            if output.finish_reason is not None and output.request_id in self._requests:
+                _, group = self._requests[output.request_id]
+                if not group.sequences:
+                    del self._requests[output.request_id]
+        if self._own_requests:
+            outputs = [output for output in outputs if not self._is_own(output)]
+        self._undelivered += outputs
 
     def _is_own(self, output: TokenOutput) -> bool:
         if output.request_id not in self._own_requests:
@@ -391,253 +518,74 @@ class Engine:
         if num_prompt > 10 * num_decodes:
             counts = spans.counts[num_decodes:]
             first_token = float(np.average(spans.starts[num_decodes:], weights=counts))
-            cost = self._served[plan.model].prefill_cost
+            cost = self._hosts[plan.model].prefill_cost
             cost.observe(first_token, num_prompt, seconds)
 
-    def _prefixes_of(self, model: str) -> tuple[_Served, PrefixCache]:
-        served = self._find(model)
-        if served.lane.prefixes is None:
+    def _prefixes_of(self, model: str) -> tuple[ModelHost, PrefixCache]:
+        host = self._find(model)
+        if host.lane.prefixes is None:
             raise RequestError("this server was started with --no-enable-prefix-caching")
-        return served, served.lane.prefixes
+        return host, host.lane.prefixes
 
-    def _find(self, model: str) -> _Served:
-        served = self._served.get(model)
-        if served is None:
+    def _find(self, model: str) -> ModelHost:
+        host = self._hosts.get(model)
+        if host is None:
+            served = ", ".join(self._hosts) or "none"
             raise UnknownModelError(
-                f"no model {model!r} is served here; there is {', '.join(self._served)}",
-                param="model",
+                f"no model {model!r} is served here; served models: {served}", param="model"
             )
-        return served
+        return host
 
     def _account_overhead(self) -> None:
         """Captured graphs, and whatever else has grown, leave less for pages."""
-        now = time.monotonic()
-        if now - self._accounted_s >= _ACCOUNT_EVERY_S:
-            self._accounted_s = now
-            self.pool.account_overhead(self.pool.driver.overhead_bytes())
+        self._accounted_s = time.monotonic()
+        self.pool.account_overhead(self.pool.driver.overhead_bytes())
 
     @property
-    def _kv_budget_bytes(self) -> int:
-        """What KV could have, beside weights, pinned prefixes and what the process itself has."""
-        weight_bytes = sum(served.info.weight_bytes for served in self._served.values())
-        taken_bytes = self.pool.usage().overhead_bytes + weight_bytes + self._pinned_bytes
-        return self.pool.budget_bytes - taken_bytes
+    def _weight_bytes(self) -> int:
+        """Bytes of weights that are resident."""
+        return sum(host.resident_bytes for host in self._hosts.values())
 
     @property
     def _pinned_bytes(self) -> int:
         """Bytes of the pinned prefixes of all models."""
-        caches = (served.lane.prefixes for served in self._served.values())
-        return sum(cache.stats.pinned_bytes for cache in caches if cache is not None)
+        caches = (host.lane.prefixes for host in self._hosts.values())
+        return sum(cache.pinned_bytes for cache in caches if cache is not None)
 
-    def _max_total(self, request: Request, served: _Served) -> int:
-        """Length in tokens, prompt included, at which a request ends."""
-        limit = served.info.max_model_len
-        num_prompt = len(request.prompt_token_ids)
-        wanted = request.params.max_tokens
-        if num_prompt >= limit:
-            raise ContextLengthError(
-                f"the prompt has {num_prompt} tokens and this model's context length is {limit}, "
-                "which must hold at least one more; shorten the prompt",
-                param="prompt",
-            )
-        if wanted is not None and num_prompt + wanted > limit:
-            raise ContextLengthError(
-                f"the prompt's {num_prompt} tokens and max_tokens {wanted} exceed this model's "
-                f"context length of {limit}; ask for at most {limit - num_prompt}",
-                param="max_tokens",
-            )
-        cache, num_sequences = served.lane.cache, request.params.num_sequences
-        total = limit if wanted is None else num_prompt + wanted
-        capacity = self._capacity_tokens(cache, num_prompt, num_sequences)
-        if wanted is None:
-            total = min(total, max(capacity, num_prompt) + 1)
-        needed_bytes = group_bytes(cache, num_prompt, total, num_sequences)
-        if needed_bytes > self._kv_budget_bytes:
-            times = "" if num_sequences == 1 else f", {num_sequences} times but for the prompt,"
-            raise CapacityError(
-                f"{total - 1} tokens of KV{times} take {needed_bytes} bytes "
-                f"({format_size(needed_bytes)}) and this server has {self._kv_budget_bytes} bytes "
-                f"({format_size(self._kv_budget_bytes)}) for KV: enough for {capacity} tokens",
-                param="prompt" if wanted is None else "max_tokens",
-            )
-        return total
+    def _kv_pages(self, host: ModelHost) -> int:
+        """Pages that a model's KV can have beside weights, pinned prefixes and overhead."""
+        other_bytes = self.pool.usage().overhead_bytes + self._weight_bytes + self._pinned_bytes
+        other_bytes += host.info.weight_bytes - host.resident_bytes
+        return self._assembly.room.budget_pages(other_bytes)
 
-    def _capacity_tokens(
-        self, cache: SequenceCache, num_prompt: int = 1, num_sequences: int = 1
-    ) -> int:
-        """How long sequences with the same prompt can be if nothing else runs."""
-        low, high = 0, self._kv_budget_bytes // cache.layout.token_bytes
-        while low < high:
-            middle = (low + high + 1) // 2
-            shared = min(num_prompt, middle)
-            needed_bytes = group_bytes(cache, shared, middle + 1, num_sequences)
-            if needed_bytes <= self._kv_budget_bytes:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+    def _check_room(self, host: ModelHost) -> None:
+        """Refuse a model of which no request could ever run; warn where long ones cannot.
 
-    def _check_room(self) -> None:
-        """Refuse to start where no request could ever run; warn where long ones cannot."""
-        for name, served in self._served.items():
-            cache, limit = served.lane.cache, served.info.max_model_len
-            capacity = self._capacity_tokens(cache)
-            if capacity < 1:
-                least = cache.bytes_needed(1)
-                self.close()
-                raise ConfigError(
-                    f"the weights leave {format_size(max(self._kv_budget_bytes, 0))} of the pool's "
-                    f"{format_size(self.pool.budget_bytes)} for KV, and the first token of {name} "
-                    f"takes {format_size(least)}; raise --memory"
-                )
-            if capacity < limit - 1:
-                _log.warning(
-                    "the pool holds at most %d tokens of %s at a time, its context length is %d; "
-                    "longer requests will be refused",
-                    capacity,
-                    name,
-                    limit,
-                )
-
-
-def _load(
-    config: EngineConfig,
-    pool: PagePool,
-    planned: _Planned,
-    on_progress: Callable[[LoadProgress], None],
-    resources: ExitStack,
-) -> _Served:
-    """Bring one model's weights into the pool and set up what serves it."""
-    spec, checkpoint, plan = planned.spec, planned.checkpoint, planned.plan
-    max_model_len = config.max_model_len or plan.max_model_len
-    if max_model_len > plan.max_model_len:
-        raise ConfigError(
-            f"max_model_len is {max_model_len}; {spec.name} allows at most {plan.max_model_len}"
+        Raises:
+            ConfigError: no request could run.
+        """
+        footprint, room, limit = (
+            host.lane.cache.footprint,
+            self._assembly.room,
+            host.info.max_model_len,
         )
-    weights = WeightStore(pool, Owner(spec.name, Kind.WEIGHTS), plan.parameters)
-    resources.callback(weights.close)
-    if not weights.populate():
-        raise ConfigError(
-            f"the weights of {spec.name} take {format_size(weights.placement.num_bytes)} and the "
-            f"pool has {format_size(pool.free_bytes)} left; raise --memory"
-        )
-    _fill(config, weights, checkpoint, on_progress, spec.name)
-    with torch.inference_mode():
-        model = plan.build(weights.tensors)
-    cache = kv_cache(config.kv_cache, config.block_size)(
-        pool, Owner(spec.name, Kind.KV), model.kv_layout, config.max_num_seqs, max_model_len
-    )
-    resources.callback(cache.close)
-    info = ModelInfo(
-        name=spec.name,
-        path=str(spec.path),
-        architecture=str((checkpoint.config.get("architectures") or ["unknown"])[0]),
-        dtype=str(model.kv_layout.dtype).removeprefix("torch."),
-        max_model_len=max_model_len,
-        vocab_size=model.vocab_size,
-        num_parameters=sum(t.numel() for t in weights.tensors.values()),
-        weight_bytes=weights.placement.num_bytes,
-        kv_bytes_per_token=model.kv_layout.token_bytes,
-    )
-    prefill_cost = PrefillCost(_even_tokens(checkpoint, info, model.kv_layout))
-    lane = Lane(
-        spec.name,
-        cache,
-        SlotTable(config.max_num_seqs, max_model_len),
-        recompute_s=prefill_cost.seconds,
-    )
-    if config.enable_prefix_caching and cache.can_share:
-        lane.prefixes = PrefixCache(cache, prefill_cost.seconds)
-        resources.callback(lane.prefixes.close)
-    runner = Runner(model, cache, pool.driver, config.max_num_seqs, max_model_len)
-    resources.callback(runner.close)
-    return _Served(info, weights, runner, lane, _eos_ids(checkpoint), prefill_cost)
-
-
-def _even_tokens(checkpoint: Checkpoint, info: ModelInfo, layout: KVLayout) -> float:
-    """The position at which a token's attention is as many operations as its products."""
-    layer = layout.layers[0]
-    num_heads = checkpoint.config.get("num_attention_heads") or layer.num_kv_heads
-    # Each query head multiplies and adds once with every element of K and of V.
-    attention = 2 * num_heads / layer.num_kv_heads * layout.token_elements
-    return 2 * info.num_parameters / attention
-
-
-def _prefix_counts(lanes: Mapping[str, Lane], name: str) -> dict[str, int]:
-    return {
-        model: 0 if lane.prefixes is None else getattr(lane.prefixes.stats, name)
-        for model, lane in lanes.items()
-    }
-
-
-def _fill(
-    config: EngineConfig,
-    weights: WeightStore,
-    checkpoint: Checkpoint,
-    on_progress: Callable[[LoadProgress], None],
-    model: str,
-) -> None:
-    """Give the weights their values."""
-    if config.load_format == "dummy":
-        weights.fill_random(config.seed or 0)
-        num_bytes = sum(parameter.num_bytes for parameter in weights.parameters)
-        on_progress(LoadProgress(model, num_bytes, num_bytes))
-        return
-    total_bytes = sum(
-        checkpoint.tensors[source.name].num_bytes
-        for parameter in weights.parameters
-        for source in parameter.sources
-        if source.name in checkpoint.tensors
-    )
-    loaded_bytes = 0
-
-    def advance(num_bytes: int) -> None:
-        nonlocal loaded_bytes
-        loaded_bytes += num_bytes
-        on_progress(LoadProgress(model, loaded_bytes, total_bytes))
-
-    weights.load(checkpoint, advance)
-
-
-def _eos_ids(checkpoint: Checkpoint) -> frozenset[int]:
-    """End-of-sequence tokens: of `generation_config.json`, or else of `config.json`."""
-    file = checkpoint.path / "generation_config.json"
-    try:
-        generation: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {file}: {error}") from error
-    ids = generation.get("eos_token_id", checkpoint.config.get("eos_token_id"))
-    if ids is None:
-        return frozenset()
-    return frozenset([ids] if isinstance(ids, int) else ids)
-
-
-def _checked_token_ids(request: Request, vocab_size: int) -> npt.NDArray[np.int32]:
-    """The prompt as an array; whatever else names tokens is checked too."""
-    if not request.prompt_token_ids:
-        raise RequestError("the prompt is empty; it must have at least one token", param="prompt")
-    _token_array(list(request.params.token_ids_named), vocab_size, None)
-    return _token_array(request.prompt_token_ids, vocab_size, "prompt")
-
-
-def _token_array(token_ids: list[int], vocab_size: int, param: str | None) -> npt.NDArray[np.int32]:
-    """As an array, which is much faster to look through than a list.
-
-    Raises:
-        RequestError: one of them is outside of the vocabulary.
-    """
-    try:
-        array = np.array(token_ids, np.int32)
-    except OverflowError:
-        array = np.array([-1], np.int32)
-    if len(array) and not (array.min() >= 0 and array.max() < vocab_size):
-        outside = next(i for i in token_ids if not 0 <= i < vocab_size)
-        raise RequestError(
-            f"token id {outside} is outside of the vocabulary: this model has {vocab_size} tokens, "
-            "numbered from 0",
-            param=param,
-        )
-    return array
+        kv_pages = self._kv_pages(host)
+        longest = footprint.longest(kv_pages) - 1
+        if longest < 1:
+            raise ConfigError(
+                f"the weights leave {format_size(room.size(kv_pages))} of the pool's "
+                f"{format_size(self.pool.budget_bytes)} for KV, and the first token of "
+                f"{host.info.name} takes {format_size(room.size(footprint.pages(1)))}; raise "
+                "--memory"
+            )
+        if longest < limit - 1:
+            _log.warning(
+                "the pool holds at most %d tokens of %s at a time, its context length is %d; "
+                "longer requests will be refused",
+                longest,
+                host.info.name,
+                limit,
+            )
 
 
 def _resident_bytes() -> int:

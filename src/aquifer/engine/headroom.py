@@ -6,10 +6,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from aquifer.cache.base import SequenceCache
 from aquifer.engine.lane import Lane, num_equal
 from aquifer.engine.sequence import SequenceGroup
-from aquifer.memory.pool import PagePool
+from aquifer.memory.room import Room
 
 _RUN_TOKENS = 64
 """How far all sequences must be able to go on after a preempted request has come back.
@@ -19,24 +18,6 @@ that is preempted again before it has run for that long has cost more than it ha
 would the next one: the batch thrashes. A sequence that ends sooner counts with what is left."""
 
 
-def group_bytes(cache: SequenceCache, num_prompt: int, num_total: int, num_sequences: int) -> int:
-    """Pool bytes that a request takes at most, if its sequences share the prompt and no more.
-
-    Args:
-        cache: where it will be.
-        num_prompt: tokens of its prompt.
-        num_total: tokens of each sequence in the end, prompt included.
-        num_sequences: that run for it.
-    """
-    # The last token is never run, so it needs no KV.
-    needed_bytes = cache.bytes_needed(num_total - 1)
-    shared_bytes = 0
-    if cache.can_share:
-        shared_bytes = (num_prompt - 1) * cache.layout.token_bytes
-        shared_bytes -= shared_bytes % cache.block_bytes
-    return needed_bytes + (num_sequences - 1) * (needed_bytes - shared_bytes)
-
-
 class Headroom:
     """Estimates what an admission takes, and asks whether there is room for it.
 
@@ -44,12 +25,12 @@ class Headroom:
     computed for nothing.
 
     Args:
-        pool: the memory of all lanes.
+        room: of the pool of all lanes.
         lanes: all models' lanes.
     """
 
-    def __init__(self, pool: PagePool, lanes: Mapping[str, Lane]) -> None:
-        self._pool = pool
+    def __init__(self, room: Room, lanes: Mapping[str, Lane]) -> None:
+        self._room = room
         self._lanes = lanes
 
     def has_room(self, lane: Lane, group: SequenceGroup, num_cached: int) -> bool:
@@ -63,30 +44,18 @@ class Headroom:
         num_running = sum(other.slots.num_taken for other in self._lanes.values())
         if not num_running or not lane.cache.can_share:  # what is reserved at once does not grow
             return True
-        needed_bytes = lane.cache.bytes_needed(len(group.live[0].token_ids) + 1)
-        needed_bytes -= num_cached * lane.cache.layout.token_bytes
-        for sequence in group.live[1:]:
-            shared = num_equal(group.live[0].token_ids, sequence.token_ids)
-            needed_bytes += lane.cache.bytes_needed(len(sequence.token_ids) + 1 - shared)
+        first, *others = group.live
+        footprint = lane.cache.footprint
+        needed_pages = footprint.needed(len(first.token_ids) + 1, num_cached)
+        for sequence in others:
+            shared = num_equal(first.token_ids, sequence.token_ids)
+            needed_pages += footprint.pages(len(sequence.token_ids) + 1 - shared)
         run_tokens = _RUN_TOKENS if group.num_preemptions else 1
         for other in self._lanes.values():
-            table, cache = other.slots, other.cache
+            table = other.slots
             slots = table.in_order
             left = (table.max_total[slots] - table.num_tokens[slots]).clip(0, run_tokens)
             if other is lane and group.num_preemptions:
                 left = np.append(left, np.full(len(group.live), run_tokens))
-            page_bytes = max(self._pool.page_bytes, cache.layout.token_bytes)
-            growth = np.maximum(left * cache.layout.token_bytes, (left > 0) * page_bytes)
-            needed_bytes += int(growth.sum())
-        free_bytes = self._pool.free_bytes
-        if free_bytes >= needed_bytes:
-            return True
-        return free_bytes + self._evictable_bytes >= needed_bytes
-
-    @property
-    def _evictable_bytes(self) -> int:
-        return sum(
-            lane.prefixes.evictable_bytes
-            for lane in self._lanes.values()
-            if lane.prefixes is not None
-        )
+            needed_pages += other.cache.footprint.growth(left)
+        return self._room.has(needed_pages)

@@ -42,23 +42,23 @@ class Preemption:
         """
         if not any(num_tokens) or not self._space.prepare(wait=self._mode == "swap"):
             return None
-        token_bytes = cache.layout.token_bytes
+        footprint = cache.footprint
         blocks = {
             block
             for slot, count in zip(slots, num_tokens, strict=True)
             for block in cache.blocks(slot, count)
         }
-        num_bytes = len(blocks) * cache.block_bytes
+        num_bytes = footprint.blocks_bytes(len(blocks))
         # What sequences share is computed once and moved once: as long as the longest, and the
         # others' own parts.
         longest = max(num_tokens)
-        others = max(num_bytes / token_bytes - longest, 0)
+        others = max(len(blocks) * footprint.block_tokens - longest, 0)
         compute_s = recompute_s(0, longest) + recompute_s(longest / 2, others)
         if not restore_by_copy(self._mode, 2 * num_bytes / self._space.bytes_per_s, compute_s):
             return None
         swapped = self._space.swap_out(cache, slots, num_tokens)
         if swapped is not None:
-            self.moved_bytes += sum(kv.num_copied for kv in swapped) * token_bytes
+            self.moved_bytes += footprint.kv_bytes(sum(kv.num_copied for kv in swapped))
         return swapped
 
     def swap_in(
@@ -67,7 +67,7 @@ class Preemption:
         """Bring a request's KV back to empty slots; False if the pool is short."""
         if not self._space.swap_in(cache, slots, swapped):
             return False
-        self.moved_bytes += sum(kv.num_copied for kv in swapped) * cache.layout.token_bytes
+        self.moved_bytes += cache.footprint.kv_bytes(sum(kv.num_copied for kv in swapped))
         return True
 
     def discard(self, swapped: Sequence[SwappedKV]) -> None:

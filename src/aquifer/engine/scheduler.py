@@ -55,14 +55,14 @@ from aquifer.engine.sequence import SequenceGroup
 from aquifer.engine.snapshots import Candidates, running_request
 from aquifer.engine.step_input import StepInput, StepOutput
 from aquifer.errors import DriverError
-from aquifer.memory.pool import PagePool
+from aquifer.memory.room import Room
 
 
 class Scheduler:
     """Plans steps, and writes down what came of them.
 
     Args:
-        pool: the memory of all lanes.
+        room: of the pool of all lanes.
         max_batched_tokens: tokens of one step.
         preemption: moves the KV of preempted requests; None to compute it again always.
         clock_s: tells the time in seconds.
@@ -71,7 +71,7 @@ class Scheduler:
 
     def __init__(
         self,
-        pool: PagePool,
+        room: Room,
         max_batched_tokens: int,
         preemption: Preemption | None = None,
         clock_s: Callable[[], float] = time.monotonic,
@@ -82,7 +82,7 @@ class Scheduler:
         self._preemption = preemption
         self._clock_s = clock_s
         self._policies = policies or Policies()
-        self._headroom = Headroom(pool, self.lanes)
+        self._headroom = Headroom(room, self.lanes)
         self._num_turns = 0
         # Arrival of the request that was last refused for want of memory, and waits still.
         self._blocked_arrival: int | None = None
@@ -212,6 +212,15 @@ class Scheduler:
                 lane.end_all(group, self._clock_s())
                 self._fail(group, refusal)
                 return
+        self._make_wait(lane, group)
+
+    def preempt_all(self, lane: Lane) -> None:
+        """Preempt all running requests of a model. Pre-condition: no step of it is in flight."""
+        for group in reversed(list(lane.running)):
+            self._make_wait(lane, group)
+
+    def _make_wait(self, lane: Lane, group: SequenceGroup) -> None:
+        """Take slots and memory of a running request, and put it in front of the queue."""
         if self._preemption is not None and entry.swap_out(lane, group, self._preemption):
             lane.num_swaps += 1
         for sequence in group.sequences:

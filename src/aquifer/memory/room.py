@@ -55,6 +55,10 @@ class Room:
         reachable_bytes = self._pool.free_bytes + self.reclaimer.evictable_bytes
         return reachable_bytes // self._pool.page_bytes
 
+    def size(self, num_pages: int) -> int:
+        """Bytes of so many pages."""
+        return num_pages * self._pool.page_bytes
+
     def budget_pages(self, other_bytes: int = 0) -> int:
         """Pages that the pool's budget leaves beside `other_bytes`; 0 if these exceed it."""
         return max(self._pool.budget_bytes - other_bytes, 0) // self._pool.page_bytes

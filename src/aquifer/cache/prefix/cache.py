@@ -59,8 +59,8 @@ class PrefixCache:
         prefixes.insert(lease, slot, token_ids, num_computed, now_s)    # at any time, any number
         prefixes.unlock(lease, now_s)         # it ended, or was preempted; then release its slot
 
-    It is a tenant of `aquifer.memory.reclaim.Reclaimer`: a source of victims. Of a model without KV
-    nothing is found and nothing is kept.
+    It is a tenant of `aquifer.memory.reclaim.Reclaimer`: a source of victims. For a model without
+    KV, nothing is found and nothing is kept.
 
     Args:
         cache: the manager of the blocks.

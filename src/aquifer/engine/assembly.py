@@ -1,0 +1,113 @@
+"""Pool, cache managers, lanes and scheduler, put together.
+
+The engine, the replay, the benchmarks and the tests all assemble them here; they differ in the
+device, the clock and the policies.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from aquifer.cache.base import CacheFactory, KVLayout
+from aquifer.cache.prefix import PrefixCache
+from aquifer.cache.swap import SwapSpace
+from aquifer.engine.costs import PrefillCost
+from aquifer.engine.lane import Lane
+from aquifer.engine.policies import Policies, RestoreMode
+from aquifer.engine.preemption import Preemption
+from aquifer.engine.scheduler import Scheduler
+from aquifer.engine.slots import SlotTable
+from aquifer.memory.pool import Kind, Owner, PagePool
+from aquifer.memory.room import Room
+
+
+@dataclass(frozen=True, slots=True)
+class LaneSpec:
+    """A model as the scheduler and the cache managers see it.
+
+    Args:
+        name: of the model.
+        kv_layout: KV of one token.
+        max_seqs: sequences that run at once.
+        max_tokens: length of the longest sequence.
+        cache: makes the cache manager.
+        keeps_prefixes: whether KV is retained for later requests, where the manager can share.
+        recompute_s: seconds to compute a stretch of KV, given its first position and its length.
+        most_new: the most new tokens that a step brings to a sequence.
+    """
+
+    name: str
+    kv_layout: KVLayout
+    max_seqs: int
+    max_tokens: int
+    cache: CacheFactory
+    keeps_prefixes: bool = False
+    recompute_s: Callable[[float, float], float] = PrefillCost().seconds
+    most_new: int = 1
+
+
+class Assembly:
+    """One pool with the scheduler of all models that share it.
+
+    Args:
+        pool: the memory; closed by the caller, after this.
+        max_batched_tokens: tokens of one step.
+        swap_space: host memory for the KV of preempted requests; None for no swapping.
+        restore_mode: how the KV of preempted requests comes back.
+        clock_s: tells the time in seconds.
+        policies: the scheduler's decisions.
+
+    Attributes:
+        pool: likewise.
+        room: free memory, and memory that tenants could give up.
+        preemption: moves the KV of preempted requests.
+        scheduler: of all lanes.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        max_batched_tokens: int,
+        *,
+        swap_space: SwapSpace | None = None,
+        restore_mode: RestoreMode = "auto",
+        clock_s: Callable[[], float] = time.monotonic,
+        policies: Policies | None = None,
+    ) -> None:
+        self.pool = pool
+        self.room = Room.of(pool, clock_s)
+        self.preemption = None if swap_space is None else Preemption(swap_space, restore_mode)
+        self.scheduler = Scheduler(
+            self.room, max_batched_tokens, self.preemption, clock_s, policies
+        )
+
+    def open_lane(self, spec: LaneSpec) -> Lane:
+        """Begin to schedule a model.
+
+        Raises:
+            DriverError: the device has no addresses for its KV.
+            ConfigError: the pool has no room for any KV.
+        """
+        cache = spec.cache(
+            self.pool, Owner(spec.name, Kind.KV), spec.kv_layout, spec.max_seqs, spec.max_tokens
+        )
+        table = SlotTable(spec.max_seqs, spec.max_tokens, spec.most_new)
+        lane = Lane(spec.name, cache, table, recompute_s=spec.recompute_s)
+        if spec.keeps_prefixes and cache.can_share:
+            lane.prefixes = PrefixCache(cache, spec.recompute_s)
+            self.room.reclaimer.register(lane.prefixes)
+        self.scheduler.add_lane(lane)
+        return lane
+
+    def close_lane(self, lane: Lane) -> None:
+        """Schedule a model no longer, and give its pages and addresses back.
+
+        Pre-condition: none of its requests waits or runs, and no step of it is in flight.
+        """
+        self.scheduler.remove_lane(lane.name)
+        if lane.prefixes is not None:
+            self.room.reclaimer.unregister(lane.prefixes)
+            lane.prefixes.close()
+        lane.cache.close()

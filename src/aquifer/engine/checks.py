@@ -1,0 +1,110 @@
+"""Checks of a request before it is taken in: what could never be served is refused at once."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from aquifer.cache.footprint import Footprint
+from aquifer.engine.request import ModelInfo, Request
+from aquifer.errors import CapacityError, ContextLengthError, RequestError
+from aquifer.memory.room import Room
+from aquifer.sizes import format_size
+
+
+def check_token_ids(request: Request, vocab_size: int) -> npt.NDArray[np.int32]:
+    """The prompt as an array; token ids in other fields are checked too.
+
+    Raises:
+        RequestError: the prompt is empty, or a token id is outside of the vocabulary.
+    """
+    if not request.prompt_token_ids:
+        raise RequestError("the prompt is empty; it must have at least one token", param="prompt")
+    _token_array(list(request.params.token_ids_named), vocab_size, None)
+    return _token_array(request.prompt_token_ids, vocab_size, "prompt")
+
+
+def check_sequences(request: Request, max_num_seqs: int) -> None:
+    """Refuse a request that needs more slots than there are.
+
+    Raises:
+        RequestError: it does.
+    """
+    params = request.params
+    if params.num_sequences > max_num_seqs:
+        field = "n" if params.best_of is None else "best_of"
+        raise RequestError(
+            f"{field} is {params.num_sequences}, and this server runs at most {max_num_seqs} "
+            "sequences at once",
+            param=field,
+        )
+
+
+def max_total(
+    request: Request, info: ModelInfo, footprint: Footprint, room: Room, kv_pages: int
+) -> int:
+    """Length in tokens, prompt included, at which a request's sequences end.
+
+    Args:
+        request: what is asked.
+        info: the request's model.
+        footprint: of its KV.
+        room: of the pool.
+        kv_pages: that KV can have at the best of times.
+
+    Raises:
+        ContextLengthError: the request is longer than the model's context.
+        CapacityError: it takes more memory than there is for it at the best of times.
+    """
+    limit = info.max_model_len
+    num_prompt = len(request.prompt_token_ids)
+    wanted = request.params.max_tokens
+    if num_prompt >= limit:
+        raise ContextLengthError(
+            f"the prompt has {num_prompt} tokens and this model's context length is {limit}, "
+            "which must hold at least one more; shorten the prompt",
+            param="prompt",
+        )
+    if wanted is not None and num_prompt + wanted > limit:
+        raise ContextLengthError(
+            f"the prompt's {num_prompt} tokens and max_tokens {wanted} exceed this model's "
+            f"context length of {limit}; ask for at most {limit - num_prompt}",
+            param="max_tokens",
+        )
+    num_sequences = request.params.num_sequences
+    total = limit if wanted is None else num_prompt + wanted
+    if footprint.most(num_prompt, total, num_sequences) <= kv_pages:
+        return total
+    longest = footprint.longest(kv_pages, num_prompt, num_sequences)
+    if wanted is None and longest > num_prompt:
+        return longest
+    total = num_prompt + 1 if wanted is None else total
+    needed_bytes = room.size(footprint.most(num_prompt, total, num_sequences))
+    kv_bytes = room.size(kv_pages)
+    times = "" if num_sequences == 1 else f", {num_sequences} times but for the prompt,"
+    raise CapacityError(
+        f"{total - 1} tokens of KV{times} take {needed_bytes} bytes ({format_size(needed_bytes)}) "
+        f"and this server has {kv_bytes} bytes ({format_size(kv_bytes)}) for KV: enough for "
+        f"{longest - 1} tokens",
+        param="prompt" if wanted is None else "max_tokens",
+    )
+
+
+def _token_array(token_ids: list[int], vocab_size: int, param: str | None) -> npt.NDArray[np.int32]:
+    """Token ids as an array, which is much faster to look through than a list.
+
+    Raises:
+        RequestError: one of them is outside of the vocabulary.
+    """
+    try:
+        array = np.array(token_ids, np.int32)
+    except OverflowError:
+        array = np.array([-1], np.int32)
+    if len(array) and not (array.min() >= 0 and array.max() < vocab_size):
+        outside = next(i for i in token_ids if not 0 <= i < vocab_size)
+        raise RequestError(
+            f"token id {outside} is outside of the vocabulary: this model has {vocab_size} tokens, "
+            "numbered from 0",
+            param=param,
+        )
+    return array

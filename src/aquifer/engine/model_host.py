@@ -1,0 +1,249 @@
+"""Life of a model: registered, loading, resident, and gone.
+
+    registered -> loading -> resident <-> registered        failed from loading, removed from any
+
+A registered model has addresses for its weights and its KV, a queue of requests, and no memory. It
+is loaded into pages of the pool, and may be unloaded again: its addresses stay, and with them the
+model that was built over them and the steps that were captured.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+from aquifer.cache import kv_cache
+from aquifer.config import EngineConfig, ModelSpec
+from aquifer.engine.assembly import Assembly, LaneSpec
+from aquifer.engine.costs import PrefillCost
+from aquifer.engine.request import LoadProgress, ModelInfo
+from aquifer.engine.runner import Runner
+from aquifer.errors import ConfigError
+from aquifer.memory.pool import Kind, Owner
+from aquifer.models import ModelPlan, Planner
+from aquifer.weights.checkpoint import Checkpoint
+from aquifer.weights.store import WeightStore
+
+
+class State(StrEnum):
+    """Where a model is in its life."""
+
+    REGISTERED = "registered"  # known, without weights
+    LOADING = "loading"
+    RESIDENT = "resident"  # its weights are there
+    FAILED = "failed"  # loading it has failed; see `ModelHost.error`
+    REMOVED = "removed"
+
+
+class ModelHost:
+    """One model of an engine, with all that it owns.
+
+    Args:
+        spec: its name and path.
+        plan: what its configuration says.
+        checkpoint: where its weights are.
+        config: the engine's options.
+        assembly: pool and scheduler.
+        max_batched_tokens: tokens of the largest step.
+
+    Attributes:
+        info: the model as other processes know it.
+        state: where it is in its life.
+        error: why loading it failed; None if it did not.
+        lane: its requests.
+        eos_ids: its end-of-sequence tokens.
+        prefill_cost: how fast it computes prompts.
+
+    Raises:
+        ConfigError: an option does not fit the model.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        plan: ModelPlan,
+        checkpoint: Checkpoint,
+        config: EngineConfig,
+        assembly: Assembly,
+        max_batched_tokens: int,
+    ) -> None:
+        self.state = State.REGISTERED
+        self.error: str | None = None
+        self._plan = plan
+        self._checkpoint = checkpoint
+        self._config = config
+        self._pool = assembly.pool
+        self._max_batched_tokens = max_batched_tokens
+        self._runner: Runner | None = None
+        max_model_len = config.max_model_len or plan.max_model_len
+        if max_model_len > plan.max_model_len:
+            raise ConfigError(
+                f"max_model_len is {max_model_len}; {spec.name} allows at most {plan.max_model_len}"
+            )
+        self.eos_ids = _eos_ids(checkpoint)
+        self.prefill_cost = PrefillCost(_even_tokens(checkpoint, plan))
+        with ExitStack() as resources:
+            self._weights = WeightStore(
+                assembly.pool, Owner(spec.name, Kind.WEIGHTS), plan.parameters
+            )
+            resources.callback(self._weights.close)
+            self.lane = assembly.open_lane(
+                LaneSpec(
+                    name=spec.name,
+                    kv_layout=plan.kv_layout,
+                    max_seqs=config.max_num_seqs,
+                    max_tokens=max_model_len,
+                    cache=kv_cache(config.kv_cache, config.block_size),
+                    keeps_prefixes=config.enable_prefix_caching,
+                    recompute_s=self.prefill_cost.seconds,
+                )
+            )
+            self.lane.is_resident = False
+            resources.callback(assembly.close_lane, self.lane)
+            resources.callback(self._close_runner)
+            self._resources = resources.pop_all()
+        self.info = ModelInfo(
+            name=spec.name,
+            path=str(spec.path),
+            architecture=str((checkpoint.config.get("architectures") or ["unknown"])[0]),
+            dtype=str(plan.kv_layout.dtype).removeprefix("torch."),
+            max_model_len=max_model_len,
+            vocab_size=plan.vocab_size,
+            num_parameters=plan.num_parameters,
+            weight_bytes=self._weights.placement.num_bytes,
+            kv_bytes_per_token=plan.kv_layout.token_bytes,
+        )
+
+    @property
+    def weight_pages(self) -> int:
+        """Pages of all its weights."""
+        return self._weights.placement.num_pages
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of weights that are in the pool now."""
+        return self._weights.resident_bytes
+
+    @property
+    def runner(self) -> Runner:
+        """Runs its steps. Pre-condition: it is resident."""
+        assert self._runner is not None
+        return self._runner
+
+    def load(self, on_progress: Callable[[LoadProgress], None]) -> bool:
+        """Bring the weights into the pool, and make the model ready to run.
+
+        Returns: False if the pool has no room for them, and nothing has changed.
+
+        Raises:
+            ConfigError: the checkpoint cannot be used; the model has failed.
+            DriverError: the device refused memory.
+        """
+        if self.state == State.RESIDENT:
+            return True
+        if not self._weights.populate():
+            return False
+        self.state = State.LOADING
+        try:
+            self._fill(on_progress)
+            if self._runner is None:
+                with torch.inference_mode():
+                    model = self._plan.build(self._weights.tensors)
+                self._runner = Runner(
+                    model,
+                    self.lane.cache,
+                    self._pool.driver,
+                    self._config.max_num_seqs,
+                    self.info.max_model_len,
+                )
+                self._runner.warm_up(self._max_batched_tokens)
+        except BaseException as error:
+            self._weights.evict()
+            self.state, self.error = State.FAILED, str(error)
+            raise
+        self.state = State.RESIDENT
+        self.lane.is_resident = True
+        return True
+
+    def unload(self) -> None:
+        """Give the pages of the weights up. Pre-condition: no request runs, no step is in flight."""
+        if self.state == State.RESIDENT:
+            self.lane.is_resident = False
+            self._weights.evict()
+            self.state = State.REGISTERED
+
+    def close(self) -> None:
+        """Give everything back. Pre-condition: it has no requests, and no step is in flight."""
+        self.state = State.REMOVED
+        self._resources.close()
+
+    def _close_runner(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
+
+    def _fill(self, on_progress: Callable[[LoadProgress], None]) -> None:
+        """Give the weights their values."""
+        weights, checkpoint, name = self._weights, self._checkpoint, self.info.name
+        if self._config.load_format == "dummy":
+            weights.fill_random(self._config.seed or 0)
+            num_bytes = sum(parameter.num_bytes for parameter in weights.parameters)
+            on_progress(LoadProgress(name, num_bytes, num_bytes))
+            return
+        total_bytes = sum(
+            checkpoint.tensors[source.name].num_bytes
+            for parameter in weights.parameters
+            for source in parameter.sources
+            if source.name in checkpoint.tensors
+        )
+        loaded_bytes = 0
+
+        def advance(num_bytes: int) -> None:
+            nonlocal loaded_bytes
+            loaded_bytes += num_bytes
+            on_progress(LoadProgress(name, loaded_bytes, total_bytes))
+
+        weights.load(checkpoint, advance)
+
+
+def read_model(
+    spec: ModelSpec, planner: Planner, config: EngineConfig
+) -> tuple[Checkpoint, ModelPlan]:
+    """Read a model's configuration, and the headers of its weights; nothing is taken.
+
+    Raises:
+        ConfigError: the checkpoint cannot be used.
+    """
+    is_dummy = config.load_format == "dummy"
+    checkpoint = (Checkpoint.without_tensors if is_dummy else Checkpoint.open)(spec.path)
+    dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
+    return checkpoint, planner(checkpoint, dtype)
+
+
+def _even_tokens(checkpoint: Checkpoint, plan: ModelPlan) -> float:
+    """Position at which a token's attention takes as many operations as its matrix products."""
+    layout = plan.kv_layout
+    if not layout.layers:
+        return float("inf")
+    num_kv_heads = layout.layers[0].num_kv_heads
+    num_heads = checkpoint.config.get("num_attention_heads") or num_kv_heads
+    # Each query head multiplies and adds once with every element of K and of V.
+    attention = 2 * num_heads / num_kv_heads * layout.token_elements
+    return 2 * plan.num_parameters / attention
+
+
+def _eos_ids(checkpoint: Checkpoint) -> frozenset[int]:
+    """End-of-sequence tokens: of `generation_config.json`, or else of `config.json`."""
+    file = checkpoint.path / "generation_config.json"
+    try:
+        generation: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {file}: {error}") from error
+    ids = generation.get("eos_token_id", checkpoint.config.get("eos_token_id"))
+    if ids is None:
+        return frozenset()
+    return frozenset([ids] if isinstance(ids, int) else ids)
