@@ -20,18 +20,14 @@ import torch
 
 from aquifer.cache import KV_CACHES, kv_cache
 from aquifer.cache.base import KVLayout, LayerKV, Rows, Spans
-from aquifer.cache.prefix import PrefixCache
 from aquifer.cache.swap import SwapSpace
+from aquifer.engine.assembly import Assembly, LaneSpec
 from aquifer.engine.lane import Lane
-from aquifer.engine.preemption import Preemption
 from aquifer.engine.request import Request, SamplingParams, TokenOutput
-from aquifer.engine.scheduler import Scheduler
 from aquifer.engine.sequence import SequenceGroup
-from aquifer.engine.slots import SlotTable
 from aquifer.engine.step_input import StepInput, StepOutput
 from aquifer.memory.driver import open_driver
-from aquifer.memory.pool import Kind, Owner, PagePool
-from aquifer.memory.reclaim import Reclaimer
+from aquifer.memory.pool import PagePool
 
 PAGE_BYTES = 4096
 LAYOUT = KVLayout((LayerKV(2, 32, 32),) * 2, torch.float32)  # four tokens a page
@@ -143,23 +139,22 @@ def serve(cache: str, seed: int, most_new: int, *, num_ahead: int, pages: int) -
         pool = PagePool(driver, pages * PAGE_BYTES, PAGE_BYTES)
         resources.callback(pool.close)
         steps = 0
-        reclaimer = Reclaimer(lambda: float(steps))
-        pool.on_short = reclaimer.reclaim
-        manager = kv_cache(cache, block_size=random.choice((3, 4, 16)))(
-            pool, Owner("m", Kind.KV), LAYOUT, MAX_SEQS, MAX_TOKENS
-        )
-        resources.callback(manager.close)
         space = SwapSpace(1 << 20, driver.device)
         resources.callback(space.close)
-        lane = Lane("m", manager, SlotTable(MAX_SEQS, MAX_TOKENS, most_new))
-        lane.prefixes = PrefixCache(manager, lane.recompute_s)
-        resources.callback(lane.prefixes.close)
-        reclaimer.register(lane.prefixes)
-        preemption = Preemption(space, "recompute" if seed % 2 else "swap")
-        scheduler = Scheduler(
-            pool, random.choice((7, 40, 200)), preemption, clock_s=lambda: float(steps)
+        block_size = random.choice((3, 4, 16))
+        assembly = Assembly(
+            pool,
+            random.choice((7, 40, 200)),
+            swap_space=space,
+            restore_mode="recompute" if seed % 2 else "swap",
+            clock_s=lambda: float(steps),
         )
-        scheduler.add_lane(lane)
+        factory = kv_cache(cache, block_size=block_size)
+        lane = assembly.open_lane(
+            LaneSpec("m", LAYOUT, MAX_SEQS, MAX_TOKENS, factory, True, most_new=most_new)
+        )
+        resources.callback(assembly.close_lane, lane)
+        scheduler = assembly.scheduler
         for number in range(16):
             num_prompt = random.randrange(1, 16)
             prompt = [random.randrange(3)] * num_prompt
@@ -192,6 +187,7 @@ def serve(cache: str, seed: int, most_new: int, *, num_ahead: int, pages: int) -
             steps += 1
             assert steps < 10_000, "no end"
         outcome.num_preemptions, outcome.num_swaps = lane.num_preemptions, lane.num_swaps
+        assert lane.prefixes is not None
         outcome.num_hits = lane.prefixes.stats.hit_tokens
     return outcome
 

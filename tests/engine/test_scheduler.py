@@ -20,22 +20,17 @@ import torch
 
 from aquifer.cache import KV_CACHES, kv_cache
 from aquifer.cache.base import KVLayout, LayerKV, Rows
-from aquifer.cache.prefix import PrefixCache
 from aquifer.cache.swap import SwapSpace
-from aquifer.engine.headroom import group_bytes
+from aquifer.engine.assembly import Assembly, LaneSpec
 from aquifer.engine.lane import Lane
 from aquifer.engine.planning import chunk_tokens
 from aquifer.engine.policies import Policies
-from aquifer.engine.preemption import Preemption
 from aquifer.engine.request import Request, SamplingParams, TokenLogprobs, TokenOutput
-from aquifer.engine.scheduler import Scheduler
 from aquifer.engine.sequence import SequenceGroup
-from aquifer.engine.slots import SlotTable
 from aquifer.engine.step_input import StepInput, StepOutput
 from aquifer.memory.driver import open_driver
 from aquifer.memory.driver.faulty import FaultyDriver
 from aquifer.memory.pool import Kind, Owner, PagePool
-from aquifer.memory.reclaim import Reclaimer
 
 PAGE_BYTES = 4096
 MAX_TOKENS = 64
@@ -92,24 +87,23 @@ class World:
         resources.callback(self.pool.close)
         self.max_batched_tokens = max_batched_tokens
         self.now_s = 0.0
-        reclaimer = Reclaimer(lambda: self.now_s)
-        self.pool.on_short = reclaimer.reclaim
         self.space = SwapSpace(3 * budget_bytes // 4, self.driver.device)
         resources.callback(self.space.close)
-        preemption = Preemption(self.space, preemption_mode)  # type: ignore[arg-type]
-        self.scheduler = Scheduler(
-            self.pool, max_batched_tokens, preemption, lambda: self.now_s, policies
+        assembly = Assembly(
+            self.pool,
+            max_batched_tokens,
+            swap_space=self.space,
+            restore_mode=preemption_mode,  # type: ignore[arg-type]
+            clock_s=lambda: self.now_s,
+            policies=policies,
         )
+        self.scheduler = assembly.scheduler
         factory = kv_cache(cache, block_size=block_size or random.choice((1, 3, 4, 16)))
         for name in names:
-            manager = factory(self.pool, Owner(name, Kind.KV), LAYOUTS[name], MAX_SEQS, MAX_TOKENS)
-            resources.callback(manager.close)
-            lane = Lane(name, manager, SlotTable(MAX_SEQS, MAX_TOKENS))
-            if keeps_prefixes:
-                lane.prefixes = PrefixCache(manager, lane.recompute_s)
-                reclaimer.register(lane.prefixes)
-                resources.callback(lane.prefixes.close)
-            self.scheduler.add_lane(lane)
+            lane = assembly.open_lane(
+                LaneSpec(name, LAYOUTS[name], MAX_SEQS, MAX_TOKENS, factory, keeps_prefixes)
+            )
+            resources.callback(assembly.close_lane, lane)
         # What the device knows: all tokens of each slot, those in flight included.
         self.known = {name: np.zeros((MAX_SEQS + 1, MAX_TOKENS), np.int64) for name in names}
         self.requests: dict[str, Tracked] = {}
@@ -148,9 +142,8 @@ class World:
         )
         count = SamplingParams(**options).num_sequences
         # Blocks of a group may be spread over one page more for each sequence.
-        needed_bytes = group_bytes(lane.cache, num_prompt, max_total, count)
-        needed_bytes += (count - 1) * self.pool.page_bytes
-        if needed_bytes <= self.pool.budget_bytes:
+        needed_pages = lane.cache.footprint.most(num_prompt, max_total, count) + count - 1
+        if needed_pages * self.pool.page_bytes <= self.pool.budget_bytes:
             if not options and self.random.random() < 0.3:
                 options = {"min_tokens": 3}
             self.add(lane, num_prompt, max_total, **options)

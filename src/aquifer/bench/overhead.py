@@ -10,14 +10,14 @@ import torch
 
 from aquifer.cache import kv_cache
 from aquifer.cache.base import KVLayout, LayerKV, Rows
+from aquifer.engine.assembly import Assembly, LaneSpec
 from aquifer.engine.lane import Lane
 from aquifer.engine.request import Request, SamplingParams
 from aquifer.engine.scheduler import Scheduler
 from aquifer.engine.sequence import SequenceGroup
-from aquifer.engine.slots import SlotTable
 from aquifer.engine.step_input import StepInput, StepOutput
 from aquifer.memory.driver import open_driver
-from aquifer.memory.pool import Kind, Owner, PagePool
+from aquifer.memory.pool import PagePool
 from aquifer.memory.stock import PageStocker
 
 _DEVICE = torch.device("cpu")
@@ -54,10 +54,9 @@ def measure_steps(
     stocker = PageStocker(pool)
     stocker.start()
     max_tokens = _MAX_PROMPT_TOKENS + num_steps + 1
-    cache = kv_cache(kv_name)(pool, Owner("bench", Kind.KV), layout, num_seqs, max_tokens)
-    lane = Lane("bench", cache, SlotTable(num_seqs, max_tokens))
-    scheduler = Scheduler(pool, num_seqs * _MAX_PROMPT_TOKENS)
-    scheduler.add_lane(lane)
+    assembly = Assembly(pool, num_seqs * _MAX_PROMPT_TOKENS)
+    lane = assembly.open_lane(LaneSpec("bench", layout, num_seqs, max_tokens, kv_cache(kv_name)))
+    scheduler = assembly.scheduler
     costs = {}
     for name in ("first", "again"):
         _add_sequences(scheduler, lane, num_seqs, num_steps + 1)
@@ -65,7 +64,7 @@ def measure_steps(
         assert plan is not None
         scheduler.commit(plan, _sampled(plan))
         costs[name] = _decode(scheduler, lane, num_steps, stocker)
-    cache.close()
+    assembly.close_lane(lane)
     stocker.close()
     pool.close()
     driver.close()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 
@@ -18,43 +17,35 @@ from aquifer.engine import checks
 from aquifer.engine.assembly import Assembly
 from aquifer.engine.lane import Lane
 from aquifer.engine.model_host import ModelHost, State, read_model
+from aquifer.engine.model_set import ModelSet, OnProgress
+from aquifer.engine.planning import batched_tokens
+from aquifer.engine.reporting import engine_stats, memory_report
 from aquifer.engine.request import (
     EngineStats,
     LoadProgress,
     MemoryReport,
     ModelInfo,
-    ModelMemory,
     Request,
     SamplingParams,
     TokenOutput,
 )
 from aquifer.engine.runner import InFlight
 from aquifer.engine.sequence import SequenceGroup
-from aquifer.engine.sizing import batched_tokens, make_pool
 from aquifer.engine.step_input import StepInput
-from aquifer.errors import (
-    CapacityError,
-    ConfigError,
-    DriverError,
-    QueueFullError,
-    RequestError,
-    UnknownModelError,
-)
+from aquifer.errors import CapacityError, QueueFullError, RequestError, UnknownModelError
 from aquifer.kernels import start_compiler
+from aquifer.memory.budget import make_pool
 from aquifer.memory.driver import open_driver
 from aquifer.memory.driver.base import Driver
-from aquifer.memory.pool import Kind, Owner, PagePool
+from aquifer.memory.pool import PagePool
 from aquifer.memory.stock import PageStocker
 from aquifer.models import ModelPlan, Planner, plan_model
 from aquifer.sizes import format_size
 from aquifer.weights.checkpoint import Checkpoint
-
-_log = logging.getLogger(__name__)
+from aquifer.weights.store import placed_bytes
 
 _ACCOUNT_EVERY_S = 1.0
 """Interval at which overhead is read from the driver, which takes about 0.1 ms."""
-
-OnProgress = Callable[[LoadProgress], None]
 
 
 def _ignore(_: LoadProgress) -> None:
@@ -88,10 +79,8 @@ class Engine:
         self._assembly = assembly
         self._scheduler = assembly.scheduler
         self._stocker = stocker
-        self._planner = planner
-        self._max_batched_tokens = max_batched_tokens
         self._resources = resources
-        self._hosts: dict[str, ModelHost] = {}
+        self._models = ModelSet(config, assembly, planner, max_batched_tokens)
         self._requests: dict[str, tuple[ModelHost, SequenceGroup]] = {}
         self._own_requests: set[str] = set()  # of the engine itself: their outputs go nowhere
         self._in_flight: deque[tuple[StepInput, InFlight]] = deque()
@@ -120,14 +109,16 @@ class Engine:
             ConfigError: a checkpoint cannot be used, or the memory does not suffice.
             DriverError: the device refused memory.
         """
-        models = [(spec, *read_model(spec, planner, config)) for spec in config.models]
+        models = [(spec, read_model(spec, planner, config)) for spec in config.models]
         with ExitStack() as resources:
             if driver is None:
                 driver = open_driver(config.device)
                 resources.callback(driver.close)
             if driver.device.type == "cuda":
                 start_compiler(driver.device)
-            pool = make_pool(config, driver, [plan.parameters for _, _, plan in models])
+            parameters = [plan.parameters for _, (_, plan) in models]
+            weight_bytes = sum(part.num_bytes for parts in parameters for part in parts)
+            pool = make_pool(config, driver, weight_bytes, partial(placed_bytes, parameters))
             resources.callback(pool.close)
             max_batched_tokens = batched_tokens(config, driver.device.type)
             swaps = config.preemption_mode != "recompute"
@@ -143,13 +134,7 @@ class Engine:
                 config, assembly, stocker, planner, max_batched_tokens, resources.pop_all()
             )
         try:
-            for model in models:
-                engine._register(*model)
-            for name in engine.models:
-                engine.load_model(name, on_progress)
-            engine._account_overhead()
-            for host in engine._hosts.values():
-                engine._check_room(host)
+            engine._load_first(models, on_progress)
         except BaseException:
             engine.close()
             raise
@@ -158,7 +143,7 @@ class Engine:
     @property
     def models(self) -> dict[str, ModelInfo]:
         """The models that are registered, by name."""
-        return {name: host.info for name, host in self._hosts.items()}
+        return {host.info.name: host.info for host in self._models}
 
     @property
     def lanes(self) -> Mapping[str, Lane]:
@@ -167,7 +152,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is waiting or running, any step in flight, or any output to return."""
+        """Whether requests wait or run, steps are in flight, or outputs are to be returned."""
         return self._scheduler.has_work or bool(self._in_flight or self._undelivered)
 
     # --- models ------------------------------------------------------------------------------
@@ -187,13 +172,13 @@ class Engine:
                 has no room for the weights; then it is not registered.
             DriverError: the device refused memory; likewise.
         """
-        host = self._register(spec, *read_model(spec, self._planner, self.config))
+        host = self._models.register(spec)
         if load:
             try:
-                self.load_model(spec.name, on_progress)
-                self._check_room(host)
+                self._models.load(host, on_progress)
+                self._models.check_room(host)
             except BaseException:
-                self.remove_model(spec.name)
+                self._models.remove(host)
                 raise
         return host.info
 
@@ -205,13 +190,8 @@ class Engine:
             ConfigError: the pool has no room for them, or the checkpoint cannot be used.
             DriverError: the device refused memory.
         """
-        host = self._find(name)
-        free_bytes = self.pool.usage().free_bytes
-        if not host.load(on_progress):
-            raise ConfigError(
-                f"the weights of {name} take {format_size(host.info.weight_bytes)} and the pool "
-                f"has {format_size(free_bytes)} left; raise --memory, or unload another model"
-            )
+        host = self._models.find(name)
+        self._models.load(host, on_progress)
 
     def unload_model(self, name: str) -> None:
         """Take the weights of a model out of the pool; it stays registered.
@@ -222,7 +202,7 @@ class Engine:
         Raises:
             UnknownModelError: no such model.
         """
-        host = self._find(name)
+        host = self._models.find(name)
         self._finish_steps()
         self._scheduler.preempt_all(host.lane)
         host.unload()
@@ -233,11 +213,10 @@ class Engine:
         Raises:
             UnknownModelError: no such model.
         """
-        host = self._find(name)
+        host = self._models.find(name)
         self._finish_steps()
         self._end_requests(host, f"model {name!r} was removed")
-        host.close()
-        del self._hosts[name]
+        self._models.remove(host)
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -251,7 +230,7 @@ class Engine:
             CapacityError: it needs more memory than there is for it at the best of times.
             RequestError: a token id is outside of the vocabulary, or the prompt is empty.
         """
-        host = self._find(request.model)
+        host = self._models.find(request.model)
         if host.state == State.FAILED:
             raise UnknownModelError(
                 f"model {request.model!r} could not be loaded: {host.error}", param="model"
@@ -275,7 +254,7 @@ class Engine:
                 host.info,
                 host.lane.cache.footprint,
                 self._assembly.room,
-                self._kv_pages(host),
+                self._models.kv_pages(host),
             ),
             stop_ids=frozenset(params.stop_token_ids or ()).union(
                 () if params.ignore_eos else host.eos_ids
@@ -327,8 +306,8 @@ class Engine:
                 f"{cache.footprint.block_tokens:g}",
                 param="prompt",
             )
-        pinned_bytes = self._pinned_bytes + cache.footprint.blocks_bytes(num_blocks)
-        kv_bytes = self._assembly.room.size(self._kv_pages(host)) + self._pinned_bytes
+        pinned_bytes = self._models.pinned_bytes + cache.footprint.blocks_bytes(num_blocks)
+        kv_bytes = self._assembly.room.size(self._models.kv_pages(host)) + self._models.pinned_bytes
         if 2 * pinned_bytes > kv_bytes:
             raise CapacityError(
                 f"pinned prefixes would take {format_size(pinned_bytes)}, more than half of the "
@@ -355,12 +334,12 @@ class Engine:
         so that the device always has work.
         """
         plan = self._scheduler.plan()
-        if plan is None and not self._in_flight:
-            plan = self._load_wanted()
+        if plan is None and not self._in_flight and self._models.load_wanted(self._end_requests):
+            plan = self._scheduler.plan()
         outputs = self._scheduler.take_failed()
         if plan is not None:
             self._stocker.wake()
-            launched = self._hosts[plan.model].runner.launch(plan)
+            launched = self._models[plan.model].runner.launch(plan)
             self._in_flight.append((plan, launched))
             if time.monotonic() - self._accounted_s >= _ACCOUNT_EVERY_S:
                 self._account_overhead()
@@ -373,104 +352,35 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters of this moment. Cheap: called with every step."""
-        lanes = self._scheduler.lanes
-        usage = self.pool.usage()
-        kv_bytes = sum(n for owner, n in usage.in_use_bytes.items() if owner.kind == Kind.KV)
-        fixed_bytes = usage.overhead_bytes + self._weight_bytes + self._pinned_bytes
-        kv_budget_bytes = max(usage.budget_bytes - fixed_bytes, 1)
-        prefixes = {
-            name: None if lane.prefixes is None else lane.prefixes.stats
-            for name, lane in lanes.items()
-        }
-        return EngineStats(
-            num_running={name: len(lane.running) for name, lane in lanes.items()},
-            num_waiting={name: len(lane.waiting) for name, lane in lanes.items()},
-            num_preemptions={name: lane.num_preemptions for name, lane in lanes.items()},
-            kv_usage=kv_bytes / kv_budget_bytes,
-            num_prefix_queried_tokens={
-                name: 0 if stats is None else stats.queried_tokens
-                for name, stats in prefixes.items()
-            },
-            num_prefix_hit_tokens={
-                name: 0 if stats is None else stats.hit_tokens for name, stats in prefixes.items()
-            },
-        )
+        return engine_stats(self._scheduler.lanes, self.pool.usage(), self._models.fixed_bytes)
 
     def memory(self) -> MemoryReport:
         """Where the pool's budget is at this moment."""
-        usage = self.pool.usage()
-        models = {}
-        for name, lane in self._scheduler.lanes.items():
-            kv = lane.cache.stats(lane.written_tokens)
-            models[name] = ModelMemory(
-                bytes_by_kind={
-                    kind: usage.in_use_bytes.get(Owner(name, kind), 0)
-                    for kind in Kind
-                    if kind != Kind.OVERHEAD
-                },
-                num_running=len(lane.running),
-                num_waiting=len(lane.waiting),
-                kv_written_tokens=kv.written_tokens,
-                kv_written_bytes=kv.written_bytes,
-                kv_mapped_bytes=kv.mapped_bytes,
-                kv_wasted_bytes=kv.wasted_bytes,
-            )
-        page_bytes = self.pool.page_bytes
-        return MemoryReport(
-            device=str(self.pool.driver.device),
-            page_bytes=page_bytes,
-            budget_bytes=usage.budget_bytes,
-            overhead_bytes=usage.overhead_bytes,
-            free_bytes=usage.free_bytes,
-            idle_bytes=usage.idle_bytes,
-            retired_bytes=usage.retired_bytes,
-            mapped_pages=(sum(usage.in_use_bytes.values()) - usage.overhead_bytes) // page_bytes,
-            free_pages=usage.free_bytes // page_bytes,
-            models=models,
-            process_resident_bytes=_resident_bytes(),
-        )
+        return memory_report(self._scheduler.lanes, self.pool)
 
     def close(self) -> None:
         """End all requests and give everything back."""
         for request_id in list(self._requests):
             self.abort(request_id)
         self._in_flight.clear()
-        for host in reversed(self._hosts.values()):
-            host.close()
-        self._hosts.clear()
+        self._models.close()
         self._resources.close()
 
     # --- parts -------------------------------------------------------------------------------
 
-    def _register(self, spec: ModelSpec, checkpoint: Checkpoint, plan: ModelPlan) -> ModelHost:
-        if spec.name in self._hosts:
-            raise ConfigError(f"a model named {spec.name!r} is registered already")
-        host = ModelHost(
-            spec, plan, checkpoint, self.config, self._assembly, self._max_batched_tokens
-        )
-        self._hosts[spec.name] = host
-        return host
-
-    def _load_wanted(self) -> StepInput | None:
-        """Load the model of the earliest request that waits for it, and plan; None if none can be.
-
-        Called where nothing else can run. If there is no room for the weights even so, the requests
-        for that model end with an error.
-        """
-        wanted = [
-            host
-            for host in self._hosts.values()
-            if host.lane.waiting and host.state == State.REGISTERED
-        ]
-        for host in sorted(wanted, key=lambda h: min(g.arrival for g in h.lane.waiting)):
-            try:
-                self.load_model(host.info.name)
-                self._check_room(host)
-            except (ConfigError, DriverError) as error:
-                self._end_requests(host, str(error))
-                continue
-            return self._scheduler.plan()
-        return None
+    def _load_first(
+        self,
+        models: Sequence[tuple[ModelSpec, tuple[Checkpoint, ModelPlan]]],
+        on_progress: OnProgress,
+    ) -> None:
+        """Register and load the models of the configuration."""
+        for spec, read in models:
+            self._models.register(spec, read)
+        for host in self._models:
+            self._models.load(host, on_progress)
+        self._account_overhead()
+        for host in self._models:
+            self._models.check_room(host)
 
     def _end_requests(self, host: ModelHost, error: str) -> None:
         """End all requests of a model with an error, which the next `step` returns."""
@@ -518,78 +428,16 @@ class Engine:
         if num_prompt > 10 * num_decodes:
             counts = spans.counts[num_decodes:]
             first_token = float(np.average(spans.starts[num_decodes:], weights=counts))
-            cost = self._hosts[plan.model].prefill_cost
+            cost = self._models[plan.model].prefill_cost
             cost.observe(first_token, num_prompt, seconds)
 
     def _prefixes_of(self, model: str) -> tuple[ModelHost, PrefixCache]:
-        host = self._find(model)
+        host = self._models.find(model)
         if host.lane.prefixes is None:
             raise RequestError("this server was started with --no-enable-prefix-caching")
         return host, host.lane.prefixes
-
-    def _find(self, model: str) -> ModelHost:
-        host = self._hosts.get(model)
-        if host is None:
-            served = ", ".join(self._hosts) or "none"
-            raise UnknownModelError(
-                f"no model {model!r} is served here; served models: {served}", param="model"
-            )
-        return host
 
     def _account_overhead(self) -> None:
         """Captured graphs, and whatever else has grown, leave less for pages."""
         self._accounted_s = time.monotonic()
         self.pool.account_overhead(self.pool.driver.overhead_bytes())
-
-    @property
-    def _weight_bytes(self) -> int:
-        """Bytes of weights that are resident."""
-        return sum(host.resident_bytes for host in self._hosts.values())
-
-    @property
-    def _pinned_bytes(self) -> int:
-        """Bytes of the pinned prefixes of all models."""
-        caches = (host.lane.prefixes for host in self._hosts.values())
-        return sum(cache.pinned_bytes for cache in caches if cache is not None)
-
-    def _kv_pages(self, host: ModelHost) -> int:
-        """Pages that a model's KV can have beside weights, pinned prefixes and overhead."""
-        other_bytes = self.pool.usage().overhead_bytes + self._weight_bytes + self._pinned_bytes
-        other_bytes += host.info.weight_bytes - host.resident_bytes
-        return self._assembly.room.budget_pages(other_bytes)
-
-    def _check_room(self, host: ModelHost) -> None:
-        """Refuse a model of which no request could ever run; warn where long ones cannot.
-
-        Raises:
-            ConfigError: no request could run.
-        """
-        footprint, room, limit = (
-            host.lane.cache.footprint,
-            self._assembly.room,
-            host.info.max_model_len,
-        )
-        kv_pages = self._kv_pages(host)
-        longest = footprint.longest(kv_pages) - 1
-        if longest < 1:
-            raise ConfigError(
-                f"the weights leave {format_size(room.size(kv_pages))} of the pool's "
-                f"{format_size(self.pool.budget_bytes)} for KV, and the first token of "
-                f"{host.info.name} takes {format_size(room.size(footprint.pages(1)))}; raise "
-                "--memory"
-            )
-        if longest < limit - 1:
-            _log.warning(
-                "the pool holds at most %d tokens of %s at a time, its context length is %d; "
-                "longer requests will be refused",
-                longest,
-                host.info.name,
-                limit,
-            )
-
-
-def _resident_bytes() -> int:
-    """Resident memory of this process."""
-    status = Path("/proc/self/status").read_text()
-    fields = dict(line.split(":", 1) for line in status.splitlines())
-    return int(fields["VmRSS"].split()[0]) * 1024

@@ -32,15 +32,16 @@ def bring_in(
     with ExitStack() as undo:
         match = None
         if lane.prefixes is not None and group.reads_prefixes and may_match:
-            # Room for the very least that it takes is asked for before the prompt is looked up.
-            if not headroom.has_room(lane, group, len(first.token_ids) - 1):
-                return False
-            match = lane.prefixes.match(first.token_ids, group.request.cache_salt)
+            # A request that waits is asked again and again: what was found before is not looked up
+            # anew.
+            match = lane.prefixes.match(first.token_ids, group.request.cache_salt, group.match)
+            group.match = match
+        num_cached = 0 if match is None else match.num_tokens
+        if not headroom.has_room(lane, group, match):
+            return False
+        if lane.prefixes is not None and match is not None:
             first.lease = lane.prefixes.lock(match)
             undo.callback(lane.unlock, first, None)
-        num_cached = 0 if match is None else match.num_tokens
-        if not headroom.has_room(lane, group, num_cached):
-            return False
         slot = None
         if match is not None and num_cached:
             slot = cache.preferred_slot(match.blocks, table.free)
@@ -58,6 +59,7 @@ def bring_in(
             if not cache.reserve(np.array([slot]), np.ones(1, np.int64)):
                 return False
         undo.pop_all()
+    group.match = None
     table.begin(first, num_cached)
     if group.num_cached_tokens is None:
         group.num_cached_tokens = num_cached
@@ -83,7 +85,7 @@ def bring_back(
         DriverError: the device refused memory; nothing has changed.
     """
     table = lane.slots
-    if not headroom.has_room(lane, group, 0):
+    if not headroom.has_room(lane, group, None):
         return False
     swapped = [s.swapped for s in group.live if s.swapped is not None]
     with ExitStack() as undo:

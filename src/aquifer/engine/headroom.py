@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from aquifer.cache.prefix import Match
 from aquifer.engine.lane import Lane, num_equal
 from aquifer.engine.sequence import SequenceGroup
 from aquifer.memory.room import Room
@@ -33,20 +34,25 @@ class Headroom:
         self._room = room
         self._lanes = lanes
 
-    def has_room(self, lane: Lane, group: SequenceGroup, num_cached: int) -> bool:
+    def has_room(self, lane: Lane, group: SequenceGroup, match: Match | None) -> bool:
         """Whether there is room for a request's tokens, and for running sequences to grow.
 
         Args:
             lane: the request's model's.
             group: a waiting request.
-            num_cached: tokens whose KV is retained, so that it takes no more room.
+            match: what is retained of it; None if it is not looked for. That takes no room, but
+                counts as evictable no longer.
         """
         num_running = sum(other.slots.num_taken for other in self._lanes.values())
         if not num_running or not lane.cache.can_share:  # what is reserved at once does not grow
             return True
         first, *others = group.live
         footprint = lane.cache.footprint
-        needed_pages = footprint.needed(len(first.token_ids) + 1, num_cached)
+        needed_pages = footprint.needed(
+            len(first.token_ids) + 1, 0 if match is None else match.num_tokens
+        )
+        if lane.prefixes is not None and match is not None:
+            needed_pages += lane.prefixes.evictable_pages(match)
         for sequence in others:
             shared = num_equal(first.token_ids, sequence.token_ids)
             needed_pages += footprint.pages(len(sequence.token_ids) + 1 - shared)

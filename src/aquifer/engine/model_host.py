@@ -171,7 +171,7 @@ class ModelHost:
         return True
 
     def unload(self) -> None:
-        """Give the pages of the weights up. Pre-condition: no request runs, no step is in flight."""
+        """Evict the weights. Pre-condition: no request of it runs, and no step is in flight."""
         if self.state == State.RESIDENT:
             self.lane.is_resident = False
             self._weights.evict()

@@ -5,12 +5,17 @@ from __future__ import annotations
 import numpy as np
 
 from aquifer.cache.base import IntArray, Spans
+from aquifer.config import EngineConfig
 from aquifer.engine.slots import SlotTable
 from aquifer.engine.step_input import SlotAssignment, StepInput
 
 _CHUNK_MULTIPLE_TOKENS = 256
 """Where a prompt is cut, it is cut at a multiple of this: attention has a faster kernel for chunks
 of few different shapes (`aquifer.kernels.prefill_attention`)."""
+
+_CPU_BATCHED_TOKENS, _GPU_BATCHED_TOKENS = 2048, 8192
+"""Default token budget of a step. A GPU takes several thousand tokens to reach its full rate; on a
+CPU larger values only delay decodes."""
 
 _NO_TOKENS = np.zeros(0, np.int32)
 
@@ -22,6 +27,13 @@ def chunk_tokens(start: int, count: int, room: int) -> int:
     end = start + room
     round_end = end - end % _CHUNK_MULTIPLE_TOKENS
     return round_end - start if round_end > start else room
+
+
+def batched_tokens(config: EngineConfig, device_type: str) -> int:
+    """Token budget of a step: as configured, or what suits the device type, "cpu" or "cuda"."""
+    if config.max_num_batched_tokens is not None:
+        return config.max_num_batched_tokens
+    return _CPU_BATCHED_TOKENS if device_type == "cpu" else _GPU_BATCHED_TOKENS
 
 
 def next_tokens(table: SlotTable, max_batched_tokens: int) -> tuple[IntArray, IntArray]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from aquifer.cache.prefix import Lease
+from aquifer.cache.prefix import Lease, Match
 from aquifer.cache.swap import SwappedKV
 from aquifer.engine.beam import BeamSearch
 from aquifer.engine.request import MAX_SEQUENCES, Request, TokenLogprobs
@@ -101,6 +101,7 @@ class SequenceGroup:
     eos_ids: frozenset[int]
     sequences: list[Sequence] = field(default_factory=list)
     beams: Beams | None = None
+    match: Match | None = None  # retained KV that it found when it was tried last, while it waits
     num_cached_tokens: int | None = None  # of the prompt; None before it is admitted
     num_preemptions: int = 0
     num_begun_with: int = 0  # tokens of all sequences when it was admitted last

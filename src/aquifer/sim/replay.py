@@ -26,23 +26,18 @@ import torch
 
 from aquifer.cache import kv_cache
 from aquifer.cache.base import CacheFactory, IntArray
-from aquifer.cache.prefix import PrefixCache
 from aquifer.cache.swap import SwapSpace
 from aquifer.config import format_size
+from aquifer.engine.assembly import Assembly, LaneSpec
 from aquifer.engine.committing import skip_steps
-from aquifer.engine.headroom import group_bytes
 from aquifer.engine.lane import Lane
 from aquifer.engine.policies import Policies, RestoreMode
 from aquifer.engine.policies.admission import static_batches
-from aquifer.engine.preemption import Preemption
 from aquifer.engine.request import Request, SamplingParams, TokenLogprobs, TokenOutput
-from aquifer.engine.scheduler import Scheduler
 from aquifer.engine.sequence import SequenceGroup
-from aquifer.engine.slots import SlotTable
 from aquifer.engine.step_input import StepInput, StepOutput
 from aquifer.errors import ConfigError, InvariantError
 from aquifer.memory.pool import Kind, Owner, PagePool
-from aquifer.memory.reclaim import Reclaimer, batch_bytes
 from aquifer.sim.baselines.reserved import Policy, ReservedCache
 from aquifer.sim.device import DeviceModel, ModelShape, StepModel, StepWork
 from aquifer.sim.driver import PAGE_BYTES, ModelledDriver
@@ -370,24 +365,34 @@ class _Replay:
         )
         space.prepare()
         resources.callback(space.close)
-        self._preemption = Preemption(space, config.preemption_mode)
-        self._scheduler = Scheduler(
+        assembly = Assembly(
             self._pool,
             config.max_num_batched_tokens,
-            self._preemption,
-            lambda: self._now_s,
-            Policies(admission=static_batches) if config.manager == "static" else None,
+            swap_space=space,
+            restore_mode=config.preemption_mode,
+            clock_s=lambda: self._now_s,
+            policies=Policies(admission=static_batches) if config.manager == "static" else None,
         )
+        self._room = assembly.room
+        self._preemption = assembly.preemption
+        self._scheduler = assembly.scheduler
         self._moved_bytes = self._copied_bytes = 0  # accounted for so far
-        at_a_time = batch_bytes(config.budget_bytes, config.page_bytes)
-        reclaimer = Reclaimer(lambda: self._now_s, at_a_time)
-        self._pool.on_short = reclaimer.reclaim
         self._lanes: dict[str, Lane] = {}
         self._steps: dict[str, StepModel] = {}
         for name, model in config.models.items():
             self._steps[name] = StepModel(model, config.device)
-            lane = self._lanes[name] = self._open_lane(name, model, reclaimer, resources)
-            self._scheduler.add_lane(lane)
+            lane = self._lanes[name] = assembly.open_lane(
+                LaneSpec(
+                    name,
+                    model.kv_layout,
+                    config.max_num_seqs,
+                    config.context(model),
+                    config.factory(),
+                    config.prefix_caching,
+                    self._steps[name].prefill_seconds,
+                )
+            )
+            resources.callback(assembly.close_lane, lane)
         self.result = ReplayResult([], kv_budget_bytes=self._kv_budget_bytes)
 
     def run(self, on_progress: Callable[[int], None]) -> None:
@@ -441,28 +446,6 @@ class _Replay:
                 )
             resources.callback(self._pool.release, pages)
 
-    def _open_lane(
-        self, name: str, model: ModelShape, reclaimer: Reclaimer, resources: ExitStack
-    ) -> Lane:
-        config = self._config
-        max_tokens = config.context(model)
-        cache = config.factory()(
-            self._pool, Owner(name, Kind.KV), model.kv_layout, config.max_num_seqs, max_tokens
-        )
-        resources.callback(cache.close)
-        prefixes = None
-        if config.prefix_caching:
-            prefixes = PrefixCache(cache, self._steps[name].prefill_seconds)
-            resources.callback(prefixes.close)
-            reclaimer.register(prefixes)
-        return Lane(
-            name,
-            cache,
-            SlotTable(config.max_num_seqs, max_tokens),
-            prefixes,
-            self._steps[name].prefill_seconds,
-        )
-
     # --- requests ----------------------------------------------------------------------------
 
     def _arrive(self) -> None:
@@ -485,10 +468,10 @@ class _Replay:
         )
         self.result.records.append(record)
         max_total = request.prompt_tokens + request.output_tokens
-        needed_bytes = group_bytes(
-            lane.cache, request.prompt_tokens, max_total, config.num_sequences
-        )
-        if max_total > config.context(config.models[name]) or needed_bytes > self._kv_budget_bytes:
+        footprint, num_sequences = lane.cache.footprint, config.num_sequences
+        needed_pages = footprint.most(request.prompt_tokens, max_total, num_sequences)
+        is_too_large = self._room.size(needed_pages) > self._kv_budget_bytes
+        if max_total > config.context(config.models[name]) or is_too_large:
             self._num_ended += 1  # refused
             return
         prompt = self._prompts.ids(request)
@@ -565,6 +548,7 @@ class _Replay:
             for lane in self._lanes.values()
             if isinstance(lane.cache, ReservedCache)
         )
+        assert self._preemption is not None
         moved_bytes = self._preemption.moved_bytes
         spans, num_decodes = plan.spans, plan.num_decodes
         starts, counts = spans.starts[num_decodes:].tolist(), spans.counts[num_decodes:].tolist()

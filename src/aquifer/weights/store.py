@@ -110,6 +110,11 @@ class Placement:
         return tuple(groups)
 
 
+def placed_bytes(models: Iterable[Sequence[Parameter]], page_bytes: int) -> int:
+    """Bytes of all pages under the parameters of several models."""
+    return sum(Placement.plan(parameters, page_bytes).num_bytes for parameters in models)
+
+
 @dataclass(frozen=True, slots=True)
 class ParameterGroup:
     """Parameters that become resident and are evicted together, and their pages.

@@ -1,4 +1,4 @@
-"""How large the pool is, and what else follows from the device. Computed before anything is taken.
+"""Budget and page size of the pool, computed from the device's figures before anything is taken.
 
 On a GPU the budget is a part of the whole device, and everything is in it: weights, KV, and what
 the process holds beside pages (`Driver.overhead_bytes`). KV gets what the others leave. On the CPU
@@ -11,26 +11,21 @@ whole device, so that engines that start at the same time size themselves rightl
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from aquifer.config import EngineConfig, format_size
 from aquifer.errors import ConfigError
 from aquifer.memory.driver.base import Driver
 from aquifer.memory.pool import PagePool
-from aquifer.weights.store import Parameter, Placement
-
-_CPU_BATCHED_TOKENS, _GPU_BATCHED_TOKENS = 2048, 8192
-"""Tokens of a step where nobody chose. On a CPU, more would only make those wait who decode beside
-a prompt; a GPU takes several thousand to reach its full rate."""
 
 _SLACK = 1.1
-"""What an error proposes, in relation to the least: with the least alone no sequence would fit."""
+"""Factor on the least memory in what an error proposes: the least alone has no room for KV."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """What a device has, and what this process has of it. All figures in bytes but for the counts.
+    """Memory of a device, and this process's part of it. Sizes are in bytes.
 
     Args:
         name: what it is called in errors.
@@ -39,7 +34,7 @@ class DeviceMemory:
         available_bytes: free now.
         overhead_bytes: held by this process beside pages.
         granularity_bytes: every page size is a multiple of it.
-        default_page_bytes: the page size where nobody chose one.
+        default_page_bytes: the page size where none was chosen.
         max_mappings: pages that may be mapped at once, or None for any number.
     """
 
@@ -68,32 +63,27 @@ class DeviceMemory:
 
 
 def make_pool(
-    config: EngineConfig, driver: Driver, planned_parameters: Sequence[Sequence[Parameter]]
+    config: EngineConfig,
+    driver: Driver,
+    weight_bytes: int = 0,
+    placed_bytes: Callable[[int], int] = lambda page_bytes: 0,
 ) -> PagePool:
     """The pool of an engine, empty, with the process's overhead accounted for.
 
     Args:
         config: the engine's options.
         driver: the device; it has no pages yet.
-        planned_parameters: what each model is going to hold.
+        weight_bytes: of all weights that are loaded at the start, without rounding to pages.
+        placed_bytes: bytes of all pages under them, given the page size.
 
     Raises:
         ConfigError: the memory does not suffice, or an option does not fit the device.
     """
     device = DeviceMemory.of(driver)
-    weight_bytes = sum(parameter.num_bytes for group in planned_parameters for parameter in group)
     page_bytes = choose_page_bytes(config, device, weight_bytes)
-    placed_bytes = sum(Placement.plan(group, page_bytes).num_bytes for group in planned_parameters)
-    pool = PagePool(driver, pool_budget(config, device, placed_bytes), page_bytes)
+    pool = PagePool(driver, pool_budget(config, device, placed_bytes(page_bytes)), page_bytes)
     pool.account_overhead(device.overhead_bytes)
     return pool
-
-
-def batched_tokens(config: EngineConfig, device_type: str) -> int:
-    """Tokens of one step: as told, or what suits the kind of device, "cpu" or "cuda"."""
-    if config.max_num_batched_tokens is not None:
-        return config.max_num_batched_tokens
-    return _CPU_BATCHED_TOKENS if device_type == "cpu" else _GPU_BATCHED_TOKENS
 
 
 def choose_page_bytes(config: EngineConfig, device: DeviceMemory, weight_bytes: int) -> int:

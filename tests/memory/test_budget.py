@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from aquifer.config import EngineConfig, ModelSpec, parse_size
-from aquifer.engine.sizing import (
+from aquifer.engine.planning import batched_tokens
+from aquifer.errors import ConfigError
+from aquifer.memory.budget import (
     DeviceMemory,
-    batched_tokens,
     choose_page_bytes,
     make_pool,
     pool_budget,
 )
-from aquifer.errors import ConfigError
 from aquifer.memory.driver.host import HostDriver
 from aquifer.memory.pool import PROCESS
-from aquifer.weights.store import Parameter
+from aquifer.weights.store import Parameter, placed_bytes
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 MODELS = (ModelSpec("a", Path("a")),)
@@ -161,12 +162,13 @@ def test_the_pool_knows_of_the_overhead_from_the_start():
     driver = HostWithOverhead()
     config = EngineConfig(MODELS, memory_bytes=32 * MIB)
     parameters = [Parameter("w", (MIB,), torch.float32, ())]
-    pool = make_pool(config, driver, [parameters])
+    pool = make_pool(config, driver, 4 * MIB, partial(placed_bytes, [parameters]))
     assert (pool.budget_bytes, pool.page_bytes) == (32 * MIB, 64 * KIB)
     assert pool.usage().in_use_bytes == {PROCESS: 3 * MIB + 5}
     pool.close()
+    two = partial(placed_bytes, [parameters, parameters])
     with pytest.raises(ConfigError, match=r"8\.00 MiB, more than the 3\.00 MiB of --mem"):
-        make_pool(replace(config, memory_bytes=3 * MIB), driver, [parameters, parameters])
+        make_pool(replace(config, memory_bytes=3 * MIB), driver, 8 * MIB, two)
     driver.close()
 
 

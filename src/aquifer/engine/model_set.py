@@ -1,0 +1,172 @@
+"""The models of an engine, and what of the budget is left for the KV of each."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+from aquifer.config import EngineConfig, ModelSpec
+from aquifer.engine.assembly import Assembly
+from aquifer.engine.model_host import ModelHost, State, read_model
+from aquifer.engine.request import LoadProgress
+from aquifer.errors import ConfigError, DriverError, UnknownModelError
+from aquifer.models import ModelPlan, Planner
+from aquifer.sizes import format_size
+from aquifer.weights.checkpoint import Checkpoint
+
+_log = logging.getLogger(__name__)
+
+OnProgress = Callable[[LoadProgress], None]
+
+
+class ModelSet:
+    """All registered models. Their weights together may exceed the pool.
+
+    Args:
+        config: the engine's options.
+        assembly: pool and scheduler.
+        planner: finds the implementation of a checkpoint.
+        max_batched_tokens: tokens of the largest step.
+    """
+
+    def __init__(
+        self, config: EngineConfig, assembly: Assembly, planner: Planner, max_batched_tokens: int
+    ) -> None:
+        self._config = config
+        self._pool = assembly.pool
+        self._assembly = assembly
+        self._planner = planner
+        self._max_batched_tokens = max_batched_tokens
+        self._hosts: dict[str, ModelHost] = {}
+
+    def __iter__(self) -> Iterator[ModelHost]:
+        return iter(self._hosts.values())
+
+    def __getitem__(self, name: str) -> ModelHost:
+        return self._hosts[name]
+
+    def find(self, name: str) -> ModelHost:
+        """The model of that name.
+
+        Raises:
+            UnknownModelError: there is none.
+        """
+        host = self._hosts.get(name)
+        if host is None:
+            served = ", ".join(self._hosts) or "none"
+            raise UnknownModelError(
+                f"no model {name!r} is served here; served models: {served}", param="model"
+            )
+        return host
+
+    def register(
+        self, spec: ModelSpec, read: tuple[Checkpoint, ModelPlan] | None = None
+    ) -> ModelHost:
+        """Take in a model. It gets addresses, and no memory.
+
+        Args:
+            spec: its name and path.
+            read: its checkpoint and plan, if they have been read before.
+
+        Raises:
+            ConfigError: the checkpoint cannot be used, or the name is taken.
+            DriverError: the device has no addresses left.
+        """
+        if spec.name in self._hosts:
+            raise ConfigError(f"a model named {spec.name!r} is registered already")
+        checkpoint, plan = read or read_model(spec, self._planner, self._config)
+        host = ModelHost(
+            spec, plan, checkpoint, self._config, self._assembly, self._max_batched_tokens
+        )
+        self._hosts[spec.name] = host
+        return host
+
+    def load(self, host: ModelHost, on_progress: OnProgress) -> None:
+        """Bring a model's weights into the pool, if they are not there.
+
+        Raises:
+            ConfigError: the pool has no room for them or beside them for any KV, or the checkpoint
+                cannot be used.
+            DriverError: the device refused memory.
+        """
+        if host.state == State.RESIDENT:
+            return
+        free_bytes = self._pool.free_bytes
+        if not host.load(on_progress):
+            raise ConfigError(
+                f"the weights of {host.info.name} take {format_size(host.info.weight_bytes)} and "
+                f"the pool has {format_size(free_bytes)} left; raise --memory, or unload another "
+                "model"
+            )
+
+    def remove(self, host: ModelHost) -> None:
+        """Forget a model. Pre-condition: it has no requests, and no step is in flight."""
+        host.close()
+        del self._hosts[host.info.name]
+
+    def close(self) -> None:
+        """Remove all models, the latest one first."""
+        for host in reversed(list(self)):
+            self.remove(host)
+
+    def load_wanted(self, on_failure: Callable[[ModelHost, str], None]) -> bool:
+        """Load the model of the earliest request that waits for its weights; whether there is one.
+
+        Args:
+            on_failure: called with a model that cannot be loaded, and why.
+        """
+        wanted = [host for host in self if host.lane.waiting and host.state == State.REGISTERED]
+        wanted.sort(key=lambda host: min(group.arrival for group in host.lane.waiting))
+        for host in wanted:
+            try:
+                self.load(host, lambda progress: None)
+                self.check_room(host)
+            except (ConfigError, DriverError) as error:
+                on_failure(host, str(error))
+            else:
+                return True
+        return False
+
+    # --- the budget --------------------------------------------------------------------------
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of the pinned prefixes of all models."""
+        caches = (host.lane.prefixes for host in self)
+        return sum(cache.pinned_bytes for cache in caches if cache is not None)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of the budget that KV cannot have: overhead, resident weights, pinned prefixes."""
+        weight_bytes = sum(host.resident_bytes for host in self)
+        return self._pool.usage().overhead_bytes + weight_bytes + self.pinned_bytes
+
+    def kv_pages(self, host: ModelHost) -> int:
+        """Pages that a model's KV can have at the best of times, with its weights in the pool."""
+        missing_bytes = host.info.weight_bytes - host.resident_bytes
+        return self._assembly.room.budget_pages(self.fixed_bytes + missing_bytes)
+
+    def check_room(self, host: ModelHost) -> None:
+        """Refuse a model of which no request could ever run; warn where long ones cannot.
+
+        Raises:
+            ConfigError: no request could run.
+        """
+        footprint, room = host.lane.cache.footprint, self._assembly.room
+        kv_pages, limit = self.kv_pages(host), host.info.max_model_len
+        longest = footprint.longest(kv_pages) - 1
+        if longest < 1:
+            raise ConfigError(
+                f"the weights leave {format_size(room.size(kv_pages))} of the pool's "
+                f"{format_size(self._pool.budget_bytes)} for KV, and the first token of "
+                f"{host.info.name} takes {format_size(room.size(footprint.pages(1)))}; raise "
+                "--memory"
+            )
+        if longest < limit - 1:
+            _log.warning(
+                "the pool holds at most %d tokens of %s at a time, its context length is %d; "
+                "longer requests will be refused",
+                longest,
+                host.info.name,
+                limit,
+            )

@@ -1,0 +1,78 @@
+"""Reports for people and metrics: counters of the engine, and where its memory is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from aquifer.engine.lane import Lane
+from aquifer.engine.request import EngineStats, MemoryReport, ModelMemory
+from aquifer.memory.pool import Kind, Owner, PagePool, PoolUsage
+
+
+def engine_stats(lanes: Mapping[str, Lane], usage: PoolUsage, fixed_bytes: int) -> EngineStats:
+    """Counters of this moment, in time proportional to the number of models.
+
+    Args:
+        lanes: of all models.
+        usage: of the pool.
+        fixed_bytes: of the budget, which KV cannot have.
+    """
+    kv_bytes = sum(n for owner, n in usage.in_use_bytes.items() if owner.kind == Kind.KV)
+    stats = {
+        name: None if lane.prefixes is None else lane.prefixes.stats for name, lane in lanes.items()
+    }
+    return EngineStats(
+        num_running={name: len(lane.running) for name, lane in lanes.items()},
+        num_waiting={name: len(lane.waiting) for name, lane in lanes.items()},
+        num_preemptions={name: lane.num_preemptions for name, lane in lanes.items()},
+        kv_usage=kv_bytes / max(usage.budget_bytes - fixed_bytes, 1),
+        num_prefix_queried_tokens={
+            name: 0 if prefixes is None else prefixes.queried_tokens
+            for name, prefixes in stats.items()
+        },
+        num_prefix_hit_tokens={
+            name: 0 if prefixes is None else prefixes.hit_tokens for name, prefixes in stats.items()
+        },
+    )
+
+
+def memory_report(lanes: Mapping[str, Lane], pool: PagePool) -> MemoryReport:
+    """Where the pool's budget is at this moment."""
+    usage = pool.usage()
+    models = {}
+    for name, lane in lanes.items():
+        kv = lane.cache.stats(lane.written_tokens)
+        models[name] = ModelMemory(
+            bytes_by_kind={
+                kind: usage.in_use_bytes.get(Owner(name, kind), 0)
+                for kind in Kind
+                if kind != Kind.OVERHEAD
+            },
+            num_running=len(lane.running),
+            num_waiting=len(lane.waiting),
+            kv_written_tokens=kv.written_tokens,
+            kv_written_bytes=kv.written_bytes,
+            kv_mapped_bytes=kv.mapped_bytes,
+            kv_wasted_bytes=kv.wasted_bytes,
+        )
+    return MemoryReport(
+        device=str(pool.driver.device),
+        page_bytes=pool.page_bytes,
+        budget_bytes=usage.budget_bytes,
+        overhead_bytes=usage.overhead_bytes,
+        free_bytes=usage.free_bytes,
+        idle_bytes=usage.idle_bytes,
+        retired_bytes=usage.retired_bytes,
+        mapped_pages=(sum(usage.in_use_bytes.values()) - usage.overhead_bytes) // pool.page_bytes,
+        free_pages=usage.free_bytes // pool.page_bytes,
+        models=models,
+        process_resident_bytes=_resident_bytes(),
+    )
+
+
+def _resident_bytes() -> int:
+    """Resident memory of this process."""
+    status = Path("/proc/self/status").read_text()
+    fields = dict(line.split(":", 1) for line in status.splitlines())
+    return int(fields["VmRSS"].split()[0]) * 1024
