@@ -144,6 +144,17 @@ class Lane:
             sequence.lease = self.prefixes.fork(parent.lease)
         return True
 
+    # --- progress ----------------------------------------------------------------------------
+
+    def note_progress(self, group: SequenceGroup) -> None:
+        """Note how many tokens each sequence of a group has when it is admitted."""
+        for sequence in group.live:
+            sequence.num_begun_with = len(self.slots.tokens(sequence))
+
+    def has_progressed(self, group: SequenceGroup) -> bool:
+        """Whether any sequence of a running group has got tokens since it was admitted."""
+        return any(len(self.slots.tokens(s)) > s.num_begun_with for s in group.live)
+
     # --- endings -----------------------------------------------------------------------------
 
     def end(self, sequence: Sequence, now_s: float) -> None:

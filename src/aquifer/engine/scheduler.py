@@ -207,8 +207,7 @@ class Scheduler:
         if len(running) == 1:
             if lane.forget_leases(group):
                 return
-            got_nowhere = lane.slots.count_tokens(group) <= group.num_begun_with
-            if refusal is not None or got_nowhere:
+            if refusal is not None or not lane.has_progressed(group):
                 lane.end_all(group, self._clock_s())
                 self._fail(group, refusal)
                 return
@@ -272,7 +271,7 @@ class Scheduler:
             self._unblock(group)
             del lane.waiting[index]
             insort(lane.running, group, key=lambda g: g.arrival)
-            group.num_begun_with = lane.slots.count_tokens(group)
+            lane.note_progress(group)
             if group.scheduled_s is None:
                 group.scheduled_s = self._clock_s()
             if was_swapped:

@@ -40,6 +40,7 @@ class Sequence:
     swapped: SwappedKV | None = None  # its KV, if that was moved to the host
     lease: Lease | None = None  # of the blocks that the prefix cache has of it
     has_output: bool = False
+    num_begun_with: int = 0  # tokens that it had when it was admitted last
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property
@@ -104,7 +105,6 @@ class SequenceGroup:
     match: Match | None = None  # retained KV that it found when it was tried last, while it waits
     num_cached_tokens: int | None = None  # of the prompt; None before it is admitted
     num_preemptions: int = 0
-    num_begun_with: int = 0  # tokens of all sequences when it was admitted last
     scheduled_s: float | None = None
     first_token_s: float | None = None
 
