@@ -28,7 +28,7 @@ from rich.table import Table
 
 from aquifer.bench.result import save
 from aquifer.cache.swap import SwapSpace
-from aquifer.engine.request import Request, SamplingParams
+from aquifer.engine.params import Request, SamplingParams
 from aquifer.llm import LLM
 
 DEVICE = "cuda:0"

@@ -28,12 +28,8 @@ from aquifer.errors import (
 )
 
 if TYPE_CHECKING:
-    from aquifer.engine.request import (
-        BeamSearchParams,
-        CompletionOutput,
-        RequestOutput,
-        SamplingParams,
-    )
+    from aquifer.engine.outputs import CompletionOutput, RequestOutput
+    from aquifer.engine.params import BeamSearchParams, SamplingParams
     from aquifer.llm import LLM
 
 __version__ = "0.1.0"
@@ -60,10 +56,10 @@ __all__ = [
 
 _LAZY = {
     "LLM": "aquifer.llm",
-    "BeamSearchParams": "aquifer.engine.request",
-    "CompletionOutput": "aquifer.engine.request",
-    "RequestOutput": "aquifer.engine.request",
-    "SamplingParams": "aquifer.engine.request",
+    "BeamSearchParams": "aquifer.engine.params",
+    "CompletionOutput": "aquifer.engine.outputs",
+    "RequestOutput": "aquifer.engine.outputs",
+    "SamplingParams": "aquifer.engine.params",
 }
 
 

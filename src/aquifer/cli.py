@@ -31,7 +31,7 @@ from aquifer.options import Option, options_of
 from aquifer.parameters import PRECEDENCE, ModelArgument, with_options
 
 if TYPE_CHECKING:
-    from aquifer.engine.request import SamplingParams
+    from aquifer.engine.params import SamplingParams
     from aquifer.llm import LLM
     from aquifer.memory.driver.base import Driver
 
@@ -135,7 +135,7 @@ def _run(
     """Talk to a model in the terminal."""
     ModelSpec.parse(model).check_path()
 
-    from aquifer.engine.request import SamplingParams
+    from aquifer.engine.params import SamplingParams
     from aquifer.llm import LLM
     from aquifer.serve.models import sampling_defaults
 

@@ -17,17 +17,13 @@ from rich.progress import Progress
 
 from aquifer.config import EngineConfig, ModelSpec, field_values
 from aquifer.engine.engine import Engine
-from aquifer.engine.request import (
-    BeamSearchParams,
-    MemoryReport,
-    Request,
-    RequestOutput,
-    SamplingParams,
-)
-from aquifer.engine.text import Delta, OutputBuilder, Tokenizer
+from aquifer.engine.outputs import RequestOutput
+from aquifer.engine.params import BeamSearchParams, Request, SamplingParams
+from aquifer.engine.reports import MemoryReport
 from aquifer.errors import EngineError, RequestError
 from aquifer.options import options_of
 from aquifer.progress import LoadingBar, counting_bar
+from aquifer.text import Delta, OutputBuilder, Tokenizer
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or {"prompt_token_ids": [...]} or {"prompt": "..."}.

@@ -15,7 +15,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from aquifer.engine.request import LoadProgress
+from aquifer.engine.reports import LoadProgress
 
 
 def counting_bar(show: bool = True) -> Progress:

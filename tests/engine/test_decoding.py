@@ -12,7 +12,7 @@ import torch
 from tests.architectures import OUR_DECODER, VOCAB_SIZE, save_tiny
 
 from aquifer.bench.soak import check_idle, soak
-from aquifer.engine.request import BeamSearchParams, Request, SamplingParams
+from aquifer.engine.params import BeamSearchParams, Request, SamplingParams
 from aquifer.errors import CapacityError, RequestError
 from aquifer.llm import LLM
 

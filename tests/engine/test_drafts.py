@@ -23,7 +23,8 @@ from aquifer.cache.base import KVLayout, LayerKV, Rows, Spans
 from aquifer.cache.swap import SwapSpace
 from aquifer.engine.assembly import Assembly, LaneSpec
 from aquifer.engine.lane import Lane
-from aquifer.engine.request import Request, SamplingParams, TokenOutput
+from aquifer.engine.outputs import TokenOutput
+from aquifer.engine.params import Request, SamplingParams
 from aquifer.engine.sequence import SequenceGroup
 from aquifer.engine.step_input import StepInput, StepOutput
 from aquifer.memory.driver import open_driver

@@ -15,7 +15,7 @@ from tests.architectures import OUR_DECODER, TRANSFORMERS, VOCAB_SIZE, save_tiny
 
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.engine import Engine
-from aquifer.engine.request import Request, SamplingParams
+from aquifer.engine.params import Request, SamplingParams
 from aquifer.errors import CapacityError
 from aquifer.memory.driver.base import Driver
 from aquifer.memory.driver.faulty import FaultyDriver

@@ -13,7 +13,8 @@ import torch
 import transformers
 from tests.checkpoints import EOS_TOKEN_ID, tiny_llama
 
-from aquifer.engine.request import RequestOutput, SamplingParams
+from aquifer.engine.outputs import RequestOutput
+from aquifer.engine.params import SamplingParams
 from aquifer.engine.sampler import Choice, Sampler
 from aquifer.engine.slots import STOP_IDS_PER_SLOT
 from aquifer.engine.step_input import SlotAssignment

@@ -23,9 +23,10 @@ from aquifer.cache.base import KVLayout, LayerKV, Rows
 from aquifer.cache.swap import SwapSpace
 from aquifer.engine.assembly import Assembly, LaneSpec
 from aquifer.engine.lane import Lane
+from aquifer.engine.outputs import TokenLogprobs, TokenOutput
+from aquifer.engine.params import Request, SamplingParams
 from aquifer.engine.planning import chunk_tokens
 from aquifer.engine.policies import Policies
-from aquifer.engine.request import Request, SamplingParams, TokenLogprobs, TokenOutput
 from aquifer.engine.sequence import SequenceGroup
 from aquifer.engine.step_input import StepInput, StepOutput
 from aquifer.memory.driver import open_driver

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.architectures import MAX_TOKENS, OUR_DECODER, TRANSFORMERS, VOCAB_SIZE, save_tiny
 
-from aquifer.engine.request import SamplingParams
+from aquifer.engine.params import SamplingParams
 from aquifer.llm import LLM
 from aquifer.memory.pool import Kind
 from aquifer.models import plan_model

@@ -20,7 +20,8 @@ import torch
 import transformers
 from tests.architectures import OUR_DECODER, TRANSFORMERS, save_tiny
 
-from aquifer.engine.request import Request, RequestOutput, SamplingParams, TokenOutput
+from aquifer.engine.outputs import RequestOutput, TokenOutput
+from aquifer.engine.params import Request, SamplingParams
 from aquifer.llm import LLM
 from aquifer.memory.pool import Kind, Owner
 

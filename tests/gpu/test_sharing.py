@@ -17,7 +17,8 @@ from tests.architectures import OUR_DECODER, VOCAB_SIZE, save_tiny
 from aquifer.cache.base import KVLayout, LayerKV, Rows, Spans
 from aquifer.cache.virtual import VirtualCache
 from aquifer.engine.engine import Engine
-from aquifer.engine.request import BeamSearchParams, RequestOutput, SamplingParams, TokenOutput
+from aquifer.engine.outputs import RequestOutput, TokenOutput
+from aquifer.engine.params import BeamSearchParams, SamplingParams
 from aquifer.llm import LLM
 from aquifer.memory.driver.cuda import CudaDriver
 from aquifer.memory.pool import Kind, Owner, Page, PagePool

@@ -22,20 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from aquifer.config import EngineConfig, ModelSpec
-from aquifer.engine.request import (
-    EngineStats,
-    MemoryReport,
-    ModelInfo,
-    ModelMemory,
-    Request,
-    TokenLogprobs,
-    TokenOutput,
-)
-from aquifer.engine.text import Tokenizer
+from aquifer.engine.outputs import TokenLogprobs, TokenOutput
+from aquifer.engine.params import Request
+from aquifer.engine.reports import EngineStats, MemoryReport, ModelInfo, ModelMemory
 from aquifer.errors import CapacityError, EngineError, InvariantError, QueueFullError
 from aquifer.memory.pool import Kind
 from aquifer.serve.process import EngineLike
 from aquifer.serve.server import ServerConfig, serve
+from aquifer.text import Tokenizer
 
 _STEP_S = 0.002
 _PAGE_BYTES = 1024

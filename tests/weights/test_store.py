@@ -13,7 +13,7 @@ from tests.checkpoints import tiny_llama
 
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.engine import Engine
-from aquifer.engine.request import Request, SamplingParams
+from aquifer.engine.params import Request, SamplingParams
 from aquifer.errors import ConfigError
 from aquifer.memory.driver.faulty import FaultyDriver
 from aquifer.memory.driver.host import HostDriver

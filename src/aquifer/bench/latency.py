@@ -18,7 +18,7 @@ from aquifer.bench.offline import (
 from aquifer.bench.result import summarize
 from aquifer.bench.workload import Workload
 from aquifer.engine.engine import Engine
-from aquifer.engine.request import Request
+from aquifer.engine.params import Request
 from aquifer.errors import ConfigError, EngineError
 from aquifer.llm import LLM
 

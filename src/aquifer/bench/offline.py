@@ -16,7 +16,8 @@ import torch
 from aquifer.bench.floor import Cost, Rates
 from aquifer.bench.result import summarize
 from aquifer.bench.workload import Workload
-from aquifer.engine.request import RequestOutput, SamplingParams
+from aquifer.engine.outputs import RequestOutput
+from aquifer.engine.params import SamplingParams
 from aquifer.llm import LLM
 
 Completed = list[list[int]]

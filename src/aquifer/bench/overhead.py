@@ -12,7 +12,7 @@ from aquifer.cache import kv_cache
 from aquifer.cache.base import KVLayout, LayerKV, Rows
 from aquifer.engine.assembly import Assembly, LaneSpec
 from aquifer.engine.lane import Lane
-from aquifer.engine.request import Request, SamplingParams
+from aquifer.engine.params import Request, SamplingParams
 from aquifer.engine.scheduler import Scheduler
 from aquifer.engine.sequence import SequenceGroup
 from aquifer.engine.step_input import StepInput, StepOutput

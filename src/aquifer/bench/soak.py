@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from aquifer.engine.request import MAX_LOGPROBS, Request, SamplingParams, TokenOutput
+from aquifer.engine.outputs import TokenOutput
+from aquifer.engine.params import MAX_LOGPROBS, Request, SamplingParams
 from aquifer.errors import CapacityError, ContextLengthError, InvariantError, QueueFullError
 from aquifer.llm import LLM
 from aquifer.memory.pool import Kind

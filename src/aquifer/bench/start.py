@@ -58,7 +58,7 @@ def _count(folder: Path) -> int:
 def _start(model: str, options: dict[str, Any]) -> dict[str, Any]:
     """Body of the process; no heavy package has been imported before."""
     begun = time.perf_counter()
-    from aquifer.engine.request import SamplingParams
+    from aquifer.engine.params import SamplingParams
     from aquifer.llm import LLM
 
     imported = time.perf_counter()

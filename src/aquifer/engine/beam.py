@@ -25,7 +25,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from aquifer.engine.request import FinishReason
+from aquifer.engine.outputs import FinishReason
 
 EarlyStopping = bool | Literal["never"]
 

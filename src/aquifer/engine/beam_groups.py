@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from aquifer.engine.lane import Lane
-from aquifer.engine.request import RequestTiming, TokenLogprobs, TokenOutput
+from aquifer.engine.outputs import RequestTiming, TokenLogprobs, TokenOutput
 from aquifer.engine.sequence import Beams, Sequence, SequenceGroup
 
 

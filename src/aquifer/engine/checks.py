@@ -6,7 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from aquifer.cache.footprint import Footprint
-from aquifer.engine.request import ModelInfo, Request
+from aquifer.engine.params import Request
+from aquifer.engine.reports import ModelInfo
 from aquifer.errors import CapacityError, ContextLengthError, RequestError
 from aquifer.memory.room import Room
 from aquifer.sizes import format_size

@@ -7,7 +7,7 @@ import numpy as np
 from aquifer.cache.base import IntArray
 from aquifer.engine import beam_groups
 from aquifer.engine.lane import Lane
-from aquifer.engine.request import RequestTiming, TokenLogprobs, TokenOutput
+from aquifer.engine.outputs import RequestTiming, TokenLogprobs, TokenOutput
 from aquifer.engine.sequence import Sequence, SequenceGroup
 from aquifer.engine.slots import STOP_IDS_PER_SLOT
 from aquifer.engine.step_input import StepInput, StepOutput

@@ -18,17 +18,11 @@ from aquifer.engine.assembly import Assembly
 from aquifer.engine.lane import Lane
 from aquifer.engine.model_host import ModelHost, State, read_model
 from aquifer.engine.model_set import ModelSet, OnProgress
+from aquifer.engine.outputs import TokenOutput
+from aquifer.engine.params import Request, SamplingParams
 from aquifer.engine.planning import batched_tokens
 from aquifer.engine.reporting import engine_stats, memory_report
-from aquifer.engine.request import (
-    EngineStats,
-    LoadProgress,
-    MemoryReport,
-    ModelInfo,
-    Request,
-    SamplingParams,
-    TokenOutput,
-)
+from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelInfo
 from aquifer.engine.runner import InFlight
 from aquifer.engine.sequence import SequenceGroup
 from aquifer.engine.step_input import StepInput

@@ -21,7 +21,7 @@ from aquifer.cache import kv_cache
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.assembly import Assembly, LaneSpec
 from aquifer.engine.costs import PrefillCost
-from aquifer.engine.request import LoadProgress, ModelInfo
+from aquifer.engine.reports import LoadProgress, ModelInfo
 from aquifer.engine.runner import Runner
 from aquifer.errors import ConfigError
 from aquifer.memory.pool import Kind, Owner

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.assembly import Assembly
 from aquifer.engine.model_host import ModelHost, State, read_model
-from aquifer.engine.request import LoadProgress
+from aquifer.engine.reports import LoadProgress
 from aquifer.errors import ConfigError, DriverError, UnknownModelError
 from aquifer.models import ModelPlan, Planner
 from aquifer.sizes import format_size

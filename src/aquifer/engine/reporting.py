@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from aquifer.engine.lane import Lane
-from aquifer.engine.request import EngineStats, MemoryReport, ModelMemory
+from aquifer.engine.reports import EngineStats, MemoryReport, ModelMemory
 from aquifer.memory.pool import Kind, Owner, PagePool, PoolUsage
 
 

@@ -15,7 +15,7 @@ import torch
 
 from aquifer.cache.base import IntArray, KVLayout, Rows, SequenceCache, Spans
 from aquifer.engine.graphs import DecodeGraphs
-from aquifer.engine.request import TokenLogprobs
+from aquifer.engine.outputs import TokenLogprobs
 from aquifer.engine.sampler import Choice, Sampler, token_logprobs
 from aquifer.engine.step_input import SlotAssignment, StepInput, StepOutput
 from aquifer.kernels import compiled_together

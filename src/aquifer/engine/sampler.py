@@ -18,7 +18,8 @@ import numpy.typing as npt
 import torch
 
 from aquifer.cache.base import IntArray
-from aquifer.engine.request import SamplingParams, TokenLogprobs
+from aquifer.engine.outputs import TokenLogprobs
+from aquifer.engine.params import SamplingParams
 from aquifer.engine.step_input import SlotAssignment
 from aquifer.kernels.sampling import Variant, sample
 from aquifer.kernels.sampling_columns import SamplingColumns, write_counts

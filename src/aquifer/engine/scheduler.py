@@ -47,10 +47,10 @@ from aquifer.engine import entry
 from aquifer.engine.committing import commit_beams, commit_tokens, timing
 from aquifer.engine.headroom import Headroom
 from aquifer.engine.lane import Lane
+from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.planning import chunk_tokens, make_step, next_tokens
 from aquifer.engine.policies import AdmissionSnapshot, ModelState, Policies
 from aquifer.engine.preemption import Preemption
-from aquifer.engine.request import TokenOutput
 from aquifer.engine.sequence import SequenceGroup
 from aquifer.engine.snapshots import Candidates, running_request
 from aquifer.engine.step_input import StepInput, StepOutput

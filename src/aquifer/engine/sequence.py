@@ -14,7 +14,8 @@ import numpy.typing as npt
 from aquifer.cache.prefix import Lease, Match
 from aquifer.cache.swap import SwappedKV
 from aquifer.engine.beam import BeamSearch
-from aquifer.engine.request import MAX_SEQUENCES, Request, TokenLogprobs
+from aquifer.engine.outputs import TokenLogprobs
+from aquifer.engine.params import MAX_SEQUENCES, Request
 
 TokenIds = npt.NDArray[np.int32]
 

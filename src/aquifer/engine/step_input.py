@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from aquifer.cache.base import IntArray, Spans
-from aquifer.engine.request import SamplingParams, TokenLogprobs
+from aquifer.engine.outputs import TokenLogprobs
+from aquifer.engine.params import SamplingParams
 
 KVOp = object
 

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from aquifer.engine.request import FinishReason, Logprob
-from aquifer.engine.text import Delta
+from aquifer.engine.outputs import FinishReason, Logprob
 from aquifer.serve.generation import Job
 from aquifer.serve.protocol import (
     AssistantMessage,
@@ -26,6 +25,7 @@ from aquifer.serve.protocol import (
     TopLogprob,
     Usage,
 )
+from aquifer.text import Delta
 
 _LOWEST_LOGPROB = -9999.0  # replaces -inf, which JSON cannot express
 

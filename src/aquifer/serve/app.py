@@ -18,7 +18,8 @@ from pydantic import BaseModel
 
 from aquifer import __version__
 from aquifer.config import format_size
-from aquifer.engine.request import MemoryReport, ModelInfo, SamplingParams
+from aquifer.engine.params import SamplingParams
+from aquifer.engine.reports import MemoryReport, ModelInfo
 from aquifer.errors import (
     ContextLengthError,
     EngineError,

@@ -17,14 +17,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from aquifer.config import EngineConfig
-from aquifer.engine.request import (
-    EngineStats,
-    LoadProgress,
-    MemoryReport,
-    ModelInfo,
-    Request,
-    TokenOutput,
-)
+from aquifer.engine.outputs import TokenOutput
+from aquifer.engine.params import Request
+from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelInfo
 from aquifer.errors import AquiferError, ConfigError, EngineError
 from aquifer.serve.messages import (
     Abort,

@@ -6,12 +6,13 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from aquifer.engine.request import FinishReason, Request, SamplingParams
-from aquifer.engine.text import Delta, OutputBuilder, Tokenizer
+from aquifer.engine.outputs import FinishReason
+from aquifer.engine.params import Request, SamplingParams
 from aquifer.errors import EngineError, RequestError
 from aquifer.serve.client import EngineClient
 from aquifer.serve.metrics import Metrics
 from aquifer.serve.models import TextModel
+from aquifer.text import Delta, OutputBuilder, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aquifer.engine.request import (
-    EngineStats,
-    LoadProgress,
-    MemoryReport,
-    ModelInfo,
-    Request,
-    TokenOutput,
-)
+from aquifer.engine.outputs import TokenOutput
+from aquifer.engine.params import Request
+from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelInfo
 from aquifer.errors import RequestError
 
 # ---- to the engine process

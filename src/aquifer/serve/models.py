@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from aquifer.config import ModelSpec
-from aquifer.engine.request import SamplingParams
-from aquifer.engine.text import Tokenizer
+from aquifer.engine.params import SamplingParams
 from aquifer.errors import ConfigError, RequestError
+from aquifer.text import Tokenizer
 
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 

@@ -17,7 +17,7 @@ from pydantic import (
     WrapValidator,
 )
 
-from aquifer.engine.request import MAX_LOGPROBS, SamplingParams
+from aquifer.engine.params import MAX_LOGPROBS, SamplingParams
 from aquifer.errors import RequestError
 
 # Variables that the template gets anyway, or arguments of the function that renders it.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import uvicorn
 
 from aquifer.config import EngineConfig, check_fields
-from aquifer.engine.request import LoadProgress
+from aquifer.engine.reports import LoadProgress
 from aquifer.errors import ConfigError, EngineError
 from aquifer.options import default_of
 from aquifer.serve.app import ServedModel, create_app

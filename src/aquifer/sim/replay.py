@@ -31,9 +31,10 @@ from aquifer.config import format_size
 from aquifer.engine.assembly import Assembly, LaneSpec
 from aquifer.engine.committing import skip_steps
 from aquifer.engine.lane import Lane
+from aquifer.engine.outputs import TokenLogprobs, TokenOutput
+from aquifer.engine.params import Request, SamplingParams
 from aquifer.engine.policies import Policies, RestoreMode
 from aquifer.engine.policies.admission import static_batches
-from aquifer.engine.request import Request, SamplingParams, TokenLogprobs, TokenOutput
 from aquifer.engine.sequence import SequenceGroup
 from aquifer.engine.step_input import StepInput, StepOutput
 from aquifer.errors import ConfigError, InvariantError

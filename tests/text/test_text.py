@@ -16,18 +16,16 @@ from tests.checkpoints import SPECIAL_TOKENS, VOCAB_SIZE, tiny_llama
 from tokenizers import decoders
 from tokenizers.models import WordLevel
 
-from aquifer.engine.request import (
-    BeamSearchParams,
+from aquifer.engine.outputs import (
     CompletionOutput,
     FinishReason,
-    Request,
     RequestTiming,
-    SamplingParams,
     TokenLogprobs,
     TokenOutput,
 )
-from aquifer.engine.text import Delta, Detokenizer, OutputBuilder, StopStrings, Tokenizer
+from aquifer.engine.params import BeamSearchParams, Request, SamplingParams
 from aquifer.errors import ConfigError, RequestError
+from aquifer.text import Delta, Detokenizer, OutputBuilder, StopStrings, Tokenizer
 
 CONVERSATION = [{"role": "user", "content": "hi"}]
 

@@ -1,20 +1,17 @@
-"""Requests, their sampling parameters, their outputs, and the engine's reports."""
+"""How to choose tokens, and when to stop: the parameters of a request, and the request itself."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from aquifer.errors import RequestError
-from aquifer.memory.pool import Kind
-
-FinishReason = Literal["stop", "length", "abort", "error"]
 
 MAX_LOGPROBS = 20
 MAX_SEQUENCES = 128
-"""Maximum number of completions of one prompt."""
+"""The most completions of one prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,171 +256,6 @@ class Request:
     params: SamplingParams
     arrival_s: float  # time.monotonic(), which all processes of a machine share
     cache_salt: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log probabilities at one position: the chosen token, then the most probable, best first."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    ranks: list[int]  # 1 is the most probable token
-
-
-@dataclass(frozen=True, slots=True)
-class RequestTiming:
-    """Timestamps of a request, in seconds of time.monotonic(); None if not reached."""
-
-    arrival_s: float
-    scheduled_s: float | None = None
-    first_token_s: float | None = None
-    last_token_s: float | None = None
-
-
-@dataclass(slots=True)
-class TokenOutput:
-    """Output of one step for one completion of a request.
-
-    Only the last output of a completion has a `finish_reason`. A sampling request outputs each of
-    `SamplingParams.num_sequences` completions token by token, with a logprob for each token if
-    completions are chosen among several (`is_choice`). A beam search outputs `n` whole completions,
-    best first, each in one output.
-    """
-
-    request_id: str
-    token_ids: list[int] = field(default_factory=list)
-    index: int = 0  # the completion's index
-    logprobs: list[TokenLogprobs] | None = None  # one entry a token
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, with the first token
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None  # the token id that ended it, unless it was an EOS
-    error: str | None = None
-    # Prompt tokens found in the prefix cache; set in the first output of a request.
-    num_cached_tokens: int = 0
-    # Sum over all tokens; set for a beam only, because its tokens have no single logprobs.
-    cumulative_logprob: float | None = None
-    timing: RequestTiming | None = None  # with the last output of a completion
-
-    @property
-    def is_one_token(self) -> bool:
-        """Whether this is one token id and nothing else, as in most steps of most requests."""
-        return (
-            self.index == 0
-            and self.finish_reason is None
-            and self.logprobs is None
-            and self.prompt_logprobs is None
-            and not self.num_cached_tokens
-            and len(self.token_ids) == 1
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """Description of a served model for the other processes."""
-
-    name: str
-    path: str
-    architecture: str
-    dtype: str
-    max_model_len: int
-    vocab_size: int
-    num_parameters: int
-    weight_bytes: int
-    kv_bytes_per_token: int
-
-
-@dataclass(frozen=True, slots=True)
-class LoadProgress:
-    """Progress of loading a model."""
-
-    model: str
-    loaded_bytes: int
-    total_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class ModelMemory:
-    """Memory of one model in the pool, and the usage of its KV cache."""
-
-    bytes_by_kind: dict[Kind, int]
-    num_running: int
-    num_waiting: int
-    kv_written_tokens: int
-    kv_written_bytes: int
-    kv_mapped_bytes: int
-    kv_wasted_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryReport:
-    """Breakdown of the pool's budget.
-
-    Bytes in use by all models + overhead_bytes + free_bytes == budget_bytes.
-    """
-
-    device: str
-    page_bytes: int
-    budget_bytes: int
-    overhead_bytes: int  # device memory not in pages: CUDA context, workspaces, CUDA graphs
-    free_bytes: int
-    idle_bytes: int  # the part of free_bytes that is kept as pages for quick reuse
-    retired_bytes: int  # the part of free_bytes in pages that are still mapped where last used
-    mapped_pages: int
-    free_pages: int
-    models: dict[str, ModelMemory]
-    process_resident_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Counters of the engine, cheap enough to send with every step's outputs."""
-
-    num_running: dict[str, int]  # by model
-    num_waiting: dict[str, int]
-    num_preemptions: dict[str, int]  # since the start
-    kv_usage: float  # KV bytes in use / bytes that KV could have, 0..1
-    # Prompt tokens looked up among retained prefixes, and hits; by model, since the start.
-    num_prefix_queried_tokens: dict[str, int]
-    num_prefix_hit_tokens: dict[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Logprob:
-    """A token's log probability, before temperature and penalties."""
-
-    logprob: float
-    rank: int
-    decoded_token: str | None = None
-
-
-@dataclass(slots=True)
-class CompletionOutput:
-    """One completion of a prompt.
-
-    `stop_reason` is the stop string or stop token id that ended it; None if an EOS token did.
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """A prompt and its completions."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    finished: bool
-    metrics: RequestTiming | None = None
-    num_cached_tokens: int = 0
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 def _require(holds: bool, name: str, value: object, instead: str) -> None:

@@ -1,0 +1,77 @@
+"""Reports of the engine to other processes: models, memory, counters, progress."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from aquifer.memory.ledger import Kind
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """Description of a served model for the other processes."""
+
+    name: str
+    path: str
+    architecture: str
+    dtype: str
+    max_model_len: int
+    vocab_size: int
+    num_parameters: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """Progress of loading a model."""
+
+    model: str
+    loaded_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMemory:
+    """Memory of one model in the pool, and the usage of its KV cache."""
+
+    bytes_by_kind: dict[Kind, int]
+    num_running: int
+    num_waiting: int
+    kv_written_tokens: int
+    kv_written_bytes: int
+    kv_mapped_bytes: int
+    kv_wasted_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Breakdown of the pool's budget.
+
+    Bytes in use by all models + overhead_bytes + free_bytes == budget_bytes.
+    """
+
+    device: str
+    page_bytes: int
+    budget_bytes: int
+    overhead_bytes: int  # device memory not in pages: CUDA context, workspaces, CUDA graphs
+    free_bytes: int
+    idle_bytes: int  # the part of free_bytes that is kept as pages for quick reuse
+    retired_bytes: int  # the part of free_bytes in pages that are still mapped where last used
+    mapped_pages: int
+    free_pages: int
+    models: dict[str, ModelMemory]
+    process_resident_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters of the engine, cheap enough to send with every step's outputs."""
+
+    num_running: dict[str, int]  # by model
+    num_waiting: dict[str, int]
+    num_preemptions: dict[str, int]  # since the start
+    kv_usage: float  # KV bytes in use / bytes that KV could have, 0..1
+    # Prompt tokens looked up among retained prefixes, and hits; by model, since the start.
+    num_prefix_queried_tokens: dict[str, int]
+    num_prefix_hit_tokens: dict[str, int]
