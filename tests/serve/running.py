@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import openai
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 60.0  # for what must happen; only a failing test waits that long
+PATIENCE_S = 300.0  # for what must happen; only a failing test waits that long
 
 
 class RunningServer:
@@ -104,6 +104,19 @@ class RunningServer:
             "waiting": memory["requests_waiting"],
             "kv_bytes": {name: model["kv_bytes"] for name, model in memory["models"].items()},
         }
+
+    def token_counts(self) -> tuple[float, float]:
+        """Tokens of prompts and of completions that all models have counted so far."""
+        _, text, _ = self.call("GET", "/metrics")
+        prompts, completions = (
+            sum(
+                float(line.rpartition(" ")[2])
+                for line in text.splitlines()
+                if line.startswith(f"aquifer:{name}_tokens_total{{")
+            )
+            for name in ("prompt", "generation")
+        )
+        return prompts, completions
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Send a signal; the exit code."""
