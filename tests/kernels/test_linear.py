@@ -7,16 +7,18 @@ import torch
 import torch.nn.functional as F
 
 from aquifer.kernels import _triton
-from aquifer.kernels import linear as module
 from aquifer.kernels.activation import silu_mul_reference
 from aquifer.kernels.linear import (
     MAX_TILE_TOKENS,
     Shape,
     Tile,
     best_tile,
+    gated_tile,
     linear,
     measure,
     norm_linear,
+    norm_programs,
+    norm_tile,
     silu_linear,
     tiles,
 )
@@ -192,12 +194,12 @@ def test_cuts_for_one_token(num_out: int, num_in: int) -> None:
     assert tile is not None
     assert tile.columns & (tile.columns - 1) == 0
     assert tile.columns <= 1024
-    gated = module._gated_tile(num_out, num_in, 132)
+    gated = gated_tile(num_out, num_in, 132)
     assert gated.rows == 1 or -(-num_out // gated.rows) >= 3 * 132
-    norm = module._norm_tile(num_in)
+    norm = norm_tile(num_in)
     assert norm.columns >= num_in
     num_tiles = -(-num_out // norm.rows)
-    num_programs = module._norm_programs(num_out, norm, 132)
+    num_programs = norm_programs(num_out, norm, 132)
     assert num_programs <= num_tiles
     assert num_programs * norm.num_warps <= 16 * 132
     assert num_programs * -(-num_tiles // num_programs) - num_tiles < num_programs

@@ -222,17 +222,17 @@ def test_splits_of_heads_that_share_a_program(device, monkeypatch):
 
 def test_short_chunks_after_long_prefixes_are_split(device, monkeypatch):
     """As many splits as fill the device, but none with few keys; round spans are left out."""
-    assert module._num_splits(8, 8192, torch.device("cpu")) == 1
+    assert module.choose_num_splits(8, 8192, torch.device("cpu")) == 1
     monkeypatch.setattr(module, "count_multiprocessors", lambda device: 132)
-    assert module._num_splits(8, 8192, device) == 32
-    assert module._num_splits(8, 1000, device) == 3
-    assert module._num_splits(100, 8192, device) == 2
-    assert module._num_splits(265, 8192, device) == 1
+    assert module.choose_num_splits(8, 8192, device) == 32
+    assert module.choose_num_splits(8, 1000, device) == 3
+    assert module.choose_num_splits(100, 8192, device) == 2
+    assert module.choose_num_splits(265, 8192, device) == 1
     monkeypatch.setattr(module, "MIN_SPLIT_KEYS", 16)
     monkeypatch.setattr(module, "CUDNN_MULTIPLE", 8)
     monkeypatch.setattr(module, "CUDNN_MIN_TOKENS", 16)
-    monkeypatch.setattr(module, "_cudnn_takes", lambda *tensors: True)
-    monkeypatch.setattr(module, "_run_cudnn", lambda *arguments: None)
+    monkeypatch.setattr(module, "cudnn_takes", lambda *tensors: True)
+    monkeypatch.setattr(module, "run_cudnn", lambda *arguments: None)
     case = make_case(device, [(0, 16), (40, 3), (16, 24), (8, 17)])
     out, expected = case.run(scale=0.2), case.reference(scale=0.2)
     offsets = case.spans.offsets
@@ -334,7 +334,7 @@ def test_which_spans_go_to_cudnn_together():
     def calls(window_tokens: int | None, max_batch_stride: int) -> list[tuple[int, ...]]:
         return [
             (call.first_row, call.slot, call.start, call.count, call.num_seqs)
-            for call in module._calls(spans, window_tokens, max_batch_stride)
+            for call in module.calls_of(spans, window_tokens, max_batch_stride)
             if call.is_round
         ]
 
@@ -354,7 +354,7 @@ def test_which_spans_go_to_cudnn_together():
     assert calls(1024, 1 << 31) == near
     assert calls(1023, 1 << 31) == [call for call in near if call[2] + call[3] < 1023]
     assert calls(767, 1 << 31) == [near[0], near[1], near[-1]]
-    assert sum(call.num_seqs for call in module._calls(spans, None, 1 << 31)) == len(slots)
+    assert sum(call.num_seqs for call in module.calls_of(spans, None, 1 << 31)) == len(slots)
 
 
 @pytest.mark.parametrize("window_tokens", [None, 40])
@@ -362,9 +362,9 @@ def test_round_spans_are_left_out_on_the_device(device, monkeypatch, window_toke
     """The host and the kernel decide alike which spans are cuDNN's."""
     monkeypatch.setattr(module, "CUDNN_MULTIPLE", 8)
     monkeypatch.setattr(module, "CUDNN_MIN_TOKENS", 16)
-    monkeypatch.setattr(module, "_cudnn_takes", lambda *tensors: True)
+    monkeypatch.setattr(module, "cudnn_takes", lambda *tensors: True)
     taken = []
-    monkeypatch.setattr(module, "_run_cudnn", lambda *arguments: taken.append(arguments[4]))
+    monkeypatch.setattr(module, "run_cudnn", lambda *arguments: taken.append(arguments[4]))
     chunks = [(0, 16), (0, 24), (16, 32), (8, 8), (8, 20), (3, 16), (0, 17), (8, 40), (0, 24)]
     case = make_case(device, chunks)
     out = case.run(scale=0.2, window_tokens=window_tokens)
@@ -382,7 +382,7 @@ def test_calls_of_cudnn_get_the_right_rows_and_keys(device, monkeypatch):
     """With plain torch in place of cuDNN: neighbours in one call, prefixes merged, ragged rest."""
     monkeypatch.setattr(module, "CUDNN_MULTIPLE", 8)
     monkeypatch.setattr(module, "CUDNN_MIN_TOKENS", 16)
-    monkeypatch.setattr(module, "_cudnn_takes", lambda *tensors: True)
+    monkeypatch.setattr(module, "cudnn_takes", lambda *tensors: True)
     shapes = []
 
     def attend(query, keys, values, scale, *, is_causal, with_lse):
@@ -427,7 +427,7 @@ def test_merge(device, num_heads, value_dim):
     sums[0][0, 0], sums[1][0, 0] = -200.0, 200.0  # one of the two counts for nothing
     sums[0][1, 0], sums[1][1, 0] = 200.0, -200.0
     out = torch.full((5, num_heads, value_dim), torch.nan, device=device)
-    module._merge(parts[0], sums[0], parts[1], sums[1], out)
+    module.merge(parts[0], sums[0], parts[1], sums[1], out)
     expected = (scores.softmax(-1)[..., None] * values).sum(-2)
     expected[0, 0], expected[0, 1] = parts[1][0, 0].cpu(), parts[0][0, 1].cpu()
     torch.testing.assert_close(out.cpu(), expected)
@@ -468,13 +468,13 @@ def test_default_config_on_models(device, num_heads, num_kv_heads, head_dim, blo
 @pytest.fixture
 def cudnn_device(device, monkeypatch) -> torch.device:
     """A GPU on which round spans go to cuDNN; that anything else runs is an error."""
-    if not module._has_cudnn(torch.device("cuda", 0)):
+    if not module.has_cudnn(torch.device("cuda", 0)):
         pytest.skip("cuDNN's attention needs a Hopper GPU, or a later one")
 
     def refuse(*arguments: object, **options: object) -> None:
         raise AssertionError("a round span went to Triton")
 
-    monkeypatch.setattr(module, "_run_triton", refuse)
+    monkeypatch.setattr(module, "run_triton", refuse)
     return torch.device("cuda", 0)
 
 
@@ -501,13 +501,13 @@ def test_cudnn_after_a_prefix(cudnn_device):
 @pytest.mark.gpu
 def test_cudnn_on_neighbours_in_one_call(cudnn_device, monkeypatch):
     num_seqs = []
-    run = module._run_cudnn
+    run = module.run_cudnn
 
     def note(*arguments) -> None:
         num_seqs.append(arguments[4].num_seqs)
         run(*arguments)
 
-    monkeypatch.setattr(module, "_run_cudnn", note)
+    monkeypatch.setattr(module, "run_cudnn", note)
     chunks = [(0, 512), (0, 512), (0, 512), (0, 768), (0, 768)]
     check(make_large_case(cudnn_device, chunks, slots=[1, 2, 3, 4, 6]), scale=0.1)
     assert num_seqs == [3, 1, 1]

@@ -140,9 +140,9 @@ def test_skipping_ahead_of_many_sequences(manager):
 def test_averages_do_not_depend_on_when_steps_are_added_up(monkeypatch):
     config, requests = _config(kv_pages=45, fast_forward=False), _growing(1, 20)
     at_the_end = replay(config, requests)
-    assert at_the_end.num_steps < sim_replay._STEPS_PER_SUM
+    assert at_the_end.num_steps < sim_replay.STEPS_PER_SUM
     assert at_the_end.averages_waiting["waiting"] > 0
-    monkeypatch.setattr(sim_replay, "_STEPS_PER_SUM", 7)
+    monkeypatch.setattr(sim_replay, "STEPS_PER_SUM", 7)
     often = replay(config, requests)
     _same(at_the_end, often)
     assert often.busy_s == pytest.approx(at_the_end.busy_s, rel=1e-12)

@@ -62,7 +62,7 @@ _COLUMNS = ("requests", "sequences", "waiting", "shared", *_PARTS)
 """What is averaged over time: counts, then bytes."""
 
 _MOST_STEPS = 4096  # at once
-_STEPS_PER_SUM = 1024  # single ones: arrays of a few numbers cost more than the numbers
+STEPS_PER_SUM = 1024  # single ones: arrays of a few numbers cost more than the numbers
 _UTILIZATION = 0.9  # of the device's memory; what vLLM takes too
 
 
@@ -285,7 +285,7 @@ class _Averages:
         """A stretch of time in which the values stay: one for each of `_COLUMNS`."""
         self._steps_s.append(seconds)
         self._steps.append(values)
-        if len(self._steps) == _STEPS_PER_SUM:
+        if len(self._steps) == STEPS_PER_SUM:
             self._sum_steps()
 
     def add(self, seconds: npt.NDArray[np.float64], values: npt.NDArray[np.float64]) -> None:
