@@ -306,13 +306,15 @@ def test_pins_take_up_to_half_of_what_kv_can_have(
         half_bytes = (engine.memory().budget_bytes - weight_bytes) // 2
         prefixes = random_prompts(5, *[40] * 30)
 
+        def pin(index: int) -> None:
+            engine.pin_prefix(models[index % len(models)], prefixes[index])
+
         def pin_until_refused(begin: int) -> int:
             """The index of the first prefix that is refused."""
             for index in range(begin, len(prefixes)):
                 try:
-                    engine.pin_prefix(models[index % len(models)], prefixes[index])
-                except CapacityError as error:
-                    assert "more than half" in error.message
+                    pin(index)
+                except CapacityError:
                     return index
                 finish(engine)
             raise AssertionError("nothing was refused")
@@ -322,6 +324,8 @@ def test_pins_take_up_to_half_of_what_kv_can_have(
             return sum(lane.prefixes.stats.pinned_bytes for lane in lanes if lane.prefixes)
 
         end = pin_until_refused(0)
+        with pytest.raises(CapacityError, match="more than half"):
+            pin(end)
         longest_bytes = 40 * max(info.kv_bytes_per_token for info in engine.models.values())
         assert half_bytes - longest_bytes < pinned_bytes() <= half_bytes
         for index in range(len(models)):

@@ -31,7 +31,7 @@ SLEEP_CYCLES = 500_000_000  # about a quarter of a second
 
 def _occupy() -> None:
     """Keep the current stream busy for a while."""
-    torch.cuda._sleep(SLEEP_CYCLES)  # noqa: SLF001 -- torch has no public kernel that waits
+    torch.cuda._sleep(SLEEP_CYCLES)
 
 
 def _settled_free_bytes(driver: CudaDriver, at_least: int) -> int:

@@ -26,7 +26,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 
     # Triton 3.6 makes a loop bound of an array with one element by `int(array)`, which NumPy 2.4
     # refuses.
-    patch_tensor = interpreter._patch_lang_tensor  # noqa: SLF001 -- Triton has no public way
+    patch_tensor = interpreter._patch_lang_tensor
 
     def patch_tensor_for_numpy(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
@@ -36,7 +36,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
 
     # It patches the language anew for every call of a function within a kernel, which takes longer
     # than all else; once for each module is enough.
-    patch_language = interpreter._patch_lang  # noqa: SLF001 -- likewise
+    patch_language = interpreter._patch_lang
 
     def call_patching_once(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.fn.__module__ not in _patched_modules:
