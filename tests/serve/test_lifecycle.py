@@ -27,7 +27,7 @@ def narrow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningS
     folder = tmp_path_factory.mktemp("checkpoints") / "tiny"
     checkpoint = tiny_llama(folder, max_position_embeddings=LONG_TOKENS + 100)
     command = ["-m", "aquifer", "serve", f"tiny={checkpoint}", "--port", "0", "--api-key", "secret"]
-    limits = ["--max-num-seqs", "1", "--max-num-waiting", "1", "--shutdown-timeout", "60"]
+    limits = ["--max-num-seqs", "1", "--max-num-waiting", "1"]
     with running([*command, "--memory", "32M", *limits]) as server:
         server.only_model = "tiny"
         yield server
@@ -103,12 +103,15 @@ def test_more_requests_than_may_wait(narrow_server: RunningServer):
         assert waits.result() == 200
 
 
-def test_a_stream_goes_on_after_sigterm(narrow_server: RunningServer):
-    stream = _stream(narrow_server, "x", max_tokens=500, extra_body={"ignore_eos": True})
-    narrow_server.process.send_signal(signal.SIGTERM)
-    assert _drain(stream) == "length"
-    assert narrow_server.wait() == 0
-    assert narrow_server.stderr == ""
+def test_a_stream_goes_on_after_sigterm(checkpoint: Path):
+    command = ["-m", "aquifer", "serve", f"tiny={checkpoint}", "--port", "0", "--memory", "16M"]
+    with running([*command, "--shutdown-timeout", "60"]) as server:
+        server.only_model = "tiny"
+        stream = _stream(server, "x", max_tokens=500, extra_body={"ignore_eos": True})
+        server.process.send_signal(signal.SIGTERM)
+        assert _drain(stream) == "length"
+        assert server.wait() == 0
+    assert server.stderr == ""
 
 
 def test_full_queue_says_when_to_retry(lasting_server: RunningServer):
