@@ -20,7 +20,8 @@ from aquifer.kernels.prefill_attention import (
 
 SMALL = Config(block_rows=16, block_keys=16, num_warps=4, num_stages=2)
 MAX_TOKENS = 64
-# Of a row, of thousands. In float32, a score of 4 is right to 5e-7, and so is its exponential.
+# The largest relative error of thousands of rows. In float32, a score of 4 is right to 5e-7, and so
+# is its exponential.
 MAX_ERROR = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 RAGGED = [(0, 17), (5, 1), (30, 20), (0, 16), (40, 3)]
 
@@ -36,7 +37,7 @@ class Case:
     def run(
         self, config: Config | None = None, *, num_splits: int | None = None, **options
     ) -> torch.Tensor:
-        """As `prefill_attention` does it, or with the Triton kernel cut by `config`."""
+        """Run `prefill_attention`, or the Triton kernel with tiles of `config`."""
         out = self.query.new_full((*self.query.shape[:2], self.values.shape[-1]), torch.nan)
         arguments = self.query, self.keys, self.values, self.tables, self.spans, out
         if config is None:
@@ -69,7 +70,7 @@ def make_case(
     first_row: int = 3,
     seed: int = 0,
 ) -> Case:
-    """The second of three layers, token-major; contiguous, or in shuffled blocks.
+    """A case in the second of three layers, token-major; contiguous, or in shuffled blocks.
 
     `chunks` are (start, count). Rows before `first_row`, and two at the end, are of no span.
     """
@@ -83,7 +84,7 @@ def make_case(
     for slot, (start, count) in zip(slots, chunks, strict=True):
         kv[slot, : start + count, 1] = torch.randn(start + count, layer, generator=random)
         offsets.append(offsets[-1] + count)
-    # A view, as of a product that gives queries, keys and values at once.
+    # A view, as a fused projection of queries, keys and values gives it.
     num_rows = offsets[-1] + 2
     query = torch.full((num_rows, 2 * num_heads, key_dim), torch.nan)
     span_rows = slice(offsets[0], offsets[-1])
@@ -186,7 +187,7 @@ def test_nothing_is_needed_of_blocks_before_the_window(device):
 
 @pytest.mark.parametrize("block_size", [None, 16])
 def test_nothing_is_needed_of_blocks_after_the_chunk(device, block_size):
-    """Tables end where a sequence ends, and so may the pages of contiguous KV."""
+    """Tables end where a sequence ends, and so do the mapped pages of contiguous KV."""
     case = make_case(device, [(10, 10), (0, 31)], block_size=block_size, index_dtype=torch.int32)
     if case.tables is not None:
         ends = zip(case.spans.slots, case.spans.starts, [10, 31], strict=True)
@@ -208,7 +209,7 @@ def test_nothing_is_needed_of_blocks_after_the_chunk(device, block_size):
 )
 @pytest.mark.parametrize("block_size", [None, 16])
 def test_splits(device, monkeypatch, block_size, num_splits, options):
-    """Keys of one query go to several programs, and there may be more of those than keys."""
+    """Several programs share the keys of one query; there may be more programs than keys."""
     monkeypatch.setattr(module, "MIN_SPLIT_KEYS", 16)
     case = make_case(device, [(0, 17), (5, 1), (30, 20)], num_heads=2, block_size=block_size)
     check(case, SMALL, num_splits=num_splits, **options)
@@ -462,12 +463,12 @@ def test_default_config_on_models(device, num_heads, num_kv_heads, head_dim, blo
         check(case, default_config(head_dim, head_dim, dtype), **options, window_tokens=300)
 
 
-# What follows needs cuDNN's own kernels.
+# The tests below need cuDNN's own kernels.
 
 
 @pytest.fixture
 def cudnn_device(device, monkeypatch) -> torch.device:
-    """A GPU on which round spans go to cuDNN; that anything else runs is an error."""
+    """A GPU on which round spans go to cuDNN; a span that goes elsewhere is an error."""
     if not module.has_cudnn(torch.device("cuda", 0)):
         pytest.skip("cuDNN's attention needs a Hopper GPU, or a later one")
 
@@ -515,7 +516,7 @@ def test_cudnn_on_neighbours_in_one_call(cudnn_device, monkeypatch):
 
 @pytest.mark.gpu
 def test_cudnn_on_slots_that_are_far_apart(cudnn_device):
-    """From slot to slot it is more elements than 31 bits count, as with long sequences."""
+    """The stride from slot to slot exceeds 31 bits, as with long sequences."""
     num_tokens, stride = 512, (1 << 31) + (1 << 20)
     if torch.cuda.mem_get_info()[0] < 4 * stride:
         pytest.skip("too little memory")

@@ -10,7 +10,7 @@ import pytest
 from tests.checkpoints import VOCAB_SIZE
 from tests.serve.running import RunningServer
 
-# Greedy over these the tiny model writes plain text, with no half characters in it.
+# Token ids of letters: greedy outputs over these have no partial characters.
 LETTERS = list(range(6 + 64, 6 + 64 + 20))
 GREEDY: dict[str, Any] = {"temperature": 0, "extra_body": {"allowed_token_ids": LETTERS}}
 
@@ -133,7 +133,7 @@ def test_logprobs_of_an_echoed_prompt(client: openai.OpenAI):
 
 
 def test_held_back_tokens_bring_their_logprobs_later(client: openai.OpenAI):
-    # Sampled bytes are half characters most of the time.
+    # Most sampled bytes are parts of characters.
     options = {"max_tokens": 60, "logprobs": 1, "seed": 3, "extra_body": {"ignore_eos": True}}
     chunks = list(_complete(client, **options, stream=True))
     tokens = [token for chunk in chunks for token in chunk.choices[0].logprobs.tokens]
@@ -142,7 +142,7 @@ def test_held_back_tokens_bring_their_logprobs_later(client: openai.OpenAI):
     assert _complete(client, **options).choices[0].logprobs.tokens == tokens
 
 
-def test_same_seed_same_text_in_any_company(client: openai.OpenAI, idle_server: RunningServer):
+def test_same_seed_same_text_in_any_batch(client: openai.OpenAI, idle_server: RunningServer):
     options = {"seed": 7, "max_tokens": 24, "temperature": 1.0}
     alone = _complete(client, **options).choices[0].text
     assert _complete(client, **options).choices[0].text == alone

@@ -139,7 +139,7 @@ def test_null_is_the_default_and_unknown_fields_are_ignored(idle_server: Running
         "stream": None,
         "response_format": {"type": "text"},
         "tools": [],
-        "user": "somebody",
+        "user": "user-1",
         "store": False,
         "service_tier": "auto",
     }

@@ -17,7 +17,7 @@ from tests.checkpoints import tiny_llama
 from tests.serve.running import RunningServer, eventually, running
 
 _DEATH = "the engine process died; all requests are answered with 503 from now on"
-LONG_TOKENS = 30_000  # of an output that takes far longer than all that is done meanwhile
+LONG_TOKENS = 30_000  # an output that lasts far longer than the test that needs it
 KEY = {"Authorization": "Bearer secret"}
 
 
@@ -48,7 +48,7 @@ def fake_server(checkpoint: Path) -> Iterator[RunningServer]:
 
 @pytest.fixture
 def impatient_server(checkpoint: Path) -> Iterator[RunningServer]:
-    """One that gives running requests no time when it is told to stop."""
+    """A fake server that gives running requests no time when it is told to stop."""
     with running(["-m", "tests.serve.fake_server", str(checkpoint), "0"]) as server:
         yield server
 
@@ -65,7 +65,7 @@ def _stream(server: RunningServer, prompt: str, **options: Any) -> openai.Stream
 
 
 def _drain(stream: openai.Stream[Any]) -> str | None:
-    """Read a stream to its end; the reason that it gives."""
+    """Read a stream to its end; the finish reason."""
     reasons: list[str | None] = [chunk.choices[0].finish_reason for chunk in stream]
     return reasons[-1]
 
@@ -147,8 +147,8 @@ def test_an_engine_that_crashes(fake_server: RunningServer):
 
 
 def test_an_engine_process_that_is_killed(fake_server: RunningServer):
-    """As the kernel does when memory runs out: what is under way ends with an error, all that
-    comes later is refused, and so the server ends with an exit code that is not 0."""
+    """The kernel kills like this when memory runs out. Requests under way end with an error, later
+    ones are refused, and the server's exit code is not 0."""
     stream = _stream(fake_server, "x")
     os.kill(_engine_process(fake_server), signal.SIGKILL)
     with pytest.raises(openai.APIError, match="the engine process died"):
@@ -221,7 +221,7 @@ def _engine_process(server: RunningServer) -> int:
 
 
 def _status(process_id: int) -> dict[str, str]:
-    """The system's record of a process; empty if it has ended."""
+    """Fields of /proc/PID/status; empty if the process has ended."""
     try:
         text = Path(f"/proc/{process_id}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
