@@ -101,7 +101,7 @@ class Batch:
         return out.tolist()
 
     def check(self, logits: torch.Tensor, **variant: Any) -> None:
-        """Check that tokens equal the reference's and are counted, and that nothing else changes."""
+        """Check that tokens equal the reference's and are counted, and nothing else changes."""
         before, counts = logits.clone(), self.columns.counts.clone()
         floats, ints = self.columns.floats.clone(), self.columns.ints.clone()
         expected = self.expect(logits)

@@ -78,7 +78,7 @@ class RunningServer:
         body: Any = None,
         headers: dict[str, str] | None = None,
     ) -> tuple[int, Any, dict[str, str]]:
-        """Send a request; (status, parsed JSON or text, headers). Other bodies than bytes are JSON."""
+        """Send a request; (status, parsed JSON or text, headers). JSON unless the body is bytes."""
         connection = http.client.HTTPConnection(str(self.host), self.port, timeout=PATIENCE_S)
         try:
             if body is not None and not isinstance(body, bytes):
