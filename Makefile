@@ -19,9 +19,10 @@ lint: $(VENV)/installed-test
 types: $(VENV)/installed-test
 	$(BIN)/mypy
 
-# One process a core, and so one thread in each: a file's tests share what they set up.
+# One process a core, and so one thread in each. Each begins with tests of neighbouring files, which
+# share what they set up, and takes over some of the other's when it has done its own.
 unit: $(VENV)/installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 # On a GPU machine: with its own Python, whose torch, triton and cuda-bindings fit its driver.
 test-gpu:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-HAS_GPU = torch.cuda.is_available()
+HAS_GPU: bool = torch.cuda.is_available()
 GPU_FOLDER = Path(__file__).parent / "gpu"
 
 # Triton decides whether to interpret its kernels when it is first imported.

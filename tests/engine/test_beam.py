@@ -42,7 +42,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 NextLogprobs = Callable[[tuple[int, ...]], torch.Tensor]
-"""From all tokens so far to the log probabilities of what may follow, [vocab_size]."""
+"""Maps all tokens so far to the log probabilities of the next one, [vocab_size]."""
 
 
 def search(
@@ -79,7 +79,7 @@ class Recorded:
 
 
 def tiny_model(config: Any, seed: int) -> Any:
-    """With weights so large that some continuations are far more probable than others."""
+    """A model with weights so large that some continuations are far more probable than others."""
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for tensor in model.parameters():
@@ -120,7 +120,7 @@ def generate(
     )
     outputs = result.sequences[:, prompts.shape[1] :].tolist()
     for output in outputs:
-        # What comes after the first of these is padding.
+        # After the first of these there is only padding.
         ends = [i for i, token in enumerate(output) if token in eos_ids]
         del output[min(ends, default=len(output)) + 1 :]
     return outputs, result.sequences_scores.tolist() if width > 1 else None
@@ -225,7 +225,7 @@ def make_search(**changes: Any) -> BeamSearch:
 
 
 def advance(beams: BeamSearch, *candidates: list[tuple[int, float]]) -> list[tuple[int, int]]:
-    """With (token id, log probability) of each live beam."""
+    """A step, given (token id, log probability) of each live beam."""
     table = np.array(candidates)
     return beams.advance(table[..., 0].astype(np.int64), table[..., 1].astype(np.float32))
 
@@ -257,10 +257,10 @@ def test_an_end_that_is_not_among_the_best_is_lost() -> None:
         (0.0, "never", -0.5, False),
         (0.0, "never", -0.25, True),
         (0.0, True, -0.25, False),
-        # Of -1 both; -2 is worth as much now, and -2 / 3 at the end.
+        # Both have a score of -1; the live one has -2 now, and -2 / 3 at the end.
         (1.0, False, -0.5, False),
         (1.0, "never", -0.5, True),
-        # Of -1 and -4; the shortest is the best.
+        # The scores are -1 and -4; the shortest is the best.
         (-1.0, "never", -0.75, False),
         (-1.0, "never", -0.25, True),
     ],

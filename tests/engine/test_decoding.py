@@ -1,4 +1,4 @@
-"""Every decoding method through the whole engine, in either cache, with memory to spare or not."""
+"""Every decoding method through the whole engine, in both KV caches, preempted and not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True
 
 @dataclass(frozen=True)
 class Reference:
-    """A model, and what Transformers makes of prompts."""
+    """A model of Transformers, its checkpoint, and prompts."""
 
     folder: Path
     model: Any
@@ -63,7 +63,7 @@ def search(reference: Reference, prompt: list[int], width: int, **options: Any) 
 
 
 def tight_memory(reference: Reference, num_tokens: int) -> int:
-    """Bytes of a pool that holds so many tokens beside the weights."""
+    """Bytes of a pool that holds `num_tokens` tokens of KV beside the weights."""
     with LLM(reference.folder, **OPTIONS) as llm:
         (info,) = llm.engine.models.values()
         return info.weight_bytes + num_tokens * info.kv_bytes_per_token + 4096
@@ -85,7 +85,7 @@ def memory_name(llm: LLM) -> str:
 def test_beams_equal_transformers(
     reference: Reference, kv_cache: str, width: int, length_penalty: float, early_stopping: Any
 ) -> None:
-    """Beside requests of other kinds in the same batch, which are none the worse for it."""
+    """Greedy requests in the same batch give the same tokens as alone."""
     eos = int(reference.model.generation_config.eos_token_id or 2)
     expected = [
         search(
@@ -124,7 +124,7 @@ def test_beams_equal_transformers(
 def test_preempted_groups_lose_nothing(
     reference: Reference, kv_cache: str, preemption_mode: Any
 ) -> None:
-    """Beams and samples in a pool for the largest of them and not much more."""
+    """Beams and samples in a pool that holds the largest request and not much more."""
     options = {**OPTIONS, "kv_cache": kv_cache, "preemption_mode": preemption_mode}
     prompts = [reference.prompts[i] for i in (2, 1, 3, 0, 2)]
     beams = BeamSearchParams(beam_width=3, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
@@ -150,7 +150,7 @@ def test_preempted_groups_lose_nothing(
 
 @pytest.mark.parametrize("kv_cache", KV_CACHES)
 def test_samples_share_the_prompt(reference: Reference, kv_cache: str) -> None:
-    """The first completion is that of a request for one, and the prompt is in memory once."""
+    """The first completion equals that of a request with n=1, and the prompt is in memory once."""
     one, four = (
         SamplingParams(n=n, seed=7, max_tokens=OUTPUT_TOKENS, ignore_eos=True) for n in (1, 4)
     )
@@ -188,8 +188,8 @@ def test_best_of_keeps_the_most_probable(reference: Reference) -> None:
         assert [c.token_ids for c in best_two.outputs] == [c.token_ids for c in ranked[:2]]
 
 
-def test_who_forks_late_computes_for_itself(reference: Reference) -> None:
-    """The first sequence of a group is aborted while it reads the prompt that all wait for."""
+def test_a_sequence_that_forks_late_computes_its_prompt(reference: Reference) -> None:
+    """The first sequence of a group is aborted while it computes the prompt that all wait for."""
     params = SamplingParams(n=3, seed=7, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
     prompt = reference.prompts[3]
     with LLM(reference.folder, max_num_batched_tokens=16, **OPTIONS) as llm:
@@ -243,7 +243,7 @@ def test_cached_prefixes_change_no_token(reference: Reference, kv_cache: str) ->
                 (output,) = cached.generate([prompt], GREEDY, use_tqdm=False)
                 assert output.outputs[0].token_ids == expected.outputs[0].token_ids
                 assert expected.num_cached_tokens == 0
-                # All but the last block of what was computed before, and that one in part.
+                # Everything computed before, except that the last block may match in part.
                 assert known - 16 <= output.num_cached_tokens <= known
                 prompt = [*prompt, *output.outputs[0].token_ids]
                 known = len(prompt) - 1
@@ -313,7 +313,7 @@ def test_what_cannot_be_pinned(reference: Reference) -> None:
 @pytest.mark.parametrize("preemption_mode", ["swap", "recompute"])
 @pytest.mark.parametrize("kv_cache", KV_CACHES)
 def test_a_crowd_of_all_kinds(reference: Reference, kv_cache: str, preemption_mode: Any) -> None:
-    """Everybody is answered or refused, and nothing is left; `soak` checks that."""
+    """Every request is answered or refused and all pages come back; `soak` checks that."""
     options = {**OPTIONS, "memory": tight_memory(reference, 200), "kv_cache": kv_cache}
     options |= {"max_num_seqs": 12, "max_num_batched_tokens": 64}
     with LLM(reference.folder, preemption_mode=preemption_mode, **options) as llm:

@@ -47,6 +47,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / name for name in MODELS}
 
 
+@pytest.fixture(scope="module")
+def alone(folders: dict[str, Path]) -> dict[str, list[list[int]]]:
+    """Each model's outputs after its prompts, one at a time and with memory to spare."""
+    return {model: outputs_alone(folders[model], model) for model in MODELS}
+
+
 def open_engine(
     folders: Mapping[str, Path],
     memory_bytes: int = PLENTY_BYTES,
@@ -119,7 +125,6 @@ def assert_idle(engine: Engine) -> None:
 
 
 def outputs_alone(folder: Path, model: str) -> list[list[int]]:
-    """The output after each of the model's prompts, one at a time and with memory to spare."""
     with closing(open_engine({model: folder}, enable_prefix_caching=False)) as engine:
         outputs = []
         for prompt in PROMPTS[model]:
@@ -135,7 +140,10 @@ def outputs_alone(folder: Path, model: str) -> list[list[int]]:
 @pytest.mark.parametrize("preemption_mode", ["swap", "recompute"])
 @pytest.mark.parametrize("kv_cache", KV_CACHES)
 def test_models_that_compete_answer_as_if_alone(
-    folders: dict[str, Path], kv_cache: str, preemption_mode: Any
+    folders: dict[str, Path],
+    alone: dict[str, list[list[int]]],
+    kv_cache: str,
+    preemption_mode: Any,
 ) -> None:
     """A pool for the longest request and not much more, for eight requests to two models."""
     options = {"kv_cache": kv_cache, "preemption_mode": preemption_mode}
@@ -146,7 +154,6 @@ def test_models_that_compete_answer_as_if_alone(
                 request_id = add(engine, model, PROMPTS[model][index])
                 expected[request_id] = (model, index)
         answers = finish(engine)
-        alone = {model: outputs_alone(folders[model], model) for model in MODELS}
         assert {request_id: answer.token_ids for request_id, answer in answers.items()} == {
             request_id: alone[model][index] for request_id, (model, index) in expected.items()
         }
@@ -177,7 +184,10 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[GrowingDriver]:
 
 @pytest.mark.parametrize("kv_cache", KV_CACHES)
 def test_requests_wait_while_overhead_grows(
-    folders: dict[str, Path], driver: GrowingDriver, kv_cache: str
+    folders: dict[str, Path],
+    alone: dict[str, list[list[int]]],
+    driver: GrowingDriver,
+    kv_cache: str,
 ) -> None:
     """A page a step, until there is room for the longest request only."""
     one = {"llama": folders["llama"]}
@@ -192,15 +202,17 @@ def test_requests_wait_while_overhead_grows(
             assert memory.overhead_bytes <= driver.held_bytes
             assert memory.free_bytes >= 0
         assert driver.held_bytes == most_bytes - least_bytes
-        expected = outputs_alone(folders["llama"], "llama")
-        assert [answers[request_id].token_ids for request_id in ids] == expected
+        assert [answers[request_id].token_ids for request_id in ids] == alone["llama"]
         assert sum(engine.stats().num_preemptions.values()) > 0
         assert_idle(engine)
 
 
 @pytest.mark.parametrize("kv_cache", KV_CACHES)
 def test_requests_are_refused_with_a_reason_when_overhead_takes_all(
-    folders: dict[str, Path], driver: GrowingDriver, kv_cache: str
+    folders: dict[str, Path],
+    alone: dict[str, list[list[int]]],
+    driver: GrowingDriver,
+    kv_cache: str,
 ) -> None:
     one, prompts = {"llama": folders["llama"]}, PROMPTS["llama"]
     memory_bytes = tight_memory(one, 400)
@@ -212,8 +224,7 @@ def test_requests_are_refused_with_a_reason_when_overhead_takes_all(
         driver.held_bytes = memory_bytes
         finish(engine, answers)
         assert answers.keys() == set(ids)
-        alone = outputs_alone(folders["llama"], "llama")
-        for request_id, expected in zip(ids, alone, strict=True):
+        for request_id, expected in zip(ids, alone["llama"], strict=True):
             answer = answers[request_id]
             assert answer.token_ids == expected[: len(answer.token_ids)]
             if answer.finish_reason != "length":
@@ -228,7 +239,7 @@ def test_requests_are_refused_with_a_reason_when_overhead_takes_all(
         engine.pool.account_overhead(0)
         add(engine, "llama", prompts[0])
         (answer,) = finish(engine).values()
-        assert answer.token_ids == alone[0]
+        assert answer.token_ids == alone["llama"][0]
 
 
 # --- several pins --------------------------------------------------------------------------------
@@ -295,13 +306,15 @@ def test_pins_take_up_to_half_of_what_kv_can_have(
         half_bytes = (engine.memory().budget_bytes - weight_bytes) // 2
         prefixes = random_prompts(5, *[40] * 30)
 
+        def pin(index: int) -> None:
+            engine.pin_prefix(models[index % len(models)], prefixes[index])
+
         def pin_until_refused(begin: int) -> int:
             """The index of the first prefix that is refused."""
             for index in range(begin, len(prefixes)):
                 try:
-                    engine.pin_prefix(models[index % len(models)], prefixes[index])
-                except CapacityError as error:
-                    assert "more than half" in error.message
+                    pin(index)
+                except CapacityError:
                     return index
                 finish(engine)
             raise AssertionError("nothing was refused")
@@ -311,6 +324,8 @@ def test_pins_take_up_to_half_of_what_kv_can_have(
             return sum(lane.prefixes.stats.pinned_bytes for lane in lanes if lane.prefixes)
 
         end = pin_until_refused(0)
+        with pytest.raises(CapacityError, match="more than half"):
+            pin(end)
         longest_bytes = 40 * max(info.kv_bytes_per_token for info in engine.models.values())
         assert half_bytes - longest_bytes < pinned_bytes() <= half_bytes
         for index in range(len(models)):

@@ -116,7 +116,7 @@ def sample(
 
 
 def expected_probabilities(logits: Any, params: SamplingParams) -> Any:
-    """Temperature, min-p, top-k, top-p, in this order and one token at a time; [vocab]."""
+    """Apply temperature, min-p, top-k and top-p in this order, token by token; [vocab]."""
     weights = np.exp((logits - logits.max()) / params.temperature)
     probabilities = weights / weights.sum()
     probabilities[probabilities < np.float32(params.min_p) * probabilities.max()] = 0
@@ -172,7 +172,7 @@ FLAT_SHAPES = [
 
 @pytest.mark.parametrize(("vocab_size", "shapes"), [(40, SHAPES), (3000, FLAT_SHAPES)])
 def test_draws_follow_the_cut_softmax(vocab_size: int, shapes: list[SamplingParams]) -> None:
-    """All shapes in one batch, so that rows could mix up their parameters."""
+    """All shapes are in one batch, so that mixed-up parameters of rows would show."""
     draws = 500
     generator = np.random.default_rng(1)
     logits = generator.normal(0, 2, (len(shapes), vocab_size)).astype(np.float32)
@@ -231,7 +231,7 @@ def greedy(**params: Any) -> SamplingParams:
 def check_penalties(
     penalised: Callable[[torch.Tensor], torch.Tensor], params: SamplingParams
 ) -> None:
-    """Each token has its turn to be the best one by little, so that what is taken off it shows."""
+    """Each token in turn is the best by a small margin, so that a penalty on it shows."""
     num_changed = 0
     for token in range(len(LOGITS)):
         for lead in (-0.5, 0.1, 0.5, 1.0, 1.6, 3.0):
@@ -381,7 +381,7 @@ def test_stop_token_ids(llm: LLM, num_stops: int) -> None:
     (prompt,) = random_prompts(9)
     tokens = greedy_tokens(llm, prompt)
     stop = tokens[5]
-    # Smaller ids than the one that counts, for the slot has room for the smallest only.
+    # Ids smaller than the one that counts, because the slot has room for the smallest only.
     others = [i for i in range(stop) if i not in tokens][: num_stops - 1]
     assert len(others) == num_stops - 1
     (out,) = complete(llm, prompt, greedy(max_tokens=12, stop_token_ids=[stop, *others]))

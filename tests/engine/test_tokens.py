@@ -1,5 +1,5 @@
-"""Token for token the same as Transformers' greedy `generate`, whatever the architecture, the
-cache, the size of steps, and the memory there is."""
+"""Greedy outputs equal those of Transformers' `generate`, token for token: for every architecture,
+both KV caches, several step sizes, and with too little memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPT_TOKENS = (1, 12, 33, 70)
 OUTPUT_TOKENS = 24
 SEED = 2
 CLEAR_GAP = 1e-4
-"""By how much the best logit leads: far more than what the order of additions changes."""
+"""The least lead of the best logit; far more than what the order of additions changes."""
 
 EVERYWHERE = ("qwen2-window", "gemma2", "deepseek_v3")
 """The architectures that run in every configuration: our decoder, with biases and with layers that
@@ -32,10 +32,10 @@ scale of its own; and one whose keys and values differ in size, with experts."""
 
 STEPS = [("virtual", 7, 1), ("virtual", 1, 0), ("virtual", 512, 0)]
 STEPS += [("paged", 1, 0), ("paged", 7, 1), ("paged", 512, 0)]
-"""KV cache, tokens a step, and steps planned ahead, with room for all."""
+"""(KV cache, tokens per step, steps planned ahead); there is room for all sequences."""
 
 PREEMPTIONS = [("paged", 1), ("virtual", 0), ("virtual", 1)]
-"""KV cache and steps planned ahead, with too little room; a step takes whole prompts."""
+"""(KV cache, steps planned ahead); the pool is too small, and a step takes whole prompts."""
 
 
 def cases(configurations: list[Any]) -> list[Any]:
@@ -43,7 +43,7 @@ def cases(configurations: list[Any]) -> list[Any]:
 
     The first of `STEPS` and the first of `PREEMPTIONS` together have both KV caches, prompts in
     chunks beside sequences that decode and prompts in one piece, and sequences that begin again.
-    What else a configuration changes is the same code for every architecture.
+    The rest of what a configuration changes does not depend on the architecture.
     """
     return [
         (architecture, *configuration)
@@ -81,7 +81,7 @@ def reference(
 
 @torch.inference_mode()
 def greedy(model: Any, prompt: list[int]) -> list[int]:
-    # A copy, for "dynamic" rotary scaling remembers the longest sequence that it has seen.
+    # A copy, because "dynamic" rotary scaling remembers the longest sequence that it has seen.
     model = copy.deepcopy(model)
     model.generation_config.eos_token_id = None
     ids = torch.tensor([prompt])
@@ -136,7 +136,7 @@ def test_tokens_equal_transformers(
 def test_tokens_equal_transformers_under_preemption(
     reference: Reference, kv_cache: str, num_ahead: int
 ) -> None:
-    """A pool for the longest request and little more: the first two fit only at their beginning."""
+    """The pool holds the longest request and little more, so the first two outgrow it together."""
     options: Any = {"kv_cache": kv_cache, "page_size": "4KiB", "block_size": 4}
     longest = max(map(len, reference.prompts)) + OUTPUT_TOKENS - 1
     with LLM(reference.folder, memory="16MiB", **options) as llm:

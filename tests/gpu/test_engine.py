@@ -36,7 +36,7 @@ distance of the best two."""
 Tokens = list[list[int]]
 
 
-# --- what Transformers says ------------------------------------------------------------------
+# --- the reference: Transformers ------------------------------------------------------------------
 
 
 def load(folder: Path, dtype: torch.dtype, compute_dtype: torch.dtype | None = None) -> Any:
@@ -49,12 +49,12 @@ def load(folder: Path, dtype: torch.dtype, compute_dtype: torch.dtype | None = N
 
 @torch.no_grad()
 def output_logits(model: Any, prompts: Tokens, outputs: Tokens) -> list[torch.Tensor]:
-    """What the model would choose each output token from, [output tokens, vocab] in float32."""
+    """The logits of each output token, [output tokens, vocab] in float32."""
     texts = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
     result = []
     for first in range(0, len(texts), 8):
         batch = texts[first : first + 8]
-        # What stands behind a text cannot change it, so no mask is needed.
+        # Attention is causal, so padding at the end needs no mask.
         ids = torch.zeros(len(batch), max(map(len, batch)), dtype=torch.int64)
         for row, text in enumerate(batch):
             ids[row, : len(text)] = torch.tensor(text)
@@ -66,20 +66,20 @@ def output_logits(model: Any, prompts: Tokens, outputs: Tokens) -> list[torch.Te
 
 
 def distances(logits: torch.Tensor, tokens: list[int]) -> torch.Tensor:
-    """How far each token is behind the best one, [tokens]."""
+    """The logit of the best token minus that of each output token, [tokens]."""
     chosen = torch.tensor(tokens, device=logits.device)[:, None]
     best: torch.Tensor = logits.max(-1, keepdim=True).values
     return (best - logits.gather(1, chosen))[:, 0]
 
 
 def assert_best(model: Any, prompts: Tokens, outputs: Tokens) -> None:
-    """In float32: each token is the best one, but for ties."""
+    """Check for float32: each token is the best one, except for ties."""
     for logits, tokens in zip(output_logits(model, prompts, outputs), outputs, strict=True):
         assert distances(logits, tokens).max() < FLOAT32_ROUNDING
 
 
 def assert_best_within_rounding(folder: Path, prompts: Tokens, outputs: Tokens) -> None:
-    """In bfloat16: our token is the best one, or rounding may have made it so.
+    """Check for bfloat16: each token is the best one, or rounding may have made it so.
 
     What rounding does is measured: by how much Transformers' own logits are off in bfloat16, at
     most. No token of ours may be behind by more. And most have to be what Transformers chooses,
@@ -111,7 +111,7 @@ def greedy(max_tokens: int, **params: Any) -> SamplingParams:
 def complete(
     llm: LLM, prompts: Tokens, params: SamplingParams | Sequence[SamplingParams]
 ) -> list[RequestOutput]:
-    """What `llm` makes of the prompts; nothing may be left of them afterwards but prefixes."""
+    """Outputs of `llm`; checks that only retained prefixes are left afterwards."""
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert_nothing_left(llm)
     return outputs
@@ -260,7 +260,7 @@ def test_the_batch_grows_and_shrinks(llm: LLM, checkpoint: Checkpoint) -> None:
 
 
 def test_a_closed_engine_leaves_nothing(checkpoint: Checkpoint) -> None:
-    """Whoever closes an engine and goes on has the device's memory again, that of graphs too."""
+    """After an engine is closed, all its device memory is free, that of graphs too."""
     left_bytes = []
     for _ in range(3):
         with open_llm(checkpoint.folder) as llm:
@@ -308,7 +308,7 @@ def test_preemption(kv_cache: str, tmp_path: Path) -> None:
     assert_best(load(tmp_path, torch.float32), prompts, outputs)
 
 
-def test_a_seed_gives_the_same_tokens_in_any_company(checkpoint: Checkpoint) -> None:
+def test_a_seed_gives_the_same_tokens_in_any_batch(checkpoint: Checkpoint) -> None:
     prompts = random_prompts((20, 5, 30, 12, 1))
     common: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
     params = [
@@ -409,7 +409,7 @@ def test_penalties(
 
 
 def test_abort_while_in_flight(llm: LLM, checkpoint: Checkpoint) -> None:
-    """Aborted requests say nothing more, and who gets their slots and pages is not disturbed."""
+    """Aborted requests give no more output; requests that reuse their slots and pages are right."""
     engine = llm.engine
     (model,) = engine.models
     prompts = random_prompts((30, 8, 25, 60, 12, 40, 3))

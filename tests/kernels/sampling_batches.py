@@ -88,13 +88,13 @@ class Batch:
                 write_counts(self.columns.counts[row], *known)
 
     def draw(self, logits: torch.Tensor, **variant: Any) -> list[int]:
-        """By `sample`; the counts go on."""
+        """Tokens that `sample` draws; it updates the counts."""
         out = torch.full_like(self.slots, -7)
         sample(logits, self.slots, self.num_tokens, self.columns, out, **variant)
         return out.tolist()
 
     def expect(self, logits: torch.Tensor) -> list[int]:
-        """By the reference, from the same state as the next `draw`."""
+        """Tokens that the reference draws, from the same state as the next `draw`."""
         out = torch.full_like(self.slots, -7)
         counts = self.columns.counts.clone()
         sample_reference(logits, self.slots, self.num_tokens, self.columns, out)
@@ -102,7 +102,7 @@ class Batch:
         return out.tolist()
 
     def check(self, logits: torch.Tensor, **variant: Any) -> None:
-        """Tokens are those of the reference and are counted; nothing else changes."""
+        """Check that tokens equal the reference's and are counted, and nothing else changes."""
         before, counts = logits.clone(), self.columns.counts.clone()
         floats, ints = self.columns.floats.clone(), self.columns.ints.clone()
         expected = self.expect(logits)

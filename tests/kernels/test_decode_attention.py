@@ -21,7 +21,7 @@ from aquifer.kernels.decode_attention import (
 SMALL = Config(kv_heads_per_program=2, block_tokens=8, num_shares=3, num_warps=4, num_stages=3)
 MAX_TOKENS = 64
 MAX_ERROR = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-FAR_SLOT = 1 << 40  # of rows that pad: an address that nobody may read
+FAR_SLOT = 1 << 40  # slot of padding rows: an address that must not be read
 
 
 @dataclass
@@ -74,7 +74,7 @@ def make_case(
     max_tokens: int = MAX_TOKENS,
     seed: int = 0,
 ) -> Case:
-    """The second of three layers, token-major; contiguous, or in shuffled blocks."""
+    """A case in the second of three layers, token-major; contiguous, or in shuffled blocks."""
     random = torch.Generator().manual_seed(seed)
     batch = len(lengths)
     num_slots = batch + 2
@@ -83,7 +83,7 @@ def make_case(
     slots = torch.randperm(num_slots, generator=random)[:batch]
     for slot, length in zip(slots.tolist(), lengths, strict=True):
         kv[slot, :length, 1] = torch.randn(length, layer, generator=random)
-    # A view, as of a product that gives queries, keys and values at once.
+    # A view, as a fused projection of queries, keys and values gives it.
     query = torch.full((batch, 2 * num_heads, key_dim), torch.nan)
     query[:, :num_heads] = 2 * torch.randn(batch, num_heads, key_dim, generator=random)
     tables = None
@@ -114,9 +114,9 @@ def row_errors(out: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 
 def max_error(case: Case, expected: torch.Tensor, **options) -> float:
-    """What a row may be off by.
+    """The largest relative error that a row may have.
 
-    In float32 at least four times what plain torch is off by on a CPU, which depends on the shape.
+    In float32, at least four times the error of plain torch on a CPU, which depends on the shape.
     Torch cuts long sums into blocks. The kernel adds one product after the other, as the hardware
     does; on the same numbers that alone makes up to 2.2 times the error with heads of 256.
     """
@@ -154,7 +154,7 @@ def test_batch_of_padding(device, block_size, merges_itself):
 
 @pytest.mark.parametrize("num_heads", [2, 6])
 def test_merge_of_more_partial_results_than_fit_at_once(device, num_heads):
-    """64 partial results of a row; a group of 3 heads, too, which is no power of two."""
+    """64 partial results of a row, and groups of 1 and of 3 heads, which is no power of two."""
     options = {"num_heads": num_heads, "num_kv_heads": 2, "value_dim": 256}
     case = make_case(device, [1024, 3], **options, max_tokens=1024)
     config = Config(1, 16, num_shares=64, num_warps=2, num_stages=2)
@@ -337,7 +337,7 @@ def test_default_config_on_models(device, num_heads, num_kv_heads, head_dim, blo
     ("num_heads", "num_kv_heads", "head_dim"), [(32, 8, 128), (14, 2, 64), (48, 1, 256)]
 )
 def test_default_config_by_batch(num_heads, num_kv_heads, head_dim, paged):
-    """Whatever the batch, a program has what products need, and the device is full."""
+    """For every batch size, tiles are large enough for products, and programs fill the device."""
     for batch in (1, 4, 5, 32, 33, 95, 96, 191, 192, 1000):
         config = default_config(
             batch, num_heads, num_kv_heads, head_dim, torch.bfloat16, 132, paged=paged
@@ -380,7 +380,7 @@ def test_captured_graph_follows_lengths_and_tables(device, block_size, overlap, 
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        # Twice: the second finds the counters as the first has left them.
+        # Twice: the second call finds the counters as the first has left them.
         decode_attention(*arguments, workspace, config, scale=0.1)
         out.fill_(torch.nan)
         decode_attention(*arguments, workspace, config, scale=0.1)

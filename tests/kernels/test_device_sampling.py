@@ -51,7 +51,7 @@ def test_variants_give_the_same_tokens(device: torch.device, variant: Variant) -
 
 @pytest.mark.parametrize("kind", ["flat", "equal", "peak", "few", "one"])
 def test_rows_that_candidates_do_not_settle(device: torch.device, kind: str) -> None:
-    """Many tokens needed, more equal ones than there is room for, next to none allowed."""
+    """Rows that need many tokens, have more equal ones than fit, or allow next to none."""
     params = [*FLAT, Params(top_k=2), Params(), GREEDY]
     vocab_size = 8200
     batch = Batch(params, vocab_size, device)
@@ -99,7 +99,7 @@ def test_rows_of_a_large_vocabulary(device: torch.device) -> None:
 
 
 def test_ties_are_cut_in_the_order_of_ids(device: torch.device) -> None:
-    """Of equal tokens top-k keeps the first, and every token of the support can be drawn."""
+    """Among equal tokens top-k keeps the first, and every token of the support can be drawn."""
     batch = Batch([Params(top_k=3)] * 24, 64, device)
     logits = torch.zeros(24, 64, device=device)
     logits[:, 20] = 1.0
@@ -188,7 +188,7 @@ def test_a_graph_follows_the_columns(device: torch.device) -> None:
 
 
 def expected_probabilities(logits: Any, params: Params) -> Any:
-    """Temperature, min-p, top-k, top-p, in this order and one token at a time; [vocab]."""
+    """Apply temperature, min-p, top-k and top-p in this order, token by token; [vocab]."""
     weights = np.exp((logits - logits.max()) / params.temperature)
     probabilities = weights / weights.sum()
     probabilities[probabilities < np.float32(params.min_p) * probabilities.max()] = 0
@@ -205,7 +205,7 @@ def expected_probabilities(logits: Any, params: Params) -> Any:
 
 
 def check_distribution(counts: Any, probabilities: Any) -> None:
-    """Nothing outside of the support; and chi-square, tokens pooled that expect too few draws."""
+    """Check the support, and the counts by chi-square; tokens that expect few draws are pooled."""
     assert not counts[probabilities == 0].any()
     order = np.argsort(-probabilities, kind="stable")[: np.count_nonzero(probabilities)]
     expected = probabilities[order] * counts.sum()

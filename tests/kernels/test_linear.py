@@ -1,4 +1,4 @@
-"""Products of few tokens against float64, and with what comes before them against its parts."""
+"""Products of few tokens against float64; fused ones against their parts."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import torch
 import torch.nn.functional as F
 
 from aquifer.kernels import _triton
-from aquifer.kernels import linear as module
 from aquifer.kernels.activation import silu_mul_reference
 from aquifer.kernels.linear import (
     MAX_TILE_TOKENS,
     Shape,
     Tile,
     best_tile,
+    gated_tile,
     linear,
     measure,
     norm_linear,
+    norm_programs,
+    norm_tile,
     silu_linear,
     tiles,
 )
@@ -41,7 +43,7 @@ def overlap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Random:
-    """Tensors of one dtype; rows further apart than they are long, and NaN between them."""
+    """Random tensors of one dtype; rows are padded with NaN."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, seed: int) -> None:
         self._generator = torch.Generator(device).manual_seed(seed)
@@ -95,7 +97,7 @@ def test_tiles(
     if device.type == "cuda" and dtype != torch.float32:
         candidates += tiles(Shape(num_tokens, num_out, num_in))
     for tile in (None, *candidates):
-        # Programs that share columns count who is last: as it was, for the next call.
+        # Programs that share columns use counters, which a call must leave at 0 for the next.
         num_calls = 2 if tile is not None and tile.num_splits > 1 else 1
         for _ in range(num_calls):
             result = linear(x, weight, bias, tile)
@@ -187,17 +189,17 @@ def test_silu_linear(
 @pytest.mark.parametrize("num_in", [8, 100, 896, 1024, 3072, 4096, 14336])
 @pytest.mark.parametrize("num_out", [1, 100, 1024, 4096, 28672, 151936])
 def test_cuts_for_one_token(num_out: int, num_in: int) -> None:
-    """Every cut covers all rows, and its programs differ by one tile at most."""
+    """Tiles cover all rows, and the numbers of tiles of two programs differ by one at most."""
     tile = best_tile(Shape(1, num_out, num_in))
     assert tile is not None
     assert tile.columns & (tile.columns - 1) == 0
     assert tile.columns <= 1024
-    gated = module._gated_tile(num_out, num_in, 132)
+    gated = gated_tile(num_out, num_in, 132)
     assert gated.rows == 1 or -(-num_out // gated.rows) >= 3 * 132
-    norm = module._norm_tile(num_in)
+    norm = norm_tile(num_in)
     assert norm.columns >= num_in
     num_tiles = -(-num_out // norm.rows)
-    num_programs = module._norm_programs(num_out, norm, 132)
+    num_programs = norm_programs(num_out, norm, 132)
     assert num_programs <= num_tiles
     assert num_programs * norm.num_warps <= 16 * 132
     assert num_programs * -(-num_tiles // num_programs) - num_tiles < num_programs

@@ -20,7 +20,8 @@ from aquifer.kernels.prefill_attention import (
 
 SMALL = Config(block_rows=16, block_keys=16, num_warps=4, num_stages=2)
 MAX_TOKENS = 64
-# Of a row, of thousands. In float32, a score of 4 is right to 5e-7, and so is its exponential.
+# The largest relative error of thousands of rows. In float32, a score of 4 is right to 5e-7, and so
+# is its exponential.
 MAX_ERROR = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 RAGGED = [(0, 17), (5, 1), (30, 20), (0, 16), (40, 3)]
 
@@ -36,7 +37,7 @@ class Case:
     def run(
         self, config: Config | None = None, *, num_splits: int | None = None, **options
     ) -> torch.Tensor:
-        """As `prefill_attention` does it, or with the Triton kernel cut by `config`."""
+        """Run `prefill_attention`, or the Triton kernel with tiles of `config`."""
         out = self.query.new_full((*self.query.shape[:2], self.values.shape[-1]), torch.nan)
         arguments = self.query, self.keys, self.values, self.tables, self.spans, out
         if config is None:
@@ -76,7 +77,7 @@ def make_case(
     first_row: int = 3,
     seed: int = 0,
 ) -> Case:
-    """The second of three layers, token-major; contiguous, or in shuffled blocks.
+    """A case in the second of three layers, token-major; contiguous, or in shuffled blocks.
 
     `chunks` are (start, count). Rows before `first_row`, and two at the end, are of no span.
     """
@@ -90,7 +91,7 @@ def make_case(
     for slot, (start, count) in zip(slots, chunks, strict=True):
         kv[slot, : start + count, 1] = torch.randn(start + count, layer, generator=random)
         offsets.append(offsets[-1] + count)
-    # A view, as of a product that gives queries, keys and values at once.
+    # A view, as a fused projection of queries, keys and values gives it.
     num_rows = offsets[-1] + 2
     query = torch.full((num_rows, 2 * num_heads, key_dim), torch.nan)
     span_rows = slice(offsets[0], offsets[-1])
@@ -193,7 +194,7 @@ def test_nothing_is_needed_of_blocks_before_the_window(device):
 
 @pytest.mark.parametrize("block_size", [None, 16])
 def test_nothing_is_needed_of_blocks_after_the_chunk(device, block_size):
-    """Tables end where a sequence ends, and so may the pages of contiguous KV."""
+    """Tables end where a sequence ends, and so do the mapped pages of contiguous KV."""
     case = make_case(device, [(10, 10), (0, 31)], block_size=block_size, index_dtype=torch.int32)
     if case.tables is not None:
         ends = zip(case.spans.slots, case.spans.starts, [10, 31], strict=True)
@@ -215,7 +216,7 @@ def test_nothing_is_needed_of_blocks_after_the_chunk(device, block_size):
 )
 @pytest.mark.parametrize("block_size", [None, 16])
 def test_splits(device, monkeypatch, block_size, num_splits, options):
-    """Keys of one query go to several programs, and there may be more of those than keys."""
+    """Several programs share the keys of one query; there may be more programs than keys."""
     monkeypatch.setattr(module, "MIN_SPLIT_KEYS", 16)
     case = make_case(device, [(0, 17), (5, 1), (30, 20)], num_heads=2, block_size=block_size)
     check(case, SMALL, num_splits=num_splits, **options)
@@ -229,17 +230,17 @@ def test_splits_of_heads_that_share_a_program(device, monkeypatch):
 
 def test_short_chunks_after_long_prefixes_are_split(device, monkeypatch):
     """As many splits as fill the device, but none with few keys; round spans are left out."""
-    assert module._num_splits(8, 8192, torch.device("cpu")) == 1
+    assert module.choose_num_splits(8, 8192, torch.device("cpu")) == 1
     monkeypatch.setattr(module, "count_multiprocessors", lambda device: 132)
-    assert module._num_splits(8, 8192, device) == 32
-    assert module._num_splits(8, 1000, device) == 3
-    assert module._num_splits(100, 8192, device) == 2
-    assert module._num_splits(265, 8192, device) == 1
+    assert module.choose_num_splits(8, 8192, device) == 32
+    assert module.choose_num_splits(8, 1000, device) == 3
+    assert module.choose_num_splits(100, 8192, device) == 2
+    assert module.choose_num_splits(265, 8192, device) == 1
     monkeypatch.setattr(module, "MIN_SPLIT_KEYS", 16)
     monkeypatch.setattr(module, "CUDNN_MULTIPLE", 8)
     monkeypatch.setattr(module, "CUDNN_MIN_TOKENS", 16)
-    monkeypatch.setattr(module, "_cudnn_takes", lambda *tensors: True)
-    monkeypatch.setattr(module, "_run_cudnn", lambda *arguments: None)
+    monkeypatch.setattr(module, "cudnn_takes", lambda *tensors: True)
+    monkeypatch.setattr(module, "run_cudnn", lambda *arguments: None)
     case = make_case(device, [(0, 16), (40, 3), (16, 24), (8, 17)])
     out, expected = case.run(scale=0.2), case.reference(scale=0.2)
     offsets = case.spans.offsets
@@ -341,7 +342,7 @@ def test_which_spans_go_to_cudnn_together():
     def calls(window_tokens: int | None, max_batch_stride: int) -> list[tuple[int, ...]]:
         return [
             (call.first_row, call.slot, call.start, call.count, call.num_seqs)
-            for call in module._calls(spans, window_tokens, max_batch_stride)
+            for call in module.calls_of(spans, window_tokens, max_batch_stride)
             if call.is_round
         ]
 
@@ -361,7 +362,7 @@ def test_which_spans_go_to_cudnn_together():
     assert calls(1024, 1 << 31) == near
     assert calls(1023, 1 << 31) == [call for call in near if call[2] + call[3] < 1023]
     assert calls(767, 1 << 31) == [near[0], near[1], near[-1]]
-    assert sum(call.num_seqs for call in module._calls(spans, None, 1 << 31)) == len(slots)
+    assert sum(call.num_seqs for call in module.calls_of(spans, None, 1 << 31)) == len(slots)
 
 
 @pytest.mark.parametrize("window_tokens", [None, 40])
@@ -369,9 +370,9 @@ def test_round_spans_are_left_out_on_the_device(device, monkeypatch, window_toke
     """The host and the kernel decide alike which spans are cuDNN's."""
     monkeypatch.setattr(module, "CUDNN_MULTIPLE", 8)
     monkeypatch.setattr(module, "CUDNN_MIN_TOKENS", 16)
-    monkeypatch.setattr(module, "_cudnn_takes", lambda *tensors: True)
+    monkeypatch.setattr(module, "cudnn_takes", lambda *tensors: True)
     taken = []
-    monkeypatch.setattr(module, "_run_cudnn", lambda *arguments: taken.append(arguments[4]))
+    monkeypatch.setattr(module, "run_cudnn", lambda *arguments: taken.append(arguments[4]))
     chunks = [(0, 16), (0, 24), (16, 32), (8, 8), (8, 20), (3, 16), (0, 17), (8, 40), (0, 24)]
     case = make_case(device, chunks)
     out = case.run(scale=0.2, window_tokens=window_tokens)
@@ -389,7 +390,7 @@ def test_calls_of_cudnn_get_the_right_rows_and_keys(device, monkeypatch):
     """With plain torch in place of cuDNN: neighbours in one call, prefixes merged, ragged rest."""
     monkeypatch.setattr(module, "CUDNN_MULTIPLE", 8)
     monkeypatch.setattr(module, "CUDNN_MIN_TOKENS", 16)
-    monkeypatch.setattr(module, "_cudnn_takes", lambda *tensors: True)
+    monkeypatch.setattr(module, "cudnn_takes", lambda *tensors: True)
     shapes = []
 
     def attend(query, keys, values, scale, *, is_causal, with_lse):
@@ -434,7 +435,7 @@ def test_merge(device, num_heads, value_dim):
     sums[0][0, 0], sums[1][0, 0] = -200.0, 200.0  # one of the two counts for nothing
     sums[0][1, 0], sums[1][1, 0] = 200.0, -200.0
     out = torch.full((5, num_heads, value_dim), torch.nan, device=device)
-    module._merge(parts[0], sums[0], parts[1], sums[1], out)
+    module.merge(parts[0], sums[0], parts[1], sums[1], out)
     expected = (scores.softmax(-1)[..., None] * values).sum(-2)
     expected[0, 0], expected[0, 1] = parts[1][0, 0].cpu(), parts[0][0, 1].cpu()
     torch.testing.assert_close(out.cpu(), expected)
@@ -469,19 +470,19 @@ def test_default_config_on_models(device, num_heads, num_kv_heads, head_dim, blo
         check(case, default_config(head_dim, head_dim, dtype), **options, window_tokens=300)
 
 
-# What follows needs cuDNN's own kernels.
+# The tests below need cuDNN's own kernels.
 
 
 @pytest.fixture
 def cudnn_device(device, monkeypatch) -> torch.device:
-    """A GPU on which round spans go to cuDNN; that anything else runs is an error."""
-    if not module._has_cudnn(torch.device("cuda", 0)):
+    """A GPU on which round spans go to cuDNN; a span that goes elsewhere is an error."""
+    if not module.has_cudnn(torch.device("cuda", 0)):
         pytest.skip("cuDNN's attention needs a Hopper GPU, or a later one")
 
     def refuse(*arguments: object, **options: object) -> None:
         raise AssertionError("a round span went to Triton")
 
-    monkeypatch.setattr(module, "_run_triton", refuse)
+    monkeypatch.setattr(module, "run_triton", refuse)
     return torch.device("cuda", 0)
 
 
@@ -508,13 +509,13 @@ def test_cudnn_after_a_prefix(cudnn_device):
 @pytest.mark.gpu
 def test_cudnn_on_neighbours_in_one_call(cudnn_device, monkeypatch):
     num_seqs = []
-    run = module._run_cudnn
+    run = module.run_cudnn
 
     def note(*arguments) -> None:
         num_seqs.append(arguments[4].num_seqs)
         run(*arguments)
 
-    monkeypatch.setattr(module, "_run_cudnn", note)
+    monkeypatch.setattr(module, "run_cudnn", note)
     chunks = [(0, 512), (0, 512), (0, 512), (0, 768), (0, 768)]
     check(make_large_case(cudnn_device, chunks, slots=[1, 2, 3, 4, 6]), scale=0.1)
     assert num_seqs == [3, 1, 1]
@@ -522,7 +523,7 @@ def test_cudnn_on_neighbours_in_one_call(cudnn_device, monkeypatch):
 
 @pytest.mark.gpu
 def test_cudnn_on_slots_that_are_far_apart(cudnn_device):
-    """From slot to slot it is more elements than 31 bits count, as with long sequences."""
+    """The stride from slot to slot exceeds 31 bits, as with long sequences."""
     num_tokens, stride = 512, (1 << 31) + (1 << 20)
     if torch.cuda.mem_get_info()[0] < 4 * stride:
         pytest.skip("too little memory")

@@ -23,7 +23,7 @@ def exact_attention(
     window_tokens: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """One token and head after the other: softmax of the scores over what it may see."""
+    """For one token and head after the other, softmax of the scores over the keys it may see."""
     query, keys, values = query.double(), keys.double(), values.double()
     group = query.shape[1] // keys.shape[1]
     out = torch.empty(*query.shape[:2], values.shape[2], dtype=torch.float64)
@@ -65,7 +65,7 @@ def test_attention(
         values.append(random(start + count, num_kv_heads, value_dim))
     out = torch.full((20, num_heads, value_dim), torch.nan, dtype=dtype)
     kwargs = {"scale": 0.3, "window_tokens": window_tokens, "softcap": softcap}
-    # Not a number wherever nothing was written: a read of it would show.
+    # NaN wherever nothing was written: reading it would show.
     if paged:
         tables = torch.full((6, MAX_TOKENS // BLOCK_SIZE), -1)
         all_blocks = torch.randperm(NUM_BLOCKS, generator=generator).tolist()
@@ -157,7 +157,7 @@ def test_rms_norm_of_zeros_is_zero():
 @pytest.mark.parametrize("num_rows", [64, 30])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_linear(dtype, num_tokens, num_rows, has_bias):
-    """Whatever way the product is cut."""
+    """The result does not depend on how the product is split."""
     generator = torch.Generator().manual_seed(4)
     x = torch.randn(num_tokens, 48, generator=generator).to(dtype)
     weight = torch.randn(num_rows, 48, generator=generator).to(dtype)

@@ -23,16 +23,16 @@ import torch
 
 HIDDEN = 64
 LAUNCHES = {"_rms_norm_kernel": 4, "_silu_mul_kernel": 1, "_rotary_angles_kernel": 1}
-"""Of one step. The first kernel runs with two types."""
+"""Launches of each kernel in one step; the first kernel runs with two dtypes."""
 ATTENTION = ((16, False, 1), (128, False, 1), (128, True, 8))
 """Head dimension, whether the KV is paged, and rows that decode."""
 MAX_STACK_BYTES = 512
-"""Of a thread. What the compiler keeps there is slow, and a GPU sets it aside for all threads that
+"""Local memory of a thread. It is slow, and a GPU sets it aside for all threads that
 it can run at once: a gigabyte for 4 KiB."""
 
 
 class NotingDriver:
-    """What Triton asks of a device, a Hopper GPU on which nothing runs."""
+    """A driver for Triton: a Hopper GPU on which nothing runs."""
 
     def __init__(self) -> None:
         self.launched: list[str] = []
@@ -65,7 +65,7 @@ class NotingDriver:
 
 
 def stack_bytes(binary: bytes) -> int:
-    """What each thread of a compiled kernel keeps in memory, for want of registers."""
+    """Bytes of local memory of each thread of a compiled kernel: spilled registers."""
     import triton
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -99,7 +99,7 @@ def attend(head_dim: int, paged: bool, num_decodes: int) -> None:
 def observe() -> dict[str, Any]:
     """Several steps of a few kernels, and what became of them."""
     torch.cuda.is_available = lambda: True  # else kernels would do without Triton
-    torch.use_deterministic_algorithms(True)  # memory that nobody has written is NaN
+    torch.use_deterministic_algorithms(True)  # memory that was not written is NaN
     devices_set: list[str] = []
     torch.cuda.set_device = lambda device: devices_set.append(str(device))
     import triton

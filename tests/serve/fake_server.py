@@ -45,7 +45,7 @@ class _Running:
 
 
 class FakeEngine:
-    """Follows `EngineLike`."""
+    """An `EngineLike` that makes its outputs up."""
 
     def __init__(self, spec: ModelSpec) -> None:
         tokenizer = Tokenizer.load(spec.path)
@@ -162,7 +162,7 @@ class FakeEngine:
         )
 
     def memory(self) -> MemoryReport:
-        """A page for each completion."""
+        """A report in which each completion has one page of KV."""
         used = sum(len(running.open) for running in self._running.values())
         kinds = dict.fromkeys(Kind, 0) | {Kind.KV: used * _PAGE_BYTES}
         model = ModelMemory(kinds, len(self._running), 0, 0, 0, kinds[Kind.KV], 0)

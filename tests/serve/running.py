@@ -1,4 +1,4 @@
-"""A server in a subprocess, on a real socket, and what tests ask of it."""
+"""A server in a subprocess, on a real socket, with helpers for tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import openai
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 60.0  # for what must happen; only a failing test waits that long
+PATIENCE_S = 300.0  # for what must happen; only a failing test waits that long
 
 
 class RunningServer:
@@ -78,7 +78,7 @@ class RunningServer:
         body: Any = None,
         headers: dict[str, str] | None = None,
     ) -> tuple[int, Any, dict[str, str]]:
-        """(status, parsed JSON or text, headers) of a request; a body that is no bytes is JSON."""
+        """Send a request; (status, parsed JSON or text, headers). JSON unless the body is bytes."""
         connection = http.client.HTTPConnection(str(self.host), self.port, timeout=PATIENCE_S)
         try:
             if body is not None and not isinstance(body, bytes):
@@ -95,7 +95,7 @@ class RunningServer:
             connection.close()
 
     def memory_in_use(self) -> dict[str, Any]:
-        """What must be the same whenever the server is idle; prefixes are retained meanwhile."""
+        """Memory in use without retained prefixes: the same whenever the server is idle."""
         _, memory, _ = self.call("GET", "/memory")
         retained_bytes = sum(model["prefix_bytes"] for model in memory["models"].values())
         return {
@@ -105,13 +105,26 @@ class RunningServer:
             "kv_bytes": {name: model["kv_bytes"] for name, model in memory["models"].items()},
         }
 
+    def token_counts(self) -> tuple[float, float]:
+        """Tokens of prompts and of completions that all models have counted so far."""
+        _, text, _ = self.call("GET", "/metrics")
+        prompts, completions = (
+            sum(
+                float(line.rpartition(" ")[2])
+                for line in text.splitlines()
+                if line.startswith(f"aquifer:{name}_tokens_total{{")
+            )
+            for name in ("prompt", "generation")
+        )
+        return prompts, completions
+
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Send a signal; the exit code."""
+        """Send a signal and wait; the exit code."""
         self.process.send_signal(number)
         return self.wait()
 
     def wait(self) -> int:
-        """The exit code, once the process has ended."""
+        """Wait until the process has ended; the exit code."""
         try:
             code = self.process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
@@ -149,5 +162,5 @@ def eventually(holds: Callable[[], bool], what: str) -> None:
     """Wait until something holds."""
     deadline_s = time.monotonic() + PATIENCE_S
     while not holds():
-        assert time.monotonic() < deadline_s, f"it never came about that {what}"
+        assert time.monotonic() < deadline_s, f"it did not happen that {what}"
         time.sleep(0.02)

@@ -24,7 +24,7 @@ def server(checkpoint: Path) -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="module")
 def server_with_keys(checkpoint: Path) -> Iterator[RunningServer]:
-    """One where the keys "one" and "two" share no prefixes."""
+    """A server where the keys "one" and "two" share no prefixes."""
     with running(["-m", "tests.serve.fake_server", str(checkpoint), "0", "one, two"]) as server:
         yield server
     assert server.stderr == ""
@@ -244,7 +244,7 @@ def test_cached_tokens_are_reported(server: RunningServer):
     assert [cached_tokens(), cached_tokens(), cached_tokens(n=3)] == [0, *[num_tokens - 1] * 2]
     assert _metric(server, "aquifer:prefix_cache_hits_total") - before == 2 * (num_tokens - 1)
     assert _metric(server, "aquifer:prefix_cache_queries_total") >= 3 * num_tokens
-    # A salt sees only its own.
+    # Requests match only prefixes with their own salt.
     assert [cached_tokens(cache_salt="s"), cached_tokens(cache_salt="s")] == [0, num_tokens - 1]
     assert cached_tokens(cache_salt="t") == 0
 
@@ -257,7 +257,7 @@ def test_a_prefix_is_pinned_and_unpinned(server: RunningServer):
     assert status == 200
     assert pinned["object"] == "prefix"
     assert pinned["num_tokens"] == num_tokens - 1
-    # Once is enough: the engine would complain about a second time.
+    # The engine is asked once: it would refuse to pin the same prefix again.
     assert server.call("POST", PREFIXES, body)[1] == pinned
     assert server.call("GET", PREFIXES)[1] == {"object": "list", "data": [pinned]}
     _, other, _ = server.call("POST", PREFIXES, {"prompt": [7, 8, 9], "cache_salt": "s"})

@@ -10,7 +10,7 @@ import pytest
 from tests.checkpoints import VOCAB_SIZE
 from tests.serve.running import RunningServer
 
-# Greedy over these the tiny model writes plain text, with no half characters in it.
+# Token ids of letters: greedy outputs over these have no partial characters.
 LETTERS = list(range(6 + 64, 6 + 64 + 20))
 GREEDY: dict[str, Any] = {"temperature": 0, "extra_body": {"allowed_token_ids": LETTERS}}
 
@@ -133,7 +133,7 @@ def test_logprobs_of_an_echoed_prompt(client: openai.OpenAI):
 
 
 def test_held_back_tokens_bring_their_logprobs_later(client: openai.OpenAI):
-    # Sampled bytes are half characters most of the time.
+    # Most sampled bytes are parts of characters.
     options = {"max_tokens": 60, "logprobs": 1, "seed": 3, "extra_body": {"ignore_eos": True}}
     chunks = list(_complete(client, **options, stream=True))
     tokens = [token for chunk in chunks for token in chunk.choices[0].logprobs.tokens]
@@ -142,7 +142,7 @@ def test_held_back_tokens_bring_their_logprobs_later(client: openai.OpenAI):
     assert _complete(client, **options).choices[0].logprobs.tokens == tokens
 
 
-def test_same_seed_same_text_in_any_company(client: openai.OpenAI, idle_server: RunningServer):
+def test_same_seed_same_text_in_any_batch(client: openai.OpenAI, idle_server: RunningServer):
     options = {"seed": 7, "max_tokens": 24, "temperature": 1.0}
     alone = _complete(client, **options).choices[0].text
     assert _complete(client, **options).choices[0].text == alone
@@ -185,7 +185,8 @@ def test_chat(client: openai.OpenAI):
 
 
 def test_chat_fills_the_context_by_default(client: openai.OpenAI):
-    usage = _chat(client, extra_body={"ignore_eos": True}).usage
+    messages: list[Any] = [{"role": "user", "content": "x" * 1900}]
+    usage = _chat(client, messages=messages, extra_body={"ignore_eos": True}).usage
     assert usage.total_tokens == 2048
 
 
@@ -233,25 +234,38 @@ def test_logprobs_of_chat(client: openai.OpenAI):
 
 
 def test_64_streams_at_once(idle_server: RunningServer):
-    async def one(many: openai.AsyncOpenAI, index: int) -> str:
+    """Each stream is complete, and so are the counts of its tokens and of all tokens."""
+
+    async def one(many: openai.AsyncOpenAI, index: int) -> tuple[str, Any]:
         stream = await many.completions.create(
             model=("tiny", "other")[index % 2],
             prompt=f"{index} ",
             max_tokens=16 + index % 5,
             stream=True,
+            stream_options={"include_usage": True},
             temperature=0,
             extra_body=GREEDY["extra_body"],
         )
-        return "".join([chunk.choices[0].text async for chunk in stream])
+        *chunks, last = [chunk async for chunk in stream]
+        assert chunks[-1].choices[0].finish_reason == "length"
+        return "".join(chunk.choices[0].text for chunk in chunks), last.usage
 
-    async def all_of_them() -> list[str]:
+    async def all_of_them() -> list[tuple[str, Any]]:
         async with openai.AsyncOpenAI(
             base_url=f"{idle_server.url}/v1", api_key="none", max_retries=0
         ) as many:
             return await asyncio.gather(*(one(many, index) for index in range(64)))
 
-    texts = asyncio.run(all_of_them())
-    assert [len(text) for text in texts] == [16 + index % 5 for index in range(64)]
+    before = idle_server.token_counts()
+    answers = asyncio.run(all_of_them())
+    lengths = [16 + index % 5 for index in range(64)]
+    prompt_lengths = [len(f"{index} ") for index in range(64)]
+    assert [len(text) for text, _ in answers] == lengths
+    assert [usage.completion_tokens for _, usage in answers] == lengths
+    assert [usage.prompt_tokens for _, usage in answers] == prompt_lengths
+    counts = idle_server.token_counts()
+    assert counts[0] - before[0] == sum(prompt_lengths)
+    assert counts[1] - before[1] == sum(lengths)
 
 
 def test_tokenize_and_back(idle_server: RunningServer):

@@ -139,7 +139,7 @@ def test_null_is_the_default_and_unknown_fields_are_ignored(idle_server: Running
         "stream": None,
         "response_format": {"type": "text"},
         "tools": [],
-        "user": "somebody",
+        "user": "user-1",
         "store": False,
         "service_tier": "auto",
     }
@@ -230,6 +230,9 @@ def test_a_client_that_leaves(idle_server: RunningServer, stream: bool):
 
 def test_metrics(idle_server: RunningServer):
     idle_server.call("POST", COMPLETIONS, {"model": "other", "prompt": "x", "max_tokens": 3})
+    endless = {"model": "tiny", "prompt": "x", "max_tokens": 2000, "ignore_eos": True}
+    _post_and_leave(idle_server, endless | {"stream": True}, num_events=1)
+    eventually(lambda: idle_server.memory_in_use()["running"] == 0, "the request is aborted")
     status, text, _ = idle_server.call("GET", "/metrics")
     assert status == 200
     series = {line.split("{")[0].split(" ")[0] for line in text.splitlines() if line[0] != "#"}

@@ -15,8 +15,8 @@ from aquifer.serve.http import EventStream
 
 @pytest.mark.parametrize("num_events", [0, 3, 4, 5, 100])
 def test_a_stream_with_a_backlog_lets_the_loop_run(num_events: int):
-    """A write to a connection that broke has the loop report it. asyncio logs a warning if more
-    than a few others follow before that, and a server's log must not fill when clients leave."""
+    """After a write to a broken connection, the event loop reports the loss in its next pass.
+    asyncio logs a warning if more than a few writes follow before that pass."""
     assert asyncio.run(_most_writes_in_a_pass(num_events)) <= (
         constants.LOG_THRESHOLD_FOR_CONNLOST_WRITES
     )

@@ -13,18 +13,30 @@ from typing import Any
 
 import openai
 import pytest
+from tests.checkpoints import tiny_llama
 from tests.serve.running import RunningServer, eventually, running
 
+_DEATH = "the engine process died; all requests are answered with 503 from now on"
+LONG_TOKENS = 30_000  # an output that lasts far longer than the test that needs it
 KEY = {"Authorization": "Bearer secret"}
 
 
 @pytest.fixture(scope="module")
-def narrow_server(checkpoint: Path) -> Iterator[RunningServer]:
-    """A server with a key where one request runs and one waits."""
+def narrow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server with a key where one request runs and one waits, and outputs may be long."""
+    folder = tmp_path_factory.mktemp("checkpoints") / "tiny"
+    checkpoint = tiny_llama(folder, max_position_embeddings=LONG_TOKENS + 100)
     command = ["-m", "aquifer", "serve", f"tiny={checkpoint}", "--port", "0", "--api-key", "secret"]
-    limits = ["--max-num-seqs", "1", "--max-num-waiting", "1", "--shutdown-timeout", "60"]
-    with running([*command, "--memory", "16M", *limits]) as server:
+    limits = ["--max-num-seqs", "1", "--max-num-waiting", "1"]
+    with running([*command, "--memory", "32M", *limits]) as server:
         server.only_model = "tiny"
+        yield server
+
+
+@pytest.fixture(scope="module")
+def lasting_server(checkpoint: Path) -> Iterator[RunningServer]:
+    """A fake server for tests that do not end it."""
+    with running(["-m", "tests.serve.fake_server", str(checkpoint), "30"]) as server:
         yield server
 
 
@@ -36,7 +48,7 @@ def fake_server(checkpoint: Path) -> Iterator[RunningServer]:
 
 @pytest.fixture
 def impatient_server(checkpoint: Path) -> Iterator[RunningServer]:
-    """One that gives running requests no time when it is told to stop."""
+    """A fake server that gives running requests no time when it is told to stop."""
     with running(["-m", "tests.serve.fake_server", str(checkpoint), "0"]) as server:
         yield server
 
@@ -53,7 +65,7 @@ def _stream(server: RunningServer, prompt: str, **options: Any) -> openai.Stream
 
 
 def _drain(stream: openai.Stream[Any]) -> str | None:
-    """Read a stream to its end; the reason that it gives."""
+    """Read a stream to its end; the finish reason."""
     reasons: list[str | None] = [chunk.choices[0].finish_reason for chunk in stream]
     return reasons[-1]
 
@@ -72,38 +84,50 @@ def test_key(narrow_server: RunningServer):
 
 
 def test_more_requests_than_may_wait(narrow_server: RunningServer):
-    body = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True}
-    with ThreadPoolExecutor(8) as threads:
-        calls = [
-            threads.submit(narrow_server.call, "POST", "/v1/completions", body, KEY)
-            for _ in range(8)
-        ]
-    statuses = [call.result()[0] for call in calls]
-    assert set(statuses) == {200, 429}
+    """One request runs until it was seen that another one waits and that a third is refused."""
+    body = {"prompt": "x", "max_tokens": 1}
+
+    def post() -> int:
+        return narrow_server.call("POST", "/v1/completions", body, KEY)[0]
+
+    def num_waiting() -> int:
+        return int(narrow_server.call("GET", "/memory", headers=KEY)[1]["requests_waiting"])
+
+    with ThreadPoolExecutor(1) as threads:
+        options: dict[str, Any] = {"max_tokens": LONG_TOKENS, "extra_body": {"ignore_eos": True}}
+        runs = _stream(narrow_server, "x", **options)
+        waits = threads.submit(post)
+        eventually(lambda: num_waiting() == 1, "a request waits")
+        assert post() == 429
+        runs.close()
+        assert waits.result() == 200
 
 
-def test_a_stream_goes_on_after_sigterm(narrow_server: RunningServer):
-    stream = _stream(narrow_server, "x", max_tokens=2000, extra_body={"ignore_eos": True})
-    narrow_server.process.send_signal(signal.SIGTERM)
-    assert _drain(stream) == "length"
-    assert narrow_server.wait() == 0
-    assert narrow_server.stderr == ""
+def test_a_stream_goes_on_after_sigterm(checkpoint: Path):
+    command = ["-m", "aquifer", "serve", f"tiny={checkpoint}", "--port", "0", "--memory", "16M"]
+    with running([*command, "--shutdown-timeout", "60"]) as server:
+        server.only_model = "tiny"
+        stream = _stream(server, "x", max_tokens=500, extra_body={"ignore_eos": True})
+        server.process.send_signal(signal.SIGTERM)
+        assert _drain(stream) == "length"
+        assert server.wait() == 0
+    assert server.stderr == ""
 
 
-def test_full_queue_says_when_to_retry(fake_server: RunningServer):
-    status, answer, headers = fake_server.call("POST", "/v1/completions", {"prompt": "refuse"})
+def test_full_queue_says_when_to_retry(lasting_server: RunningServer):
+    status, answer, headers = lasting_server.call("POST", "/v1/completions", {"prompt": "refuse"})
     assert status == 429
     assert answer["error"]["code"] == "queue_full"
     assert headers["retry-after"] == "1"
 
 
-def test_a_lost_request_is_an_error_in_its_stream(fake_server: RunningServer):
-    status, answer, _ = fake_server.call("POST", "/v1/completions", {"prompt": "lose"})
+def test_a_lost_request_is_an_error_in_its_stream(lasting_server: RunningServer):
+    status, answer, _ = lasting_server.call("POST", "/v1/completions", {"prompt": "lose"})
     assert status == 503
     assert answer["error"]["message"] == "lost on purpose"
     with pytest.raises(openai.APIError, match="lost on purpose"):
-        _drain(_stream(fake_server, "lose"))
-    assert fake_server.call("POST", "/v1/completions", {"prompt": "x"})[0] == 200
+        _drain(_stream(lasting_server, "lose"))
+    assert lasting_server.call("POST", "/v1/completions", {"prompt": "x"})[0] == 200
 
 
 def test_an_engine_that_crashes(fake_server: RunningServer):
@@ -120,6 +144,22 @@ def test_an_engine_that_crashes(fake_server: RunningServer):
     assert fake_server.stop() == 1
     assert "told to crash" in fake_server.stderr
     assert "error: the engine process died" in fake_server.stderr
+
+
+def test_an_engine_process_that_is_killed(fake_server: RunningServer):
+    """The kernel kills like this when memory runs out. Requests under way end with an error, later
+    ones are refused, and the server's exit code is not 0."""
+    stream = _stream(fake_server, "x")
+    os.kill(_engine_process(fake_server), signal.SIGKILL)
+    with pytest.raises(openai.APIError, match="the engine process died"):
+        _drain(stream)
+    status, answer, _ = fake_server.call("POST", "/v1/completions", {"prompt": "x"})
+    assert status == 503
+    assert answer["error"]["message"] == "the engine has stopped; restart the server"
+    for path in ("/health", "/memory"):
+        assert fake_server.call("GET", path)[0] == 503, path
+    assert fake_server.stop() == 1
+    assert fake_server.stderr == f"error: {_DEATH}\n"
 
 
 def test_a_stream_that_outlasts_the_timeout_gets_an_error(impatient_server: RunningServer):
@@ -181,7 +221,7 @@ def _engine_process(server: RunningServer) -> int:
 
 
 def _status(process_id: int) -> dict[str, str]:
-    """The system's record of a process; empty if it has ended."""
+    """Fields of /proc/PID/status; empty if the process has ended."""
     try:
         text = Path(f"/proc/{process_id}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):

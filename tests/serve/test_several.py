@@ -17,7 +17,7 @@ from aquifer import LLM, BeamSearchParams, RequestError, SamplingParams
 
 COMPLETIONS, PREFIXES = "/v1/completions", "/v1/prefixes"
 LONG = "A prompt that takes several pages of the cache. " * 15
-# Seeded requests over these write plain text, with no half characters in it.
+# Token ids of letters: outputs of seeded requests over these have no partial characters.
 LETTERS = list(range(6 + 64, 6 + 64 + 20))
 SEEDED: dict[str, Any] = {"seed": 5, "extra_body": {"allowed_token_ids": LETTERS}}
 
@@ -46,7 +46,7 @@ def test_completions_differ_and_are_reproducible(client: openai.OpenAI):
     for chunk in _complete(client, **SEEDED, n=4, max_tokens=20, stream=True):
         streamed[chunk.choices[0].index] += chunk.choices[0].text
     assert streamed == texts
-    # The first one is what there would be if it were the only one.
+    # The first completion equals that of a request with n=1.
     assert _complete(client, **SEEDED, max_tokens=20).choices[0].text == texts[0]
 
 

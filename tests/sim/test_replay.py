@@ -32,7 +32,7 @@ STEPS = StepModel(MODEL, DEVICE)
 
 
 def _config(manager: str = "virtual", kv_pages: int = 200, **options: object) -> ReplayConfig:
-    """On a device that has so many pages for KV."""
+    """A replay on a device with `kv_pages` pages for KV."""
     weight_pages = -(-MODEL.weight_bytes // PAGE_BYTES)
     config = ReplayConfig(
         {"tiny": MODEL},
@@ -58,7 +58,7 @@ def _requests(seed: int, count: int, rate: float) -> list[TraceRequest]:
 
 
 def _growing(seed: int, count: int) -> list[TraceRequest]:
-    """Short prompts and long outputs: many are admitted, and then do not fit."""
+    """Requests with short prompts and long outputs: many are admitted that later do not fit."""
     rng = np.random.default_rng(seed)
     lengths = [TraceRequest(None, 5, int(rng.integers(60, 130))) for _ in range(count)]
     return poisson_arrivals(lengths, 100.0, count, seed)
@@ -73,7 +73,7 @@ def _check(result: ReplayResult) -> None:
 
 
 def _same(left: ReplayResult, right: ReplayResult) -> None:
-    """Bit for bit the same times; averages but for the order of sums."""
+    """Check for equal times, and for equal averages up to the order of sums."""
     assert [asdict(record) for record in left.records] == [asdict(r) for r in right.records]
     for name in ("num_steps", "num_preemptions", "duration_s", "kv_budget_bytes"):
         assert getattr(left, name) == getattr(right, name)
@@ -83,7 +83,7 @@ def _same(left: ReplayResult, right: ReplayResult) -> None:
 
 def test_one_request_by_hand():
     (record,) = (result := replay(_config(), [TraceRequest(2.0, 100, 3)])).records
-    # 64 and 36 tokens of the prompt, with whose last one the first token is sampled; then two more.
+    # 64 and 36 tokens of the prompt, the last of which gives the first token; then two more.
     works = [
         StepWork(64, 0, 0, 64, 64 * 65 // 2),
         StepWork(36, 1, 0, 100, 36 * 64 + 36 * 37 // 2),
@@ -110,7 +110,7 @@ def test_one_request_by_hand():
 @pytest.mark.parametrize("manager", MANAGERS)
 @pytest.mark.parametrize("seed", range(3))
 def test_skipping_ahead_changes_nothing(manager, seed):
-    """In pools that are wide and crowded, and where all preempt each other."""
+    """In pools with room to spare, with little room, and with constant preemption."""
     config = _config(manager, (400, 90, 45)[seed])
     requests = _growing(seed, 40) if seed == 2 else _requests(seed, 60, rate=30.0 + 30 * seed)
     ahead = replay(config, requests)
@@ -140,9 +140,9 @@ def test_skipping_ahead_of_many_sequences(manager):
 def test_averages_do_not_depend_on_when_steps_are_added_up(monkeypatch):
     config, requests = _config(kv_pages=45, fast_forward=False), _growing(1, 20)
     at_the_end = replay(config, requests)
-    assert at_the_end.num_steps < sim_replay._STEPS_PER_SUM
+    assert at_the_end.num_steps < sim_replay.STEPS_PER_SUM
     assert at_the_end.averages_waiting["waiting"] > 0
-    monkeypatch.setattr(sim_replay, "_STEPS_PER_SUM", 7)
+    monkeypatch.setattr(sim_replay, "STEPS_PER_SUM", 7)
     often = replay(config, requests)
     _same(at_the_end, often)
     assert often.busy_s == pytest.approx(at_the_end.busy_s, rel=1e-12)
@@ -198,7 +198,7 @@ def test_cached_prefixes():
 
 
 def test_static_batches():
-    """Nobody joins a batch that runs, and all of its answers come at once."""
+    """No request joins a running batch, and all of its answers come at once."""
     requests = [
         TraceRequest(0.0, 5, 40),
         TraceRequest(0.0, 5, 10),
@@ -237,9 +237,9 @@ def test_what_could_never_fit_is_refused():
     result = replay(_config("paged", 12), requests)
     assert [record.finished_s is None for record in result.records] == [True, True, False]
     assert result.figures()["not_completed"] == 2
-    nobody = replay(_config("paged", 12), requests[:1])
-    assert nobody.normalized_latency_s == np.inf
-    assert nobody.figures()["mean_ttft_ms"] is None
+    unfinished = replay(_config("paged", 12), requests[:1])
+    assert unfinished.normalized_latency_s == np.inf
+    assert unfinished.figures()["mean_ttft_ms"] is None
 
 
 def test_two_models_share_the_memory():

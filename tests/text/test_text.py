@@ -1,4 +1,4 @@
-"""Text at the ends of the engine: tokenizers, chat templates, pieces of output, stop strings."""
+"""Tokenizers, chat templates, incremental detokenisation and stop strings."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def word_tokenizer(words: Sequence[str], decoder: Any) -> Tokenizer:
 
 
 def test_the_prompt_decides_on_the_leading_space() -> None:
-    """SentencePiece: a text's first space is no space, but an output is not a text's beginning."""
+    """SentencePiece drops the first space of a text, but an output is not the start of a text."""
     words = ["▁hello", "▁world", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>", "!"]
     decoder = decoders.Sequence(
         [
@@ -140,14 +140,14 @@ def push_all(stop: Sequence[str], pieces: Sequence[str]) -> tuple[str, str | Non
             return shown, found
         assert arrived.startswith(shown)
         held = arrived[len(shown) :]
-        # No more than could become a stop string, and no less.
+        # What is held back is exactly what could become a stop string.
         assert not held or any(s.startswith(held) for s in stop)
         assert not any(arrived.endswith(s[:n]) for s in stop for n in range(len(held) + 1, len(s)))
     return shown + strings.flush(), None
 
 
 def search(stop: Sequence[str], pieces: Sequence[str]) -> tuple[str, str | None]:
-    """The same by searching the whole text anew after each piece."""
+    """The reference: search the whole text again after each piece."""
     text = ""
     for piece in pieces:
         text += piece
@@ -257,7 +257,7 @@ completion_texts = st.lists(
 def token_outputs(
     tokenizer: Tokenizer, text: str, index: int, logprob: float | None
 ) -> list[TokenOutput]:
-    """What the engine gives for a completion of that text, token by token."""
+    """The engine's outputs for a completion with that text, token by token."""
     outputs = [TokenOutput("0", [token_id], index) for token_id in tokenizer.encode(text)]
     if logprob is not None:
         for output in outputs:
@@ -270,7 +270,7 @@ def token_outputs(
 def push_interleaved(
     builder: OutputBuilder, outputs: Sequence[list[TokenOutput]], random: Random
 ) -> list[Delta]:
-    """Push each completion's outputs in order, and all of them in any; until it is cut short."""
+    """Push outputs: each completion's in order, completions interleaved at random."""
     queues = {index: list(of_one) for index, of_one in enumerate(outputs)}
     deltas = []
     while queues:
@@ -354,7 +354,7 @@ def test_the_best_completions_are_chosen(
 
 
 def test_a_stop_string_counts_in_its_own_completion_only(tokenizer: Tokenizer) -> None:
-    """Halves of a stop string in two completions make none."""
+    """Two halves of a stop string in different completions do not match."""
     first, second = tokenizer.encode("Xx")
     builder = builder_of(tokenizer, n=2, stop="Xx", max_tokens=None)
     assert not builder.push(TokenOutput("0", [first], 0)).needs_abort

@@ -157,8 +157,8 @@ def norm_linear(
         assert delta.dtype == residual.dtype
         assert delta.stride(1) == 1
         total = residual.new_empty(1, num_in)
-    tile = _norm_tile(num_in)
-    num_programs = _norm_programs(num_out, tile, count_multiprocessors(residual.device))
+    tile = norm_tile(num_in)
+    num_programs = norm_programs(num_out, tile, count_multiprocessors(residual.device))
     _norm_vector_kernel[(num_programs,)](
         delta, residual, norm_weight, total, weight, bias, out, eps, num_out,
         num_in=num_in, rows=tile.rows, columns=tile.columns, has_delta=delta is not None,
@@ -183,7 +183,7 @@ def silu_linear(
     if len(gate_up) != 1 or not runs_triton(gate_up):
         return linear(silu_mul(gate_up), weight, bias)
     num_out, num_in = weight.shape
-    tile = _gated_tile(num_out, num_in, count_multiprocessors(gate_up.device))
+    tile = gated_tile(num_out, num_in, count_multiprocessors(gate_up.device))
     return _vector(gate_up, weight, bias, tile, gated=True)
 
 
@@ -205,14 +205,14 @@ def best_tile(shape: Shape) -> Tile | None:
     return Tile(64, 128, 4, 4, min(num_splits, -(-shape.in_ // 128)))
 
 
-def _norm_tile(num_in: int) -> Tile:
+def norm_tile(num_in: int) -> Tile:
     """Tile of whole rows, so that the norm stays in registers: 8 KiB at 16 bits, or one row."""
     columns = pow2(num_in, MIN_DOT)
     rows = min(max(4096 // columns, 1), 8)
     return Tile(rows, columns, min(max(rows * columns // 1024, 1), 16))
 
 
-def _norm_programs(num_out: int, tile: Tile, multiprocessors: int) -> int:
+def norm_programs(num_out: int, tile: Tile, multiprocessors: int) -> int:
     """Number of programs: all run at once, with tiles divided as equally as possible.
 
     Each program normalises the row, so there are few: 512 threads per SM.
@@ -222,7 +222,7 @@ def _norm_programs(num_out: int, tile: Tile, multiprocessors: int) -> int:
     return -(-num_tiles // -(-num_tiles // at_once))
 
 
-def _gated_tile(num_out: int, num_in: int, multiprocessors: int) -> Tile:
+def gated_tile(num_out: int, num_in: int, multiprocessors: int) -> Tile:
     """Tile with as many rows as leave three programs per SM.
 
     Each program computes all activations, so fewer programs waste less.

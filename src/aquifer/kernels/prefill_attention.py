@@ -195,10 +195,10 @@ def prefill_attention(
     Returns:
         `out`, or the new tensor, in which rows outside the spans are undefined.
     """
-    skips_round = tables is None and softcap is None and _cudnn_takes(query, keys, values)
-    calls: list[_Call] = []
+    skips_round = tables is None and softcap is None and cudnn_takes(query, keys, values)
+    calls: list[Call] = []
     if skips_round:
-        calls = list(_calls(spans, window_tokens, max(keys.stride(0), values.stride(0))))
+        calls = list(calls_of(spans, window_tokens, max(keys.stride(0), values.stride(0))))
         if out is None and len(calls) == 1 and calls[0].is_round and calls[0].start == 0:
             (call,) = calls
             if call.num_seqs * call.count == len(query):
@@ -213,13 +213,13 @@ def prefill_attention(
         return out
     for call in calls:
         if call.is_round:
-            _run_cudnn(query, keys, values, out, call, scale)
+            run_cudnn(query, keys, values, out, call, scale)
     if skips_round:
         chunks = [(call.start, call.count) for call in calls if not call.is_round]
     else:
         chunks = _chunks(spans)
     if chunks:
-        _run_triton(
+        run_triton(
             query,
             keys,
             values,
@@ -253,7 +253,7 @@ def prefill_attention_triton(
     """`prefill_attention` with all spans in the Triton kernel, by `config` and `num_splits`."""
     _check(query, keys, values, spans, out, scale)
     if spans.slots:
-        _run_triton(
+        run_triton(
             query,
             keys,
             values,
@@ -327,7 +327,7 @@ def _on_cpu(
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class Call:
     """`num_seqs` neighbouring spans of equal `count` and `start`, in consecutive slots.
 
     Spans that are not round are separate calls.
@@ -341,9 +341,9 @@ class _Call:
     is_round: bool
 
 
-def _calls(
+def calls_of(
     spans: PrefillSpans, window_tokens: int | None, max_batch_stride: int
-) -> Iterator[_Call]:
+) -> Iterator[Call]:
     """Group the spans into calls; spans that cuDNN can take together are one call.
 
     Args:
@@ -354,7 +354,7 @@ def _calls(
     # PyTorch caches cuDNN's plans by strides truncated to 32 bits. The stride from slot to slot may
     # be longer, and two models could then share a plan that is valid for only one of them.
     is_batchable = max_batch_stride < 1 << 32
-    pending: _Call | None = None
+    pending: Call | None = None
     for slot, start, (begin, end) in zip(
         spans.slots, spans.starts, _pairs(spans.offsets), strict=True
     ):
@@ -378,21 +378,21 @@ def _calls(
                 num_before = pending.num_seqs
             else:
                 yield pending
-        pending = _Call(
+        pending = Call(
             begin - num_before * count, slot - num_before, start, count, num_before + 1, is_round
         )
     if pending is not None:
         yield pending
 
 
-def _cudnn_takes(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
+def cudnn_takes(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether cuDNN has a kernel for these dtypes, head dimensions and strides."""
     return (
         query.is_cuda
         and query.dtype in (torch.float16, torch.bfloat16)
         and all(t.shape[-1] <= _CUDNN_MAX_DIM for t in (keys, values))
         and all(_is_aligned(t) for t in (query, keys, values))
-        and _has_cudnn(query.device)
+        and has_cudnn(query.device)
     )
 
 
@@ -404,17 +404,17 @@ def _is_aligned(t: torch.Tensor) -> bool:
 
 
 @cache
-def _has_cudnn(device: torch.device) -> bool:
+def has_cudnn(device: torch.device) -> bool:
     """Whether cuDNN's attention runs on that device and is the fastest there."""
     return torch.backends.cudnn.is_available() and torch.cuda.get_device_capability(device)[0] >= 9
 
 
-def _run_cudnn(
+def run_cudnn(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     out: torch.Tensor,
-    call: _Call,
+    call: Call,
     scale: float,
 ) -> None:
     """Write the output rows of one call."""
@@ -428,7 +428,7 @@ def _run_cudnn(
     prefix, prefix_lse = _cudnn(q, k, v, scale, is_causal=False, with_lse=True)
     k, v = (_cudnn_view(t, call, call.start, end) for t in (keys, values))
     chunk, chunk_lse = _cudnn(q, k, v, scale, is_causal=True, with_lse=True)
-    _merge(
+    merge(
         prefix[0].transpose(0, 1),
         prefix_lse.view(-1, call.count),
         chunk[0].transpose(0, 1),
@@ -438,7 +438,7 @@ def _run_cudnn(
 
 
 def _run_cudnn_once(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: _Call, scale: float
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, scale: float
 ) -> torch.Tensor:
     """Compute the rows of a call without a prefix, [num_seqs * count, heads, value_dim]."""
     rows = slice(call.first_row, call.first_row + call.num_seqs * call.count)
@@ -450,7 +450,7 @@ def _run_cudnn_once(
     return result.transpose(1, 2).flatten(0, 1)
 
 
-def _cudnn_view(kv: torch.Tensor, call: _Call, begin: int, end: int) -> torch.Tensor:
+def _cudnn_view(kv: torch.Tensor, call: Call, begin: int, end: int) -> torch.Tensor:
     """View of the call's slots, [num_seqs, kv_heads, end - begin, dim]."""
     if call.num_seqs == 1:
         # Without the unused stride from slot to slot, which would be part of the plan's key.
@@ -477,7 +477,7 @@ def _cudnn(
     return result[0], result[1]
 
 
-def _merge(
+def merge(
     first: torch.Tensor,
     first_lse: torch.Tensor,
     second: torch.Tensor,
@@ -520,7 +520,7 @@ def _merge(
     )
 
 
-def _run_triton(
+def run_triton(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -568,7 +568,7 @@ def _run_triton(
         num_keys = max(start + count for start, count in chunks)
         if window_tokens is not None:
             num_keys = min(num_keys, window_tokens + block_tokens)
-        num_splits = _num_splits(num_programs, num_keys, query.device)
+        num_splits = choose_num_splits(num_programs, num_keys, query.device)
     partials = lse = _nothing(query.device)
     if num_splits > 1:
         # [programs, block_rows, value_dim] and [programs, block_rows]
@@ -647,7 +647,7 @@ def _nothing(device: torch.device) -> torch.Tensor:
     return torch.empty(0, dtype=torch.float32, device=device)
 
 
-def _num_splits(num_programs: int, num_keys: int, device: torch.device) -> int:
+def choose_num_splits(num_programs: int, num_keys: int, device: torch.device) -> int:
     """Choose the number of splits for programs with up to `num_keys` keys each."""
     room = _PROGRAMS_PER_MULTIPROCESSOR * count_multiprocessors(device) // num_programs
     return max(min(room, num_keys // MIN_SPLIT_KEYS), 1)

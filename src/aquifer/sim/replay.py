@@ -65,7 +65,7 @@ _COLUMNS = ("requests", "sequences", "waiting", "shared", *_PARTS)
 """Quantities averaged over time: counts, then bytes."""
 
 _MOST_STEPS = 4096  # maximum number of steps done at once
-_STEPS_PER_SUM = 1024  # single steps per summation, because small arrays are slow
+STEPS_PER_SUM = 1024  # single steps per summation, because small arrays are slow
 _UTILIZATION = 0.9  # fraction of the device's memory; vLLM's default too
 
 
@@ -288,7 +288,7 @@ class _Averages:
         """Add an interval with constant values, one for each of `_COLUMNS`."""
         self._steps_s.append(seconds)
         self._steps.append(values)
-        if len(self._steps) == _STEPS_PER_SUM:
+        if len(self._steps) == STEPS_PER_SUM:
             self._sum_steps()
 
     def add(self, seconds: npt.NDArray[np.float64], values: npt.NDArray[np.float64]) -> None:
