@@ -102,12 +102,11 @@ class Harness:
 
     def stored(self, slot: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a slot where they lie: [length, kv_heads, head_dim] each."""
-        keys, values = self.cache._layers[layer]  # type: ignore[attr-defined]
+        keys, values = self.cache.tensors.layers[layer]
         length = int(self.lengths[slot])
         if self.name == "virtual":
             return keys[slot, :length], values[slot, :length]
-        table = self.cache._tables[slot, : -(-length // BLOCK_SIZE)]  # type: ignore[attr-defined]
-        blocks = torch.from_numpy(table)
+        blocks = torch.tensor(self.cache.blocks(slot, length), dtype=torch.int64)
         return keys[blocks].flatten(0, 1)[:length], values[blocks].flatten(0, 1)[:length]
 
     def release(self, slot: int) -> None:
@@ -209,11 +208,11 @@ def test_no_two_slots_share_bytes(harness):
     seen: set[int] = set()
     for slot in (0, 3, 5):
         for layer in range(len(harness.layout.layers)):
-            keys, values = harness.cache._layers[layer]
+            keys, values = harness.cache.tensors.layers[layer]
             for position in range(int(harness.lengths[slot])):
                 at = (slot, position)
                 if harness.name == "paged":
-                    block = int(harness.cache._tables[slot, position // BLOCK_SIZE])
+                    block = harness.cache.blocks(slot, position + 1)[-1]
                     at = (block, position % BLOCK_SIZE)
                 for tensor in (keys[at], values[at]):
                     # [kv_heads, head_dim], contiguous
@@ -327,7 +326,7 @@ def test_pages_of_another_owner_come_back_zeroed(name):
     harness.release(0)
     other = kv_cache(name, BLOCK_SIZE)(harness.pool, OTHER, SMALL_TOKENS, MAX_SEQS, MAX_TOKENS)
     assert other.reserve(np.array([0]), np.array([MAX_TOKENS]))
-    keys, values = other._layers[0]  # type: ignore[attr-defined]
+    keys, values = other.tensors.layers[0]
     # Slot 0, or the blocks of slot 0: both are the first there are.
     mapped = slice(0, 1) if name == "virtual" else slice(0, MAX_TOKENS // BLOCK_SIZE)
     assert not keys[mapped].any()
@@ -423,9 +422,9 @@ def test_virtual_maps_ahead_for_those_who_are_short_first():
     pool, cache, _ = _growing(33, 4000)
     slots = np.arange(32)
     assert cache.reserve(slots, np.ones(32, np.int64))
-    before = cache._num_pages.copy()
+    before = [len(cache.slot_blocks(slot)) for slot in range(32)]
     assert cache.reserve(slots[::-1].copy(), np.where(slots[::-1] == 7, 10, 16))
-    grown = np.flatnonzero(cache._num_pages - before)
+    grown = [slot for slot in range(32) if len(cache.slot_blocks(slot)) > before[slot]]
     assert len(grown) == 31 - SPREAD_SEQS
     assert 7 not in grown
     _close(pool, cache)
@@ -460,11 +459,11 @@ def test_paged_takes_the_lowest_block_and_gives_back_whole_pages():
         assert harness.reserve([slot], [40])
     for slot in (0, 2, 4):
         harness.release(slot)
-    highest = harness.cache._tables[5, 4]  # type: ignore[attr-defined]
+    highest = harness.cache.blocks(5, 40)[4]
     assert harness.reserve([0], [5 * BLOCK_SIZE])
-    taken = harness.cache._tables[0, :5]  # type: ignore[attr-defined]
-    assert taken.tolist() == list(range(5))
-    assert taken.max() < highest
+    taken = harness.cache.blocks(0, 40)
+    assert taken == list(range(5))
+    assert max(taken) < highest
     for slot in range(1, MAX_SEQS):
         harness.release(slot)
     mapped_bytes = harness.cache.stats(0).mapped_bytes

@@ -485,7 +485,7 @@ def test_the_next_sequence_of_a_slot_finds_its_pages_mapped():
     stocker = PageStocker(pool, 0)
     stocker.start()
     cache = VirtualCache(pool, A, LAYOUTS["small"], MAX_SEQS, MAX_TOKENS)
-    range_ = cache._range
+    range_ = cache.tensors.range
     slots = np.array([2, 4])
     assert cache.reserve(slots, np.array([80, 60]))
     before = dict(range_.pages)
@@ -538,7 +538,7 @@ def test_random_lives_on_a_late_device(name, layout, seed):
     if seed % 2:
         stocker.start()
     cache = kv_cache(name, 8)(pool, A, LAYOUTS[layout], MAX_SEQS, MAX_TOKENS)
-    range_: VirtualRange = cache._range  # type: ignore[attr-defined]
+    range_ = cache.tensors.range
     lengths = np.zeros(MAX_SEQS, np.int64)
     number = np.zeros(MAX_SEQS, np.int64)
     num_refused = 0

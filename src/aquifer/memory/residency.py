@@ -29,6 +29,14 @@ class Mapped:
 
 
 @dataclass(frozen=True, slots=True)
+class Aliased:
+    """Pages that are under the places from `index` on too, in exchange for a held reference."""
+
+    index: int
+    pages: tuple[Page, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class GivenUp:
     """Places of a range that do not need their pages any more."""
 
@@ -49,7 +57,7 @@ class Dropped:
     pages: tuple[Page, ...]
 
 
-PageOp = Mapped | GivenUp | Held | Dropped
+PageOp = Mapped | Aliased | GivenUp | Held | Dropped
 
 
 class Residency:
@@ -107,27 +115,30 @@ class Residency:
         return True
 
     def alias(self, index: int, pages: Sequence[Page]) -> None:
-        """Put pages that are in use elsewhere under the places from `index` on too, all or none.
+        """Put pages under the places from `index` on that are in use elsewhere too, all or none.
 
-        A place that still has that very page gets it back as it is. The caller must not write to
-        the pages through these places while they have other users.
+        The reference that the caller holds of each page (`hold`) becomes the place's. A place that
+        still has that very page gets it back as it is. The caller must not write to the pages
+        through these places while they have other users.
 
         Raises:
             DriverError: the device refused; nothing has changed.
         """
         retired = self._pool.retired
         with ExitStack() as undo:
+            missing: Sequence[range] = [range(index, index + len(pages))]
+            shared = pages
             taken = retired.take_back_pages(self.range, index, pages)
             if taken:
                 undo.callback(retired.retire, self.range, [index + i for i in taken])
-            missing = _without([range(len(pages))], set(taken))
-            shared = [pages[i] for each in missing for i in each]
-            self._pool.share(shared)
-            undo.callback(self._pool.release, shared)
-            self._map([range(index + s.start, index + s.stop) for s in missing], shared, undo)
+                missing = _without(missing, {index + i for i in taken})
+                shared = [pages[i - index] for each in missing for i in each]
+            self._map(missing, shared, undo)
             undo.pop_all()
+        # The place brought back the reference that was given up with it.
+        self._pool.release([pages[i] for i in taken])
         if self.record is not None and pages:
-            self.record(Mapped(index, tuple(pages)))
+            self.record(Aliased(index, tuple(pages)))
 
     def give_up(self, indices: Sequence[int]) -> None:
         """Let the pages at these places go, as soon as nothing in flight can touch them.
@@ -160,13 +171,16 @@ class Residency:
         self._pool.transfer(pages, owner)
 
     def _map(self, stretches: Iterable[range], pages: Sequence[Page], undo: ExitStack) -> None:
-        """Map `pages` at these stretches in turn; `undo` is told how to undo each."""
+        """Map `pages` at these stretches in turn; `undo` is told how to undo that."""
+        mapped: list[range] = []
+        undo.callback(lambda: [self.range.unmap(stretch) for stretch in mapped])
         done = 0
         for stretch in stretches:
-            if stretch:
-                self.range.map(stretch.start, pages[done : done + len(stretch)])
-                undo.callback(self.range.unmap, stretch)
-                done += len(stretch)
+            end = done + len(stretch)
+            if end > done:
+                self.range.map(stretch.start, pages[done:end])
+                mapped.append(stretch)
+                done = end
 
 
 def _without(stretches: Iterable[range], taken: Collection[int]) -> list[range]:
