@@ -16,6 +16,7 @@ from tests.models.dense_kv import DenseKV
 
 from aquifer.cache import KV_CACHES, kv_cache
 from aquifer.cache.base import KVLayout, LayerKV, Rows, SequenceCache, Spans
+from aquifer.cache.swap import SwapSpace
 from aquifer.cache.virtual import VirtualCache
 from aquifer.errors import ConfigError
 from aquifer.memory.driver.base import Handle
@@ -23,6 +24,7 @@ from aquifer.memory.driver.faulty import FaultyDriver
 from aquifer.memory.driver.host import HostDriver
 from aquifer.memory.pool import Kind, Owner, PagePool
 
+CPU = torch.device("cpu")
 PAGE = 4096
 BLOCK_SIZE = 8
 AHEAD_TOKENS = 16
@@ -489,3 +491,82 @@ def test_spans_name_every_row():
     assert spans.offsets.tolist() == [0, 2, 3, 6]
     assert slots.tolist() == [4, 4, 1, 2, 2, 2]
     assert positions.tolist() == [0, 1, 7, 3, 4, 5]
+
+
+NO_KV = KVLayout((), torch.float32)
+
+
+def test_a_model_without_kv(name):
+    """No pages, whatever happens; sequences fork, retain nothing, and swap nothing."""
+    driver = FaultyDriver(HostDriver())
+    pool = PagePool(driver, 8 * PAGE, PAGE)
+    cache = kv_cache(name, BLOCK_SIZE)(pool, OWNER, NO_KV, MAX_SEQS, MAX_TOKENS)
+    driver.fail_at = driver.num_calls  # nothing is asked of the device
+    slots = np.array([1, 2, 5])
+    for length in (1, 40, MAX_TOKENS):
+        assert cache.reserve(slots, np.full(3, length))
+    assert cache.bytes_needed(MAX_TOKENS) == 0
+    assert (cache.blocks(1, 40), cache.slot_blocks(1)) == ([], [])
+    assert cache.fork(1, 3, 40)
+    assert cache.adopt(4, [], 7)
+    cache.hold([])
+    cache.drop([])
+    assert cache.tokens_in(5) == cache.tokens_touching(5) == 0
+    assert cache.preferred_slot([], [6]) is None
+    assert cache.block_bytes > 0
+    rows = Rows.of(Spans.make(slots, np.zeros(3, np.int64), np.ones(3, np.int64)), 0, CPU)
+    cache.upload()
+    cache.view(rows)
+    space = SwapSpace(1 << 20, CPU)
+    swapped = space.swap_out(cache, [1, 2], [40, 30])
+    assert swapped is not None
+    assert space.used_bytes == 0
+    cache.release(1)
+    cache.release(2)
+    assert space.swap_in(cache, [2, 6], swapped)
+    stats = cache.stats(500)
+    assert (stats.written_bytes, stats.mapped_bytes, stats.shared_bytes) == (0, 0, 0)
+    assert not pool.usage().in_use_bytes
+    cache.close()
+    pool.close()
+
+
+def test_a_cache_takes_no_page_before_its_first_sequence(name):
+    driver = FaultyDriver(HostDriver())
+    pool = PagePool(driver, 8 * PAGE, PAGE)
+    cache = kv_cache(name, BLOCK_SIZE)(pool, OWNER, SMALL_TOKENS, MAX_SEQS, MAX_TOKENS)
+    assert (len(pool.pages), driver.mapped_pages) == (0, 0)
+    cache.close()
+    assert not driver.reservations
+
+
+class AnchoredDriver(HostDriver):
+    """A host that says it is a GPU, so that caches have anchors; its tensors are not used."""
+
+    device = torch.device("cuda", 0)
+
+    def view(self, address: int, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+
+
+def test_the_anchor_comes_with_the_first_sequence():
+    """Overhead of the model, in a page of its own, until the cache is closed."""
+    driver = FaultyDriver(AnchoredDriver())
+    pool = PagePool(driver, 8 * PAGE, PAGE)
+    cache = VirtualCache(pool, OWNER, SMALL_TOKENS, MAX_SEQS, MAX_TOKENS)
+    others = pool.acquire(OTHER, 8)
+    assert others is not None
+    assert not cache.reserve(np.array([1]), np.array([1]))
+    assert not cache.adopt(2, [], 0)
+    pool.release(others)
+    assert cache.reserve(np.array([1]), np.array([1]))
+    overhead = Owner(OWNER.model, Kind.OVERHEAD)
+    kv_bytes = cache.stats(1).mapped_bytes
+    assert pool.usage().in_use_bytes == {OWNER: kv_bytes, overhead: PAGE}
+    cache.release(1)
+    assert pool.usage().in_use_bytes == {overhead: PAGE}
+    assert list(cache.tensors.range.pages) == [0]
+    cache.close()
+    assert not pool.usage().in_use_bytes
+    pool.close()
+    assert (driver.live_handles, driver.mapped_pages, driver.reservations) == (set(), 0, {})

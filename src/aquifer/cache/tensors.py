@@ -136,11 +136,13 @@ class KVTensors:
         self.table: npt.NDArray[np.int32] = np.zeros(shape.table_shape or (0, 0), np.int32)
         # What kernels read: the same memory on the host, else a copy that `flush` keeps up.
         self._is_copied = device.type != "cpu"
-        self._device_table = (
-            torch.zeros(self.table.shape, dtype=torch.int32, device=device)
-            if self._is_copied
-            else torch.from_numpy(self.table)
-        )
+        self._device_table: torch.Tensor | None = None
+        if shape.table_shape is not None:
+            self._device_table = (
+                torch.zeros(shape.table_shape, dtype=torch.int32, device=device)
+                if self._is_copied
+                else torch.from_numpy(self.table)
+            )
         # (slots, indices) of entries that the copy does not have yet
         self._entered: list[tuple[IntArray, IntArray]] = []
         self._journal: list[KVOp] | None = None
@@ -249,13 +251,13 @@ class KVTensors:
         self._entered.clear()
         # As the entries are now: one that was written twice must not depend on the order.
         entries = np.stack((slots, indices, self.table[slots, indices]))
+        assert self._device_table is not None, "there are entries"
         device_slots, device_indices, blocks = upload(entries, self._device_table.device)
         self._device_table[device_slots, device_indices] = blocks.int()
 
     def view(self, rows: Rows) -> StepView:
         """The addresses of one step, with attention over them."""
-        table = None if self.shape.table_shape is None else self._device_table
-        return StepView(self.layers, rows, table, self._workspaces)
+        return StepView(self.layers, rows, self._device_table, self._workspaces)
 
     def _require_no_copies(self) -> None:
         assert not self._copies, "copies come first: make_copies"
