@@ -98,7 +98,7 @@ class Harness:
         length = int(self.lengths[slot])
         for index in range(len(self.layout.layers)):
             keys, values = self.stored(slot, index)
-            dense_keys, dense_values = self.dense._layers[index]
+            dense_keys, dense_values = self.dense.layers[index]
             assert torch.equal(keys, dense_keys[slot, :length])
             assert torch.equal(values, dense_values[slot, :length])
 

@@ -32,7 +32,7 @@ _NEVER = np.iinfo(np.int64).max
 class SlotTable:
     """Columns for up to `max_seqs` sequences of up to `max_tokens` tokens.
 
-    Slots are numbered from 1; slot 0 is nobody's (`aquifer.cache.anchor`).
+    Slots are numbered from 1; no sequence has slot 0 (`aquifer.cache.tensors.KVShape`).
     """
 
     def __init__(self, max_seqs: int, max_tokens: int) -> None:

@@ -55,7 +55,7 @@ class Harness:
         if not self.cache.fork(parent, child, count):
             return False
         self.lengths[child], self.finals[child] = count, self.finals[parent]
-        for dense in self.dense._layers:
+        for dense in self.dense.layers:
             for part in dense:
                 part[child] = part[parent]
         return True
@@ -110,7 +110,7 @@ class Harness:
             used |= set(blocks)
             region = self.cache.slot_blocks(slot)
             assert region[0] % len(region) == 0
-            for stored, dense in zip(self.cache.tensors.layers, self.dense._layers, strict=True):
+            for stored, dense in zip(self.cache.tensors.layers, self.dense.layers, strict=True):
                 for part, expected in zip(stored, dense, strict=True):
                     found = part[blocks].flatten(0, 1)[:length]
                     assert torch.equal(found, expected[slot, :length])
@@ -237,7 +237,7 @@ def test_tokens_to_the_host_and_back():
     again = torch.empty_like(host)
     harness.cache.copy_out(2, range(1, 8), again)
     assert torch.equal(again, host)
-    for stored, dense in zip(harness.cache.tensors.layers, harness.dense._layers, strict=True):
+    for stored, dense in zip(harness.cache.tensors.layers, harness.dense.layers, strict=True):
         for part, expected in zip(stored, dense, strict=True):
             found = part[harness.cache.blocks(2, 8)].flatten(0, 1)[1:8]
             assert torch.equal(found, expected[0, 3:10])
