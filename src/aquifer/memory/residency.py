@@ -10,7 +10,7 @@ What happens to the pages can be recorded, so that another process repeats it on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -99,7 +99,7 @@ class Residency:
                 taken = retired.take_back(self.range, [i for each in stretches for i in each])
                 if taken:
                     undo.callback(retired.retire, self.range, taken)
-                    missing = _without(stretches, set(taken))
+                    missing = _without(stretches, taken)
             count = sum(map(len, missing))
             pages = self._pool.acquire(
                 self._owner, count, self.range.page_bytes, may_reclaim=may_reclaim
@@ -126,14 +126,12 @@ class Residency:
         """
         retired = self._pool.retired
         with ExitStack() as undo:
-            missing: Sequence[range] = [range(index, index + len(pages))]
-            shared = pages
             taken = retired.take_back_pages(self.range, index, pages)
-            if taken:
-                undo.callback(retired.retire, self.range, [index + i for i in taken])
-                missing = _without(missing, {index + i for i in taken})
-                shared = [pages[i - index] for each in missing for i in each]
-            self._map(missing, shared, undo)
+            if len(taken) < len(pages):
+                places = [index + i for i in taken]
+                undo.callback(retired.retire, self.range, places)
+                missing = _without([range(index, index + len(pages))], places)
+                self._map(missing, [pages[i - index] for each in missing for i in each], undo)
             undo.pop_all()
         # The place brought back the reference that was given up with it.
         self._pool.release([pages[i] for i in taken])
@@ -183,10 +181,13 @@ class Residency:
                 done = end
 
 
-def _without(stretches: Iterable[range], taken: Collection[int]) -> list[range]:
+def _without(stretches: Iterable[range], taken: Sequence[int]) -> list[range]:
     """What is left of stretches without some of their numbers."""
+    if not taken:
+        return list(stretches)
+    gone = set(taken)
     left: list[range] = []
     for stretch in stretches:
-        rest = [i for i in stretch if i not in taken]
+        rest = [i for i in stretch if i not in gone]
         left += [range(rest[start], rest[end - 1] + 1) for start, end in runs(rest)]
     return left
