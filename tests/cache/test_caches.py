@@ -403,7 +403,7 @@ def test_virtual_spreads_the_pages_of_sequences_that_grow_together():
     _close(pool, cache)
 
 
-def test_virtual_maps_for_nobody_ahead_where_lengths_are_spread_already():
+def test_virtual_does_not_map_ahead_where_lengths_are_spread_already():
     num_seqs = 256
     pool, cache, mapped = _growing(num_seqs, 4000)
     slots = np.arange(num_seqs)
@@ -433,7 +433,7 @@ def test_virtual_maps_ahead_for_those_who_are_short_first():
 
 
 def test_virtual_maps_ahead_of_need_only_what_lies_ready():
-    """Nobody is asked to give up anything for it, and it is no failure."""
+    """No page is reclaimed for it, and it is no failure."""
     num_seqs = 64
     pool, cache, mapped = _growing(num_seqs, num_seqs + 3)
     asked: list[int] = []

@@ -495,7 +495,7 @@ def test_a_fork_takes_one_block_and_copies_it(name):
         assert harness.blocks(child)[:num_whole] == harness.blocks(0)[:num_whole]
         assert len(harness.blocks(child)) == num_whole + 1
     assert harness.num_pending == 3
-    harness.write({0: 1, 1: 1, 2: 1, 3: 1})  # whoever writes, nobody else sees it
+    harness.write({0: 1, 1: 1, 2: 1, 3: 1})  # each writes to its own copy
     harness.check()
     stats = harness.cache.stats(88)
     assert stats.shared_bytes == 3 * num_whole * harness.cache.block_bytes
@@ -667,7 +667,7 @@ def test_what_goes_on_from_a_cached_prefix_maps_nothing():
     assert isinstance(device, LateDriver)
     device.finish()
     while harness.pool.retired.collect():
-        pass  # what nobody holds
+        pass  # what is not held
     others = harness.pool.acquire(OTHER, harness.pool.free_bytes // PAGE)
     assert others is not None
     num_calls = harness.driver.num_calls
@@ -723,7 +723,7 @@ def test_the_slot_where_most_of_a_prefix_is_left():
     first, second = harness.end(3), harness.end(1)
     assert cache.preferred_slot(first.blocks, [0, 1, 2, 3]) == 3
     assert cache.preferred_slot(second.blocks, [0, 1, 2, 3]) == 1
-    assert cache.preferred_slot(system.blocks, [0, 1, 2, 3]) == 1  # who had it last
+    assert cache.preferred_slot(system.blocks, [0, 1, 2, 3]) == 1  # which had it last
     assert cache.preferred_slot(first.blocks, [0, 1, 2]) == 1  # the beginning, at least
     assert cache.preferred_slot(first.blocks, [2, 4]) is None
     assert cache.preferred_slot([], [2, 4]) is None

@@ -387,7 +387,7 @@ def test_any_thread_may_call(driver):
 
 
 def test_two_page_sizes_under_one_budget(driver):
-    """Whoever is short gets its size, at the cost of idle pages of the other."""
+    """Pages of either size are had, at the cost of idle pages of the other."""
     budget_bytes = 256 * MIB
     pool = PagePool(driver, budget_bytes, keep_idle_bytes=budget_bytes)
     before = driver.available_bytes()

@@ -294,7 +294,7 @@ PID = os.getpid()
     ("processes", "fails_at", "overhead_mib"),
     [
         ([(PID + 1, 9000 * MIB), (PID, 806 * MIB)], "", 800),  # less the three pages
-        ([(PID, 6 * MIB)], "", 600 + 100),  # less than is ours for certain: somebody else
+        ([(PID, 6 * MIB)], "", 600 + 100),  # less than is ours for certain: another process
         ([(PID, None)], "", 600 + 100),
         ([(PID + 1, 806 * MIB)], "", 600 + 100),
         ([], "", 600 + 100),

@@ -105,7 +105,7 @@ def test_given_back_memory_leaves_the_process_and_the_system(driver):
     address = driver.reserve(size * count)
     resident, shmem = driver.resident_bytes(), _shmem_bytes()
     handles = driver.create(size, count)
-    assert driver.resident_bytes() == resident + size * count  # before anybody touches them
+    assert driver.resident_bytes() == resident + size * count  # before they are touched
     driver.map(address, handles)
     driver.view(address, size * count).fill_(1)
     assert _shmem_bytes() - shmem >= size * count

@@ -131,7 +131,7 @@ class PagedCache:
         return True
 
     def release(self, slot: int) -> None:
-        """Free the slot's blocks that nobody else has, and the pages that no other block is on."""
+        """Free the slot's blocks without other users, and the pages that no other block is on."""
         self._make_copies()  # the slot's last block may be waiting for one
         blocks = self._table[slot, : self._num_blocks[slot]].astype(np.int64)
         self._num_blocks[slot] = 0
@@ -200,7 +200,7 @@ class PagedCache:
         np.add.at(self._holds, held, 1)
 
     def drop(self, blocks: Sequence[int]) -> None:
-        """Count, and free the blocks that nobody uses."""
+        """Count, and free the blocks without users."""
         dropped, counts = np.unique(np.array(blocks, np.int64), return_counts=True)
         if (self._holds[dropped] < counts).any():
             raise InvariantError(f"blocks {blocks} are dropped, but not all of them are held")
@@ -349,7 +349,7 @@ class PagedCache:
             return
         pages = np.unique(pages[moves])
         before, after = self._page_owner[pages], self._wanted_owner(pages)
-        # What is given up is KV too: so whoever gets it next for KV need not have it zeroed.
+        # What is given up is KV too: the next sequence that gets it need not have it zeroed.
         self._transfer(pages[before == _PREFIX], self._owner)
         self._transfer(pages[after == _PREFIX], self._prefix_owner)
         self._account(pages, after)

@@ -2,7 +2,7 @@
 
 What several sequences of a group share is moved once: the first of them takes it along, the others
 only what follows, and on the way back they share again. A sequence of a virtual cache moves in one
-long copy, one of a paged cache by the block, as many in a call as are neighbours.
+long copy, one of a paged cache in a copy for each run of neighbouring blocks.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class VirtualCache:
         return self._pages_for(num_tokens) * self._page_bytes
 
     def expect(self, slot: int, num_prompt: int, num_total: int) -> None:
-        """So that no page is mapped ahead of what never comes; the very last token needs no KV."""
+        """Bound how far to map ahead; the very last token needs no KV."""
         self._max_pages[slot] = self._pages_for(num_total - 1)
 
     def reserve(self, slots: IntArray, num_tokens: IntArray) -> bool:

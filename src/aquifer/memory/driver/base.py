@@ -1,4 +1,4 @@
-"""What Aquifer asks of a device's virtual memory: the whole boundary, in one protocol.
+"""Protocol of a device's virtual memory: all that Aquifer asks of it.
 
 The shape follows CUDA's virtual memory management (cuMemCreate, cuMemAddressReserve, cuMemMap,
 cuMemSetAccess), which is the narrower of the two implementations:

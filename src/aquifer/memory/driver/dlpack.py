@@ -1,4 +1,4 @@
-"""A tensor over addresses that nobody vouches for.
+"""A tensor over addresses that may not be mapped yet.
 
 Every other way to make a tensor from an address asks the device whose address it is, and fails
 where nothing is mapped yet. A DLPack capsule states place and shape, and is believed.

@@ -1,8 +1,8 @@
-"""What this process holds of one GPU, as NVIDIA's management library counts it.
+"""Memory of one GPU that this process holds, as NVIDIA's management library counts it.
 
-The package (`nvidia-ml-py`) is optional, and what the library says is not always to be had: in a
+The package (`nvidia-ml-py`) is optional, and the figure is not always available: in a
 container with its own process numbers, older drivers list the numbers of the host; with MIG or MPS
-a process may not be listed at all. Whoever asks has to do without an answer.
+a process may not be listed at all. Callers have to do without an answer.
 """
 
 from __future__ import annotations

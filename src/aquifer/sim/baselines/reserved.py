@@ -1,11 +1,11 @@
-"""KV in contiguous regions that are reserved whole when a sequence begins: the baselines.
+"""KV in contiguous regions that are reserved whole when a sequence begins: three baselines.
 
 Servers before PagedAttention keep a sequence's KV in one stretch, and so set aside room for all
 that it may ever have (sections 3.1 and 6.1). How much that is, is the policy:
 
 - "max": the longest sequence there may be (Orca (Max), FasterTransformer);
 - "pow2": the prompt, and the output's length rounded up to a power of two (Orca (Pow2));
-- "oracle": its true final length, which nobody knows outside of a replay (Orca (Oracle)).
+- "oracle": its true final length, known in a replay only (Orca (Oracle)).
 
 In an engine the final length is taken to be the prompt and `max_tokens`, so there "oracle" is what
 a server does that believes its clients.
@@ -137,7 +137,7 @@ class ReservedCache:
     def bytes_needed(self, num_tokens: int) -> int:
         """Whole pages under the region of a sequence that ends with that many tokens.
 
-        Of "pow2" it is the least, as it depends on how many of the tokens are the prompt.
+        For "pow2" it is a lower bound, as it depends on how many of the tokens are the prompt.
         """
         wanted = self._max_tokens if self._policy == "max" else num_tokens
         region_bytes = BuddyAllocator.rounded(self._blocks_for(wanted)) * self.block_bytes
