@@ -16,6 +16,7 @@ from tests.models.dense_kv import DenseKV
 
 from aquifer.cache import KV_CACHES, kv_cache
 from aquifer.cache.base import KVLayout, LayerKV, Rows, SequenceCache, Spans
+from aquifer.cache.swap import SwapSpace
 from aquifer.cache.virtual import VirtualCache
 from aquifer.errors import ConfigError
 from aquifer.memory.driver.base import Handle
@@ -23,6 +24,7 @@ from aquifer.memory.driver.faulty import FaultyDriver
 from aquifer.memory.driver.host import HostDriver
 from aquifer.memory.pool import Kind, Owner, PagePool
 
+CPU = torch.device("cpu")
 PAGE = 4096
 BLOCK_SIZE = 8
 AHEAD_TOKENS = 16
@@ -96,18 +98,17 @@ class Harness:
         length = int(self.lengths[slot])
         for index in range(len(self.layout.layers)):
             keys, values = self.stored(slot, index)
-            dense_keys, dense_values = self.dense._layers[index]
+            dense_keys, dense_values = self.dense.layers[index]
             assert torch.equal(keys, dense_keys[slot, :length])
             assert torch.equal(values, dense_values[slot, :length])
 
     def stored(self, slot: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a slot where they lie: [length, kv_heads, head_dim] each."""
-        keys, values = self.cache._layers[layer]  # type: ignore[attr-defined]
+        keys, values = self.cache.tensors.layers[layer]
         length = int(self.lengths[slot])
         if self.name == "virtual":
             return keys[slot, :length], values[slot, :length]
-        table = self.cache._tables[slot, : -(-length // BLOCK_SIZE)]  # type: ignore[attr-defined]
-        blocks = torch.from_numpy(table)
+        blocks = torch.tensor(self.cache.blocks(slot, length), dtype=torch.int64)
         return keys[blocks].flatten(0, 1)[:length], values[blocks].flatten(0, 1)[:length]
 
     def release(self, slot: int) -> None:
@@ -209,11 +210,11 @@ def test_no_two_slots_share_bytes(harness):
     seen: set[int] = set()
     for slot in (0, 3, 5):
         for layer in range(len(harness.layout.layers)):
-            keys, values = harness.cache._layers[layer]
+            keys, values = harness.cache.tensors.layers[layer]
             for position in range(int(harness.lengths[slot])):
                 at = (slot, position)
                 if harness.name == "paged":
-                    block = int(harness.cache._tables[slot, position // BLOCK_SIZE])
+                    block = harness.cache.blocks(slot, position + 1)[-1]
                     at = (block, position % BLOCK_SIZE)
                 for tensor in (keys[at], values[at]):
                     # [kv_heads, head_dim], contiguous
@@ -327,7 +328,7 @@ def test_pages_of_another_owner_come_back_zeroed(name):
     harness.release(0)
     other = kv_cache(name, BLOCK_SIZE)(harness.pool, OTHER, SMALL_TOKENS, MAX_SEQS, MAX_TOKENS)
     assert other.reserve(np.array([0]), np.array([MAX_TOKENS]))
-    keys, values = other._layers[0]  # type: ignore[attr-defined]
+    keys, values = other.tensors.layers[0]
     # Slot 0, or the blocks of slot 0: both are the first there are.
     mapped = slice(0, 1) if name == "virtual" else slice(0, MAX_TOKENS // BLOCK_SIZE)
     assert not keys[mapped].any()
@@ -402,7 +403,7 @@ def test_virtual_spreads_the_pages_of_sequences_that_grow_together():
     _close(pool, cache)
 
 
-def test_virtual_maps_for_nobody_ahead_where_lengths_are_spread_already():
+def test_virtual_does_not_map_ahead_where_lengths_are_spread_already():
     num_seqs = 256
     pool, cache, mapped = _growing(num_seqs, 4000)
     slots = np.arange(num_seqs)
@@ -423,16 +424,16 @@ def test_virtual_maps_ahead_for_those_who_are_short_first():
     pool, cache, _ = _growing(33, 4000)
     slots = np.arange(32)
     assert cache.reserve(slots, np.ones(32, np.int64))
-    before = cache._num_pages.copy()
+    before = [len(cache.slot_blocks(slot)) for slot in range(32)]
     assert cache.reserve(slots[::-1].copy(), np.where(slots[::-1] == 7, 10, 16))
-    grown = np.flatnonzero(cache._num_pages - before)
+    grown = [slot for slot in range(32) if len(cache.slot_blocks(slot)) > before[slot]]
     assert len(grown) == 31 - SPREAD_SEQS
     assert 7 not in grown
     _close(pool, cache)
 
 
 def test_virtual_maps_ahead_of_need_only_what_lies_ready():
-    """Nobody is asked to give up anything for it, and it is no failure."""
+    """No page is reclaimed for it, and it is no failure."""
     num_seqs = 64
     pool, cache, mapped = _growing(num_seqs, num_seqs + 3)
     asked: list[int] = []
@@ -460,11 +461,11 @@ def test_paged_takes_the_lowest_block_and_gives_back_whole_pages():
         assert harness.reserve([slot], [40])
     for slot in (0, 2, 4):
         harness.release(slot)
-    highest = harness.cache._tables[5, 4]  # type: ignore[attr-defined]
+    highest = harness.cache.blocks(5, 40)[4]
     assert harness.reserve([0], [5 * BLOCK_SIZE])
-    taken = harness.cache._tables[0, :5]  # type: ignore[attr-defined]
-    assert taken.tolist() == list(range(5))
-    assert taken.max() < highest
+    taken = harness.cache.blocks(0, 40)
+    assert taken == list(range(5))
+    assert max(taken) < highest
     for slot in range(1, MAX_SEQS):
         harness.release(slot)
     mapped_bytes = harness.cache.stats(0).mapped_bytes
@@ -490,3 +491,82 @@ def test_spans_name_every_row():
     assert spans.offsets.tolist() == [0, 2, 3, 6]
     assert slots.tolist() == [4, 4, 1, 2, 2, 2]
     assert positions.tolist() == [0, 1, 7, 3, 4, 5]
+
+
+NO_KV = KVLayout((), torch.float32)
+
+
+def test_a_model_without_kv(name):
+    """No pages, whatever happens; sequences fork, retain nothing, and swap nothing."""
+    driver = FaultyDriver(HostDriver())
+    pool = PagePool(driver, 8 * PAGE, PAGE)
+    cache = kv_cache(name, BLOCK_SIZE)(pool, OWNER, NO_KV, MAX_SEQS, MAX_TOKENS)
+    driver.fail_at = driver.num_calls  # nothing is asked of the device
+    slots = np.array([1, 2, 5])
+    for length in (1, 40, MAX_TOKENS):
+        assert cache.reserve(slots, np.full(3, length))
+    assert cache.bytes_needed(MAX_TOKENS) == 0
+    assert (cache.blocks(1, 40), cache.slot_blocks(1)) == ([], [])
+    assert cache.fork(1, 3, 40)
+    assert cache.adopt(4, [], 7)
+    cache.hold([])
+    cache.drop([])
+    assert cache.tokens_in(5) == cache.tokens_touching(5) == 0
+    assert cache.preferred_slot([], [6]) is None
+    assert cache.block_bytes > 0
+    rows = Rows.of(Spans.make(slots, np.zeros(3, np.int64), np.ones(3, np.int64)), 0, CPU)
+    cache.upload()
+    cache.view(rows)
+    space = SwapSpace(1 << 20, CPU)
+    swapped = space.swap_out(cache, [1, 2], [40, 30])
+    assert swapped is not None
+    assert space.used_bytes == 0
+    cache.release(1)
+    cache.release(2)
+    assert space.swap_in(cache, [2, 6], swapped)
+    stats = cache.stats(500)
+    assert (stats.written_bytes, stats.mapped_bytes, stats.shared_bytes) == (0, 0, 0)
+    assert not pool.usage().in_use_bytes
+    cache.close()
+    pool.close()
+
+
+def test_a_cache_takes_no_page_before_its_first_sequence(name):
+    driver = FaultyDriver(HostDriver())
+    pool = PagePool(driver, 8 * PAGE, PAGE)
+    cache = kv_cache(name, BLOCK_SIZE)(pool, OWNER, SMALL_TOKENS, MAX_SEQS, MAX_TOKENS)
+    assert (len(pool.pages), driver.mapped_pages) == (0, 0)
+    cache.close()
+    assert not driver.reservations
+
+
+class AnchoredDriver(HostDriver):
+    """A host that says it is a GPU, so that caches have anchors; its tensors are not used."""
+
+    device = torch.device("cuda", 0)
+
+    def view(self, address: int, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+
+
+def test_the_anchor_comes_with_the_first_sequence():
+    """Overhead of the model, in a page of its own, until the cache is closed."""
+    driver = FaultyDriver(AnchoredDriver())
+    pool = PagePool(driver, 8 * PAGE, PAGE)
+    cache = VirtualCache(pool, OWNER, SMALL_TOKENS, MAX_SEQS, MAX_TOKENS)
+    others = pool.acquire(OTHER, 8)
+    assert others is not None
+    assert not cache.reserve(np.array([1]), np.array([1]))
+    assert not cache.adopt(2, [], 0)
+    pool.release(others)
+    assert cache.reserve(np.array([1]), np.array([1]))
+    overhead = Owner(OWNER.model, Kind.OVERHEAD)
+    kv_bytes = cache.stats(1).mapped_bytes
+    assert pool.usage().in_use_bytes == {OWNER: kv_bytes, overhead: PAGE}
+    cache.release(1)
+    assert pool.usage().in_use_bytes == {overhead: PAGE}
+    assert list(cache.tensors.range.pages) == [0]
+    cache.close()
+    assert not pool.usage().in_use_bytes
+    pool.close()
+    assert (driver.live_handles, driver.mapped_pages, driver.reservations) == (set(), 0, {})

@@ -21,7 +21,6 @@ from tests.memory.late_driver import LateDriver
 from aquifer.cache import KV_CACHES, copies, kv_cache
 from aquifer.cache.base import KVLayout, LayerKV, Rows, SequenceCache, Spans
 from aquifer.cache.swap import SwapSpace
-from aquifer.cache.virtual import VirtualCache
 from aquifer.errors import DriverError, InvariantError
 from aquifer.kernels.block_copy import block_copy
 from aquifer.memory.driver.faulty import FaultyDriver
@@ -71,28 +70,24 @@ class Harness:
         self.pool = PagePool(self.driver, self.num_pages * PAGE, PAGE, 4 * PAGE)
         make = kv_cache(self.name, BLOCK_SIZE)
         self.cache: SequenceCache = make(self.pool, KV, self.layout, self.max_seqs, MAX_TOKENS)
-        self.range = self.cache._range  # type: ignore[attr-defined]
+        self.tensors = self.cache.tensors
+        self.range = self.tensors.range
         self._watch_copies()
 
     def _watch_copies(self) -> None:
         """Let the late device know what each launch of copies touches."""
-        pending = self.cache._copies  # type: ignore[attr-defined]
-        launch = pending.launch
+        make_copies = self.tensors.make_copies
 
         def watched() -> None:
-            word_bytes = pending._word_bytes
             touched: set[int] = set()
-            for source, destination, num_words in pending._pieces:
-                for word in (source, destination):
-                    begin = word * word_bytes
-                    touched.update(
-                        range(begin // PAGE, -(-(begin + num_words * word_bytes) // PAGE))
-                    )
+            for source, destination, num_bytes in self.tensors.pending_copies:
+                for begin in (source, destination):
+                    touched.update(range(begin // PAGE, -(-(begin + num_bytes) // PAGE)))
             assert touched <= self.range.pages.keys()
             self.launch(touched)
-            launch()
+            make_copies()
 
-        pending.launch = watched
+        self.tensors.make_copies = watched  # type: ignore[method-assign]
 
     def launch(self, pages: set[int]) -> None:
         if isinstance(self.device, LateDriver):
@@ -100,18 +95,14 @@ class Harness:
 
     @property
     def num_pending(self) -> int:
-        return len(self.cache._copies)  # type: ignore[attr-defined]
+        return self.tensors.num_pending_copies
 
     def free_slots(self) -> list[int]:
         return [slot for slot in range(self.max_seqs) if slot not in self.marks]
 
     def blocks(self, slot: int) -> list[int]:
         """All that the slot has, beyond its tokens too."""
-        if isinstance(self.cache, VirtualCache):
-            first = slot * self.cache._slot_pages
-            return list(self.range.pages_at(range(first, first + int(self.cache._num_pages[slot]))))
-        count = self.cache._num_blocks[slot]  # type: ignore[attr-defined]
-        return [int(b) for b in self.cache._tables[slot, :count]]  # type: ignore[attr-defined]
+        return self.cache.slot_blocks(slot)
 
     def num_whole_blocks(self, slot: int) -> int:
         """Blocks that the slot will not write to any more."""
@@ -161,7 +152,7 @@ class Harness:
         marks = torch.tensor(self.marks[slot])
         length = len(marks)
         for index, layer in enumerate(self.layout.layers):
-            keys, values = self.cache._layers[index]  # type: ignore[attr-defined]
+            keys, values = self.tensors.layers[index]
             if self.name == "virtual":
                 keys, values = keys[slot, :length], values[slot, :length]
             else:
@@ -504,7 +495,7 @@ def test_a_fork_takes_one_block_and_copies_it(name):
         assert harness.blocks(child)[:num_whole] == harness.blocks(0)[:num_whole]
         assert len(harness.blocks(child)) == num_whole + 1
     assert harness.num_pending == 3
-    harness.write({0: 1, 1: 1, 2: 1, 3: 1})  # whoever writes, nobody else sees it
+    harness.write({0: 1, 1: 1, 2: 1, 3: 1})  # each writes to its own copy
     harness.check()
     stats = harness.cache.stats(88)
     assert stats.shared_bytes == 3 * num_whole * harness.cache.block_bytes
@@ -676,7 +667,7 @@ def test_what_goes_on_from_a_cached_prefix_maps_nothing():
     assert isinstance(device, LateDriver)
     device.finish()
     while harness.pool.retired.collect():
-        pass  # what nobody holds
+        pass  # what is not held
     others = harness.pool.acquire(OTHER, harness.pool.free_bytes // PAGE)
     assert others is not None
     num_calls = harness.driver.num_calls
@@ -732,7 +723,7 @@ def test_the_slot_where_most_of_a_prefix_is_left():
     first, second = harness.end(3), harness.end(1)
     assert cache.preferred_slot(first.blocks, [0, 1, 2, 3]) == 3
     assert cache.preferred_slot(second.blocks, [0, 1, 2, 3]) == 1
-    assert cache.preferred_slot(system.blocks, [0, 1, 2, 3]) == 1  # who had it last
+    assert cache.preferred_slot(system.blocks, [0, 1, 2, 3]) == 1  # which had it last
     assert cache.preferred_slot(first.blocks, [0, 1, 2]) == 1  # the beginning, at least
     assert cache.preferred_slot(first.blocks, [2, 4]) is None
     assert cache.preferred_slot([], [2, 4]) is None
@@ -754,10 +745,11 @@ def test_moved_to_the_host_and_back_by_runs_of_blocks():
     size = LAYOUTS["straddling"].token_bytes
     copy = torch.empty(16 * size, dtype=torch.uint8)
     harness.cache.copy_out(0, range(3, 19), copy)
-    stretches = list(harness.cache._stretches(0, range(3, 19)))  # type: ignore[attr-defined]
-    assert 1 < len(stretches) < 5
-    for stretch, _ in stretches:
-        stretch.fill_(255)
+    keys, values = harness.tensors.layers[0]
+    blocks = harness.cache.blocks(0, 19)
+    for position in range(3, 19):
+        for part in (keys, values):
+            part[blocks[position // BLOCK_SIZE], position % BLOCK_SIZE] = 255
     harness.cache.copy_in(0, range(3, 19), copy)
     harness.check()
     harness.close()
@@ -799,7 +791,7 @@ def test_a_virtual_sequence_moves_as_one_stretch():
     size = LAYOUTS["straddling"].token_bytes
     copy = torch.empty(30 * size, dtype=torch.uint8)
     harness.cache.copy_out(2, range(30), copy)
-    first = harness.range.address + 2 * harness.cache._slot_pages * PAGE  # type: ignore[attr-defined]
+    first = harness.range.address + 2 * harness.tensors.shape.row_bytes
     assert torch.equal(copy, harness.driver.view(first, 30 * size))
     harness.close()
 

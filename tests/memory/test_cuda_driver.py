@@ -225,7 +225,7 @@ def test_create_all_or_none(driver, api, nth):
     api.refuse["cuMemCreate"] = nth
     with pytest.raises(DriverError, match=r"CUDA_ERROR_OUT_OF_MEMORY: .*\(text of 2\)"):
         driver.create(PAGE, 3)
-    assert (api.sizes, driver._page_bytes, api.contexts) == ({}, {}, 0)
+    assert (api.sizes, driver.num_held, api.contexts) == ({}, (0, 0, 0), 0)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_map_all_or_none(driver, api, call, nth):
     api.refuse[call] = nth
     with pytest.raises(DriverError, match="could not map 3 pages"):
         driver.map(address, handles)
-    assert (api.mapped, driver._mapped, api.contexts) == ({}, {}, 0)
+    assert (api.mapped, driver.num_held, api.contexts) == ({}, (3, 0, 1), 0)
     driver.map(address, handles)
     assert len(api.mapped) == 3
 
@@ -250,7 +250,7 @@ def test_zero_leaves_nothing_behind(driver, api, call):
     api.refuse[call] = 0
     with pytest.raises(DriverError):
         driver.zero(handles)
-    assert (api.mapped, driver._reservations, api.contexts) == ({}, {}, 0)
+    assert (api.mapped, driver.num_held, api.contexts) == ({}, (2, 0, 0), 0)
 
 
 class FakeNvml:
@@ -294,7 +294,7 @@ PID = os.getpid()
     ("processes", "fails_at", "overhead_mib"),
     [
         ([(PID + 1, 9000 * MIB), (PID, 806 * MIB)], "", 800),  # less the three pages
-        ([(PID, 6 * MIB)], "", 600 + 100),  # less than is ours for certain: somebody else
+        ([(PID, 6 * MIB)], "", 600 + 100),  # less than is ours for certain: another process
         ([(PID, None)], "", 600 + 100),
         ([(PID + 1, 806 * MIB)], "", 600 + 100),
         ([], "", 600 + 100),

@@ -105,7 +105,7 @@ def test_given_back_memory_leaves_the_process_and_the_system(driver):
     address = driver.reserve(size * count)
     resident, shmem = driver.resident_bytes(), _shmem_bytes()
     handles = driver.create(size, count)
-    assert driver.resident_bytes() == resident + size * count  # before anybody touches them
+    assert driver.resident_bytes() == resident + size * count  # before they are touched
     driver.map(address, handles)
     driver.view(address, size * count).fill_(1)
     assert _shmem_bytes() - shmem >= size * count
@@ -185,29 +185,34 @@ def test_a_refused_creation_leaves_no_trace(driver):
     assert driver.resident_bytes() == 7 * PAGE
 
 
-def test_a_refused_fallocate_leaves_no_trace(driver, monkeypatch):
+class FullDriver(HostDriver):
+    """Its system has memory for `num_good` stretches, or for all if that is None."""
+
+    num_good: int | None = None
+
+    def _fallocate(self, mode: int, offset: int, length: int) -> None:
+        if mode == 0 and self.num_good is not None:
+            if not self.num_good:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.num_good -= 1
+        super()._fallocate(mode, offset, length)
+
+
+def test_a_refused_fallocate_leaves_no_trace():
+    driver = FullDriver()
     kept = driver.create(PAGE, 6)
     driver.release([kept[0], kept[3]])
-    resident_bytes, file_bytes = driver.resident_bytes(), os.fstat(driver._fd).st_size
+    resident_bytes, file_bytes = driver.resident_bytes(), driver.file_bytes
     for num_good in range(3):
-        with monkeypatch.context() as patch:
-            real = driver._fallocate
-            calls: list[int] = []
-
-            def refuse(mode: int, offset: int, length: int, calls=calls, real=real, n=num_good):
-                if mode == 0:
-                    calls.append(offset)
-                    if len(calls) > n:
-                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                real(mode, offset, length)
-
-            patch.setattr(driver, "_fallocate", refuse)
-            with pytest.raises(DriverError, match="ENOSPC: could not create 4 pages"):
-                driver.create(PAGE, 4)
+        driver.num_good = num_good
+        with pytest.raises(DriverError, match="ENOSPC: could not create 4 pages"):
+            driver.create(PAGE, 4)
         assert driver.resident_bytes() == resident_bytes
-        assert os.fstat(driver._fd).st_size == file_bytes
+        assert driver.file_bytes == file_bytes
+    driver.num_good = None
     assert driver.create(PAGE, 2) == [kept[0], kept[3]]
     _still_works(driver)
+    driver.close()
 
 
 def test_too_many_mappings(driver):
@@ -350,7 +355,8 @@ def _shmem_bytes() -> int:
 
 
 def test_all_memory_is_the_machine_s_or_the_control_group_s(driver, monkeypatch):
-    machine_bytes = host._meminfo_bytes("MemTotal")
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    machine_bytes = int(fields["MemTotal"].split()[0]) * 1024
     for limit_bytes, total_bytes in ((None, machine_bytes), (1 << 20, 1 << 20)):
         monkeypatch.setattr(host, "_cgroup_limit_bytes", lambda limit=limit_bytes: limit)
         assert driver.total_bytes() == total_bytes

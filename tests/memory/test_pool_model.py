@@ -28,7 +28,7 @@ OWNERS = [
     Owner("a", Kind.PREFIX),
     Owner("b", Kind.KV),
     Owner("b", Kind.WEIGHTS),
-    Owner("nobody", Kind.KV),
+    Owner("unknown", Kind.KV),
     Owner("untouched", Kind.KV),
 ]
 
@@ -208,7 +208,7 @@ class PoolMachine(RuleBasedStateMachine):
         for handle in holding:
             page = self.pages[handle]
             page.num_references -= 1
-            assert self.read(handle, page.page_bytes) == page.byte  # whoever shares it
+            assert self.read(handle, page.page_bytes) == page.byte  # for all that share it
             if not page.num_references:
                 self.left[handle] = self.pages.pop(handle)
         self.pool.release(holding)
@@ -260,7 +260,7 @@ def test_a_page_may_be_released_only_by_its_holders():
     driver.close()
 
 
-@pytest.mark.parametrize("model", ["a", "nobody", "untouched"])
+@pytest.mark.parametrize("model", ["a", "unknown", "untouched"])
 def test_a_page_of_another_model_is_zeroed_whatever_that_is_called(model: str):
     """M5, for names that a careless pool could take for marks of its own."""
     driver = HostDriver()

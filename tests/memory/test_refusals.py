@@ -187,7 +187,7 @@ def test_every_call_refused_once(name):
 
 
 def test_a_page_half_zeroed_is_zeroed_again():
-    """M5: after a refused `zero` nobody knows what is in the pages, whoever asks next."""
+    """M5: after a refused `zero` the contents of the pages count as unknown."""
     driver = FaultyDriver(HostDriver())
     pool = PagePool(driver, 4 * PAGE, PAGE, 4 * PAGE)
     window = VirtualRange(pool.pages, 4 * PAGE, PAGE)

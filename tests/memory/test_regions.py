@@ -48,7 +48,7 @@ def test_what_was_not_given_cannot_come_back() -> None:
 
 
 def _gaps(taken: dict[int, int], end: int) -> list[tuple[int, int]]:
-    """(start, length) of each stretch that nobody has."""
+    """(start, length) of each free stretch."""
     gaps = []
     position = 0
     for start in sorted(taken):

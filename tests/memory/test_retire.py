@@ -95,7 +95,7 @@ def test_without_fences_it_leaves_at_once():
     driver.close()
 
 
-def test_who_is_short_waits_for_the_oldest_and_takes_from_nobody(driver, pool, range_):
+def test_a_short_pool_waits_for_the_oldest_and_does_not_call_its_hook(driver, pool, range_):
     asked: list[int] = []
 
     def on_short(missing_bytes: int) -> bool:
@@ -141,7 +141,7 @@ def test_what_is_left_of_a_stretch_is_its_beginning(driver, pool, range_):
 
 
 def test_a_shared_page_is_not_written_by_two(driver, pool, range_):
-    """It goes, at the price of waiting, and whoever else has it keeps it."""
+    """It is unmapped, at the price of waiting, and its other users keep it."""
     _map(pool, range_, 0, 3)
     shared = range_.pages_at(range(1, 2))
     pool.share(shared)
@@ -166,8 +166,8 @@ def test_nothing_is_given_up_twice(driver, pool, range_):
     assert len(pool.retired) == 1
 
 
-def test_a_page_of_which_all_places_are_retired_is_nobody_s(driver, pool, range_):
-    """M1, M2: it is counted once, and nobody may name it until one of them takes it back."""
+def test_a_page_of_which_all_places_are_retired_is_not_in_use(driver, pool, range_):
+    """M1, M2: it is counted once, and must not be named until one of them takes it back."""
     _map(pool, range_, 0, 1)
     page = range_.pages_at(range(1))
     for index in (5, 9):
@@ -241,7 +241,7 @@ def test_a_page_is_taken_back_where_it_is_though_others_have_it(driver, pool, ra
         True,
         True,
         True,
-        False,  # nobody has it, so it is not to be had by name
+        False,  # not in use, so it cannot be taken back by name
     ]
     assert not pool.retired.has_page(range_, 1, pages[0])
     assert pool.retired.take_back_pages(range_, 0, held[:1]) == [0]
@@ -308,7 +308,7 @@ def test_a_place_on_its_way_out_is_seen(driver, pool, range_, monkeypatch):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_random_accounts(seed):
-    """M1 to M4 with shared pages, retired ones and overhead, against who holds what."""
+    """M1 to M4 with shared pages, retired ones and overhead, against a table of holders."""
     random = Random(seed)
     driver = LateDriver()
     pool = PagePool(driver, 40 * PAGE, PAGE, random.choice([0, 8]) * PAGE)
@@ -485,7 +485,7 @@ def test_the_next_sequence_of_a_slot_finds_its_pages_mapped():
     stocker = PageStocker(pool, 0)
     stocker.start()
     cache = VirtualCache(pool, A, LAYOUTS["small"], MAX_SEQS, MAX_TOKENS)
-    range_ = cache._range
+    range_ = cache.tensors.range
     slots = np.array([2, 4])
     assert cache.reserve(slots, np.array([80, 60]))
     before = dict(range_.pages)
@@ -538,7 +538,7 @@ def test_random_lives_on_a_late_device(name, layout, seed):
     if seed % 2:
         stocker.start()
     cache = kv_cache(name, 8)(pool, A, LAYOUTS[layout], MAX_SEQS, MAX_TOKENS)
-    range_: VirtualRange = cache._range  # type: ignore[attr-defined]
+    range_ = cache.tensors.range
     lengths = np.zeros(MAX_SEQS, np.int64)
     number = np.zeros(MAX_SEQS, np.int64)
     num_refused = 0

@@ -13,12 +13,12 @@ class DenseKV:
 
     def __init__(self, layout: KVLayout, num_slots: int, max_tokens: int) -> None:
         shape = (num_slots, max_tokens, layout.token_elements)
-        # Not a number, so that a read of KV that was never written shows in the result.
-        self._layers = layout.split(torch.full(shape, torch.nan, dtype=layout.dtype))
+        # Not a number, so that a read of what was never written shows in the result.
+        self.layers = layout.split(torch.full(shape, torch.nan, dtype=layout.dtype))
 
     def view(self, slots: IntArray, starts: IntArray, counts: IntArray) -> KVView:
-        """KV of one step, which writes [starts, starts + counts) of each slot."""
-        return _DenseView(self._layers, Spans.make(slots, starts, counts))
+        """One step, which writes [starts, starts + counts) of each slot."""
+        return _DenseView(self.layers, Spans.make(slots, starts, counts))
 
 
 class _DenseView:

@@ -14,7 +14,7 @@ from tests.checkpoints import tiny_llama
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.engine import Engine
 from aquifer.engine.params import Request, SamplingParams
-from aquifer.errors import ConfigError
+from aquifer.errors import ConfigError, DriverError
 from aquifer.memory.driver.faulty import FaultyDriver
 from aquifer.memory.driver.host import HostDriver
 from aquifer.memory.pool import Kind, Owner, PagePool
@@ -82,6 +82,57 @@ def test_a_chosen_page_size_is_kept():
     assert len(driver.live_handles) == 8
     store.close()
     pool.close()
+
+
+def test_evicted_and_back_at_the_same_addresses():
+    """Wholly, then group by group; what is resident keeps its contents."""
+    sizes = [9 * PAGE, 100, PAGE, 4 * PAGE, 200, 8 * PAGE + 1]
+    driver = FaultyDriver(LargePageDriver())
+    pool = PagePool(driver, 40 * PAGE)
+    store = WeightStore(pool, OWNER, _parameters(*sizes))
+    assert (len(pool.pages), store.resident_bytes, store.is_resident) == (0, 0, False)
+    assert [group.names for group in store.groups] == [("0",), ("2",), ("3",), ("5",), ("1", "4")]
+    assert store.populate()
+    assert store.populate()  # is no change
+    assert store.is_resident
+    assert store.resident_bytes == store.placement.num_bytes == pool.usage().in_use_bytes[OWNER]
+    addresses = {name: tensor.data_ptr() for name, tensor in store.tensors.items()}
+    store.evict()
+    assert (store.resident_bytes, pool.usage().in_use_bytes, driver.mapped_pages) == (0, {}, 0)
+    others = pool.acquire(Owner("b", Kind.WEIGHTS), 40)
+    assert others is not None
+    assert not store.populate()
+    assert (store.resident, pool.free_bytes) == (frozenset(), 0)
+    pool.release(others)
+    assert store.populate()
+    for value, tensor in enumerate(store.tensors.values()):
+        tensor.fill_(value + 1)
+    gone = [store.groups[0], store.groups[4]]
+    store.evict(gone)
+    assert store.resident == frozenset(store.groups[1:4])
+    assert store.resident_bytes == (1 + 4 + 9) * PAGE == pool.usage().in_use_bytes[OWNER]
+    others = pool.acquire(Owner("b", Kind.WEIGHTS), 40 - 14 - 9)  # a page too few is left
+    assert others is not None
+    before = driver.mapped_pages
+    assert not store.populate()
+    assert (store.resident, driver.mapped_pages) == (frozenset(store.groups[1:4]), before)
+    pool.release(others)
+    for fail_at in range(2):
+        driver.fail_at = driver.num_calls + fail_at
+        with pytest.raises(DriverError):
+            store.populate(gone)
+        assert store.resident == frozenset(store.groups[1:4])
+        assert pool.usage().in_use_bytes == {OWNER: store.resident_bytes}
+    driver.fail_at = None
+    assert store.populate(gone)
+    assert {name: tensor.data_ptr() for name, tensor in store.tensors.items()} == addresses
+    for value, (name, tensor) in enumerate(store.tensors.items()):
+        tensor[:] = tensor  # every byte is there
+        assert name in ("0", "1", "4") or (tensor == value + 1).all()
+    pool.check()
+    store.close()
+    pool.close()
+    assert (driver.live_handles, driver.mapped_pages, driver.reservations) == (set(), 0, {})
 
 
 def test_random_weights():

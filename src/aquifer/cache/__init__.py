@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from aquifer.cache.base import CacheFactory
+from aquifer.cache.base import CacheFactory, KVLayout, SequenceCache
 from aquifer.errors import ConfigError
+from aquifer.memory.pool import Owner, PagePool
 
 KV_CACHES = ("virtual", "paged")
 
@@ -25,7 +26,22 @@ def kv_cache(name: str, block_size: int = 16) -> CacheFactory:
 
         return VirtualCache
     if name == "paged":
-        from aquifer.cache.paged import PagedCache
-
-        return partial(PagedCache, block_size=block_size)
+        return partial(_paged, block_size)
     raise ConfigError(f"unknown KV cache {name!r}; choose one of {', '.join(KV_CACHES)}")
+
+
+def _paged(
+    block_size: int,
+    pool: PagePool,
+    owner: Owner,
+    layout: KVLayout,
+    max_seqs: int,
+    max_tokens: int,
+) -> SequenceCache:
+    """A `PagedCache`, but for a model without KV: blocks of nothing have no places to be named."""
+    from aquifer.cache.paged import PagedCache
+    from aquifer.cache.virtual import VirtualCache
+
+    if not layout.token_bytes:
+        return VirtualCache(pool, owner, layout, max_seqs, max_tokens)
+    return PagedCache(pool, owner, layout, max_seqs, max_tokens, block_size=block_size)

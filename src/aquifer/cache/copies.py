@@ -19,18 +19,24 @@ class PendingCopies:
 
     Args:
         range_: the range.
-        block_bytes: all pieces begin at multiples of this, and are no longer.
+        block_bytes: all pieces begin at multiples of this or of the range's pages, and end in the
+            block where they began.
     """
 
     def __init__(self, range_: VirtualRange, block_bytes: int) -> None:
-        self._word_bytes = gcd(block_bytes, max(_WORDS))
+        self._word_bytes = gcd(block_bytes, range_.page_bytes, max(_WORDS))
         num_words = range_.num_bytes // self._word_bytes
         self._memory = range_.tensor((num_words,), _WORDS[self._word_bytes])
-        self._pieces: list[tuple[int, int, int]] = []
+        self._pieces: list[tuple[int, int, int]] = []  # in bytes
 
     def __len__(self) -> int:
         """Copies not made yet."""
         return len(self._pieces)
+
+    @property
+    def pieces(self) -> tuple[tuple[int, int, int], ...]:
+        """(source, destination, length) in bytes of each copy not made yet."""
+        return tuple(self._pieces)
 
     def add(self, source_byte: int, destination_byte: int, num_bytes: int) -> None:
         """Ask for a copy. Both places must stay mapped until `launch`.
@@ -38,14 +44,14 @@ class PendingCopies:
         Up to a word more than asked for is copied, which is within a block: bytes that its next
         token overwrites.
         """
-        word_bytes = self._word_bytes
-        num_words = -(-num_bytes // word_bytes)
-        self._pieces.append((source_byte // word_bytes, destination_byte // word_bytes, num_words))
+        self._pieces.append((source_byte, destination_byte, num_bytes))
 
     def launch(self) -> None:
         """Make all copies, after all work handed to the device so far. Does not wait for them."""
-        pieces = np.array(self._pieces, np.int64).T.copy()
+        pieces = -(-np.array(self._pieces, np.int64).T // self._word_bytes)
         self._pieces.clear()
-        if not self._memory.is_meta:  # of a model of a device there are no bytes
+        if not self._memory.is_meta:  # a modelled device has no bytes
             device = self._memory.device
-            block_copy(self._memory, upload(pieces, device), int(pieces[2].max()))
+            block_copy(
+                self._memory, upload(np.ascontiguousarray(pieces), device), int(pieces[2].max())
+            )

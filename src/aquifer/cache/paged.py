@@ -21,20 +21,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aquifer.cache.anchor import Anchor, anchor_pages
 from aquifer.cache.base import CacheStats, IntArray, KVLayout, Rows
-from aquifer.cache.copies import PendingCopies
 from aquifer.cache.footprint import Footprint
+from aquifer.cache.tensors import KVShape, KVTensors
 from aquifer.cache.view import StepView
 from aquifer.errors import InvariantError
-from aquifer.kernels.decode_attention import DecodeWorkspaces
 from aquifer.memory.pool import Kind, Owner, PagePool
-from aquifer.memory.range import VirtualRange
-from aquifer.memory.residency import Residency
 from aquifer.memory.runs import runs
-from aquifer.memory.transfer import upload
 
-_UNMAPPED, _KV, _PREFIX = range(3)  # to whom a page is accounted; of _UNMAPPED's, none is mapped
+_UNMAPPED, _KV, _PREFIX = range(3)  # state of the page at a place: not there, or its owner
 
 
 class PagedCache:
@@ -42,11 +37,15 @@ class PagedCache:
 
     Args:
         pool: where pages come from.
-        owner: who they are accounted to.
+        owner: the pages' owner.
         layout: of one token.
         max_seqs: number of slots, which are numbered from 1.
         max_tokens: longest sequence.
         block_size: tokens of a block.
+
+    Attributes:
+        layout: likewise; it has layers.
+        tensors: the device's half.
     """
 
     can_share = True
@@ -62,10 +61,10 @@ class PagedCache:
         block_size: int = 16,
     ) -> None:
         self.layout = layout
-        self._pool = pool
         self._owner = owner
         self._prefix_owner = replace(owner, kind=Kind.PREFIX)
         self._max_tokens = max_tokens
+        self._page_bytes = pool.page_bytes
         self._block_size = block_size
         self._block_bytes = block_size * layout.token_bytes
         self.footprint = Footprint(layout.token_bytes, self._block_bytes, pool.page_bytes)
@@ -73,23 +72,16 @@ class PagedCache:
         # All that the budget holds, and those that are asked for when it is used up: then it is up
         # to the pool to make room or to refuse.
         num_blocks = pool.budget_bytes // self._block_bytes + 1 + max_seqs * blocks_per_seq
-        # The first page is the anchor's, and no block is on it.
-        num_anchors = anchor_pages(pool, layout.token_bytes)
-        first_block = -(-num_anchors * pool.page_bytes // self._block_bytes)
-        num_blocks += first_block
-        self._range = VirtualRange(pool.pages, num_blocks * self._block_bytes, pool.page_bytes)
-        self._residency = Residency(pool, owner, self._range)
-        # [blocks, block_size, token_elements]
-        tokens = self._range.tensor((num_blocks, block_size, layout.token_elements), layout.dtype)
-        self._anchor = Anchor(pool, owner, self._range, num_anchors)
-        self._layers = layout.split(tokens)
-        self._workspaces = DecodeWorkspaces()
+        shape = KVShape.blocks(pool, layout, max_seqs, max_tokens, block_size, num_blocks)
+        self.tensors = KVTensors(pool, owner, shape)
+        self._residency = self.tensors.residency
+        self._table = self.tensors.table
         self._freed_blocks: list[int] = []  # a heap: the lowest comes first
-        self._next_block = first_block  # this one and all later ones have never been taken
+        self._next_block = shape.first_row  # this one and all later ones have never been taken
         # Sequences that have a block, and copies of it that are to be made.
-        self._users = np.zeros(num_blocks, np.int32)
-        self._holds = np.zeros(num_blocks, np.int32)
-        num_pages = self._range.num_pages
+        self._users = np.zeros(shape.num_rows, np.int32)
+        self._holds = np.zeros(shape.num_rows, np.int32)
+        num_pages = self.tensors.range.num_pages
         # From the first page of a block to any other that it may touch.
         self._page_steps = np.arange((self._block_bytes - 2) // pool.page_bytes + 2)
         self._page_users = np.zeros(num_pages, np.int32)  # blocks on each page that are used
@@ -98,20 +90,8 @@ class PagedCache:
         self._num_drops = 0  # calls of `drop`
         self._num_used_blocks = 0
         self._num_used_pages = 0
-        self._copies = PendingCopies(self._range, self._block_bytes)
-        self._copied: list[int] = []  # the blocks that these copies read, which they use
+        self._copied: list[int] = []  # the blocks that pending copies read, which they use
         self._copied_to: set[int] = set()
-        self._tables = np.zeros((max_seqs + 1, blocks_per_seq), np.int32)
-        device = pool.driver.device
-        # What kernels read: the same memory on the host, else a copy that `upload` keeps up.
-        self._is_copied = device.type != "cpu"
-        self._device_tables = (
-            torch.zeros(self._tables.shape, dtype=torch.int32, device=device)
-            if self._is_copied
-            else torch.from_numpy(self._tables)
-        )
-        # (slots, indices) of entries that the copy does not have yet
-        self._appended: list[tuple[IntArray, IntArray]] = []
         self._num_blocks = np.zeros(max_seqs + 1, np.int64)
 
     @property
@@ -122,7 +102,7 @@ class PagedCache:
     def bytes_needed(self, num_tokens: int) -> int:
         """Whole pages under whole blocks."""
         block_bytes = -(-num_tokens // self._block_size) * self._block_bytes
-        return -(-block_bytes // self._pool.page_bytes) * self._pool.page_bytes
+        return -(-block_bytes // self._page_bytes) * self._page_bytes
 
     def expect(self, slot: int, num_prompt: int, num_total: int) -> None:
         """Nothing: memory is taken as tokens come."""
@@ -142,20 +122,20 @@ class PagedCache:
             return False
         if count > len(slots):  # more than one for some of them
             ends = np.cumsum(missing)
-            self._enter(
+            self.tensors.enter(
                 np.repeat(slots, missing),
                 np.arange(count) + np.repeat(needed - ends, missing),
                 blocks,
             )
         else:
-            self._enter(slots, held, blocks)
+            self.tensors.enter(slots, held, blocks)
         self._num_blocks[slots] = needed
         return True
 
     def release(self, slot: int) -> None:
-        """Free the slot's blocks that nobody else has, and the pages that no other block is on."""
+        """Free the slot's blocks without other users, and the pages that no other block is on."""
         self._make_copies()  # the slot's last block may be waiting for one
-        blocks = self._tables[slot, : self._num_blocks[slot]].astype(np.int64)
+        blocks = self._table[slot, : self._num_blocks[slot]].astype(np.int64)
         self._num_blocks[slot] = 0
         self._end_use(blocks)
 
@@ -172,7 +152,11 @@ class PagedCache:
         count = -(-num_tokens // self._block_size)
         if count > self._num_blocks[slot]:
             raise InvariantError(f"slot {slot} has no room for {num_tokens} tokens")
-        return [int(block) for block in self._tables[slot, :count]]
+        return [int(block) for block in self._table[slot, :count]]
+
+    def slot_blocks(self, slot: int) -> list[int]:
+        """All blocks of a slot, those for tokens to come included."""
+        return [int(block) for block in self._table[slot, : self._num_blocks[slot]]]
 
     def adopt(self, slot: int, blocks: Sequence[int], num_tokens: int) -> bool:
         """Enter whole blocks in the slot's table too; one that is partly filled is copied."""
@@ -200,10 +184,10 @@ class PagedCache:
             if source in self._copied_to:
                 self._make_copies()
             size = self._block_bytes
-            self._copies.add(source * size, target * size, num_rest * self.layout.token_bytes)
+            self.tensors.copy(source * size, target * size, num_rest * self.layout.token_bytes)
             self._copied.append(source)
             self._copied_to.add(target)
-        self._enter(np.full(len(entries), slot), np.arange(len(entries)), entries)
+        self.tensors.enter(np.full(len(entries), slot), np.arange(len(entries)), entries)
         self._num_blocks[slot] = len(entries)
         return True
 
@@ -218,7 +202,7 @@ class PagedCache:
         np.add.at(self._holds, held, 1)
 
     def drop(self, blocks: Sequence[int]) -> None:
-        """Count, and free the blocks that nobody uses."""
+        """Count, and free the blocks without users."""
         dropped, counts = np.unique(np.array(blocks, np.int64), return_counts=True)
         if (self._holds[dropped] < counts).any():
             raise InvariantError(f"blocks {blocks} are dropped, but not all of them are held")
@@ -235,32 +219,22 @@ class PagedCache:
 
     def copy_out(self, slot: int, tokens: range, target: torch.Tensor) -> None:
         """One copy for each run of blocks that are neighbours."""
-        for stretch, place in self._stretches(slot, tokens):
-            target[place].copy_(stretch, non_blocking=True)
+        for offset_bytes, place in self._stretches(slot, tokens):
+            self.tensors.copy_out(offset_bytes, target[place])
 
     def copy_in(self, slot: int, tokens: range, source: torch.Tensor) -> None:
         """One copy for each run, likewise."""
-        for stretch, place in self._stretches(slot, tokens):
-            stretch.copy_(source[place], non_blocking=True)
+        for offset_bytes, place in self._stretches(slot, tokens):
+            self.tensors.copy_in(offset_bytes, source[place])
 
     def upload(self) -> None:
-        """Make the copies, and send what was appended to the tables.
-
-        The latter is the price of tables (vAttention, section 3.3).
-        """
+        """Make the copies, and send what was appended to the tables."""
         self._make_copies()
-        if not self._appended:
-            return
-        slots, indices = np.concatenate(self._appended, axis=1)
-        self._appended.clear()
-        # As the entries are now: one that was written twice must not depend on the order.
-        entries = np.stack((slots, indices, self._tables[slots, indices]))
-        device_slots, device_indices, blocks = upload(entries, self._device_tables.device)
-        self._device_tables[device_slots, device_indices] = blocks.int()
+        self.tensors.flush()
 
     def view(self, rows: Rows) -> StepView:
         """Slots and positions of the step's tokens, and the tables that lead to their blocks."""
-        return StepView(self._layers, rows, self._device_tables, self._workspaces)
+        return self.tensors.view(rows)
 
     def stats(self, written_tokens: int) -> CacheStats:
         """Waste is the empty tail of last blocks, and of used pages what no sequence uses of them.
@@ -272,7 +246,7 @@ class PagedCache:
         return CacheStats(
             written_tokens,
             written_tokens * self.layout.token_bytes,
-            self._num_used_pages * self._pool.page_bytes,
+            self._num_used_pages * self._page_bytes,
             (num_users - self._num_used_blocks) * self._block_bytes,
         )
 
@@ -280,15 +254,13 @@ class PagedCache:
         """Release all slots, then the addresses.
 
         Raises:
-            InvariantError: blocks are held; whoever holds them has to drop them first.
+            InvariantError: blocks are held; they have to be dropped first.
         """
         if num_held := np.count_nonzero(self._holds):
             raise InvariantError(f"{num_held} blocks of {self._owner} are still held")
         for slot in np.flatnonzero(self._num_blocks):
             self.release(int(slot))
-        self._pool.retired.settle()
-        self._anchor.close()
-        self._range.close()
+        self.tensors.close()
 
     def _claim(self, count: int) -> IntArray | None:
         """Take the lowest free blocks, and map pages under them.
@@ -306,6 +278,8 @@ class PagedCache:
 
     def _try_claim(self, count: int) -> IntArray | None:
         """`_claim`, once."""
+        if not self.tensors.open():
+            return None
         blocks = self._take_blocks(count)
         with ExitStack() as undo:
             # Before anything is acquired: when held blocks are dropped to make room for that, those
@@ -333,12 +307,6 @@ class PagedCache:
     def _put_back(self, blocks: IntArray) -> None:
         for block in blocks.tolist():
             heapq.heappush(self._freed_blocks, block)
-
-    def _enter(self, slots: IntArray, indices: IntArray, blocks: IntArray) -> None:
-        """Write blocks into the tables."""
-        self._tables[slots, indices] = blocks
-        if self._is_copied:
-            self._appended.append((slots, indices))
 
     def _require_contents(self, blocks: IntArray) -> None:
         if ((self._users[blocks] == 0) & (self._holds[blocks] == 0)).any():
@@ -383,7 +351,7 @@ class PagedCache:
             return
         pages = np.unique(pages[moves])
         before, after = self._page_owner[pages], self._wanted_owner(pages)
-        # What is given up is KV too: so whoever gets it next for KV need not have it zeroed.
+        # What is given up is KV too: the next sequence that gets it need not have it zeroed.
         self._transfer(pages[before == _PREFIX], self._owner)
         self._transfer(pages[after == _PREFIX], self._prefix_owner)
         self._account(pages, after)
@@ -402,12 +370,12 @@ class PagedCache:
         self._num_used_pages += int(np.count_nonzero(self._page_owner[pages] == _KV))
 
     def _transfer(self, pages: IntArray, owner: Owner) -> None:
-        self._residency.transfer(self._range.pages_at(pages.tolist()), owner)
+        self._residency.transfer(self.tensors.range.pages_at(pages.tolist()), owner)
 
     def _make_copies(self) -> None:
         """Launch the copies, after which what they read is not needed for them any more."""
-        if self._copies:
-            self._copies.launch()
+        if self._copied:
+            self.tensors.make_copies()
             copied = np.array(self._copied, np.int64)
             self._copied.clear()
             self._copied_to.clear()
@@ -416,24 +384,22 @@ class PagedCache:
     def _pages_of(self, blocks: IntArray) -> IntArray:
         """Indices of the pages that each block touches, one block after the other."""
         begin = blocks * self._block_bytes
-        last = (begin + self._block_bytes - 1) // self._pool.page_bytes
-        pages = (begin // self._pool.page_bytes)[:, None] + self._page_steps
+        last = (begin + self._block_bytes - 1) // self._page_bytes
+        pages = (begin // self._page_bytes)[:, None] + self._page_steps
         return np.asarray(pages[pages <= last[:, None]])
 
-    def _stretches(self, slot: int, tokens: range) -> Iterator[tuple[torch.Tensor, slice]]:
+    def _stretches(self, slot: int, tokens: range) -> Iterator[tuple[int, slice]]:
         """A slot's tokens, where they lie, by runs of neighbouring blocks.
 
-        Yields: uint8 memory, and the place of its bytes among those of all the tokens.
+        Yields: the byte where a run begins, and the place of its bytes among those of all tokens.
         """
-        assert not self._copies, "copies come first: upload"
         size, token_bytes = self._block_size, self.layout.token_bytes
         first = tokens.start // size
-        table = self._tables[slot, first : -(-tokens.stop // size)].tolist()
+        table = self._table[slot, first : -(-tokens.stop // size)].tolist()
         for start, end in runs(table):
             # Tokens [begin, stop) lie in this run, which is filled from position `origin` on.
             origin = (first + start) * size
             begin, stop = max(tokens.start, origin), min(tokens.stop, (first + end) * size)
-            offset = table[start] * self._block_bytes + (begin - origin) * token_bytes
-            stretch = self._range.tensor(((stop - begin) * token_bytes,), torch.uint8, offset)
+            offset_bytes = table[start] * self._block_bytes + (begin - origin) * token_bytes
             place = slice((begin - tokens.start) * token_bytes, (stop - tokens.start) * token_bytes)
-            yield stretch, place
+            yield offset_bytes, place

@@ -2,7 +2,7 @@
 
 What several sequences of a group share is moved once: the first of them takes it along, the others
 only what follows, and on the way back they share again. A sequence of a virtual cache moves in one
-long copy, one of a paged cache by the block, as many in a call as are neighbours.
+long copy, one of a paged cache in a copy for each run of neighbouring blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from aquifer.cache.base import SequenceCache
 from aquifer.memory.regions import RegionList
 
 _SAMPLE_BYTES = 16 << 20
-"""Copied to see how fast that is."""
+"""Size of the copy that measures the bandwidth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,11 @@ class SwappedKV:
 
 
 class SwapSpace:
-    """A bounded part of host memory that sequences are moved to.
+    """A bounded part of host memory that preempted sequences are moved to.
 
-    Nothing is taken before the first sequence is to be swapped. On a GPU the memory is page-locked
-    then, which takes a second or so for a few GiB: a thread does that, and until it is done nothing
-    can be swapped.
+    No memory is taken before the first sequence is to be swapped. On a GPU the memory is then
+    page-locked, which takes a second or so for a few GiB: a thread does that, and until it is done
+    nothing can be swapped.
 
     Args:
         num_bytes: the bound; 0 for no swapping at all.
@@ -99,7 +99,7 @@ class SwapSpace:
         All or nothing: None if there is no room, and nothing has changed.
 
         Args:
-            cache: where they are.
+            cache: of the sequences.
             slots: of each sequence.
             num_tokens: of each, how many tokens have their KV written; may be 0.
         """
@@ -121,8 +121,8 @@ class SwapSpace:
                 parent = int(np.argmax(shared)) if shared else 0
                 num_shared = shared[parent] if shared else 0
                 start = None
-                if count > num_shared:
-                    start = self._regions.acquire((count - num_shared) * cache.layout.token_bytes)
+                if num_bytes := (count - num_shared) * cache.layout.token_bytes:
+                    start = self._regions.acquire(num_bytes)
                     if start is None:
                         return None
                     undo.callback(self._regions.release, start)

@@ -1,18 +1,67 @@
-"""The `KVView` of both layouts: which differ only in whether tables lead to a token."""
+"""The addresses of one step, with attention over them: the same for both layouts of KV."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
-from aquifer.cache.base import Rows
+from aquifer.cache.spans import Rows
 from aquifer.kernels.decode_attention import DecodeWorkspaces, decode_attention
 from aquifer.kernels.prefill_attention import prefill_attention
 
 
+class KVView(Protocol):
+    """The addresses of one step's KV, with attention over them. Made by `KVTensors.view`.
+
+    For each layer, first this step's K and V are written, by `write` or by a kernel that is given
+    `destination`; then `attend` reads all there is.
+    """
+
+    def destination(
+        self, layer: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Where this step's K and V of one layer go: (keys, values, first, second).
+
+        Row i belongs at `keys[first[i], second[i]]` and `values[first[i], second[i]]`; nowhere if
+        `first[i]` is negative. `keys` is [slots or blocks, tokens, kv_heads, key_dim].
+        """
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write this step's K and V of one layer.
+
+        Args:
+            layer: index into `KVLayout.layers`.
+            key: [tokens, kv_heads, key_dim], rotated already.
+            value: [tokens, kv_heads, value_dim].
+        """
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        *,
+        scale: float,
+        window_tokens: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """Attend causally over all KV of one layer, this step's included.
+
+        Args:
+            layer: index into `KVLayout.layers`.
+            query: [tokens, heads, key_dim], rotated already.
+            scale: factor on the dot products.
+            window_tokens: attend to that many of the latest tokens only, the own one included.
+            softcap: squash scores to (-softcap, softcap) with tanh before the softmax.
+
+        Returns:
+            [tokens, heads, value_dim].
+        """
+
+
 class StepView:
-    """One step's KV.
+    """The `KVView` of both layouts, which differ only in whether tables lead to a token.
 
     Args:
         layers: K and V of each layer, [slots, max_tokens, kv_heads, dim], or of a paged cache

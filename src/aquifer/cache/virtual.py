@@ -4,9 +4,9 @@ Each slot owns a stretch of addresses as long as the longest sequence; pages com
 sequence grows. A kernel sees a plain strided tensor and knows nothing of pages.
 
 Sequences share pages, each mapped at the addresses of every slot that has it. A block, in the words
-of `SequenceCache`, is a page, and has its number. Tokens need not end where pages
-do: a page is shared if it lies wholly before the byte where the next token begins, and the page
-that this byte is inside of is copied.
+of `SequenceCache`, is a page, and has its number. Tokens need not end where pages do: a page is
+shared if it lies wholly before the byte where the next token begins, and the page that this byte is
+inside of is copied.
 """
 
 from __future__ import annotations
@@ -18,16 +18,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from aquifer.cache.anchor import Anchor, anchor_pages
 from aquifer.cache.base import CacheStats, IntArray, KVLayout, Rows
-from aquifer.cache.copies import PendingCopies
 from aquifer.cache.footprint import Footprint
+from aquifer.cache.tensors import KVShape, KVTensors
 from aquifer.cache.view import StepView
 from aquifer.errors import InvariantError
-from aquifer.kernels.decode_attention import DecodeWorkspaces
 from aquifer.memory.pool import Kind, Owner, Page, PagePool
-from aquifer.memory.range import VirtualRange
-from aquifer.memory.residency import Residency
 
 _AHEAD_TOKENS = 16
 """How far to map beyond what is asked, where the pool has room: mapping costs by the call, so a
@@ -35,7 +31,7 @@ sequence whose tokens are larger than a page is grown by several tokens at a tim
 what a block of PagedAttention's size wastes."""
 
 _SPREAD_SEQS = 24
-"""How many sequences to map for in one call, as long as nobody has to wait for more. Sequences that
+"""How many sequences to map for in one call, as long as none has to wait for more. Sequences that
 started together need their next page in the same step: 256 of them, at 27 us a page on an H200, are
 a stall of 7 ms. Spread out, that is one of 16 in each step, where a page is 16 tokens, or fewer;
 half as many again are allowed for those that come in clusters."""
@@ -45,9 +41,9 @@ _MANY_TOKENS = 1 << 40  # more than any sequence will have
 
 @dataclass(slots=True)
 class _Shared:
-    """A page that is held, or that more than one uses. All others have one user and no record.
+    """Record of a page that is held, or has several users. All other pages have one user.
 
-    Its references in the pool are one a user, one if it is held, and those that are retired.
+    Its references in the pool are one for each user, one if it is held, and those that are retired.
     """
 
     num_users: int = 1  # slots that have it, and copies of it that are to be made
@@ -60,10 +56,14 @@ class VirtualCache:
 
     Args:
         pool: where pages come from.
-        owner: who they are accounted to.
+        owner: the pages' owner.
         layout: of one token.
         max_seqs: number of slots, which are numbered from 1.
         max_tokens: longest sequence.
+
+    Attributes:
+        layout: likewise.
+        tensors: the device's half.
     """
 
     can_share = True
@@ -73,33 +73,18 @@ class VirtualCache:
     ) -> None:
         self.layout = layout
         self.footprint = Footprint(layout.token_bytes, pool.page_bytes, pool.page_bytes)
-        self._pool = pool
+        self.tensors = KVTensors(pool, owner, KVShape.slots(pool, layout, max_seqs, max_tokens))
         self._owner = owner
         self._prefix_owner = replace(owner, kind=Kind.PREFIX)
         self._max_tokens = max_tokens
         self._page_bytes = pool.page_bytes
-        self._slot_pages = -(-max_tokens * layout.token_bytes // pool.page_bytes)
+        self._slot_pages = self.tensors.shape.row_bytes // pool.page_bytes
+        self._residency = self.tensors.residency
+        self._retired = pool.retired
+        num_slots = self.tensors.shape.num_rows
         # Behind the slots is the window: places for pages that are copied and that no slot has, one
         # for each slot that may wait for its copy.
-        num_slots = max_seqs + 1  # slot 0 is the anchor's
         self._first_window = num_slots * self._slot_pages
-        num_pages = self._first_window + num_slots
-        self._range = VirtualRange(pool.pages, num_pages * pool.page_bytes, pool.page_bytes)
-        self._residency = Residency(pool, owner, self._range)
-        # [slots, max_tokens, token_elements]
-        tokens = self._range.tensor(
-            (num_slots, max_tokens, layout.token_elements),
-            layout.dtype,
-            stride=(
-                self._slot_pages * pool.page_bytes // layout.dtype.itemsize,
-                layout.token_elements,
-                1,
-            ),
-        )
-        num_anchors = anchor_pages(pool, layout.token_bytes)
-        self._anchor = Anchor(pool, owner, self._range, num_anchors)
-        self._layers = layout.split(tokens)
-        self._workspaces = DecodeWorkspaces()
         # The most that the sequence of each slot may ever need.
         self._max_pages = np.full(num_slots, self._slot_pages)
         self._num_pages = np.zeros(num_slots, np.int64)  # in use under each slot
@@ -109,8 +94,7 @@ class VirtualCache:
         self._shared: dict[Page, _Shared] = {}
         # For each user but one, a page that it did not have to take.
         self._num_saved_pages = 0
-        self._copies = PendingCopies(self._range, pool.page_bytes)
-        self._copied: list[Page] = []  # the pages that these copies read, which they use
+        self._copied: list[Page] = []  # the pages that pending copies read, which they use
         self._copied_to: set[Page] = set()
         self._open_windows: dict[Page, int] = {}  # where some of `_copied` are mapped to be read
         self._next_window = 0
@@ -127,7 +111,7 @@ class VirtualCache:
         return self._pages_for(num_tokens) * self._page_bytes
 
     def expect(self, slot: int, num_prompt: int, num_total: int) -> None:
-        """So that no page is mapped ahead of what never comes; the very last token needs no KV."""
+        """Bound how far to map ahead; the very last token needs no KV."""
         self._max_pages[slot] = self._pages_for(num_total - 1)
 
     def reserve(self, slots: IntArray, num_tokens: IntArray) -> bool:
@@ -139,6 +123,8 @@ class VirtualCache:
         chosen = self._choose(self._room_tokens[slots] - num_tokens)
         if not len(chosen):
             return True
+        if not self.tensors.open():
+            return False
         slots = slots[chosen]
         # From here on it is a few sequences, for which plain numbers are faster than arrays.
         growing, tokens = slots.tolist(), num_tokens[chosen].tolist()
@@ -165,7 +151,7 @@ class VirtualCache:
         count = int(self._num_pages[slot])
         first = slot * self._slot_pages
         if self._shared:
-            pages = self._range.pages_at(range(first, first + count))
+            pages = self.tensors.range.pages_at(range(first, first + count))
             for index, page in enumerate(pages, first):
                 if page in self._shared:
                     self._shared[page].left_at = index
@@ -175,16 +161,23 @@ class VirtualCache:
 
     def tokens_in(self, num_blocks: int) -> int:
         """Tokens that end on these pages, as many as a sequence may have."""
+        if not self.layout.token_bytes:  # no token lies on any page
+            return 0
         return min(num_blocks * self._page_bytes // self.layout.token_bytes, self._max_tokens)
 
     def tokens_touching(self, num_blocks: int) -> int:
         """Tokens that begin on these pages, as many as a sequence may have."""
+        if not self.layout.token_bytes:
+            return 0
         return min(-(-num_blocks * self._page_bytes // self.layout.token_bytes), self._max_tokens)
 
     def blocks(self, slot: int, num_tokens: int) -> list[int]:
         """The pages under a slot's first tokens."""
-        first = slot * self._slot_pages
-        return list(self._range.pages_at(range(first, first + self._pages_for(num_tokens))))
+        return self._pages_of(slot, self._pages_for(num_tokens))
+
+    def slot_blocks(self, slot: int) -> list[int]:
+        """All pages of a slot, those for tokens to come included."""
+        return self._pages_of(slot, int(self._num_pages[slot]))
 
     def adopt(self, slot: int, blocks: Sequence[int], num_tokens: int) -> bool:
         """Share the pages that end before the next token, and copy the one that it begins in.
@@ -246,17 +239,17 @@ class VirtualCache:
 
     def copy_out(self, slot: int, tokens: range, target: torch.Tensor) -> None:
         """One copy: the tokens are one stretch of addresses."""
-        target.copy_(self._bytes_of(slot, tokens), non_blocking=True)
+        self.tensors.copy_out(self._byte_of(slot, tokens.start), target)
 
     def copy_in(self, slot: int, tokens: range, source: torch.Tensor) -> None:
         """One copy, likewise."""
-        self._bytes_of(slot, tokens).copy_(source, non_blocking=True)
+        self.tensors.copy_in(self._byte_of(slot, tokens.start), source)
 
     def upload(self) -> None:
         """Make the copies; slot and position are the address, so there is nothing else to know."""
-        if not self._copies:
+        if not self._copied:
             return
-        self._copies.launch()
+        self.tensors.make_copies()
         copied, windows = self._copied, sorted(self._open_windows.values())
         self._copied = []
         self._copied_to.clear()
@@ -267,7 +260,7 @@ class VirtualCache:
 
     def view(self, rows: Rows) -> StepView:
         """Slots and positions of the step's tokens: all that a kernel needs."""
-        return StepView(self._layers, rows, None, self._workspaces)
+        return self.tensors.view(rows)
 
     def stats(self, written_tokens: int) -> CacheStats:
         """Mapped bytes are exact, retired pages left out; waste is the tail of each sequence."""
@@ -283,22 +276,28 @@ class VirtualCache:
         """Release all slots, then the addresses.
 
         Raises:
-            InvariantError: pages are held; whoever holds them has to drop them first.
+            InvariantError: pages are held; they have to be dropped first.
         """
         num_held = sum(page.num_holds > 0 for page in self._shared.values())
         if num_held:
             raise InvariantError(f"{num_held} pages of {self._owner} are still held")
         for slot in np.flatnonzero(self._num_pages):
             self.release(int(slot))
-        self._pool.retired.settle()
-        self._anchor.close()
-        self._range.close()
+        self.tensors.close()
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens * self.layout.token_bytes // self._page_bytes)
 
+    def _pages_of(self, slot: int, count: int) -> list[int]:
+        first = slot * self._slot_pages
+        return list(self.tensors.range.pages_at(range(first, first + count)))
+
+    def _byte_of(self, slot: int, position: int) -> int:
+        """Where a token begins in the range."""
+        return slot * self._slot_pages * self._page_bytes + position * self.layout.token_bytes
+
     def _choose(self, left: IntArray) -> IntArray:
-        """Which sequences to map for in this call, by index: who is short, and who will be soon.
+        """Which sequences to map for in this call, by index: the short, and those short soon.
 
         A sequence for which `left` is negative is short now. One with d tokens left can wait for
         d + 1 calls, if each brings it a token. Each of these maps for _SPREAD_SEQS, so all goes
@@ -348,6 +347,8 @@ class VirtualCache:
         first = slot * self._slot_pages
         target = first + num_shared
         residency = self._residency
+        if not self.tensors.open():
+            return False
         with ExitStack() as undo:
             # Before anything is acquired: to make room for that, held pages may be dropped.
             self._begin_use(pages)
@@ -363,13 +364,13 @@ class VirtualCache:
                     source = parent_place + num_shared
             residency.alias(first, shared)
             undo.pop_all()
-        residency.drop(shared)  # each place has a reference of its own
         if copied:
             if copied[0] in self._copied_to:
                 self.upload()
-            self._copies.add(source * self._page_bytes, target * self._page_bytes, num_bytes)
+            size = self._page_bytes
+            self.tensors.copy(source * size, target * size, num_bytes)
             self._copied += copied
-            self._copied_to.add(self._range.page(target))
+            self._copied_to.add(self.tensors.range.page(target))
             if parent_place is None:
                 self._open_windows[copied[0]] = source
         self._set_pages(slot, num_shared + len(copied))
@@ -417,18 +418,15 @@ class VirtualCache:
             self._next_window = (self._next_window + 1) % len(self._num_pages)
             if index not in self._open_windows.values():
                 break
-        self._residency.alias(index, [page])
+        with ExitStack() as undo_hold:
+            self._residency.hold([page])
+            undo_hold.callback(self._residency.drop, [page])
+            self._residency.alias(index, [page])
+            undo_hold.pop_all()
         undo.callback(self._residency.give_up, [index])
         return index
 
     def _is_left(self, block: int, slot: int, position: int) -> bool:
         """Whether a page is still mapped there, as the slot's last sequence left it."""
         index = slot * self._slot_pages + position
-        return self._pool.retired.has_page(self._range, index, Page(block))
-
-    def _bytes_of(self, slot: int, tokens: range) -> torch.Tensor:
-        """A slot's tokens as uint8, [len(tokens) * token_bytes]."""
-        assert not self._copies, "copies come first: upload"
-        token_bytes = self.layout.token_bytes
-        begin = slot * self._slot_pages * self._page_bytes + tokens.start * token_bytes
-        return self._range.tensor((len(tokens) * token_bytes,), torch.uint8, begin)
+        return self._retired.has_page(self.tensors.range, index, Page(block))

@@ -37,7 +37,7 @@ _NEVER = np.iinfo(np.int64).max
 class SlotTable:
     """Columns for up to `max_seqs` sequences of up to `max_tokens` tokens.
 
-    Slots are numbered from 1; slot 0 is never assigned (`aquifer.cache.anchor`).
+    Slots are numbered from 1; slot 0 is never assigned (`aquifer.cache.tensors.KVShape`).
 
     Args:
         max_seqs: sequences that have a slot at the same time.

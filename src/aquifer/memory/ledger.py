@@ -155,8 +155,8 @@ class _Idle:
 class Ledger:
     """Records of all pages of one pool, and the bytes of each state and owner.
 
-    Every method takes `lock`, which is reentrant; whoever needs several calls to be one step holds
-    it around them.
+    Every method takes `lock`, which is reentrant; a caller holds it around several calls that
+    have to be one step.
 
     Args:
         budget_bytes: bound of all pages and the overhead together.
@@ -442,7 +442,7 @@ class Ledger:
         all pages in a row that are, and they share the new one. A page may be named twice.
 
         Args:
-            pages: whose records change.
+            pages: to be changed.
             change: gives the new record for the old one.
             must_be_in_use: whether it is an error if a page is not in use.
         """

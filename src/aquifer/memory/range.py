@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-
-import torch
+from typing import TYPE_CHECKING
 
 from aquifer.errors import InvariantError
 from aquifer.memory.pages import Page, PageTable
 from aquifer.memory.runs import runs
+
+if TYPE_CHECKING:
+    import torch  # the web process does without it
 
 
 class VirtualRange:

@@ -1,4 +1,4 @@
-"""Contiguous stretches of one piece of memory, for what virtual memory cannot make contiguous."""
+"""Contiguous stretches of memory that is not virtual, such as page-locked host memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class RegionList:
     touches another.
 
     Args:
-        num_bytes: how much there is.
+        num_bytes: size of the memory.
         align_bytes: every stretch begins and ends at a multiple of it.
     """
 

@@ -10,7 +10,7 @@ What happens to the pages can be recorded, so that another process repeats it on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -23,6 +23,14 @@ from aquifer.memory.runs import runs
 @dataclass(frozen=True, slots=True)
 class Mapped:
     """Pages that are under a range's places from `index` on now."""
+
+    index: int
+    pages: tuple[Page, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Aliased:
+    """Pages that are under the places from `index` on too, in exchange for a held reference."""
 
     index: int
     pages: tuple[Page, ...]
@@ -49,7 +57,7 @@ class Dropped:
     pages: tuple[Page, ...]
 
 
-PageOp = Mapped | GivenUp | Held | Dropped
+PageOp = Mapped | Aliased | GivenUp | Held | Dropped
 
 
 class Residency:
@@ -91,7 +99,7 @@ class Residency:
                 taken = retired.take_back(self.range, [i for each in stretches for i in each])
                 if taken:
                     undo.callback(retired.retire, self.range, taken)
-                    missing = _without(stretches, set(taken))
+                    missing = _without(stretches, taken)
             count = sum(map(len, missing))
             pages = self._pool.acquire(
                 self._owner, count, self.range.page_bytes, may_reclaim=may_reclaim
@@ -107,10 +115,11 @@ class Residency:
         return True
 
     def alias(self, index: int, pages: Sequence[Page]) -> None:
-        """Put pages that are in use elsewhere under the places from `index` on too, all or none.
+        """Put pages under the places from `index` on that are in use elsewhere too, all or none.
 
-        A place that still has that very page gets it back as it is. The caller must not write to
-        the pages through these places while they have other users.
+        The reference that the caller holds of each page (`hold`) becomes the place's. A place that
+        still has that very page gets it back as it is. The caller must not write to the pages
+        through these places while they have other users.
 
         Raises:
             DriverError: the device refused; nothing has changed.
@@ -118,16 +127,16 @@ class Residency:
         retired = self._pool.retired
         with ExitStack() as undo:
             taken = retired.take_back_pages(self.range, index, pages)
-            if taken:
-                undo.callback(retired.retire, self.range, [index + i for i in taken])
-            missing = _without([range(len(pages))], set(taken))
-            shared = [pages[i] for each in missing for i in each]
-            self._pool.share(shared)
-            undo.callback(self._pool.release, shared)
-            self._map([range(index + s.start, index + s.stop) for s in missing], shared, undo)
+            if len(taken) < len(pages):
+                places = [index + i for i in taken]
+                undo.callback(retired.retire, self.range, places)
+                missing = _without([range(index, index + len(pages))], places)
+                self._map(missing, [pages[i - index] for each in missing for i in each], undo)
             undo.pop_all()
+        # The place brought back the reference that was given up with it.
+        self._pool.release([pages[i] for i in taken])
         if self.record is not None and pages:
-            self.record(Mapped(index, tuple(pages)))
+            self.record(Aliased(index, tuple(pages)))
 
     def give_up(self, indices: Sequence[int]) -> None:
         """Let the pages at these places go, as soon as nothing in flight can touch them.
@@ -160,19 +169,25 @@ class Residency:
         self._pool.transfer(pages, owner)
 
     def _map(self, stretches: Iterable[range], pages: Sequence[Page], undo: ExitStack) -> None:
-        """Map `pages` at these stretches in turn; `undo` is told how to undo each."""
+        """Map `pages` at these stretches in turn; `undo` is told how to undo that."""
+        mapped: list[range] = []
+        undo.callback(lambda: [self.range.unmap(stretch) for stretch in mapped])
         done = 0
         for stretch in stretches:
-            if stretch:
-                self.range.map(stretch.start, pages[done : done + len(stretch)])
-                undo.callback(self.range.unmap, stretch)
-                done += len(stretch)
+            end = done + len(stretch)
+            if end > done:
+                self.range.map(stretch.start, pages[done:end])
+                mapped.append(stretch)
+                done = end
 
 
-def _without(stretches: Iterable[range], taken: Collection[int]) -> list[range]:
+def _without(stretches: Iterable[range], taken: Sequence[int]) -> list[range]:
     """What is left of stretches without some of their numbers."""
+    if not taken:
+        return list(stretches)
+    gone = set(taken)
     left: list[range] = []
     for stretch in stretches:
-        rest = [i for i in stretch if i not in taken]
+        rest = [i for i in stretch if i not in gone]
         left += [range(rest[start], rest[end - 1] + 1) for start, end in runs(rest)]
     return left

@@ -144,19 +144,26 @@ class RetireQueue:
             only if a page is shared: writing to it again would change the bytes of its other users.
         """
         with self._changed:
-            if not self.num_places:
+            if not (self._fences or self._leaving):
                 return []
             places = self._places(range_, indices)
-            taken = [
-                place for place in places if place in self._waiting and self._is_exclusive(place)
+            unused = [
+                index
+                for place, index in zip(places, indices, strict=True)
+                if place in self._waiting
             ]
-            self._ledger.unretire([_page_at(place) for place in taken])
-            for place in taken:
-                self._forget(place)
+            taken: list[int] = []
+            pages: list[Page] = []
+            for index, page in zip(unused, range_.pages_at(unused), strict=True):
+                if self._ledger.num_references(page) == 1:
+                    taken.append(index)
+                    pages.append(page)
+            self._ledger.unretire(pages)
+            for index in taken:
+                self._forget((range_, index))
             if len(taken) < len(places):
-                kept = set(taken)
-                self._vacate([place for place in places if place not in kept])
-            return [index for _, index in taken]
+                self._vacate(places)
+            return taken
 
     def take_back_pages(self, range_: VirtualRange, index: int, pages: Sequence[Page]) -> list[int]:
         """Use places again to read what these pages hold, one page a place from `index` on.
@@ -173,7 +180,7 @@ class RetireQueue:
             that was retired with it is the caller's. At all other places nothing is mapped.
         """
         with self._changed:
-            if not self.num_places:
+            if not (self._fences or self._leaving):
                 return []
             places = self._places(range_, range(index, index + len(pages)))
             taken = [
@@ -245,9 +252,6 @@ class RetireQueue:
         while self._leaving and not self._leaving.isdisjoint(places):
             self._changed.wait()
         return places
-
-    def _is_exclusive(self, place: _Place) -> bool:
-        return self._ledger.num_references(_page_at(place)) == 1
 
     def _oldest(self, max_pages: int) -> list[_Place]:
         """The first places whose fences have passed, of those that free memory."""

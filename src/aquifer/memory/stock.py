@@ -24,8 +24,8 @@ _POLL_S = 0.002
 """How often to ask whether retired pages have come out of use, as long as some are wanted."""
 
 STOCK_PAGES = 256
-"""Untouched pages to keep: one for each of the most sequences that run at once by default, so that
-even if all grow in the same step, none has to be created in it."""
+"""Untouched pages to keep: as many as sequences run at once by default, so that even if all grow in
+the same step, none has to be created in it."""
 
 _MAX_STOCK_BYTES = 1 << 30
 """What the stock is at most, where large pages were chosen."""

@@ -55,7 +55,7 @@ class Harness:
         if not self.cache.fork(parent, child, count):
             return False
         self.lengths[child], self.finals[child] = count, self.finals[parent]
-        for dense in self.dense._layers:
+        for dense in self.dense.layers:
             for part in dense:
                 part[child] = part[parent]
         return True
@@ -91,7 +91,7 @@ class Harness:
     def check(self) -> None:
         """K1, K2 and K4: exact accounting, regions apart, and each byte as it was written."""
         self.pool.check()
-        self.cache._buddies.check()
+        self.cache.check()
         running = np.flatnonzero(self.lengths)
         written = int(self.lengths.sum())
         stats = self.cache.stats(written)
@@ -108,9 +108,9 @@ class Harness:
             assert len(blocks) == -(-length // BLOCK_SIZE)
             assert not used & set(blocks)
             used |= set(blocks)
-            first, count = self.cache._first[slot], self.cache._num_blocks[slot]
-            assert first % count == 0
-            for stored, dense in zip(self.cache._layers, self.dense._layers, strict=True):
+            region = self.cache.slot_blocks(slot)
+            assert region[0] % len(region) == 0
+            for stored, dense in zip(self.cache.tensors.layers, self.dense.layers, strict=True):
                 for part, expected in zip(stored, dense, strict=True):
                     found = part[blocks].flatten(0, 1)[:length]
                     assert torch.equal(found, expected[slot, :length])
@@ -213,12 +213,12 @@ def test_free_memory_in_pieces_that_are_too_small():
 def test_the_device_refuses(call):
     harness = Harness("pow2", 200)
     assert harness.begin(0, 5, 9)
-    before = harness.pool.usage().in_use_bytes, harness.cache._buddies.free_units
+    before = harness.pool.usage().in_use_bytes, harness.cache.free_blocks
     harness.driver.fail_at = harness.driver.num_calls + (call == "map")
     harness.cache.expect(1, 40, 50)
     with pytest.raises(DriverError, match=call):
         harness.cache.reserve(np.array([1]), np.array([40]))
-    assert before == (harness.pool.usage().in_use_bytes, harness.cache._buddies.free_units)
+    assert before == (harness.pool.usage().in_use_bytes, harness.cache.free_blocks)
     harness.check()
     harness.close()
 
@@ -237,7 +237,7 @@ def test_tokens_to_the_host_and_back():
     again = torch.empty_like(host)
     harness.cache.copy_out(2, range(1, 8), again)
     assert torch.equal(again, host)
-    for stored, dense in zip(harness.cache._layers, harness.dense._layers, strict=True):
+    for stored, dense in zip(harness.cache.tensors.layers, harness.dense.layers, strict=True):
         for part, expected in zip(stored, dense, strict=True):
             found = part[harness.cache.blocks(2, 8)].flatten(0, 1)[1:8]
             assert torch.equal(found, expected[0, 3:10])
@@ -265,7 +265,7 @@ def test_random_lives(policy, num_pages, operations):
     harness = Harness(policy, num_pages)
     for what, slot, other, number in operations:
         length, final = int(harness.lengths[slot]), int(harness.finals[slot])
-        before = harness.pool.usage().in_use_bytes, harness.cache._buddies.free_units
+        before = harness.pool.usage().in_use_bytes, harness.cache.free_blocks
         done = True
         if what == "begin" and not length and number > 1:
             done = harness.begin(slot, 1 + other * number // MAX_SEQS, number)
@@ -276,7 +276,7 @@ def test_random_lives(policy, num_pages, operations):
         elif what == "release" and length:
             harness.release(slot)
         if not done:
-            after = harness.pool.usage().in_use_bytes, harness.cache._buddies.free_units
+            after = harness.pool.usage().in_use_bytes, harness.cache.free_blocks
             assert after == before
         harness.check()
     harness.close()

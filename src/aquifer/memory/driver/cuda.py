@@ -74,7 +74,7 @@ class CudaDriver:
                 f"could not get the primary context of {self.device}",
             )
             undo.callback(api.cuDevicePrimaryCtxRelease, self._device_id)
-            self._current = _CurrentContext(self, context)
+            self._current = _CurrentContext(api, context)
             with self._current:
                 self._stream = self._check(
                     api.cuStreamCreate(api.CUstream_flags.CU_STREAM_NON_BLOCKING.value),
@@ -123,6 +123,16 @@ class CudaDriver:
         if used_bytes is None or used_bytes < created_bytes + reserved_bytes:
             return _CONTEXT_BYTES + reserved_bytes
         return max(used_bytes - max(created_bytes, self._created_bytes), reserved_bytes)
+
+    @property
+    def is_overhead_measured(self) -> bool:
+        """Whether the management library knows this process; else `overhead_bytes` is estimated."""
+        return self._process_memory.used_bytes() is not None
+
+    @property
+    def num_held(self) -> tuple[int, int, int]:
+        """How many pages, mapped pages and reservations there are."""
+        return len(self._page_bytes), len(self._mapped), len(self._reservations)
 
     @property
     def product(self) -> str:
@@ -298,17 +308,8 @@ class CudaDriver:
             self._check(self._api.cuMemUnmap(address, num_bytes), "could not unmap pages")
 
     def _check(self, result: tuple[Any, ...], what: str) -> Any:
-        """Return the values of a driver call that returned (code, *values).
-
-        Raises:
-            DriverError: the code is not success.
-        """
-        code, *values = result
-        if code != self._api.CUresult.CUDA_SUCCESS:
-            _, text = self._api.cuGetErrorString(code)
-            reason = text.decode() if text else "unknown error"
-            raise DriverError(code.name, f"{what} ({reason})")
-        return values[0] if len(values) == 1 else tuple(values)
+        """Return the values of a call to this driver's API; see `_checked`."""
+        return _checked(self._api, result, what)
 
 
 class EventFence:
@@ -329,13 +330,13 @@ class EventFence:
 class _CurrentContext:
     """Context manager that makes a CUDA context current in the calling thread; may be nested."""
 
-    def __init__(self, driver: CudaDriver, context: Any) -> None:
-        self._driver = driver
+    def __init__(self, api: Any, context: Any) -> None:
+        self._api = api
         self._context = context
 
     def __enter__(self) -> None:
-        self._driver._check(
-            self._driver._api.cuCtxPushCurrent(self._context), "could not enter the context"
+        _checked(
+            self._api, self._api.cuCtxPushCurrent(self._context), "could not enter the context"
         )
 
     def __exit__(
@@ -344,7 +345,21 @@ class _CurrentContext:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._driver._check(self._driver._api.cuCtxPopCurrent(), "could not leave the context")
+        _checked(self._api, self._api.cuCtxPopCurrent(), "could not leave the context")
+
+
+def _checked(api: Any, result: tuple[Any, ...], what: str) -> Any:
+    """The values of a driver call that returned (code, *values).
+
+    Raises:
+        DriverError: the code is not success.
+    """
+    code, *values = result
+    if code != api.CUresult.CUDA_SUCCESS:
+        _, text = api.cuGetErrorString(code)
+        reason = text.decode() if text else "unknown error"
+        raise DriverError(code.name, f"{what} ({reason})")
+    return values[0] if len(values) == 1 else tuple(values)
 
 
 def has_bindings() -> bool:

@@ -191,6 +191,11 @@ class HostDriver:
         """Memory that the pages take from the system now, mapped or not."""
         return os.fstat(self._fd).st_blocks * 512
 
+    @property
+    def file_bytes(self) -> int:
+        """Size of the file, holes included."""
+        return os.fstat(self._fd).st_size
+
     def close(self) -> None:
         """Unmap all reservations and close the file, which frees every page."""
         for address, num_bytes in self._reservations.items():

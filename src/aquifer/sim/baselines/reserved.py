@@ -1,11 +1,11 @@
-"""KV in contiguous regions that are reserved whole when a sequence begins: the baselines.
+"""KV in contiguous regions that are reserved whole when a sequence begins: three baselines.
 
 Servers before PagedAttention keep a sequence's KV in one stretch, and so set aside room for all
 that it may ever have (sections 3.1 and 6.1). How much that is, is the policy:
 
 - "max": the longest sequence there may be (Orca (Max), FasterTransformer);
 - "pow2": the prompt, and the output's length rounded up to a power of two (Orca (Pow2));
-- "oracle": its true final length, which nobody knows outside of a replay (Orca (Oracle)).
+- "oracle": its true final length, known in a replay only (Orca (Oracle)).
 
 In an engine the final length is taken to be the prompt and `max_tokens`, so there "oracle" is what
 a server does that believes its clients.
@@ -31,14 +31,11 @@ import torch
 
 from aquifer.cache.base import CacheStats, IntArray, KVLayout, Rows
 from aquifer.cache.footprint import Count, Footprint
+from aquifer.cache.tensors import KVShape, KVTensors
 from aquifer.cache.view import StepView
 from aquifer.errors import ConfigError, InvariantError
-from aquifer.kernels.decode_attention import DecodeWorkspaces
 from aquifer.memory.pool import Owner, PagePool
-from aquifer.memory.range import VirtualRange
-from aquifer.memory.residency import Residency
 from aquifer.memory.runs import runs
-from aquifer.memory.transfer import upload
 from aquifer.sim.baselines.buddy import BuddyAllocator
 
 Policy = Literal["max", "pow2", "oracle"]
@@ -99,7 +96,7 @@ class ReservedCache:
 
     Args:
         pool: where pages come from.
-        owner: who they are accounted to.
+        owner: the pages' owner.
         layout: of one token.
         max_seqs: number of slots.
         max_tokens: longest sequence.
@@ -107,6 +104,7 @@ class ReservedCache:
         block_size: tokens of a block, a power of two.
 
     Attributes:
+        tensors: the device's half.
         can_share: there is no sharing of blocks, so nothing can be held.
         copied_bytes: copied by `fork` and `adopt` since the start.
 
@@ -139,34 +137,22 @@ class ReservedCache:
             least_tokens=max_tokens if policy == "max" else 0,
         )
         self.copied_bytes = 0
-        self._pool = pool
         self._policy: Policy = policy
         self._block_size = block_size
         self._max_tokens = max_tokens
         largest = BuddyAllocator.rounded(self._blocks_for(max_tokens))
         num_blocks = max(min(pool.free_bytes // self.block_bytes, max_seqs * largest), 1)
         self._buddies = BuddyAllocator(num_blocks)
-        self._range = VirtualRange(pool.pages, num_blocks * self.block_bytes, pool.page_bytes)
-        self._residency = Residency(pool, owner, self._range)
-        # [blocks, block_size, token_elements]
-        self._tokens = self._range.tensor(
-            (num_blocks, block_size, layout.token_elements), layout.dtype
-        )
-        self._layers = layout.split(self._tokens)
-        self._workspaces = DecodeWorkspaces()
-        self._page_users = np.zeros(self._range.num_pages, np.int64)  # regions on each page
+        shape = KVShape.blocks(pool, layout, max_seqs, max_tokens, block_size, num_blocks)
+        self.tensors = KVTensors(pool, owner, shape)
+        self._page_bytes = pool.page_bytes
+        # Regions on each page.
+        self._page_users = np.zeros(self.tensors.range.num_pages, np.int64)
         # What `expect` said, and what was taken.
         self._expected_tokens = np.full(max_seqs + 1, max_tokens, np.int64)
         self._wanted_tokens = np.zeros(max_seqs + 1, np.int64)
         self._first = np.zeros(max_seqs + 1, np.int64)  # block of each slot's region
         self._num_blocks = np.zeros(max_seqs + 1, np.int64)  # of each slot's region, 0 for none
-        device = pool.driver.device
-        # Beyond a region's end an entry names a block of somebody else, which no kernel reads.
-        self._tables = torch.zeros(
-            (max_seqs + 1, self._blocks_for(max_tokens)), dtype=torch.int32, device=device
-        )
-        self._steps = torch.arange(self._tables.shape[1], dtype=torch.int32, device=device)
-        self._begun: list[int] = []  # slots whose region the tables do not know yet
 
     def expect(self, slot: int, num_prompt: int, num_total: int) -> None:
         """Decide how much to set aside for the sequences that come to a slot, until the next call.
@@ -180,11 +166,11 @@ class ReservedCache:
     def bytes_needed(self, num_tokens: int) -> int:
         """Whole pages under the region of a sequence that ends with that many tokens.
 
-        Of "pow2" it is the least, as it depends on how many of the tokens are the prompt.
+        For "pow2" it is a lower bound, as it depends on how many of the tokens are the prompt.
         """
         wanted = self._max_tokens if self._policy == "max" else num_tokens
         region_bytes = BuddyAllocator.rounded(self._blocks_for(wanted)) * self.block_bytes
-        return -(-region_bytes // self._pool.page_bytes) * self._pool.page_bytes
+        return -(-region_bytes // self._page_bytes) * self._page_bytes
 
     def reserve(self, slots: IntArray, num_tokens: IntArray) -> bool:
         """Give a region to each sequence that has none.
@@ -227,16 +213,18 @@ class ReservedCache:
         first = int(self._first[slot])
         return list(range(first, first + self._blocks_for(num_tokens)))
 
+    def slot_blocks(self, slot: int) -> list[int]:
+        """All blocks of the region."""
+        return list(range(int(self._first[slot]), int(self._first[slot] + self._num_blocks[slot])))
+
     def adopt(self, slot: int, blocks: Sequence[int], num_tokens: int) -> bool:
         """Reserve a region of its own, and copy all of the tokens there, at once."""
         if not self.reserve(np.array([slot]), np.array([num_tokens])):
             return False
-        target = int(self._first[slot])
+        size, target = self.block_bytes, int(self._first[slot])
         for start, end in runs(blocks):
-            count = end - start
-            source = blocks[start]
-            self._tokens[target : target + count].copy_(self._tokens[source : source + count])
-            target += count
+            self.tensors.copy(blocks[start] * size, (target + start) * size, (end - start) * size)
+        self.tensors.make_copies()
         self.copied_bytes += len(blocks) * self.block_bytes
         return True
 
@@ -266,26 +254,19 @@ class ReservedCache:
 
     def copy_out(self, slot: int, tokens: range, target: torch.Tensor) -> None:
         """One copy: a region is contiguous."""
-        source = self._stretch(slot, tokens)
-        target.view(self.layout.dtype).view_as(source).copy_(source, non_blocking=True)
+        self.tensors.copy_out(self._byte_of(slot, tokens.start), target)
 
     def copy_in(self, slot: int, tokens: range, source: torch.Tensor) -> None:
         """Likewise."""
-        target = self._stretch(slot, tokens)
-        target.copy_(source.view(self.layout.dtype).view_as(target), non_blocking=True)
+        self.tensors.copy_in(self._byte_of(slot, tokens.start), source)
 
     def upload(self) -> None:
-        """Write the tables of the slots that have got a region: nothing where none has."""
-        if not self._begun:
-            return
-        slots = np.array(self._begun, np.int64)
-        self._begun.clear()
-        both = upload(np.stack((slots, self._first[slots])), self._tables.device)
-        self._tables[both[0]] = both[1, :, None].int() + self._steps
+        """Send the tables of the slots that have got a region."""
+        self.tensors.flush()
 
     def view(self, rows: Rows) -> StepView:
         """Slots and positions of the step's tokens, and the tables that lead to their regions."""
-        return StepView(self._layers, rows, self._tables, self._workspaces)
+        return self.tensors.view(rows)
 
     def stats(self, written_tokens: int) -> CacheStats:
         """Mapped is all that is reserved."""
@@ -314,12 +295,20 @@ class ReservedCache:
         """Release all slots, then the addresses."""
         for slot in np.flatnonzero(self._num_blocks):
             self.release(int(slot))
-        self._pool.retired.settle()
-        self._range.close()
+        self.tensors.close()
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks of the arena in no region."""
+        return self._buddies.free_units
+
+    def check(self) -> None:
+        """Verify the placement of the regions (`BuddyAllocator.check`)."""
+        self._buddies.check()
 
     @property
     def _mapped_bytes(self) -> int:
-        return int(np.count_nonzero(self._page_users)) * self._pool.page_bytes
+        return int(np.count_nonzero(self._page_users)) * self._page_bytes
 
     def _begin(self, slot: int, num_tokens: int) -> bool:
         """Take a region for one slot, pages and all; False, and nothing has changed, if short."""
@@ -330,35 +319,37 @@ class ReservedCache:
             if region is None:
                 return False
             undo.callback(self._buddies.release, region.start)
-            pages = self._unused(self._pages_of(region.start, len(region)))
-            if not self._residency.populate([pages]):
+            first = self.tensors.shape.first_row + region.start
+            pages = self._unused(self._pages_of(first, len(region)))
+            if not (self.tensors.open() and self.tensors.residency.populate([pages])):
                 return False
             undo.pop_all()
-        touched = self._pages_of(region.start, len(region))
+        touched = self._pages_of(first, len(region))
         self._page_users[touched.start : touched.stop] += 1
         self._wanted_tokens[slot] = wanted
-        self._first[slot] = region.start
+        self._first[slot] = first
         self._num_blocks[slot] = len(region)
-        self._begun.append(slot)
+        # Kernels find a region as they do paged KV. Beyond its end they read no entry.
+        count = min(len(region), self.tensors.table.shape[1])
+        blocks = np.arange(count)
+        self.tensors.enter(np.full(count, slot), blocks, first + blocks)
         return True
 
     def _end(self, slot: int) -> None:
         """The opposite of `_begin`."""
         first, count = int(self._first[slot]), int(self._num_blocks[slot])
         self._num_blocks[slot] = self._wanted_tokens[slot] = 0
-        if slot in self._begun:
-            self._begun.remove(slot)
-        self._buddies.release(first)
+        self._buddies.release(first - self.tensors.shape.first_row)
         touched = self._pages_of(first, count)
         self._page_users[touched.start : touched.stop] -= 1
-        self._residency.give_up(self._unused(touched))
+        self.tensors.residency.give_up(self._unused(touched))
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
 
     def _pages_of(self, first: int, count: int) -> range:
         """Indices of the pages that these blocks touch."""
-        page_bytes = self._pool.page_bytes
+        page_bytes = self._page_bytes
         end_bytes = (first + count) * self.block_bytes
         return range(first * self.block_bytes // page_bytes, -(-end_bytes // page_bytes))
 
@@ -372,8 +363,6 @@ class ReservedCache:
             stop -= 1
         return range(start, stop)
 
-    def _stretch(self, slot: int, tokens: range) -> torch.Tensor:
-        """[len(tokens), token_elements], where they lie."""
-        first = int(self._first[slot]) * self._block_size
-        flat = self._tokens.flatten(0, 1)
-        return flat[first + tokens.start : first + tokens.stop]
+    def _byte_of(self, slot: int, position: int) -> int:
+        """Where a token begins in the range."""
+        return int(self._first[slot]) * self.block_bytes + position * self.layout.token_bytes

@@ -1,0 +1,120 @@
+"""A KV cache without a manager: it repeats what happened to another one's memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from aquifer.cache.journal import CopiedIn, CopiedOut, Copies, Entered, KVOp
+from aquifer.cache.spans import Rows
+from aquifer.cache.tensors import KVShape, KVTensors
+from aquifer.cache.view import StepView
+from aquifer.errors import InvariantError
+from aquifer.memory.pages import Page
+from aquifer.memory.pool import Owner, PagePool
+from aquifer.memory.residency import Aliased, Dropped, GivenUp, Held, Mapped
+
+
+class KVFollower:
+    """Executes the journal of a leader's `KVTensors` on a range and pages of its own.
+
+    This is how a runner in another process, or another rank of a tensor-parallel group, follows the
+    plans of one scheduler: it executes what was recorded before a step, then runs the step.
+
+    Args:
+        pool: where pages come from; it must have room for what the leader has.
+        owner: the pages' owner.
+        shape: the leader's (`KVTensors.shape`).
+
+    Attributes:
+        tensors: what kernels see.
+    """
+
+    def __init__(self, pool: PagePool, owner: Owner, shape: KVShape) -> None:
+        self.tensors = KVTensors(pool, owner, shape)
+        self._own: dict[Page, Page] = {}  # of the leader's pages in use
+        self._references: Counter[Page] = Counter()  # by the leader's pages: places, and holds
+        self._at: dict[int, Page] = {}  # the leader's page at each place that was not given up
+        self._holds: Counter[Page] = Counter()  # the part of `_references` without a place
+
+    def execute(self, ops: Iterable[KVOp], host_memory: torch.Tensor | None = None) -> None:
+        """Repeat what was recorded, in order.
+
+        Args:
+            ops: as `KVTensors.take_journal` gave them; none may be left out.
+            host_memory: uint8, where this process keeps what is copied out.
+
+        Raises:
+            DriverError: the device refused. The follower is of no use any more.
+            InvariantError: the pool is short.
+        """
+        if not self.tensors.open():
+            raise InvariantError("the follower's pool has no room for the leader's pages")
+        for op in ops:
+            self._execute(op, host_memory)
+        self.tensors.flush()
+
+    def view(self, rows: Rows) -> StepView:
+        """The addresses of one step."""
+        return self.tensors.view(rows)
+
+    def close(self) -> None:
+        """Give up all pages and the addresses."""
+        residency = self.tensors.residency
+        residency.drop([self._own[page] for page in self._holds.elements()])
+        residency.give_up(sorted(self._at))
+        self.tensors.close()
+
+    def _execute(self, op: KVOp, host_memory: torch.Tensor | None) -> None:
+        tensors, residency = self.tensors, self.tensors.residency
+        match op:
+            case Mapped(index, pages):
+                places = range(index, index + len(pages))
+                if not residency.populate([places]):
+                    raise InvariantError("the follower's pool has no room for the leader's pages")
+                self._own.update(zip(pages, tensors.range.pages_at(places), strict=True))
+                self._at.update(zip(places, pages, strict=True))
+                self._references.update(pages)
+            case Aliased(index, pages):
+                residency.alias(index, [self._own[page] for page in pages])
+                self._at.update(enumerate(pages, index))
+                self._holds.subtract(pages)
+            case GivenUp(indices):
+                residency.give_up(indices)
+                self._forget([self._at.pop(index) for index in indices])
+            case Held(pages):
+                residency.hold([self._own[page] for page in pages])
+                self._references.update(pages)
+                self._holds.update(pages)
+            case Dropped(pages):
+                residency.drop([self._own[page] for page in pages])
+                self._holds.subtract(pages)
+                self._forget(pages)
+            case Entered(slots, indices, blocks):
+                tensors.enter(np.array(slots), np.array(indices), np.array(blocks))
+            case Copies(pieces):
+                for piece in pieces:
+                    tensors.copy(*piece)
+                tensors.make_copies()
+            case CopiedOut(offset_bytes, host_bytes, num_bytes):
+                part = _part(host_memory, host_bytes, num_bytes)
+                tensors.copy_out(offset_bytes, part)
+            case CopiedIn(offset_bytes, host_bytes, num_bytes):
+                part = _part(host_memory, host_bytes, num_bytes)
+                tensors.copy_in(offset_bytes, part)
+
+    def _forget(self, pages: Sequence[Page]) -> None:
+        """Count one reference less for each of the leader's pages."""
+        for page in pages:
+            self._references[page] -= 1
+            if not self._references[page]:
+                del self._references[page], self._own[page], self._holds[page]
+
+
+def _part(host_memory: torch.Tensor | None, start: int, num_bytes: int) -> torch.Tensor:
+    if host_memory is None:
+        raise InvariantError("a journal with swapping needs host memory")
+    return host_memory[start : start + num_bytes]

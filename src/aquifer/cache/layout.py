@@ -1,0 +1,64 @@
+"""The bytes of one token's KV."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKV:
+    """The KV of one token in one layer."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of K and V together."""
+        return self.num_kv_heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Layout of one token's KV, token-major: `[layer][K, V][kv_head][head_dim]`.
+
+    Token-major means that all layers of a token are neighbours, so that one page holds whole
+    tokens and a sequence grows by one mapping, where the layout of vAttention (section 5) needs
+    two a layer.
+
+    A model without KV has no layers, and its tokens no bytes.
+    """
+
+    layers: tuple[LayerKV, ...]
+    dtype: torch.dtype
+    # One token over all layers; asked for too often to be added up each time.
+    token_elements: int = field(init=False)  # the stride from token to token
+    token_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        token_elements = sum(layer.num_elements for layer in self.layers)
+        object.__setattr__(self, "token_elements", token_elements)
+        object.__setattr__(self, "token_bytes", token_elements * self.dtype.itemsize)
+
+    def split(self, tokens: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Views of K and V for each layer.
+
+        Args:
+            tokens: [..., token_elements] of `dtype`.
+
+        Returns:
+            For each layer, K as [..., kv_heads, key_dim] and V as [..., kv_heads, value_dim].
+        """
+        views = []
+        offset = 0
+        for layer in self.layers:
+            middle = offset + layer.num_kv_heads * layer.key_dim
+            end = offset + layer.num_elements
+            keys = tokens[..., offset:middle].unflatten(-1, (layer.num_kv_heads, layer.key_dim))
+            values = tokens[..., middle:end].unflatten(-1, (layer.num_kv_heads, layer.value_dim))
+            views.append((keys, values))
+            offset = end
+        return views

@@ -1,0 +1,97 @@
+"""The tokens of one step: which sequences, and which stretch of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from aquifer.kernels.prefill_attention import PrefillSpans
+from aquifer.memory.transfer import upload
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """The tokens of one step: the stretch [starts, starts + counts) of each sequence.
+
+    The tokens of sequence i occupy rows [offsets[i], offsets[i + 1]) of the step's flat tensors.
+    """
+
+    slots: IntArray  # [num_seqs]
+    starts: IntArray  # [num_seqs], tokens already in the cache
+    counts: IntArray  # [num_seqs], tokens to be written in this step, at least 1 each
+    offsets: IntArray  # [num_seqs + 1]
+
+    @classmethod
+    def make(cls, slots: IntArray, starts: IntArray, counts: IntArray) -> Spans:
+        """Spans in the order given."""
+        offsets = np.zeros(len(counts) + 1, np.int64)
+        np.cumsum(counts, out=offsets[1:])
+        return cls(slots, starts, counts, offsets)
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the step's flat tensors."""
+        return int(self.offsets[-1])
+
+    def rows(self) -> tuple[IntArray, IntArray]:
+        """(slot, position) of every token of the step, each [num_tokens]."""
+        first = np.repeat(self.starts - self.offsets[:-1], self.counts)
+        return np.repeat(self.slots, self.counts), first + np.arange(self.num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The tokens of one step, on the device of the KV. The rows that decode come first."""
+
+    slots: torch.Tensor  # [tokens] int64; -1 for a row that only pads the batch
+    positions: torch.Tensor  # [tokens] int64
+    # [num_decodes], positions + 1, or 0 for padding: rows of one token each that attend to all KV
+    # of their sequence.
+    decode_lengths: torch.Tensor
+    chunks: PrefillSpans | None  # all other rows: several tokens of a sequence each
+
+    @classmethod
+    def of(cls, spans: Spans, num_decodes: int, device: torch.device) -> Rows:
+        """The rows of `spans`, of which the first `num_decodes` have one token each.
+
+        On the host, rows that decode are chunks of one token: that is the fast way there.
+        """
+        if device.type == "cpu":
+            num_decodes = 0
+        slots, positions = spans.rows()
+        chunks = slice(num_decodes, None)
+        num_chunks = len(spans.slots) - num_decodes
+        # One copy for all.
+        packed = upload(
+            np.concatenate(
+                (slots, positions, spans.slots[chunks], spans.starts[chunks], spans.offsets[chunks])
+            ),
+            device,
+        )
+        sizes = (len(slots), len(slots), num_chunks, num_chunks, num_chunks + 1)
+        row_slots, row_positions, chunk_slots, chunk_starts, chunk_offsets = packed.split(sizes)
+        return cls(
+            row_slots,
+            row_positions,
+            row_positions[:num_decodes] + 1,
+            PrefillSpans(
+                slots=spans.slots[chunks].tolist(),
+                starts=spans.starts[chunks].tolist(),
+                offsets=spans.offsets[chunks].tolist(),
+                device_slots=chunk_slots,
+                device_starts=chunk_starts,
+                device_offsets=chunk_offsets,
+            )
+            if num_chunks
+            else None,
+        )
+
+    @property
+    def num_decodes(self) -> int:
+        """How many rows, from the first, have a sequence to themselves."""
+        return len(self.decode_lengths)

@@ -1,0 +1,277 @@
+"""The device's half of a KV cache: addresses, pages under them, block tables, tensors over them.
+
+A manager (`virtual.py`, `paged.py`) keeps the books, which block belongs to which sequence, and
+calls the verbs of `KVTensors`. A runner needs nothing but a `KVTensors`: `flush` and `view`.
+
+Everything that happens to this half can be recorded (`record`, `take_journal`), by logical page
+numbers, block numbers and byte offsets. A `KVFollower` of another process repeats it on pages of
+its own, so that its memory is equal wherever a kernel reads (`journal.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from aquifer.cache.copies import PendingCopies
+from aquifer.cache.journal import CopiedIn, CopiedOut, Copies, Entered, KVOp
+from aquifer.cache.layout import KVLayout
+from aquifer.cache.spans import IntArray, Rows
+from aquifer.cache.view import StepView
+from aquifer.errors import InvariantError
+from aquifer.kernels.decode_attention import DecodeWorkspaces
+from aquifer.memory.pool import Kind, Owner, PagePool
+from aquifer.memory.range import VirtualRange
+from aquifer.memory.residency import Residency
+from aquifer.memory.transfer import upload
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """Addresses of a KV cache: rows of tokens at equal distances, slots or blocks.
+
+    The first bytes are the anchor's. Kernels are given the address of the first row, whichever
+    sequences run. Nothing is read there that is not written, but Triton's launcher asks the driver
+    about a tensor's first byte, and refuses the launch if nothing is mapped there. So on a GPU
+    the pages of one token stay mapped at the beginning, where no sequence is.
+    """
+
+    layout: KVLayout
+    page_bytes: int
+    num_anchor_pages: int
+    num_rows: int
+    row_tokens: int
+    row_bytes: int  # from row to row
+    num_bytes: int  # of addresses: the rows, and what lies behind them
+    table_shape: tuple[int, int] | None  # [slots, blocks of a slot]; None where rows are slots
+
+    @classmethod
+    def slots(cls, pool: PagePool, layout: KVLayout, max_seqs: int, max_tokens: int) -> KVShape:
+        """A row for each slot, in whole pages; slot 0 is the anchor's.
+
+        Behind the slots is a window for each: a place for a page to be copied from.
+        """
+        slot_pages = _num_pages(max_tokens * layout.token_bytes, pool.page_bytes)
+        num_slots = max_seqs + 1
+        return cls(
+            layout=layout,
+            page_bytes=pool.page_bytes,
+            num_anchor_pages=_anchor_pages(pool, layout),
+            num_rows=num_slots,
+            row_tokens=max_tokens,
+            row_bytes=slot_pages * pool.page_bytes,
+            num_bytes=(slot_pages + 1) * num_slots * pool.page_bytes,
+            table_shape=None,
+        )
+
+    @classmethod
+    def blocks(
+        cls,
+        pool: PagePool,
+        layout: KVLayout,
+        max_seqs: int,
+        max_tokens: int,
+        block_size: int,
+        num_blocks: int,
+    ) -> KVShape:
+        """`num_blocks` rows of `block_size` tokens, behind those that the anchor covers."""
+        num_anchor_pages = _anchor_pages(pool, layout)
+        block_bytes = block_size * layout.token_bytes
+        num_rows = num_blocks + _num_pages(num_anchor_pages * pool.page_bytes, block_bytes)
+        return cls(
+            layout=layout,
+            page_bytes=pool.page_bytes,
+            num_anchor_pages=num_anchor_pages,
+            num_rows=num_rows,
+            row_tokens=block_size,
+            row_bytes=block_bytes,
+            num_bytes=num_rows * block_bytes,
+            table_shape=(max_seqs + 1, -(-max_tokens // block_size)),
+        )
+
+    @property
+    def first_row(self) -> int:
+        """The first row of which no byte is the anchor's."""
+        if self.table_shape is None:
+            return 1
+        return _num_pages(self.num_anchor_pages * self.page_bytes, self.row_bytes)
+
+
+class KVTensors:
+    """What kernels see of one KV cache.
+
+    Args:
+        pool: where pages come from.
+        owner: the pages' owner.
+        shape: of the addresses.
+
+    Attributes:
+        shape: likewise.
+        range: the addresses.
+        residency: the pages under them.
+        layers: K and V of each layer, [rows, row_tokens, kv_heads, dim] each.
+        table: [slots, blocks of a slot] int32, on the host; empty where rows are slots.
+    """
+
+    def __init__(self, pool: PagePool, owner: Owner, shape: KVShape) -> None:
+        self.shape = shape
+        self.range = VirtualRange(pool.pages, shape.num_bytes, shape.page_bytes)
+        self.residency = Residency(pool, owner, self.range)
+        self._anchor = Residency(pool, replace(owner, kind=Kind.OVERHEAD), self.range)
+        self._is_open = not shape.num_anchor_pages
+        self._retired = pool.retired
+        layout = shape.layout
+        tokens = self.range.tensor(
+            (shape.num_rows, shape.row_tokens, layout.token_elements),
+            layout.dtype,
+            stride=(shape.row_bytes // layout.dtype.itemsize, layout.token_elements, 1),
+        )
+        self.layers = layout.split(tokens)
+        self._workspaces = DecodeWorkspaces()
+        self._copies = PendingCopies(self.range, shape.row_bytes)
+        device = pool.driver.device
+        self.table: npt.NDArray[np.int32] = np.zeros(shape.table_shape or (0, 0), np.int32)
+        # What kernels read: the same memory on the host, else a copy that `flush` keeps up.
+        self._is_copied = device.type != "cpu"
+        self._device_table: torch.Tensor | None = None
+        if shape.table_shape is not None:
+            self._device_table = (
+                torch.zeros(shape.table_shape, dtype=torch.int32, device=device)
+                if self._is_copied
+                else torch.from_numpy(self.table)
+            )
+        # (slots, indices) of entries that the copy does not have yet
+        self._entered: list[tuple[IntArray, IntArray]] = []
+        self._journal: list[KVOp] | None = None
+
+    def open(self) -> bool:
+        """Take the anchor's pages, before any others; False means that the pool is short."""
+        if not self._is_open:
+            self._is_open = self._anchor.populate([range(self.shape.num_anchor_pages)])
+        return self._is_open
+
+    def close(self) -> None:
+        """Give the addresses back. Pre-condition: all pages but the anchor's were given up."""
+        if self._is_open:
+            self._anchor.give_up(range(self.shape.num_anchor_pages))
+        self._retired.settle()
+        self.range.close()
+
+    # --- the journal -------------------------------------------------------------------------
+
+    def record(self) -> None:
+        """Record from now on what happens. Pre-condition: nothing has happened yet."""
+        if self.range.num_mapped_pages > self.shape.num_anchor_pages:
+            raise InvariantError("a journal begins before the first page is mapped")
+        journal: list[KVOp] = []
+        self._journal = journal
+        self.residency.record = journal.append
+
+    def take_journal(self) -> tuple[KVOp, ...]:
+        """All that happened since recording began, or since the last call, in order.
+
+        Copies that are pending are not yet among it: `make_copies` or `flush` come first.
+        """
+        if self._journal is None:
+            raise InvariantError("nothing was recorded")
+        ops = tuple(self._journal)
+        self._journal.clear()
+        return ops
+
+    # --- verbs -------------------------------------------------------------------------------
+
+    def enter(self, slots: IntArray, indices: IntArray, blocks: IntArray) -> None:
+        """Write blocks into the table. All three arrays are as long, or can be broadcast."""
+        self.table[slots, indices] = blocks
+        if self._is_copied:
+            self._entered.append((slots, indices))
+        if self._journal is not None:
+            self._journal.append(
+                Entered(tuple(slots.tolist()), tuple(indices.tolist()), tuple(blocks.tolist()))
+            )
+
+    @property
+    def num_pending_copies(self) -> int:
+        """Copies that were asked for and are not made yet."""
+        return len(self._copies)
+
+    @property
+    def pending_copies(self) -> tuple[tuple[int, int, int], ...]:
+        """(source, destination, length) in bytes of each copy that is not made yet."""
+        return self._copies.pieces
+
+    def copy(self, source_byte: int, destination_byte: int, num_bytes: int) -> None:
+        """Ask for a copy within the range. Both places must stay mapped until it is made.
+
+        Both begin where a row or a page does, and the copy ends in the same one.
+        """
+        self._copies.add(source_byte, destination_byte, num_bytes)
+
+    def make_copies(self) -> None:
+        """Make the pending copies by one launch, after the work launched so far; no waiting."""
+        if self._copies:
+            if self._journal is not None:
+                self._journal.append(Copies(self._copies.pieces))
+            self._copies.launch()
+
+    def copy_out(self, offset_bytes: int, target: torch.Tensor) -> None:
+        """Copy bytes of the range to host memory, after the work launched so far.
+
+        Args:
+            offset_bytes: where they begin.
+            target: uint8, as many as are to be copied; a part of the memory that the journal's
+                offsets count in.
+        """
+        self._require_no_copies()
+        target.copy_(self._bytes(offset_bytes, len(target)), non_blocking=True)
+        if self._journal is not None:
+            host_bytes = int(target.storage_offset())
+            self._journal.append(CopiedOut(offset_bytes, host_bytes, len(target)))
+
+    def copy_in(self, offset_bytes: int, source: torch.Tensor) -> None:
+        """The opposite of `copy_out`."""
+        self._require_no_copies()
+        self._bytes(offset_bytes, len(source)).copy_(source, non_blocking=True)
+        if self._journal is not None:
+            host_bytes = int(source.storage_offset())
+            self._journal.append(CopiedIn(offset_bytes, host_bytes, len(source)))
+
+    def flush(self) -> None:
+        """Make the pending copies, and send what was entered to the device.
+
+        The latter is the price of tables (vAttention, section 3.3).
+        """
+        self.make_copies()
+        if not self._entered:
+            return
+        slots, indices = np.concatenate(self._entered, axis=1)
+        self._entered.clear()
+        # As the entries are now: one that was written twice must not depend on the order.
+        entries = np.stack((slots, indices, self.table[slots, indices]))
+        assert self._device_table is not None, "there are entries"
+        device_slots, device_indices, blocks = upload(entries, self._device_table.device)
+        self._device_table[device_slots, device_indices] = blocks.int()
+
+    def view(self, rows: Rows) -> StepView:
+        """The addresses of one step, with attention over them."""
+        return StepView(self.layers, rows, self._device_table, self._workspaces)
+
+    def _require_no_copies(self) -> None:
+        assert not self._copies, "copies come first: make_copies"
+
+    def _bytes(self, offset_bytes: int, num_bytes: int) -> torch.Tensor:
+        return self.range.tensor((num_bytes,), torch.uint8, offset_bytes)
+
+
+def _anchor_pages(pool: PagePool, layout: KVLayout) -> int:
+    """Pages of one token; none on the host."""
+    if pool.driver.device.type != "cuda":
+        return 0
+    return _num_pages(layout.token_bytes, pool.page_bytes)
+
+
+def _num_pages(num_bytes: int, page_bytes: int) -> int:
+    return -(-num_bytes // page_bytes)

@@ -1,0 +1,228 @@
+"""A follower that executes a leader's journal: its memory is equal wherever a kernel reads."""
+
+from __future__ import annotations
+
+import pickle
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from tests.memory.late_driver import LateDriver
+
+from aquifer.cache import KV_CACHES, kv_cache
+from aquifer.cache.base import KVLayout, KVView, LayerKV, Rows, SequenceCache, Spans
+from aquifer.cache.follower import KVFollower
+from aquifer.cache.swap import SwappedKV, SwapSpace
+from aquifer.errors import InvariantError
+from aquifer.memory.driver.base import Driver
+from aquifer.memory.driver.host import HostDriver
+from aquifer.memory.pool import Kind, Owner, PagePool
+
+PAGE = 4096
+BLOCK_SIZE = 4
+MAX_SEQS, MAX_TOKENS = 5, 48
+KV = Owner("a", Kind.KV)
+LAYOUTS = {
+    "aligned": KVLayout((LayerKV(1, 32, 32), LayerKV(1, 48, 16)), torch.float32),
+    "straddling": KVLayout((LayerKV(3, 40, 24), LayerKV(1, 56, 24)), torch.float32),
+    "large": KVLayout((LayerKV(4, 96, 96), LayerKV(2, 128, 160)), torch.float32),
+}
+SWAP_BYTES = 4 << 20
+
+
+class Pair:
+    """A leader and a follower; steps write the same tokens on both sides, and compare them."""
+
+    def __init__(self, name: str, layout: KVLayout, num_pages: int, drivers: tuple[Driver, Driver]):
+        self.layout = layout
+        self.drivers = drivers
+        self.pool = PagePool(drivers[0], num_pages * PAGE, PAGE)
+        make = kv_cache(name, BLOCK_SIZE)
+        self.cache: SequenceCache = make(self.pool, KV, layout, MAX_SEQS, MAX_TOKENS)
+        self.cache.tensors.record()
+        # Of another budget, with other pages taken before: its page numbers differ.
+        self.other_pool = PagePool(drivers[1], (num_pages + 3) * PAGE, PAGE)
+        self.other_pages = self.other_pool.acquire(Owner("b", Kind.KV), 3) or []
+        shape = pickle.loads(pickle.dumps(self.cache.tensors.shape))
+        self.follower = KVFollower(self.other_pool, KV, shape)
+        self.space = SwapSpace(SWAP_BYTES, torch.device("cpu"))
+        self.host_memory = torch.zeros(SWAP_BYTES, dtype=torch.uint8)
+        self.lengths: dict[int, int] = {}
+        self.generator = torch.Generator().manual_seed(0)
+
+    def sync(self) -> None:
+        self.cache.upload()
+        ops = pickle.loads(pickle.dumps(self.cache.tensors.take_journal()))
+        self.follower.execute(ops, self.host_memory)
+
+    def step(self, counts: dict[int, int]) -> None:
+        """Write new tokens through the view of either side, and read all of these sequences."""
+        slots = np.array(list(counts))
+        starts = np.array([self.lengths.get(slot, 0) for slot in counts])
+        spans = Spans.make(slots, starts, np.array(list(counts.values())))
+        self.sync()
+        rows = Rows.of(spans, 0, torch.device("cpu"))
+        views: list[KVView] = [self.cache.view(rows), self.follower.view(rows)]
+        for index, layer in enumerate(self.layout.layers):
+            heads = layer.num_kv_heads
+            query, key, value = (
+                torch.randn(spans.num_tokens, heads, dim, generator=self.generator)
+                for dim in (layer.key_dim, layer.key_dim, layer.value_dim)
+            )
+            for view in views:
+                view.write(index, key, value)
+            read = [view.attend(index, query, scale=0.3) for view in views]
+            assert torch.equal(*read)
+        for slot, count in counts.items():
+            self.lengths[slot] = self.lengths.get(slot, 0) + count
+        for driver in self.drivers:
+            if isinstance(driver, LateDriver):
+                driver.launch([])
+
+    def compare(self) -> None:
+        """Every token of every sequence, byte by byte, and who has which pages."""
+        self.sync()
+        token_bytes = self.layout.token_bytes
+        tensors, other = self.cache.tensors, self.follower.tensors
+        for slot, length in self.lengths.items():
+            out = torch.empty(length * token_bytes, dtype=torch.uint8)
+            self.cache.copy_out(slot, range(length), out)
+            tokens = tensors.shape.row_tokens
+            blocks = (
+                [slot] if tensors.shape.table_shape is None else self.cache.blocks(slot, length)
+            )
+            parts = [
+                other.range.tensor(
+                    (min(tokens, length - i * tokens) * token_bytes,),
+                    torch.uint8,
+                    block * other.shape.row_bytes,
+                )
+                for i, block in enumerate(blocks)
+            ]
+            assert torch.equal(torch.cat(parts), out)
+        tensors.take_journal()  # what was copied to look at it
+        in_use = tensors.range.pages.keys() - self.pool.retired.indices(tensors.range)
+        assert other.range.pages.keys() - self.other_pool.retired.indices(other.range) == in_use
+        assert self.other_pool.usage().in_use_bytes.get(KV, 0) == sum(
+            self.pool.usage().in_use_bytes.values()
+        )
+        self.pool.check()
+        self.other_pool.check()
+
+    def close(self) -> None:
+        self.cache.close()
+        self.follower.execute(self.cache.tensors.take_journal(), self.host_memory)
+        self.follower.close()
+        self.other_pool.release(self.other_pages)
+        for pool in (self.pool, self.other_pool):
+            assert not pool.usage().in_use_bytes
+            pool.close()
+            pool.driver.close()
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", KV_CACHES)
+def test_random_lives(name, layout, seed):
+    """Forks, adoptions, growth, ends and swaps, in a pool that is often short."""
+    random = Random(seed)
+    peak_bytes = MAX_SEQS * MAX_TOKENS * LAYOUTS[layout].token_bytes
+    drivers: tuple[Driver, Driver] = (
+        LateDriver() if seed % 2 else HostDriver(),
+        LateDriver() if seed % 4 > 1 else HostDriver(),
+    )
+    pair = Pair(name, LAYOUTS[layout], max(peak_bytes // PAGE // 2, 12), drivers)
+    cache, lengths = pair.cache, pair.lengths
+    retained: list[tuple[list[int], int]] = []
+    swapped: list[list[SwappedKV]] = []
+    done: dict[str, int] = {}
+    for _ in range(150):
+        act = random.choice(("grow", "grow", "grow", "fork", "end", "adopt", "drop", "out", "in"))
+        free = [slot for slot in range(MAX_SEQS) if slot not in lengths]
+        is_done = False
+        if act == "grow":
+            slots = random.sample(range(MAX_SEQS), random.randint(1, 3))
+            counts = {slot: random.choice([1, 1, 3, 9]) for slot in slots}
+            ends = [lengths.get(slot, 0) + count for slot, count in counts.items()]
+            if max(ends) <= MAX_TOKENS and cache.reserve(np.array(slots), np.array(ends)):
+                pair.step(counts)
+                is_done = True
+        elif act == "fork" and lengths and free:
+            parent, child = random.choice(list(lengths)), random.choice(free)
+            count = random.randint(1, lengths[parent])
+            if cache.fork(parent, child, count):
+                lengths[child] = count
+                is_done = True
+                if random.random() < 0.3:
+                    cache.release(parent)
+                    del lengths[parent]
+        elif act == "end" and lengths:
+            slot = random.choice(list(lengths))
+            if random.random() < 0.7:
+                blocks = cache.blocks(slot, lengths[slot])
+                cache.upload()
+                cache.hold(blocks)
+                retained.append((blocks, lengths[slot]))
+            cache.release(slot)
+            del lengths[slot]
+            is_done = True
+        elif act == "adopt" and retained and free:
+            blocks, count = random.choice(retained)
+            slot = random.choice(free)
+            if cache.adopt(slot, blocks, count):
+                lengths[slot] = count
+                is_done = True
+        elif act == "drop" and retained:
+            cache.drop(retained.pop(random.randrange(len(retained)))[0])
+            is_done = True
+        elif act == "out" and lengths:
+            slots = random.sample(list(lengths), random.randint(1, len(lengths)))
+            group = pair.space.swap_out(cache, slots, [lengths[slot] for slot in slots])
+            if group is not None:
+                swapped.append(group)
+                for slot in slots:
+                    cache.release(slot)
+                    del lengths[slot]
+                is_done = True
+        elif act == "in" and swapped and len(free) >= len(swapped[0]):
+            slots = random.sample(free, len(swapped[0]))
+            if pair.space.swap_in(cache, slots, swapped[0]):
+                lengths.update(zip(slots, [kv.num_tokens for kv in swapped.pop(0)], strict=True))
+                is_done = True
+        done[act] = done.get(act, 0) + is_done
+        if random.random() < 0.5:
+            pair.compare()
+        for driver, pool in zip(drivers, (pair.pool, pair.other_pool), strict=True):
+            if isinstance(driver, LateDriver) and random.random() < 0.3:
+                driver.finish(max(len(driver.work) - random.randint(0, 2), 0))
+                pool.retired.collect()
+    assert min(done.values()) > 0
+    pair.compare()
+    for slot in list(lengths):
+        cache.release(slot)
+    for blocks, _ in retained:
+        cache.drop(blocks)
+    lengths.clear()
+    pair.compare()
+    pair.close()
+
+
+def test_nothing_is_recorded_unless_asked():
+    pool = PagePool(HostDriver(), 64 * PAGE, PAGE)
+    cache = kv_cache("virtual")(pool, KV, LAYOUTS["aligned"], 2, 16)
+    with pytest.raises(InvariantError, match="nothing was recorded"):
+        cache.tensors.take_journal()
+    assert cache.reserve(np.array([1]), np.array([9]))
+    with pytest.raises(InvariantError, match="before the first page"):
+        cache.tensors.record()
+    cache.close()
+
+
+def test_a_follower_without_room():
+    pair = Pair("virtual", LAYOUTS["aligned"], 12, (HostDriver(), HostDriver()))
+    others = pair.other_pool.acquire(Owner("b", Kind.KV), 12)
+    assert others is not None
+    assert pair.cache.reserve(np.array([1]), np.array([9]))
+    with pytest.raises(InvariantError, match="has no room"):
+        pair.sync()
