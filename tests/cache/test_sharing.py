@@ -145,7 +145,8 @@ class Harness:
 
     def used_pages(self) -> set[int]:
         """Indices of mapped pages that are not retired."""
-        return set(self.range.pages) - self.pool.retired.indices(self.range)
+        retired = self.pool.retired.indices(self.range)
+        return set(self.range.pages) - retired
 
     def read_back(self, slot: int) -> None:
         """K6: exactly what the sequence wrote, in every layer."""

@@ -177,7 +177,7 @@ class Runner:
             few = zeros[:count]
             self._model.forward(ModelInput(few, rows.positions, few), self._cache.view(rows))
             self._cache.release(1)
-        if self._graphs is not None:
+        if self._graphs is not None and self._cache.tensors.open():
             self._cache.upload()
             for choice in (Choice.GREEDY, Choice.PLAIN):
                 self._decode(padding[:1], padding[:1], choice)

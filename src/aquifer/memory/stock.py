@@ -73,7 +73,7 @@ class PageStocker:
 
     def _run(self) -> None:
         while True:
-            self._wanted.wait(_POLL_S if self._wants_retired() else None)
+            self._wanted.wait(_POLL_S if self.wants_retired else None)
             self._wanted.clear()
             if self._closing:
                 return
@@ -83,9 +83,10 @@ class PageStocker:
             except DriverError as error:
                 # No harm done: a caller that needs a page asks for it, and gets the error.
                 _log.warning("could not create pages ahead of need: %s", error)
-            while self._wants_retired() and self._pool.retired.collect() and not self._closing:
+            while self.wants_retired and self._pool.retired.collect() and not self._closing:
                 pass
 
-    def _wants_retired(self) -> bool:
-        """Whether there are retired pages, and too few others."""
+    @property
+    def wants_retired(self) -> bool:
+        """Whether retired pages are to be unmapped now: there are some, and too few others."""
         return len(self._pool.retired) > 0 and self._pool.ready_bytes < self._ready_bytes
