@@ -110,7 +110,6 @@ def _decode(scheduler: Scheduler, lane: Lane, num_steps: int, stocker: PageStock
         plan = scheduler.plan()
         planned = time.perf_counter()
         assert plan is not None
-        lane.cache.upload()
         lane.cache.view(Rows.of(plan.spans, plan.num_decodes, _DEVICE))
         viewed = time.perf_counter()
         sampled = _sampled(plan)

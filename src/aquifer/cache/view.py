@@ -60,6 +60,13 @@ class KVView(Protocol):
         """
 
 
+class KVSource(Protocol):
+    """Gives the addresses of a step's KV: `KVTensors`, or a `KVFollower` of another process."""
+
+    def view(self, rows: Rows) -> KVView:
+        """The addresses of one step. Pre-condition: room was reserved for it."""
+
+
 class StepView:
     """The `KVView` of both layouts, which differ only in whether tables lead to a token.
 

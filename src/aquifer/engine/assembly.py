@@ -36,6 +36,8 @@ class LaneSpec:
         keeps_prefixes: whether KV is retained for later requests, where the manager can share.
         recompute_s: seconds to compute a stretch of KV, given its first position and its length.
         most_new: the most new tokens that a step brings to a sequence.
+        keeps_journal: whether steps carry what happens to the KV cache's memory, for a runner in
+            another process.
     """
 
     name: str
@@ -46,6 +48,7 @@ class LaneSpec:
     keeps_prefixes: bool = False
     recompute_s: Callable[[float, float], float] = PrefillCost().seconds
     most_new: int = 1
+    keeps_journal: bool = False
 
 
 class Assembly:
@@ -95,6 +98,9 @@ class Assembly:
         )
         table = SlotTable(spec.max_seqs, spec.max_tokens, spec.most_new)
         lane = Lane(spec.name, cache, table, recompute_s=spec.recompute_s)
+        if spec.keeps_journal:
+            cache.tensors.record()
+            lane.keeps_journal = True
         if spec.keeps_prefixes and cache.can_share:
             lane.prefixes = PrefixCache(cache, spec.recompute_s)
             self.room.reclaimer.register(lane.prefixes)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aquifer.cache.base import SequenceCache
+from aquifer.cache.journal import KVOp
 from aquifer.cache.prefix import PrefixCache
 from aquifer.engine.costs import PrefillCost
 from aquifer.engine.sequence import Sequence, SequenceGroup
@@ -28,6 +29,8 @@ class Lane:
         prefixes: the KV of earlier requests; None if it is not kept.
         recompute_s: seconds to compute a stretch of KV, given its first position and its length.
         is_resident: whether the model's weights are there; else nothing of it is planned.
+        keeps_journal: whether what happens to the KV cache's memory goes along with each step, for
+            a runner in another process.
         waiting: preempted requests first, the latest preempted one foremost, then by arrival.
         running: by arrival.
     """
@@ -38,6 +41,7 @@ class Lane:
     prefixes: PrefixCache | None = None
     recompute_s: Callable[[float, float], float] = PrefillCost().seconds
     is_resident: bool = True
+    keeps_journal: bool = False
     waiting: list[SequenceGroup] = field(default_factory=list)
     running: list[SequenceGroup] = field(default_factory=list)
     last_turn: int = -1
@@ -48,6 +52,10 @@ class Lane:
     def written_tokens(self) -> int:
         """Tokens of all running sequences that are in the cache; shared ones count for each."""
         return int(self.slots.num_computed[self.slots.in_order].sum())
+
+    def take_journal(self) -> tuple[KVOp, ...]:
+        """What happened to the KV cache's memory since the last call, where a journal is kept."""
+        return self.cache.tensors.take_journal() if self.keeps_journal else ()
 
     # --- slots -------------------------------------------------------------------------------
 

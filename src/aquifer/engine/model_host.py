@@ -156,12 +156,12 @@ class ModelHost:
                     model = self._plan.build(self._weights.tensors)
                 self._runner = Runner(
                     model,
-                    self.lane.cache,
+                    self.lane.cache.tensors,
                     self._pool.driver,
                     self._config.max_num_seqs,
                     self.info.max_model_len,
                 )
-                self._runner.warm_up(self._max_batched_tokens)
+                self._warm_up(self._runner)
         except BaseException as error:
             self._weights.evict()
             self.state, self.error = State.FAILED, str(error)
@@ -185,6 +185,18 @@ class ModelHost:
     def _close_runner(self) -> None:
         if self._runner is not None:
             self._runner.close()
+
+    def _warm_up(self, runner: Runner) -> None:
+        """Prepare the device for the first steps; there is nothing to prepare on the host."""
+        if not self._pool.driver.runs_ahead:
+            return
+        cache, num_tokens = self.lane.cache, self._max_batched_tokens
+        chunk = runner.warm_up_chunk(num_tokens)
+        has_room = cache.reserve(chunk.slots, chunk.starts + chunk.counts)
+        cache.upload()
+        runner.warm_up(num_tokens, chunk if has_room else None, decodes=cache.tensors.open())
+        for slot in chunk.slots.tolist() if has_room else ():
+            cache.release(slot)
 
     def _fill(self, on_progress: Callable[[LoadProgress], None]) -> None:
         """Give the weights their values."""

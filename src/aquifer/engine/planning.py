@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from aquifer.cache.base import IntArray, Spans
+from aquifer.cache.journal import KVOp
+from aquifer.cache.spans import IntArray, Spans
 from aquifer.config import EngineConfig
 from aquifer.engine.slots import SlotTable
 from aquifer.engine.step_input import SlotAssignment, StepInput
@@ -58,7 +59,13 @@ def next_tokens(table: SlotTable, max_batched_tokens: int) -> tuple[IntArray, In
     return slots, counts
 
 
-def make_step(name: str, table: SlotTable, slots: IntArray, counts: IntArray) -> StepInput:
+def make_step(
+    name: str,
+    table: SlotTable,
+    slots: IntArray,
+    counts: IntArray,
+    kv_ops: tuple[KVOp, ...] = (),
+) -> StepInput:
     """The step that runs these tokens; the table counts it as done from now on.
 
     Args:
@@ -66,6 +73,7 @@ def make_step(name: str, table: SlotTable, slots: IntArray, counts: IntArray) ->
         table: its sequences' columns.
         slots: [n], which sequences run.
         counts: [n], how many tokens of each, drafts included.
+        kv_ops: the journal of the KV cache since the last step.
     """
     starts = table.num_computed[slots]
     decodes = starts >= table.num_given[slots]
@@ -94,6 +102,7 @@ def make_step(name: str, table: SlotTable, slots: IntArray, counts: IntArray) ->
         sampled=sampled,
         most_new=most_new,
         assigned=tuple(_assignment(table, slot) for slot in admitted.tolist()),
+        kv_ops=kv_ops,
     )
 
 

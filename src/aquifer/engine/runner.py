@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from aquifer.cache.base import IntArray, KVLayout, Rows, SequenceCache, Spans
+from aquifer.cache.layout import KVLayout
+from aquifer.cache.spans import IntArray, Rows, Spans
+from aquifer.cache.view import KVSource
 from aquifer.engine.graphs import DecodeGraphs
 from aquifer.engine.outputs import TokenLogprobs
 from aquifer.engine.sampler import Choice, Sampler, token_logprobs
@@ -119,17 +121,18 @@ class Runner:
 
     Args:
         model: what to run.
-        cache: where its KV is.
+        kv: gives the addresses of its KV; what the scheduler has done to the cache for a step must
+            have been done before the step is launched.
         driver: of the device.
         max_seqs: slots, which are numbered from 1.
         max_tokens: length of the longest sequence.
     """
 
     def __init__(
-        self, model: Model, cache: SequenceCache, driver: Driver, max_seqs: int, max_tokens: int
+        self, model: Model, kv: KVSource, driver: Driver, max_seqs: int, max_tokens: int
     ) -> None:
         self._model = model
-        self._cache = cache
+        self._kv = kv
         self._driver = driver
         self._device = driver.device
         self._max_seqs = max_seqs
@@ -143,20 +146,36 @@ class Runner:
         if self._device.type == "cuda" and model.is_capturable:
             self._graphs = DecodeGraphs(self._decode, max_seqs, self._device)
 
+    def warm_up_chunk(self, num_tokens: int) -> Spans:
+        """The chunk of a prompt to warm up with, in slot 1: after a prefix that is long enough for
+        attention to be split.
+
+        Args:
+            num_tokens: of the largest step.
+        """
+        count = min(_WARM_UP_TOKENS, num_tokens, self._max_tokens)
+        start = min(_WARM_UP_PREFIX_TOKENS, self._max_tokens - count)
+        return Spans.make(np.array([1]), np.array([start]), np.array([count]))
+
     @torch.inference_mode()
-    def warm_up(self, num_tokens: int) -> None:
+    def warm_up(self, num_tokens: int, chunk: Spans | None, *, decodes: bool) -> None:
         """Run the largest step there can be, of no sequence at all, and the smallest.
 
-        A device's memory for activations is taken now, so that it is known what pages can have,
-        and what has to be compiled or loaded for prompts is.
-        """
-        if not self._driver.runs_ahead:
-            return  # there is nothing to prepare on the host
-        with compiled_together(self._device):
-            self._run_largest_and_smallest(num_tokens)
-        self._run_largest_and_smallest(num_tokens)
+        The device's memory for activations is taken now, so that it is known what pages can have,
+        and kernels for prompts are compiled or loaded.
 
-    def _run_largest_and_smallest(self, num_tokens: int) -> None:
+        Args:
+            num_tokens: of the largest step.
+            chunk: `warm_up_chunk`, if there is room for it in the cache.
+            decodes: whether the cache's first addresses are mapped, which a decode step needs.
+        """
+        with compiled_together(self._device):
+            self._run_largest_and_smallest(num_tokens, chunk, decodes)
+        self._run_largest_and_smallest(num_tokens, chunk, decodes)
+
+    def _run_largest_and_smallest(
+        self, num_tokens: int, chunk: Spans | None, decodes: bool
+    ) -> None:
         padding = torch.full((num_tokens,), -1, dtype=torch.int64, device=self._device)
         zeros = torch.zeros_like(padding)
         view = _NoCache(self._model.kv_layout, padding)
@@ -167,18 +186,11 @@ class Runner:
             logits, padding[:num_seqs], zeros[:num_seqs], zeros[:num_seqs], Choice.PLAIN
         )
         del hidden, logits
-        count = min(_WARM_UP_TOKENS, num_tokens, self._max_tokens)
-        # After a prefix that is long enough for attention to be split.
-        start = min(_WARM_UP_PREFIX_TOKENS, self._max_tokens - count)
-        chunk = Spans.make(np.array([1]), np.array([start]), np.array([count]))
-        if self._cache.reserve(chunk.slots, chunk.starts + chunk.counts):
-            self._cache.upload()
+        if chunk is not None:
             rows = Rows.of(chunk, 0, self._device)
-            few = zeros[:count]
-            self._model.forward(ModelInput(few, rows.positions, few), self._cache.view(rows))
-            self._cache.release(1)
-        if self._graphs is not None and self._cache.tensors.open():
-            self._cache.upload()
+            few = zeros[: chunk.num_tokens]
+            self._model.forward(ModelInput(few, rows.positions, few), self._kv.view(rows))
+        if self._graphs is not None and decodes:
             for choice in (Choice.GREEDY, Choice.PLAIN):
                 self._decode(padding[:1], padding[:1], choice)
 
@@ -205,7 +217,6 @@ class Runner:
     @torch.inference_mode()
     def forward(self, step: StepInput) -> Scores:
         """Run the model over a step's tokens, which writes their KV; the logits to sample from."""
-        self._cache.upload()
         if step.assigned:
             self._assign(step.assigned)
         num_seqs = len(step.spans.slots)
@@ -255,7 +266,7 @@ class Runner:
         )
         batch = ModelInput(token_ids, positions, contexts)
         rows = Rows(slots, positions, lengths, None)
-        logits = self._model.logits(self._model.forward(batch, self._cache.view(rows)))
+        logits = self._model.logits(self._model.forward(batch, self._kv.view(rows)))
         out = torch.empty_like(slots)
         self._sampler.sample(logits, sampled_slots, lengths, out, choice)
         advance(slots, lengths, out, columns.num_computed, columns.last_token)
@@ -284,7 +295,7 @@ class Runner:
         # The host may not have seen these yet.
         token_ids[: step.num_decodes] = columns.last_token[span_slots[: step.num_decodes]]
         batch = ModelInput(token_ids, rows.positions, contexts)
-        hidden = self._model.forward(batch, self._cache.view(rows))
+        hidden = self._model.forward(batch, self._kv.view(rows))
         columns.num_computed[span_slots] = span_ends
         logits = self._model.logits(hidden[last_rows]) if len(sampled) else hidden[:0]
         return Scores(

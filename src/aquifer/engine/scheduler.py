@@ -173,7 +173,10 @@ class Scheduler:
             if len(admitted_slots):
                 slots = np.append(slots, admitted_slots)
                 counts = np.append(counts, admitted_counts)
-        return make_step(lane.name, lane.slots, slots, counts) if len(slots) else None
+        if not len(slots):
+            return None
+        lane.cache.upload()
+        return make_step(lane.name, lane.slots, slots, counts, lane.take_journal())
 
     def _grow(self, lane: Lane) -> tuple[IntArray, IntArray] | None:
         """Running sequences that go on, as (slots, counts), with room for their next tokens.

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from aquifer.cache.base import IntArray, Spans
+from aquifer.cache.journal import KVOp
+from aquifer.cache.spans import IntArray, Spans
 from aquifer.engine.outputs import TokenLogprobs
 from aquifer.engine.params import SamplingParams
-
-KVOp = object
 
 
 @dataclass(frozen=True, slots=True)

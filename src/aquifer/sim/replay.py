@@ -410,7 +410,6 @@ class _Replay:
                     break
                 self._now_s = float(self._arrivals_s[self._num_arrived])
                 continue
-            self._lanes[plan.model].cache.upload()
             seconds = self._steps[plan.model].seconds(self._work(plan))
             self._averages.add_step(seconds, self._sample())
             self._now_s += seconds

@@ -1,0 +1,205 @@
+"""A runner in another process, which gets nothing but pickled steps, makes the same tokens."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from multiprocessing.connection import Connection
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.models.serving import loaded_model
+from tests.models.tiny import TINY_MODELS, plan_tiny
+
+from aquifer.cache import KV_CACHES, kv_cache
+from aquifer.cache.follower import KVFollower
+from aquifer.cache.footprint import Footprint
+from aquifer.cache.swap import SwapSpace
+from aquifer.cache.tensors import KVShape
+from aquifer.config import EngineConfig, ModelSpec
+from aquifer.engine.assembly import Assembly, LaneSpec
+from aquifer.engine.engine import Engine
+from aquifer.engine.outputs import TokenOutput
+from aquifer.engine.params import Request, SamplingParams
+from aquifer.engine.policies import RestoreMode
+from aquifer.engine.runner import Runner
+from aquifer.engine.sequence import SequenceGroup
+from aquifer.engine.step_input import StepInput, StepOutput
+from aquifer.memory.driver import open_driver
+from aquifer.memory.pool import Kind, Owner, PagePool
+from aquifer.weights.checkpoint import Checkpoint
+
+PAGE_BYTES = 4096
+MAX_SEQS = 9
+MAX_TOKENS = 96
+SWAP_BYTES = 1 << 20
+NAMES = ("llama", "sparse-kv", "no-kv")
+PATIENCE_S = 300
+
+Results = dict[tuple[str, int], tuple[list[int], Any, Any]]
+"""For each (request, completion) its tokens, its ending, and the reported candidates."""
+
+
+def runner_process(connection: Connection, folder: Path, shape: KVShape) -> None:
+    """Run pickled steps until an empty message comes."""
+    torch.set_num_threads(1)
+    pool = PagePool(open_driver("cpu"), 64 << 20, PAGE_BYTES)
+    with loaded_model(Checkpoint.open(folder), plan_tiny) as model:
+        follower = KVFollower(pool, Owner("m", Kind.KV), shape)
+        host_memory = torch.empty(SWAP_BYTES, dtype=torch.uint8)
+        runner = Runner(model, follower, pool.driver, MAX_SEQS, MAX_TOKENS)
+        while message := connection.recv_bytes():
+            step: StepInput = pickle.loads(message)
+            follower.execute(step.kv_ops, host_memory)
+            connection.send_bytes(pickle.dumps(runner.launch(step).wait()))
+        follower.close()
+    pool.close()
+    connection.close()
+
+
+def requests() -> list[Request]:
+    """Prompts that begin alike, of all decoding methods; many more than fit at once."""
+    random = Random(3)
+    beginning = [random.randrange(40) for _ in range(30)]
+    options: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0.9, "seed": 5, "n": 3},
+        {"n": 2, "best_of": 3, "use_beam_search": True},
+        {"temperature": 0, "logprobs": 2, "min_tokens": 6, "stop_token_ids": [1, 2, 3, 4, 5, 6]},
+        {"temperature": 0.8, "seed": 7, "frequency_penalty": 0.9, "repetition_penalty": 1.2},
+        {"temperature": 0, "prompt_logprobs": 1, "logit_bias": {3: 2.0, 9: -4.0}},
+        {"temperature": 1.0, "seed": 2, "top_k": 5, "top_p": 0.9},
+    ]
+    return [
+        Request(
+            str(number),
+            "m",
+            [*beginning[: random.choice((0, 17, 30))], *(random.randrange(40) for _ in range(9))],
+            SamplingParams(max_tokens=40, ignore_eos=True, **options[number % len(options)]),
+            0.0,
+        )
+        for number in range(21)
+    ]
+
+
+def note(results: Results, output: TokenOutput) -> None:
+    tokens, _, logprobs = results.get((output.request_id, output.index), ([], None, []))
+    tokens += output.token_ids
+    logprobs += [entry.token_ids for entry in output.logprobs or ()]
+    results[output.request_id, output.index] = (tokens, output.finish_reason, logprobs)
+
+
+def served_here(folder: Path) -> Results:
+    """By an engine of this process, in plenty of memory."""
+    config = EngineConfig(
+        (ModelSpec("m", folder),), device="cpu", memory_bytes=32 << 20, max_model_len=MAX_TOKENS
+    )
+    results: Results = {}
+    with closing(Engine.open(config, planner=plan_tiny)) as engine:
+        for request in requests():
+            engine.add(request)
+        while engine.has_work:
+            for output in engine.step():
+                note(results, output)
+    return results
+
+
+def served_there(
+    folder: Path, cache: str, mode: RestoreMode, num_ahead: int
+) -> tuple[Results, int, int]:
+    """By a runner in another process, with hardly more memory than one request takes.
+
+    Returns: the results, and how many preemptions and swaps there were.
+    """
+    plan = plan_tiny(Checkpoint.open(folder))
+    # The largest request, and some pages.
+    token_bytes = plan.kv_layout.token_bytes
+    footprint = Footprint(
+        token_bytes, PAGE_BYTES if cache == "virtual" else 4 * token_bytes, PAGE_BYTES
+    )
+    budget_bytes = (footprint.most(9, 80, 3) + 1) * PAGE_BYTES
+    results: Results = {}
+    with ExitStack() as resources:
+        driver = open_driver("cpu")
+        resources.callback(driver.close)
+        pool = PagePool(driver, budget_bytes, PAGE_BYTES)
+        resources.callback(pool.close)
+        space = SwapSpace(SWAP_BYTES, driver.device)
+        resources.callback(space.close)
+        assembly = Assembly(pool, 40, swap_space=space, restore_mode=mode)
+        lane = assembly.open_lane(
+            LaneSpec(
+                "m",
+                plan.kv_layout,
+                MAX_SEQS,
+                MAX_TOKENS,
+                kv_cache(cache, block_size=4),
+                keeps_prefixes=True,
+                keeps_journal=True,
+            )
+        )
+        resources.callback(assembly.close_lane, lane)
+        context = multiprocessing.get_context("spawn")
+        here, there = context.Pipe()
+        shape = lane.cache.tensors.shape
+        process = context.Process(target=runner_process, args=(there, folder, shape))
+        process.start()
+        there.close()
+        resources.callback(process.join, PATIENCE_S)
+        for number, request in enumerate(requests()):
+            prompt = np.array(request.prompt_token_ids, np.int32)
+            params = request.params
+            group = SequenceGroup.of(
+                request,
+                number,
+                prompt,
+                seed=params.seed or 0,
+                max_total=len(prompt) + (params.max_tokens or 0),
+                stop_ids=frozenset(params.stop_token_ids or ()),
+            )
+            assembly.scheduler.add(lane, group)
+        in_flight: deque[StepInput] = deque()
+        while assembly.scheduler.has_work:
+            step = assembly.scheduler.plan()
+            assert not assembly.scheduler.take_failed()
+            if step is not None:
+                here.send_bytes(pickle.dumps(step))
+                in_flight.append(step)
+            if len(in_flight) > (0 if step is None else num_ahead):
+                assert here.poll(PATIENCE_S)
+                output: StepOutput = pickle.loads(here.recv_bytes())
+                for token in assembly.scheduler.commit(in_flight.popleft(), output):
+                    note(results, token)
+        here.send_bytes(b"")
+        process.join(PATIENCE_S)
+        assert process.exitcode == 0
+    return results, lane.num_preemptions, lane.num_swaps
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, Path, Results]]:
+    """A model, its checkpoint, and what an engine of this process makes of the requests."""
+    folder = TINY_MODELS[request.param].save(tmp_path_factory.mktemp("model") / request.param)
+    yield request.param, folder, served_here(folder)
+
+
+@pytest.mark.parametrize(("mode", "num_ahead"), [("swap", 1), ("recompute", 0)])
+@pytest.mark.parametrize("cache", KV_CACHES)
+def test_a_runner_in_another_process_makes_the_same_tokens(
+    served: tuple[str, Path, Results], cache: str, mode: RestoreMode, num_ahead: int
+) -> None:
+    name, folder, expected = served
+    results, num_preemptions, num_swaps = served_there(folder, cache, mode, num_ahead)
+    assert results == expected
+    if name != "no-kv":  # which takes no memory
+        assert num_preemptions > 0
+        assert (num_swaps > 0) == (mode == "swap")
