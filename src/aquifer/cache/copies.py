@@ -48,10 +48,8 @@ class PendingCopies:
 
     def launch(self) -> None:
         """Make all copies, after all work handed to the device so far. Does not wait for them."""
-        pieces = -(-np.array(self._pieces, np.int64).T // self._word_bytes)
-        self._pieces.clear()
         if not self._memory.is_meta:  # a modelled device has no bytes
-            device = self._memory.device
-            block_copy(
-                self._memory, upload(np.ascontiguousarray(pieces), device), int(pieces[2].max())
-            )
+            pieces = -(-np.array(self._pieces, np.int64).T // self._word_bytes)
+            on_device = upload(np.ascontiguousarray(pieces), self._memory.device)
+            block_copy(self._memory, on_device, int(pieces[2].max()))
+        self._pieces.clear()
