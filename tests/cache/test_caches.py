@@ -260,10 +260,10 @@ def test_waste_is_bounded(harness):
     assert harness.cache.stats(0).wasted_bytes == 0
 
 
-def test_bytes_needed_is_enough_and_no_more_than_is_taken(name, layout):
+def test_the_footprint_is_enough_and_no_more_than_is_taken(name, layout):
     """A pool of just that size holds the sequence, and one of a page less does not."""
     for num_tokens in (1, BLOCK_SIZE, BLOCK_SIZE + 1, 100, MAX_TOKENS):
-        needed_bytes = Harness(name, layout, 1).cache.bytes_needed(num_tokens)
+        needed_bytes = PAGE * Harness(name, layout, 1).cache.footprint.pages(num_tokens)
         assert needed_bytes % PAGE == 0
         assert needed_bytes >= num_tokens * layout.token_bytes
         harness = Harness(name, layout, needed_bytes // PAGE)
@@ -469,7 +469,7 @@ def test_paged_takes_the_lowest_block_and_gives_back_whole_pages():
     for slot in range(1, MAX_SEQS):
         harness.release(slot)
     mapped_bytes = harness.cache.stats(0).mapped_bytes
-    assert mapped_bytes == harness.cache.bytes_needed(5 * BLOCK_SIZE)
+    assert mapped_bytes == PAGE * harness.cache.footprint.pages(5 * BLOCK_SIZE)
     harness.close()
 
 
@@ -505,7 +505,7 @@ def test_a_model_without_kv(name):
     slots = np.array([1, 2, 5])
     for length in (1, 40, MAX_TOKENS):
         assert cache.reserve(slots, np.full(3, length))
-    assert cache.bytes_needed(MAX_TOKENS) == 0
+    assert cache.footprint.pages(MAX_TOKENS) == 0
     assert (cache.blocks(1, 40), cache.slot_blocks(1)) == ([], [])
     assert cache.fork(1, 3, 40)
     assert cache.adopt(4, [], 7)

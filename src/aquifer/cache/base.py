@@ -113,9 +113,6 @@ class SequenceCache(Blocks, Protocol):
     def can_share(self) -> bool:
         """Whether `adopt` and `fork` share blocks, and `hold` keeps them; else they copy all."""
 
-    def bytes_needed(self, num_tokens: int) -> int:
-        """Pool bytes that a sequence of that length takes, page rounding included."""
-
     def expect(self, slot: int, num_prompt: int, num_total: int) -> None:
         """Say how long the sequence of a slot is and may become; called before anything else of it.
 

@@ -99,11 +99,6 @@ class PagedCache:
         """`block_size` tokens."""
         return self._block_bytes
 
-    def bytes_needed(self, num_tokens: int) -> int:
-        """Whole pages under whole blocks."""
-        block_bytes = -(-num_tokens // self._block_size) * self._block_bytes
-        return -(-block_bytes // self._page_bytes) * self._page_bytes
-
     def expect(self, slot: int, num_prompt: int, num_total: int) -> None:
         """Nothing: memory is taken as tokens come."""
 

@@ -106,10 +106,6 @@ class VirtualCache:
         """The size of a page."""
         return self._page_bytes
 
-    def bytes_needed(self, num_tokens: int) -> int:
-        """Whole pages under the sequence's tokens."""
-        return self._pages_for(num_tokens) * self._page_bytes
-
     def expect(self, slot: int, num_prompt: int, num_total: int) -> None:
         """Bound how far to map ahead; the very last token needs no KV."""
         self._max_pages[slot] = self._pages_for(num_total - 1)

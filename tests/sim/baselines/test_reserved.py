@@ -162,7 +162,7 @@ def test_waste_by_kind():
         assert (waste.future_bytes, waste.internal_bytes) == (future * bytes_, internal * bytes_)
         page_bytes = -(-region * bytes_ // PAGE) * PAGE
         assert waste.external_bytes == page_bytes - (13 + internal) * bytes_
-        assert harness.cache.bytes_needed(13) <= page_bytes
+        assert PAGE * harness.cache.footprint.pages(13) <= page_bytes
         harness.release(0)
         harness.check()
         harness.close()
@@ -287,7 +287,9 @@ def test_the_footprint_is_what_a_region_takes(policy: Policy):
     pool = PagePool(HostDriver(), 64 * PAGE, PAGE)
     cache = ReservedCache(pool, OWNER, LAYOUT, 2, 100, policy=policy, block_size=4)
     lengths = [1, 4, 5, 60, 100]
-    expected = [cache.bytes_needed(count) // PAGE for count in lengths]
+    # Of so many tokens, in blocks of four: a power of two of blocks.
+    regions = [128] * 5 if policy == "max" else [4, 4, 8, 64, 128]
+    expected = [-(-tokens * LAYOUT.token_bytes // PAGE) for tokens in regions]
     assert [cache.footprint.pages(count) for count in lengths] == expected
     assert cache.footprint.pages(np.array(lengths)).tolist() == expected
     assert cache.footprint.most(40, 61, 3) == 3 * cache.footprint.pages(60), "nothing is shared"

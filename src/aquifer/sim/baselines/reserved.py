@@ -163,15 +163,6 @@ class ReservedCache:
             self._policy, num_prompt, num_total, self._max_tokens
         )
 
-    def bytes_needed(self, num_tokens: int) -> int:
-        """Whole pages under the region of a sequence that ends with that many tokens.
-
-        For "pow2" it is a lower bound, as it depends on how many of the tokens are the prompt.
-        """
-        wanted = self._max_tokens if self._policy == "max" else num_tokens
-        region_bytes = BuddyAllocator.rounded(self._blocks_for(wanted)) * self.block_bytes
-        return -(-region_bytes // self._page_bytes) * self._page_bytes
-
     def reserve(self, slots: IntArray, num_tokens: IntArray) -> bool:
         """Give a region to each sequence that has none.
 
