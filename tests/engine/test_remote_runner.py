@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 from collections import deque
-from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -186,10 +185,10 @@ def served_there(
 @pytest.fixture(scope="module", params=NAMES)
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, Path, Results]]:
+) -> tuple[str, Path, Results]:
     """A model, its checkpoint, and what an engine of this process makes of the requests."""
     folder = TINY_MODELS[request.param].save(tmp_path_factory.mktemp("model") / request.param)
-    yield request.param, folder, served_here(folder)
+    return request.param, folder, served_here(folder)
 
 
 @pytest.mark.parametrize(("mode", "num_ahead"), [("swap", 1), ("recompute", 0)])

@@ -100,7 +100,7 @@ def test_lengths_of_several_authors(tmp_path):
         (("--page-size", "0"), "--page-size is 0; it must be a size of at least 1, such as 2MiB"),
         (("--kv-cache", "virtual,orca"), "--kv-cache 'orca' is unknown"),
         (("--preemption-mode", "wait"), "choose auto, swap or recompute"),
-        (("--model", "opt-1b"), "--model 'opt-1b' is no folder"),
+        (("--model", "opt-1b"), "--model 'opt-1b' is neither a folder"),
         (("--device", "tpu"), "--device 'tpu' is unknown"),
         (("--memory", "20GiB"), "give more --memory"),
         (("--max-model-len", "50"), "no request .* fits 50 tokens; try --cut"),
