@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from aquifer.bench import replay as bench
 from aquifer.cli import app
 from aquifer.errors import ConfigError
+from aquifer.sim.config import ReplayConfig
 from aquifer.sim.device import find_device, find_model
-from aquifer.sim.replay import ReplayConfig
 from aquifer.sim.trace import TraceRequest
 
 
@@ -100,7 +100,7 @@ def test_lengths_of_several_authors(tmp_path):
         (("--page-size", "0"), "--page-size is 0; it must be a size of at least 1, such as 2MiB"),
         (("--kv-cache", "virtual,orca"), "--kv-cache 'orca' is unknown"),
         (("--preemption-mode", "wait"), "choose auto, swap or recompute"),
-        (("--model", "opt-1b"), "--model 'opt-1b' is no folder"),
+        (("--model", "opt-1b"), "--model 'opt-1b' is neither a folder"),
         (("--device", "tpu"), "--device 'tpu' is unknown"),
         (("--memory", "20GiB"), "give more --memory"),
         (("--max-model-len", "50"), "no request .* fits 50 tokens; try --cut"),
