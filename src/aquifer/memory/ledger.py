@@ -22,75 +22,12 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import NamedTuple
 
 from aquifer.errors import InvariantError
+from aquifer.memory.idle import IdlePages
+from aquifer.memory.owners import PROCESS, UNTOUCHED, Owner, PoolUsage
 from aquifer.memory.pages import Page
-
-
-class Kind(StrEnum):
-    """What a page is used for."""
-
-    WEIGHTS = "weights"
-    KV = "kv"
-    STATE = "state"
-    PREFIX = "prefix"
-    OVERHEAD = "overhead"  # memory that holds no data of a model
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Owner:
-    """A tenant of the pool: one kind of data of one model."""
-
-    model: str
-    kind: Kind
-
-    def __str__(self) -> str:
-        return f"{self.model}/{self.kind}"
-
-
-PROCESS = Owner("process", Kind.OVERHEAD)
-"""Owner of device memory that is not in pages."""
-
-# No model has an empty name, so these two are no tenants.
-UNKNOWN = Owner("", Kind.KV)
-"""Last owner of idle pages with unknown contents; they are zeroed before they are handed out."""
-
-UNTOUCHED = Owner("", Kind.WEIGHTS)
-"""Last owner of idle pages fresh from the driver; they are zero and are handed out as they are."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolUsage:
-    """Split of the budget at one moment. All figures in bytes.
-
-    `budget_bytes + excess_bytes == sum(in_use_bytes.values()) + retired_bytes + idle_bytes +
-    uncreated_bytes`, and where there is an excess, nothing is idle or uncreated.
-    """
-
-    budget_bytes: int
-    in_use_bytes: dict[Owner, int]  # that of `PROCESS` included
-    retired_bytes: int  # of pages out of use that are still mapped where they were used last
-    idle_bytes: int
-    uncreated_bytes: int
-    excess_bytes: int  # by which overhead and pages that cannot go are more than the budget
-
-    @property
-    def overhead_bytes(self) -> int:
-        """Device memory of the process that is not in pages, and pages that hold no data."""
-        return sum(n for owner, n in self.in_use_bytes.items() if owner.kind == Kind.OVERHEAD)
-
-    @property
-    def free_bytes(self) -> int:
-        """Bytes that could be acquired without taking any from an owner that uses them.
-
-        Without an excess, this and what is in use are the budget.
-        """
-        return max(
-            self.idle_bytes + self.uncreated_bytes + self.retired_bytes - self.excess_bytes, 0
-        )
 
 
 class _Record(NamedTuple):
@@ -116,42 +53,6 @@ class _Record(NamedTuple):
         )
 
 
-@dataclass(slots=True)
-class _Idle:
-    """Idle pages of one size, by their last owner."""
-
-    by_owner: dict[Owner, list[Page]] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return sum(map(len, self.by_owner.values()))
-
-    def count(self, owner: Owner) -> int:
-        """Pages that `owner` used last."""
-        return len(self.by_owner.get(owner, ()))
-
-    def take(self, owner: Owner, count: int) -> list[Page]:
-        """Up to `count` pages that `owner` used last."""
-        pages = self.by_owner.get(owner, [])
-        cut = max(len(pages) - count, 0)
-        taken = pages[cut:]
-        del pages[cut:]
-        return taken[::-1]
-
-    def take_any(self, count: int) -> list[Page]:
-        """Up to `count` pages, from the owner that has most idle."""
-        taken: list[Page] = []
-        while len(taken) < count and self.by_owner:
-            owner = max(self.by_owner, key=lambda o: len(self.by_owner[o]))
-            taken += self.take(owner, count - len(taken))
-            if not self.by_owner[owner]:
-                del self.by_owner[owner]
-        return taken
-
-    def put(self, owner: Owner, pages: Sequence[Page]) -> None:
-        """Keep pages; they come out again in ascending order, so that neighbours stay so."""
-        self.by_owner.setdefault(owner, []).extend(sorted(pages, reverse=True))
-
-
 class Ledger:
     """Records of all pages of one pool, and the bytes of each state and owner.
 
@@ -171,7 +72,7 @@ class Ledger:
         self.keep_idle_bytes = keep_idle_bytes
         self.lock = threading.RLock()
         self._records: dict[Page, _Record] = {}
-        self._idle: dict[int, _Idle] = {}  # by page size
+        self._idle: dict[int, IdlePages] = {}  # by page size
         self._in_use_bytes: Counter[Owner] = Counter()
         self._retired_bytes = 0
         self._idle_bytes = 0
@@ -417,10 +318,10 @@ class Ledger:
         """Pages that are in use or retired."""
         return len(self._records)
 
-    def _idle_of(self, page_bytes: int) -> _Idle:
+    def _idle_of(self, page_bytes: int) -> IdlePages:
         idle = self._idle.get(page_bytes)
         if idle is None:
-            idle = self._idle[page_bytes] = _Idle()
+            idle = self._idle[page_bytes] = IdlePages()
         return idle
 
     def _in_use(self, page: Page) -> _Record:
