@@ -16,9 +16,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from aquifer.engine.policies import RestoreMode
+from aquifer.sim.config import ReplayConfig
 from aquifer.sim.device import find_device, find_model
 from aquifer.sim.driver import PAGE_BYTES
-from aquifer.sim.replay import ReplayConfig, ReplayResult, replay
+from aquifer.sim.replay import replay
+from aquifer.sim.results import ReplayResult
 from aquifer.sim.trace import TraceRequest, poisson_arrivals
 
 ARRIVAL_SEED = 0

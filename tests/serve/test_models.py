@@ -11,7 +11,7 @@ from tests.checkpoints import tiny_llama
 from aquifer.config import ModelSpec
 from aquifer.errors import ConfigError, RequestError
 from aquifer.serve.models import TextModel, check_token_ids, sampling_defaults
-from aquifer.serve.protocol import ChatCompletionRequest, CompletionRequest
+from aquifer.serve.protocol.requests import ChatCompletionRequest, CompletionRequest
 
 
 def _write_defaults(folder: Path, content: object) -> None:

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from aquifer.bench import replay as bench
 from aquifer.cli import app
 from aquifer.errors import ConfigError
+from aquifer.sim.config import ReplayConfig
 from aquifer.sim.device import find_device, find_model
-from aquifer.sim.replay import ReplayConfig
 from aquifer.sim.trace import TraceRequest
 
 

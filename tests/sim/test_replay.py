@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from aquifer.errors import ConfigError
-from aquifer.sim import replay as sim_replay
+from aquifer.sim import averages
+from aquifer.sim.config import MANAGERS, ReplayConfig
 from aquifer.sim.device import DeviceModel, ModelShape, StepModel, StepWork
-from aquifer.sim.replay import MANAGERS, ReplayConfig, ReplayResult, replay
+from aquifer.sim.replay import replay
+from aquifer.sim.results import ReplayResult
 from aquifer.sim.trace import TraceRequest, poisson_arrivals
 
 MODEL = ModelShape.dense(
@@ -65,10 +67,10 @@ def _growing(seed: int, count: int) -> list[TraceRequest]:
 
 
 def _check(result: ReplayResult) -> None:
-    for averages in (result.averages, result.averages_waiting):
+    for means in (result.averages, result.averages_waiting):
         parts = ("written", "future", "internal", "external", "retained", "free")
-        assert min(averages[part] for part in parts) >= -1e-6
-        total = sum(averages[part] for part in parts)
+        assert min(means[part] for part in parts) >= -1e-6
+        total = sum(means[part] for part in parts)
         assert total == pytest.approx(result.kv_budget_bytes) or total == 0
 
 
@@ -140,9 +142,9 @@ def test_skipping_ahead_of_many_sequences(manager):
 def test_averages_do_not_depend_on_when_steps_are_added_up(monkeypatch):
     config, requests = _config(kv_pages=45, fast_forward=False), _growing(1, 20)
     at_the_end = replay(config, requests)
-    assert at_the_end.num_steps < sim_replay.STEPS_PER_SUM
+    assert at_the_end.num_steps < averages.STEPS_PER_SUM
     assert at_the_end.averages_waiting["waiting"] > 0
-    monkeypatch.setattr(sim_replay, "STEPS_PER_SUM", 7)
+    monkeypatch.setattr(averages, "STEPS_PER_SUM", 7)
     often = replay(config, requests)
     _same(at_the_end, often)
     assert often.busy_s == pytest.approx(at_the_end.busy_s, rel=1e-12)

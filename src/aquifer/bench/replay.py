@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from aquifer.errors import ConfigError
-from aquifer.sim.replay import ReplayConfig, ReplayResult
+from aquifer.sim.config import ReplayConfig
 from aquifer.sim.replay import replay as run_replay
+from aquifer.sim.results import ReplayResult
 from aquifer.sim.trace import TraceRequest, poisson_arrivals
 
 MEMORY_PARTS = {

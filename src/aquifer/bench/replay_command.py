@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from aquifer.bench.replay import Run, Workload
-    from aquifer.sim.replay import ReplayConfig
+    from aquifer.sim.config import ReplayConfig
 
 
 @with_options(REPLAY)
@@ -100,8 +100,8 @@ def _rates(options: SimpleNamespace) -> list[float | None]:
 
 def _config(options: SimpleNamespace) -> tuple[ReplayConfig, list[str]]:
     """What to replay on, with the first cache manager; and all managers to compare."""
+    from aquifer.sim.config import MANAGERS, ReplayConfig
     from aquifer.sim.device import calibrate, find_device, find_model
-    from aquifer.sim.replay import MANAGERS, ReplayConfig
 
     managers = options.kv_cache.split(",")
     for name in managers:

@@ -21,7 +21,8 @@ from aquifer.cache import kv_cache
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.assembly import Assembly, LaneSpec
 from aquifer.engine.costs import PrefillCost
-from aquifer.engine.reports import LoadProgress, ModelInfo
+from aquifer.engine.reporting import model_info
+from aquifer.engine.reports import LoadProgress
 from aquifer.engine.runner import Runner
 from aquifer.errors import ConfigError
 from aquifer.memory.pool import Kind, Owner
@@ -107,16 +108,8 @@ class ModelHost:
             resources.callback(assembly.close_lane, self.lane)
             resources.callback(self._close_runner)
             self._resources = resources.pop_all()
-        self.info = ModelInfo(
-            name=spec.name,
-            path=str(spec.path),
-            architecture=str((checkpoint.config.get("architectures") or ["unknown"])[0]),
-            dtype=str(plan.kv_layout.dtype).removeprefix("torch."),
-            max_model_len=max_model_len,
-            vocab_size=plan.vocab_size,
-            num_parameters=plan.num_parameters,
-            weight_bytes=self._weights.placement.num_bytes,
-            kv_bytes_per_token=plan.kv_layout.token_bytes,
+        self.info = model_info(
+            spec, plan, checkpoint, max_model_len, self._weights.placement.num_bytes
         )
 
     @property

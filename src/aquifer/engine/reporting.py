@@ -1,13 +1,45 @@
-"""Reports for people and metrics: counters of the engine, and where its memory is."""
+"""Reports for people and metrics: models, counters of the engine, and where its memory is."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 
+from aquifer.config import ModelSpec
 from aquifer.engine.lane import Lane
-from aquifer.engine.reports import EngineStats, MemoryReport, ModelMemory
+from aquifer.engine.reports import EngineStats, MemoryReport, ModelInfo, ModelMemory
 from aquifer.memory.pool import Kind, Owner, PagePool, PoolUsage
+from aquifer.models import ModelPlan
+from aquifer.weights.checkpoint import Checkpoint
+
+
+def model_info(
+    spec: ModelSpec,
+    plan: ModelPlan,
+    checkpoint: Checkpoint,
+    max_model_len: int,
+    weight_bytes: int,
+) -> ModelInfo:
+    """Description of a model for other processes.
+
+    Args:
+        spec: its name and path.
+        plan: what its configuration says.
+        checkpoint: where its weights are.
+        max_model_len: maximum length of its sequences, in tokens.
+        weight_bytes: bytes of its weights in the pool.
+    """
+    return ModelInfo(
+        name=spec.name,
+        path=str(spec.path),
+        architecture=str((checkpoint.config.get("architectures") or ["unknown"])[0]),
+        dtype=str(plan.kv_layout.dtype).removeprefix("torch."),
+        max_model_len=max_model_len,
+        vocab_size=plan.vocab_size,
+        num_parameters=plan.num_parameters,
+        weight_bytes=weight_bytes,
+        kv_bytes_per_token=plan.kv_layout.token_bytes,
+    )
 
 
 def engine_stats(lanes: Mapping[str, Lane], usage: PoolUsage, fixed_bytes: int) -> EngineStats:

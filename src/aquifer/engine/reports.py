@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from aquifer.memory.owner import Kind
+from aquifer.memory.owners import Kind
 
 
 @dataclass(frozen=True, slots=True)

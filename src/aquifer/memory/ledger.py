@@ -22,19 +22,12 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from aquifer.errors import InvariantError
-from aquifer.memory.owner import PROCESS, Kind, Owner, PoolUsage
+from aquifer.memory.idle import IdlePages
+from aquifer.memory.owners import PROCESS, UNTOUCHED, Owner, PoolUsage
 from aquifer.memory.pages import Page
-
-# No model has an empty name, so these two are no tenants.
-UNKNOWN = Owner("", Kind.KV)
-"""Last owner of idle pages with unknown contents; they are zeroed before they are handed out."""
-
-UNTOUCHED = Owner("", Kind.WEIGHTS)
-"""Last owner of idle pages fresh from the driver; they are zero and are handed out as they are."""
 
 
 class _Record(NamedTuple):
@@ -60,42 +53,6 @@ class _Record(NamedTuple):
         )
 
 
-@dataclass(slots=True)
-class _Idle:
-    """Idle pages of one size, by their last owner."""
-
-    by_owner: dict[Owner, list[Page]] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return sum(map(len, self.by_owner.values()))
-
-    def count(self, owner: Owner) -> int:
-        """Pages that `owner` used last."""
-        return len(self.by_owner.get(owner, ()))
-
-    def take(self, owner: Owner, count: int) -> list[Page]:
-        """Up to `count` pages that `owner` used last."""
-        pages = self.by_owner.get(owner, [])
-        cut = max(len(pages) - count, 0)
-        taken = pages[cut:]
-        del pages[cut:]
-        return taken[::-1]
-
-    def take_any(self, count: int) -> list[Page]:
-        """Up to `count` pages, from the owner that has most idle."""
-        taken: list[Page] = []
-        while len(taken) < count and self.by_owner:
-            owner = max(self.by_owner, key=lambda o: len(self.by_owner[o]))
-            taken += self.take(owner, count - len(taken))
-            if not self.by_owner[owner]:
-                del self.by_owner[owner]
-        return taken
-
-    def put(self, owner: Owner, pages: Sequence[Page]) -> None:
-        """Keep pages; they come out again in ascending order, so that neighbours stay so."""
-        self.by_owner.setdefault(owner, []).extend(sorted(pages, reverse=True))
-
-
 class Ledger:
     """Records of all pages of one pool, and the bytes of each state and owner.
 
@@ -115,7 +72,7 @@ class Ledger:
         self.keep_idle_bytes = keep_idle_bytes
         self.lock = threading.RLock()
         self._records: dict[Page, _Record] = {}
-        self._idle: dict[int, _Idle] = {}  # by page size
+        self._idle: dict[int, IdlePages] = {}  # by page size
         self._in_use_bytes: Counter[Owner] = Counter()
         self._retired_bytes = 0
         self._idle_bytes = 0
@@ -361,10 +318,10 @@ class Ledger:
         """Pages that are in use or retired."""
         return len(self._records)
 
-    def _idle_of(self, page_bytes: int) -> _Idle:
+    def _idle_of(self, page_bytes: int) -> IdlePages:
         idle = self._idle.get(page_bytes)
         if idle is None:
-            idle = self._idle[page_bytes] = _Idle()
+            idle = self._idle[page_bytes] = IdlePages()
         return idle
 
     def _in_use(self, page: Page) -> _Record:

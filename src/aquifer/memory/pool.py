@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 
 from aquifer.errors import DriverError, InvariantError
 from aquifer.memory.driver.base import Driver
-from aquifer.memory.ledger import UNKNOWN, UNTOUCHED, Ledger
-from aquifer.memory.owner import PROCESS, Kind, Owner, PoolUsage
+from aquifer.memory.ledger import Ledger
+from aquifer.memory.owners import PROCESS, UNKNOWN, UNTOUCHED, Kind, Owner, PoolUsage
 from aquifer.memory.pages import Page, PageTable
 from aquifer.memory.retire import RetireQueue
 

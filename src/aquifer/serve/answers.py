@@ -10,7 +10,7 @@ from typing import Literal
 
 from aquifer.engine.outputs import FinishReason, Logprob
 from aquifer.serve.generation import Job
-from aquifer.serve.protocol import (
+from aquifer.serve.protocol.responses import (
     AssistantMessage,
     ChatChoice,
     ChatChunkChoice,

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import multiprocessing
-import queue
-import signal
-import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
 from typing import Any
 
 from aquifer.config import EngineConfig
@@ -21,6 +14,7 @@ from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request
 from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelInfo
 from aquifer.errors import AquiferError, ConfigError, EngineError
+from aquifer.serve.link import EngineLink
 from aquifer.serve.messages import (
     Abort,
     Add,
@@ -33,12 +27,9 @@ from aquifer.serve.messages import (
     Pinned,
     Ready,
     Step,
-    ToEngine,
     Unpin,
 )
-from aquifer.serve.process import STOP_SIGNALS, OpenEngine, open_engine, run_engine_process
-
-_EXIT_S = 10.0  # the engine process is killed if it takes longer to release its pages
+from aquifer.serve.process import OpenEngine, open_engine
 
 
 class _State(Enum):
@@ -104,10 +95,7 @@ class _Route:
 
 
 class EngineClient:
-    """Client that starts the engine process and exchanges messages with it; for one event loop.
-
-    Two threads move messages, so that neither a full pipe nor a long message blocks the loop:
-    "aquifer-engine-reader" ends with the pipe, "aquifer-engine-writer" with a None in its queue.
+    """Client of the engine process, which it starts and stops; for one event loop.
 
     Args:
         config: the engine's options.
@@ -116,11 +104,10 @@ class EngineClient:
 
     def __init__(self, config: EngineConfig, open_it: OpenEngine = open_engine) -> None:
         self._config = config
-        self._open_it = open_it
+        self._link = EngineLink(config, open_it)
         self._state = _State.NEW
         self._routes: dict[str, _Route] = {}
         self._waiters: deque[asyncio.Future[Any]] = deque()
-        self._outbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
         self._stats: EngineStats | None = None
 
     @property
@@ -157,25 +144,7 @@ class EngineClient:
         self._died = asyncio.Event()
         self._opened: asyncio.Future[dict[str, ModelInfo]] = self._loop.create_future()
         self._on_progress: Callable[[LoadProgress], None] | None = None
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(
-            target=run_engine_process,
-            args=(theirs, self._config, self._open_it),
-            name="aquifer-engine",
-            daemon=True,
-        )
-        with _stop_signals_blocked():
-            self._process.start()
-        theirs.close()
-        self._reader = threading.Thread(
-            target=self._read, args=(self._connection,), name="aquifer-engine-reader", daemon=True
-        )
-        self._writer = threading.Thread(
-            target=self._write, args=(self._connection,), name="aquifer-engine-writer", daemon=True
-        )
-        self._reader.start()
-        self._writer.start()
+        self._link.start(self._loop, self._handle)
 
     async def ready(
         self, on_progress: Callable[[LoadProgress], None] | None = None
@@ -201,7 +170,7 @@ class EngineClient:
         stream = TokenStream(self, requests)
         for request in requests:
             self._routes[request.request_id] = _Route(stream, _indexes_of(request))
-            self._send(Add(request))
+            self._link.send(Add(request))
         return stream
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -210,7 +179,7 @@ class EngineClient:
         if route is None or (index is not None and index not in route.indexes):
             return
         self._end(request_id, route, index)
-        self._send(Abort(request_id, index))
+        self._link.send(Abort(request_id, index))
 
     async def memory(self) -> MemoryReport:
         """Ask the engine for its memory report, which includes the effect of all earlier aborts.
@@ -247,7 +216,7 @@ class EngineClient:
 
     def kill(self) -> None:
         """Kill the engine process at once."""
-        self._process.kill()
+        self._link.kill()
 
     async def stop(self, timeout_s: float) -> None:
         """Refuse new requests, give running ones `timeout_s` to finish, end the rest, exit.
@@ -260,22 +229,12 @@ class EngineClient:
             while self._routes and self._loop.time() < deadline:
                 await asyncio.sleep(0.02)
             self._fail_everyone("the server shut down before the request finished")
-            self._send(Close())
+            self._link.send(Close())
         elif self._state is _State.LOADING:
             self._state = _State.STOPPING
             self.kill()  # it reads no messages while it loads
         if self._state is not _State.NEW:
-            await asyncio.to_thread(self._join)
-
-    def _join(self) -> None:
-        self._process.join(_EXIT_S)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-        self._outbox.put(None)
-        self._writer.join()
-        self._reader.join()
-        self._connection.close()
+            await asyncio.to_thread(self._link.join)
 
     def _check_serving(self) -> None:
         if self._state is _State.SERVING:
@@ -284,15 +243,12 @@ class EngineClient:
             raise EngineError("the server is shutting down")
         raise EngineError("the engine has stopped; restart the server")
 
-    def _send(self, message: ToEngine) -> None:
-        self._outbox.put(message)
-
     async def _ask(self, question: GetMemory | Pin | Unpin) -> Any:
         """Send a question and return the engine's answer; answers come in order."""
         self._check_serving()
         waiter: asyncio.Future[Any] = self._loop.create_future()
         self._waiters.append(waiter)
-        self._send(question)
+        self._link.send(question)
         return await waiter
 
     def _answer(self, answer: object) -> None:
@@ -314,32 +270,11 @@ class EngineClient:
     def _fail_everyone(self, why: str) -> None:
         routes, self._routes = self._routes, {}
         for request_id in routes:
-            self._send(Abort(request_id))
+            self._link.send(Abort(request_id))
         for stream in {route.stream for route in routes.values()}:
             stream.put(EngineError(why))
         while self._waiters:
             self._answer(EngineError(why))
-
-    # ---- the threads
-
-    def _read(self, connection: Connection) -> None:
-        while True:
-            try:
-                message: FromEngine | None = connection.recv()
-            except (EOFError, OSError):
-                message = None
-            self._loop.call_soon_threadsafe(self._handle, message)
-            if message is None:
-                return
-
-    def _write(self, connection: Connection) -> None:
-        while (message := self._outbox.get()) is not None:
-            try:
-                connection.send(message)
-            except OSError:
-                continue  # the process is gone, which the reader reports
-
-    # ---- on the loop
 
     def _handle(self, message: FromEngine | None) -> None:
         match message:
@@ -387,18 +322,3 @@ class EngineClient:
 def _indexes_of(request: Request) -> set[int]:
     """Indexes of the completions that the engine outputs."""
     return set(range(request.params.num_completions))
-
-
-@contextlib.contextmanager
-def _stop_signals_blocked() -> Iterator[None]:
-    """Block SIGINT and SIGTERM for processes started within this context.
-
-    Otherwise Ctrl-C, which a terminal sends to all its processes, could end the engine process
-    before it has arranged to ignore the signal.
-    """
-    resource_tracker.ensure_running()  # started within this context, it would unblock them
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous)

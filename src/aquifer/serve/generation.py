@@ -16,7 +16,7 @@ from aquifer.text import Delta, OutputBuilder, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class EncodedPrompt:
     """A tokenised prompt; `text` is None if it came as token ids."""
 
     text: str | None
@@ -35,7 +35,7 @@ class Job:
     def prepare(
         cls,
         model: TextModel,
-        prompt: Prompt,
+        prompt: EncodedPrompt,
         params: SamplingParams,
         request_id: str,
         arrival_s: float,

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -18,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from aquifer.errors import EngineError, QueueFullError, RequestError, UnknownModelError
-from aquifer.serve.protocol import ErrorInfo, ErrorResponse
+from aquifer.serve.protocol.responses import ErrorInfo, ErrorResponse
 
 MAX_BODY_BYTES = 16 << 20
 # Limits for reading and discarding a body that is too large, so that its sender reads the
@@ -62,6 +63,11 @@ def response_to(error: RequestError | EngineError) -> Response:
         )
     status = 404 if isinstance(error, UnknownModelError) else 400
     return error_response(status, error.message, error.param, error.code)
+
+
+def json_response(body: BaseModel) -> Response:
+    """Return a response with `body` as JSON."""
+    return Response(body.model_dump_json(), media_type="application/json")
 
 
 def install_error_handlers(app: FastAPI) -> None:

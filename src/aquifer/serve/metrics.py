@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from aquifer.engine.outputs import FinishReason, TokenOutput
 from aquifer.engine.params import Request
 from aquifer.engine.reports import EngineStats, MemoryReport
-from aquifer.memory.owner import Kind
+from aquifer.memory.owners import Kind
 
 _FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),

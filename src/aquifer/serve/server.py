@@ -15,10 +15,11 @@ from aquifer.config import EngineConfig, check_fields
 from aquifer.engine.reports import LoadProgress
 from aquifer.errors import ConfigError, EngineError
 from aquifer.options import default_of
-from aquifer.serve.app import ServedModel, create_app
+from aquifer.serve.app import create_app
 from aquifer.serve.client import EngineClient
 from aquifer.serve.models import TextModel
 from aquifer.serve.process import STOP_SIGNALS, OpenEngine, open_engine
+from aquifer.serve.service import ServedModel
 
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 60  # longer than most clients keep a connection, so that they close it first

@@ -1,4 +1,4 @@
-"""Owners of memory, and the split of a pool's budget among them."""
+"""Owners of a pool's pages, and the split of its budget among them."""
 
 from __future__ import annotations
 
@@ -29,6 +29,13 @@ class Owner:
 
 PROCESS = Owner("process", Kind.OVERHEAD)
 """Owner of device memory that is not in pages."""
+
+# No model has an empty name, so these two are no tenants.
+UNKNOWN = Owner("", Kind.KV)
+"""Last owner of idle pages with unknown contents; they are zeroed before they are handed out."""
+
+UNTOUCHED = Owner("", Kind.WEIGHTS)
+"""Last owner of idle pages fresh from the driver; they are zero and are handed out as they are."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""OpenAI's API as pydantic models, with the additional fields of vLLM's server.
+"""Bodies of requests.
 
 A null field counts as not given. Fields that are not listed are ignored.
 """
@@ -57,8 +57,8 @@ def _check_one_prompt(value: Any, _: ValidatorFunctionWrapHandler) -> Any:
     raise ValueError("must be a text or a list of token ids")
 
 
-Prompt = Annotated[str | list[str] | list[int] | list[list[int]], WrapValidator(_check_prompt)]
-OnePrompt = Annotated[str | list[int] | None, WrapValidator(_check_one_prompt)]
+PromptField = Annotated[str | list[str] | list[int] | list[list[int]], WrapValidator(_check_prompt)]
+OnePromptField = Annotated[str | list[int] | None, WrapValidator(_check_one_prompt)]
 CacheSalt = Annotated[str, Field(min_length=1)] | None
 """A request finds retained prefixes only of requests with the same salt."""
 
@@ -129,7 +129,7 @@ class SamplingFields(BaseModel):
 class CompletionRequest(SamplingFields):
     """Body of POST /v1/completions."""
 
-    prompt: Prompt
+    prompt: PromptField
     echo: bool | None = None
     logprobs: int | None = None
     suffix: str | None = None
@@ -301,7 +301,7 @@ class TokenizeRequest(PromptOrMessages):
 class PrefixRequest(PromptOrMessages):
     """Body of POST /v1/prefixes: either `prompt` or `messages`."""
 
-    prompt: OnePrompt = None
+    prompt: OnePromptField = None
     cache_salt: CacheSalt = None
 
     def conversation(self) -> TemplateFields | None:
@@ -318,196 +318,6 @@ class DetokenizeRequest(BaseModel):
 
     model: str | None = None
     tokens: list[StrictInt]
-
-
-# ---- responses
-
-
-class PromptTokensDetails(BaseModel):
-    """Part of `Usage`."""
-
-    cached_tokens: int = 0
-
-
-class Usage(BaseModel):
-    """Token counts of a request, over all its choices."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-
-
-class CompletionLogprobs(BaseModel):
-    """Log probabilities in the form of completions: parallel lists, one entry per token."""
-
-    tokens: list[str] = Field(default_factory=list)
-    token_logprobs: list[float | None] = Field(default_factory=list)
-    top_logprobs: list[dict[str, float] | None] = Field(default_factory=list)
-    text_offset: list[int] = Field(default_factory=list)
-
-
-class CompletionChoice(BaseModel):
-    """One completion, or in a stream its next piece."""
-
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-class CompletionResponse(BaseModel):
-    """Response to POST /v1/completions, and a chunk of its stream."""
-
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage | None = None
-
-
-class TopLogprob(BaseModel):
-    """A token and its log probability, in the form of chat."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprob(TopLogprob):
-    """A chosen token, and the most probable ones at its position."""
-
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(BaseModel):
-    """Log probabilities in the form of chat."""
-
-    content: list[TokenLogprob]
-
-
-class AssistantMessage(BaseModel):
-    """The generated message."""
-
-    role: Literal["assistant"] = "assistant"
-    content: str
-
-
-class ChatChoice(BaseModel):
-    """One completion of a conversation."""
-
-    index: int
-    message: AssistantMessage
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-class ChatCompletionResponse(BaseModel):
-    """Response to POST /v1/chat/completions."""
-
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-
-
-class ChatChunkChoice(BaseModel):
-    """The next piece of a choice."""
-
-    index: int
-    delta: dict[Literal["role", "content"], str]
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-class ChatCompletionChunk(BaseModel):
-    """A chunk of a streamed chat completion."""
-
-    id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    usage: Usage | None = None
-
-
-class ModelCard(BaseModel):
-    """A served model."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "aquifer"
-    root: str
-    max_model_len: int
-
-
-class ModelList(BaseModel):
-    """Response to GET /v1/models."""
-
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
-
-
-class TokenizeResponse(BaseModel):
-    """Response to POST /tokenize."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None = None
-
-
-class DetokenizeResponse(BaseModel):
-    """Response to POST /detokenize."""
-
-    prompt: str
-
-
-class PrefixCard(BaseModel):
-    """A pinned prefix."""
-
-    id: str
-    object: Literal["prefix"] = "prefix"
-    created: int
-    model: str
-    num_tokens: int
-
-
-class PrefixList(BaseModel):
-    """Response to GET /v1/prefixes."""
-
-    object: Literal["list"] = "list"
-    data: list[PrefixCard]
-
-
-class PrefixDeleted(BaseModel):
-    """Response to DELETE /v1/prefixes/ID."""
-
-    id: str
-    object: Literal["prefix"] = "prefix"
-    deleted: Literal[True] = True
-
-
-class ErrorInfo(BaseModel):
-    """Description of an error."""
-
-    message: str
-    type: str
-    param: str | None = None
-    code: str | None = None
-
-
-class ErrorResponse(BaseModel):
-    """Body of every error response."""
-
-    error: ErrorInfo
 
 
 def _text_of_part(part: Mapping[str, Any]) -> str:

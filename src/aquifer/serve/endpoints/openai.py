@@ -1,0 +1,124 @@
+"""OpenAI's endpoints: models, completions and chat."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, aclosing
+from uuid import uuid4
+
+from fastapi import Request, Response
+from pydantic import BaseModel
+
+from aquifer.errors import EngineError, RequestError
+from aquifer.serve.answers import ChatWriter, CompletionWriter, Piece, PieceBuffer, whole_pieces
+from aquifer.serve.generation import EncodedPrompt, Job
+from aquifer.serve.http import EventStream, json_response, response_to, unless_disconnected
+from aquifer.serve.prefixes import joined_salt
+from aquifer.serve.protocol.requests import ChatCompletionRequest, CompletionRequest
+from aquifer.serve.protocol.responses import ModelCard, ModelList
+from aquifer.serve.service import Served, check_prompt
+
+
+async def list_models(service: Served) -> ModelList:
+    """List the served models."""
+    return ModelList(data=[service.card(model) for model in service.models.values()])
+
+
+async def get_model(service: Served, model_id: str) -> ModelCard:
+    """Describe one served model."""
+    return service.card(service.model(model_id))
+
+
+async def completions(request: Request, body: CompletionRequest, service: Served) -> Response:
+    """Complete one or several prompts."""
+    arrival_s = time.monotonic()
+    model = service.model(body.model)
+    params = body.params(model.text.defaults)
+    prompts = await service.prompts(model, body)
+    response_id = f"cmpl-{uuid4().hex}"
+    salt = joined_salt(service.owner(request), body.cache_salt)
+    jobs = service.jobs(model, prompts, params, response_id, arrival_s, salt)
+    echoes = [_echo_of(job) if body.echo else None for job in jobs]
+    writer = CompletionWriter(response_id, model.info.name, jobs)
+    if not body.stream:
+        await unless_disconnected(request.receive, service.finish(jobs))
+        return json_response(writer.response([*map(whole_pieces, jobs, echoes)]))
+    buffers = [
+        [PieceBuffer(job, echo) for _ in range(params.n)]
+        for job, echo in zip(jobs, echoes, strict=True)
+    ]
+    return await _stream(
+        request,
+        service.pieces(jobs, buffers),
+        writer.chunk,
+        writer.usage_chunk if body.include_usage else None,
+    )
+
+
+async def chat_completions(
+    request: Request, body: ChatCompletionRequest, service: Served
+) -> Response:
+    """Answer a conversation."""
+    arrival_s = time.monotonic()
+    model = service.model(body.model)
+    params = body.params(model.text.defaults)
+    token_ids = await service.conversation(model, body)
+    check_prompt(model, token_ids, "messages")
+    response_id = f"chatcmpl-{uuid4().hex}"
+    salt = joined_salt(service.owner(request), body.cache_salt)
+    jobs = service.jobs(
+        model, [EncodedPrompt(None, token_ids)], params, response_id, arrival_s, salt
+    )
+    writer = ChatWriter(response_id, model.info.name, jobs[0])
+    if not body.stream:
+        await unless_disconnected(request.receive, service.finish(jobs))
+        return json_response(writer.response(whole_pieces(jobs[0])))
+    buffers = [[PieceBuffer(jobs[0]) for _ in range(params.n)]]
+    return await _stream(
+        request,
+        service.pieces(jobs, buffers),
+        lambda _, index, piece: writer.chunk(index, piece),
+        writer.usage_chunk if body.include_usage else None,
+    )
+
+
+async def _stream(
+    request: Request,
+    pieces: AsyncGenerator[tuple[int, int, Piece], None],
+    chunk: Callable[[int, int, Piece], BaseModel],
+    usage_chunk: Callable[[], BaseModel] | None,
+) -> Response:
+    """Stream pieces as server-sent events; a failure before the first one is an HTTP error."""
+
+    async def first_piece() -> tuple[int, int, Piece]:
+        return await anext(pieces)
+
+    async def events(first: tuple[int, int, Piece]) -> AsyncGenerator[bytes, None]:
+        yield _event(chunk(*first))
+        try:
+            async for job_index, index, piece in pieces:
+                yield _event(chunk(job_index, index, piece))
+        except (RequestError, EngineError) as error:
+            yield b"event: error\ndata: " + bytes(response_to(error).body) + b"\n\n"
+            return
+        if usage_chunk is not None:
+            yield _event(usage_chunk())
+        yield b"data: [DONE]\n\n"
+
+    async with AsyncExitStack() as resources:
+        await resources.enter_async_context(aclosing(pieces))
+        first = await unless_disconnected(request.receive, first_piece())
+        return EventStream(events(first), resources.pop_all())
+
+
+def _echo_of(job: Job) -> str:
+    """Return the prompt's text, decoded from its tokens if it came as token ids."""
+    text = job.builder.output.prompt
+    if text is None and job.tokenizer is not None:
+        text = job.tokenizer.decode(job.request.prompt_token_ids, skip_special_tokens=False)
+    return text or ""
+
+
+def _event(body: BaseModel) -> bytes:
+    return b"data: " + body.model_dump_json().encode() + b"\n\n"

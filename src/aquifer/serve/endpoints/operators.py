@@ -1,0 +1,101 @@
+"""Endpoints for operators: health, version, metrics and memory."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from aquifer import __version__
+from aquifer.config import format_size
+from aquifer.engine.reports import MemoryReport
+from aquifer.errors import EngineError
+from aquifer.serve.client import EngineClient
+from aquifer.serve.http import error_response
+from aquifer.serve.service import Served
+
+_MEMORY_S = 5.0  # timeout of a scrape: the engine answers between two steps
+
+
+async def health(service: Served) -> Response:
+    """Return 200 while requests are accepted, else 503."""
+    if service.client.is_serving:
+        return Response(status_code=200)
+    if service.client.is_dead:
+        return error_response(503, "the engine process died; restart the server")
+    return error_response(503, "the server is shutting down")
+
+
+async def version() -> dict[str, str]:
+    """Return Aquifer's version."""
+    return {"version": __version__}
+
+
+async def metrics(service: Served) -> Response:
+    """Return the metrics in Prometheus's text format."""
+    report = None
+    if service.client.is_serving:
+        report = await _memory_report(service.client)
+    return Response(
+        service.metrics.render(service.client.stats, report), media_type=CONTENT_TYPE_LATEST
+    )
+
+
+async def memory(service: Served) -> dict[str, Any]:
+    """Return the breakdown of the pool's budget, in bytes and human-readable."""
+    return _memory_dict(await service.client.memory())
+
+
+async def _memory_report(client: EngineClient) -> MemoryReport | None:
+    """Return the report, or None if the engine dies or a step exceeds the timeout."""
+    try:
+        async with asyncio.timeout(_MEMORY_S):
+            return await client.memory()
+    except (EngineError, TimeoutError):
+        return None
+
+
+def _memory_dict(report: MemoryReport) -> dict[str, Any]:
+    used_bytes = report.budget_bytes - report.free_bytes
+    return {
+        "device": report.device,
+        **_sizes(
+            page=report.page_bytes,
+            budget=report.budget_bytes,
+            used=used_bytes,
+            overhead=report.overhead_bytes,
+            free=report.free_bytes,
+            idle=report.idle_bytes,
+            retired=report.retired_bytes,
+            process_resident=report.process_resident_bytes,
+        ),
+        "mapped_pages": report.mapped_pages,
+        "free_pages": report.free_pages,
+        "requests_running": sum(model.num_running for model in report.models.values()),
+        "requests_waiting": sum(model.num_waiting for model in report.models.values()),
+        "models": {
+            name: {
+                **_sizes(**{kind.value: n for kind, n in model.bytes_by_kind.items()}),
+                **_sizes(
+                    kv_written=model.kv_written_bytes,
+                    kv_mapped=model.kv_mapped_bytes,
+                    kv_wasted=model.kv_wasted_bytes,
+                ),
+                "kv_written_tokens": model.kv_written_tokens,
+                "requests_running": model.num_running,
+                "requests_waiting": model.num_waiting,
+            }
+            for name, model in report.models.items()
+        },
+    }
+
+
+def _sizes(**num_bytes: int) -> dict[str, int | str]:
+    """Return each quantity twice: `name_bytes` as a number, `name` human-readable."""
+    sizes: dict[str, int | str] = {}
+    for name, value in num_bytes.items():
+        sizes[f"{name}_bytes"] = value
+        sizes[name] = format_size(value)
+    return sizes

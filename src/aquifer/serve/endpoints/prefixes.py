@@ -1,0 +1,53 @@
+"""Endpoints for pinned prefixes."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from fastapi import Request, Response
+
+from aquifer.serve.http import error_response, json_response
+from aquifer.serve.prefixes import PinnedPrefix
+from aquifer.serve.protocol.requests import PrefixRequest
+from aquifer.serve.protocol.responses import PrefixCard, PrefixDeleted, PrefixList
+from aquifer.serve.service import Served, check_prompt, off_loop
+
+
+async def pin_prefix(request: Request, body: PrefixRequest, service: Served) -> PrefixCard:
+    """Pin the KV of a common prefix."""
+    model = service.model(body.model)
+    conversation = body.conversation()
+    if conversation is not None:
+        token_ids, param = await service.conversation(model, conversation), "messages"
+    elif isinstance(body.prompt, str):
+        text = body.prompt
+        token_ids, param = await off_loop(len(text), partial(model.text.encode, text)), "prompt"
+    else:
+        token_ids, param = body.prompt or [], "prompt"
+    check_prompt(model, token_ids, param)
+    prefix = await service.prefixes.pin(
+        service.owner(request), model.info.name, token_ids, body.cache_salt
+    )
+    return _prefix_card(prefix)
+
+
+async def list_prefixes(request: Request, service: Served) -> PrefixList:
+    """List the pinned prefixes."""
+    prefixes = service.prefixes.of(service.owner(request))
+    return PrefixList(data=[*map(_prefix_card, prefixes)])
+
+
+async def unpin_prefix(request: Request, prefix_id: str, service: Served) -> Response:
+    """Unpin a prefix."""
+    if not await service.prefixes.unpin(service.owner(request), prefix_id):
+        return error_response(404, f"no prefix {prefix_id!r} is pinned", "prefix_id")
+    return json_response(PrefixDeleted(id=prefix_id))
+
+
+def _prefix_card(prefix: PinnedPrefix) -> PrefixCard:
+    return PrefixCard(
+        id=prefix.prefix_id,
+        created=prefix.created_s,
+        model=prefix.model,
+        num_tokens=prefix.num_tokens,
+    )

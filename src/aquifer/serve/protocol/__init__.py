@@ -1,0 +1,1 @@
+"""OpenAI's API as pydantic models, with the additional fields of vLLM's server."""

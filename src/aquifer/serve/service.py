@@ -1,0 +1,193 @@
+"""State shared by the endpoints, and what they do with prompts and jobs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
+
+import anyio.to_thread
+from fastapi import Depends, Request
+
+from aquifer.engine.params import SamplingParams
+from aquifer.engine.reports import ModelInfo
+from aquifer.errors import ContextLengthError, RequestError, UnknownModelError
+from aquifer.serve.answers import Piece, PieceBuffer
+from aquifer.serve.client import EngineClient
+from aquifer.serve.generation import EncodedPrompt, Job, run_jobs
+from aquifer.serve.metrics import Metrics
+from aquifer.serve.models import TextModel, check_token_ids
+from aquifer.serve.prefixes import PinnedPrefixes, salt_of_key
+from aquifer.serve.protocol.requests import CompletionRequest, TemplateFields
+from aquifer.serve.protocol.responses import ModelCard
+
+_INLINE_CHARS = 4096  # longer texts are tokenised in a thread
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A served model: its text side and the engine's description of it."""
+
+    text: TextModel
+    info: ModelInfo
+
+
+class Service:
+    """State shared by the endpoints.
+
+    Args:
+        client: the engine. Pre-condition: it is ready.
+        models: by served name.
+    """
+
+    def __init__(self, client: EngineClient, models: Mapping[str, ServedModel]) -> None:
+        self.client = client
+        self.models = dict(models)
+        self.metrics = Metrics(self.models)
+        self.prefixes = PinnedPrefixes(client)
+        self.started_s = int(time.time())
+
+    def model(self, name: str | None) -> ServedModel:
+        """Return the model that a request names; it may leave the name out if there is only one.
+
+        Raises:
+            UnknownModelError: there is no such model, or there are several and no name was given.
+        """
+        served = ", ".join(map(repr, self.models))
+        if name is None:
+            if len(self.models) == 1:
+                return next(iter(self.models.values()))
+            raise UnknownModelError(f"name the model: one of {served}", param="model")
+        if name not in self.models:
+            raise UnknownModelError(
+                f"no model {name!r} is served here; served models: {served}", param="model"
+            )
+        return self.models[name]
+
+    def card(self, model: ServedModel) -> ModelCard:
+        """Return the model as /v1/models shows it."""
+        return ModelCard(
+            id=model.info.name,
+            created=self.started_s,
+            root=str(model.text.path),
+            max_model_len=model.info.max_model_len,
+        )
+
+    def owner(self, request: Request) -> str | None:
+        """Return the owner of a request's prefixes; None where clients share them."""
+        if not self.client.salts_by_key:
+            return None
+        return salt_of_key(request.headers.get("authorization", ""))
+
+    async def prompts(self, model: ServedModel, body: CompletionRequest) -> list[EncodedPrompt]:
+        """Tokenise and check the prompts of a completions request.
+
+        Raises:
+            RequestError: one of them is invalid.
+        """
+        all_given = body.prompts()
+        limit = self.client.max_prompts
+        if len(all_given) > limit:
+            raise RequestError(
+                f"the request has {len(all_given)} prompts; this server accepts at most {limit}",
+                param="prompt",
+            )
+        num_chars = sum(map(len, all_given))
+        prompts = []
+        for given in all_given:
+            if isinstance(given, str):
+                token_ids = await off_loop(num_chars, partial(model.text.encode, given))
+                prompts.append(EncodedPrompt(given, token_ids))
+            else:
+                prompts.append(EncodedPrompt(None, given))
+            check_prompt(model, prompts[-1].token_ids, "prompt")
+        return prompts
+
+    async def conversation(self, model: ServedModel, body: TemplateFields) -> list[int]:
+        """Encode a conversation as token ids.
+
+        Raises:
+            RequestError: the model has no chat template, or it refuses the messages.
+        """
+        messages = [message.for_template() for message in body.messages]
+        add_prompt = True if body.add_generation_prompt is None else body.add_generation_prompt
+        template_args = body.template_args()
+        num_chars = sum(len(message.get("content") or "") for message in messages)
+        if body.chat_template is not None:
+            num_chars = _INLINE_CHARS + 1  # a client's template may take long
+        return await off_loop(
+            num_chars,
+            lambda: model.text.encode_chat(messages, add_prompt, body.chat_template, template_args),
+        )
+
+    def jobs(
+        self,
+        model: ServedModel,
+        prompts: Sequence[EncodedPrompt],
+        params: SamplingParams,
+        response_id: str,
+        arrival_s: float,
+        cache_salt: str | None,
+    ) -> list[Job]:
+        """Prepare a job for each prompt.
+
+        Raises:
+            RequestError: the parameters need a tokenizer, and there is none.
+        """
+        if params.stop_strings and model.text.tokenizer is None:
+            raise RequestError(
+                f"stop needs text, and model {model.info.name!r} has no tokenizer; use "
+                "stop_token_ids",
+                param="stop",
+            )
+        return [
+            Job.prepare(model.text, prompt, params, f"{response_id}-{index}", arrival_s, cache_salt)
+            for index, prompt in enumerate(prompts)
+        ]
+
+    async def pieces(
+        self, jobs: Sequence[Job], buffers: Sequence[Sequence[PieceBuffer]]
+    ) -> AsyncGenerator[tuple[int, int, Piece], None]:
+        """Run jobs; yield (index of the job, index of the completion, next piece to send)."""
+        async with aclosing(run_jobs(self.client, self.metrics, jobs)) as deltas:
+            async for index, delta in deltas:
+                piece = buffers[index][delta.index].add(delta)
+                if piece is not None:
+                    yield index, delta.index, piece
+
+    async def finish(self, jobs: Sequence[Job]) -> None:
+        """Run jobs until all are finished."""
+        async with aclosing(run_jobs(self.client, self.metrics, jobs)) as deltas:
+            async for _ in deltas:
+                pass
+
+
+async def _service(request: Request) -> Service:
+    service = request.app.state.service
+    assert isinstance(service, Service)
+    return service
+
+
+Served = Annotated[Service, Depends(_service)]
+
+
+def check_prompt(model: ServedModel, token_ids: Sequence[int], param: str) -> None:
+    """Check a prompt before it is sent through the pipe."""
+    check_token_ids(token_ids, model.info.vocab_size, param)
+    limit = model.info.max_model_len
+    if len(token_ids) >= limit:
+        raise ContextLengthError(
+            f"the prompt has {len(token_ids)} tokens and this model's context length is {limit}, "
+            "which must hold at least one more; shorten the prompt",
+            param=param,
+        )
+
+
+async def off_loop(num_chars: int, encode: Callable[[], list[int]]) -> list[int]:
+    """Run `encode`; in a thread if it may take long, so that other streams continue."""
+    if num_chars <= _INLINE_CHARS:
+        return encode()
+    return await anyio.to_thread.run_sync(encode)

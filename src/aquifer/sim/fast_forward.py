@@ -1,0 +1,165 @@
+"""Fast forward of a replay: steps in which only decoding goes on, done all at once.
+
+In each of these steps the scheduler would plan the same sequences with one token each. So it is
+enough to ask the cache manager for room step by step, as the scheduler does, and to do the rest for
+all of the steps together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from aquifer.cache.base import IntArray
+from aquifer.engine.committing import skip_steps
+from aquifer.engine.lane import Lane
+from aquifer.engine.slots import SlotTable
+from aquifer.engine.step_input import StepInput
+from aquifer.sim.clock import Arrivals, Clock
+from aquifer.sim.config import ReplayConfig
+from aquifer.sim.device import StepModel
+from aquifer.sim.occupancy import Occupancy
+from aquifer.sim.outputs import made_up_tokens
+
+_MOST_STEPS = 4096  # maximum number of steps done at once
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """Steps that were done at once.
+
+    Attributes:
+        seconds: [n], how long each took.
+        values: [n, len(COLUMNS)], the occupancy in each.
+    """
+
+    seconds: npt.NDArray[np.float64]
+    values: npt.NDArray[np.float64]
+
+
+class FastForward:
+    """Does the steps after a committed one in which all sequences decode and none ends.
+
+    Args:
+        config: the configuration of the replay.
+        lanes: by model.
+        steps: how long steps take, by model.
+        clock: the time, which advances with the steps.
+        arrivals: of the requests to come.
+        occupancy: measures the occupancy after the steps.
+    """
+
+    def __init__(
+        self,
+        config: ReplayConfig,
+        lanes: Mapping[str, Lane],
+        steps: Mapping[str, StepModel],
+        clock: Clock,
+        arrivals: Arrivals,
+        occupancy: Occupancy,
+    ) -> None:
+        self._config = config
+        self._lanes = lanes
+        self._steps = steps
+        self._clock = clock
+        self._arrivals = arrivals
+        self._occupancy = occupancy
+
+    def run(self, plan: StepInput, *, has_freed: bool) -> Skipped | None:
+        """Do as many steps as go on like the last one; None if there are none.
+
+        This holds as long as
+
+        - all running sequences are of this model, have one token to run, which was sampled in the
+          step before, and are not beams; no sequence waits to fork;
+        - no sequence ends;
+        - no request arrives for which there might be room;
+        - waiting requests have been refused, for lack of memory or slots (`_is_queue_stuck`);
+        - the manager has room.
+
+        Args:
+            plan: the last step's, committed.
+            has_freed: whether a sequence has ended in it or been preempted for it.
+        """
+        lane = self._lanes[plan.model]
+        table = lane.slots
+        slots = table.in_order
+        others = [other for other in self._lanes.values() if other is not lane]
+        if (
+            self._config.beam_width
+            or any(other.waiting or other.running for other in others)
+            or not _all_decode(table, slots)
+        ):
+            return None
+        if lane.waiting and (has_freed or not self._is_queue_stuck(lane, plan)):
+            return None
+        known_tokens = table.num_tokens[slots]
+        most_steps = int((table.max_total[slots] - known_tokens).min()) - 1
+        most_steps = min(most_steps, _MOST_STEPS)
+        if most_steps < 1:
+            return None
+        num_seqs = len(slots)
+        kv_tokens = int(table.num_computed[slots].sum()) + num_seqs * np.arange(1, most_steps + 1)
+        seconds = self._steps[lane.name].decode_seconds(num_seqs, kv_tokens)
+        # Accumulated one after the other, as in single steps: [i] is when step i begins.
+        begins_s = np.add.accumulate(np.concatenate(([self._clock.now_s], seconds)))
+        may_join = not lane.waiting or len(self._lanes) > 1
+        if may_join and (arrival_s := self._arrivals.next_s) is not None:
+            most_steps = int(begins_s[:most_steps].searchsorted(arrival_s))
+        free_bytes, retained_bytes = self._reserve(lane, slots, begins_s[:most_steps].tolist())
+        count = len(free_bytes)
+        if not count:
+            return None
+        skip_steps(lane, slots, count, made_up_tokens(table.serial[slots]))
+        lane.cache.upload()
+        num_untaken = self._arrivals.num_untaken(begins_s[:count])
+        values = self._occupancy.values_of_decodes(lane, num_untaken, free_bytes, retained_bytes)
+        self._clock.now_s = float(begins_s[count])
+        return Skipped(seconds[:count], values)
+
+    def _is_queue_stuck(self, lane: Lane, plan: StepInput) -> bool:
+        """Whether the first waiting request was refused, and will be until a sequence ends.
+
+        Neither free memory nor free slots grow before that. So it is enough that the scheduler has
+        tried the request when it planned the last step, and that no prefixes have been added since
+        that the request could use. A request that was preempted may find room later, because the
+        room to be left for all others (`aquifer.engine.headroom`) shrinks as they approach their
+        ends.
+        """
+        had_budget = plan.spans.num_tokens < self._config.max_num_batched_tokens
+        only_decodes = plan.num_decodes == len(plan.spans.slots)
+        return (
+            had_budget
+            and lane.waiting[0].num_preemptions == 0
+            and (lane.prefixes is None or only_decodes)
+        )
+
+    def _reserve(
+        self, lane: Lane, slots: IntArray, begins_s: list[float]
+    ) -> tuple[list[int], list[int]]:
+        """Ask for room as the scheduler does, until a step is refused.
+
+        Returns: free bytes and retained bytes after each step that was not refused.
+        """
+        needed_tokens = lane.slots.num_computed[slots] + 1
+        free_bytes: list[int] = []
+        retained_bytes: list[int] = []
+        clock, occupancy, reserve = self._clock, self._occupancy, lane.cache.reserve
+        for begin_s in begins_s:
+            clock.now_s = begin_s
+            if not reserve(slots, needed_tokens):
+                break
+            needed_tokens += 1
+            free_bytes.append(occupancy.free_bytes)
+            retained_bytes.append(occupancy.retained_bytes)
+        return free_bytes, retained_bytes
+
+
+def _all_decode(table: SlotTable, slots: IntArray) -> bool:
+    """Whether each running sequence has one token to run, which was sampled; False if none runs."""
+    computed, known = table.num_computed[slots], table.num_tokens[slots]
+    decodes = (known - computed == 1) & (computed >= table.num_given[slots])
+    return len(slots) > 0 and bool(decodes.all())

@@ -1,0 +1,117 @@
+"""Results of a trace replay: a record for each request, and the figures of the whole run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """Record of a request. Times are in seconds since the start of the trace.
+
+    A request that failed, or was refused because it could never fit, has no `finished_s`.
+    """
+
+    model: str
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    scheduled_s: float | None = None
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    cached_tokens: int = 0
+
+    @property
+    def normalized_latency_s(self) -> float | None:
+        """End-to-end latency by output token (section 6.1)."""
+        if self.finished_s is None:
+            return None
+        return (self.finished_s - self.arrival_s) / self.output_tokens
+
+
+@dataclass(slots=True)
+class ReplayResult:
+    """Result of a replay.
+
+    Attributes:
+        records: one per request, in order of arrival.
+        duration_s: time until the last request ended.
+        busy_s: the part of it in which a request ran.
+        num_steps: steps of the engine.
+        num_preemptions: preemptions of requests.
+        queried_tokens: prompt tokens looked up among retained prefixes.
+        hit_tokens: prompt tokens found there.
+        kv_budget_bytes: the memory for KV.
+        averages: averages of `aquifer.sim.occupancy.COLUMNS` over the busy time.
+        averages_waiting: the same over the part of it in which requests were waiting.
+    """
+
+    records: list[RequestRecord]
+    duration_s: float = 0.0
+    busy_s: float = 0.0
+    num_steps: int = 0
+    num_preemptions: int = 0
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    kv_budget_bytes: int = 0
+    averages: dict[str, float] = field(default_factory=dict)
+    averages_waiting: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def normalized_latency_s(self) -> float:
+        """Mean over all served requests; infinite if there are none."""
+        values = [record.normalized_latency_s for record in self.records]
+        served = [value for value in values if value is not None]
+        return float(np.mean(served)) if served else np.inf
+
+    def figures(self) -> dict[str, Any]:
+        """Return all figures except the records, for a result file."""
+        served = [record for record in self.records if record.finished_s is not None]
+        outputs = sum(record.output_tokens for record in served)
+        ttft, tpot, latency = [], [], []
+        for record in served:
+            assert record.first_token_s is not None
+            assert record.finished_s is not None
+            ttft.append(1e3 * (record.first_token_s - record.arrival_s))
+            latency.append(1e3 * (record.finished_s - record.arrival_s))
+            if record.output_tokens > 1:
+                after_s = record.finished_s - record.first_token_s
+                tpot.append(1e3 * after_s / (record.output_tokens - 1))
+        duration_s = self.duration_s or np.inf
+        return {
+            "completed": len(served),
+            "not_completed": len(self.records) - len(served),
+            "duration": self.duration_s,
+            "busy_seconds": self.busy_s,
+            "num_steps": self.num_steps,
+            "num_preemptions": self.num_preemptions,
+            "total_input_tokens": sum(record.prompt_tokens for record in served),
+            "total_output_tokens": outputs,
+            "request_throughput": len(served) / duration_s,
+            "output_throughput": outputs / duration_s,
+            "normalized_latency": self.normalized_latency_s,
+            **_percentiles("ttft", ttft),
+            **_percentiles("tpot", tpot),
+            **_percentiles("e2el", latency),
+            "prefix_cache_queries": self.queried_tokens,
+            "prefix_cache_hits": self.hit_tokens,
+            "kv_budget_bytes": self.kv_budget_bytes,
+            "averages": self.averages,
+            "averages_while_waiting": self.averages_waiting,
+        }
+
+
+def _percentiles(name: str, values: list[float]) -> dict[str, float | None]:
+    """Return mean and percentiles, with the names of `vllm bench serve`."""
+    if not values:
+        return {f"{kind}_{name}_ms": None for kind in ("mean", "median", "p90", "p99")}
+    median, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
+    return {
+        f"mean_{name}_ms": float(np.mean(values)),
+        f"median_{name}_ms": median,
+        f"p90_{name}_ms": p90,
+        f"p99_{name}_ms": p99,
+    }
