@@ -106,18 +106,18 @@ class ModelHost:
             self.lane.is_resident = False
             resources.callback(assembly.close_lane, self.lane)
             resources.callback(self._close_runner)
+            self.info = ModelInfo(
+                name=spec.name,
+                path=str(spec.path),
+                architecture=str((checkpoint.config.get("architectures") or ["unknown"])[0]),
+                dtype=str(plan.kv_layout.dtype).removeprefix("torch."),
+                max_model_len=max_model_len,
+                vocab_size=plan.vocab_size,
+                num_parameters=plan.num_parameters,
+                weight_bytes=self._weights.placement.num_bytes,
+                kv_bytes_per_token=plan.kv_layout.token_bytes,
+            )
             self._resources = resources.pop_all()
-        self.info = ModelInfo(
-            name=spec.name,
-            path=str(spec.path),
-            architecture=str((checkpoint.config.get("architectures") or ["unknown"])[0]),
-            dtype=str(plan.kv_layout.dtype).removeprefix("torch."),
-            max_model_len=max_model_len,
-            vocab_size=plan.vocab_size,
-            num_parameters=plan.num_parameters,
-            weight_bytes=self._weights.placement.num_bytes,
-            kv_bytes_per_token=plan.kv_layout.token_bytes,
-        )
 
     @property
     def weight_pages(self) -> int:
@@ -154,19 +154,20 @@ class ModelHost:
             if self._runner is None:
                 with torch.inference_mode():
                     model = self._plan.build(self._weights.tensors)
-                self._runner = Runner(
+                runner = Runner(
                     model,
                     self.lane.cache,
                     self._pool.driver,
                     self._config.max_num_seqs,
                     self.info.max_model_len,
                 )
-                self._runner.warm_up(self._max_batched_tokens)
+                runner.warm_up(self._max_batched_tokens)
+                self._runner = runner  # one that failed to warm up is not kept for the next load
         except BaseException as error:
             self._weights.evict()
             self.state, self.error = State.FAILED, str(error)
             raise
-        self.state = State.RESIDENT
+        self.state, self.error = State.RESIDENT, None
         self.lane.is_resident = True
         return True
 
