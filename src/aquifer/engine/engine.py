@@ -169,8 +169,7 @@ class Engine:
         host = self._models.register(spec)
         if load:
             try:
-                self._models.load(host, on_progress)
-                self._models.check_room(host)
+                self._models.load([host], on_progress)
             except BaseException:
                 self._models.remove(host)
                 raise
@@ -184,8 +183,7 @@ class Engine:
             ConfigError: the pool has no room for them, or the checkpoint cannot be used.
             DriverError: the device refused memory.
         """
-        host = self._models.find(name)
-        self._models.load(host, on_progress)
+        self._models.load([self._models.find(name)], on_progress)
 
     def unload_model(self, name: str) -> None:
         """Take the weights of a model out of the pool; it stays registered.
@@ -264,6 +262,12 @@ class Engine:
 
         Unknown ones are ignored.
         """
+        if self._undelivered:
+            self._undelivered = [
+                output
+                for output in self._undelivered
+                if output.request_id != request_id or index not in (None, output.index)
+            ]
         found = self._requests.get(request_id)
         if found is None:
             return
@@ -327,9 +331,8 @@ class Engine:
         On a device that runs ahead, that is the step before: it runs while the next one is planned,
         so that the device always has work.
         """
+        self._models.load_wanted(self._end_requests)
         plan = self._scheduler.plan()
-        if plan is None and not self._in_flight and self._models.load_wanted(self._end_requests):
-            plan = self._scheduler.plan()
         outputs = self._scheduler.take_failed()
         if plan is not None:
             self._stocker.wake()
@@ -356,7 +359,9 @@ class Engine:
         """End all requests and give everything back."""
         for request_id in list(self._requests):
             self.abort(request_id)
-        self._in_flight.clear()
+        while self._in_flight:  # they use the memory that goes now
+            _, launched = self._in_flight.popleft()
+            launched.wait()
         self._models.close()
         self._resources.close()
 
@@ -370,17 +375,14 @@ class Engine:
         """Register and load the models of the configuration."""
         for spec, read in models:
             self._models.register(spec, read)
-        for host in self._models:
-            self._models.load(host, on_progress)
-        self._account_overhead()
-        for host in self._models:
-            self._models.check_room(host)
+        self._models.load(list(self._models), on_progress)
 
     def _end_requests(self, host: ModelHost, error: str) -> None:
         """End all requests of a model with an error, which the next `step` returns."""
-        for request_id, (owner, _) in list(self._requests.items()):
+        for request_id, (owner, group) in list(self._requests.items()):
             if owner is host:
-                self.abort(request_id)
+                self._scheduler.abort(host.lane, group)
+                del self._requests[request_id]
                 self._deliver([TokenOutput(request_id, finish_reason="error", error=error)])
 
     def _commit_first(self) -> list[TokenOutput]:

@@ -49,6 +49,11 @@ class Lane:
     num_swaps: int = 0  # preemptions that swapped
 
     @property
+    def has_work(self) -> bool:
+        """Whether any request is waiting or running."""
+        return bool(self.waiting or self.running)
+
+    @property
     def written_tokens(self) -> int:
         """Tokens of all running sequences that are in the cache; shared ones count for each."""
         return int(self.slots.num_computed[self.slots.in_order].sum())

@@ -107,10 +107,10 @@ class ModelHost:
             self.lane.is_resident = False
             resources.callback(assembly.close_lane, self.lane)
             resources.callback(self._close_runner)
+            self.info = model_info(
+                spec, plan, checkpoint, max_model_len, self._weights.placement.num_bytes
+            )
             self._resources = resources.pop_all()
-        self.info = model_info(
-            spec, plan, checkpoint, max_model_len, self._weights.placement.num_bytes
-        )
 
     @property
     def weight_pages(self) -> int:
@@ -147,19 +147,20 @@ class ModelHost:
             if self._runner is None:
                 with torch.inference_mode():
                     model = self._plan.build(self._weights.tensors)
-                self._runner = Runner(
+                runner = Runner(
                     model,
                     self.lane.cache.tensors,
                     self._pool.driver,
                     self._config.max_num_seqs,
                     self.info.max_model_len,
                 )
-                self._warm_up(self._runner)
+                self._warm_up(runner)
+                self._runner = runner  # one that failed to warm up is not kept for the next load
         except BaseException as error:
             self._weights.evict()
             self.state, self.error = State.FAILED, str(error)
             raise
-        self.state = State.RESIDENT
+        self.state, self.error = State.RESIDENT, None
         self.lane.is_resident = True
         return True
 

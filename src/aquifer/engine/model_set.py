@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.assembly import Assembly
+from aquifer.engine.lane import Lane
 from aquifer.engine.model_host import ModelHost, State, read_model
 from aquifer.engine.reports import LoadProgress
 from aquifer.errors import ConfigError, DriverError, UnknownModelError
@@ -34,6 +36,7 @@ class ModelSet:
     ) -> None:
         self._config = config
         self._pool = assembly.pool
+        self._room = assembly.room
         self._assembly = assembly
         self._planner = planner
         self._max_batched_tokens = max_batched_tokens
@@ -81,23 +84,33 @@ class ModelSet:
         self._hosts[spec.name] = host
         return host
 
-    def load(self, host: ModelHost, on_progress: OnProgress) -> None:
-        """Bring a model's weights into the pool, if they are not there.
+    def load(self, hosts: Sequence[ModelHost], on_progress: OnProgress) -> None:
+        """Bring the weights of models into the pool where they are not there; all or none.
 
         Raises:
-            ConfigError: the pool has no room for them or beside them for any KV, or the checkpoint
-                cannot be used.
+            ConfigError: the pool has no room for them, or beside them for any KV of some loaded
+                model, or a checkpoint cannot be used.
             DriverError: the device refused memory.
         """
-        if host.state == State.RESIDENT:
-            return
-        free_bytes = self._pool.free_bytes
-        if not host.load(on_progress):
-            raise ConfigError(
-                f"the weights of {host.info.name} take {format_size(host.info.weight_bytes)} and "
-                f"the pool has {format_size(free_bytes)} left; raise --memory, or unload another "
-                "model"
-            )
+        with ExitStack() as undo:
+            for host in hosts:
+                if host.state == State.RESIDENT:
+                    continue
+                # Asked first: a load that cannot succeed must not evict what others retain.
+                if not (self._room.has(host.weight_pages) and host.load(on_progress)):
+                    left_bytes = self._room.size(self._room.reachable_pages)
+                    raise ConfigError(
+                        f"the weights of {host.info.name} take "
+                        f"{format_size(host.info.weight_bytes)} and the pool has "
+                        f"{format_size(left_bytes)} left; raise --memory, or unload another model"
+                    )
+                undo.callback(host.unload)
+            # What was prepared to run the models leaves less for pages.
+            self._pool.account_overhead(self._pool.driver.overhead_bytes())
+            for host in self:
+                if host.state == State.RESIDENT:
+                    self._check_room(host)
+            undo.pop_all()
 
     def remove(self, host: ModelHost) -> None:
         """Forget a model. Pre-condition: it has no requests, and no step is in flight."""
@@ -109,23 +122,47 @@ class ModelSet:
         for host in reversed(list(self)):
             self.remove(host)
 
-    def load_wanted(self, on_failure: Callable[[ModelHost, str], None]) -> bool:
-        """Load the model of the earliest request that waits for its weights; whether there is one.
+    def load_wanted(self, on_failure: Callable[[ModelHost, str], None]) -> None:
+        """Load the model of the earliest request that waits for weights, if there is room for it.
+
+        As long as requests of other models run, it waits for the memory that they give back, and
+        does not take what they are still to use.
 
         Args:
-            on_failure: called with a model that cannot be loaded, and why.
+            on_failure: called with a model that cannot be loaded, and why; it ends its requests.
         """
-        wanted = [host for host in self if host.lane.waiting and host.state == State.REGISTERED]
+        wanted = [host for host in self if host.lane.waiting and host.state != State.RESIDENT]
         wanted.sort(key=lambda host: min(group.arrival for group in host.lane.waiting))
         for host in wanted:
+            if host.error is not None:
+                on_failure(host, f"the model could not be loaded: {host.error}")
+                continue
+            others = [lane for lane in self._assembly.scheduler.lanes.values() if lane.is_resident]
+            if any(lane.has_work for lane in others) and not self._leaves_room(host, others):
+                return
             try:
-                self.load(host, lambda progress: None)
-                self.check_room(host)
+                self.load([host], lambda progress: None)
             except (ConfigError, DriverError) as error:
                 on_failure(host, str(error))
             else:
-                return True
-        return False
+                return
+
+    def _leaves_room(self, host: ModelHost, others: Iterable[Lane]) -> bool:
+        """Whether there is room for a model's weights now, and any request of others fits beside.
+
+        A request that was taken in must not fail because another model is loaded meanwhile.
+        """
+        if not self._room.has(host.weight_pages):
+            return False
+        kv_pages = self.kv_pages(host)
+        return all(
+            lane.cache.footprint.most(
+                group.num_prompt_tokens, group.max_total, group.request.params.num_sequences
+            )
+            <= kv_pages
+            for lane in others
+            for group in (*lane.running, *lane.waiting)
+        )
 
     # --- the budget --------------------------------------------------------------------------
 
@@ -144,15 +181,15 @@ class ModelSet:
     def kv_pages(self, host: ModelHost) -> int:
         """Pages that a model's KV can have at the best of times, with its weights in the pool."""
         missing_bytes = host.info.weight_bytes - host.resident_bytes
-        return self._assembly.room.budget_pages(self.fixed_bytes + missing_bytes)
+        return self._room.budget_pages(self.fixed_bytes + missing_bytes)
 
-    def check_room(self, host: ModelHost) -> None:
+    def _check_room(self, host: ModelHost) -> None:
         """Refuse a model of which no request could ever run; warn where long ones cannot.
 
         Raises:
             ConfigError: no request could run.
         """
-        footprint, room = host.lane.cache.footprint, self._assembly.room
+        footprint, room = host.lane.cache.footprint, self._room
         kv_pages, limit = self.kv_pages(host), host.info.max_model_len
         longest = footprint.longest(kv_pages) - 1
         if longest < 1:

@@ -102,7 +102,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether any request is waiting or running."""
-        return any(lane.waiting or lane.running for lane in self.lanes.values())
+        return any(lane.has_work for lane in self.lanes.values())
 
     @property
     def num_preemptions(self) -> int:
@@ -217,9 +217,14 @@ class Scheduler:
         self._make_wait(lane, group)
 
     def preempt_all(self, lane: Lane) -> None:
-        """Preempt all running requests of a model. Pre-condition: no step of it is in flight."""
+        """Preempt all running requests of a model. Pre-condition: no step of it is in flight.
+
+        Its requests then wait for more than room for their KV, so they hold up no others.
+        """
         for group in reversed(list(lane.running)):
             self._make_wait(lane, group)
+        for group in lane.waiting:
+            self._unblock(group)
 
     def _make_wait(self, lane: Lane, group: SequenceGroup) -> None:
         """Take slots and memory of a running request, and put it in front of the queue."""
