@@ -426,7 +426,7 @@ class Ledger:
     def _in_use(self, page: Page) -> _Record:
         record = self._records.get(page)
         if record is None or record.is_retired:
-            raise InvariantError(f"page {page} is not in use, so no caller holds it")
+            raise InvariantError(f"page {page} is not in use: the caller does not hold it")
         return record
 
     def _change(
