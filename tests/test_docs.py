@@ -87,6 +87,16 @@ def test_what_is_not_there_is_found():
     ]
 
 
+def test_the_tree_names_every_module_and_package():
+    document = (ROOT / "docs" / "architecture.md").read_text()
+    tree = document.split("## The tree")[1].split("```")[1]
+    root = ROOT / "src" / "aquifer"
+    modules = {file for file in root.glob("**/*.py") if not file.name.startswith("__")}
+    packages = {file.parent for file in root.glob("*/**/__init__.py")}
+    names = {file.name for file in modules} | {f"{folder.name}/" for folder in packages}
+    assert set(re.findall(r"\w+\.py|\w+/", tree)) - {"src/", "aquifer/"} == names
+
+
 def test_readme_has_the_table_of_options():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert readme == with_table(readme), "run python tools/options_table.py"

@@ -1,11 +1,11 @@
 """Budget and page size of the pool, computed from the device's figures before anything is taken.
 
-On a GPU the budget is a part of the whole device, and everything is in it: weights, KV, and what
-the process holds beside pages (`Driver.overhead_bytes`). KV gets what the others leave. On the CPU
+On a GPU the budget is a part of the whole device and includes everything: weights, KV, and what the
+process holds outside of pages (`Driver.overhead_bytes`). KV gets what the others leave. On the CPU
 the budget holds weights and KV alone; by default it is the weights and a quarter of free memory.
 
-All figures are the device's and this process's own. None is the difference of two looks at the
-whole device, so that engines that start at the same time size themselves rightly.
+All figures are the device's and this process's own. None is a difference between two readings of
+the whole device's memory, so engines that start at the same time do not count each other's memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from aquifer.memory.driver.base import Driver
 from aquifer.memory.pool import PagePool
 
 _SLACK = 1.1
-"""Factor on the least memory in what an error proposes: the least alone has no room for KV."""
+"""Factor on the least memory for the value that an error proposes, so that there is room for KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,11 @@ class DeviceMemory:
     """Memory of a device, and this process's part of it. Sizes are in bytes.
 
     Args:
-        name: what it is called in errors.
+        name: name of the device in errors.
         is_gpu: whether the budget is a part of the whole device.
-        total_bytes: for all processes together.
-        available_bytes: free now.
-        overhead_bytes: held by this process beside pages.
+        total_bytes: memory for all processes together.
+        available_bytes: memory that is free now.
+        overhead_bytes: memory that this process holds outside of pages.
         granularity_bytes: every page size is a multiple of it.
         default_page_bytes: the page size where none was chosen.
         max_mappings: pages that may be mapped at once, or None for any number.
@@ -49,7 +49,7 @@ class DeviceMemory:
 
     @classmethod
     def of(cls, driver: Driver) -> DeviceMemory:
-        """As the driver tells it now, when it has no pages yet."""
+        """Read the figures from a driver, which has no pages yet."""
         return cls(
             name=str(driver.device),
             is_gpu=driver.device.type != "cpu",
@@ -72,9 +72,9 @@ def make_pool(
 
     Args:
         config: the engine's options.
-        driver: the device; it has no pages yet.
-        weight_bytes: of all weights that are loaded at the start, without rounding to pages.
-        placed_bytes: bytes of all pages under them, given the page size.
+        driver: the device's; it has no pages yet.
+        weight_bytes: size of all weights that are loaded at the start, not rounded to pages.
+        placed_bytes: returns the bytes of all pages under them, given the page size.
 
     Raises:
         ConfigError: the memory does not suffice, or an option does not fit the device.
@@ -87,15 +87,15 @@ def make_pool(
 
 
 def choose_page_bytes(config: EngineConfig, device: DeviceMemory, weight_bytes: int) -> int:
-    """The size of the pool's pages: as told, or the device's own, doubled until all may be mapped.
+    """Choose the page size: as configured, or the device's own, doubled until all can be mapped.
 
     Args:
         config: the engine's options.
         device: the device.
-        weight_bytes: of all parameters, without the rounding to pages.
+        weight_bytes: size of all parameters, not rounded to pages.
 
     Raises:
-        ConfigError: the size that was told does not fit the device.
+        ConfigError: the size in the options does not fit the device.
     """
     budget_bytes = _wanted_bytes(config, device, weight_bytes)
     page_bytes = config.page_bytes or device.default_page_bytes
@@ -122,7 +122,7 @@ def pool_budget(config: EngineConfig, device: DeviceMemory, placed_bytes: int) -
     Args:
         config: the engine's options.
         device: the device.
-        placed_bytes: of all weights, in whole pages.
+        placed_bytes: size of all weights in whole pages.
 
     Raises:
         ConfigError: it does not hold the weights (on a GPU: and the overhead), or the device has
@@ -174,7 +174,7 @@ def _gpu_budget(config: EngineConfig, device: DeviceMemory, placed_bytes: int) -
 
 
 def _wanted_bytes(config: EngineConfig, device: DeviceMemory, weight_bytes: int) -> int:
-    """The budget, before anybody asks whether it suffices or can be had."""
+    """The budget as configured or by default, not checked yet."""
     if config.memory_bytes is not None:
         return config.memory_bytes
     if device.is_gpu:
@@ -183,7 +183,7 @@ def _wanted_bytes(config: EngineConfig, device: DeviceMemory, weight_bytes: int)
 
 
 def _option_value(is_share: bool, device: DeviceMemory, num_bytes: int) -> str:
-    """That many bytes as one writes them on the command line, rounded down."""
+    """A number of bytes as the value of an option, rounded down."""
     if is_share:
         return f"{math.floor(num_bytes / device.total_bytes * 10_000) / 10_000:g}"
     return f"{num_bytes >> 20}M"

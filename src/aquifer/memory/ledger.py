@@ -1,4 +1,4 @@
-"""The books of a page pool: who has which page, and the equations that must hold.
+"""The books of a page pool: owner and state of each page, and the equations between them.
 
 Every page is in one of three states, and this equation holds between any two calls:
 
@@ -10,9 +10,9 @@ A page "in use" has an owner and at least one reference that is not retired. All
 has no references and is mapped nowhere; it is kept because creating a page costs far more than
 handing one out again.
 
-One owner has no pages: the memory that the process holds of the device beside them. That figure is
-measured and not granted, so it may exceed what the budget has left. The excess is then positive,
-nothing is idle or left to be created, and the pool is short until enough comes back.
+One owner has no pages: the process, with the device memory that it holds outside of pages. That
+figure is measured and not granted, so it may exceed what the budget has left. The excess is then
+positive, nothing is idle or left to be created, and the pool is short until enough is released.
 
 The ledger calls no driver. Its users do what it decides, while they hold its lock.
 """
@@ -36,7 +36,7 @@ class _Record(NamedTuple):
     page_bytes: int
     owner: Owner
     num_references: int = 1
-    num_retired: int = 0  # of the references: given up by their holders, but not yet released
+    num_retired: int = 0  # references that were given up by their holders, but not yet released
 
     @property
     def is_retired(self) -> bool:
@@ -44,7 +44,7 @@ class _Record(NamedTuple):
         return self.num_retired == self.num_references
 
     def changed(self, num_references: int = 0, num_retired: int = 0) -> _Record:
-        """The same with that many more references, and that many more of them retired."""
+        """A record with that many more references, and that many more of them retired."""
         return _Record(
             self.page_bytes,
             self.owner,
@@ -141,7 +141,7 @@ class Ledger:
     # --- idle pages --------------------------------------------------------------------------
 
     def set_overhead(self, num_bytes: int) -> None:
-        """Account device memory of the process beside pages, in place of the last figure."""
+        """Account device memory of the process outside of pages; replaces the last figure."""
         with self.lock:
             self._overhead_bytes = num_bytes
 
@@ -180,10 +180,10 @@ class Ledger:
             self._idle_bytes += len(pages) * page_bytes
 
     def take_surplus(self, keep_bytes: int | None = None) -> list[Page]:
-        """Take idle pages until at most `keep_bytes` are left idle: to be given to the system.
+        """Take idle pages until at most `keep_bytes` are left idle; the caller releases them.
 
         Args:
-            keep_bytes: None for the watermark, or less if there is an excess.
+            keep_bytes: None for the watermark, less the excess if there is one.
         """
         with self.lock:
             if keep_bytes is None:
@@ -241,12 +241,12 @@ class Ledger:
     def release(self, pages: Sequence[Page]) -> list[Page]:
         """Drop one reference of each page; pages without references become idle.
 
-        Returns: those pages of which only retired references are left.
+        Returns: the pages that have only retired references left.
         """
         with self.lock:
             done: dict[tuple[int, Owner], list[Page]] = {}
             group: list[Page] = []
-            last: _Record | None = None  # of the pages in `group`
+            last: _Record | None = None  # the record of the pages in `group`
             before: _Record | None = None
             after: _Record | None = None
             retired: list[Page] = []
@@ -327,7 +327,7 @@ class Ledger:
     def _in_use(self, page: Page) -> _Record:
         record = self._records.get(page)
         if record is None or record.is_retired:
-            raise InvariantError(f"page {page} is named by a caller that does not hold it")
+            raise InvariantError(f"page {page} is not in use: the caller does not hold it")
         return record
 
     def _change(
@@ -337,14 +337,15 @@ class Ledger:
         *,
         must_be_in_use: bool = True,
     ) -> None:
-        """Put other records in place of these pages' own, and keep the books.
+        """Replace the records of pages, and update the bytes of states and owners.
 
-        Thousands of pages come at once, and most of them are alike. A record is changed once for
-        all pages in a row that are, and they share the new one. A page may be named twice.
+        Thousands of pages come at once, and most of their records are equal. A record is changed
+        once for all pages in a row that have it, and they share the new one. A page may be named
+        twice.
 
         Args:
-            pages: to be changed.
-            change: gives the new record for the old one.
+            pages: the pages.
+            change: returns the new record for the old one.
             must_be_in_use: whether it is an error if a page is not in use.
         """
         before: _Record | None = None
@@ -366,7 +367,7 @@ class Ledger:
                 self._rebook(before, after, count)
 
     def _rebook(self, before: _Record | None, after: _Record | None, count: int) -> None:
-        """Enter in the books that so many pages have another record."""
+        """Update the bytes of states and owners for `count` pages with another record."""
         if not count:
             return
         for record, sign in ((before, -1), (after, 1)):

@@ -24,10 +24,10 @@ class PageTable:
     Calls may come from several threads.
 
     Args:
-        driver: of the device.
+        driver: the device's.
 
     Attributes:
-        driver: likewise.
+        driver: as given.
     """
 
     def __init__(self, driver: Driver) -> None:

@@ -36,8 +36,8 @@ class PagePool:
     Attributes:
         pages: the pages that exist, by number.
         on_short: the reclaim hook. Called with the number of bytes missing; it should release
-            pages (its victims are its own choice) and return whether it released any. It may be
-            called again within one `acquire`, until it returns False.
+            pages of its choice and return whether it released any. It may be called again within
+            one `acquire`, until it returns False.
         retired: pages that were given up, but are mapped until nothing in flight can touch them,
             or until they are needed elsewhere.
     """
@@ -60,7 +60,7 @@ class PagePool:
         self.on_short: Callable[[int], bool] | None = None
         self._ledger = Ledger(self.budget_bytes, self.keep_idle_bytes)
         # Held while pages are created; taken before the ledger's lock where both are needed.
-        # `stock` lets go of the latter meanwhile, so that the loop can go on.
+        # `stock` creates pages without the ledger's lock, so that the loop can go on.
         self._creating = threading.RLock()
         self.retired = RetireQueue(self._ledger, self.pages)
 
@@ -71,20 +71,20 @@ class PagePool:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes not in use: idle pages, what is not created, and retired pages."""
+        """Bytes not in use: idle pages, pages not created, and retired pages."""
         return self._ledger.free_bytes
 
     @property
     def ready_bytes(self) -> int:
-        """The part of `free_bytes` that is had without unmapping anything: idle or not created."""
+        """The part of `free_bytes` that needs no unmapping: idle or not created."""
         return self._ledger.ready_bytes
 
     def account_overhead(self, num_bytes: int) -> None:
-        """Account what the process holds of the device beside pages: `Driver.overhead_bytes`.
+        """Account device memory that the process holds outside pages: `Driver.overhead_bytes`.
 
-        It is a part of the budget from now on, in place of the last figure. Room for it is made by
-        giving back idle pages, then retired ones. If that is not enough, the pool is short until
-        enough is released.
+        It is a part of the budget and replaces the last figure. Room for it is made by giving back
+        idle pages, then retired ones. If that is not enough, the pool is short until enough is
+        released.
         """
         ledger = self._ledger
         with self._creating, ledger.lock:
@@ -112,9 +112,9 @@ class PagePool:
             owner: the pages' owner from now on.
             count: number of pages.
             page_bytes: their size; None for the pool's own.
-            may_reclaim: whether to get retired pages back, which may wait for work in flight, and
-                to call the reclaim hook. Otherwise it is None where idle pages and what is not
-                created do not suffice.
+            may_reclaim: whether to unmap retired pages, which may wait for work in flight, and to
+                call the reclaim hook. If not, the answer is None where idle pages and pages not
+                created yet do not suffice.
 
         Raises:
             DriverError: the device refused; nothing is leaked, nothing is in use.

@@ -78,7 +78,7 @@ class VirtualRange:
         return self.pages_at((index,))[0]
 
     def pages_at(self, indices: Iterable[int]) -> list[Page]:
-        """The pages at these indices: map them elsewhere to alias these places.
+        """The pages at these indices; mapping them elsewhere too aliases these places.
 
         Raises:
             InvariantError: nothing is mapped at one of them.
@@ -124,7 +124,7 @@ class VirtualRange:
         return flat.as_strided(list(shape), list(stride), offset_bytes // dtype.itemsize)
 
     def close(self) -> None:
-        """Give back addresses of its own. Pre-condition: nothing is mapped."""
+        """Give back the range's own addresses. Pre-condition: nothing is mapped."""
         if self._mapped:
             raise InvariantError(f"{len(self._mapped)} pages are still mapped in this range")
         if self._is_own:
@@ -132,7 +132,7 @@ class VirtualRange:
 
 
 def _stretches(indices: Sequence[int]) -> list[tuple[int, int]]:
-    """Positions [start, end) of stretches of neighbours, of which there is mostly one."""
+    """Positions [start, end) of stretches of neighbours; mostly there is one."""
     if indices and indices[-1] - indices[0] == len(indices) - 1:
         return [(0, len(indices))]
     return runs(indices)

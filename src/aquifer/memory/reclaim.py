@@ -1,7 +1,7 @@
 """The eviction rule: what is evicted first when memory is short, across all tenants.
 
-Data that is kept while it is not in use may be needed again, and then costs the time to restore it.
-So the victim is the data whose loss costs the least expected delay for each byte it gives back:
+Data that is kept while it is not in use may be needed again, and then it takes time to restore.
+So the victim is the data with the least expected delay for each byte that evicting it gives back:
 
     regret per byte = p(needed again) x seconds to restore x sensitivity / bytes
 
@@ -84,7 +84,7 @@ def regret_per_byte(
     """Expected delay in seconds for each byte that evicting a victim gives back.
 
     Args:
-        probability: that the victim is needed again, from `ReuseModel`.
+        probability: probability that the victim is needed again, from `ReuseModel`.
         restore_s: seconds to restore it, once it is needed.
         num_bytes: bytes that evicting it gives back.
         sensitivity: weight of a second of delay of this tenant's model, compared with others.
@@ -117,7 +117,7 @@ class Victims(Protocol):
         """Give up victims in order of regret, until `num_bytes` are dropped.
 
         Args:
-            num_bytes: how much is wanted; the last victim may bring more.
+            num_bytes: how much is wanted; the last victim may give back more.
             now_s: the time.
             limit: stop before a victim of a larger regret per byte. The first one goes in any case.
 

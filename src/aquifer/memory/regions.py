@@ -1,4 +1,4 @@
-"""Contiguous stretches of memory that is not virtual, such as page-locked host memory."""
+"""Contiguous regions of memory that is not virtual, such as page-locked host memory."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from aquifer.errors import InvariantError
 
 
 class RegionList:
-    """Hands out stretches of [0, num_bytes), each where it leaves the smallest gap (best fit).
+    """Allocates regions of [0, num_bytes), each where it leaves the smallest gap (best fit).
 
     Neighbouring gaps are always one gap: `sum of gaps + sum of regions == num_bytes`, and no gap
     touches another.
 
     Args:
         num_bytes: size of the memory.
-        align_bytes: every stretch begins and ends at a multiple of it.
+        align_bytes: every region begins and ends at a multiple of it.
     """
 
     def __init__(self, num_bytes: int, align_bytes: int = 4096) -> None:
@@ -32,7 +32,7 @@ class RegionList:
         return sum(self._regions.values())
 
     def acquire(self, num_bytes: int) -> int | None:
-        """The start of a new region of at least `num_bytes`, None if no gap is so large."""
+        """Allocate a region of at least `num_bytes`; returns its start, None if no gap suffices."""
         size = max(-(-num_bytes // self._align_bytes), 1) * self._align_bytes
         index = bisect_left(self._gaps, (size, 0))
         if index == len(self._gaps):

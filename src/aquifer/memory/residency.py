@@ -1,7 +1,7 @@
 """Pages under a tenant's addresses: the one way any tenant gets them and gives them up.
 
-"Make room, acquire, map, and undo it all if one of these fails" is written here once, for weights,
-KV, state and whatever else lies in pages. A tenant decides which of its addresses need pages, and
+"Make room, acquire, map, and undo all of it if one of these fails" is written here once, for
+weights, KV, state and any other tenant. A tenant decides which of its addresses need pages, and
 keeps its own books.
 
 What happens to the pages can be recorded, so that another process repeats it on a range of its own
@@ -22,7 +22,7 @@ from aquifer.memory.runs import runs
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """Pages that are under a range's places from `index` on now."""
+    """Pages that were put under a range's places from `index` on."""
 
     index: int
     pages: tuple[Page, ...]
@@ -30,7 +30,7 @@ class Mapped:
 
 @dataclass(frozen=True, slots=True)
 class Aliased:
-    """Pages that are under the places from `index` on too, in exchange for a held reference."""
+    """Pages in use that were put under the places from `index` on, for a held reference each."""
 
     index: int
     pages: tuple[Page, ...]
@@ -38,7 +38,7 @@ class Aliased:
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """Places of a range that do not need their pages any more."""
+    """Places of a range that no longer need their pages."""
 
     indices: tuple[int, ...]
 
@@ -69,8 +69,8 @@ class Residency:
         range_: where they are mapped.
 
     Attributes:
-        range: likewise.
-        record: called with everything that happens, in order; None for no recording.
+        range: as given.
+        record: called with each operation, in order; None for no recording.
     """
 
     def __init__(self, pool: PagePool, owner: Owner, range_: VirtualRange) -> None:
@@ -82,11 +82,11 @@ class Residency:
     def populate(self, stretches: Sequence[range], *, may_reclaim: bool = True) -> bool:
         """Put pages under these places, all or none; False means that the pool is short.
 
-        A place that still has the page which was given up there gets it back as it is. Contents
-        are the owner's own old bytes, or zeros.
+        A place that still has the page which was given up there gets it back unchanged. Contents
+        are the owner's old bytes, or zeros.
 
         Args:
-            stretches: places without a page that is in use, in ascending order within each stretch.
+            stretches: places without a page in use.
             may_reclaim: whether to wait for retired pages, and to take pages from other tenants.
 
         Raises:
@@ -115,10 +115,10 @@ class Residency:
         return True
 
     def alias(self, index: int, pages: Sequence[Page]) -> None:
-        """Put pages under the places from `index` on that are in use elsewhere too, all or none.
+        """Put pages that are in use elsewhere under the places from `index` on, all or none.
 
         The reference that the caller holds of each page (`hold`) becomes the place's. A place that
-        still has that very page gets it back as it is. The caller must not write to the pages
+        still has the same page gets it back unchanged. The caller must not write to the pages
         through these places while they have other users.
 
         Raises:
@@ -133,13 +133,13 @@ class Residency:
                 missing = _without([range(index, index + len(pages))], places)
                 self._map(missing, [pages[i - index] for each in missing for i in each], undo)
             undo.pop_all()
-        # The place brought back the reference that was given up with it.
+        # A place that was taken back has its own reference, which was retired with it.
         self._pool.release([pages[i] for i in taken])
         if self.record is not None and pages:
             self.record(Aliased(index, tuple(pages)))
 
     def give_up(self, indices: Sequence[int]) -> None:
-        """Let the pages at these places go, as soon as nothing in flight can touch them.
+        """Give up the pages at these places, as soon as no work in flight can touch them.
 
         The opposite of `populate` and `alias`.
         """
@@ -149,7 +149,7 @@ class Residency:
                 self.record(GivenUp(tuple(indices)))
 
     def hold(self, pages: Sequence[Page]) -> None:
-        """Keep pages in use, whatever happens to the places that have them.
+        """Add a reference to pages: they stay in use, also when their places are given up.
 
         Raises:
             InvariantError: one of the pages is not in use.
@@ -159,7 +159,7 @@ class Residency:
             self.record(Held(tuple(pages)))
 
     def drop(self, pages: Sequence[Page]) -> None:
-        """The opposite of `hold`."""
+        """Release the references that `hold` added."""
         self._pool.release(pages)
         if self.record is not None and pages:
             self.record(Dropped(tuple(pages)))
@@ -169,7 +169,7 @@ class Residency:
         self._pool.transfer(pages, owner)
 
     def _map(self, stretches: Iterable[range], pages: Sequence[Page], undo: ExitStack) -> None:
-        """Map `pages` at these stretches in turn; `undo` is told how to undo that."""
+        """Map `pages` at these stretches in turn; `undo` gets a callback that unmaps them."""
         mapped: list[range] = []
         undo.callback(lambda: [self.range.unmap(stretch) for stretch in mapped])
         done = 0
@@ -182,7 +182,7 @@ class Residency:
 
 
 def _without(stretches: Iterable[range], taken: Sequence[int]) -> list[range]:
-    """What is left of stretches without some of their numbers."""
+    """The stretches without some of their numbers."""
     if not taken:
         return list(stretches)
     gone = set(taken)

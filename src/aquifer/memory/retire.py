@@ -8,29 +8,29 @@ is a fault, and releasing it lets the next owner's bytes mix with the old one's.
     when it was given up has passed.
 
 Between the two it is "retired": still mapped, and accounted to no owner. It may stay so for as
-long as there are other pages to be had. There are five ways out:
+long as other pages are available. A retired place is left in one of five ways:
 
-- `take_back`: the tenant that gave it up wants a page at the same place again. It stays where it
-  is: work that was in flight and work that comes later run in order. With the slots of a virtual
-  cache this is deferred reclamation (vAttention, section 5.4.2): no unmapping and no mapping.
+- `take_back`: the tenant that gave it up wants a page at the same place again. The page stays
+  where it is: work that was in flight and work that comes later run in order. For the slots of a
+  virtual cache this is deferred reclamation (vAttention, section 5.4.2): no unmapping, no mapping.
 - `take_back_pages`: likewise, to read that very page, which may have other users too.
-- `collect`: its fence has passed, and the stocker's thread unmaps it, off the critical path. When
-  is up to that thread (`stock.py`): as late as can be, so that more may be taken back.
+- `collect`: its fence has passed, and the stocker's thread unmaps it, off the critical path.
+  `stock.py` decides when: as late as possible, so that more places can be taken back.
 - `reclaim`: the pool is short and waits for the fence. It is at most as far away as the work in
   flight, so this comes before pages that are in use are taken.
 - `settle`: all fences are waited for, before addresses are given back.
 
 A page may be retired at one place and in use at another, or held by the prefix cache. To unmap it
-at the first frees nothing, so such places are "parked": `collect` and `reclaim` leave them alone,
-until the last use of the page ends and they join the others. So a request that continues a cached
-conversation finds its pages where they were, also in a full pool.
+at the first frees nothing, so such places are "parked": `collect` and `reclaim` skip them until the
+last use of the page ends. So a request that continues a cached conversation finds its pages where
+they were, also in a full pool.
 
 On a device that does not run ahead (`Driver.runs_ahead`) a page is never retired: it goes at once.
 
-The loop's own structure would allow a simpler rule, since tokens come back one step late: what was
-given up at the commit of step n is out of use at the commit of step n + 2. But that holds only as
-long as the loop is not changed, and its breach shows as wrong tokens of another request. An event
-costs a few microseconds for each sequence that ends, and holds whatever the loop does.
+The loop's structure would allow a simpler rule, since tokens come back one step late: what was
+given up at the commit of step n is out of use at the commit of step n + 2. But a change of the loop
+could break that rule unnoticed, and the result would be wrong tokens of another request. A fence
+costs a few microseconds for each sequence that ends, and does not depend on the loop.
 """
 
 from __future__ import annotations
@@ -54,18 +54,19 @@ to wait for one of them."""
 class RetireQueue:
     """The retired pages of one pool, in the order in which they were given up.
 
-    Places leave in that order, and those of one call from its last to its first: what is left of a
-    stretch is its beginning. Places of a page that is still in use count from the end of that use.
+    Places are unmapped in that order, and those of one call from its last to its first, so that the
+    beginning of a stretch stays longest. Places of a page that is still in use join the queue when
+    that use ends.
 
     `collect` may be called from another thread than the other methods.
 
     Args:
         ledger: the pool's books. Their lock guards the queue too, so that there is one order of
             locks.
-        pages: of the pool.
+        pages: the pool's pages.
 
     Attributes:
-        on_retire: called when there is something to collect, sooner or later.
+        on_retire: called when places were retired, which can be collected later.
     """
 
     def __init__(self, ledger: Ledger, pages: PageTable) -> None:
@@ -74,9 +75,9 @@ class RetireQueue:
         self._pages = pages
         self._driver = pages.driver
         self._changed = threading.Condition(ledger.lock)
-        self._fences: dict[_Place, Fence] = {}  # of all places that are retired and not leaving
-        self._waiting: dict[_Place, None] = {}  # those whose page is out of use, oldest first
-        self._parked: dict[Page, dict[_Place, None]] = {}  # the others, by their page
+        self._fences: dict[_Place, Fence] = {}  # all places that are retired and not leaving
+        self._waiting: dict[_Place, None] = {}  # their part with pages out of use, oldest first
+        self._parked: dict[Page, dict[_Place, None]] = {}  # the other places, by their page
         self._leaving: set[_Place] = set()  # being unmapped by `collect` right now
 
     def __len__(self) -> int:
@@ -87,7 +88,7 @@ class RetireQueue:
     @property
     def num_places(self) -> int:
         """Places that were given up and still have their page."""
-        with self._changed:  # or a place could be missed on its way from one to the other
+        with self._changed:  # else a place could be missed between the two
             return len(self._fences) + len(self._leaving)
 
     def indices(self, range_: VirtualRange) -> set[int]:
@@ -139,9 +140,9 @@ class RetireQueue:
     def take_back(self, range_: VirtualRange, indices: Sequence[int]) -> list[int]:
         """Use places again: to be called before pages are mapped at these indices.
 
-        Returns: at which of them the page is still there; it is the caller's again, with its
-            bytes. At all others nothing is mapped when this returns. For that it waits for a fence
-            only if a page is shared: writing to it again would change the bytes of its other users.
+        Returns: the indices where the page is still mapped; it is the caller's again, with its
+            bytes. At all others nothing is mapped when this returns. It waits for a fence only if a
+            page is shared, since writing to that one would change the bytes of its other users.
         """
         with self._changed:
             if not (self._fences or self._leaving):
@@ -169,15 +170,15 @@ class RetireQueue:
         """Use places again to read what these pages hold, one page a place from `index` on.
 
         To be called before the pages are mapped there. They may have other users too, so the
-        caller must not write to them. Where another page is, its fence is waited for.
+        caller must not write to them. A place with another page is unmapped, after its fence.
 
         Args:
             range_: the range of the places.
             index: the first place.
             pages: pages that are in use.
 
-        Returns: for which of `pages`, by position, the page is still at its place: the reference
-            that was retired with it is the caller's. At all other places nothing is mapped.
+        Returns: positions in `pages` of those that are still mapped at their places; the reference
+            that was retired there is the caller's. At all other places nothing is mapped.
         """
         with self._changed:
             if not (self._fences or self._leaving):
@@ -200,7 +201,7 @@ class RetireQueue:
             return (range_, index) in self._parked.get(page, ())
 
     def collect(self) -> bool:
-        """Unmap and give back some pages whose fence has passed; never waits for one.
+        """Unmap and give back some pages after their fences have passed; never waits.
 
         Returns: whether there may be more of them.
         """
@@ -222,11 +223,11 @@ class RetireQueue:
         return True
 
     def reclaim(self, num_bytes: int) -> bool:
-        """Wait for the pages that were given up first, to get about `num_bytes` back.
+        """Unmap the pages that were given up first, to get about `num_bytes`; waits for fences.
 
-        It may be less, where a page is at several places: to be called again until it suffices.
+        It may be less where a page is at several places; the caller repeats it until it suffices.
 
-        Returns: whether any place was given back; if not, there is none whose page is out of use.
+        Returns: whether any place was given back; if not, all retired pages are in use elsewhere.
         """
         with self._changed:
             if self._leaving:
@@ -247,14 +248,14 @@ class RetireQueue:
             self._vacate(list(self._fences))
 
     def _places(self, range_: VirtualRange, indices: Iterable[int]) -> list[_Place]:
-        """These places, once none of them is on its way out."""
+        """These places, after `collect` has finished with those that it is unmapping."""
         places = [(range_, index) for index in indices]
         while self._leaving and not self._leaving.isdisjoint(places):
             self._changed.wait()
         return places
 
     def _oldest(self, max_pages: int) -> list[_Place]:
-        """The first places whose fences have passed, of those that free memory."""
+        """The oldest places that free memory and have passed their fences."""
         batch: list[_Place] = []
         passed: Fence | None = None
         for place in self._waiting:
@@ -270,7 +271,7 @@ class RetireQueue:
         self._waiting.update(self._parked.pop(page, {}))
 
     def _forget(self, place: _Place) -> None:
-        """Strike a place off: it is retired no longer. Pre-condition: the page is still there."""
+        """Remove a place, which is no longer retired. Pre-condition: its page is still mapped."""
         del self._fences[place]
         if place in self._waiting:
             del self._waiting[place]
@@ -282,7 +283,7 @@ class RetireQueue:
             del self._parked[page]
 
     def _vacate(self, places: Sequence[_Place]) -> None:
-        """Wait for those of the places that are retired, and give them back."""
+        """Unmap and give back those of the places that are retired, after their fences."""
         retired = [place for place in places if place in self._fences]
         for fence in {self._fences[place] for place in retired}:
             fence.wait()
@@ -295,7 +296,7 @@ class RetireQueue:
         self._release_retired(_unmap(places))
 
     def _release_retired(self, pages: Sequence[Page]) -> None:
-        """Let go of references that were retired."""
+        """Release references that were retired."""
         if pages:
             self._ledger.unretire(pages)
             self._release(pages)

@@ -17,15 +17,15 @@ from aquifer.memory.reclaim import Reclaimer, batch_bytes
 class Room:
     """Answers in pages whether a pool has room.
 
-    An answer is an estimate for a plan: what it counts is evicted only when pages are acquired, and
-    an acquisition can fail after all, as victims may lie on pages that are otherwise in use.
+    An answer is an estimate for a plan: what it counts is evicted only when pages are acquired. The
+    acquisition may still fail, since victims may lie on pages that are in use otherwise.
 
     Args:
         pool: the memory.
-        reclaimer: of the tenants that can give up memory of this pool.
+        reclaimer: evicts for the tenants that can give up memory of this pool.
 
     Attributes:
-        reclaimer: likewise.
+        reclaimer: as given.
     """
 
     def __init__(self, pool: PagePool, reclaimer: Reclaimer) -> None:
@@ -34,10 +34,10 @@ class Room:
 
     @classmethod
     def of(cls, pool: PagePool, clock_s: Callable[[], float]) -> Room:
-        """The room of a pool, with a new reclaimer that the pool calls when it is short.
+        """Make the room of a pool, with a new reclaimer that the pool calls when it is short.
 
         Args:
-            pool: without a reclaimer so far.
+            pool: a pool that has no reclaimer yet.
             clock_s: tells the time in seconds; the same clock that tenants' uses are marked with.
         """
         reclaimer = Reclaimer(clock_s, batch_bytes(pool.budget_bytes, pool.page_bytes))
@@ -51,12 +51,12 @@ class Room:
 
     @property
     def reachable_pages(self) -> int:
-        """Pages that are free or that tenants could give up, whatever the regret."""
+        """Pages that are free or that tenants could give up, at any regret."""
         reachable_bytes = self._pool.free_bytes + self.reclaimer.evictable_bytes
         return reachable_bytes // self._pool.page_bytes
 
     def size(self, num_pages: int) -> int:
-        """Bytes of so many pages."""
+        """Size of `num_pages` pages in bytes."""
         return num_pages * self._pool.page_bytes
 
     def budget_pages(self, other_bytes: int = 0) -> int:
@@ -64,14 +64,14 @@ class Room:
         return max(self._pool.budget_bytes - other_bytes, 0) // self._pool.page_bytes
 
     def has(self, num_pages: int, at_regret: float = math.inf) -> bool:
-        """Whether there are so many pages, free or to be had at less regret per byte.
+        """Whether there are `num_pages` pages that are free or can be evicted at less regret.
 
-        With an infinite regret the time is in proportion to the number of tenants. With a finite
-        one it is in proportion to the victims that are missing, too.
+        With an infinite limit it takes time in proportion to the number of tenants, with a finite
+        one also in proportion to the victims that have to be counted.
 
         Args:
             num_pages: how many are needed.
-            at_regret: seconds per byte that whatever needs them is worth.
+            at_regret: limit in seconds per byte: victims of this regret or more do not count.
         """
         missing_bytes = num_pages * self._pool.page_bytes - self._pool.free_bytes
         if missing_bytes <= 0:

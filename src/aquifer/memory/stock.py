@@ -1,13 +1,13 @@
 """The thread that creates pages before they are needed, and gives back retired ones.
 
-A new page costs many times what one from stock does, and a growing batch needs some at nearly
-every step. While a step computes, this thread fills the stock up again (vAttention, section 6.2:
-allocation ahead of need, off the critical path). Unmapping costs as much, and is done here too,
-once nothing in flight can touch the page (`retire.py`).
+Creating a page takes many times as long as taking one from stock, and a growing batch needs some
+at nearly every step. While a step computes, this thread fills the stock up again (vAttention,
+section 6.2: allocation ahead of need, off the critical path). Unmapping takes as long, and is done
+here too, once no work in flight can touch the page (`retire.py`).
 
-But not at once: a retired page that stays where it is costs nothing to the next sequence at the
-same place (vAttention, section 5.4.2). So retired pages are left alone as long as enough others are
-ready, idle or not created, and those that were given up first go first.
+Retired pages are not unmapped at once: one that stays mapped costs the next sequence at the same
+place nothing (vAttention, section 5.4.2). So they are left alone as long as enough other pages are
+ready, that is idle or not created. Those that were given up first are unmapped first.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from aquifer.memory.pool import PagePool
 _log = logging.getLogger(__name__)
 
 _POLL_S = 0.002
-"""How often to ask whether retired pages have come out of use, as long as some are wanted."""
+"""Interval at which the fences of retired pages are checked, while some of these are wanted."""
 
 STOCK_PAGES = 256
-"""Untouched pages to keep: as many as sequences run at once by default, so that even if all grow in
-the same step, none has to be created in it."""
+"""Untouched pages to keep: as many as sequences run at once by default. So no page has to be
+created in a step in which all of them grow."""
 
 _MAX_STOCK_BYTES = 1 << 30
-"""What the stock is at most, where large pages were chosen."""
+"""Largest stock in bytes, which matters where large pages were chosen."""
 
 _READY_PAGES, _READY_FRACTION = 256, 1 / 16
-"""How much has to be ready for retired pages to be left alone: as many pages as a step may need at
-worst, for the same reason. Not more than that part of the budget, or in a small pool no page would
-ever be taken back."""
+"""Pages that have to be ready for retired pages to be left alone: as many as a step may need at
+worst, but not more than this fraction of the budget. Otherwise a small pool would unmap all retired
+pages, and none could be taken back."""
 
 
 class PageStocker:
@@ -61,7 +61,7 @@ class PageStocker:
         self._thread.start()
 
     def wake(self) -> None:
-        """Pages may have been taken: look, and fill up."""
+        """Check the stock and the retired pages, since pages may have been taken."""
         self._wanted.set()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Small arrays from the loop to the device, without waiting for it."""
+"""Copies of small arrays to the device and back, without host synchronisation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """The array as a tensor on the device; the copy takes its turn in the current stream.
+    """Copy an array to a tensor on the device, in the order of the current stream.
 
     On the host it shares the array's memory. For a device it goes through page-locked memory,
     which torch uses again only once the copy is done, so the caller may overwrite the array.
@@ -21,7 +21,7 @@ def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 def download(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in page-locked memory, complete once a fence made after this call has passed.
+    """Copy a tensor to page-locked memory; complete once a fence made after this call has passed.
 
     On the host it is the tensor itself.
     """

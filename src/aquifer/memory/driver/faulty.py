@@ -61,19 +61,19 @@ class FaultyDriver:
 
     @property
     def runs_ahead(self) -> bool:
-        """The inner driver's answer."""
+        """Whether the inner driver runs ahead."""
         return self.inner.runs_ahead
 
     def available_bytes(self) -> int:
-        """The inner driver's answer."""
+        """The inner driver's figure."""
         return self.inner.available_bytes()
 
     def total_bytes(self) -> int:
-        """The inner driver's answer."""
+        """The inner driver's figure."""
         return self.inner.total_bytes()
 
     def overhead_bytes(self) -> int:
-        """The inner driver's answer."""
+        """The inner driver's figure."""
         return self.inner.overhead_bytes()
 
     def create(self, page_bytes: int, count: int) -> list[Handle]:

@@ -47,7 +47,7 @@ class HostDriver:
     device = torch.device("cpu")
     granularity_bytes = mmap.PAGESIZE
     default_page_bytes = _DEFAULT_PAGE_BYTES
-    large_page_bytes = _DEFAULT_PAGE_BYTES  # neighbours are mapped by one call, whatever their size
+    large_page_bytes = _DEFAULT_PAGE_BYTES  # neighbours are mapped by one call
     runs_ahead = False
 
     def __init__(self) -> None:
