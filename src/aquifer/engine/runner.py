@@ -16,7 +16,7 @@ import torch
 from aquifer.cache.base import IntArray, KVLayout, Rows, SequenceCache, Spans
 from aquifer.engine.graphs import DecodeGraphs
 from aquifer.engine.outputs import TokenLogprobs
-from aquifer.engine.sampler import Choice, Sampler, token_logprobs
+from aquifer.engine.sampler import Sampler, SamplingMode, token_logprobs
 from aquifer.engine.step_input import SlotAssignment, StepInput, StepOutput
 from aquifer.kernels import compiled_together
 from aquifer.kernels.prefill_attention import MIN_SPLIT_KEYS
@@ -164,7 +164,7 @@ class Runner:
         num_seqs = min(self._max_seqs + 1, num_tokens)
         logits = self._model.logits(hidden[:num_seqs])
         self._sampler.sample(
-            logits, padding[:num_seqs], zeros[:num_seqs], zeros[:num_seqs], Choice.PLAIN
+            logits, padding[:num_seqs], zeros[:num_seqs], zeros[:num_seqs], SamplingMode.PLAIN
         )
         del hidden, logits
         count = min(_WARM_UP_TOKENS, num_tokens, self._max_tokens)
@@ -179,8 +179,8 @@ class Runner:
             self._cache.release(1)
         if self._graphs is not None:
             self._cache.upload()
-            for choice in (Choice.GREEDY, Choice.PLAIN):
-                self._decode(padding[:1], padding[:1], choice)
+            for mode in (SamplingMode.GREEDY, SamplingMode.PLAIN):
+                self._decode(padding[:1], padding[:1], mode)
 
     def close(self) -> None:
         """Drop the captured steps, whose memory the device's driver can then give back."""
@@ -193,7 +193,7 @@ class Runner:
 
     def _assign(self, assigned: tuple[SlotAssignment, ...]) -> None:
         if self._sampler.assign(assigned) and self._graphs is not None:
-            self._graphs.forget(Choice.FULL)
+            self._graphs.forget(SamplingMode.FULL)
         slots = np.array([one.slot for one in assigned], np.int64)
         self._num_prompt[slots] = [one.num_prompt_tokens for one in assigned]
         self._reports_prompt[slots] = [one.num_prompt_logprobs is not None for one in assigned]
@@ -219,8 +219,8 @@ class Runner:
         self._set_inputs(step)
         has_extras = self._sampler.has_extras(slots, ends)
         sampled_slots = np.where(has_extras, -1, slots) if has_extras.any() else None
-        choice = self._sampler.choice(slots[~has_extras])
-        logits, token_ids = graphs.run(slots, choice, sampled_slots)
+        mode = self._sampler.mode(slots[~has_extras])
+        logits, token_ids = graphs.run(slots, mode, sampled_slots)
         where = token_ids.new_zeros((2, 0))
         if logits is None:
             logits = token_ids.new_zeros((0, 0))
@@ -240,14 +240,14 @@ class Runner:
         self._columns.last_token[on_device] = last_token
 
     def _decode(
-        self, slots: torch.Tensor, sampled_slots: torch.Tensor, choice: Choice
+        self, slots: torch.Tensor, sampled_slots: torch.Tensor, mode: SamplingMode
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The step that graphs capture; every value of it is found by slot, on the device.
 
         Args:
             slots: [n] int64, -1 for padding.
             sampled_slots: [n] int64, the same but -1 where the host samples.
-            choice: what the rows need.
+            mode: what the rows need.
         """
         columns = self._columns
         token_ids, positions, lengths, contexts = decode_inputs(
@@ -257,7 +257,7 @@ class Runner:
         rows = Rows(slots, positions, lengths, None)
         logits = self._model.logits(self._model.forward(batch, self._cache.view(rows)))
         out = torch.empty_like(slots)
-        self._sampler.sample(logits, sampled_slots, lengths, out, choice)
+        self._sampler.sample(logits, sampled_slots, lengths, out, mode)
         advance(slots, lengths, out, columns.num_computed, columns.last_token)
         return logits, out
 
@@ -307,11 +307,11 @@ class Runner:
         has_extras = self._sampler.has_extras(slots, num_tokens)
         extras = np.flatnonzero(has_extras)
         if not scores.is_sampled and len(extras) < len(sampled):
-            choice = self._sampler.choice(slots[~has_extras])
+            mode = self._sampler.mode(slots[~has_extras])
             where = scores.slots
             if len(extras):
                 where = upload(np.where(has_extras, -1, slots), self._device)
-            self._sampler.sample(scores.logits, where, scores.num_tokens, out, choice)
+            self._sampler.sample(scores.logits, where, scores.num_tokens, out, mode)
         reported, logprobs = extras[:0], None
         if len(extras):
             reported, logprobs = self._sample_extras(scores, extras, slots, num_tokens)
@@ -341,7 +341,7 @@ class Runner:
         self._sampler.change_logits(logits, slots[extras], num_tokens[extras])
         tokens = torch.empty_like(rows)
         self._sampler.sample(
-            logits, scores.slots[rows], scores.num_tokens[rows], tokens, Choice.FULL
+            logits, scores.slots[rows], scores.num_tokens[rows], tokens, SamplingMode.FULL
         )
         scores.out[rows] = tokens
         num_logprobs = self._sampler.num_logprobs(slots[extras])

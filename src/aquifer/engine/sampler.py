@@ -26,7 +26,7 @@ from aquifer.kernels.sampling_columns import SamplingColumns, write_counts
 from aquifer.memory.transfer import download, upload
 
 
-class Choice(IntEnum):
+class SamplingMode(IntEnum):
     """How tokens are chosen from logits; each kind of step can do what those below it can."""
 
     GREEDY = 0
@@ -34,17 +34,17 @@ class Choice(IntEnum):
     FULL = 2  # with penalties, top-k, top-p or min-p
 
     @classmethod
-    def of(cls, params: SamplingParams) -> Choice:
+    def of(cls, params: SamplingParams) -> SamplingMode:
         """The least that does for these parameters."""
         if params.has_penalties or params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
             return cls.FULL
         return cls.PLAIN if params.temperature > 0 else cls.GREEDY
 
 
-_VARIANTS: dict[Choice, Variant] = {
-    Choice.GREEDY: "greedy",
-    Choice.PLAIN: "plain",
-    Choice.FULL: "full",
+_VARIANTS: dict[SamplingMode, Variant] = {
+    SamplingMode.GREEDY: "greedy",
+    SamplingMode.PLAIN: "plain",
+    SamplingMode.FULL: "full",
 }
 
 
@@ -65,7 +65,7 @@ class Sampler:
         self._device = device
         self.columns = SamplingColumns.empty(num_slots, 0, vocab_size, device)
         self._assigned: list[SlotAssignment | None] = [None] * num_slots
-        self._choice = np.zeros(num_slots, np.int8)
+        self._mode = np.zeros(num_slots, np.int8)
         self._changes_logits = np.zeros(num_slots, np.bool_)
         self._num_logprobs = np.full(num_slots, -1, np.int64)  # -1 is none
         self._min_total = np.zeros(num_slots, np.int64)
@@ -79,7 +79,7 @@ class Sampler:
         """
         for one in assigned:
             self._assigned[one.slot] = one
-            self._choice[one.slot] = Choice.of(one.params)
+            self._mode[one.slot] = SamplingMode.of(one.params)
             self._changes_logits[one.slot] = one.params.changes_logits
             self._num_logprobs[one.slot] = -1 if one.num_logprobs is None else one.num_logprobs
             self._min_total[one.slot] = one.min_total_tokens
@@ -124,9 +124,9 @@ class Sampler:
             | (num_tokens < self._min_total[slots])
         )
 
-    def choice(self, slots: IntArray) -> Choice:
+    def mode(self, slots: IntArray) -> SamplingMode:
         """The kind of step that can sample for all of these slots."""
-        return Choice(int(self._choice[slots].max(initial=0)))
+        return SamplingMode(int(self._mode[slots].max(initial=0)))
 
     def num_logprobs(self, slots: IntArray) -> IntArray:
         """How many of the most probable tokens to report for each slot; -1 for no report."""
@@ -138,7 +138,7 @@ class Sampler:
         slots: torch.Tensor,
         num_tokens: torch.Tensor,
         out: torch.Tensor,
-        choice: Choice,
+        mode: SamplingMode,
     ) -> None:
         """Choose a token for each row, without host synchronisation.
 
@@ -147,9 +147,9 @@ class Sampler:
             slots: [n] int64, the slot of each row, -1 for rows that are left alone.
             num_tokens: [n] int64, tokens that the row's sequence has.
             out: [n] int64, overwritten but for rows that are left alone.
-            choice: at least what any of the rows needs.
+            mode: at least what any of the rows needs.
         """
-        sample(logits, slots, num_tokens, self.columns, out, variant=_VARIANTS[choice])
+        sample(logits, slots, num_tokens, self.columns, out, variant=_VARIANTS[mode])
 
     def change_logits(self, logits: torch.Tensor, slots: IntArray, num_tokens: IntArray) -> None:
         """Apply to each row the changes that its request asks for, in place.
