@@ -221,11 +221,11 @@ class LLM:
             RequestError: the prompt cannot be served, or there would be several completions.
         """
         params = sampling_params or SamplingParams()
-        if params.n > 1 or params.is_choice:
+        if params.n > 1 or params.is_ranked:
             raise RequestError(
                 "stream() gives one completion, token by token; leave out n, best_of and "
                 "use_beam_search, or call generate()",
-                param="n" if params.n > 1 else params.choosing_field,
+                param="n" if params.n > 1 else params.ranking_field,
             )
         builder = self._add(self._encode_any(prompt, add_generation_prompt=True), params)
         request_id = builder.output.request_id

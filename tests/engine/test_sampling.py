@@ -15,7 +15,7 @@ from tests.checkpoints import EOS_TOKEN_ID, tiny_llama
 
 from aquifer.engine.outputs import RequestOutput
 from aquifer.engine.params import SamplingParams
-from aquifer.engine.sampler import Choice, Sampler
+from aquifer.engine.sampler import Sampler, SamplingMode
 from aquifer.engine.slots import STOP_IDS_PER_SLOT
 from aquifer.engine.step_input import SlotAssignment
 from aquifer.errors import RequestError
@@ -111,7 +111,7 @@ def sample(
     sampler.change_logits(logits, slots, known)
     out = torch.full((len(slots),), -1)
     rows = torch.from_numpy(slots), torch.from_numpy(known)
-    sampler.sample(logits, *rows, out, Choice.FULL)
+    sampler.sample(logits, *rows, out, SamplingMode.FULL)
     return out.numpy()
 
 

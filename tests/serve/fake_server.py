@@ -125,7 +125,7 @@ class FakeEngine:
         params = running.request.params
         if params.use_beam_search:
             return
-        wants_logprobs = params.logprobs is not None or params.is_choice
+        wants_logprobs = params.logprobs is not None or params.is_ranked
         for index in sorted(running.open):
             letter = self._letter(index)
             output = TokenOutput(running.request.request_id, [letter], index)

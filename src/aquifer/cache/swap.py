@@ -18,6 +18,7 @@ import torch
 
 from aquifer.cache.base import SequenceCache
 from aquifer.memory.regions import RegionList
+from aquifer.memory.runs import num_equal
 
 _SAMPLE_BYTES = 16 << 20
 """Size of the copy that measures the bandwidth."""
@@ -112,7 +113,7 @@ class SwapSpace:
                 # A token that begins in a shared page was there when it came to be shared.
                 shared = [
                     min(
-                        cache.tokens_touching(_num_equal(blocks[i], blocks[j])),
+                        cache.tokens_touching(num_equal(blocks[i], blocks[j])),
                         num_tokens[j],
                         count,
                     )
@@ -195,13 +196,3 @@ def _copy_rate(part: torch.Tensor, device: torch.device) -> float:
             torch.cuda.current_stream(device).synchronize()
         seconds.append(time.perf_counter() - start)
     return part.numel() / min(seconds)
-
-
-def _num_equal(left: list[int], right: list[int]) -> int:
-    """How many of the first entries are the same."""
-    count = 0
-    for a, b in zip(left, right, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count

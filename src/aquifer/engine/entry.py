@@ -7,9 +7,10 @@ from contextlib import ExitStack
 import numpy as np
 
 from aquifer.engine.headroom import Headroom
-from aquifer.engine.lane import Lane, num_equal
+from aquifer.engine.lane import Lane
 from aquifer.engine.preemption import Preemption
 from aquifer.engine.sequence import SequenceGroup
+from aquifer.memory.runs import num_equal
 
 
 def bring_in(

@@ -20,14 +20,14 @@ import numpy as np
 import torch
 
 from aquifer.cache.base import IntArray
-from aquifer.engine.sampler import Choice
+from aquifer.engine.sampler import SamplingMode
 from aquifer.kernels import compiled_together
 from aquifer.memory.transfer import upload
 
-Step = Callable[[torch.Tensor, torch.Tensor, Choice], tuple[torch.Tensor, torch.Tensor]]
-"""Runs (slots [n], sampled slots [n], choice); gives (logits [n, vocab], token ids [n])."""
+Step = Callable[[torch.Tensor, torch.Tensor, SamplingMode], tuple[torch.Tensor, torch.Tensor]]
+"""Runs (slots [n], sampled slots [n], mode); gives (logits [n, vocab], token ids [n])."""
 
-_Key = tuple[int, Choice, bool]  # padded batch size, choice, whether logits are kept
+_Key = tuple[int, SamplingMode, bool]  # padded batch size, mode, whether logits are kept
 
 
 @cache
@@ -71,7 +71,7 @@ class DecodeGraphs:
         self._captured: dict[_Key, _Captured] = {}
 
     def run(
-        self, slots: IntArray, choice: Choice, sampled_slots: IntArray | None = None
+        self, slots: IntArray, mode: SamplingMode, sampled_slots: IntArray | None = None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Replay the step of these slots.
 
@@ -79,7 +79,7 @@ class DecodeGraphs:
 
         Args:
             slots: [n].
-            choice: what the rows need that are sampled.
+            mode: what the rows need that are sampled.
             sampled_slots: [n], the same but -1 for rows that are not to be sampled; None to sample
                 all.
 
@@ -88,7 +88,7 @@ class DecodeGraphs:
             the next run.
         """
         size = padded_size(len(slots))
-        key = (size, choice, sampled_slots is not None)
+        key = (size, mode, sampled_slots is not None)
         captured = self._captured.get(key)
         if captured is None:
             captured = self._captured[key] = self._capture(*key)
@@ -102,19 +102,19 @@ class DecodeGraphs:
         logits = captured.logits
         return None if logits is None else logits[: len(slots)], captured.token_ids[: len(slots)]
 
-    def forget(self, choice: Choice) -> None:
+    def forget(self, mode: SamplingMode) -> None:
         """Drop what refers to tensors that have been replaced; it is captured again when needed."""
-        for key in [key for key in self._captured if key[1] >= choice]:
+        for key in [key for key in self._captured if key[1] >= mode]:
             del self._captured[key]
 
-    def _capture(self, size: int, choice: Choice, keeps_logits: bool) -> _Captured:
+    def _capture(self, size: int, mode: SamplingMode, keeps_logits: bool) -> _Captured:
         self._uploaded[:] = -1
         self._slots.fill_(-1)
         slots, sampled_slots = self._slots[0, :size], self._slots[1, :size]
         # Once for real, over nothing but padding: kernels must be compiled before.
         with compiled_together(self._device):
-            self._step(slots, sampled_slots, choice)
-        self._step(slots, sampled_slots, choice)
+            self._step(slots, sampled_slots, mode)
+        self._step(slots, sampled_slots, mode)
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(self._device)
         capturing = _capture_stream(self._device)
@@ -123,7 +123,7 @@ class DecodeGraphs:
             # Other threads map and zero pages meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                logits, token_ids = self._step(slots, sampled_slots, choice)
+                logits, token_ids = self._step(slots, sampled_slots, mode)
             finally:
                 graph.capture_end()
         current.wait_stream(capturing)

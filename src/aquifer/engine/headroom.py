@@ -7,9 +7,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from aquifer.cache.prefix import Match
-from aquifer.engine.lane import Lane, num_equal
+from aquifer.engine.lane import Lane
 from aquifer.engine.sequence import SequenceGroup
 from aquifer.memory.room import Room
+from aquifer.memory.runs import num_equal
 
 _RUN_TOKENS = 64
 """How far all sequences must be able to go on after a preempted request has come back.

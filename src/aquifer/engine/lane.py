@@ -6,9 +6,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
 from aquifer.cache.base import SequenceCache
 from aquifer.cache.journal import KVOp
 from aquifer.cache.prefix import PrefixCache
@@ -16,6 +13,7 @@ from aquifer.engine.costs import PrefillCost
 from aquifer.engine.sequence import Sequence, SequenceGroup
 from aquifer.engine.slots import SlotTable
 from aquifer.errors import DriverError
+from aquifer.memory.runs import num_equal
 
 
 @dataclass(slots=True, eq=False)
@@ -198,10 +196,3 @@ class Lane:
             self.release_slot(sequence, now_s)
         group.sequences.clear()
         self.running.remove(group)
-
-
-def num_equal(left: npt.NDArray[np.int32], right: npt.NDArray[np.int32]) -> int:
-    """How many of the first tokens are the same."""
-    count = min(len(left), len(right))
-    differs = np.flatnonzero(left[:count] != right[:count])
-    return int(differs[0]) if len(differs) else count

@@ -33,8 +33,8 @@ class TokenOutput:
 
     Only the last output of a completion has a `finish_reason`. A sampling request outputs each of
     `SamplingParams.num_sequences` completions token by token, with a logprob for each token if
-    completions are chosen among several (`is_choice`). A beam search outputs `n` whole completions,
-    best first, each in one output.
+    completions are ranked (`SamplingParams.is_ranked`). A beam search outputs `n` whole
+    completions, best first, each in one output.
     """
 
     request_id: str

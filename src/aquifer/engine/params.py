@@ -172,13 +172,13 @@ class SamplingParams:
         return self.n if self.use_beam_search else self.num_sequences
 
     @property
-    def is_choice(self) -> bool:
-        """Whether completions are chosen among several, which is known only when all have ended."""
+    def is_ranked(self) -> bool:
+        """Whether completions are ranked: the best are known only when all have ended."""
         return self.use_beam_search or self.num_sequences > self.n
 
     @property
-    def choosing_field(self) -> str:
-        """The parameter that makes `is_choice` true, for messages."""
+    def ranking_field(self) -> str:
+        """The parameter that makes `is_ranked` true, for messages."""
         return "use_beam_search" if self.use_beam_search else "best_of"
 
     @property

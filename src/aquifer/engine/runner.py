@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from aquifer.cache.layout import KVLayout
@@ -18,7 +19,7 @@ from aquifer.cache.spans import IntArray, Rows, Spans
 from aquifer.cache.view import KVSource
 from aquifer.engine.graphs import DecodeGraphs
 from aquifer.engine.outputs import TokenLogprobs
-from aquifer.engine.sampler import Choice, Sampler, token_logprobs
+from aquifer.engine.sampler import Sampler, SamplingMode, token_logprobs
 from aquifer.engine.step_input import SlotAssignment, StepInput, StepOutput
 from aquifer.kernels import compiled_together
 from aquifer.kernels.prefill_attention import MIN_SPLIT_KEYS
@@ -108,11 +109,12 @@ class InFlight:
 class Scores:
     """Logits of a step's sampled spans, a row each; some rows may have been sampled already."""
 
-    logits: torch.Tensor  # [m, vocab]; empty where all rows have been sampled
-    slots: torch.Tensor  # [m] int64
-    num_tokens: torch.Tensor  # [m] int64, tokens that each row's sequence has
+    logits: torch.Tensor | None  # [m, vocab]; None where no row is left to be sampled
     out: torch.Tensor  # [m] int64, the new tokens
-    is_sampled: bool  # whether `out` has the tokens of rows without extras
+    has_extras: npt.NDArray[np.bool_]  # [m], rows whose logits the host changes or reports
+    # (slots, tokens that each sequence has), [m] int64 each, where rows without extras are still to
+    # be sampled; None where they have been.
+    rows: tuple[torch.Tensor, torch.Tensor] | None = None
     prompt_logprobs: list[tuple[int, int, _Entries]] = field(default_factory=list)
 
 
@@ -183,7 +185,7 @@ class Runner:
         num_seqs = min(self._max_seqs + 1, num_tokens)
         logits = self._model.logits(hidden[:num_seqs])
         self._sampler.sample(
-            logits, padding[:num_seqs], zeros[:num_seqs], zeros[:num_seqs], Choice.PLAIN
+            logits, padding[:num_seqs], zeros[:num_seqs], zeros[:num_seqs], SamplingMode.PLAIN
         )
         del hidden, logits
         if chunk is not None:
@@ -191,8 +193,8 @@ class Runner:
             few = zeros[: chunk.num_tokens]
             self._model.forward(ModelInput(few, rows.positions, few), self._kv.view(rows))
         if self._graphs is not None and decodes:
-            for choice in (Choice.GREEDY, Choice.PLAIN):
-                self._decode(padding[:1], padding[:1], choice)
+            for mode in (SamplingMode.GREEDY, SamplingMode.PLAIN):
+                self._decode(padding[:1], padding[:1], mode)
 
     def close(self) -> None:
         """Drop the captured steps, whose memory the device's driver can then give back."""
@@ -205,7 +207,7 @@ class Runner:
 
     def _assign(self, assigned: tuple[SlotAssignment, ...]) -> None:
         if self._sampler.assign(assigned) and self._graphs is not None:
-            self._graphs.forget(Choice.FULL)
+            self._graphs.forget(SamplingMode.FULL)
         slots = np.array([one.slot for one in assigned], np.int64)
         self._num_prompt[slots] = [one.num_prompt_tokens for one in assigned]
         self._reports_prompt[slots] = [one.num_prompt_logprobs is not None for one in assigned]
@@ -230,14 +232,9 @@ class Runner:
         self._set_inputs(step)
         has_extras = self._sampler.has_extras(slots, ends)
         sampled_slots = np.where(has_extras, -1, slots) if has_extras.any() else None
-        choice = self._sampler.choice(slots[~has_extras])
-        logits, token_ids = graphs.run(slots, choice, sampled_slots)
-        where = token_ids.new_zeros((2, 0))
-        if logits is None:
-            logits = token_ids.new_zeros((0, 0))
-        else:
-            where = upload(np.stack((slots, ends)), self._device)
-        return Scores(logits, where[0], where[1], token_ids, is_sampled=True)
+        mode = self._sampler.mode(slots[~has_extras])
+        logits, token_ids = graphs.run(slots, mode, sampled_slots)
+        return Scores(logits, token_ids, has_extras)
 
     def _set_inputs(self, step: StepInput) -> None:
         """Tell the device the tokens that it did not sample: of prompts found in the cache, say."""
@@ -251,14 +248,14 @@ class Runner:
         self._columns.last_token[on_device] = last_token
 
     def _decode(
-        self, slots: torch.Tensor, sampled_slots: torch.Tensor, choice: Choice
+        self, slots: torch.Tensor, sampled_slots: torch.Tensor, mode: SamplingMode
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The step that graphs capture; every value of it is found by slot, on the device.
 
         Args:
             slots: [n] int64, -1 for padding.
             sampled_slots: [n] int64, the same but -1 where the host samples.
-            choice: what the rows need.
+            mode: what the rows need.
         """
         columns = self._columns
         token_ids, positions, lengths, contexts = decode_inputs(
@@ -268,7 +265,7 @@ class Runner:
         rows = Rows(slots, positions, lengths, None)
         logits = self._model.logits(self._model.forward(batch, self._kv.view(rows)))
         out = torch.empty_like(slots)
-        self._sampler.sample(logits, sampled_slots, lengths, out, choice)
+        self._sampler.sample(logits, sampled_slots, lengths, out, mode)
         advance(slots, lengths, out, columns.num_computed, columns.last_token)
         return logits, out
 
@@ -297,14 +294,14 @@ class Runner:
         batch = ModelInput(token_ids, rows.positions, contexts)
         hidden = self._model.forward(batch, self._kv.view(rows))
         columns.num_computed[span_slots] = span_ends
-        logits = self._model.logits(hidden[last_rows]) if len(sampled) else hidden[:0]
+        logits = self._model.logits(hidden[last_rows]) if len(sampled) else None
+        has_extras = self._sampler.has_extras(spans.slots[sampled], ends[sampled])
         return Scores(
             logits,
-            sampled_slots,
-            num_tokens,
             torch.empty_like(num_tokens),
-            is_sampled=False,
-            prompt_logprobs=self._prompt_logprobs(step, hidden),
+            has_extras,
+            (sampled_slots, num_tokens),
+            self._prompt_logprobs(step, hidden),
         )
 
     # --- sampling ----------------------------------------------------------------------------
@@ -312,56 +309,61 @@ class Runner:
     @torch.inference_mode()
     def sample(self, step: StepInput, scores: Scores) -> InFlight:
         """Choose the new tokens, and report log probabilities where a sequence asks for them."""
-        spans, sampled, out = step.spans, step.sampled, scores.out
-        slots = spans.slots[sampled]
-        num_tokens = spans.starts[sampled] + spans.counts[sampled]
-        has_extras = self._sampler.has_extras(slots, num_tokens)
-        extras = np.flatnonzero(has_extras)
-        if not scores.is_sampled and len(extras) < len(sampled):
-            choice = self._sampler.choice(slots[~has_extras])
-            where = scores.slots
+        out, extras = scores.out, np.flatnonzero(scores.has_extras)
+        slots = step.spans.slots[step.sampled]
+        if scores.rows is not None and scores.logits is not None:
+            where, num_tokens = scores.rows
+            mode = self._sampler.mode(slots[~scores.has_extras])
             if len(extras):
-                where = upload(np.where(has_extras, -1, slots), self._device)
-            self._sampler.sample(scores.logits, where, scores.num_tokens, out, choice)
+                where = upload(np.where(scores.has_extras, -1, slots), self._device)
+            if len(extras) < len(slots):
+                self._sampler.sample(scores.logits, where, num_tokens, out, mode)
+                self._columns.last_token[scores.rows[0]] = out
         reported, logprobs = extras[:0], None
         if len(extras):
-            reported, logprobs = self._sample_extras(scores, extras, slots, num_tokens)
-        if len(sampled) and (len(extras) or not scores.is_sampled):
-            self._columns.last_token[scores.slots] = out
+            reported, logprobs = self._sample_extras(step, scores, extras)
         token_ids = download(out)
-        # The fence comes after the last copy to the host.
-        fence = self._driver.fence()
+        fence = self._driver.fence()  # after the last copy to the host
         return InFlight(step.most_new, token_ids, fence, reported, logprobs, scores.prompt_logprobs)
 
     def _sample_extras(
-        self, scores: Scores, extras: IntArray, slots: IntArray, num_tokens: IntArray
+        self, step: StepInput, scores: Scores, extras: IntArray
     ) -> tuple[IntArray, _Entries | None]:
         """Sample rows whose logits the host changes or reports.
 
+        It comes after all other work of the step, so each kernel and each copy here is one that
+        the whole batch waits for.
+
         Args:
+            step: that runs.
             scores: of all rows.
             extras: [e], which rows.
-            slots: [m], of all rows.
-            num_tokens: [m], likewise.
 
         Returns: which rows are reported, and what gives their log probabilities.
         """
-        rows = upload(extras, self._device)
-        raw = scores.logits[rows]  # [e, vocab], as the model gave them
-        logits = raw.clone()
-        self._sampler.change_logits(logits, slots[extras], num_tokens[extras])
-        tokens = torch.empty_like(rows)
-        self._sampler.sample(
-            logits, scores.slots[rows], scores.num_tokens[rows], tokens, Choice.FULL
+        spans, sampled, sampler = step.spans, step.sampled[extras], self._sampler
+        host_slots = spans.slots[sampled]
+        host_num_tokens = spans.starts[sampled] + spans.counts[sampled]
+        rows, slots, num_tokens = upload(
+            np.stack((extras, host_slots, host_num_tokens)), self._device
         )
+        assert scores.logits is not None
+        raw = logits = scores.logits[rows]  # [e, vocab], a copy, as the model gave them
+        if sampler.changes(host_slots, host_num_tokens).any():
+            logits = raw.clone()
+            sampler.change_logits(logits, host_slots, host_num_tokens)
+        tokens = torch.empty_like(rows)
+        sampler.sample(logits, slots, num_tokens, tokens, sampler.mode(host_slots))
         scores.out[rows] = tokens
-        num_logprobs = self._sampler.num_logprobs(slots[extras])
+        self._columns.last_token[slots] = tokens
+        num_logprobs = sampler.num_logprobs(host_slots)
         wanted = np.flatnonzero(num_logprobs >= 0)
         if not len(wanted):
             return wanted, None
-        chosen = upload(wanted, self._device)
-        reports = token_logprobs(raw[chosen], tokens[chosen], num_logprobs[wanted])
-        return extras[wanted], reports
+        if len(wanted) < len(extras):
+            chosen = upload(wanted, self._device)
+            raw, tokens = raw[chosen], tokens[chosen]
+        return extras[wanted], token_logprobs(raw, tokens, num_logprobs[wanted])
 
     def _prompt_logprobs(
         self, step: StepInput, hidden: torch.Tensor

@@ -26,7 +26,7 @@ from aquifer.kernels.sampling_columns import SamplingColumns, write_counts
 from aquifer.memory.transfer import download, upload
 
 
-class Choice(IntEnum):
+class SamplingMode(IntEnum):
     """How tokens are chosen from logits; each kind of step can do what those below it can."""
 
     GREEDY = 0
@@ -34,17 +34,17 @@ class Choice(IntEnum):
     FULL = 2  # with penalties, top-k, top-p or min-p
 
     @classmethod
-    def of(cls, params: SamplingParams) -> Choice:
+    def of(cls, params: SamplingParams) -> SamplingMode:
         """The least that does for these parameters."""
         if params.has_penalties or params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
             return cls.FULL
         return cls.PLAIN if params.temperature > 0 else cls.GREEDY
 
 
-_VARIANTS: dict[Choice, Variant] = {
-    Choice.GREEDY: "greedy",
-    Choice.PLAIN: "plain",
-    Choice.FULL: "full",
+_VARIANTS: dict[SamplingMode, Variant] = {
+    SamplingMode.GREEDY: "greedy",
+    SamplingMode.PLAIN: "plain",
+    SamplingMode.FULL: "full",
 }
 
 
@@ -65,7 +65,7 @@ class Sampler:
         self._device = device
         self.columns = SamplingColumns.empty(num_slots, 0, vocab_size, device)
         self._assigned: list[SlotAssignment | None] = [None] * num_slots
-        self._choice = np.zeros(num_slots, np.int8)
+        self._mode = np.zeros(num_slots, np.int8)
         self._changes_logits = np.zeros(num_slots, np.bool_)
         self._num_logprobs = np.full(num_slots, -1, np.int64)  # -1 is none
         self._min_total = np.zeros(num_slots, np.int64)
@@ -79,7 +79,7 @@ class Sampler:
         """
         for one in assigned:
             self._assigned[one.slot] = one
-            self._choice[one.slot] = Choice.of(one.params)
+            self._mode[one.slot] = SamplingMode.of(one.params)
             self._changes_logits[one.slot] = one.params.changes_logits
             self._num_logprobs[one.slot] = -1 if one.num_logprobs is None else one.num_logprobs
             self._min_total[one.slot] = one.min_total_tokens
@@ -118,15 +118,11 @@ class Sampler:
 
     def has_extras(self, slots: IntArray, num_tokens: IntArray) -> npt.NDArray[np.bool_]:
         """Which rows need more than `sample`, given the tokens that each sequence has."""
-        return np.asarray(
-            self._changes_logits[slots]
-            | (self._num_logprobs[slots] >= 0)
-            | (num_tokens < self._min_total[slots])
-        )
+        return np.asarray(self.changes(slots, num_tokens) | (self._num_logprobs[slots] >= 0))
 
-    def choice(self, slots: IntArray) -> Choice:
+    def mode(self, slots: IntArray) -> SamplingMode:
         """The kind of step that can sample for all of these slots."""
-        return Choice(int(self._choice[slots].max(initial=0)))
+        return SamplingMode(int(self._mode[slots].max(initial=0)))
 
     def num_logprobs(self, slots: IntArray) -> IntArray:
         """How many of the most probable tokens to report for each slot; -1 for no report."""
@@ -138,7 +134,7 @@ class Sampler:
         slots: torch.Tensor,
         num_tokens: torch.Tensor,
         out: torch.Tensor,
-        choice: Choice,
+        mode: SamplingMode,
     ) -> None:
         """Choose a token for each row, without host synchronisation.
 
@@ -147,9 +143,13 @@ class Sampler:
             slots: [n] int64, the slot of each row, -1 for rows that are left alone.
             num_tokens: [n] int64, tokens that the row's sequence has.
             out: [n] int64, overwritten but for rows that are left alone.
-            choice: at least what any of the rows needs.
+            mode: at least what any of the rows needs.
         """
-        sample(logits, slots, num_tokens, self.columns, out, variant=_VARIANTS[choice])
+        sample(logits, slots, num_tokens, self.columns, out, variant=_VARIANTS[mode])
+
+    def changes(self, slots: IntArray, num_tokens: IntArray) -> npt.NDArray[np.bool_]:
+        """For which rows `change_logits` does anything."""
+        return np.asarray(self._changes_logits[slots] | (num_tokens < self._min_total[slots]))
 
     def change_logits(self, logits: torch.Tensor, slots: IntArray, num_tokens: IntArray) -> None:
         """Apply to each row the changes that its request asks for, in place.
@@ -159,8 +159,7 @@ class Sampler:
             slots: [n], the slot of each row.
             num_tokens: [n], tokens that the row's sequence has.
         """
-        changes = self._changes_logits[slots] | (num_tokens < self._min_total[slots])
-        for row in np.flatnonzero(changes).tolist():
+        for row in np.flatnonzero(self.changes(slots, num_tokens)).tolist():
             may_stop = bool(num_tokens[row] >= self._min_total[slots[row]])
             _change_logits(logits[row], self.assigned(int(slots[row])), may_stop)
 
@@ -205,17 +204,19 @@ def token_logprobs(
     ranks = (logprobs > own).sum(1) + 1
     num_reported = min(max(int(num_logprobs.max()), 1), logprobs.shape[1])
     top_values, top_ids = logprobs.topk(num_reported, dim=1)
-    parts = [download(part) for part in (tokens, own[:, 0], ranks, top_values, top_ids)]
+    # Two copies to the host, of integers and of floats.
+    ids = download(torch.cat((tokens.unsqueeze(1), ranks.unsqueeze(1), top_ids), 1))
+    values = download(torch.cat((own, top_values), 1))
 
     def entries() -> list[TokenLogprobs]:
         return [
             TokenLogprobs(
-                token_ids=[token, *ids[:count]],
-                logprobs=[logprob, *values[:count]],
+                token_ids=[token, *top_ids[:count]],
+                logprobs=[logprob, *top_values[:count]],
                 ranks=[rank, *range(1, count + 1)],
             )
-            for count, token, logprob, rank, values, ids in zip(
-                num_logprobs.tolist(), *(part.tolist() for part in parts), strict=True
+            for count, (token, rank, *top_ids), (logprob, *top_values) in zip(
+                num_logprobs.tolist(), ids.tolist(), values.tolist(), strict=True
             )
         ]
 

@@ -1,8 +1,11 @@
-"""Stretches of consecutive numbers, such as neighbouring pages that one call can map."""
+"""Stretches in lists of numbers: consecutive ones (neighbouring pages), and equal beginnings."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 
 def runs(numbers: Sequence[int], step: int = 1) -> list[tuple[int, int]]:
@@ -17,3 +20,12 @@ def runs(numbers: Sequence[int], step: int = 1) -> list[tuple[int, int]]:
             found.append((start, end))
             start = end
     return found
+
+
+def num_equal(
+    left: Sequence[int] | npt.NDArray[np.int32], right: Sequence[int] | npt.NDArray[np.int32]
+) -> int:
+    """How many of the first numbers are the same in both: `num_equal([4, 5, 9], [4, 5]) == 2`."""
+    count = min(len(left), len(right))
+    differs = np.flatnonzero(np.asarray(left[:count]) != np.asarray(right[:count]))
+    return int(differs[0]) if len(differs) else count

@@ -195,12 +195,12 @@ class _CompletionBuilder:
         self._min_tokens = params.min_tokens
         if params.logprobs is not None:
             self.completion.logprobs = []
-        if params.logprobs is not None or params.is_choice:
+        if params.logprobs is not None or params.is_ranked:
             self.completion.cumulative_logprob = 0.0
 
     @property
     def cumulative_logprob(self) -> float:
-        """The key by which completions are chosen. Pre-condition: `is_choice`."""
+        """The key by which completions are ranked. Pre-condition: `is_ranked`."""
         assert self.completion.cumulative_logprob is not None
         return self.completion.cumulative_logprob
 

@@ -218,17 +218,6 @@ class HostDriver:
             yield page_bytes, list(handles[start:end])
             start = end
 
-    @staticmethod
-    def _runs(handles: Sequence[Handle], page_bytes: int) -> Iterator[tuple[int, int]]:
-        """Yield (offset, length) of each run of handles that are neighbours in the file."""
-        start = 0
-        while start < len(handles):
-            end = start + 1
-            while end < len(handles) and handles[end] == handles[end - 1] + page_bytes:
-                end += 1
-            yield handles[start], (end - start) * page_bytes
-            start = end
-
     def _map_nothing(self, address: int, num_bytes: int) -> None:
         flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
         try:

@@ -116,8 +116,8 @@ class SamplingFields(BaseModel):
         # The model's defaults are sampling values; a beam search refuses some of them.
         applying = {} if self.use_beam_search else defaults
         params = SamplingParams(**{**applying, **given, **others})
-        if self.stream and params.is_choice:
-            name = params.choosing_field
+        if self.stream and params.is_ranked:
+            name = params.ranking_field
             raise RequestError(
                 f"{name} cannot be streamed, because the best completions are known only when "
                 f"all have ended; leave out stream or {name}",

@@ -1,0 +1,32 @@
+"""Stretches in lists of numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from aquifer.memory.runs import num_equal, runs
+
+
+@pytest.mark.parametrize(
+    ("numbers", "step", "expected"),
+    [
+        ([], 1, []),
+        ([7], 1, [(0, 1)]),
+        ([4, 5, 9], 1, [(0, 2), (2, 3)]),
+        ([3, 2, 1], 1, [(0, 1), (1, 2), (2, 3)]),
+        ([0, 8, 16, 17], 8, [(0, 3), (3, 4)]),
+    ],
+)
+def test_runs(numbers, step, expected):
+    assert runs(numbers, step) == expected
+
+
+@pytest.mark.parametrize("make", [list, lambda numbers: np.array(numbers, np.int32)])
+@pytest.mark.parametrize(
+    ("left", "right", "expected"),
+    [([], [], 0), ([], [1], 0), ([4, 5, 9], [4, 5], 2), ([1, 2], [3, 2], 0), ([1, 2], [1, 3], 1)],
+)
+def test_num_equal(make, left, right, expected):
+    assert num_equal(make(left), make(right)) == expected
+    assert num_equal(make(right), make(left)) == expected
