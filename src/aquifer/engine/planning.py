@@ -77,13 +77,16 @@ def make_step(name: str, table: SlotTable, slots: IntArray, counts: IntArray) ->
         slots, counts, starts = slots[order], counts[order], starts[order]
     ends = starts + counts
     known = table.num_tokens[slots]
-    sampled = np.flatnonzero(ends >= known)
+    sampled = (ends >= known).nonzero()[0]
     get_token = slots[sampled]
-    most_new = np.minimum(table.most_new[get_token], ends[sampled] - known[sampled] + 1)
+    most_new = table.most_new[get_token]
+    if table.drafts:
+        most_new = np.minimum(most_new, ends[sampled] - known[sampled] + 1)
     table.num_computed[slots] = ends
     table.num_tokens[get_token] += most_new
-    admitted = slots[table.is_new[slots]]
-    table.is_new[admitted] = False
+    admitted = slots[table.is_new[slots]].tolist()
+    if admitted:
+        table.is_new[admitted] = False
     return StepInput(
         model=name,
         spans=Spans.make(slots, starts, counts),
@@ -93,7 +96,7 @@ def make_step(name: str, table: SlotTable, slots: IntArray, counts: IntArray) ->
         num_single=num_single,
         sampled=sampled,
         most_new=most_new,
-        assigned=tuple(_assignment(table, slot) for slot in admitted.tolist()),
+        assigned=tuple(_assignment(table, slot) for slot in admitted),
     )
 
 
@@ -107,7 +110,8 @@ def _token_ids(
     table: SlotTable, slots: IntArray, starts: IntArray, counts: IntArray, num_decodes: int
 ) -> IntArray:
     """The step's tokens, [sum of counts]; -1 where the device has them, or drafts them."""
-    token_ids = np.full(int(counts.sum()), -1, np.int64)
+    token_ids = np.empty(int(counts.sum()), np.int64)
+    token_ids.fill(-1)
     if num_decodes < len(slots):
         row = int(counts[:num_decodes].sum())
         spans = (part[num_decodes:].tolist() for part in (slots, starts, counts))

@@ -40,8 +40,7 @@ class Kind(StrEnum):
     OVERHEAD = "overhead"  # memory that holds no data of a model
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Owner:
+class Owner(NamedTuple):
     """A tenant of the pool: one kind of data of one model."""
 
     model: str
@@ -255,9 +254,10 @@ class Ledger:
             idle = self._idle_of(page_bytes)
             if idle.count(owner) + idle.count(UNTOUCHED) < count:
                 return None
-            pages = self.take_idle(page_bytes, count, owner)
+            pages = idle.take(owner, count)
             if len(pages) < count:
-                pages += self.take_idle(page_bytes, count - len(pages), UNTOUCHED)
+                pages += idle.take(UNTOUCHED, count - len(pages))
+            self._idle_bytes -= count * page_bytes
             self.hand_out(pages, owner, page_bytes)
             return pages
 
