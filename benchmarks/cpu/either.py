@@ -39,6 +39,7 @@ Request = find("aquifer.engine.params:Request", "aquifer.engine.request:Request"
 SamplingParams = find(
     "aquifer.engine.params:SamplingParams", "aquifer.engine.request:SamplingParams"
 )
+ReplayConfig = find("aquifer.sim.config:ReplayConfig", "aquifer.sim.replay:ReplayConfig")
 _Assembly = find("aquifer.engine.assembly:Assembly")
 _LaneSpec = find("aquifer.engine.assembly:LaneSpec")
 _StepOutput = find("aquifer.engine.step_input:StepOutput")

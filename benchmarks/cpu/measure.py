@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.cpu.either import Books, Request, SamplingParams, open_books
+from benchmarks.cpu.either import Books, ReplayConfig, Request, SamplingParams, open_books
 
 import aquifer
 from aquifer import LLM
@@ -34,7 +34,7 @@ from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.engine import Engine
 from aquifer.memory.stock import PageStocker
 from aquifer.sim.device import find_device, find_model
-from aquifer.sim.replay import ReplayConfig, replay
+from aquifer.sim.replay import replay
 from aquifer.sim.trace import TraceRequest, poisson_arrivals
 
 _TINY_LLAMA = Path(__file__).resolve().parent / "models" / "tiny-llama"

@@ -15,7 +15,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -62,7 +61,7 @@ class PagedCache:
     ) -> None:
         self.layout = layout
         self._owner = owner
-        self._prefix_owner = replace(owner, kind=Kind.PREFIX)
+        self._prefix_owner = Owner(owner.model, Kind.PREFIX)
         self._max_tokens = max_tokens
         self._page_bytes = pool.page_bytes
         self._block_size = block_size

@@ -10,7 +10,7 @@ its own, so that its memory is equal wherever a kernel reads (`journal.py`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -120,7 +120,7 @@ class KVTensors:
         self.shape = shape
         self.range = VirtualRange(pool.pages, shape.num_bytes, shape.page_bytes)
         self.residency = Residency(pool, owner, self.range)
-        self._anchor = Residency(pool, replace(owner, kind=Kind.OVERHEAD), self.range)
+        self._anchor = Residency(pool, Owner(owner.model, Kind.OVERHEAD), self.range)
         self._is_open = not shape.num_anchor_pages
         self._retired = pool.retired
         layout = shape.layout

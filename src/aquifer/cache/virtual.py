@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -75,7 +75,7 @@ class VirtualCache:
         self.footprint = Footprint(layout.token_bytes, pool.page_bytes, pool.page_bytes)
         self.tensors = KVTensors(pool, owner, KVShape.slots(pool, layout, max_seqs, max_tokens))
         self._owner = owner
-        self._prefix_owner = replace(owner, kind=Kind.PREFIX)
+        self._prefix_owner = Owner(owner.model, Kind.PREFIX)
         self._max_tokens = max_tokens
         self._page_bytes = pool.page_bytes
         self._slot_pages = self.tensors.shape.row_bytes // pool.page_bytes

@@ -55,7 +55,9 @@ def commit_tokens(
     special = ends | first | table.has_extras[slots]
     reported = counts > 0 if with_each_token else special & (counts > 0)
     outputs: list[TokenOutput] = []
-    rows = np.flatnonzero(reported)
+    rows = reported.nonzero()[0]
+    if not len(rows):
+        return outputs
     for i, slot, new, is_special in zip(
         rows.tolist(),
         slots[rows].tolist(),

@@ -30,16 +30,16 @@ def bring_in(
     """
     table, cache = lane.slots, lane.cache
     first, *others = group.live
+    match = None
+    if lane.prefixes is not None and group.reads_prefixes and may_match:
+        # A request that waits is asked again and again: what was found before is not looked up
+        # anew.
+        match = lane.prefixes.match(first.token_ids, group.request.cache_salt, group.match)
+        group.match = match
+    num_cached = 0 if match is None else match.num_tokens
+    if not headroom.has_room(lane, group, match):
+        return False
     with ExitStack() as undo:
-        match = None
-        if lane.prefixes is not None and group.reads_prefixes and may_match:
-            # A request that waits is asked again and again: what was found before is not looked up
-            # anew.
-            match = lane.prefixes.match(first.token_ids, group.request.cache_salt, group.match)
-            group.match = match
-        num_cached = 0 if match is None else match.num_tokens
-        if not headroom.has_room(lane, group, match):
-            return False
         if lane.prefixes is not None and match is not None:
             first.lease = lane.prefixes.lock(match)
             undo.callback(lane.unlock, first, None)

@@ -61,7 +61,8 @@ class Headroom:
         for other in self._lanes.values():
             table = other.slots
             slots = table.in_order
-            left = (table.max_total[slots] - table.num_tokens[slots]).clip(0, run_tokens)
+            left = table.max_total[slots] - table.num_tokens[slots]
+            left = np.minimum(np.maximum(left, 0), run_tokens)
             if other is lane and group.num_preemptions:
                 left = np.append(left, np.full(len(group.live), run_tokens))
             needed_pages += other.cache.footprint.growth(left)

@@ -85,23 +85,27 @@ def make_step(
         slots, counts, starts = slots[order], counts[order], starts[order]
     ends = starts + counts
     known = table.num_tokens[slots]
-    sampled = np.flatnonzero(ends >= known)
+    sampled = (ends >= known).nonzero()[0]
     get_token = slots[sampled]
-    most_new = np.minimum(table.most_new[get_token], ends[sampled] - known[sampled] + 1)
+    most_new = table.most_new[get_token]
+    if table.drafts:
+        most_new = np.minimum(most_new, ends[sampled] - known[sampled] + 1)
     table.num_computed[slots] = ends
     table.num_tokens[get_token] += most_new
-    admitted = slots[table.is_new[slots]]
-    table.is_new[admitted] = False
+    admitted = slots[table.is_new[slots]].tolist()
+    if admitted:
+        table.is_new[admitted] = False
+    spans = Spans.make(slots, starts, counts)
     return StepInput(
         model=name,
-        spans=Spans.make(slots, starts, counts),
+        spans=spans,
         serials=table.serial[slots],
-        token_ids=_token_ids(table, slots, starts, counts, num_decodes),
+        token_ids=_token_ids(table, spans, num_decodes),
         num_decodes=num_decodes,
         num_single=num_single,
         sampled=sampled,
         most_new=most_new,
-        assigned=tuple(_assignment(table, slot) for slot in admitted.tolist()),
+        assigned=tuple(_assignment(table, slot) for slot in admitted),
         kv_ops=kv_ops,
     )
 
@@ -112,15 +116,15 @@ def _with_drafts(table: SlotTable, slots: IntArray, missing: IntArray) -> IntArr
     return np.where(missing > 0, missing + np.maximum(most - 1, 0), 0)
 
 
-def _token_ids(
-    table: SlotTable, slots: IntArray, starts: IntArray, counts: IntArray, num_decodes: int
-) -> IntArray:
-    """The step's tokens, [sum of counts]; -1 where the device has them, or drafts them."""
-    token_ids = np.full(int(counts.sum()), -1, np.int64)
-    if num_decodes < len(slots):
-        row = int(counts[:num_decodes].sum())
-        spans = (part[num_decodes:].tolist() for part in (slots, starts, counts))
-        for slot, start, count in zip(*spans, strict=True):
+def _token_ids(table: SlotTable, spans: Spans, num_decodes: int) -> IntArray:
+    """The step's tokens, [num_tokens]; -1 where the device has them, or drafts them."""
+    token_ids = np.empty(spans.num_tokens, np.int64)
+    token_ids.fill(-1)
+    if num_decodes < len(spans.slots):
+        row = int(spans.offsets[num_decodes])
+        parts = (spans.slots, spans.starts, spans.counts)
+        chunks = (part[num_decodes:].tolist() for part in parts)
+        for slot, start, count in zip(*chunks, strict=True):
             known = min(count, int(table.num_known[slot]) - start)
             token_ids[row : row + known] = table.token_ids[slot, start : start + known]
             row += count

@@ -359,7 +359,7 @@ class Scheduler:
             if sequence is not None:
                 assert sequence.prompt_logprobs is not None
                 sequence.prompt_logprobs[position] = report
-        kept = np.flatnonzero(runs_still[plan.sampled])
+        kept = runs_still[plan.sampled].nonzero()[0]
         slots = spans.slots[plan.sampled[kept]]
         outputs: list[TokenOutput] = []
         now_s = self._clock_s()

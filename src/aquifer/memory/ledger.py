@@ -156,9 +156,10 @@ class Ledger:
             idle = self._idle_of(page_bytes)
             if idle.count(owner) + idle.count(UNTOUCHED) < count:
                 return None
-            pages = self.take_idle(page_bytes, count, owner)
+            pages = idle.take(owner, count)
             if len(pages) < count:
-                pages += self.take_idle(page_bytes, count - len(pages), UNTOUCHED)
+                pages += idle.take(UNTOUCHED, count - len(pages))
+            self._idle_bytes -= count * page_bytes
             self.hand_out(pages, owner, page_bytes)
             return pages
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class Kind(StrEnum):
@@ -16,8 +17,7 @@ class Kind(StrEnum):
     OVERHEAD = "overhead"  # memory that holds no data of a model
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Owner:
+class Owner(NamedTuple):
     """A tenant of the pool: one kind of data of one model."""
 
     model: str

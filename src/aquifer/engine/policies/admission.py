@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A waiting request."""
 
     arrival: int  # its place in the order of arrival, over all models
@@ -17,8 +16,7 @@ class Candidate:
     num_preemptions: int
 
 
-@dataclass(frozen=True, slots=True)
-class AdmissionSnapshot:
+class AdmissionSnapshot(NamedTuple):
     """A model's queue at the moment of the decision."""
 
     # Preempted requests first, the latest preempted one foremost, then in order of arrival.
