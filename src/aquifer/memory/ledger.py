@@ -148,7 +148,7 @@ class _Idle:
         return taken
 
     def put(self, owner: Owner, pages: Sequence[Page]) -> None:
-        """Keep pages; they are taken in ascending order, so that neighbours stay together."""
+        """Keep pages; they come out again in ascending order, so that neighbours stay so."""
         self.by_owner.setdefault(owner, []).extend(sorted(pages, reverse=True))
 
 
