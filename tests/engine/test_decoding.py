@@ -214,7 +214,7 @@ def test_more_sequences_than_slots_or_memory_are_refused(reference: Reference) -
     with LLM(reference.folder, max_num_seqs=4, **options) as llm:
         with pytest.raises(RequestError, match="at most 4 sequences"):
             llm.generate([[1, 2]], SamplingParams(n=5), use_tqdm=False)
-        with pytest.raises(CapacityError, match="4 times but for the prompt"):
+        with pytest.raises(CapacityError, match="4 times except for the prompt"):
             llm.generate([[1, 2]], SamplingParams(n=4, max_tokens=60), use_tqdm=False)
         # Without a limit of its own, a request gets as many tokens as there is room for.
         (output,) = llm.generate(

@@ -286,7 +286,7 @@ class Scheduler:
     def _bring_in(
         self, lane: Lane, group: SequenceGroup, *, may_match: bool = True
     ) -> tuple[bool, DriverError | None]:
-        """Try to admit a request: whether it has slots and memory, and the device's error if any."""
+        """Try to admit a request; whether it got slots and memory, and the device's error."""
         try:
             if group.is_swapped:
                 assert self._preemption is not None
