@@ -94,7 +94,7 @@ class Harness:
         self.lengths[slots] += counts
 
     def read_back(self, slot: int) -> None:
-        """Every K and V that was ever written, exactly."""
+        """Check every K and V that was written, exactly."""
         length = int(self.lengths[slot])
         for index in range(len(self.layout.layers)):
             keys, values = self.stored(slot, index)
@@ -128,7 +128,7 @@ class Harness:
         assert self.driver.mapped_pages * PAGE == stats.mapped_bytes
 
     def waste_bound_bytes(self) -> int:
-        """K3: what may be mapped without a token in it, while nothing was released."""
+        """K3: bytes that may be mapped without a token in them, while nothing was released."""
         token_bytes = self.layout.token_bytes
         num_running = np.count_nonzero(self.lengths)
         if self.name == "virtual":
@@ -294,7 +294,7 @@ def test_all_or_nothing(name, layout):
     assert harness.pool.usage() == before
     harness.check()
     harness.pool.release(others)
-    # All of it can be had now: nothing was used up by asking in vain.
+    # All of it can be acquired now: the refused call took nothing.
     assert harness.reserve([0, 1], [MAX_TOKENS - 10, MAX_TOKENS])
     harness.step([0, 1], [MAX_TOKENS - 10, MAX_TOKENS])
     for slot in (0, 1):
@@ -321,7 +321,7 @@ def test_release_of_an_empty_slot_is_no_change(harness):
 
 
 def test_pages_of_another_owner_come_back_zeroed(name):
-    """M5, as it reaches a tenant: what one model wrote is gone before the other sees the page."""
+    """M5 for a tenant: the bytes of one model are gone before the other model gets the page."""
     harness = Harness(name, SMALL_TOKENS, 16, keep_idle_pages=16)
     assert harness.reserve([0], [100])
     harness.step([0], [100])
@@ -338,7 +338,7 @@ def test_pages_of_another_owner_come_back_zeroed(name):
 
 
 def test_virtual_maps_ahead_only_where_the_pool_has_it():
-    """A sequence whose tokens are larger than a page grows by 16 of them at a time."""
+    """A sequence of tokens larger than a page grows by 16 tokens at a time."""
     pages_per_token = -(-LARGE_TOKENS.token_bytes // PAGE)
     harness = Harness("virtual", LARGE_TOKENS, 40)
     assert harness.reserve([0], [1])
@@ -363,7 +363,7 @@ PAGE_OF_TOKENS = KVLayout((LayerKV(1, 32, 32),), torch.float32)  # 16 tokens a p
 
 
 def _growing(num_seqs: int, num_pages: int) -> tuple[PagePool, VirtualCache, list[int]]:
-    """A cache, and a list that gets the number of pages mapped by each call to the driver."""
+    """A cache, and a list of the pages mapped by each call to the driver."""
     driver = FaultyDriver(HostDriver())
     pool = PagePool(driver, num_pages * PAGE, PAGE)
     mapped: list[int] = []
@@ -384,7 +384,7 @@ def _close(pool: PagePool, cache: VirtualCache) -> None:
 
 
 def test_virtual_spreads_the_pages_of_sequences_that_grow_together():
-    """Never more than 24 in a call, however many begin at the same length; and K3."""
+    """K3, and at most 24 pages in a call, for any number of sequences of the same length."""
     num_seqs = 256
     pool, cache, mapped = _growing(num_seqs, 4000)
     slots = np.arange(num_seqs)
@@ -408,7 +408,7 @@ def test_virtual_does_not_map_ahead_where_lengths_are_spread_already():
     pool, cache, mapped = _growing(num_seqs, 4000)
     slots = np.arange(num_seqs)
     lengths = 1 + slots % 16
-    for _ in range(16):  # what came with the first pages is used up
+    for _ in range(16):  # use up the room on the first pages
         assert cache.reserve(slots, lengths)
         lengths += 1
     for _ in range(80):
@@ -433,7 +433,7 @@ def test_virtual_maps_ahead_for_those_who_are_short_first():
 
 
 def test_virtual_maps_ahead_of_need_only_what_lies_ready():
-    """No page is reclaimed for it, and it is no failure."""
+    """No page is reclaimed for it, and failing to map ahead is no error."""
     num_seqs = 64
     pool, cache, mapped = _growing(num_seqs, num_seqs + 3)
     asked: list[int] = []
@@ -497,11 +497,11 @@ NO_KV = KVLayout((), torch.float32)
 
 
 def test_a_model_without_kv(name):
-    """No pages, whatever happens; sequences fork, retain nothing, and swap nothing."""
+    """It never takes pages; sequences fork, and nothing is retained or swapped."""
     driver = FaultyDriver(HostDriver())
     pool = PagePool(driver, 8 * PAGE, PAGE)
     cache = kv_cache(name, BLOCK_SIZE)(pool, OWNER, NO_KV, MAX_SEQS, MAX_TOKENS)
-    driver.fail_at = driver.num_calls  # nothing is asked of the device
+    driver.fail_at = driver.num_calls  # the device gets no call
     slots = np.array([1, 2, 5])
     for length in (1, 40, MAX_TOKENS):
         assert cache.reserve(slots, np.full(3, length))
@@ -550,7 +550,7 @@ class AnchoredDriver(HostDriver):
 
 
 def test_the_anchor_comes_with_the_first_sequence():
-    """Overhead of the model, in a page of its own, until the cache is closed."""
+    """It is overhead of the model, in a page of its own, until the cache is closed."""
     driver = FaultyDriver(AnchoredDriver())
     pool = PagePool(driver, 8 * PAGE, PAGE)
     cache = VirtualCache(pool, OWNER, SMALL_TOKENS, MAX_SEQS, MAX_TOKENS)

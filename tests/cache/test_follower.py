@@ -41,7 +41,7 @@ class Pair:
         make = kv_cache(name, BLOCK_SIZE)
         self.cache: SequenceCache = make(self.pool, KV, layout, MAX_SEQS, MAX_TOKENS)
         self.cache.tensors.record()
-        # Of another budget, with other pages taken before: its page numbers differ.
+        # It has another budget and other pages were taken before, so its page numbers differ.
         self.other_pool = PagePool(drivers[1], (num_pages + 3) * PAGE, PAGE)
         self.other_pages = self.other_pool.acquire(Owner("b", Kind.KV), 3) or []
         shape = pickle.loads(pickle.dumps(self.cache.tensors.shape))
@@ -101,7 +101,7 @@ class Pair:
                 for i, block in enumerate(blocks)
             ]
             assert torch.equal(torch.cat(parts), out)
-        tensors.take_journal()  # what was copied to look at it
+        tensors.take_journal()  # the copies that were made to compare
         in_use = tensors.range.pages.keys() - self.pool.retired.indices(tensors.range)
         assert other.range.pages.keys() - self.other_pool.retired.indices(other.range) == in_use
         assert self.other_pool.usage().in_use_bytes.get(KV, 0) == sum(

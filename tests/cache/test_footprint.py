@@ -1,4 +1,4 @@
-"""Footprints against the formulas that they replaced, and what must hold between them."""
+"""Footprints against formulas written out, against each other, and against the managers."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_growth_of_running_sequences(today: Formulas, more: list[int]):
 def test_pages_of_an_admission(today: Formulas, num_tokens: int, num_cached: int):
     num_cached = min(num_cached, num_tokens - 1)
     needed = today.footprint.needed(num_tokens, num_cached)
-    # What is cached of a block that is copied saves nothing.
+    # Cached tokens of a block that is copied save nothing.
     whole_bytes = num_cached * today.token_bytes // today.block_bytes * today.block_bytes
     missing_bytes = today.bytes_needed(num_tokens) - whole_bytes
     assert needed == pages(missing_bytes, today.page_bytes)

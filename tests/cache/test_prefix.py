@@ -43,7 +43,7 @@ def ids(tokens: Sequence[int]) -> np.ndarray:
 
 
 class FakeCache:
-    """Blocks without bytes: each remembers which tokens were written to it."""
+    """A manager of blocks without bytes: each records the tokens that were written to it."""
 
     def __init__(self, block_bytes: int, token_bytes: int, max_tokens: int = 1000):
         layers = (LayerKV(1, 0, token_bytes),) if token_bytes else ()
@@ -126,7 +126,7 @@ def compute(
 
 @dataclass
 class Entry:
-    """What the oracle knows of a block that is held."""
+    """The oracle's record of a block that is held."""
 
     block: int
     last_used_s: float
@@ -135,7 +135,7 @@ class Entry:
 
 @dataclass
 class Running:
-    """What the oracle knows of a running sequence."""
+    """The oracle's record of a running sequence."""
 
     extra: Hashable
     tokens: list[int]
@@ -144,7 +144,7 @@ class Running:
 
 
 class PrefixMachine(RuleBasedStateMachine):
-    """All verbs in any order; times and reuses are kept for each block at once, not lazily."""
+    """All verbs in any order; the oracle updates times and reuses of each block at once."""
 
     @initialize(geometry=st.sampled_from([(4, 1), (5, 2), (2, 5), (7, 7)]), is_flat=st.booleans())
     def start(self, geometry: tuple[int, int], is_flat: bool):
@@ -446,7 +446,7 @@ def test_an_unbounded_cache_finds_all_there_is_to_find():
 
 
 class Colliding:
-    """Different, but of one hash."""
+    """Salts that differ, but have the same hash."""
 
     def __hash__(self) -> int:
         return 0
@@ -464,7 +464,7 @@ def test_equal_hashes_are_not_equal_prefixes():
 
 
 def test_a_salt_is_never_taken_for_a_node():
-    """Parents are numbers and salts may be numbers; the two do not meet."""
+    """Parents are numbers and salts may be numbers, and keys keep them apart."""
     cache = FakeCache(1, 1)
     prefixes = PrefixCache(cache, restore_s)
     compute(prefixes, cache, [5, 6], 0.0)
@@ -526,7 +526,7 @@ def test_popularity_passes_away_with_age():
 
 
 def test_what_costs_more_to_restore_stays():
-    """The last block of a long prefix, though it is older: it attends to all before it."""
+    """The last block of a long prefix stays, though it is older: it attends to all before it."""
     cache = FakeCache(4, 1)
     prefixes = PrefixCache(cache, restore_s)
     compute(prefixes, cache, [7] * 8, 0.0)  # its second block costs half as much again
@@ -543,7 +543,7 @@ def test_what_costs_more_to_restore_stays():
     ],
 )
 def test_a_block_counts_with_the_uses_of_those_below(uses: list[tuple[int, float]]):
-    """Two blocks that continue one: that one is dearer than either, once they have gone."""
+    """A block with two children has a larger regret than either, once both are evicted."""
 
     def used() -> PrefixCache:
         cache = FakeCache(4, 1)
@@ -579,7 +579,7 @@ def test_a_model_whose_delays_matter_more_asks_a_higher_price():
 
 
 def test_waiting_requests_may_ask_often():
-    """Looking up and giving up changes neither counts nor the order of eviction."""
+    """Lookups and failed admissions change neither counts nor the order of eviction."""
     cache = FakeCache(4, 1)
     prefixes = PrefixCache(cache, restore_s)
     compute(prefixes, cache, [7] * 4, 0.0)
@@ -695,7 +695,7 @@ def test_blocks_that_pins_have_in_common_count_once():
 
 @pytest.mark.parametrize("block_bytes", [0, 64])
 def test_of_a_model_without_kv_nothing_is_kept(block_bytes: int):
-    """Its manager cannot say how many tokens lie in a block, and is not asked."""
+    """Its manager cannot tell how many tokens lie in a block, and need not."""
     cache = FakeCache(block_bytes, 0)
     prefixes = PrefixCache(cache, restore_s)
     prefixes.pin(ids([7] * 8))
@@ -737,7 +737,7 @@ def test_a_pin_waits_for_its_prefix():
 
 
 def test_reuse_and_cost_beat_recency_alone():
-    """System prompts of three applications, amid a flood of prompts that never come again."""
+    """System prompts of three applications among many prompts that never come again."""
 
     def hit_tokens(prefixes: PrefixCache, cache: FakeCache, capacity_bytes: int) -> int:
         rng = random.Random(1)
@@ -765,7 +765,7 @@ PAGE = 4096
 
 
 def kv_of(tokens: Sequence[int], layout: KVLayout) -> torch.Tensor:
-    """Bytes that stand for the KV of each token: they depend on all tokens up to it."""
+    """Made-up KV of each token, which depends on all tokens up to it."""
     rows = []
     state = 1
     for token in tokens:

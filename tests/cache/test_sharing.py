@@ -46,7 +46,7 @@ LAYOUTS = {
 
 @dataclass
 class Retained:
-    """Blocks that are held, and the tokens whose KV is in them."""
+    """Blocks that are held, and the tokens in them."""
 
     blocks: list[int]
     marks: list[int]
@@ -101,11 +101,11 @@ class Harness:
         return [slot for slot in range(self.max_seqs) if slot not in self.marks]
 
     def blocks(self, slot: int) -> list[int]:
-        """All that the slot has, beyond its tokens too."""
+        """All blocks of the slot, including those for tokens to come."""
         return self.cache.slot_blocks(slot)
 
     def num_whole_blocks(self, slot: int) -> int:
-        """Blocks that the slot will not write to any more."""
+        """Number of blocks that the slot will not write to any more."""
         return len(self.marks[slot]) * self.layout.token_bytes // self.cache.block_bytes
 
     def reserve(self, counts: dict[int, int]) -> bool:
@@ -114,7 +114,7 @@ class Harness:
         return self.cache.reserve(slots, np.array(lengths))
 
     def write(self, counts: dict[int, int]) -> None:
-        """A step: write tokens that no one wrote before."""
+        """A step: write new tokens."""
         self.cache.upload()
         slots = np.array(list(counts), np.int64)
         starts = np.array([len(self.marks.get(slot, ())) for slot in counts])
@@ -149,7 +149,7 @@ class Harness:
         return set(self.range.pages) - retired
 
     def read_back(self, slot: int) -> None:
-        """K6: exactly what the sequence wrote, in every layer."""
+        """K6: check that every layer has exactly what the sequence wrote."""
         marks = torch.tensor(self.marks[slot])
         length = len(marks)
         for index, layer in enumerate(self.layout.layers):
@@ -255,8 +255,7 @@ class Harness:
 class SharingMachine(RuleBasedStateMachine):
     """Random lives of sequences that fork, retain, adopt, move to the host and back, and end.
 
-    Any call may be refused by the pool, for which held blocks may be dropped in the midst of it, or
-    by the device.
+    Any call may be refused by the pool, after its hook has dropped held blocks, or by the device.
     """
 
     name: str
@@ -286,7 +285,7 @@ class SharingMachine(RuleBasedStateMachine):
         return True
 
     def attempt(self, act: Callable[[], bool], fail_in: int | None = None) -> bool:
-        """Whether it was done; if not, and nothing was evicted for it, nothing has changed."""
+        """Whether a call succeeded; if not, and nothing was evicted for it, nothing has changed."""
         driver = self.harness.driver
         before, num_evicted = self.harness.state(), self.num_evicted
         driver.fail_at = None if fail_in is None else driver.num_calls + fail_in
@@ -317,7 +316,7 @@ class SharingMachine(RuleBasedStateMachine):
         data=st.data(), fail_in=fails, ends=st.sampled_from(["neither", "parent", "child", "both"])
     )
     def fork(self, data: st.DataObject, fail_in: int | None, ends: str):
-        """As beams do: either may end before the next step."""
+        """Fork as beams do: either sequence may end before the next step."""
         harness = self.harness
         parent = data.draw(st.sampled_from(sorted(harness.marks)))
         child = data.draw(st.sampled_from(harness.free_slots()))
@@ -333,7 +332,7 @@ class SharingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.harness.marks and not self.harness.num_pending)
     @rule(data=st.data())
     def hold_whole_blocks(self, data: st.DataObject):
-        """Of a sequence that goes on."""
+        """Hold the whole blocks of a sequence that goes on."""
         harness = self.harness
         slot = data.draw(st.sampled_from(sorted(harness.marks)))
         blocks = harness.blocks(slot)[: harness.num_whole_blocks(slot)]
@@ -351,7 +350,7 @@ class SharingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.harness.marks and not self.harness.num_pending)
     @rule(data=st.data(), fail_in=fails, goes_on=st.booleans())
     def end(self, data: st.DataObject, fail_in: int | None, goes_on: bool):
-        """One sequence ends, and maybe another goes on with what it left."""
+        """End one sequence, and maybe begin another with its retained blocks."""
         slot = data.draw(st.sampled_from(sorted(self.harness.marks)))
         self.retained.append(self.harness.end(slot))
         if goes_on:
@@ -388,7 +387,7 @@ class SharingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.harness.marks)
     @rule(data=st.data())
     def swap(self, data: st.DataObject):
-        """To the host and back, in two pieces each way, maybe to another slot."""
+        """Copy to the host and back, in two pieces each way, maybe to another slot."""
         harness = self.harness
         cache, token_bytes = harness.cache, harness.layout.token_bytes
         slot = data.draw(st.sampled_from(sorted(harness.marks)))
@@ -411,7 +410,7 @@ class SharingMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.harness.marks)
     @rule(data=st.data(), fail_in=fails)
     def swap_group(self, data: st.DataObject, fail_in: int | None):
-        """Several sequences at once, of which some may share: they share again."""
+        """Swap several sequences at once; those that shared share again."""
         harness = self.harness
         cache = harness.cache
         chosen = data.draw(st.sets(st.sampled_from(sorted(harness.marks)), min_size=1))
@@ -542,7 +541,7 @@ def test_copies_between_two_steps_are_one_launch(name, monkeypatch):
     harness.cache.upload()
     assert launches == [3]
     harness.check()
-    # What is to be copied itself comes first.
+    # Copies to a page come before copies from it.
     assert harness.fork(4, 0, 6)
     assert harness.fork(0, 1, 6)
     harness.cache.upload()
@@ -553,7 +552,7 @@ def test_copies_between_two_steps_are_one_launch(name, monkeypatch):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_blocks_depend_on(name, layout):
-    """The same blocks, whatever comes after the tokens that touch them."""
+    """They are the same for any tokens after those that touch them."""
     harness = Harness(name, LAYOUTS[layout], 200)
     cache, token_bytes = harness.cache, LAYOUTS[layout].token_bytes
     for num_blocks in range(12):
@@ -582,7 +581,7 @@ def test_a_retained_prefix_is_accounted_as_such(name):
     harness.release(1)
     assert harness.pool.usage().in_use_bytes == {PREFIX: PAGE}
     harness.cache.drop(retained.blocks[:1])
-    # What held it last does not matter: it comes back to KV with no call to the device.
+    # It comes back to KV with no call to the device, whichever sequence had it last.
     harness.pool.trim(4 * PAGE)
     harness.driver.fail_at = harness.driver.num_calls
     pages = harness.pool.acquire(KV, 4)
@@ -657,7 +656,7 @@ def test_the_pool_is_short_before_blocks_run_out_of_numbers():
 
 
 def test_what_goes_on_from_a_cached_prefix_maps_nothing():
-    """The pages are where the last sequence of the slot left them, even in a crowded pool."""
+    """The pages are still mapped in the slot of the last sequence, even in a crowded pool."""
     harness = Harness("virtual", LAYOUTS["aligned"], 40, is_late=True)
     harness.begin(2, 40)
     harness.begin(1, 16)
@@ -735,7 +734,7 @@ def test_the_slot_where_most_of_a_prefix_is_left():
 
 
 def test_moved_to_the_host_and_back_by_runs_of_blocks():
-    """A paged sequence whose blocks are no neighbours; each run of neighbours is one copy."""
+    """A paged sequence with scattered blocks moves by one copy for each run of neighbours."""
     harness = Harness("paged", LAYOUTS["straddling"], 80)
     for _ in range(3):
         for slot in (0, 1):
@@ -828,7 +827,7 @@ def test_misuse(name):
 
 
 def _lives(harness: Harness, attempt: Callable[[Callable[[], bool]], None]) -> None:
-    """Something of everything, in an order that leaves pages retired, held and shared."""
+    """A few calls of each kind, in an order that leaves pages retired, held and shared."""
     retained: list[Retained] = []
 
     def check() -> None:

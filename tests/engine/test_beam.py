@@ -1,8 +1,8 @@
 """Beam search against Transformers' own: the same tokens, in the same order, with the same scores.
 
 Transformers' models run every step from scratch here, and the log probabilities they see on the way
-are kept by prefix. The search under test is then given those very numbers, so whatever differs is
-the search's doing; if it looks at a prefix that Transformers did not, there is no number for it.
+are kept by prefix. The search under test then gets the same numbers, so any difference is caused by
+the search; if it looks at a prefix that Transformers did not, there is no number for it.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def test_tokens_order_and_scores_are_those_of_transformers(
 
 
 def random_model(seed: int, vocab_size: int) -> NextLogprobs:
-    """Log probabilities that depend on all tokens, and on nothing else."""
+    """Log probabilities that depend on all tokens alone."""
 
     def next_logprobs(prefix: tuple[int, ...]) -> torch.Tensor:
         rng = np.random.default_rng([seed, *prefix])

@@ -54,7 +54,7 @@ def search(reference: Reference, prompt: list[int], width: int, **options: Any) 
         num_beams=width,
         num_return_sequences=width,
         max_new_tokens=OUTPUT_TOKENS,
-        pad_token_id=VOCAB_SIZE,  # no token of the model
+        pad_token_id=VOCAB_SIZE,  # not a token of the model
         **options,
     )
     return [
@@ -172,7 +172,7 @@ def test_samples_share_the_prompt(reference: Reference, kv_cache: str) -> None:
             saved.append(stats.shared_bytes / stats.written_bytes if stats.written_bytes else 0)
         assert tokens[0] == alone.outputs[0].token_ids
         assert len({tuple(t) for t in tokens.values()}) == 4
-        assert max(saved) > 0.5  # three quarters of a prompt of 61 tokens, and few of each's own
+        assert max(saved) > 0.5  # the prompt has 61 tokens, the outputs are short
         check_idle(llm)
 
 
@@ -214,7 +214,7 @@ def test_more_sequences_than_slots_or_memory_are_refused(reference: Reference) -
     with LLM(reference.folder, max_num_seqs=4, **options) as llm:
         with pytest.raises(RequestError, match="at most 4 sequences"):
             llm.generate([[1, 2]], SamplingParams(n=5), use_tqdm=False)
-        with pytest.raises(CapacityError, match="4 times but for the prompt"):
+        with pytest.raises(CapacityError, match="4 times except for the prompt"):
             llm.generate([[1, 2]], SamplingParams(n=4, max_tokens=60), use_tqdm=False)
         # Without a limit of its own, a request gets as many tokens as there is room for.
         (output,) = llm.generate(
@@ -243,7 +243,7 @@ def test_cached_prefixes_change_no_token(reference: Reference, kv_cache: str) ->
                 (output,) = cached.generate([prompt], GREEDY, use_tqdm=False)
                 assert output.outputs[0].token_ids == expected.outputs[0].token_ids
                 assert expected.num_cached_tokens == 0
-                # Everything computed before, except that the last block may match in part.
+                # All that was computed before, except that the last block may match in part.
                 assert known - 16 <= output.num_cached_tokens <= known
                 prompt = [*prompt, *output.outputs[0].token_ids]
                 known = len(prompt) - 1

@@ -46,7 +46,7 @@ def next_token(tokens: list[int], index: int) -> int:
 
 @dataclass
 class Outcome:
-    """What came of all requests: for each (request, completion) its tokens and how it ended."""
+    """Results of all requests: the tokens and the finish reason of each (request, completion)."""
 
     tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     endings: dict[tuple[str, int], tuple[Any, Any]] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Device:
     def __init__(self, lane: Lane, random: Random) -> None:
         self._lane = lane
         self._random = random
-        self._tokens: dict[int, list[int]] = {}  # by slot: all that the device knows
+        self._tokens: dict[int, list[int]] = {}  # by slot: all tokens on the device
         self._index: dict[int, int] = {}
 
     def run(self, step: StepInput) -> StepOutput:
@@ -102,7 +102,7 @@ class Device:
                 tokens.append(next_token(tokens, index))
             new.append(tokens[len(tokens) - num_new :])
             ids = tokens[starts[i] : starts[i] + count]
-            written += [*ids, *[VOCAB_SIZE] * (count - len(ids))]  # drafts that were wrong
+            written += [*ids, *[VOCAB_SIZE] * (count - len(ids))]  # rejected drafts
         self._write(Spans.make(spans.slots, starts, spans.counts), written)
         out = np.zeros((len(step.sampled), 4), np.int64)
         counts = np.array([len(new[i]) for i in step.sampled], np.int64)
@@ -132,7 +132,7 @@ class Device:
 
 
 def serve(cache: str, seed: int, most_new: int, *, num_ahead: int, pages: int) -> Outcome:
-    """The same requests, whatever `most_new` is; all are served to their end."""
+    """Serve the same requests for any `most_new`, all to their end."""
     random, outcome = Random(seed), Outcome()
     with ExitStack() as resources:
         driver = open_driver("cpu")
@@ -178,7 +178,7 @@ def serve(cache: str, seed: int, most_new: int, *, num_ahead: int, pages: int) -
         while scheduler.has_work:
             plan = scheduler.plan()
             if plan is not None:
-                # What goes to the device and back is data.
+                # A step and its results pickle.
                 in_flight.append((plan, device.run(plan)))
             if len(in_flight) > (0 if plan is None else num_ahead):
                 for output in scheduler.commit(*in_flight.popleft()):

@@ -1,4 +1,4 @@
-"""Decisions other than the default ones, as functions beside the scheduler."""
+"""Policies other than the default ones, written as functions in a test."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def shortest_prompt(snapshot: AdmissionSnapshot) -> int | None:
 
 
 def fewest_tokens(running: Sequence[RunningRequest]) -> int:
-    """The request that has the least to lose, but never the earliest one."""
+    """The request with the fewest tokens, but never the earliest one."""
     earliest = min(request.arrival for request in running)
     others = [i for i, request in enumerate(running) if request.arrival > earliest]
     return min(others or [0], key=lambda i: (running[i].num_tokens, running[i].arrival))

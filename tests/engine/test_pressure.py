@@ -49,7 +49,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def alone(folders: dict[str, Path]) -> dict[str, list[list[int]]]:
-    """Each model's outputs after its prompts, one at a time and with memory to spare."""
+    """Each model's outputs for its prompts, one at a time with plenty of memory."""
     return {model: outputs_alone(folders[model], model) for model in MODELS}
 
 
@@ -81,7 +81,7 @@ def tight_memory(folders: Mapping[str, Path], num_tokens: int) -> int:
 
 @dataclass
 class Answer:
-    """What an engine said about one request."""
+    """An engine's outputs for one request."""
 
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
@@ -99,7 +99,7 @@ def add(engine: Engine, model: str, prompt: Sequence[int]) -> str:
 
 
 def step(engine: Engine, answers: dict[str, Answer]) -> None:
-    """Run one step; what it says must be about requests that have not ended."""
+    """Run one step; its outputs must be of requests that have not ended."""
     for output in engine.step():
         answer = answers.setdefault(output.request_id, Answer())
         assert answer.finish_reason is None
@@ -165,7 +165,7 @@ def test_models_that_compete_answer_as_if_alone(
 
 
 class GrowingDriver(FaultyDriver):
-    """A driver whose process holds more and more memory beside pages, as captured graphs do."""
+    """A driver with growing overhead, as captured graphs cause it."""
 
     held_bytes = 0
 
@@ -252,7 +252,7 @@ def cached_tokens(engine: Engine, model: str, prompt: Sequence[int]) -> int:
 
 
 def crowd(engine: Engine, model: str) -> None:
-    """Requests that between them need all memory that is not pinned."""
+    """Requests that together need all memory that is not pinned."""
     for prompt in random_prompts(2, *[60] * 8):
         add(engine, model, prompt)
     finish(engine)
@@ -299,7 +299,7 @@ def test_pins_of_two_models_have_nothing_in_common(folders: dict[str, Path]) -> 
 def test_pins_take_up_to_half_of_what_kv_can_have(
     folders: dict[str, Path], kv_cache: str, models: tuple[str, ...]
 ) -> None:
-    """However many they are, and whichever model's; what is unpinned can be pinned again."""
+    """Any number of pins of any model; what is unpinned can be pinned again."""
     some = {model: folders[model] for model in models}
     with closing(open_engine(some, tight_memory(some, 500), kv_cache=kv_cache)) as engine:
         weight_bytes = sum(info.weight_bytes for info in engine.models.values())

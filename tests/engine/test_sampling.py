@@ -78,7 +78,7 @@ def test_philox_and_uniform() -> None:
 def assign(rows: Sequence[dict[str, Any]]) -> tuple[list[SlotAssignment], Any]:
     """Sequences in slots, each given by `params` and maybe `prompt`, `output`, `seed`, `stops`.
 
-    Returns: what a runner is told of each, and their slots.
+    Returns: the assignments that a runner gets, and their slots.
     """
     assigned = []
     for i, row in enumerate(rows):

@@ -2,7 +2,7 @@
 
 Random arrivals of all decoding methods, with prompts that begin alike, lengths, aborts and refusals
 of the device, with up to one step in flight; after every step the rules that the scheduler promises
-are checked, and that every sequence reads through its cache the tokens that it has, whatever was
+are checked, and that every sequence reads its own tokens through its cache after blocks were
 shared, forked, retained, evicted, swapped or computed again.
 """
 
@@ -48,18 +48,18 @@ LAYOUTS = {
 
 @dataclass
 class Tracked:
-    """A request, and what became of it."""
+    """A request and its outputs so far."""
 
     lane: Lane
     group: SequenceGroup
-    given: dict[int, list[int]] = field(default_factory=dict)  # by the runner, each completion
-    received: dict[int, list[int]] = field(default_factory=dict)  # through outputs, likewise
+    given: dict[int, list[int]] = field(default_factory=dict)  # by completion, from the runner
+    received: dict[int, list[int]] = field(default_factory=dict)  # by completion, from outputs
     endings: dict[int, str] = field(default_factory=dict)
-    ending: str | None = None  # of the whole
+    ending: str | None = None  # finish reason of the whole request
 
 
 class World:
-    """One model or two in one pool; what happens is decided by `random`."""
+    """One or two models in one pool, with events chosen by `random`."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class World:
                 LaneSpec(name, LAYOUTS[name], MAX_SEQS, MAX_TOKENS, factory, keeps_prefixes)
             )
             resources.callback(assembly.close_lane, lane)
-        # What the device knows: all tokens of each slot, those in flight included.
+        # The device's state: all tokens of each slot, those in flight included.
         self.known = {name: np.zeros((MAX_SEQS + 1, MAX_TOKENS), np.int64) for name in names}
         self.requests: dict[str, Tracked] = {}
         self.admitted: list[int] = []  # arrivals, in the order in which they ran first
@@ -150,7 +150,7 @@ class World:
             self.add(lane, num_prompt, max_total, **options)
 
     def add(self, lane: Lane, num_prompt: int, max_total: int, **options) -> Tracked:
-        # Many begin alike.
+        # Many prompts begin alike.
         prompt = self.random.choice(PROMPTS)[:num_prompt].tolist()
         for i in range(self.random.randrange(num_prompt + 1), num_prompt):
             prompt[i] = self.random.randrange(VOCAB_SIZE)
@@ -197,7 +197,7 @@ class World:
         assert all(output.finish_reason == "error" for output in outputs)
         assert self.faulty or not outputs
         if earliest is not None and was_running and not outputs:
-            # But if it is alone, and its blocks lie scattered, it begins again.
+            # But a request that runs alone with scattered blocks begins again.
             stays = earliest.group in earliest.lane.running
             if self.is_in_order:
                 assert stays or num_running == 1, "the earliest arrival was preempted"
@@ -246,7 +246,7 @@ class World:
         slots, positions = plan.spans.rows()
         is_told = plan.token_ids >= 0
         known[slots[is_told], positions[is_told]] = plan.token_ids[is_told]
-        for assigned in plan.assigned:  # what is cached, forked or copied back of it
+        for assigned in plan.assigned:  # tokens that are cached, forked or copied back
             known[assigned.slot] = table.token_ids[assigned.slot]
         cache.upload()
         view = cache.view(Rows.of(plan.spans, plan.num_single, torch.device("cpu")))
@@ -329,7 +329,7 @@ class World:
         assert sorted(arrivals) == [tracked.group.arrival for tracked in self.live]
 
     def check_empty(self) -> None:
-        """Nothing is left but retained prefixes, and these can go."""
+        """Only retained prefixes are left, and all of them can be evicted."""
         assert self.space.used_bytes == 0
         for lane in self.scheduler.lanes.values():
             if lane.prefixes is not None:
@@ -350,7 +350,7 @@ def test_every_request_ends(seed: int, cache: str, faulty: bool) -> None:
             if world.live and world.random.random() < 0.02:
                 world.abort()
             world.step()
-        # Even if all run alone and start anew for each token, that is the most steps there are.
+        # The most steps possible: all requests run alone and start again for each token.
         steps_left = 3 * 30 * MAX_TOKENS * (1 + MAX_TOKENS // world.max_batched_tokens)
         while world.scheduler.has_work:
             world.step()
@@ -412,7 +412,7 @@ def test_who_waits_for_memory_is_not_overtaken_by_another_model() -> None:
 
 @pytest.mark.parametrize("num_prompt", [7, 8], ids=["while it runs", "when it comes in"])
 def test_a_request_alone_is_not_held_up_by_what_is_retained(num_prompt: int) -> None:
-    """Its prefix lies scattered over so many pages that the rest has no room."""
+    """Its retained prefix is scattered over so many pages that the rest has no room."""
     with ExitStack() as resources:
         world = World(
             Random(0),
@@ -430,7 +430,7 @@ def test_a_request_alone_is_not_held_up_by_what_is_retained(num_prompt: int) -> 
         world.finish()
         pages = world.pool.usage().in_use_bytes[Owner("large", Kind.PREFIX)] // PAGE_BYTES
         assert pages == 10  # for five tokens
-        # Somebody else leaves 12 pages, which have room for 8 tokens.
+        # Another owner leaves 12 pages, which have room for 8 tokens.
         others = world.pool.acquire(
             Owner("others", Kind.WEIGHTS), world.pool.free_bytes // PAGE_BYTES - 2
         )

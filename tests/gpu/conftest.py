@@ -13,7 +13,7 @@ from aquifer.memory.driver.cuda import CudaDriver
 
 @pytest.fixture
 def driver() -> Iterator[CudaDriver]:
-    """The driver of the first GPU; whatever a test leaves is given back."""
+    """The driver of the first GPU; all memory that a test leaves is released."""
     driver = CudaDriver()
     yield driver
     driver.close()

@@ -75,7 +75,7 @@ def test_one_page_at_two_addresses(driver):
 
 
 def test_a_tensor_over_terabytes_of_nothing(driver):
-    """It is made before anything is mapped, and sees what is mapped later, wherever."""
+    """It is made before anything is mapped, and sees pages that are mapped later at any place."""
     address = driver.reserve(4 * TIB)
     tensor = driver.view(address, 4 * TIB)
     assert (tensor.shape, tensor.dtype, tensor.device) == ((4 * TIB,), torch.uint8, driver.device)
@@ -180,7 +180,7 @@ sys.stdin.read()
 
 
 def test_overhead_has_captured_graphs_in_it(driver):
-    """Their private pools are torch's memory; it is the figure of whichever way there is."""
+    """Their private pools are torch's memory, which both ways of measuring include."""
     matrix = torch.ones(1024, 1024, device="cuda")
     torch.mm(matrix, matrix)
     torch.cuda.synchronize()
@@ -195,7 +195,7 @@ def test_overhead_has_captured_graphs_in_it(driver):
 
 
 def test_the_cost_of_asking(driver):
-    """Nothing is asserted: it is asked once a second, in the loop."""
+    """Nothing is asserted: the engine's loop reads it once a second."""
     driver.overhead_bytes()
     start_s = time.perf_counter()
     for _ in range(20):
@@ -252,7 +252,7 @@ def test_a_graph_replays_after_a_page_was_replaced(driver):
     tensor = driver.view(address, 4 * PAGE).view(torch.float32).view(4, -1)
     pages = driver.create(PAGE, 2)
     driver.map(address, pages[:1])
-    driver.map(address + 2 * PAGE, pages)  # where both can be written at leisure
+    driver.map(address + 2 * PAGE, pages)  # where both can be written
     tensor[2], tensor[3] = 1, 2
     out = torch.zeros_like(tensor[0])
     torch.add(tensor[0], 10, out=out)
@@ -350,7 +350,7 @@ def test_the_stocker_s_thread_makes_and_unmaps_pages_while_kernels_run(driver):
 
 
 def test_any_thread_may_call(driver):
-    """A thread that never heard of CUDA, while this one computes."""
+    """A thread without a CUDA context calls while this one computes."""
     address = driver.reserve(64 * PAGE)
     tensor = driver.view(address, 64 * PAGE).view(64, PAGE)
     errors: list[BaseException] = []
@@ -387,7 +387,7 @@ def test_any_thread_may_call(driver):
 
 
 def test_two_page_sizes_under_one_budget(driver):
-    """Pages of either size are had, at the cost of idle pages of the other."""
+    """Pages of either size can be acquired, at the cost of idle pages of the other."""
     budget_bytes = 256 * MIB
     pool = PagePool(driver, budget_bytes, keep_idle_bytes=budget_bytes)
     before = driver.available_bytes()

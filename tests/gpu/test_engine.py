@@ -205,7 +205,7 @@ def test_bfloat16_of_a_larger_model(mid_size: Path, kv_cache: str) -> None:
     assert_best_within_rounding(mid_size, prompts, outputs)
 
 
-# --- float32, where the same tokens come out whatever happens ----------------------------------
+# --- float32, with the same tokens in any batch ------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ def collect(outputs: list[TokenOutput], tokens: dict[str, list[int]]) -> None:
 
 @pytest.mark.parametrize("kv_cache", KV_CACHES)
 def test_preemption(kv_cache: str, tmp_path: Path) -> None:
-    """Sequences of up to 36 MB where 150 MB are free: most have to leave and come back."""
+    """Sequences of up to 36 MB where 150 MB are free: most are preempted and come back."""
     config = transformers.LlamaConfig(
         vocab_size=199,
         hidden_size=256,
@@ -333,7 +333,7 @@ def test_a_seed_gives_the_same_tokens_in_any_batch(checkpoint: Checkpoint) -> No
 
 
 def test_stop_tokens(llm: LLM) -> None:
-    """The step after the one that brings a stop token is in flight when that is seen."""
+    """The step after the one that brings a stop token is in flight when the host sees it."""
     (prompt,) = random_prompts([9])
     (tokens,) = generate(llm, [prompt], greedy(24))
     stop = tokens[5]

@@ -80,7 +80,7 @@ def token_ids(outputs: list[RequestOutput]) -> list[list[list[int]]]:
 
 
 def test_the_first_slot_need_not_be_mapped(cache: VirtualCache) -> None:
-    """Kernels get the address of slot 0 whoever runs; nothing may ask what is mapped there."""
+    """Kernels always get the address of slot 0; nothing may query what is mapped there."""
     assert cache.reserve(np.array([2]), np.array([20]))
     for count, num_decodes in ((17, 0), (1, 1)):
         spans = Spans.make(np.array([2]), np.array([0]), np.array([count]))
@@ -127,7 +127,7 @@ def test_preempted_groups_lose_nothing(
 
 @contextmanager
 def squeezed(engine: Engine) -> Iterator[None]:
-    """Somebody else takes all free pages now and then, until a request is preempted."""
+    """Another owner takes all free pages now and then, until a request is preempted."""
     (lane,) = engine.lanes.values()
     others: list[Page] = []
     real_step = engine.step

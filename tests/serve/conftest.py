@@ -26,7 +26,7 @@ def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture
 def idle_server(server: RunningServer) -> Iterator[RunningServer]:
-    """The shared server; checks that all memory that a test used is free again afterwards."""
+    """The shared server; checks afterwards that all memory that a test used is free again."""
     before = server.memory_in_use()
     assert before["running"] == before["waiting"] == 0
     yield server

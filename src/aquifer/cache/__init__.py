@@ -38,7 +38,7 @@ def _paged(
     max_seqs: int,
     max_tokens: int,
 ) -> SequenceCache:
-    """A `PagedCache`, but for a model without KV: blocks of nothing have no places to be named."""
+    """A `PagedCache`; without KV a `VirtualCache`, since blocks would have no bytes."""
     from aquifer.cache.paged import PagedCache
     from aquifer.cache.virtual import VirtualCache
 

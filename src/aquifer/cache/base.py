@@ -1,7 +1,7 @@
-"""What a sequence keeps while it runs: one protocol, whatever the layout behind it.
+"""Protocols of cache managers: what a sequence keeps while it runs, in any layout.
 
-A sequence is named by its slot, its place in the arrays of running sequences. The scheduler is
-the only writer of progress; a manager derives pages from the token counts it is given.
+A sequence is named by its slot, its index in the arrays of running sequences. The scheduler is the
+only writer of progress; a manager derives pages from the token counts that it is given.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """What a manager holds. `mapped_bytes + shared_bytes == written_bytes + wasted_bytes`."""
+    """Memory of a manager. `mapped_bytes + shared_bytes == written_bytes + wasted_bytes`."""
 
-    written_tokens: int  # of all sequences: a token that several share counts for each
+    written_tokens: int  # over all sequences: a token that several share counts for each
     written_bytes: int
-    mapped_bytes: int  # of pages that sequences use, each counted once
-    shared_bytes: int = 0  # what sharing saves: for each block, its size for every user but one
+    mapped_bytes: int  # pages that sequences use, each counted once
+    shared_bytes: int = 0  # saved by sharing: for each block, its size for every user but one
 
     @property
     def wasted_bytes(self) -> int:
@@ -69,31 +69,31 @@ class Blocks(Protocol):
         """Pages and bytes that tokens take."""
 
     def tokens_in(self, num_blocks: int) -> int:
-        """How many tokens lie in the first blocks of a sequence, the last whole one included."""
+        """Number of tokens that end in the first `num_blocks` blocks of a sequence."""
 
     def tokens_touching(self, num_blocks: int) -> int:
-        """How many tokens have any byte in the first blocks: at least `tokens_in`.
+        """Number of tokens that have any byte in the first blocks: at least `tokens_in`.
 
-        The contents of these blocks depend on so many tokens, and on nothing else.
+        The contents of these blocks depend on these tokens, and on nothing else.
         """
 
     def blocks(self, slot: int, num_tokens: int) -> list[int]:
-        """The blocks that the first tokens of a sequence lie in, in order.
+        """The blocks that the first `num_tokens` tokens of a sequence lie in, in order.
 
-        Pre-condition: room was reserved for so many.
+        Pre-condition: room was reserved for these tokens.
         """
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """Keep blocks when no sequence uses them any more. Each must be dropped once.
+        """Keep blocks also when no sequence uses them. Each must be dropped once.
 
-        Pre-condition: no sequence will write to them any more. Of one that goes on, those are the
+        Pre-condition: no sequence will write to them. For a sequence that goes on, these are the
         blocks that lie before its next token.
 
         A held block that no sequence uses is accounted as a retained prefix (`Kind.PREFIX`).
         """
 
     def drop(self, blocks: Sequence[int]) -> None:
-        """End what `hold` began; blocks that are neither used nor held any more are given back."""
+        """The opposite of `hold`; blocks that are neither used nor held are given back."""
 
 
 class SequenceCache(Blocks, Protocol):
@@ -104,26 +104,26 @@ class SequenceCache(Blocks, Protocol):
 
     @property
     def tensors(self) -> KVTensors:
-        """The device's half: all that a runner needs."""
+        """The device's half, which is all that a runner needs."""
 
     def slot_blocks(self, slot: int) -> list[int]:
-        """All blocks of a slot, in order: those for tokens to come included."""
+        """All blocks of a slot, in order, including those for tokens to come."""
 
     @property
     def can_share(self) -> bool:
-        """Whether `adopt` and `fork` share blocks, and `hold` keeps them; else they copy all."""
+        """Whether `adopt` and `fork` share blocks and `hold` keeps them; if not, forks copy all."""
 
     def expect(self, slot: int, num_prompt: int, num_total: int) -> None:
-        """Say how long the sequence of a slot is and may become; called before anything else of it.
+        """Announce the present and the largest length of a slot's sequence; called first.
 
-        For managers that reserve all of it beforehand; others need not know.
+        Managers that reserve the whole sequence beforehand need it; others may ignore it.
         """
 
     def reserve(self, slots: IntArray, num_tokens: IntArray) -> bool:
-        """Make sure that each sequence has room for that many tokens in all.
+        """Make sure that each sequence has room for `num_tokens` tokens in all.
 
-        All or nothing: False means that the pool is short, and nothing has changed. Asking for
-        less than a sequence has is no change.
+        All or nothing: False means that the pool is short, and nothing has changed. A request for
+        less than a sequence has changes nothing.
         """
 
     def release(self, slot: int) -> None:
@@ -132,42 +132,42 @@ class SequenceCache(Blocks, Protocol):
     def adopt(self, slot: int, blocks: Sequence[int], num_tokens: int) -> bool:
         """Begin a sequence in an empty slot with `num_tokens` tokens that are in `blocks` already.
 
-        Blocks that end at or before the last of these tokens are shared. If the sequence's next
-        token goes to the last block too, that one is copied: copy-on-write (section 4.4), done at
-        once, because a sequence writes in the step after it adopted. The copies of all calls
+        Blocks that end at or before the end of these tokens are shared. If the sequence's next
+        token belongs in the last block too, that block is copied: copy-on-write (section 4.4), done
+        at once, because a sequence writes in the step after it adopted. The copies of all calls
         between two `upload`s are one launch.
 
         All or nothing: False means that the pool is short, and nothing has changed.
 
         Args:
-            slot: has no tokens yet.
-            blocks: those that the tokens lie in, as `blocks` gives them; in use or held.
+            slot: a slot without tokens.
+            blocks: the blocks that the tokens lie in, as `blocks` returns them; in use or held.
             num_tokens: at least 1.
         """
 
     def fork(self, parent: int, child: int, num_tokens: int) -> bool:
         """Let an empty slot share the first tokens of another one: `adopt` of the parent's blocks.
 
-        Copies read what the steps launched so far have written.
+        Copies read the KV that the steps launched so far write.
         """
 
     def preferred_slot(self, blocks: Sequence[int], free_slots: Sequence[int]) -> int | None:
-        """The free slot that could adopt these blocks at the least cost; None if all are alike."""
+        """The free slot that adopts these blocks at the least cost; None if all cost the same."""
 
     def copy_out(self, slot: int, tokens: range, target: torch.Tensor) -> None:
-        """Copy the KV of a stretch of tokens to host memory, after all that was launched so far.
+        """Copy the KV of a stretch of tokens to host memory, after all work launched so far.
 
         Args:
-            slot: of the sequence.
-            tokens: which, all written or to be written by steps launched already.
+            slot: the sequence's slot.
+            tokens: positions of the tokens, all written by steps that were launched already.
             target: uint8, len(tokens) * layout.token_bytes, page-locked where that is faster.
         """
 
     def copy_in(self, slot: int, tokens: range, source: torch.Tensor) -> None:
-        """The opposite of `copy_out`. Pre-condition: room was reserved, and is not shared."""
+        """The opposite of `copy_out`. Pre-condition: room is reserved, and is not shared."""
 
     def upload(self) -> None:
-        """Let the device know of what was reserved, and make the copies that `adopt` asked for.
+        """Send changes of tables to the device, and launch the copies that `adopt` requested.
 
         To be called before each step, and before `copy_in` and `copy_out`.
         """
@@ -175,11 +175,11 @@ class SequenceCache(Blocks, Protocol):
     def view(self, rows: Rows) -> KVView:
         """The addresses of one step. Pre-condition: room was reserved for it.
 
-        It reads nothing but tensors, so that a captured step stays valid as its rows change.
+        It reads tensors only, so that a captured step stays valid as its rows change.
         """
 
     def stats(self, written_tokens: int) -> CacheStats:
-        """What is held, given how many tokens the scheduler knows to be written."""
+        """Memory of the manager, given how many tokens the scheduler counts as written."""
 
     def close(self) -> None:
         """Release all sequences and the addresses. Pre-condition: no block is held."""

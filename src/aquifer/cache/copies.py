@@ -1,4 +1,4 @@
-"""The copies of copy-on-write, gathered until the next step and made by one launch."""
+"""Copy-on-write copies, gathered until the next step and made by one launch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class PendingCopies:
-    """Pieces of one range that are to be copied to other places in it.
+    """Copies from pieces of one range to other places in it.
 
     Args:
         range_: the range.
-        block_bytes: all pieces begin at multiples of this or of the range's pages, and end in the
-            block where they began.
+        block_bytes: size of a block. All pieces begin where a block or a page begins, and end in
+            the same one.
     """
 
     def __init__(self, range_: VirtualRange, block_bytes: int) -> None:
@@ -30,19 +30,19 @@ class PendingCopies:
         self._pieces: list[tuple[int, int, int]] = []  # in bytes
 
     def __len__(self) -> int:
-        """Copies not made yet."""
+        """Number of copies not launched yet."""
         return len(self._pieces)
 
     @property
     def pieces(self) -> tuple[tuple[int, int, int], ...]:
-        """(source, destination, length) in bytes of each copy not made yet."""
+        """(source, destination, length) in bytes of each copy not launched yet."""
         return tuple(self._pieces)
 
     def add(self, source_byte: int, destination_byte: int, num_bytes: int) -> None:
-        """Ask for a copy. Both places must stay mapped until `launch`.
+        """Request a copy. Both places must stay mapped until `launch`.
 
-        Up to a word more than asked for is copied, which is within a block: bytes that its next
-        token overwrites.
+        The length is rounded up to a word, within the block: the next token overwrites these
+        bytes.
         """
         self._pieces.append((source_byte, destination_byte, num_bytes))
 

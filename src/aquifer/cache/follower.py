@@ -1,4 +1,4 @@
-"""A KV cache without a manager: it repeats what happened to another one's memory."""
+"""Follower: a KV cache without a manager that executes the journal of another one."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from aquifer.memory.residency import Aliased, Dropped, GivenUp, Held, Mapped
 class KVFollower:
     """Executes the journal of a leader's `KVTensors` on a range and pages of its own.
 
-    This is how a runner in another process, or another rank of a tensor-parallel group, follows the
-    plans of one scheduler: it executes what was recorded before a step, then runs the step.
+    A runner in another process, or another rank of a tensor-parallel group, follows the plans of
+    one scheduler in this way: it executes what was recorded before a step, then runs the step.
 
     Args:
-        pool: where pages come from; it must have room for what the leader has.
+        pool: where pages come from; it must have room for all pages of the leader.
         owner: the pages' owner.
         shape: the leader's (`KVTensors.shape`).
 
     Attributes:
-        tensors: what kernels see.
+        tensors: the device's half.
     """
 
     def __init__(self, pool: PagePool, owner: Owner, shape: KVShape) -> None:
         self.tensors = KVTensors(pool, owner, shape)
-        self._own: dict[Page, Page] = {}  # of the leader's pages in use
-        self._references: Counter[Page] = Counter()  # by the leader's pages: places, and holds
+        self._own: dict[Page, Page] = {}  # the leader's pages in use -> this follower's
+        self._references: Counter[Page] = Counter()  # of the leader's pages: places and holds
         self._at: dict[int, Page] = {}  # the leader's page at each place that was not given up
         self._holds: Counter[Page] = Counter()  # the part of `_references` without a place
 
     def execute(self, ops: Iterable[KVOp], host_memory: torch.Tensor | None = None) -> None:
-        """Repeat what was recorded, in order.
+        """Execute recorded changes, in order.
 
         Args:
-            ops: as `KVTensors.take_journal` gave them; none may be left out.
+            ops: as `KVTensors.take_journal` returned them; none may be left out.
             host_memory: uint8, where this process keeps what is copied out.
 
         Raises:
-            DriverError: the device refused. The follower is of no use any more.
+            DriverError: the device refused. The follower cannot be used any more.
             InvariantError: the pool is short.
         """
         if not self.tensors.open():
@@ -107,7 +107,7 @@ class KVFollower:
                 tensors.copy_in(offset_bytes, part)
 
     def _forget(self, pages: Sequence[Page]) -> None:
-        """Count one reference less for each of the leader's pages."""
+        """Remove one reference from each of the leader's pages."""
         for page in pages:
             self._references[page] -= 1
             if not self._references[page]:

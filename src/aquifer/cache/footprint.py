@@ -77,7 +77,7 @@ class Footprint:
 
         Args:
             num_tokens: its length.
-            num_cached: tokens of it that it begins with, in blocks that it adopts. Whole blocks are
+            num_cached: tokens that it begins with, in blocks that it adopts. Whole blocks are
                 shared and take nothing; a block that is filled in part is copied.
         """
         return self.pages(num_tokens) - self._shared_bytes(num_cached) // self.page_bytes
@@ -88,9 +88,9 @@ class Footprint:
         Args:
             num_prompt: tokens of its prompt, less than `num_total`.
             num_total: tokens of each of its sequences in the end, prompt included. The last one is
-                never run, so it needs no KV. Neither is the last token of the prompt shared: each
-                sequence runs that one itself.
-            num_sequences: that run for it.
+                never run, so it needs no KV. The last token of the prompt is not shared: each
+                sequence runs it itself.
+            num_sequences: number of sequences that run for it.
         """
         num_pages = num_sequences * self.pages(num_total - 1)
         saved_bytes = (num_sequences - 1) * self._shared_bytes(max(num_prompt - 1, 0))
@@ -100,13 +100,13 @@ class Footprint:
         """The largest `num_total` for which `most` is not more than `num_pages`.
 
         Args:
-            num_pages: there are; none if negative.
+            num_pages: pages that there are; a negative number counts as 0.
             num_prompt: as for `most`.
             num_sequences: as for `most`.
 
         Returns:
-            At least 1, as a single token needs no KV. If it is not more than `num_prompt`, the
-            prompt does not fit, and a request of that length with a shorter prompt does.
+            At least 1, as a single token needs no KV. If it is at most `num_prompt`, the prompt
+            does not fit, and a request of that length with a shorter prompt does.
             `UNLIMITED_TOKENS` without KV.
         """
         if not self.token_bytes:
@@ -129,8 +129,8 @@ class Footprint:
         """Pages to set aside for running sequences to grow by.
 
         Args:
-            more_tokens: [num_seqs], tokens that each is to have room for beyond what it has. Each
-                that grows at all may need a page at once, however few its tokens are.
+            more_tokens: [num_seqs], tokens by which each may grow. A sequence that grows by a
+                single token may need a whole page at once.
         """
         if not self.token_bytes:
             return 0

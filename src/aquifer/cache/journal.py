@@ -1,8 +1,8 @@
-"""What happens to the device's half of a KV cache, as values that can be sent to another process.
+"""Changes of the device's half of a KV cache, as values that can be sent to another process.
 
-Each value is one call of `KVTensors` or of its `Residency`, which the follower repeats. Pages go by
-the leader's logical numbers, blocks by their numbers, bytes by their offsets in the cache's
-addresses. All of them are frozen and pickle.
+Each value is one call of `KVTensors` or of its `Residency`, which a follower repeats. Pages are
+named by the leader's logical numbers, blocks by their numbers, bytes by their offsets in the
+cache's addresses. All values are frozen and pickle.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from aquifer.memory.residency import PageOp
 
 @dataclass(frozen=True, slots=True)
 class Entered:
-    """Entries of the block table: `table[slots[i], indices[i]]` is `blocks[i]` now."""
+    """New entries of the block table: `table[slots[i], indices[i]] = blocks[i]`."""
 
     slots: tuple[int, ...]
     indices: tuple[int, ...]
@@ -30,7 +30,7 @@ class Copies:
 
 @dataclass(frozen=True, slots=True)
 class CopiedOut:
-    """Bytes that went to host memory."""
+    """Bytes that were copied to host memory."""
 
     offset_bytes: int  # in the range
     host_bytes: int  # offset in the host memory
@@ -39,7 +39,7 @@ class CopiedOut:
 
 @dataclass(frozen=True, slots=True)
 class CopiedIn:
-    """Bytes that came back from host memory."""
+    """Bytes that were copied back from host memory."""
 
     offset_bytes: int
     host_bytes: int

@@ -34,7 +34,7 @@ class KVLayout:
 
     layers: tuple[LayerKV, ...]
     dtype: torch.dtype
-    # One token over all layers; asked for too often to be added up each time.
+    # One token over all layers; computed once, since it is read often.
     token_elements: int = field(init=False)  # the stride from token to token
     token_bytes: int = field(init=False)
 

@@ -5,9 +5,9 @@ All blocks lie one after the other in one range of addresses, each holding every
 The free block with the lowest address is always taken first, so that blocks stay dense and whole
 pages come free: memory goes back by the page, not by the block.
 
-A block is used by the sequences that have it in their tables, and may be held besides. It is free
-when neither is so. A page is accounted to KV as long as any block on it is used, to the retained
-prefixes if blocks on it are only held, and is given up when all of them are free.
+A block is used by the sequences that have it in their tables, and may be held too. It is free when
+it is neither used nor held. A page is accounted to KV as long as any block on it is used, to the
+retained prefixes if blocks on it are only held, and is given up when all of them are free.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from aquifer.errors import InvariantError
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.memory.runs import runs
 
-_UNMAPPED, _KV, _PREFIX = range(3)  # state of the page at a place: not there, or its owner
+_UNMAPPED, _KV, _PREFIX = range(3)  # state of the page at a place: unmapped, or its owner's kind
 
 
 class PagedCache:
@@ -37,13 +37,13 @@ class PagedCache:
     Args:
         pool: where pages come from.
         owner: the pages' owner.
-        layout: of one token.
+        layout: layout of one token; it has layers.
         max_seqs: number of slots, which are numbered from 1.
-        max_tokens: longest sequence.
+        max_tokens: length of the longest sequence.
         block_size: tokens of a block.
 
     Attributes:
-        layout: likewise; it has layers.
+        layout: as given.
         tensors: the device's half.
     """
 
@@ -68,8 +68,8 @@ class PagedCache:
         self._block_bytes = block_size * layout.token_bytes
         self.footprint = Footprint(layout.token_bytes, self._block_bytes, pool.page_bytes)
         blocks_per_seq = -(-max_tokens // block_size)
-        # All that the budget holds, and those that are asked for when it is used up: then it is up
-        # to the pool to make room or to refuse.
+        # Blocks for the whole budget, and those that may be requested when it is used up: block
+        # numbers never run out before the pool refuses.
         num_blocks = pool.budget_bytes // self._block_bytes + 1 + max_seqs * blocks_per_seq
         shape = KVShape.blocks(pool, layout, max_seqs, max_tokens, block_size, num_blocks)
         self.tensors = KVTensors(pool, owner, shape)
@@ -77,29 +77,29 @@ class PagedCache:
         self._table = self.tensors.table
         self._freed_blocks: list[int] = []  # a heap: the lowest comes first
         self._next_block = shape.first_row  # this one and all later ones have never been taken
-        # Sequences that have a block, and copies of it that are to be made.
+        # Sequences that have a block, and pending copies that read it.
         self._users = np.zeros(shape.num_rows, np.int32)
         self._holds = np.zeros(shape.num_rows, np.int32)
         num_pages = self.tensors.range.num_pages
         # From the first page of a block to any other that it may touch.
         self._page_steps = np.arange((self._block_bytes - 2) // pool.page_bytes + 2)
         self._page_users = np.zeros(num_pages, np.int32)  # blocks on each page that are used
-        self._page_holds = np.zeros(num_pages, np.int32)  # that are held, and not used
+        self._page_holds = np.zeros(num_pages, np.int32)  # blocks that are held, and not used
         self._page_owner = np.zeros(num_pages, np.int8)  # _UNMAPPED
         self._num_drops = 0  # calls of `drop`
         self._num_used_blocks = 0
         self._num_used_pages = 0
-        self._copied: list[int] = []  # the blocks that pending copies read, which they use
+        self._copied: list[int] = []  # blocks that pending copies read; each copy is a user
         self._copied_to: set[int] = set()
         self._num_blocks = np.zeros(max_seqs + 1, np.int64)
 
     @property
     def block_bytes(self) -> int:
-        """`block_size` tokens."""
+        """Size of `block_size` tokens."""
         return self._block_bytes
 
     def expect(self, slot: int, num_prompt: int, num_total: int) -> None:
-        """Nothing: memory is taken as tokens come."""
+        """Do nothing: memory is taken as tokens come."""
 
     def reserve(self, slots: IntArray, num_tokens: IntArray) -> bool:
         """Append blocks to the tables, mapping pages where they have none yet."""
@@ -134,11 +134,11 @@ class PagedCache:
         self._end_use(blocks)
 
     def tokens_in(self, num_blocks: int) -> int:
-        """Whole blocks, as far as the longest sequence."""
+        """Number of tokens in whole blocks, at most those of the longest sequence."""
         return min(num_blocks * self._block_size, self._max_tokens)
 
     def tokens_touching(self, num_blocks: int) -> int:
-        """The same: no token lies in two blocks."""
+        """The same as `tokens_in`, since no token lies in two blocks."""
         return self.tokens_in(num_blocks)
 
     def blocks(self, slot: int, num_tokens: int) -> list[int]:
@@ -149,7 +149,7 @@ class PagedCache:
         return [int(block) for block in self._table[slot, :count]]
 
     def slot_blocks(self, slot: int) -> list[int]:
-        """All blocks of a slot, those for tokens to come included."""
+        """All blocks of a slot, including those for tokens to come."""
         return [int(block) for block in self._table[slot, : self._num_blocks[slot]]]
 
     def adopt(self, slot: int, blocks: Sequence[int], num_tokens: int) -> bool:
@@ -164,7 +164,7 @@ class PagedCache:
         entries = used.copy()
         self._require_contents(used)
         with ExitStack() as undo:
-            # Before anything is acquired: to make room for that, held blocks may be dropped.
+            # Users come first: to make room for an acquisition, held blocks may be dropped.
             self._begin_use(used)
             undo.callback(self._end_use, used)
             if num_rest:
@@ -186,17 +186,17 @@ class PagedCache:
         return True
 
     def fork(self, parent: int, child: int, num_tokens: int) -> bool:
-        """`adopt` what the parent's table begins with."""
+        """`adopt` the first blocks of the parent's table."""
         return self.adopt(child, self.blocks(parent, num_tokens), num_tokens)
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """Count."""
+        """Count one more hold of each block."""
         held = np.array(blocks, np.int64)
         self._require_contents(held)
         np.add.at(self._holds, held, 1)
 
     def drop(self, blocks: Sequence[int]) -> None:
-        """Count, and free the blocks without users."""
+        """Count one hold less for each block, and free those without holds and users."""
         dropped, counts = np.unique(np.array(blocks, np.int64), return_counts=True)
         if (self._holds[dropped] < counts).any():
             raise InvariantError(f"blocks {blocks} are dropped, but not all of them are held")
@@ -209,32 +209,32 @@ class PagedCache:
         self._settle(pages)
 
     def preferred_slot(self, blocks: Sequence[int], free_slots: Sequence[int]) -> None:
-        """None: an entry in one table is as good as in another."""
+        """None: an entry costs the same in every table."""
 
     def copy_out(self, slot: int, tokens: range, target: torch.Tensor) -> None:
-        """One copy for each run of blocks that are neighbours."""
+        """Make one copy for each run of neighbouring blocks."""
         for offset_bytes, place in self._stretches(slot, tokens):
             self.tensors.copy_out(offset_bytes, target[place])
 
     def copy_in(self, slot: int, tokens: range, source: torch.Tensor) -> None:
-        """One copy for each run, likewise."""
+        """Make one copy for each run of neighbouring blocks."""
         for offset_bytes, place in self._stretches(slot, tokens):
             self.tensors.copy_in(offset_bytes, source[place])
 
     def upload(self) -> None:
-        """Make the copies, and send what was appended to the tables."""
+        """Launch the copies, and send new table entries to the device."""
         self._make_copies()
         self.tensors.flush()
 
     def view(self, rows: Rows) -> StepView:
-        """Slots and positions of the step's tokens, and the tables that lead to their blocks."""
+        """The view of a step: slots and positions of its tokens, and the tables of blocks."""
         return self.tensors.view(rows)
 
     def stats(self, written_tokens: int) -> CacheStats:
-        """Waste is the empty tail of last blocks, and of used pages what no sequence uses of them.
+        """Waste is the empty tail of last blocks, and parts of used pages that no sequence uses.
 
-        The latter may be blocks that are held: they count as retained only once they have a page to
-        themselves.
+        The latter may be held blocks: they count as retained only once no block on their page is
+        used.
         """
         num_users = int(self._num_blocks.sum()) + len(self._copied)
         return CacheStats(
@@ -259,8 +259,8 @@ class PagedCache:
     def _claim(self, count: int) -> IntArray | None:
         """Take the lowest free blocks, and map pages under them.
 
-        When the pool is short, held blocks are dropped to make room. Those that lie on pages that
-        are in use give back no page, but are free themselves, so it is worth another try.
+        When the pool is short, held blocks are dropped to make room. Those on pages that are in use
+        give back no page, but are free themselves then, so another attempt may succeed.
 
         Returns: the blocks, with one user each, or None if the pool is short.
         """
@@ -271,13 +271,13 @@ class PagedCache:
                 return blocks
 
     def _try_claim(self, count: int) -> IntArray | None:
-        """`_claim`, once."""
+        """One attempt of `_claim`."""
         if not self.tensors.open():
             return None
         blocks = self._take_blocks(count)
         with ExitStack() as undo:
-            # Before anything is acquired: when held blocks are dropped to make room for that, those
-            # pages that these blocks need must not go.
+            # Users come first: to make room for an acquisition, held blocks may be dropped, and the
+            # pages that these blocks need must stay.
             self._users[blocks] = 1
             pages = self._occupy(blocks)
             undo.callback(self._end_use, blocks)
@@ -307,16 +307,16 @@ class PagedCache:
             raise InvariantError(f"some of the blocks {blocks} are free")
 
     def _begin_use(self, blocks: IntArray) -> None:
-        """Count one user more for each block, all of which have contents."""
+        """Count one more user of each block; all of them are used or held."""
         unused = blocks[self._users[blocks] == 0]  # so they are held
         self._users[blocks] += 1
         np.subtract.at(self._page_holds, self._pages_of(unused), 1)
         self._occupy(unused)
 
     def _occupy(self, blocks: IntArray) -> IntArray:
-        """Count blocks that have got their first user, and account pages by it that are mapped.
+        """Count blocks that have got their first user, and account their mapped pages to KV.
 
-        Returns: the pages that they are on, with repeats.
+        Returns: the pages that these blocks are on, with repeats.
         """
         self._num_used_blocks += len(blocks)
         pages = self._pages_of(blocks)
@@ -326,7 +326,7 @@ class PagedCache:
         return pages
 
     def _end_use(self, blocks: IntArray) -> None:
-        """Count one user less for each block, which may be named twice; free those without any."""
+        """Count one user less for each block, which may occur twice; free blocks without users."""
         np.subtract.at(self._users, blocks, 1)
         unused = np.unique(blocks[self._users[blocks] == 0])
         is_held = self._holds[unused] > 0
@@ -338,27 +338,27 @@ class PagedCache:
         self._settle(pages)
 
     def _settle(self, pages: IntArray) -> None:
-        """Account mapped pages to whom they belong now, and give up those without a block."""
+        """Account mapped pages to their present owners, and give up pages without blocks."""
         moves = self._page_owner[pages] != self._wanted_owner(pages)
         moves &= self._page_owner[pages] != _UNMAPPED
         if not moves.any():
             return
         pages = np.unique(pages[moves])
         before, after = self._page_owner[pages], self._wanted_owner(pages)
-        # What is given up is KV too: the next sequence that gets it need not have it zeroed.
+        # Pages are given up as KV, so they need no zeroing for the next sequence.
         self._transfer(pages[before == _PREFIX], self._owner)
         self._transfer(pages[after == _PREFIX], self._prefix_owner)
         self._account(pages, after)
         self._residency.give_up(pages[after == _UNMAPPED].tolist())
 
     def _wanted_owner(self, pages: IntArray) -> npt.NDArray[np.int8]:
-        """To whom pages belong by the blocks that are on them."""
+        """The owner that each page should have, given the blocks on it."""
         wanted = np.where(self._page_holds[pages] > 0, np.int8(_PREFIX), np.int8(_UNMAPPED))
         wanted[self._page_users[pages] > 0] = _KV
         return wanted
 
     def _account(self, pages: IntArray, owner: npt.NDArray[np.int8] | int) -> None:
-        """Note to whom pages belong."""
+        """Record the owner of pages."""
         self._num_used_pages -= int(np.count_nonzero(self._page_owner[pages] == _KV))
         self._page_owner[pages] = owner
         self._num_used_pages += int(np.count_nonzero(self._page_owner[pages] == _KV))
@@ -367,7 +367,7 @@ class PagedCache:
         self._residency.transfer(self.tensors.range.pages_at(pages.tolist()), owner)
 
     def _make_copies(self) -> None:
-        """Launch the copies, after which what they read is not needed for them any more."""
+        """Launch the pending copies, and end their use of the blocks that they read."""
         if self._copied:
             self.tensors.make_copies()
             copied = np.array(self._copied, np.int64)
@@ -383,9 +383,9 @@ class PagedCache:
         return np.asarray(pages[pages <= last[:, None]])
 
     def _stretches(self, slot: int, tokens: range) -> Iterator[tuple[int, slice]]:
-        """A slot's tokens, where they lie, by runs of neighbouring blocks.
+        """The bytes of a slot's tokens, by runs of neighbouring blocks.
 
-        Yields: the byte where a run begins, and the place of its bytes among those of all tokens.
+        Yields: (offset of a run in the range, slice of its bytes among those of all tokens).
         """
         size, token_bytes = self._block_size, self.layout.token_bytes
         first = tokens.start // size

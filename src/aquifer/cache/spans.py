@@ -59,7 +59,7 @@ class Rows:
     def of(cls, spans: Spans, num_decodes: int, device: torch.device) -> Rows:
         """The rows of `spans`, of which the first `num_decodes` have one token each.
 
-        On the host, rows that decode are chunks of one token: that is the fast way there.
+        On the host, rows that decode are treated as chunks of one token, which is faster there.
         """
         if device.type == "cpu":
             num_decodes = 0
@@ -93,5 +93,5 @@ class Rows:
 
     @property
     def num_decodes(self) -> int:
-        """How many rows, from the first, have a sequence to themselves."""
+        """Number of rows, from the first, that are the only one of their sequence."""
         return len(self.decode_lengths)

@@ -1,7 +1,7 @@
 """Sequences moved to host memory and back (PagedAttention, section 4.5).
 
-What several sequences of a group share is moved once: the first of them takes it along, the others
-only what follows, and on the way back they share again. A sequence of a virtual cache moves in one
+KV that several sequences of a group share is moved once, with the first of them. The others move
+only what follows, and share again when they come back. A sequence of a virtual cache moves in one
 long copy, one of a paged cache in a copy for each run of neighbouring blocks.
 """
 
@@ -28,8 +28,8 @@ _SAMPLE_BYTES = 16 << 20
 class SwappedKV:
     """The KV of one sequence on the host.
 
-    Tokens [0, num_shared) are those of the sequence at `parent`, its place in the list that was
-    swapped out; [num_shared, num_tokens) are at `start` of the space.
+    Tokens [0, num_shared) are those of sequence number `parent` in the list that was swapped out;
+    [num_shared, num_tokens) are at `start` of the space.
     """
 
     num_tokens: int
@@ -39,7 +39,7 @@ class SwappedKV:
 
     @property
     def num_copied(self) -> int:
-        """Tokens that have a copy of their own."""
+        """Tokens that are not shared, and were copied for this sequence."""
         return self.num_tokens - self.num_shared
 
 
@@ -47,16 +47,16 @@ class SwapSpace:
     """A bounded part of host memory that preempted sequences are moved to.
 
     No memory is taken before the first sequence is to be swapped. On a GPU the memory is then
-    page-locked, which takes a second or so for a few GiB: a thread does that, and until it is done
+    page-locked, which takes about a second for a few GiB. A thread does that; until it is done,
     nothing can be swapped.
 
     Args:
         num_bytes: the bound; 0 for no swapping at all.
-        device: the KV's.
-        bytes_per_s: of a copy to or from the host; measured when the memory is taken.
+        device: device of the KV.
+        bytes_per_s: speed of a copy to or from the host, until it is measured.
 
     Attributes:
-        bytes_per_s: likewise.
+        bytes_per_s: speed of a copy; measured when the memory is taken.
     """
 
     def __init__(self, num_bytes: int, device: torch.device, bytes_per_s: float = 10e9) -> None:
@@ -69,14 +69,14 @@ class SwapSpace:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that hold sequences now."""
+        """Bytes in use by sequences."""
         return self._regions.used_bytes
 
     def prepare(self, *, wait: bool = False) -> bool:
-        """Take the memory, if that was not done before; whether it is there.
+        """Take the memory, if that was not done before; returns whether it is available.
 
         Args:
-            wait: return when it is.
+            wait: wait until it is.
         """
         if self.num_bytes and self._memory is None:
             if self._device.type != "cuda":  # it costs nothing before it is touched
@@ -88,7 +88,7 @@ class SwapSpace:
         return self._memory is not None
 
     def close(self) -> None:
-        """Wait for the thread and let go of the memory."""
+        """Join the thread and release the memory."""
         self._join()
         self._memory = None
 
@@ -100,9 +100,9 @@ class SwapSpace:
         All or nothing: None if there is no room, and nothing has changed.
 
         Args:
-            cache: of the sequences.
-            slots: of each sequence.
-            num_tokens: of each, how many tokens have their KV written; may be 0.
+            cache: manager of the sequences' KV.
+            slots: the slot of each sequence.
+            num_tokens: tokens of each sequence with written KV; may be 0.
         """
         if not self.prepare():
             return None
@@ -139,7 +139,7 @@ class SwapSpace:
     def swap_in(
         self, cache: SequenceCache, slots: Sequence[int], swapped: Sequence[SwappedKV]
     ) -> bool:
-        """Bring sequences back to empty slots, and let go of their copies.
+        """Bring sequences back to empty slots, and release their copies.
 
         All or nothing: False if the pool is short, and nothing has changed.
         """
@@ -150,7 +150,7 @@ class SwapSpace:
                     return False
                 if not cache.reserve(np.array([slot]), np.array([kv.num_tokens])):
                     return False
-                # One after the other: a fork copies what its parent has.
+                # In order, since a fork copies what its parent has by then.
                 cache.upload()
                 if kv.start is not None:
                     tokens = range(kv.num_shared, kv.num_tokens)
@@ -160,7 +160,7 @@ class SwapSpace:
         return True
 
     def discard(self, swapped: Sequence[SwappedKV]) -> None:
-        """Forget copies. Whatever is copied here next comes later in the device's order of work."""
+        """Release copies. Later copies to these bytes come later in the device's order of work."""
         for kv in swapped:
             if kv.start is not None:
                 self._regions.release(kv.start)
@@ -186,7 +186,7 @@ class SwapSpace:
 
 
 def _copy_rate(part: torch.Tensor, device: torch.device) -> float:
-    """Bytes a second from host memory to the device, the better of two copies."""
+    """Bytes per second from host memory to the device, the faster of two copies."""
     target = torch.empty_like(part, device=device)
     seconds = []
     for _ in range(2):

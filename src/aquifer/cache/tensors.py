@@ -1,11 +1,11 @@
 """The device's half of a KV cache: addresses, pages under them, block tables, tensors over them.
 
-A manager (`virtual.py`, `paged.py`) keeps the books, which block belongs to which sequence, and
-calls the verbs of `KVTensors`. A runner needs nothing but a `KVTensors`: `flush` and `view`.
+A manager (`virtual.py`, `paged.py`) keeps the books, that is which block belongs to which sequence,
+and calls the verbs of `KVTensors`. A runner needs only `flush` and `view` of a `KVTensors`.
 
-Everything that happens to this half can be recorded (`record`, `take_journal`), by logical page
-numbers, block numbers and byte offsets. A `KVFollower` of another process repeats it on pages of
-its own, so that its memory is equal wherever a kernel reads (`journal.py`).
+All changes of this half can be recorded (`record`, `take_journal`), by logical page numbers, block
+numbers and byte offsets. A `KVFollower` in another process repeats them on pages of its own, so
+that its memory is equal wherever a kernel reads (`journal.py`).
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from aquifer.memory.transfer import upload
 class KVShape:
     """Addresses of a KV cache: rows of tokens at equal distances, slots or blocks.
 
-    The first bytes are the anchor's. Kernels are given the address of the first row, whichever
-    sequences run. Nothing is read there that is not written, but Triton's launcher asks the driver
-    about a tensor's first byte, and refuses the launch if nothing is mapped there. So on a GPU
-    the pages of one token stay mapped at the beginning, where no sequence is.
+    The addresses begin with the anchor. Kernels always get the address of the first row. They read
+    nothing there that was not written, but Triton's launcher asks the driver about a tensor's first
+    byte, and refuses the launch if nothing is mapped there. So on a GPU the pages of one token stay
+    mapped at the beginning, where no sequence is.
     """
 
     layout: KVLayout
@@ -45,7 +45,7 @@ class KVShape:
     num_rows: int
     row_tokens: int
     row_bytes: int  # from row to row
-    num_bytes: int  # of addresses: the rows, and what lies behind them
+    num_bytes: int  # addresses of the rows, and of the windows behind them
     table_shape: tuple[int, int] | None  # [slots, blocks of a slot]; None where rows are slots
 
     @classmethod
@@ -77,7 +77,7 @@ class KVShape:
         block_size: int,
         num_blocks: int,
     ) -> KVShape:
-        """`num_blocks` rows of `block_size` tokens, behind those that the anchor covers."""
+        """`num_blocks` rows of `block_size` tokens, behind the rows that the anchor covers."""
         num_anchor_pages = _anchor_pages(pool, layout)
         block_bytes = block_size * layout.token_bytes
         num_rows = num_blocks + _num_pages(num_anchor_pages * pool.page_bytes, block_bytes)
@@ -94,22 +94,22 @@ class KVShape:
 
     @property
     def first_row(self) -> int:
-        """The first row of which no byte is the anchor's."""
+        """The first row that has no byte in the anchor."""
         if self.table_shape is None:
             return 1
         return _num_pages(self.num_anchor_pages * self.page_bytes, self.row_bytes)
 
 
 class KVTensors:
-    """What kernels see of one KV cache.
+    """Addresses, pages and tables of one KV cache, as kernels see them.
 
     Args:
         pool: where pages come from.
         owner: the pages' owner.
-        shape: of the addresses.
+        shape: shape of the addresses.
 
     Attributes:
-        shape: likewise.
+        shape: as given.
         range: the addresses.
         residency: the pages under them.
         layers: K and V of each layer, [rows, row_tokens, kv_heads, dim] each.
@@ -134,7 +134,7 @@ class KVTensors:
         self._copies = PendingCopies(self.range, shape.row_bytes)
         device = pool.driver.device
         self.table: npt.NDArray[np.int32] = np.zeros(shape.table_shape or (0, 0), np.int32)
-        # What kernels read: the same memory on the host, else a copy that `flush` keeps up.
+        # What kernels read: the same memory on the host, else a copy that `flush` updates.
         self._is_copied = device.type != "cpu"
         self._device_table: torch.Tensor | None = None
         if shape.table_shape is not None:
@@ -163,7 +163,7 @@ class KVTensors:
     # --- the journal -------------------------------------------------------------------------
 
     def record(self) -> None:
-        """Record from now on what happens. Pre-condition: nothing has happened yet."""
+        """Begin to record all changes. Pre-condition: no page has been mapped yet."""
         if self.range.num_mapped_pages > self.shape.num_anchor_pages:
             raise InvariantError("a journal begins before the first page is mapped")
         journal: list[KVOp] = []
@@ -171,9 +171,9 @@ class KVTensors:
         self.residency.record = journal.append
 
     def take_journal(self) -> tuple[KVOp, ...]:
-        """All that happened since recording began, or since the last call, in order.
+        """All changes since recording began, or since the last call, in order.
 
-        Copies that are pending are not yet among it: `make_copies` or `flush` come first.
+        Pending copies are recorded by `make_copies` or `flush`.
         """
         if self._journal is None:
             raise InvariantError("nothing was recorded")
@@ -184,7 +184,7 @@ class KVTensors:
     # --- verbs -------------------------------------------------------------------------------
 
     def enter(self, slots: IntArray, indices: IntArray, blocks: IntArray) -> None:
-        """Write blocks into the table. All three arrays are as long, or can be broadcast."""
+        """Write blocks into the table. All three arrays have the same length, or broadcast."""
         self.table[slots, indices] = blocks
         if self._is_copied:
             self._entered.append((slots, indices))
@@ -195,23 +195,23 @@ class KVTensors:
 
     @property
     def num_pending_copies(self) -> int:
-        """Copies that were asked for and are not made yet."""
+        """Number of copies that were requested and are not launched yet."""
         return len(self._copies)
 
     @property
     def pending_copies(self) -> tuple[tuple[int, int, int], ...]:
-        """(source, destination, length) in bytes of each copy that is not made yet."""
+        """(source, destination, length) in bytes of each copy that is not launched yet."""
         return self._copies.pieces
 
     def copy(self, source_byte: int, destination_byte: int, num_bytes: int) -> None:
-        """Ask for a copy within the range. Both places must stay mapped until it is made.
+        """Request a copy within the range. Both places must stay mapped until it is launched.
 
-        Both begin where a row or a page does, and the copy ends in the same one.
+        Both begin where a row or a page begins, and the copy ends in the same row or page.
         """
         self._copies.add(source_byte, destination_byte, num_bytes)
 
     def make_copies(self) -> None:
-        """Make the pending copies by one launch, after the work launched so far; no waiting."""
+        """Launch the pending copies together, after the work launched so far; does not wait."""
         if self._copies:
             if self._journal is not None:
                 self._journal.append(Copies(self._copies.pieces))
@@ -221,9 +221,9 @@ class KVTensors:
         """Copy bytes of the range to host memory, after the work launched so far.
 
         Args:
-            offset_bytes: where they begin.
-            target: uint8, as many as are to be copied; a part of the memory that the journal's
-                offsets count in.
+            offset_bytes: offset of the first byte in the range.
+            target: [bytes to copy] uint8, a part of the host memory in which the journal counts
+                offsets.
         """
         self._require_no_copies()
         target.copy_(self._bytes(offset_bytes, len(target)), non_blocking=True)
@@ -240,16 +240,16 @@ class KVTensors:
             self._journal.append(CopiedIn(offset_bytes, host_bytes, len(source)))
 
     def flush(self) -> None:
-        """Make the pending copies, and send what was entered to the device.
+        """Launch the pending copies, and send new table entries to the device.
 
-        The latter is the price of tables (vAttention, section 3.3).
+        The latter is the cost of tables (vAttention, section 3.3).
         """
         self.make_copies()
         if not self._entered:
             return
         slots, indices = np.concatenate(self._entered, axis=1)
         self._entered.clear()
-        # As the entries are now: one that was written twice must not depend on the order.
+        # The entries' present values: one that was written twice must not depend on the order.
         entries = np.stack((slots, indices, self.table[slots, indices]))
         assert self._device_table is not None, "there are entries"
         device_slots, device_indices, blocks = upload(entries, self._device_table.device)
@@ -260,7 +260,7 @@ class KVTensors:
         return StepView(self.layers, rows, self._device_table, self._workspaces)
 
     def _require_no_copies(self) -> None:
-        assert not self._copies, "copies come first: make_copies"
+        assert not self._copies, "pending copies come first: call make_copies"
 
     def _bytes(self, offset_bytes: int, num_bytes: int) -> torch.Tensor:
         return self.range.tensor((num_bytes,), torch.uint8, offset_bytes)

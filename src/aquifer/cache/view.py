@@ -1,4 +1,4 @@
-"""The addresses of one step, with attention over them: the same for both layouts of KV."""
+"""View of the KV of one step: its addresses, and attention over them, for both layouts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from aquifer.kernels.prefill_attention import prefill_attention
 class KVView(Protocol):
     """The addresses of one step's KV, with attention over them. Made by `KVTensors.view`.
 
-    For each layer, first this step's K and V are written, by `write` or by a kernel that is given
-    `destination`; then `attend` reads all there is.
+    For each layer, first this step's K and V are written, by `write` or by a kernel that gets
+    `destination`; then `attend` reads all KV of the layer.
     """
 
     def destination(
         self, layer: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Where this step's K and V of one layer go: (keys, values, first, second).
+        """Destination of this step's K and V of one layer: (keys, values, first, second).
 
         Row i belongs at `keys[first[i], second[i]]` and `values[first[i], second[i]]`; nowhere if
         `first[i]` is negative. `keys` is [slots or blocks, tokens, kv_heads, key_dim].
@@ -52,7 +52,7 @@ class KVView(Protocol):
             layer: index into `KVLayout.layers`.
             query: [tokens, heads, key_dim], rotated already.
             scale: factor on the dot products.
-            window_tokens: attend to that many of the latest tokens only, the own one included.
+            window_tokens: attend only to this many latest tokens, the row's own included.
             softcap: squash scores to (-softcap, softcap) with tanh before the softmax.
 
         Returns:
@@ -68,14 +68,14 @@ class KVSource(Protocol):
 
 
 class StepView:
-    """The `KVView` of both layouts, which differ only in whether tables lead to a token.
+    """The `KVView` of both layouts, which differ only in whether a token is found by a table.
 
     Args:
-        layers: K and V of each layer, [slots, max_tokens, kv_heads, dim], or of a paged cache
+        layers: K and V of each layer, [slots, max_tokens, kv_heads, dim], or for a paged cache
             [blocks, block_size, kv_heads, dim].
         rows: the step's tokens.
         tables: [slots, max_blocks], the blocks of each slot; None where a slot is contiguous.
-        workspaces: of the decode kernel, kept from step to step.
+        workspaces: workspaces of the decode kernel, kept from step to step.
     """
 
     def __init__(

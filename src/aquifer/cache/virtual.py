@@ -1,12 +1,12 @@
 """Contiguous virtual KV (vAttention, sections 4 and 5), token-major.
 
-Each slot owns a stretch of addresses as long as the longest sequence; pages come under it as the
-sequence grows. A kernel sees a plain strided tensor and knows nothing of pages.
+Each slot owns a stretch of addresses as long as the longest sequence; pages are mapped under it as
+the sequence grows. A kernel sees a plain strided tensor and no pages.
 
-Sequences share pages, each mapped at the addresses of every slot that has it. A block, in the words
-of `SequenceCache`, is a page, and has its number. Tokens need not end where pages do: a page is
-shared if it lies wholly before the byte where the next token begins, and the page that this byte is
-inside of is copied.
+Sequences share pages, each mapped at the addresses of every slot that has it. A block of
+`SequenceCache` is a page here, and has its number. Tokens need not end where pages do: a page is
+shared if it lies wholly before the byte where the next token begins; the page that contains this
+byte is copied.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from aquifer.errors import InvariantError
 from aquifer.memory.pool import Kind, Owner, Page, PagePool
 
 _AHEAD_TOKENS = 16
-"""How far to map beyond what is asked, where the pool has room: mapping costs by the call, so a
-sequence whose tokens are larger than a page is grown by several tokens at a time. The waste is
-what a block of PagedAttention's size wastes."""
+"""Tokens to map for beyond what is requested, where the pool has room. Mapping costs by the call,
+so a sequence of tokens larger than a page grows by several tokens at a time. The waste is that of a
+usual block of PagedAttention."""
 
 _SPREAD_SEQS = 24
-"""How many sequences to map for in one call, as long as none has to wait for more. Sequences that
-started together need their next page in the same step: 256 of them, at 27 us a page on an H200, are
-a stall of 7 ms. Spread out, that is one of 16 in each step, where a page is 16 tokens, or fewer;
-half as many again are allowed for those that come in clusters."""
+"""Sequences to map for in one call, as long as no others need a page now. Sequences that started
+together need their next page in the same step: for 256 of them, at 27 us a page on an H200, that is
+a stall of 7 ms. Spread evenly, 16 of them need a page in each step where a page holds 16 tokens;
+the limit is half as many again, for sequences that come in clusters."""
 
 _MANY_TOKENS = 1 << 40  # more than any sequence will have
 
@@ -43,12 +43,12 @@ _MANY_TOKENS = 1 << 40  # more than any sequence will have
 class _Shared:
     """Record of a page that is held, or has several users. All other pages have one user.
 
-    Its references in the pool are one for each user, one if it is held, and those that are retired.
+    Its references in the pool are one for each user, one if it is held, and the retired ones.
     """
 
-    num_users: int = 1  # slots that have it, and copies of it that are to be made
+    num_users: int = 1  # slots that have it, and pending copies that read it
     num_holds: int = 0
-    left_at: int | None = None  # where it is in the range, as the last slot that had it left it
+    left_at: int | None = None  # its place in the slot that had it last
 
 
 class VirtualCache:
@@ -57,12 +57,12 @@ class VirtualCache:
     Args:
         pool: where pages come from.
         owner: the pages' owner.
-        layout: of one token.
+        layout: layout of one token.
         max_seqs: number of slots, which are numbered from 1.
-        max_tokens: longest sequence.
+        max_tokens: length of the longest sequence.
 
     Attributes:
-        layout: likewise.
+        layout: as given.
         tensors: the device's half.
     """
 
@@ -82,19 +82,19 @@ class VirtualCache:
         self._residency = self.tensors.residency
         self._retired = pool.retired
         num_slots = self.tensors.shape.num_rows
-        # Behind the slots is the window: places for pages that are copied and that no slot has, one
-        # for each slot that may wait for its copy.
+        # Behind the slots are the windows: places for pages that are copied and that no slot has,
+        # one for each slot that may wait for its copy.
         self._first_window = num_slots * self._slot_pages
-        # The most that the sequence of each slot may ever need.
+        # The most pages that the sequence of each slot may need.
         self._max_pages = np.full(num_slots, self._slot_pages)
         self._num_pages = np.zeros(num_slots, np.int64)  # in use under each slot
         self._num_used_pages = 0  # under all slots
-        # How many tokens fit on them; without limit where the slot is mapped to its end.
+        # Tokens that fit on each slot's pages; without limit where it is mapped to its end.
         self._room_tokens = np.zeros(num_slots, np.int64)
         self._shared: dict[Page, _Shared] = {}
-        # For each user but one, a page that it did not have to take.
+        # Users of shared pages, less one for each page.
         self._num_saved_pages = 0
-        self._copied: list[Page] = []  # the pages that pending copies read, which they use
+        self._copied: list[Page] = []  # pages that pending copies read; each copy is a user
         self._copied_to: set[Page] = set()
         self._open_windows: dict[Page, int] = {}  # where some of `_copied` are mapped to be read
         self._next_window = 0
@@ -111,10 +111,10 @@ class VirtualCache:
         self._max_pages[slot] = self._pages_for(num_total - 1)
 
     def reserve(self, slots: IntArray, num_tokens: IntArray) -> bool:
-        """Map what is missing, somewhat ahead if the pool has it at hand, else to the byte.
+        """Map missing pages, some tokens ahead if pages are ready, else only those that are needed.
 
-        Where more sequences will be short in some later call than should be mapped for in one, a
-        part of them is mapped for now, those that are short first.
+        Where more sequences will be short in some later call than should be mapped for in one call,
+        a part of them is mapped for now, those that will be short first.
         """
         chosen = self._choose(self._room_tokens[slots] - num_tokens)
         if not len(chosen):
@@ -122,7 +122,7 @@ class VirtualCache:
         if not self.tensors.open():
             return False
         slots = slots[chosen]
-        # From here on it is a few sequences, for which plain numbers are faster than arrays.
+        # From here on there are few sequences, for which plain numbers are faster than arrays.
         growing, tokens = slots.tolist(), num_tokens[chosen].tolist()
         held, most = self._num_pages[slots].tolist(), self._max_pages[slots].tolist()
         ahead = [
@@ -156,13 +156,13 @@ class VirtualCache:
         self._residency.give_up(range(first, first + count))
 
     def tokens_in(self, num_blocks: int) -> int:
-        """Tokens that end on these pages, as many as a sequence may have."""
+        """Number of tokens that end on these pages, at most those of the longest sequence."""
         if not self.layout.token_bytes:  # no token lies on any page
             return 0
         return min(num_blocks * self._page_bytes // self.layout.token_bytes, self._max_tokens)
 
     def tokens_touching(self, num_blocks: int) -> int:
-        """Tokens that begin on these pages, as many as a sequence may have."""
+        """Number of tokens that begin on these pages, at most those of the longest sequence."""
         if not self.layout.token_bytes:
             return 0
         return min(-(-num_blocks * self._page_bytes // self.layout.token_bytes), self._max_tokens)
@@ -172,18 +172,18 @@ class VirtualCache:
         return self._pages_of(slot, self._pages_for(num_tokens))
 
     def slot_blocks(self, slot: int) -> list[int]:
-        """All pages of a slot, those for tokens to come included."""
+        """All pages of a slot, including those for tokens to come."""
         return self._pages_of(slot, int(self._num_pages[slot]))
 
     def adopt(self, slot: int, blocks: Sequence[int], num_tokens: int) -> bool:
         """Share the pages that end before the next token, and copy the one that it begins in.
 
-        A page that is still mapped at its place in the slot is taken as it is.
+        A page that is still mapped at its place in the slot is taken back without mapping.
         """
         return self._adopt(slot, blocks, num_tokens, None)
 
     def fork(self, parent: int, child: int, num_tokens: int) -> bool:
-        """The same, with the pages of a slot that is in use, from which it can copy directly."""
+        """`adopt` pages of a slot that is in use, where a copy can read them directly."""
         place = parent * self._slot_pages
         return self._adopt(child, self.blocks(parent, num_tokens), num_tokens, place)
 
@@ -200,7 +200,7 @@ class VirtualCache:
         self._residency.drop(again)
 
     def drop(self, blocks: Sequence[int]) -> None:
-        """Give the reference back at the last drop of a page."""
+        """Release the reference of a page at its last drop."""
         done, unused = [], []
         for block in blocks:
             page = Page(block)
@@ -213,15 +213,15 @@ class VirtualCache:
                 if not shared.num_users:
                     unused.append(page)
                 self._forget_private(page, shared)
-        # The next sequence that gets them need not have them zeroed.
+        # As pages of KV they need no zeroing for the next sequence.
         self._residency.transfer(unused, self._owner)
         self._residency.drop(done)
 
     def preferred_slot(self, blocks: Sequence[int], free_slots: Sequence[int]) -> int | None:
-        """The slot where the first of these pages, and the last if possible, are mapped still.
+        """The slot where the first of these pages, and if possible the last, are still mapped.
 
-        It looks at these two only: sequences give up all of their pages at once, and a slot's next
-        sequence takes their places from the first on.
+        It checks these two only: sequences give up all of their pages at once, and the next
+        sequence of the slot takes the places from the first on.
         """
         left = {}
         for position in {0, len(blocks) - 1} if blocks else ():
@@ -234,15 +234,15 @@ class VirtualCache:
         return best if best is not None and any(left[best]) else None
 
     def copy_out(self, slot: int, tokens: range, target: torch.Tensor) -> None:
-        """One copy: the tokens are one stretch of addresses."""
+        """Make one copy, since the tokens are one stretch of addresses."""
         self.tensors.copy_out(self._byte_of(slot, tokens.start), target)
 
     def copy_in(self, slot: int, tokens: range, source: torch.Tensor) -> None:
-        """One copy, likewise."""
+        """Make one copy, as `copy_out` does."""
         self.tensors.copy_in(self._byte_of(slot, tokens.start), source)
 
     def upload(self) -> None:
-        """Make the copies; slot and position are the address, so there is nothing else to know."""
+        """Launch the copies. There is nothing to send: slot and position give the address."""
         if not self._copied:
             return
         self.tensors.make_copies()
@@ -255,11 +255,11 @@ class VirtualCache:
         self._residency.drop(copied)
 
     def view(self, rows: Rows) -> StepView:
-        """Slots and positions of the step's tokens: all that a kernel needs."""
+        """The view of a step: slots and positions of its tokens give their addresses."""
         return self.tensors.view(rows)
 
     def stats(self, written_tokens: int) -> CacheStats:
-        """Mapped bytes are exact, retired pages left out; waste is the tail of each sequence."""
+        """Mapped bytes are exact, without retired pages; waste is the tail of each sequence."""
         num_used_pages = self._num_used_pages + len(self._copied)
         return CacheStats(
             written_tokens,
@@ -289,20 +289,21 @@ class VirtualCache:
         return list(self.tensors.range.pages_at(range(first, first + count)))
 
     def _byte_of(self, slot: int, position: int) -> int:
-        """Where a token begins in the range."""
+        """Offset in the range at which a token begins."""
         return slot * self._slot_pages * self._page_bytes + position * self.layout.token_bytes
 
     def _choose(self, left: IntArray) -> IntArray:
-        """Which sequences to map for in this call, by index: the short, and those short soon.
+        """Indices of the sequences to map for in this call: those that are short, or will be soon.
 
-        A sequence for which `left` is negative is short now. One with d tokens left can wait for
-        d + 1 calls, if each brings it a token. Each of these maps for _SPREAD_SEQS, so all goes
-        well as long as among the non-short, in order of `left` and counted from 1,
+        A sequence with a negative `left` is short now. One with `left` tokens can wait for
+        `left + 1` calls, if each adds a token. Each of these calls maps for _SPREAD_SEQS sequences.
+        So no call has to map for more, as long as
 
             rank <= _SPREAD_SEQS * (left + 1)
 
-        holds for each. By how much it does not, so many have to be mapped for ahead of need. Only
-        those count that an extension by _AHEAD_TOKENS would give a page to.
+        holds for each sequence that is not short, ranked from 1 in order of `left`. Where it does
+        not hold, the largest difference is the number of sequences to map for ahead of need. Only
+        sequences count that would get a page for _AHEAD_TOKENS more tokens.
 
         Args:
             left: [num_seqs], tokens that fit on the mapped pages beyond those asked for.
@@ -316,7 +317,7 @@ class VirtualCache:
                 surplus = (self._ranks[: len(waiting)] - _SPREAD_SEQS * waiting).max()
                 num_ahead = min(int(surplus), _SPREAD_SEQS - num_short)
                 if num_ahead > 0:
-                    # In the order of the call, in which pages are handed out.
+                    # Pages are handed out in the order of the call.
                     return np.sort(np.argsort(left, kind="stable")[: num_short + num_ahead])
         return (left < 0).nonzero()[0]
 
@@ -332,7 +333,7 @@ class VirtualCache:
     def _adopt(
         self, slot: int, blocks: Sequence[int], num_tokens: int, parent_place: int | None
     ) -> bool:
-        """`adopt`, and `fork` if the pages are known to be mapped from `parent_place` on."""
+        """`adopt`; for `fork`, the pages are mapped from the place `parent_place` on."""
         num_shared, num_bytes = divmod(num_tokens * self.layout.token_bytes, self._page_bytes)
         pages = [Page(block) for block in blocks]
         shared, copied = pages[:num_shared], pages[num_shared:]
@@ -346,7 +347,7 @@ class VirtualCache:
         if not self.tensors.open():
             return False
         with ExitStack() as undo:
-            # Before anything is acquired: to make room for that, held pages may be dropped.
+            # Users come first: to make room for an acquisition, held pages may be dropped.
             self._begin_use(pages)
             undo.callback(residency.drop, pages)
             undo.callback(self._end_use, pages)
@@ -373,7 +374,7 @@ class VirtualCache:
         return True
 
     def _begin_use(self, pages: Sequence[Page]) -> None:
-        """Count one user more for each page, and take a reference for it."""
+        """Count one more user of each page, and add a reference for it."""
         self._residency.hold(pages)
         retained = []
         for page in pages:
@@ -386,7 +387,7 @@ class VirtualCache:
         self._residency.transfer(retained, self._owner)
 
     def _end_use(self, pages: Sequence[Page]) -> None:
-        """Count one user less for each page; the caller gives its reference up after this."""
+        """Count one user less for each page; the caller releases its reference afterwards."""
         retained = []
         for page in pages:
             shared = self._shared.get(page)
@@ -401,7 +402,7 @@ class VirtualCache:
         self._residency.transfer(retained, self._prefix_owner)
 
     def _forget_private(self, page: Page, shared: _Shared) -> None:
-        """Keep no record of a page that is not held and has at most one user."""
+        """Delete the record of a page that is not held and has at most one user."""
         if not shared.num_holds and shared.num_users < 2:
             del self._shared[page]
 
@@ -423,6 +424,6 @@ class VirtualCache:
         return index
 
     def _is_left(self, block: int, slot: int, position: int) -> bool:
-        """Whether a page is still mapped there, as the slot's last sequence left it."""
+        """Whether a page is still mapped where the slot's last sequence had it."""
         index = slot * self._slot_pages + position
         return self._retired.has_page(self.tensors.range, index, Page(block))

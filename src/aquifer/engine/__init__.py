@@ -1,1 +1,1 @@
-"""From requests to tokens: who runs (scheduler), what runs (runner), which token (sampler)."""
+"""From requests to tokens: scheduler (plans steps), runner (runs them), sampler (next tokens)."""

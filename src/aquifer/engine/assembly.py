@@ -1,7 +1,7 @@
-"""Pool, cache managers, lanes and scheduler, put together.
+"""Assembly of pool, cache managers, lanes and scheduler.
 
-The engine, the replay, the benchmarks and the tests all assemble them here; they differ in the
-device, the clock and the policies.
+The engine, the replay, the benchmarks and the tests all use it; they differ in the device, the
+clock and the policies.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class LaneSpec:
     """A model as the scheduler and the cache managers see it.
 
     Args:
-        name: of the model.
-        kv_layout: KV of one token.
+        name: name of the model.
+        kv_layout: layout of one token's KV.
         max_seqs: sequences that run at once.
         max_tokens: length of the longest sequence.
-        cache: makes the cache manager.
-        keeps_prefixes: whether KV is retained for later requests, where the manager can share.
+        cache: factory of the cache manager.
+        keeps_prefixes: whether KV is retained for later requests, if the manager can share.
         recompute_s: seconds to compute a stretch of KV, given its first position and its length.
         most_new: the most new tokens that a step brings to a sequence.
         keeps_journal: whether steps carry what happens to the KV cache's memory, for a runner in
@@ -63,10 +63,10 @@ class Assembly:
         policies: the scheduler's decisions.
 
     Attributes:
-        pool: likewise.
+        pool: as given.
         room: free memory, and memory that tenants could give up.
-        preemption: moves the KV of preempted requests.
-        scheduler: of all lanes.
+        preemption: moves the KV of preempted requests; None without swapping.
+        scheduler: scheduler of all lanes.
     """
 
     def __init__(

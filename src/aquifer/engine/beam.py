@@ -1,4 +1,4 @@
-"""Beam search: which beams continue, and which are finished (PagedAttention, 4.4).
+"""Beam search: beams that continue, and beams that are finished (PagedAttention, 4.4).
 
 Pure bookkeeping over token ids and log probabilities. The engine runs the live beams, reports the
 candidates for each, and then forks, continues or releases their KV as the search decides. Tokens,
@@ -7,7 +7,7 @@ end sums and quotients are computed in float32 and in its order. Its rules:
 
 - Continuations of all live beams are ranked by the sum of their log probabilities.
 - A continuation that ends with an EOS token is finished if it is among the best `width` of that
-  ranking. At the maximum length the best `width` are finished, whatever they end with.
+  ranking. At the maximum length the best `width` are finished, with any last token.
 - The best `width` continuations that do not end with an EOS token are the next live beams.
 - The best `width` finished beams are kept, by score: sum / (tokens ** penalty).
 - The search ends at the maximum length, or when `width` beams are finished and no live beam seems
@@ -58,7 +58,7 @@ class BeamSearch:
 
     Args:
         width: number of beams, at least 1. One beam is greedy search, as in Transformers: it ends
-            at its first EOS token, whatever `early_stopping` is.
+            at its first EOS token, for any `early_stopping`.
         num_returned: completions that `results` returns; at most `width`.
         max_new_tokens: maximum length of a completion, at least 1.
         eos_ids: tokens that end a completion.

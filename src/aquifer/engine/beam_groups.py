@@ -1,4 +1,4 @@
-"""Beam search in slots: what becomes of beams once the candidates of all of them are known."""
+"""Beam search in slots: beams continue, fork and end once the candidates of all are known."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aquifer.engine.sequence import Beams, Sequence, SequenceGroup
 
 
 def collect(reports: Iterable[tuple[Sequence, TokenLogprobs]]) -> list[SequenceGroup]:
-    """Note what may follow each beam; the groups of which the candidates of all beams are known."""
+    """Store the candidates of beams; returns the groups that have those of all their beams."""
     groups: dict[int, SequenceGroup] = {}
     for sequence, report in reports:
         assert sequence.group.beams is not None
@@ -66,7 +66,7 @@ def advance(lane: Lane, group: SequenceGroup, beams: Beams, now_s: float) -> Non
 
 
 def results(group: SequenceGroup, beams: Beams, timing: RequestTiming) -> list[TokenOutput]:
-    """The completions of a search that is over, best first, each in one output."""
+    """Outputs of a search that is over: its completions, best first, each in one output."""
     outputs = []
     for index, found in enumerate(beams.search.results()):
         output = TokenOutput(group.request.request_id, found.token_ids, index)

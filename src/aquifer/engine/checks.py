@@ -1,4 +1,4 @@
-"""Checks of a request before it is taken in: what could never be served is refused at once."""
+"""Checks of new requests: those that could never be served are refused at once."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def max_total(
     """Length in tokens, prompt included, at which a request's sequences end.
 
     Args:
-        request: what is asked.
-        info: the request's model.
-        footprint: of its KV.
-        room: of the pool.
-        kv_pages: that KV can have at the best of times.
+        request: the request.
+        info: its model.
+        footprint: footprint of the model's KV.
+        room: room of the pool.
+        kv_pages: the most pages that KV can have.
 
     Raises:
         ContextLengthError: the request is longer than the model's context.
-        CapacityError: it takes more memory than there is for it at the best of times.
+        CapacityError: it takes more memory than KV can ever have.
     """
     limit = info.max_model_len
     num_prompt = len(request.prompt_token_ids)
@@ -82,7 +82,7 @@ def max_total(
     total = num_prompt + 1 if wanted is None else total
     needed_bytes = room.size(footprint.most(num_prompt, total, num_sequences))
     kv_bytes = room.size(kv_pages)
-    times = "" if num_sequences == 1 else f", {num_sequences} times but for the prompt,"
+    times = "" if num_sequences == 1 else f", {num_sequences} times except for the prompt,"
     raise CapacityError(
         f"{total - 1} tokens of KV{times} take {needed_bytes} bytes ({format_size(needed_bytes)}) "
         f"and this server has {kv_bytes} bytes ({format_size(kv_bytes)}) for KV: enough for "

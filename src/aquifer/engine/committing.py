@@ -1,4 +1,4 @@
-"""Writes down what came of a step: new tokens, first tokens, endings, and the next beams."""
+"""Committing: records the results of a step, that is new tokens, ends and the next beams."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def commit_tokens(
     """Commit the rows of sequences that the device continues.
 
     Args:
-        lane: the model's.
-        plan: that was run.
-        result: what came of it.
-        kept: [n], indices into the result's rows, of sequences that run still.
+        lane: the model's lane.
+        plan: the step that was run.
+        result: its results.
+        kept: [n], rows of the result with sequences that are still running.
         slots: [n], their slots.
-        with_each_token: whether to report tokens that nothing else comes with.
+        with_each_token: False to report first and last tokens and those with extras only.
         now_s: the time.
     """
     table = lane.slots
@@ -46,7 +46,7 @@ def commit_tokens(
         table.token_ids[slots[rows], lengths[rows] + places] = tokens[rows, places]
     table.num_known[slots] = lengths + counts
     if table.drafts:
-        # The plans after this one counted on the most there could be.
+        # Later plans counted with the most tokens.
         missing = plan.most_new[kept] - given
         table.num_tokens[slots] -= missing
         table.num_computed[slots] -= missing
@@ -83,7 +83,7 @@ def commit_tokens(
 def commit_beams(
     lane: Lane, slots: list[int], rows: list[int], result: StepOutput, now_s: float
 ) -> list[TokenOutput]:
-    """Commit the rows of beams; a search of which all beams are known goes on."""
+    """Commit the rows of beams; a search advances once the candidates of all beams are known."""
     reports: list[tuple[Sequence, TokenLogprobs]] = []
     for slot, row in zip(slots, rows, strict=True):
         sequence = lane.slots.sequences[slot]
@@ -104,15 +104,15 @@ def commit_beams(
 
 
 def skip_steps(lane: Lane, slots: IntArray, num_steps: int, tokens: IntArray) -> None:
-    """Write down that sequences decoded for some steps, each getting the same token in all.
+    """Record that sequences decoded for some steps, each with the same token in all of them.
 
-    For a replay, which knows that in these steps no sequence ends and none is admitted, and
+    It is for a replay, which knows that in these steps no sequence ends and none is admitted, and
     has reserved room for them.
 
     Args:
-        lane: the model's.
-        slots: [n], of sequences that decode.
-        num_steps: how many steps.
+        lane: the model's lane.
+        slots: [n], slots of sequences that decode.
+        num_steps: number of steps.
         tokens: [n], the token of each sequence.
     """
     table = lane.slots
@@ -124,7 +124,7 @@ def skip_steps(lane: Lane, slots: IntArray, num_steps: int, tokens: IntArray) ->
 
 
 def timing(group: SequenceGroup, now_s: float) -> RequestTiming:
-    """When things happened to a request whose last output is made now."""
+    """Timestamps of a request that ends now."""
     return RequestTiming(group.request.arrival_s, group.scheduled_s, group.first_token_s, now_s)
 
 
@@ -136,7 +136,7 @@ def _note(
     ended: bool,
     now_s: float,
 ) -> None:
-    """The uncommon part of a step's output: the first token, and the last."""
+    """Complete an output that has the first or the last token of a sequence."""
     group = sequence.group
     if not sequence.has_output:
         sequence.has_output = True
@@ -155,12 +155,12 @@ def _note(
 
 
 def _stops_late(sequence: Sequence, output: TokenOutput, num_tokens: int) -> bool:
-    """Look for stop tokens beyond those that the slot table has room for; cut the output there.
+    """Find stop tokens beyond those in the slot table, and cut the output at the first one.
 
     Args:
-        sequence: that got the tokens.
+        sequence: the sequence that got the tokens.
         output: its new tokens.
-        num_tokens: that it had before.
+        num_tokens: tokens that it had before.
     """
     group = sequence.group
     if len(group.stop_ids) <= STOP_IDS_PER_SLOT:

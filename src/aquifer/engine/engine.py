@@ -43,18 +43,18 @@ _ACCOUNT_EVERY_S = 1.0
 
 
 def _ignore(_: LoadProgress) -> None:
-    """Take no notice of progress."""
+    """Ignore progress."""
 
 
 class Engine:
     """Serves models from one pool. Made by `Engine.open`.
 
-    Nothing here is thread-safe; one loop calls all methods.
+    It is not thread-safe; one loop calls all methods.
 
     Attributes:
         config: its options.
         pool: its memory.
-        num_ahead: steps that are launched before the first of them is waited for, less one.
+        num_ahead: steps that may be in flight while the next one is planned.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Engine:
         self._resources = resources
         self._models = ModelSet(config, assembly, planner, max_batched_tokens)
         self._requests: dict[str, tuple[ModelHost, SequenceGroup]] = {}
-        self._own_requests: set[str] = set()  # of the engine itself: their outputs go nowhere
+        self._own_requests: set[str] = set()  # the engine's own requests: outputs are dropped
         self._in_flight: deque[tuple[StepInput, InFlight]] = deque()
         self._undelivered: list[TokenOutput] = []  # outputs that the next step returns
         self._accounted_s = self._committed_s = time.monotonic()
@@ -91,11 +91,11 @@ class Engine:
         driver: Driver | None = None,
         planner: Planner = plan_model,
     ) -> Engine:
-        """Load the models of a configuration, of which there may be none, and get ready.
+        """Open an engine and load the models of its configuration, of which there may be none.
 
         Args:
-            config: what to serve, and how.
-            on_progress: told of each stretch of weights that was read.
+            config: models and options.
+            on_progress: called for each stretch of weights that was read.
             driver: used in place of the device's own.
             planner: finds the implementation of a checkpoint.
 
@@ -154,12 +154,12 @@ class Engine:
     def add_model(
         self, spec: ModelSpec, on_progress: OnProgress = _ignore, *, load: bool = True
     ) -> ModelInfo:
-        """Register a model, while others are served; its addresses are taken, and no memory.
+        """Register a model while others are served; it gets addresses, and no memory.
 
         Args:
             spec: its name and path.
-            on_progress: told of each stretch of weights that was read.
-            load: whether to load it at once. Else it is loaded when a request for it waits.
+            on_progress: called for each stretch of weights that was read.
+            load: whether to load it at once. If not, it is loaded when a request for it waits.
 
         Raises:
             ConfigError: the checkpoint cannot be used, the name is taken, or, with `load`, the pool
@@ -200,7 +200,7 @@ class Engine:
         host.unload()
 
     def remove_model(self, name: str) -> None:
-        """Forget a model. Its requests end with an error, which the next `step` returns.
+        """Remove a model. Its requests end with an error, which the next `step` returns.
 
         Raises:
             UnknownModelError: no such model.
@@ -213,13 +213,13 @@ class Engine:
     # --- requests ----------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Take in a request. Its model need not be loaded; it waits until that is so.
+        """Add a request. Its model need not be loaded; the request waits until it is.
 
         Raises:
             UnknownModelError: no such model, or loading it has failed.
-            QueueFullError: too many requests wait already.
+            QueueFullError: too many requests are waiting.
             ContextLengthError: it is longer than the model's context.
-            CapacityError: it needs more memory than there is for it at the best of times.
+            CapacityError: it needs more memory than KV can ever have.
             RequestError: a token id is outside of the vocabulary, or the prompt is empty.
         """
         host = self._models.find(request.model)
@@ -258,9 +258,9 @@ class Engine:
         self._scheduler.add(host.lane, group)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
-        """Forget a request, or one completion of it; its pages are free when this returns.
+        """End a request, or one completion of it; its pages are free when this returns.
 
-        Unknown ones are ignored.
+        Unknown requests are ignored.
         """
         if self._undelivered:
             self._undelivered = [
@@ -277,9 +277,9 @@ class Engine:
             del self._requests[request_id]
 
     def pin_prefix(self, model: str, token_ids: list[int], salt: str | None = None) -> int:
-        """Keep the KV of a prefix until `unpin_prefix`. What is not cached yet is computed.
+        """Keep the KV of a prefix until `unpin_prefix`. KV that is not cached yet is computed.
 
-        Returns: how many of its tokens are kept; only whole blocks can be.
+        Returns: how many of its tokens are kept; only whole blocks are.
 
         Raises:
             UnknownModelError: no such model.
@@ -319,14 +319,14 @@ class Engine:
         return cache.tokens_in(num_blocks)
 
     def unpin_prefix(self, model: str, token_ids: list[int], salt: str | None = None) -> None:
-        """End what `pin_prefix` of the same tokens began; others are ignored."""
+        """The opposite of `pin_prefix` of the same tokens; unknown prefixes are ignored."""
         _, prefixes = self._prefixes_of(model)
         prefixes.unpin(np.array(token_ids, np.int32), salt)
 
     # --- the loop ----------------------------------------------------------------------------
 
     def step(self) -> list[TokenOutput]:
-        """Launch one step of one model; returns what requests got from the step that is done.
+        """Launch one step of one model; returns the outputs of the latest step that is done.
 
         On a device that runs ahead, that is the step before: it runs while the next one is planned,
         so that the device always has work.
@@ -340,7 +340,7 @@ class Engine:
             self._in_flight.append((plan, launched))
             if time.monotonic() - self._accounted_s >= _ACCOUNT_EVERY_S:
                 self._account_overhead()
-        # With nothing more to launch, there is nothing to wait for behind.
+        # Without another step to launch, nothing is left in flight.
         if len(self._in_flight) > (0 if plan is None else self.num_ahead):
             outputs += self._commit_first()
         self._deliver(outputs)
@@ -348,15 +348,15 @@ class Engine:
         return outputs
 
     def stats(self) -> EngineStats:
-        """Counters of this moment. Cheap: called with every step."""
+        """Current counters. Cheap: it is called with every step."""
         return engine_stats(self._scheduler.lanes, self.pool.usage(), self._models.fixed_bytes)
 
     def memory(self) -> MemoryReport:
-        """Where the pool's budget is at this moment."""
+        """Breakdown of the pool's budget by owner, now."""
         return memory_report(self._scheduler.lanes, self.pool)
 
     def close(self) -> None:
-        """End all requests and give everything back."""
+        """End all requests and release everything."""
         for request_id in list(self._requests):
             self.abort(request_id)
         while self._in_flight:  # they use the memory that goes now
@@ -393,12 +393,12 @@ class Engine:
         return outputs
 
     def _finish_steps(self) -> None:
-        """Wait for all steps in flight; the next `step` returns what came of them."""
+        """Wait for all steps in flight; the next `step` returns their outputs."""
         while self._in_flight:
             self._deliver(self._commit_first())
 
     def _deliver(self, outputs: list[TokenOutput]) -> None:
-        """Note outputs to be returned, and requests that have ended with them."""
+        """Queue outputs to be returned, and remove requests that have ended with them."""
         for output in outputs:
             if output.finish_reason is not None and output.request_id in self._requests:
                 _, group = self._requests[output.request_id]
@@ -416,7 +416,7 @@ class Engine:
         return True
 
     def _observe(self, plan: StepInput) -> None:
-        """Learn from a step how fast prompts are computed, if it had little else to do."""
+        """Update the prefill cost from a step that did little else than prefill."""
         now_s = time.monotonic()
         seconds, self._committed_s = now_s - self._committed_s, now_s
         num_decodes, spans = plan.num_decodes, plan.spans
@@ -434,6 +434,6 @@ class Engine:
         return host, host.lane.prefixes
 
     def _account_overhead(self) -> None:
-        """Captured graphs, and whatever else has grown, leave less for pages."""
+        """Update the overhead: captured graphs, and anything that grows, leave less for pages."""
         self._accounted_s = time.monotonic()
         self.pool.account_overhead(self.pool.driver.overhead_bytes())

@@ -1,4 +1,4 @@
-"""How a waiting request gets its slots and its KV: computed afresh, found, or copied back."""
+"""Admission of one request: its slots, and its KV, which is computed, cached or copied back."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def bring_in(
     """Give a waiting request its slots and room for its tokens; if False, nothing has changed.
 
     Args:
-        lane: the model's.
+        lane: the model's lane.
         group: the request; its KV is not on the host.
-        headroom: tells whether running sequences keep room to grow.
+        headroom: checks that running sequences keep room to grow.
         now_s: the time.
-        may_match: whether to begin with what is retained, where the request allows that.
+        may_match: whether to begin with retained KV, if the request allows that.
 
     Raises:
         DriverError: the device refused memory; nothing has changed.
@@ -68,7 +68,7 @@ def bring_in(
             lane.prefixes.record(first.lease, now_s)
     _assign_rest(lane, group)
     for sequence in others:
-        # It runs its last token itself, and samples from logits of its own.
+        # It runs its last token itself, to sample from logits of its own.
         shared = num_equal(first.token_ids, sequence.token_ids)
         sequence.fork_tokens = min(shared, len(sequence.token_ids) - 1)
         table.set_parent(sequence, first)
@@ -78,7 +78,7 @@ def bring_in(
 def bring_back(
     lane: Lane, group: SequenceGroup, headroom: Headroom, preemption: Preemption
 ) -> bool:
-    """Give a request whose KV is on the host its slots, and its KV back.
+    """Give a swapped request its slots, and copy its KV back from the host.
 
     Returns: False if there is no room, and nothing has changed.
 
@@ -109,11 +109,11 @@ def bring_back(
 
 
 def swap_out(lane: Lane, group: SequenceGroup, preemption: Preemption) -> bool:
-    """Copy the KV of a running request to the host, if that is the cheaper way; whether it was."""
+    """Copy the KV of a running request to the host, if that is cheaper; returns whether it did."""
     table = lane.slots
     movable = [s for s in group.live if s.slot is not None and s.parent is None]
     if len(movable) < len(group.live):
-        return False  # it has hardly begun
+        return False  # some sequences wait for their parent: it has hardly begun
     slots = [s.slot for s in movable if s.slot is not None]
     num_tokens = table.num_computed[slots].tolist()
     swapped = preemption.swap_out(lane.cache, slots, num_tokens, lane.recompute_s)
@@ -125,7 +125,7 @@ def swap_out(lane: Lane, group: SequenceGroup, preemption: Preemption) -> bool:
 
 
 def _assign_rest(lane: Lane, group: SequenceGroup) -> None:
-    """Assign slots to sequences that begin later; there are enough."""
+    """Assign slots to sequences that begin later. Pre-condition: there are enough."""
     for sequence in group.sequences:
         if sequence.slot is None:
             lane.assign_slot(sequence)

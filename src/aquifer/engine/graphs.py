@@ -2,12 +2,12 @@
 
 A step of one token for each sequence is hundreds of kernels, which take longer to launch than to
 run. Captured as a graph they are one launch. Everything that changes from step to step is on the
-device: which slots run is in one tensor of the host's making, and all else is found by slot. So a
-graph stays valid while sequences grow, and while pages come and go under the addresses it knows.
+device: the host writes the slots that run to one tensor, and everything else is found by slot. So a
+graph stays valid while sequences grow, and while pages come and go under its addresses.
 
 There is a graph for each padded batch size and each way of choosing tokens, captured when it is
-first needed, and kept. Rows that only pad have slot -1; they read and write no cache. Where the
-host has to see the logits of some rows, another graph keeps them, and samples all other rows.
+first needed, and kept. Rows of padding have slot -1; they read and write no cache. Where the host
+needs the logits of some rows, another graph keeps the logits and samples all other rows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _Key = tuple[int, SamplingMode, bool]  # padded batch size, mode, whether logits
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all models: for each, torch keeps 32 MiB for cuBLAS until the process ends."""
+    """One stream for all models: torch keeps 32 MiB for cuBLAS for each until the process ends."""
     return torch.cuda.Stream(device)
 
 
@@ -47,7 +47,7 @@ def padded_size(num_seqs: int) -> int:
 @dataclass(frozen=True, slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    logits: torch.Tensor | None  # kept only where somebody looks at them
+    logits: torch.Tensor | None  # kept only where the host needs them
     token_ids: torch.Tensor
 
 
@@ -55,16 +55,16 @@ class DecodeGraphs:
     """The captured steps of one model.
 
     Args:
-        step: what to capture. It must do the same whatever its rows are, padding included.
+        step: the step to capture. It must launch the same kernels for any rows, padding included.
         max_seqs: sequences of the largest step.
-        device: where it runs.
+        device: the device that it runs on.
     """
 
     def __init__(self, step: Step, max_seqs: int, device: torch.device) -> None:
         self._step = step
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        # What every graph reads, from the start on: the slots of its rows, and of those it samples.
+        # Read by every graph from the first entry on: slots of its rows, and of those it samples.
         size = padded_size(max_seqs)
         self._slots = torch.full((2, size), -1, dtype=torch.int64, device=device)
         self._uploaded = np.full((2, size), -1, np.int64)
@@ -111,7 +111,7 @@ class DecodeGraphs:
         self._uploaded[:] = -1
         self._slots.fill_(-1)
         slots, sampled_slots = self._slots[0, :size], self._slots[1, :size]
-        # Once for real, over nothing but padding: kernels must be compiled before.
+        # Once without capturing, over padding alone: kernels must be compiled before.
         with compiled_together(self._device):
             self._step(slots, sampled_slots, mode)
         self._step(slots, sampled_slots, mode)

@@ -1,4 +1,4 @@
-"""Whether admitting a request leaves the running sequences room to grow."""
+"""Headroom: whether an admission leaves running sequences room to grow."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from aquifer.memory.room import Room
 from aquifer.memory.runs import num_equal
 
 _RUN_TOKENS = 64
-"""How far all sequences must be able to go on after a preempted request has come back.
+"""Tokens that all sequences must have room for when a preempted request comes back.
 
-Coming back costs a prefill or two copies, about as much as some dozen steps of a batch. A request
-that is preempted again before it has run for that long has cost more than it has brought, and so
-would the next one: the batch thrashes. A sequence that ends sooner counts with what is left."""
+To restore it costs a prefill or two copies, as much as some dozen steps of a batch. If a request is
+preempted again before it has run for that long, restoring it cost more than it brought, and the
+batch thrashes. A sequence that ends earlier counts with the tokens that it has left."""
 
 
 class Headroom:
-    """Estimates what an admission takes, and asks whether there is room for it.
+    """Estimates the pages that an admission needs, and whether there is room for them.
 
-    Without that, a request just admitted would be preempted a few steps later, and its prompt
-    computed for nothing.
+    Without it, a request might be preempted a few steps after its admission, and its prompt would
+    have been computed in vain.
 
     Args:
-        room: of the pool of all lanes.
-        lanes: all models' lanes.
+        room: room of the pool that all lanes share.
+        lanes: the lanes of all models.
     """
 
     def __init__(self, room: Room, lanes: Mapping[str, Lane]) -> None:
@@ -39,10 +39,10 @@ class Headroom:
         """Whether there is room for a request's tokens, and for running sequences to grow.
 
         Args:
-            lane: the request's model's.
+            lane: lane of the request's model.
             group: a waiting request.
-            match: what is retained of it; None if it is not looked for. That takes no room, but
-                counts as evictable no longer.
+            match: its retained prefix; None if prefixes are not used. It takes no pages, but no
+                longer counts as evictable.
         """
         num_running = sum(other.slots.num_taken for other in self._lanes.values())
         if not num_running or not lane.cache.can_share:  # what is reserved at once does not grow

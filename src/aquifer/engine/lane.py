@@ -1,4 +1,4 @@
-"""A model's requests, and the slots, KV and retained prefixes that their sequences have."""
+"""Lane: a model's requests, and the slots, KV and retained prefixes of their sequences."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from aquifer.memory.runs import num_equal
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """One model's requests, waiting and running, with what their sequences hold.
+    """One model's requests, waiting and running, with the resources of their sequences.
 
-    The methods are the steps of a sequence's life in a slot. They keep the books of one model, and
-    decide nothing.
+    The methods are the steps of a sequence's life in a slot. They keep the books of one model and
+    make no decisions.
 
     Attributes:
-        prefixes: the KV of earlier requests; None if it is not kept.
+        prefixes: cache of the KV of earlier requests; None if it is not kept.
         recompute_s: seconds to compute a stretch of KV, given its first position and its length.
         is_resident: whether the model's weights are there; else nothing of it is planned.
         keeps_journal: whether what happens to the KV cache's memory goes along with each step, for
@@ -70,7 +70,7 @@ class Lane:
         return slot
 
     def release_slot(self, sequence: Sequence, now_s: float) -> None:
-        """Take a sequence's slot and memory; its KV is retained for others where that is on."""
+        """Take a sequence's slot and memory; its KV is retained if prefixes are cached."""
         if sequence.slot is None:
             return
         self.unlock(sequence, now_s)
@@ -89,7 +89,7 @@ class Lane:
     # --- retained prefixes -------------------------------------------------------------------
 
     def retain(self, sequence: Sequence, now_s: float) -> None:
-        """Insert what a sequence has computed in the prefix cache."""
+        """Insert the computed KV of a sequence in the prefix cache."""
         if self.prefixes is None or sequence.lease is None or sequence.parent is not None:
             return
         assert sequence.slot is not None
@@ -102,7 +102,7 @@ class Lane:
         """End a sequence's lease of retained prefixes; its own KV is inserted before.
 
         Args:
-            sequence: with a lease, or without any effect.
+            sequence: the sequence; without a lease, nothing happens.
             now_s: the time; None if the sequence never ran, so that there is nothing to insert.
         """
         if self.prefixes is None or sequence.lease is None:
@@ -113,7 +113,7 @@ class Lane:
         sequence.lease = None
 
     def forget_leases(self, group: SequenceGroup) -> bool:
-        """Let retained duplicates of the group's own KV be evicted; whether there are any."""
+        """End a group's leases, so that retained duplicates can be evicted; whether it had any."""
         leased = [sequence for sequence in group.sequences if sequence.lease is not None]
         for sequence in leased:
             assert self.prefixes is not None
@@ -125,9 +125,9 @@ class Lane:
     # --- forks -------------------------------------------------------------------------------
 
     def fork_waiting(self) -> bool:
-        """Fork the sequences whose parents have computed what they share.
+        """Fork all sequences that can share what their parents have computed.
 
-        Returns: False if the pool is short; some of them may have begun.
+        Returns: False if the pool is short; some of them may have forked.
         """
         if self.slots.num_pending == 0:
             return True
@@ -158,7 +158,7 @@ class Lane:
     # --- progress ----------------------------------------------------------------------------
 
     def note_progress(self, group: SequenceGroup) -> None:
-        """Note how many tokens each sequence of a group has when it is admitted."""
+        """Record how many tokens each sequence of a group has when it is admitted."""
         for sequence in group.live:
             sequence.num_begun_with = len(self.slots.tokens(sequence))
 
@@ -169,9 +169,9 @@ class Lane:
     # --- endings -----------------------------------------------------------------------------
 
     def end(self, sequence: Sequence, now_s: float) -> None:
-        """End a sequence. Those that wait to fork from it do so now, or compute for themselves."""
+        """End a sequence. Sequences that wait to fork from it fork now, or compute themselves."""
         group, table = sequence.group, self.slots
-        heir: Sequence | None = None  # computes in its place what others wait for
+        heir: Sequence | None = None  # the sequence that computes what the others wait for
         for other in [s for s in group.sequences if s.parent is sequence]:
             if heir is not None:
                 other.fork_tokens = min(

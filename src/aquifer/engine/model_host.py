@@ -1,10 +1,10 @@
-"""Life of a model: registered, loading, resident, and gone.
+"""Life of a model: registered, loading, resident, removed.
 
     registered -> loading -> resident <-> registered        failed from loading, removed from any
 
 A registered model has addresses for its weights and its KV, a queue of requests, and no memory. It
-is loaded into pages of the pool, and may be unloaded again: its addresses stay, and with them the
-model that was built over them and the steps that were captured.
+is loaded into pages of the pool, and may be unloaded again: its addresses stay, so the model that
+was built over them and the captured steps stay valid.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ from aquifer.weights.store import WeightStore
 
 
 class State(StrEnum):
-    """Where a model is in its life."""
+    """State of a model."""
 
-    REGISTERED = "registered"  # known, without weights
+    REGISTERED = "registered"  # without weights in the pool
     LOADING = "loading"
-    RESIDENT = "resident"  # its weights are there
-    FAILED = "failed"  # loading it has failed; see `ModelHost.error`
+    RESIDENT = "resident"  # with weights in the pool
+    FAILED = "failed"  # loading failed; see `ModelHost.error`
     REMOVED = "removed"
 
 
 class ModelHost:
-    """One model of an engine, with all that it owns.
+    """One model of an engine, and the owner of all its resources.
 
     Args:
         spec: its name and path.
-        plan: what its configuration says.
-        checkpoint: where its weights are.
+        plan: its plan, from its configuration.
+        checkpoint: its checkpoint.
         config: the engine's options.
         assembly: pool and scheduler.
         max_batched_tokens: tokens of the largest step.
 
     Attributes:
-        info: the model as other processes know it.
-        state: where it is in its life.
+        info: description of the model for other processes.
+        state: its state.
         error: why loading it failed; None if it did not.
         lane: its requests.
         eos_ids: its end-of-sequence tokens.
-        prefill_cost: how fast it computes prompts.
+        prefill_cost: cost model of its prefills.
 
     Raises:
         ConfigError: an option does not fit the model.
@@ -114,22 +114,22 @@ class ModelHost:
 
     @property
     def weight_pages(self) -> int:
-        """Pages of all its weights."""
+        """Number of pages of all its weights."""
         return self._weights.placement.num_pages
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of weights that are in the pool now."""
+        """Bytes of its weights that are in the pool."""
         return self._weights.resident_bytes
 
     @property
     def runner(self) -> Runner:
-        """Runs its steps. Pre-condition: it is resident."""
+        """The runner of its steps. Pre-condition: it is resident."""
         assert self._runner is not None
         return self._runner
 
     def load(self, on_progress: Callable[[LoadProgress], None]) -> bool:
-        """Bring the weights into the pool, and make the model ready to run.
+        """Bring the weights into the pool, and prepare the model to run.
 
         Returns: False if the pool has no room for them, and nothing has changed.
 
@@ -172,7 +172,7 @@ class ModelHost:
             self.state = State.REGISTERED
 
     def close(self) -> None:
-        """Give everything back. Pre-condition: it has no requests, and no step is in flight."""
+        """Release everything. Pre-condition: it has no requests, and no step is in flight."""
         self.state = State.REMOVED
         self._resources.close()
 
@@ -193,7 +193,7 @@ class ModelHost:
             cache.release(slot)
 
     def _fill(self, on_progress: Callable[[LoadProgress], None]) -> None:
-        """Give the weights their values."""
+        """Read the weights, or fill them with random numbers."""
         weights, checkpoint, name = self._weights, self._checkpoint, self.info.name
         if self._config.load_format == "dummy":
             weights.fill_random(self._config.seed or 0)
@@ -219,7 +219,7 @@ class ModelHost:
 def read_model(
     spec: ModelSpec, planner: Planner, config: EngineConfig
 ) -> tuple[Checkpoint, ModelPlan]:
-    """Read a model's configuration, and the headers of its weights; nothing is taken.
+    """Read a model's configuration and the headers of its weights; takes no memory.
 
     Raises:
         ConfigError: the checkpoint cannot be used.
@@ -243,7 +243,7 @@ def _even_tokens(checkpoint: Checkpoint, plan: ModelPlan) -> float:
 
 
 def _eos_ids(checkpoint: Checkpoint) -> frozenset[int]:
-    """End-of-sequence tokens: of `generation_config.json`, or else of `config.json`."""
+    """End-of-sequence tokens from `generation_config.json`, or else from `config.json`."""
     file = checkpoint.path / "generation_config.json"
     try:
         generation: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}

@@ -1,4 +1,4 @@
-"""The models of an engine, and what of the budget is left for the KV of each."""
+"""The models of an engine, and the part of the budget that is left for their KV."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ class ModelSet:
     def register(
         self, spec: ModelSpec, read: tuple[Checkpoint, ModelPlan] | None = None
     ) -> ModelHost:
-        """Take in a model. It gets addresses, and no memory.
+        """Register a model. It gets addresses and no memory.
 
         Args:
             spec: its name and path.
-            read: its checkpoint and plan, if they have been read before.
+            read: its checkpoint and plan, if they were read before.
 
         Raises:
             ConfigError: the checkpoint cannot be used, or the name is taken.
@@ -113,7 +113,7 @@ class ModelSet:
             undo.pop_all()
 
     def remove(self, host: ModelHost) -> None:
-        """Forget a model. Pre-condition: it has no requests, and no step is in flight."""
+        """Remove a model. Pre-condition: it has no requests, and no step is in flight."""
         host.close()
         del self._hosts[host.info.name]
 
@@ -179,7 +179,7 @@ class ModelSet:
         return self._pool.usage().overhead_bytes + weight_bytes + self.pinned_bytes
 
     def kv_pages(self, host: ModelHost) -> int:
-        """Pages that a model's KV can have at the best of times, with its weights in the pool."""
+        """The most pages that a model's KV can have, with the model's weights in the pool."""
         missing_bytes = host.info.weight_bytes - host.resident_bytes
         return self._room.budget_pages(self.fixed_bytes + missing_bytes)
 

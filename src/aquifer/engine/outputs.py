@@ -1,4 +1,4 @@
-"""What comes of a request: tokens of a step, and completions for the caller."""
+"""Outputs of a request: tokens of each step, and completions for the caller."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TokenOutput:
 
     @property
     def is_one_token(self) -> bool:
-        """Whether this is one token id and nothing else, as in most steps of most requests."""
+        """Whether this is one token id alone, as in most steps of most requests."""
         return (
             self.index == 0
             and self.finish_reason is None

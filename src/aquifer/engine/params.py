@@ -33,7 +33,7 @@ class SamplingParams:
         top_p: sample from the most probable tokens that together reach this mass; in (0, 1].
         top_k: sample from this many most probable tokens; 0 or -1 for all.
         min_p: exclude tokens less probable than this fraction of the most probable one.
-        seed: makes the request's tokens reproducible, whatever else is in the batch.
+        seed: makes the request's tokens reproducible, in any batch.
         stop: texts that end the output; they are not part of it.
         stop_token_ids: tokens that end the output, in addition to the model's own.
         max_tokens: maximum number of tokens to generate; None for the rest of the context.
@@ -149,7 +149,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the scores of a token depend on the tokens before it."""
+        """Whether logits are changed for tokens that occurred before."""
         return (
             self.presence_penalty != 0
             or self.frequency_penalty != 0
@@ -158,7 +158,7 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether single tokens' scores are changed: by biases, or by a list of allowed tokens."""
+        """Whether single tokens' logits are changed, by biases or a list of allowed tokens."""
         return bool(self.logit_bias) or self.allowed_token_ids is not None
 
     @property

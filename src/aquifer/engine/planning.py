@@ -1,4 +1,4 @@
-"""Which tokens the running sequences of a model run next, and the step that runs them."""
+"""Planning: the tokens that running sequences run next, and the step that runs them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from aquifer.engine.slots import SlotTable
 from aquifer.engine.step_input import SlotAssignment, StepInput
 
 _CHUNK_MULTIPLE_TOKENS = 256
-"""Where a prompt is cut, it is cut at a multiple of this: attention has a faster kernel for chunks
-of few different shapes (`aquifer.kernels.prefill_attention`)."""
+"""Prompts are cut at multiples of this: attention has a faster kernel for chunks of few different
+shapes (`aquifer.kernels.prefill_attention`)."""
 
 _CPU_BATCHED_TOKENS, _GPU_BATCHED_TOKENS = 2048, 8192
 """Default token budget of a step. A GPU takes several thousand tokens to reach its full rate; on a
@@ -22,7 +22,7 @@ _NO_TOKENS = np.zeros(0, np.int32)
 
 
 def chunk_tokens(start: int, count: int, room: int) -> int:
-    """How many of the `count` tokens from `start` on to run, where there is room for that many."""
+    """How many of the `count` tokens from `start` on to run, of at most `room`."""
     if count <= room:
         return count
     end = start + room
@@ -31,7 +31,7 @@ def chunk_tokens(start: int, count: int, room: int) -> int:
 
 
 def batched_tokens(config: EngineConfig, device_type: str) -> int:
-    """Token budget of a step: as configured, or what suits the device type, "cpu" or "cuda"."""
+    """Token budget of a step: as configured, or the default of the device type."""
     if config.max_num_batched_tokens is not None:
         return config.max_num_batched_tokens
     return _CPU_BATCHED_TOKENS if device_type == "cpu" else _GPU_BATCHED_TOKENS
@@ -111,7 +111,7 @@ def make_step(
 
 
 def _with_drafts(table: SlotTable, slots: IntArray, missing: IntArray) -> IntArray:
-    """Tokens to run, with room for drafts where all known tokens of a sequence are run."""
+    """Tokens to run, plus drafts where all known tokens of a sequence are run."""
     most = np.minimum(table.most_new[slots], table.max_total[slots] - table.num_tokens[slots])
     return np.where(missing > 0, missing + np.maximum(most - 1, 0), 0)
 
@@ -132,7 +132,7 @@ def _token_ids(table: SlotTable, spans: Spans, num_decodes: int) -> IntArray:
 
 
 def _assignment(table: SlotTable, slot: int) -> SlotAssignment:
-    """All that sampling for a slot's new sequence takes."""
+    """Everything that sampling needs to know of a slot's new sequence."""
     sequence = table.sequences[slot]
     assert sequence is not None
     group, params = sequence.group, sequence.request.params

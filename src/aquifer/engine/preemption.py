@@ -1,4 +1,4 @@
-"""Moves the KV of preempted requests to host memory and back (PagedAttention, section 4.5)."""
+"""Preemption: KV of preempted requests in host memory (PagedAttention, section 4.5)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from aquifer.engine.policies.restore import RestoreMode, restore_by_copy
 
 
 class Preemption:
-    """Moves the KV of preempted requests, where that is cheaper than computing it again.
+    """Moves KV of preempted requests to the host, where that is cheaper than computing it again.
 
     Args:
-        space: where it goes. When that is full, KV is computed again whatever the mode.
+        space: host memory. When it is full, KV is computed again in any mode.
         mode: "swap", "recompute", or "auto" for the cheaper one each time.
 
     Attributes:
-        moved_bytes: copied so far, in either direction.
+        moved_bytes: bytes copied so far, in both directions.
     """
 
     def __init__(self, space: SwapSpace, mode: RestoreMode) -> None:
@@ -32,12 +32,12 @@ class Preemption:
         num_tokens: Sequence[int],
         recompute_s: Callable[[float, float], float],
     ) -> list[SwappedKV] | None:
-        """Copy a request's KV to the host, if that is the way to go; None if it is not.
+        """Copy a request's KV to the host; None if it is to be computed again instead.
 
         Args:
-            cache: where it is.
-            slots: of the request's sequences.
-            num_tokens: of each, how many have their KV written.
+            cache: manager of the KV.
+            slots: slots of the request's sequences.
+            num_tokens: tokens of each sequence with written KV.
             recompute_s: seconds to compute a stretch of KV, given its first position and length.
         """
         if not any(num_tokens) or not self._space.prepare(wait=self._mode == "swap"):
@@ -49,8 +49,8 @@ class Preemption:
             for block in cache.blocks(slot, count)
         }
         num_bytes = footprint.blocks_bytes(len(blocks))
-        # What sequences share is computed once and moved once: as long as the longest, and the
-        # others' own parts.
+        # Shared KV is computed once and moved once: the longest sequence, and the parts that the
+        # others do not share with it.
         longest = max(num_tokens)
         others = max(len(blocks) * footprint.block_tokens - longest, 0)
         compute_s = recompute_s(0, longest) + recompute_s(longest / 2, others)
@@ -71,5 +71,5 @@ class Preemption:
         return True
 
     def discard(self, swapped: Sequence[SwappedKV]) -> None:
-        """Forget the KV of a request that ended while it was on the host."""
+        """Release the KV of a request that ended while it was on the host."""
         self._space.discard(swapped)

@@ -43,12 +43,12 @@ def model_info(
 
 
 def engine_stats(lanes: Mapping[str, Lane], usage: PoolUsage, fixed_bytes: int) -> EngineStats:
-    """Counters of this moment, in time proportional to the number of models.
+    """Current counters, in time proportional to the number of models.
 
     Args:
-        lanes: of all models.
-        usage: of the pool.
-        fixed_bytes: of the budget, which KV cannot have.
+        lanes: the lanes of all models.
+        usage: usage of the pool.
+        fixed_bytes: bytes of the budget that KV cannot have.
     """
     kv_bytes = sum(n for owner, n in usage.in_use_bytes.items() if owner.kind == Kind.KV)
     stats = {
@@ -70,7 +70,7 @@ def engine_stats(lanes: Mapping[str, Lane], usage: PoolUsage, fixed_bytes: int) 
 
 
 def memory_report(lanes: Mapping[str, Lane], pool: PagePool) -> MemoryReport:
-    """Where the pool's budget is at this moment."""
+    """Breakdown of the pool's budget by owner, now."""
     usage = pool.usage()
     models = {}
     for name, lane in lanes.items():

@@ -1,8 +1,8 @@
-"""Runs the steps of one model. Sees addresses, allocates no pages.
+"""Runner: runs the steps of one model. It sees addresses and allocates no pages.
 
-A runner gets a step as data (`aquifer.engine.step_input`) and knows nothing of requests. State of
-each sequence is on the device, in columns indexed by slot, and moves on there: the token that one
-step samples is the next one's input without the host having seen it.
+A runner gets a step as data (`aquifer.engine.step_input`) and knows no requests. The state of each
+sequence is on the device, in columns indexed by slot, and is updated there: the token that one step
+samples is the next one's input without host synchronisation.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _Entries = Callable[[], list[TokenLogprobs]]
 
 
 class _Columns:
-    """What the device knows of each sequence. Slot -1, of padding, has the last row."""
+    """State of each sequence on the device. Slot -1, which is padding, has the last row."""
 
     def __init__(self, max_seqs: int, device: torch.device) -> None:
         def column() -> torch.Tensor:
@@ -43,11 +43,11 @@ class _Columns:
 
         self.num_prompt = column()
         self.num_computed = column()  # tokens in the cache: the position of the next
-        self.last_token = column()  # the one that was sampled last
+        self.last_token = column()  # the token that was sampled last
 
 
 class _NoCache:
-    """A `KVView` of rows that are all padding: nothing is written, and nothing is attended to."""
+    """A `KVView` of padding alone: nothing is written, and nothing is attended to."""
 
     def __init__(self, layout: KVLayout, padding: torch.Tensor) -> None:
         self._padding = padding
@@ -76,18 +76,18 @@ class _NoCache:
 
 @dataclass(slots=True)
 class InFlight:
-    """A step that was handed to the device."""
+    """A step that was launched on the device."""
 
-    most_new: IntArray  # [m], of the step
+    most_new: IntArray  # [m], as in the step
     token_ids: torch.Tensor  # [m], on the host, complete once the fence has passed
     fence: Fence | None
     reported: IntArray  # indices into `token_ids` whose log probabilities were asked for
-    logprobs: _Entries | None = None  # of those
+    logprobs: _Entries | None = None  # their log probabilities
     # (index into the step's spans, first position, log probabilities of the positions from there)
     prompt_logprobs: list[tuple[int, int, _Entries]] = field(default_factory=list)
 
     def wait(self) -> StepOutput:
-        """What the step computed, as soon as it has."""
+        """Wait for the step, and return its results."""
         if self.fence is not None:
             self.fence.wait()
         reports = [] if self.logprobs is None else self.logprobs()
@@ -197,12 +197,12 @@ class Runner:
                 self._decode(padding[:1], padding[:1], mode)
 
     def close(self) -> None:
-        """Drop the captured steps, whose memory the device's driver can then give back."""
+        """Drop the captured steps, so that the device's driver can give back their memory."""
         self._graphs = None
 
     @torch.inference_mode()
     def launch(self, step: StepInput) -> InFlight:
-        """Hand a step to the device: write its KV, and sample for the sequences that are due."""
+        """Launch a step: write its KV, and sample for the sequences that are due."""
         return self.sample(step, self.forward(step))
 
     def _assign(self, assigned: tuple[SlotAssignment, ...]) -> None:
@@ -237,7 +237,7 @@ class Runner:
         return Scores(logits, token_ids, has_extras)
 
     def _set_inputs(self, step: StepInput) -> None:
-        """Tell the device the tokens that it did not sample: of prompts found in the cache, say."""
+        """Send input tokens that the device did not sample: of beams and of cached prompts."""
         first = step.num_decodes
         slots, starts = step.spans.slots[first:], step.spans.starts[first:]
         if not len(slots):
@@ -289,7 +289,7 @@ class Runner:
             packed.split([len(part) for part in parts])
         )
         rows = Rows.of(spans, step.num_single, self._device)
-        # The host may not have seen these yet.
+        # The host may not know these tokens yet.
         token_ids[: step.num_decodes] = columns.last_token[span_slots[: step.num_decodes]]
         batch = ModelInput(token_ids, rows.positions, contexts)
         hidden = self._model.forward(batch, self._kv.view(rows))
@@ -329,7 +329,7 @@ class Runner:
     def _sample_extras(
         self, step: StepInput, scores: Scores, extras: IntArray
     ) -> tuple[IntArray, _Entries | None]:
-        """Sample rows whose logits the host changes or reports.
+        """Sample rows with logits that the host changes or reports.
 
         It comes after all other work of the step, so each kernel and each copy here is one that
         the whole batch waits for.
@@ -339,7 +339,7 @@ class Runner:
             scores: of all rows.
             extras: [e], which rows.
 
-        Returns: which rows are reported, and what gives their log probabilities.
+        Returns: indices of the reported rows, and a function that returns their entries.
         """
         spans, sampled, sampler = step.spans, step.sampled[extras], self._sampler
         host_slots = spans.slots[sampled]
@@ -368,7 +368,7 @@ class Runner:
     def _prompt_logprobs(
         self, step: StepInput, hidden: torch.Tensor
     ) -> list[tuple[int, int, _Entries]]:
-        """Log probabilities of those prompt tokens whose predecessors are in this step."""
+        """Log probabilities of the prompt tokens that follow tokens of this step."""
         spans = step.spans
         result: list[tuple[int, int, _Entries]] = []
         for index in np.flatnonzero(self._reports_prompt[spans.slots]).tolist():

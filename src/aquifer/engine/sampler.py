@@ -1,9 +1,9 @@
-"""Which token comes next.
+"""Sampler: chooses the next tokens from logits.
 
-Every row is treated by itself: what it gets depends on its own logits, parameters, seed and
-position only. The order of the steps is vLLM's: allowed tokens, biases, penalties, temperature,
-min-p, top-k, top-p. The first two, which few requests ask for, are done here, row by row; the rest
-is `aquifer.kernels.sampling`, for all rows at once.
+Each row is independent: its token depends on its own logits, parameters, seed and position only.
+The order of the steps is vLLM's: allowed tokens, biases, penalties, temperature, min-p, top-k,
+top-p. The first two, which few requests use, are done here, row by row; the rest is
+`aquifer.kernels.sampling`, for all rows at once.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ _VARIANTS: dict[SamplingMode, Variant] = {
 
 
 class Sampler:
-    """Samples for the sequences of one model, and keeps on the device what that takes.
+    """Samples for the sequences of one model, with their parameters on the device.
 
-    Rows with extras are those for which the host has to do something with their logits: to change
-    them (biases, allowed tokens, no stop token yet) or to report them.
+    Rows with extras are those with logits that the host has to change (biases, allowed tokens, no
+    stop token yet) or to report.
 
     Args:
         max_seqs: slots, which are numbered from 1.
         vocab_size: columns of the logits.
-        device: of the logits.
+        device: device of the logits.
     """
 
     def __init__(self, max_seqs: int, vocab_size: int, device: torch.device) -> None:
@@ -69,13 +69,13 @@ class Sampler:
         self._changes_logits = np.zeros(num_slots, np.bool_)
         self._num_logprobs = np.full(num_slots, -1, np.int64)  # -1 is none
         self._min_total = np.zeros(num_slots, np.int64)
-        # The slot that has each row of counts: rows go round, since few requests need one.
+        # The slot that has each row of counts: rows are shared out, since few requests need one.
         self._counting = np.zeros(0, np.int64)
 
     def assign(self, assigned: Sequence[SlotAssignment]) -> bool:
-        """Take over the parameters of sequences that have got a slot.
+        """Store the parameters of sequences that got a slot.
 
-        Returns: whether `columns` has been replaced; steps captured before refer to the old ones.
+        Returns: whether `columns` was replaced; steps captured before refer to the old ones.
         """
         for one in assigned:
             self._assigned[one.slot] = one
@@ -111,7 +111,7 @@ class Sampler:
         return grown
 
     def assigned(self, slot: int) -> SlotAssignment:
-        """The sequence that has a slot."""
+        """The assignment of a slot's present sequence."""
         found = self._assigned[slot]
         assert found is not None, "a slot that was never assigned"
         return found
@@ -164,8 +164,8 @@ class Sampler:
             _change_logits(logits[row], self.assigned(int(slots[row])), may_stop)
 
     def _find_counts(self, assigned: Sequence[SlotAssignment]) -> bool:
-        """A row of counts for each sequence with penalties; whether there had to be more rows."""
-        # A slot that changes hands, or whose sequence has no penalties any more, gives its row up.
+        """Find a row of counts for each sequence with penalties; whether rows had to be added."""
+        # Slots that are assigned now give up the rows of their former sequences.
         slots = [one.slot for one in assigned]
         self._counting[np.isin(self._counting, slots)] = -1
         needing = [one.slot for one in assigned if one.params.has_penalties]
@@ -173,7 +173,7 @@ class Sampler:
         missing = len(needing) - len(free)
         if missing > 0:
             num_rows = len(self._counting)
-            # At least twice as many, so that this happens seldom.
+            # At least twice as many rows, so that this is rare.
             counts = self.columns.counts.new_zeros(
                 (num_rows + max(missing, num_rows), self.columns.counts.shape[1])
             )
@@ -194,10 +194,10 @@ def token_logprobs(
     Args:
         logits: [n, vocab], as the model gave them.
         tokens: [n], the token to report first.
-        num_logprobs: [n], how many of the most probable to report; all there are, if it is more.
+        num_logprobs: [n], how many of the most probable to report; at most the whole vocabulary.
 
     Returns:
-        What gives one entry for each row, to be called once the device has done its work.
+        A function that returns one entry for each row, to be called once the device is done.
     """
     logprobs = logits.float().log_softmax(-1)
     own = logprobs.gather(1, tokens.unsqueeze(1))
@@ -247,7 +247,7 @@ def _keep(logits: torch.Tensor, allowed: torch.Tensor) -> None:
 
 
 def _forbid(logits: torch.Tensor, stops: torch.Tensor) -> None:
-    """No token that would end the output; unless nothing else is left."""
+    """Forbid tokens that would end the output, unless no other token is left."""
     kept = logits[stops]
     logits[stops] = -math.inf
     logits[stops] = torch.where(logits.isfinite().any(), -math.inf, kept)

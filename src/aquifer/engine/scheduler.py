@@ -1,15 +1,15 @@
-"""Which sequences run in the next step: continuous batching under one budget of memory.
+"""Scheduler: continuous batching under one budget of memory.
 
-The scheduler keeps the books: it plans steps, commits what came of them, and alone writes a
-sequence's progress. It knows tokens, and asks each model's cache manager for room. What it decides
-is in `aquifer.engine.policies`. Its own rules, in this order:
+The scheduler keeps the books: it plans steps, commits their results, and is the only writer of a
+sequence's progress. It counts tokens, and asks each model's cache manager for room. Its decisions
+are in `aquifer.engine.policies`. Its own rules, in this order:
 
 1. Models take turns, a step each.
 2. Running sequences go first: those that decode, then those still reading their prompt, each in
    order of arrival, until the step's token budget is used up.
-3. When the pool is short, a victim among all running requests, of whatever model, is preempted with
-   all of its sequences (PagedAttention, section 4.5): its KV is swapped to the host or computed
-   again later. It may be the very request that asked.
+3. When the pool is short, a victim among all running requests of all models is preempted with all
+   of its sequences (PagedAttention, section 4.5): its KV is swapped to the host or computed again
+   later. It may be the request that asked for room.
 4. Then waiting requests are admitted, if there is room for all tokens that they have, and a little
    more for each running sequence to grow by (`aquifer.engine.headroom`). None is admitted in the
    step of a preemption, or the victim would come back at once.
@@ -21,12 +21,11 @@ no deadlock, no starvation. A request that would not fit alone is refused when i
 A request with several sequences computes its prompt once: in the first of them. The others have
 their slots from the start, and fork from it (`Sequence.parent`) when all of the prompt but the last
 token is computed; that token they run themselves, each with its own random numbers. Sequences that
-come back together do likewise with what they share. The beams of a search fork whenever two go on
-from the same one.
+come back together share in the same way. The beams of a search fork when two continue the same one.
 
-Planning runs ahead of what is known: a step may be planned while the one before it is in flight, so
-a plan counts as done at once, with the most tokens that it may bring, and `commit` fills in the
-tokens later and takes back what there were less. Two things follow:
+A step may be planned while the one before it is in flight. So a plan counts as done at once, with
+the most tokens that it may bring; `commit` fills in the tokens later and subtracts the missing
+ones. Two things follow:
 
 - A sequence that turns out to have ended may have been planned once more. The next sequence in its
   slot has another serial number, and what was computed for the old one is dropped.
@@ -59,14 +58,14 @@ from aquifer.memory.room import Room
 
 
 class Scheduler:
-    """Plans steps, and writes down what came of them.
+    """Plans steps and commits their results.
 
     Args:
-        room: of the pool of all lanes.
-        max_batched_tokens: tokens of one step.
+        room: room of the pool that all lanes share.
+        max_batched_tokens: most tokens of one step.
         preemption: moves the KV of preempted requests; None to compute it again always.
-        clock_s: tells the time in seconds.
-        policies: its decisions.
+        clock_s: returns the time in seconds.
+        policies: the decisions; None for the default ones.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class Scheduler:
         self._policies = policies or Policies()
         self._headroom = Headroom(room, self.lanes)
         self._num_turns = 0
-        # Arrival of the request that was last refused for want of memory, and waits still.
+        # Arrival of the request that was last refused memory and is still waiting.
         self._blocked_arrival: int | None = None
         self._num_in_flight = 0  # plans that are not committed yet
         self._failed: list[TokenOutput] = []
@@ -96,7 +95,7 @@ class Scheduler:
         self.lanes[lane.name] = lane
 
     def remove_lane(self, name: str) -> None:
-        """Serve a model no longer. Pre-condition: none of its requests waits or runs."""
+        """Stop serving a model. Pre-condition: none of its requests waits or runs."""
         del self.lanes[name]
 
     @property
@@ -119,7 +118,7 @@ class Scheduler:
         lane.waiting.append(group)
 
     def abort(self, lane: Lane, group: SequenceGroup, index: int | None = None) -> None:
-        """Forget a request, or one completion of it; if it runs, its pages are free at once."""
+        """End a request, or one completion of it; if it runs, its pages are free at once."""
         if index is not None and any(s.index != index for s in group.sequences):
             self._discard_swapped(group)  # the copies of several refer to each other
             for sequence in [s for s in group.sequences if s.index == index]:
@@ -132,17 +131,17 @@ class Scheduler:
             lane.end_all(group, self._clock_s())
 
     def take_failed(self) -> list[TokenOutput]:
-        """Last outputs of requests that the device refused memory for, since the last call."""
+        """Last outputs of requests that failed for lack of memory, since the last call."""
         failed, self._failed = self._failed, []
         return failed
 
     # --- planning ----------------------------------------------------------------------------
 
     def plan(self) -> StepInput | None:
-        """The next step of the next model that has one, which must then be run and committed.
+        """Plan the next step of the next model that has one; it must be run and committed.
 
-        None if nothing can run; maybe because the pool is short and what is in flight has to be
-        committed first.
+        None if nothing can run, for example because the pool is short and the steps in flight have
+        to be committed first.
         """
         lanes = list(self.lanes.values())
         states = [
@@ -179,7 +178,7 @@ class Scheduler:
         return make_step(lane.name, lane.slots, slots, counts, lane.take_journal())
 
     def _grow(self, lane: Lane) -> tuple[IntArray, IntArray] | None:
-        """Running sequences that go on, as (slots, counts), with room for their next tokens.
+        """Running sequences of the next step as (slots, counts), with room for these tokens.
 
         None if the pool is short, and steps in flight have to be committed first.
         """
@@ -198,12 +197,11 @@ class Scheduler:
             self._preempt(refusal)
 
     def _preempt(self, refusal: DriverError | None) -> None:
-        """Take the memory of a running request.
+        """Preempt a running request.
 
-        If it is the only one, what it holds may be in pieces: blocks that are scattered over more
-        pages than they need. When it begins again, they are not. But if the device itself refused,
-        or the request has got nowhere since it began, as the process holds more memory than when it
-        was taken in, then it fails, since trying again would not end.
+        If it runs alone, its blocks may be scattered over more pages than they need; when it begins
+        again, they are not. But it fails if the device refused, or if it got no further since it
+        was admitted, because the process holds more memory by now: to try again would not end.
         """
         running = [(lane, group) for lane in self.lanes.values() for group in lane.running]
         lane, group = running[self._policies.victims([running_request(*pair) for pair in running])]
@@ -227,7 +225,7 @@ class Scheduler:
             self._unblock(group)
 
     def _make_wait(self, lane: Lane, group: SequenceGroup) -> None:
-        """Take slots and memory of a running request, and put it in front of the queue."""
+        """Take slots and memory of a running request, and put it at the head of the queue."""
         if self._preemption is not None and entry.swap_out(lane, group, self._preemption):
             lane.num_swaps += 1
         for sequence in group.sequences:
@@ -240,9 +238,9 @@ class Scheduler:
     # --- admission ---------------------------------------------------------------------------
 
     def _admit(self, lane: Lane, budget_tokens: int) -> tuple[IntArray, IntArray]:
-        """Bring in waiting requests as long as there is room.
+        """Admit waiting requests as long as there is room.
 
-        Returns: (slots, counts) of what they run in this step.
+        Returns: (slots, counts) of the tokens that they run in this step.
         """
         slots: list[int] = []
         counts: list[int] = []
@@ -263,7 +261,7 @@ class Scheduler:
             has_room, refusal = self._bring_in(lane, group)
             is_alone = not self._any_running() and not self._num_in_flight
             if not has_room and is_alone and refusal is None:
-                # Retained blocks may lie scattered over more pages than there are.
+                # Retained blocks may be scattered over more pages than there are.
                 self._discard_swapped(group)
                 was_swapped = False
                 has_room, refusal = self._bring_in(lane, group, may_match=False)
@@ -283,7 +281,7 @@ class Scheduler:
             if group.scheduled_s is None:
                 group.scheduled_s = self._clock_s()
             if was_swapped:
-                continue  # room for its next tokens is a matter of the next plan
+                continue  # its next tokens run in the next step
             for slot in [s.slot for s in group.sequences if s.slot is not None]:
                 start = int(lane.slots.num_computed[slot])
                 count = int(lane.slots.num_tokens[slot]) - start
@@ -296,7 +294,7 @@ class Scheduler:
     def _bring_in(
         self, lane: Lane, group: SequenceGroup, *, may_match: bool = True
     ) -> tuple[bool, DriverError | None]:
-        """Whether a waiting request has its slots and memory now; why the device refused, if so."""
+        """Try to admit a request; whether it got slots and memory, and the device's error."""
         try:
             if group.is_swapped:
                 assert self._preemption is not None
@@ -310,7 +308,7 @@ class Scheduler:
             return False, error
 
     def _unblock(self, group: SequenceGroup) -> None:
-        """The request waits for memory no longer, so it holds up no other."""
+        """The request no longer waits for memory, so it does not block others."""
         if self._blocked_arrival == group.arrival:
             self._blocked_arrival = None
 
@@ -338,15 +336,15 @@ class Scheduler:
     def commit(
         self, plan: StepInput, result: StepOutput, *, with_each_token: bool = True
     ) -> list[TokenOutput]:
-        """Fill in the tokens of the earliest plan in flight, end sequences that are done.
+        """Commit the earliest plan in flight: fill in its tokens, and end sequences that are done.
 
         Args:
-            plan: that was run.
-            result: what came of it.
-            with_each_token: False to report only first and last tokens of sequences, and what else
-                is more than a token, to a caller that makes the tokens up and need not be told.
+            plan: the step that was run.
+            result: its results.
+            with_each_token: False to report only first and last tokens of sequences and outputs
+                with extras, to a caller that makes up the tokens itself.
 
-        Returns: what each sequence that still runs got.
+        Returns: an output for each sequence that got tokens and was not ended before.
         """
         self._num_in_flight -= 1
         lane = self.lanes.get(plan.model)

@@ -1,4 +1,4 @@
-"""What runs for a request: one sequence of tokens, or a group of several.
+"""Sequences: what runs for a request, one sequence of tokens or a group of several.
 
 The sequences of a group share the KV of the prompt, are admitted together, and are preempted
 together (PagedAttention, section 4.5).
@@ -20,16 +20,16 @@ from aquifer.engine.params import MAX_SEQUENCES, Request
 TokenIds = npt.NDArray[np.int32]
 
 _SEED_STEP = 0x9E3779B97F4A7C15
-"""What the seeds of a group's sequences differ by: far from what people count their seeds by."""
+"""Difference between the seeds of a group's sequences; large, as users often count seeds by 1."""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One completion, or one beam, waiting or running; it outlives its slot when it is preempted.
 
-    `token_ids` is kept here only while it does not run in a slot: the slot's table has the tokens
-    then. A sequence in a slot whose `parent` is not None does not run yet: it is to share the first
-    `fork_tokens` tokens of its parent, as soon as those are computed.
+    `token_ids` is valid only while it does not run in a slot; then the slot's table has the tokens.
+    A sequence in a slot with a `parent` does not run yet: it will share the first `fork_tokens`
+    tokens of its parent, as soon as those are computed.
     """
 
     group: SequenceGroup
@@ -38,25 +38,25 @@ class Sequence:
     slot: int | None = None
     parent: Sequence | None = None
     fork_tokens: int = 0
-    swapped: SwappedKV | None = None  # its KV, if that was moved to the host
-    lease: Lease | None = None  # of the blocks that the prefix cache has of it
+    swapped: SwappedKV | None = None  # its KV on the host, if it was moved there
+    lease: Lease | None = None  # guard of its blocks in the prefix cache
     has_output: bool = False
-    num_begun_with: int = 0  # tokens that it had when it was admitted last
+    num_begun_with: int = 0  # tokens that it had at its last admission
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property
     def request(self) -> Request:
-        """What was asked."""
+        """The request that the sequence runs for."""
         return self.group.request
 
     @property
     def serial(self) -> int:
-        """Its number among all sequences of the engine, in order of arrival, then of index."""
+        """Number among all sequences of the engine, in order of arrival, then of index."""
         return self.group.arrival * MAX_SEQUENCES + self.index
 
     @property
     def seed(self) -> int:
-        """Of its random numbers; the first sequence has the request's own."""
+        """Seed of its random numbers; the first sequence has the request's own."""
         return (self.group.seed + self.index * _SEED_STEP) % 2**64
 
     @property
@@ -72,7 +72,7 @@ class Sequence:
         if beams is not None:
             return beams.search.num_candidates
         if params.logprobs is None and params.num_sequences > params.n:
-            return 0  # the chosen tokens' own, to choose among completions
+            return 0  # only those of the chosen tokens, to rank completions
         return params.logprobs
 
 
@@ -82,7 +82,7 @@ class Beams:
 
     search: BeamSearch
     live: list[Sequence]  # in the order of the search
-    # What each live beam's last token may be followed by, after one token of no meaning.
+    # Candidates for the next token of each live beam; the first entry has no meaning.
     candidates: dict[Sequence, TokenLogprobs] = field(default_factory=dict)
 
 
@@ -91,20 +91,20 @@ class SequenceGroup:
     """A request in the engine.
 
     Attributes:
-        sequences: those that have not ended. Of a beam search as many as it has beams, whether or
-            not so many live at the moment.
+        sequences: sequences that have not ended. A beam search has one for each of its beams, also
+            when fewer beams are live.
     """
 
     request: Request
-    arrival: int  # its place in the order of arrival
+    arrival: int  # number in the order of arrival
     seed: int
     max_total: int  # tokens, prompt included, at which a sequence ends
     stop_ids: frozenset[int]
     eos_ids: frozenset[int]
     sequences: list[Sequence] = field(default_factory=list)
     beams: Beams | None = None
-    match: Match | None = None  # retained KV that it found when it was tried last, while it waits
-    num_cached_tokens: int | None = None  # of the prompt; None before it is admitted
+    match: Match | None = None  # retained KV found at the last attempt to admit it
+    num_cached_tokens: int | None = None  # prompt tokens that were cached; None before admission
     num_preemptions: int = 0
     scheduled_s: float | None = None
     first_token_s: float | None = None
@@ -121,16 +121,16 @@ class SequenceGroup:
         stop_ids: frozenset[int] = frozenset(),
         eos_ids: frozenset[int] = frozenset(),
     ) -> SequenceGroup:
-        """A group that waits.
+        """Make a waiting group.
 
         Args:
-            request: what was asked.
-            arrival: its place in the order of arrival.
+            request: the request.
+            arrival: its number in the order of arrival.
             prompt: the request's tokens as an array.
-            seed: of its random numbers.
+            seed: seed of its random numbers.
             max_total: tokens, prompt included, at which a sequence ends.
             stop_ids: tokens that end a sequence, `eos_ids` included unless they are ignored.
-            eos_ids: the model's own end.
+            eos_ids: the model's own end-of-sequence tokens.
         """
         params = request.params
         group = cls(request, arrival, seed, max_total, stop_ids, eos_ids)
@@ -156,7 +156,7 @@ class SequenceGroup:
 
     @property
     def live(self) -> list[Sequence]:
-        """The sequences that have tokens to run, now or later."""
+        """The sequences that run, now or later: in a beam search, those of live beams."""
         return self.sequences if self.beams is None else self.beams.live
 
     @property
@@ -166,5 +166,5 @@ class SequenceGroup:
 
     @property
     def reads_prefixes(self) -> bool:
-        """Whether cached KV serves it: not if it asks for something about each prompt token."""
+        """Whether it may use cached KV: not if it needs log probabilities of prompt tokens."""
         return self.request.params.prompt_logprobs is None

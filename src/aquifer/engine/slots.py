@@ -1,14 +1,14 @@
-"""The running sequences of one model, as arrays indexed by slot.
+"""Columns of the running sequences of one model: arrays indexed by slot.
 
 Everything that planning and committing a step needs of a sequence is a column here, so that a step
-of hundreds of sequences is a handful of array operations and no Python loop. Only the scheduler
-writes to them.
+of hundreds of sequences is a few array operations and no Python loop. Only the scheduler writes to
+them.
 
-For each slot whose sequence runs:
+For each slot with a running sequence:
 
     num_known <= num_tokens <= max_total        num_computed <= num_tokens
     [0, num_known)              tokens that the host knows
-    [num_known, num_tokens)     tokens that the steps in flight may bring, at most
+    [num_known, num_tokens)     tokens that the steps in flight bring at most
     [0, num_computed)           KV in the cache once the steps in flight are done, at most
     [num_computed, num_tokens)  still to be run
 
@@ -29,7 +29,7 @@ import numpy.typing as npt
 from aquifer.engine.sequence import Sequence, SequenceGroup
 
 STOP_IDS_PER_SLOT = 16
-"""Stop tokens that the array has room for; a request with more is checked one by one."""
+"""Stop tokens in the column of a slot; further ones of a request are checked one by one."""
 
 _NEVER = np.iinfo(np.int64).max
 
@@ -55,7 +55,7 @@ class SlotTable:
         self.num_pending = 0  # sequences with a slot that wait for their parent
         # A heap: the lowest comes first, so that prompts admitted together are neighbours.
         self._free = list(range(1, num_slots))
-        self._in_order: npt.NDArray[np.int64] | None = None  # until a slot changes hands
+        self._in_order: npt.NDArray[np.int64] | None = None  # None once a slot changed hands
         # Untouched parts of a fresh array of zeros take no memory.
         self.token_ids = np.zeros((num_slots, max_tokens), np.int32)
         self.num_prompt = np.zeros(num_slots, np.int64)
@@ -63,10 +63,10 @@ class SlotTable:
         self.num_tokens = np.zeros(num_slots, np.int64)
         self.num_computed = np.zeros(num_slots, np.int64)
         self.max_total = np.zeros(num_slots, np.int64)
-        self.min_total = np.zeros(num_slots, np.int64)  # no stop token among the first so many
+        self.min_total = np.zeros(num_slots, np.int64)  # tokens before which no stop token counts
         self.stop_ids = np.full((num_slots, STOP_IDS_PER_SLOT), -1, np.int64)
-        self.serial = np.full(num_slots, -1, np.int64)  # of the slot's sequence; -1 if it is free
-        # From this token on, the device knows each one before the host does.
+        self.serial = np.full(num_slots, -1, np.int64)  # the sequence's number; -1: a free slot
+        # Position from which on the device knows each token before the host does.
         self.num_given = np.zeros(num_slots, np.int64)
         # The most new tokens of a step; 0 where the host chooses the next token (beam search).
         self.most_new = np.zeros(num_slots, np.int64)
@@ -76,22 +76,22 @@ class SlotTable:
 
     @property
     def num_free(self) -> int:
-        """Slots that a sequence could take."""
+        """Number of free slots."""
         return len(self._free)
 
     @property
     def free(self) -> list[int]:
-        """Those slots, in no order."""
+        """The free slots, in no particular order."""
         return self._free
 
     @property
     def num_taken(self) -> int:
-        """Slots that sequences have."""
+        """Number of slots in use."""
         return self.max_seqs - len(self._free)
 
     @property
     def in_order(self) -> npt.NDArray[np.int64]:
-        """The taken slots in the order of their sequences' arrival; not to be written to."""
+        """The slots in use, in order of their sequences' arrival; read-only."""
         if self._in_order is None:
             taken = np.flatnonzero(self.serial >= 0)
             self._in_order = taken[np.argsort(self.serial[taken])]
@@ -117,7 +117,7 @@ class SlotTable:
         self.stop_ids[slot] = -1
         self.stop_ids[slot, : len(stop_ids)] = stop_ids
         self.serial[slot] = sequence.serial
-        # What the host changes or reports token by token comes one token a step.
+        # A sequence with logits that the host changes or reports gets one token a step.
         single = 1 if sequence.needs_logits else self._most_new
         self.most_new[slot] = 0 if group.beams is not None else single
         self.has_extras[slot] = (
@@ -128,7 +128,7 @@ class SlotTable:
         return slot
 
     def begin(self, sequence: Sequence, num_computed: int = 0) -> None:
-        """Let a sequence in its slot run, from the first token that is not computed on."""
+        """Start a sequence in its slot, at the first token that is not computed."""
         slot = sequence.slot
         assert slot is not None
         count = len(sequence.token_ids)
@@ -145,11 +145,11 @@ class SlotTable:
         self.num_tokens[slot] += 1
 
     def clear(self, slot: int) -> None:
-        """Forget what is computed of a slot's sequence, which keeps the slot."""
+        """Reset the progress of a slot's sequence, which keeps the slot."""
         self.num_known[slot] = self.num_tokens[slot] = self.num_computed[slot] = 0
 
     def set_parent(self, sequence: Sequence, parent: Sequence | None) -> None:
-        """Let a sequence in its slot wait for another one, or no longer."""
+        """Make a sequence in its slot wait for a parent, or stop waiting with None."""
         self.num_pending += (parent is not None) - (sequence.parent is not None)
         sequence.parent = parent
 
@@ -162,7 +162,7 @@ class SlotTable:
         return self.token_ids[slot, : self.num_known[slot]]
 
     def count_tokens(self, group: SequenceGroup) -> int:
-        """Known tokens of all sequences of a group that run or will; all of them have slots."""
+        """Known tokens of all live sequences of a group, all of which have slots."""
         return sum(len(self.tokens(sequence)) for sequence in group.live)
 
     def release(self, sequence: Sequence) -> None:

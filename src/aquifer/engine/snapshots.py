@@ -1,4 +1,4 @@
-"""What policies see of the scheduler's books."""
+"""Snapshots of the scheduler's books, for policies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from aquifer.engine.sequence import SequenceGroup
 
 
 class Candidates(Sequence[Candidate]):
-    """A queue as admission sees it: read-only, and made up as far as it is looked at."""
+    """A queue as admission policies see it: read-only, and built only as far as it is read."""
 
     def __init__(self, waiting: list[SequenceGroup]) -> None:
         self._waiting = waiting
@@ -42,7 +42,7 @@ def _candidate(group: SequenceGroup) -> Candidate:
 
 
 def running_request(lane: Lane, group: SequenceGroup) -> RunningRequest:
-    """A running request as the choice of victims sees it."""
+    """A running request as policies for victims see it."""
     return RunningRequest(
         model=lane.name,
         arrival=group.arrival,

@@ -1,4 +1,4 @@
-"""One step of one model as plain data: what the scheduler plans, and what comes of running it.
+"""One step of one model as plain data: the scheduler's plan, and the runner's results.
 
 Both directions are frozen values of arrays and numbers that pickle, so that the runner may be in
 another process, and the same plan may go to every rank of a model that several devices share.
@@ -20,17 +20,17 @@ from aquifer.engine.params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class SlotAssignment:
-    """The sequence that has got a slot, and all that sampling for it takes; sent once.
+    """A sequence that got a slot, with everything that sampling needs to know of it; sent once.
 
     `num_logprobs` and `num_prompt_logprobs` say how many of the most probable tokens to report at
     each position; None for no report.
     """
 
     slot: int
-    serial: int  # number of the sequence among all of the engine
+    serial: int  # number of the sequence among all sequences of the engine
     seed: int  # uint64
     num_prompt_tokens: int
-    min_total_tokens: int  # no stop token among the first so many tokens, prompt included
+    min_total_tokens: int  # tokens before which no stop token counts, prompt included
     stop_ids: frozenset[int]
     params: SamplingParams
     num_logprobs: int | None
@@ -78,7 +78,7 @@ def _no_prompt_reports() -> dict[tuple[int, int], TokenLogprobs]:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step computed."""
+    """Results of a step."""
 
     tokens: IntArray  # [m, k], new tokens of each sampled span, of which `counts` are valid
     counts: IntArray  # [m], from 0 to `StepInput.most_new`

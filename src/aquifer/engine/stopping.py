@@ -1,4 +1,4 @@
-"""Where sequences end: at a stop token, or at their longest length."""
+"""Ends of sequences: at a stop token, or at their longest length."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ class Endings(NamedTuple):
 
     counts: IntArray  # [n], new tokens up to the end of the sequence
     stops: BoolArray  # [n], whether the last of them is a stop token
-    is_full: BoolArray  # [n], whether the sequence has its longest length with them
+    is_full: BoolArray  # [n], whether the sequence reaches its longest length
 
 
 def find_endings(
     table: SlotTable, slots: IntArray, lengths: IntArray, tokens: IntArray, counts: IntArray
 ) -> Endings:
-    """Where the new tokens of each row end its sequence.
+    """Find the new token that ends the sequence of each row, if there is one.
 
-    Stop tokens beyond `STOP_IDS_PER_SLOT` are not looked for here: see `SlotTable.has_extras`.
+    Stop tokens beyond `STOP_IDS_PER_SLOT` are not checked here: see `SlotTable.has_extras`.
 
     Args:
-        table: the sequences' columns.
-        slots: [n], of the rows.
-        lengths: [n], tokens of each sequence before.
+        table: columns of the sequences.
+        slots: [n], slots of the rows.
+        lengths: [n], tokens that each sequence had before.
         tokens: [n, k], new tokens.
         counts: [n], how many of them are valid.
     """

@@ -1,12 +1,12 @@
-"""Parameters in pool pages: where each one lies, and how it gets there.
+"""Parameters in pool pages: their placement, their pages and their contents.
 
-Each large parameter starts on a page of its own, so that it can be given up and brought back by
+Each large parameter starts on a page of its own, so that it can be evicted and brought back by
 itself; small ones share the pages at the end of the model's range. These are the store's groups:
 one for each large parameter, one for all small ones. Addresses stay for as long as the model is
-registered, whatever happens to the pages behind them.
+registered, while pages come and go.
 
-Where the device has large pages, a parameter's pages are large ones as far as they are full, and
-then ordinary ones: mapping costs by the page, and no byte more is taken than with ordinary pages.
+Where the device has large pages, a parameter takes as many full large pages as fit in it, and then
+ordinary pages: mapping costs by the page, and no more bytes are taken than with ordinary pages.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from aquifer.memory.residency import Residency
 from aquifer.weights.checkpoint import Checkpoint
 from aquifer.weights.loader import load_tensors
 
-_ALIGNMENT_BYTES = 256  # of a small parameter within the shared pages
-_RANDOM_STD = 0.02  # what most models are initialised with
+_ALIGNMENT_BYTES = 256  # alignment of small parameters within the shared pages
+_RANDOM_STD = 0.02  # standard deviation that most models are initialised with
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter as the model wants it: possibly several stored tensors in one."""
+    """A parameter as the model needs it: possibly several stored tensors in one."""
 
     name: str
     shape: tuple[int, ...]
@@ -70,7 +70,7 @@ class Placement:
 
     @classmethod
     def plan(cls, parameters: Sequence[Parameter], page_bytes: int) -> Placement:
-        """Large parameters page-aligned, in the order given; then small ones packed."""
+        """Place large parameters page-aligned, in the order given; then small ones, packed."""
         offsets: dict[str, int] = {}
         end = 0
         for parameter in parameters:
@@ -87,11 +87,11 @@ class Placement:
     def groups(
         self, parameters: Sequence[Parameter], large_page_bytes: int
     ) -> tuple[ParameterGroup, ...]:
-        """Which parameters have pages in common, and which of these pages to take as large ones.
+        """Group parameters that have pages in common, and choose the pages to take as large ones.
 
         Args:
             parameters: as given to `plan`.
-            large_page_bytes: a multiple of `page_bytes`; the same for ordinary pages only.
+            large_page_bytes: a multiple of `page_bytes`; equal to it for ordinary pages only.
         """
         ratio = large_page_bytes // self.page_bytes
         groups: list[ParameterGroup] = []
@@ -119,34 +119,34 @@ def placed_bytes(models: Iterable[Sequence[Parameter]], page_bytes: int) -> int:
 class ParameterGroup:
     """Parameters that become resident and are evicted together, and their pages.
 
-    Both ranges count ordinary pages of the placement.
+    Both ranges are indices of ordinary pages of the placement.
     """
 
     names: tuple[str, ...]
-    large: range  # to be taken as large pages; a whole number of them
+    large: range  # taken as large pages; a whole number of these
     ordinary: range
 
     @property
     def num_pages(self) -> int:
-        """Pages of the group, in ordinary ones."""
+        """Size of the group in ordinary pages."""
         return len(self.large) + len(self.ordinary)
 
 
 class WeightStore:
     """The parameters of one model at addresses of their own, with pages of the pool under them.
 
-    It holds no pages before `populate`. What `evict` gives up, `populate` brings back at the same
-    addresses, but without its contents.
+    It holds no pages before `populate`. After `evict`, `populate` puts pages under the same
+    addresses again, but without contents.
 
     Args:
         pool: where the pages come from.
         owner: the pages' owner.
-        parameters: what to hold.
+        parameters: the model's parameters.
 
     Attributes:
-        parameters: likewise.
-        placement: where each parameter lies.
-        groups: what is resident or evicted as a whole.
+        parameters: as given.
+        placement: offsets of the parameters.
+        groups: parameters that are resident or evicted as a whole.
         tensors: the parameters by name; to be used only while they are resident.
 
     Raises:
@@ -163,7 +163,7 @@ class WeightStore:
         self._pool = pool
         self._range = VirtualRange(pool.pages, placement.num_bytes, placement.page_bytes)
         self._ordinary = Residency(pool, owner, self._range)
-        # Large pages of each group that has some, under a part of the addresses.
+        # Residency of the large pages of each group that has some, under a part of the addresses.
         self._large = {
             group: Residency(
                 pool,
@@ -186,12 +186,12 @@ class WeightStore:
 
     @property
     def resident(self) -> frozenset[ParameterGroup]:
-        """Groups that have their pages."""
+        """Groups that have pages."""
         return frozenset(self._resident)
 
     @property
     def is_resident(self) -> bool:
-        """Whether all groups have their pages."""
+        """Whether all groups have pages."""
         return len(self._resident) == len(self.groups)
 
     @property
@@ -200,10 +200,10 @@ class WeightStore:
         return sum(group.num_pages for group in self._resident) * self.placement.page_bytes
 
     def populate(self, groups: Iterable[ParameterGroup] | None = None) -> bool:
-        """Take pages for these groups, or for all; those that are resident stay as they are.
+        """Take pages for these groups, or for all; groups that are resident stay as they are.
 
-        All or nothing: False means that the pool is short, and nothing has changed. What comes is
-        to be written: `load` or `fill_random`.
+        All or nothing: False means that the pool is short, and nothing has changed. The caller then
+        writes the contents with `load` or `fill_random`.
 
         Raises:
             DriverError: the device refused; nothing has changed.
@@ -212,7 +212,7 @@ class WeightStore:
             g for g in (self.groups if groups is None else groups) if g not in self._resident
         ]
         with ExitStack() as undo:
-            # Large pages first: what they leave of the budget is whole ordinary pages.
+            # Large pages first: they leave a whole number of ordinary pages of the budget.
             for group in missing:
                 if group in self._large:
                     large = self._large[group]
@@ -242,7 +242,7 @@ class WeightStore:
     def load(
         self, checkpoint: Checkpoint, on_bytes: Callable[[int], None] = lambda _: None
     ) -> None:
-        """Read every parameter from disk, in file order; `on_bytes` is told of each stretch read.
+        """Read every parameter from disk, in file order; calls `on_bytes` after each stretch.
 
         Raises:
             ConfigError: a tensor is missing or has another shape; found before anything is read.
@@ -258,9 +258,9 @@ class WeightStore:
         load_tensors(checkpoint, jobs, on_bytes)
 
     def fill_random(self, seed: int) -> None:
-        """Make weights up where they lie: vectors are 1 (norms) or 0 (biases), the rest normal.
+        """Fill parameters: vectors with 1 (norms) or 0 (biases), others with normal random numbers.
 
-        With these, activations keep their size from layer to layer, as in a real model.
+        With these, activations keep their magnitude from layer to layer, as in a real model.
         """
         generator: torch.Generator | None = None
         for parameter in self.parameters:

@@ -1,7 +1,7 @@
-"""Cache of prefixes: what a scheduler asks of the trie, its victims and its pins.
+"""Cache of prefixes: the scheduler's interface to the trie, its victims and its pins.
 
-To begin, extend or end a sequence costs time in proportion to its blocks. Statistics and properties
-are counters: they cost the same however many blocks are kept.
+To begin, extend or end a sequence takes time in proportion to its blocks. Statistics and properties
+are counters: they take the same time however many blocks are kept.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Lease:
     """Guard of the path of one sequence, from the root to the last block known of it.
 
     Attributes:
-        match: what the sequence began with.
-        node: of the last block known of it, for this package; None before the first.
-        is_open: until `PrefixCache.unlock`.
+        match: the prefix that the sequence began with.
+        node: node of its last known block, for this package; None before the first block.
+        is_open: True until `PrefixCache.unlock`.
     """
 
     match: Match
@@ -41,7 +41,7 @@ class PrefixStats:
     held_blocks: int
     held_bytes: int
     pinned_bytes: int
-    evictable_bytes: int  # of blocks with neither a lease nor a pin on them or below
+    evictable_bytes: int  # blocks with neither a lease nor a pin on them or below
     queried_tokens: int
     hit_tokens: int
     evicted_blocks: int
@@ -53,7 +53,7 @@ class PrefixCache:
     A sequence goes through it in this order:
 
         match = prefixes.match(token_ids, extra)
-        lease = prefixes.lock(match)          # or else making room could evict what was found
+        lease = prefixes.lock(match)          # otherwise making room could evict the match
         ...                                   # adopt; if that fails, unlock(lease) and wait
         prefixes.record(lease, now_s)
         prefixes.insert(lease, slot, token_ids, num_computed, now_s)    # at any time, any number
@@ -67,8 +67,8 @@ class PrefixCache:
         restore_s: seconds to compute KV again, given the position of the first token and the number
             of tokens; both may be fractions, where a block holds less than a token. Later tokens
             cost more, as they attend to all earlier ones.
-        reuse: how probable it is that a prefix is needed again.
-        sensitivity: how much a second of delay of this model matters, compared with others.
+        reuse: probability that a prefix is needed again.
+        sensitivity: weight of a second of delay of this model, compared with others.
     """
 
     def __init__(
@@ -93,16 +93,16 @@ class PrefixCache:
     def match(
         self, token_ids: TokenIds, extra: Hashable = None, known: Match | None = None
     ) -> Match:
-        """The longest cached prefix, in whole blocks. A look-up has no effect on the cache.
+        """The longest cached prefix, in whole blocks. A lookup has no effect on the cache.
 
         At least one token is left to be run, as the request's first new token needs its logits. So
-        of a request that is cached as a whole, the last block is there to be copied.
+        if a request is cached as a whole, its last block is copied.
 
         Args:
             token_ids: [num_tokens], at least 1.
             extra: as given to `insert`.
-            known: an earlier match of these tokens, or of the first of them: the search goes on
-                from the last block of it that is still cached. The result is the same as without.
+            known: an earlier match of these tokens, or of the first of them. The search continues
+                from its last block that is still cached; the result is the same as without it.
 
         Raises:
             InvariantError: `known` is a match of other tokens.
@@ -111,9 +111,9 @@ class PrefixCache:
         return self._trie.match(token_ids, extra, known)
 
     def evictable_pages(self, match: Match) -> int:
-        """Pages of a match that count as evictable now, and no longer once it is locked.
+        """Pages of a match that count as evictable until it is locked.
 
-        So a request that begins with this match needs as many pages more of what is evictable.
+        A request that begins with this match needs room for them too.
         Pre-condition: nothing was evicted since the match.
         """
         # Nodes above a guarded one are guarded.
@@ -121,7 +121,7 @@ class PrefixCache:
         return self._footprint.blocks_pages(len(match.nodes) - num_guarded)
 
     def lock(self, match: Match) -> Lease:
-        """Guard what was found for as long as a sequence runs. Also for a match of nothing.
+        """Guard a match, which may be empty, for as long as a sequence runs.
 
         Raises:
             InvariantError: some of the match has been evicted since.
@@ -132,7 +132,7 @@ class PrefixCache:
         return self._lease(match, node)
 
     def fork(self, lease: Lease) -> Lease:
-        """A lease for a sequence that shares all tokens known of another one so far."""
+        """A lease for a sequence that shares all known tokens of another one."""
         _check_open(lease)
         return self._lease(lease.match, lease.node)
 
@@ -140,8 +140,8 @@ class PrefixCache:
         """End a lease. What the sequence computed may be evicted from now on.
 
         Args:
-            lease: open.
-            now_s: the time, which is that of its last use; None if the sequence never ran.
+            lease: an open lease.
+            now_s: the time, recorded as the last use; None if the sequence never ran.
         """
         _check_open(lease)
         lease.is_open = False
@@ -152,10 +152,10 @@ class PrefixCache:
         self._victims.unguard(node)
 
     def record(self, lease: Lease, now_s: float) -> None:
-        """Count a request that begins with what its lease guards.
+        """Count a request that begins with its match, for statistics and as a use of the blocks.
 
-        To be called once a request: not again for a request that comes back after a preemption, and
-        not for each of its sequences.
+        To be called once for each request: not again after a preemption, and not for each of its
+        sequences.
         """
         _check_open(lease)
         self._queried_tokens += lease.match.num_query_tokens
@@ -168,16 +168,16 @@ class PrefixCache:
     def insert(
         self, lease: Lease, slot: int, token_ids: TokenIds, num_computed: int, now_s: float
     ) -> None:
-        """Hold the whole blocks of a sequence, and guard them. What is known already costs little.
+        """Hold the whole blocks of a sequence, and guard them. Blocks that are known cost little.
 
         Where another sequence's block with the same contents is held already, that one stays, and
-        this sequence's own goes when it ends.
+        this sequence's own is freed when it ends.
 
         Args:
-            lease: the sequence's.
-            slot: of the sequence.
+            lease: the sequence's lease.
+            slot: the sequence's slot.
             token_ids: [at least num_computed], its tokens from the first.
-            num_computed: how many of them have their KV written, by steps launched already.
+            num_computed: tokens with KV written by steps that were launched already.
             now_s: the time.
         """
         _check_open(lease)
@@ -199,22 +199,22 @@ class PrefixCache:
             self._pins.follow(added)
 
     def pin(self, token_ids: TokenIds, extra: Hashable = None) -> None:
-        """Never evict the whole blocks of this prefix: those there are, and those inserted later.
+        """Never evict the whole blocks of this prefix: those kept now, and those inserted later.
 
-        Pinning twice is no different from pinning once.
+        Pinning twice has the same effect as pinning once.
         """
         check_token_ids(token_ids)
         self._pins.pin(token_ids, extra)
 
     def unpin(self, token_ids: TokenIds, extra: Hashable = None) -> bool:
-        """The opposite of `pin`, of exactly the same tokens. Returns whether they were pinned."""
+        """The opposite of `pin` of exactly the same tokens. Returns whether they were pinned."""
         check_token_ids(token_ids)
         return self._pins.unpin(token_ids, extra)
 
     def clear(self) -> None:
-        """Drop all that no running sequence has a lease of, pinned or not.
+        """Drop all blocks without a lease, pinned or not.
 
-        What was pinned is still to be kept when it is computed the next time.
+        Pins stay: their prefixes are kept again once they are computed again.
         """
         self._pins.detach()
         self._drop(self._victims.evict_all())
@@ -246,7 +246,7 @@ class PrefixCache:
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of the blocks that pins guard; one that several pins have in common counts once."""
+        """Bytes of pinned blocks; a block that several pins have in common counts once."""
         return self._footprint.blocks_bytes(self._pins.num_blocks)
 
     @property
@@ -276,7 +276,7 @@ class PrefixCache:
         return Lease(match, node)
 
     def _num_blocks(self, num_bytes: int) -> int:
-        """Blocks that have so many bytes at least; 0 if none is kept, as without KV."""
+        """Number of blocks with at least `num_bytes`; 0 if none is kept, as without KV."""
         return -(-num_bytes // self._footprint.block_bytes) if len(self._trie) else 0
 
     def _drop(self, blocks: list[int]) -> None:

@@ -16,7 +16,7 @@ from aquifer.cache.prefix.victims import VictimQueues
 
 @dataclass(slots=True, eq=False)
 class _Pin:
-    """A pinned prefix; `node` is the last block of it that is kept now."""
+    """A pinned prefix; `node` is its last block that is kept."""
 
     extra: Hashable
     token_ids: TokenIds
@@ -24,7 +24,7 @@ class _Pin:
 
     @property
     def parent_key(self) -> ParentKey:
-        """The parent in the key of the next node that the pin waits for."""
+        """The parent's part of the key of the next node that the pin waits for."""
         return (self.extra,) if self.node is None else self.node.number
 
 
@@ -32,11 +32,11 @@ class Pins:
     """The pins of one trie.
 
     Args:
-        trie: where prefixes are found.
-        victims: guards what is pinned.
+        trie: the nodes.
+        victims: guards the pinned nodes.
 
     Attributes:
-        num_blocks: pinned blocks; one that several pins have in common counts once.
+        num_blocks: pinned blocks; a block that several pins have in common counts once.
     """
 
     def __init__(self, trie: Trie, victims: VictimQueues) -> None:
@@ -77,7 +77,7 @@ class Pins:
             self._leave(pin)
 
     def attach(self) -> None:
-        """Put all pins on the nodes that are kept of their prefixes."""
+        """Put all pins on the last kept nodes of their prefixes."""
         for pin in self._pins.values():
             self._wait(pin)
             self._advance(pin)
@@ -114,7 +114,7 @@ class Pins:
             del self._waiting[pin.parent_key]
 
     def _mark(self, node: Node | None) -> None:
-        """Guard a node, and count it and all above it as pinned, each once."""
+        """Guard a node, and count it and all nodes above it as pinned, each once."""
         self._victims.guard(node)
         while node is not None:
             node.num_pins += 1

@@ -1,8 +1,8 @@
 """Trie of the blocks that are kept.
 
-The blocks of a sequence form a chain: the contents of a block depend on the tokens that lie in it
-and on all tokens before. So the blocks that are kept form a trie. A node is found by its parent and
-by the tokens that its block adds:
+The blocks of a sequence form a chain: the contents of a block depend on the tokens in it and on all
+tokens before. So the blocks that are kept form a trie. A node is found by its parent and the tokens
+that its block adds:
 
     key of a node = (parent node, bytes of tokens [tokens_touching(i), tokens_touching(i + 1)))
 
@@ -38,12 +38,12 @@ Key = tuple[ParentKey, bytes]
 class Node:
     """A block that is kept.
 
-    `reuses` and `last_used_s` count requests that ended at this block. Those of the blocks below
-    are added when these are removed, so the two are exact once a node is a leaf, and a use is one
-    write however long its path is.
+    `reuses` and `last_used_s` count the requests that ended at this block. The counts of blocks
+    below are added when these are removed. So both are exact once a node is a leaf, and recording a
+    use is one write, however long the path.
     """
 
-    number: int  # never given out twice
+    number: int  # never used again
     key: Key
     parent: Node | None
     block: int
@@ -53,19 +53,19 @@ class Node:
     num_children: int = 0
     num_guards: int = 0  # leases and pins on it, and children that are guarded
     num_pins: int = 0  # pins on it, and children that are pinned
-    ticket: int = NOT_QUEUED  # of its entry in a queue of victims
+    ticket: int = NOT_QUEUED  # number of its entry in a queue of victims
     is_kept: bool = True  # False once it is removed
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Cached beginning of a request, to be locked before anything is reserved, or thrown away.
+    """Cached prefix of a request. Lock it before anything is reserved, or throw it away.
 
     Attributes:
         blocks: the blocks that the tokens lie in, for `SequenceCache.adopt`.
         num_tokens: tokens that need not be computed; 0 if there are no blocks.
-        num_query_tokens: tokens that were looked for.
-        extra: what they were looked for with.
+        num_query_tokens: length of the request that was looked up.
+        extra: as given to `match`.
         nodes: the nodes of `blocks`, for this package.
     """
 
@@ -82,10 +82,10 @@ class Match:
 
 
 class Trie:
-    """Nodes by key. It knows which blocks there are, and not which of them may go.
+    """Nodes of kept blocks, by key.
 
     Args:
-        cache: the blocks' manager.
+        cache: manager of the blocks.
     """
 
     def __init__(self, cache: Blocks) -> None:
@@ -95,8 +95,8 @@ class Trie:
         self._max_tokens = cache.tokens_in(_MANY_BLOCKS) if has_kv else 0
         self._nodes: dict[Key, Node] = {}  # in order of creation: parents before children
         self._last_number = 0
-        # [i]: tokens in the first i blocks, the last whole one included, and bytes of the ids of
-        # all tokens that these blocks depend on. As far as any sequence asked for.
+        # [i]: tokens that end in the first i blocks, and bytes of the ids of all tokens that these
+        # blocks depend on; extended as far as a sequence needs.
         self._num_tokens = [0]
         self._end_bytes = [0]
 
@@ -114,7 +114,7 @@ class Trie:
         if known is not None:
             if self._is_current(known, token_ids, extra):
                 return known
-            # Parents stay longer than their children, so the first of the nodes are left.
+            # Parents stay longer than their children, so what is left are the first nodes.
             num_left = bisect_left(known.nodes, True, key=lambda node: not node.is_kept)
             nodes += known.nodes[:num_left]
             blocks += known.blocks[:num_left]
@@ -162,10 +162,10 @@ class Trie:
         """Add the blocks of a sequence below `node`, none of which is kept yet.
 
         Args:
-            token_ids: the sequence's, from the first.
+            token_ids: the sequence's tokens, from the first.
             extra: as given to `match`.
-            node: of the block before; None for the first block.
-            blocks: the sequence's, from the first, at least the whole ones.
+            node: node of the block before; None for the first block.
+            blocks: the sequence's blocks, from the first, at least the whole ones.
             now_s: the time.
         """
         first = 0 if node is None else node.index + 1
@@ -184,7 +184,7 @@ class Trie:
         return added
 
     def remove(self, leaf: Node) -> None:
-        """Forget a node without children; what is known of its use becomes its parent's."""
+        """Remove a node without children; its uses are added to its parent's."""
         del self._nodes[leaf.key]
         leaf.is_kept = False
         parent = leaf.parent
@@ -194,7 +194,7 @@ class Trie:
             parent.last_used_s = max(parent.last_used_s, leaf.last_used_s)
 
     def num_whole(self, num_tokens: int) -> int:
-        """How many of a sequence's blocks depend on the first `num_tokens` tokens alone."""
+        """Number of a sequence's blocks that depend on the first `num_tokens` tokens alone."""
         self._cover(num_tokens)
         return bisect_right(self._end_bytes, num_tokens * _TOKEN_ID_BYTES) - 1
 
@@ -209,19 +209,19 @@ class Trie:
             self._end_bytes.append(num_touching * _TOKEN_ID_BYTES)
 
     def _child(self, token_ids: TokenIds, extra: Hashable, node: Node | None) -> Node | None:
-        """The node of the next block after `node`, if that is whole and kept."""
+        """The node of the next block after `node`, if that block is whole and kept."""
         index = 0 if node is None else node.index + 1
         if index >= self.num_whole(len(token_ids)):
             return None
         return self._nodes.get((_parent_key(extra, node), self._block_ids(token_ids, index)))
 
     def _block_ids(self, token_ids: TokenIds, index: int) -> bytes:
-        """The tokens that a block adds to those before, as in its key."""
+        """The tokens that a block adds to those before it, as bytes of a key."""
         start, end = (self._end_bytes[i] // _TOKEN_ID_BYTES for i in (index, index + 1))
         return token_ids[start:end].tobytes()
 
     def _is_current(self, known: Match, token_ids: TokenIds, extra: Hashable) -> bool:
-        """Whether an earlier match of these tokens, or of fewer of them, is what is kept now.
+        """Whether an earlier match of these tokens, or of the first of them, is still complete.
 
         Raises:
             InvariantError: it is a match of other tokens.
@@ -239,7 +239,7 @@ class Trie:
 
 
 def check_token_ids(token_ids: TokenIds) -> None:
-    """Refuse tokens of another width: their bytes would be found as other tokens.
+    """Refuse token ids of another width, since their bytes would match other tokens.
 
     Raises:
         InvariantError: they are not a row of int32.

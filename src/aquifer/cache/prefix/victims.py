@@ -1,8 +1,8 @@
-"""Which kept blocks may go, and in which order.
+"""Order in which kept blocks are evicted, and guards of those that stay.
 
-    guarded     a lease of a running sequence, or a pin, is on the node or below it: stays
-    inner       nodes hang below it, none of them guarded: stays until they have gone
-    leaf        nothing hangs below it: the next victims are among these
+    guarded     a lease or a pin is on the node or below it: it stays
+    inner       it has children, none of them guarded: it stays until they have been evicted
+    leaf        it has no children: the next victims are among these
 
 Leaves of the same number of reuses and about the same cost to restore wait in one queue, least
 recently used first. The regret of `aquifer.memory.reclaim` falls with age, so only the heads of a
@@ -33,7 +33,7 @@ class _Queues:
     """Leaves by class, each class in order of their last use.
 
     Each class is a heap, as a node may become a leaf long after its last use. An entry is valid as
-    long as its ticket is the node's; others are thrown away when they come up.
+    long as its ticket is the node's; stale entries are thrown away when they reach the head.
     """
 
     heaps: dict[_QueueKey, list[tuple[float, int, Node]]] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class _Queues:
 
 @dataclass(slots=True)
 class _Remainder:
-    """What would be known of a node if some of the nodes below it had gone."""
+    """The state that a node would have without some of the nodes below it."""
 
     num_children: int
     reuses: int
@@ -93,10 +93,10 @@ class VictimQueues:
     """Guards nodes of a trie, and removes others in order of regret.
 
     Args:
-        trie: of the nodes.
-        footprint: of the cache that the blocks belong to.
+        trie: the nodes.
+        footprint: footprint of the cache that the blocks belong to.
         restore_s: as for `PrefixCache`.
-        reuse: how probable it is that a prefix is needed again.
+        reuse: probability that a prefix is needed again.
         sensitivity: as for `PrefixCache`.
     """
 
@@ -123,7 +123,7 @@ class VictimQueues:
         return len(self._trie) - self._num_guarded
 
     def guard(self, node: Node | None) -> None:
-        """Protect a node and all above it; the way up ends where a node is guarded already."""
+        """Guard a node and all above it, up to the first one that is guarded already."""
         while node is not None:
             node.num_guards += 1
             if node.num_guards > 1:
@@ -133,7 +133,7 @@ class VictimQueues:
             node = node.parent
 
     def unguard(self, node: Node | None) -> None:
-        """End what one call of `guard` began."""
+        """The opposite of one call of `guard`."""
         while node is not None:
             node.num_guards -= 1
             if node.num_guards:
@@ -157,11 +157,11 @@ class VictimQueues:
     def evict(self, num_wanted: int, now_s: float, limit: float = math.inf) -> list[int]:
         """Remove up to `num_wanted` nodes in order of regret, and return their blocks.
 
-        A node whose last child has gone is a leaf and may be the next one. The first victim goes
-        whatever its regret; the removal ends before another one of a regret above `limit`.
+        A node without children left is a leaf and may be the next victim. The first victim is
+        removed at any regret; the removal ends before another one of a regret above `limit`.
         """
-        # The heads of the queues by regret. A head that was overtaken by a new leaf or has gone is
-        # thrown away when it comes up: its queue was offered again at that moment.
+        # The heads of the queues by regret. A head that is no longer one, because of a new leaf or
+        # its removal, is skipped: its queue was offered again at that moment.
         offers: list[tuple[float, int, _QueueKey]] = []
 
         def offer(key: _QueueKey) -> None:
@@ -195,11 +195,11 @@ class VictimQueues:
         return [node.block for node in nodes]
 
     def count_below(self, num_wanted: int, now_s: float, limit: float) -> int:
-        """Count nodes that could go at a regret per byte below `limit`, up to `num_wanted`.
+        """Count nodes that could be evicted at a regret per byte below `limit`, up to `num_wanted`.
 
-        A node counts if its regret is below the limit once all nodes below it have gone, and these
-        count too. It takes time in proportion to the number of queues and the nodes counted. What
-        is queued behind a leaf of a larger regret does not count, though it may cost a little less.
+        A node counts if all nodes below it count, and its regret without them is below the limit.
+        It takes time in proportion to the number of queues and the nodes counted. Leaves that are
+        queued behind one of a larger regret do not count, though theirs may be a little less.
         """
         remainders: dict[Node, _Remainder] = {}
         count = 0
@@ -221,13 +221,13 @@ class VictimQueues:
     def _count_above(
         self, leaf: Node, now_s: float, limit: float, remainders: dict[Node, _Remainder]
     ) -> int:
-        """Count the nodes above a leaf that could go next if it, too, had gone.
+        """Count the nodes above a leaf that could be evicted after it.
 
         Args:
-            leaf: counted already.
+            leaf: a leaf that was counted.
             now_s: the time.
             limit: as for `count_below`.
-            remainders: of nodes with children that were counted; updated.
+            remainders: states of nodes with children that were counted; updated.
         """
         count = 0
         reuses, last_used_s = leaf.reuses, leaf.last_used_s
@@ -271,7 +271,7 @@ class VictimQueues:
         return self._regret(leaf, leaf.reuses, leaf.last_used_s, now_s)
 
     def _regret(self, node: Node, reuses: int, last_used_s: float, now_s: float) -> float:
-        """Regret per byte of a node with this past."""
+        """Regret per byte of a node with this number of reuses and this last use."""
         probability = self._reuse.probability(now_s - last_used_s, reuses)
         return regret_per_byte(
             probability, self._restore_block_s(node), self._block_bytes, self._sensitivity

@@ -1,8 +1,8 @@
 """The scheduler's decisions: pure functions from a frozen snapshot, one file each.
 
-    turns       in which order models are asked for their next step
-    admission   which waiting request is tried next
-    victims     which running request gives its memory up when the pool is short
+    turns       the order in which models are asked for their next step
+    admission   the waiting request that is tried next
+    victims     the running request that is preempted when the pool is short
     restore     whether its KV is copied to the host or computed again
 
 A policy sees tokens, counts and times, never pages or requests, and changes nothing. To replace

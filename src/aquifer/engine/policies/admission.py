@@ -1,4 +1,4 @@
-"""Admission: which waiting request of a model is tried next."""
+"""Admission: the waiting request of a model that is tried next."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 class Candidate(NamedTuple):
     """A waiting request."""
 
-    arrival: int  # its place in the order of arrival, over all models
+    arrival: int  # number in the order of arrival, over all models
     num_prompt_tokens: int
     num_tokens: int  # known tokens of its longest sequence, prompt included
     num_sequences: int  # slots that it needs, all at once
@@ -23,7 +23,7 @@ class AdmissionSnapshot(NamedTuple):
     waiting: Sequence[Candidate]
     num_running: int  # requests of this model that run
     num_free_slots: int
-    # Arrival of the request, of any model, that was refused memory last and waits still.
+    # Arrival of the request, of any model, that was refused memory last and is still waiting.
     blocked_arrival: int | None
 
 
@@ -37,9 +37,9 @@ A request that is tried and finds no room ends the step's admissions.
 def first_come(snapshot: AdmissionSnapshot) -> int | None:
     """First come, first served, over all models.
 
-    The first in the queue waits until it has slots and memory, and nothing that arrived after a
-    request that waits for memory is admitted before it. So the earliest request always comes to its
-    turn, whatever its size: no starvation. The cost: smaller requests wait behind a large one.
+    The first in the queue waits until it has slots and memory, and no later arrival is admitted
+    before a request that waits for memory. So the earliest request is always served, of any size:
+    no starvation. The cost: smaller requests wait behind a large one.
     """
     if not snapshot.waiting:
         return None

@@ -1,4 +1,4 @@
-"""The set of policies that a scheduler follows."""
+"""The policies of one scheduler."""
 
 from __future__ import annotations
 

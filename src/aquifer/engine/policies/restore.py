@@ -1,4 +1,4 @@
-"""Restore: how the KV of a preempted request comes back (PagedAttention, sections 4.5 and 7.3)."""
+"""Restore: copy or recompute the KV of a preempted request (PagedAttention, 4.5 and 7.3)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def restore_by_copy(mode: RestoreMode, swap_s: float, recompute_s: float) -> boo
     """Whether to copy a victim's KV to the host, rather than compute it again later.
 
     Args:
-        mode: "swap" or "recompute" to have it one way, "auto" for the faster one.
+        mode: "swap" or "recompute" to force one way, "auto" for the faster one.
         swap_s: seconds of the copies to the host and back.
         recompute_s: seconds of computing the KV again.
     """

@@ -1,4 +1,4 @@
-"""Turns: in which order models are asked for their next step."""
+"""Turns: the order in which models are asked for their next step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class ModelState(NamedTuple):
     name: str
     num_waiting: int
     num_running: int
-    last_turn: int  # number of the turn in which it was asked last; -1 for never
+    last_turn: int  # number of its last turn; -1 if it had none
 
 
 Turns = Callable[[Sequence[ModelState]], Sequence[int]]
@@ -21,5 +21,5 @@ runs it."""
 
 
 def round_robin(models: Sequence[ModelState]) -> Sequence[int]:
-    """A step each in turn: the model that was asked longest ago comes first."""
+    """One step for each model in turn: the model with the earliest last turn comes first."""
     return sorted(range(len(models)), key=lambda i: models[i].last_turn)

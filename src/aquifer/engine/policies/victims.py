@@ -1,4 +1,4 @@
-"""Victims: which running request gives its memory up when the pool is short."""
+"""Victims: the running request that is preempted when the pool is short."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class RunningRequest(NamedTuple):
     """A running request."""
 
     model: str
-    arrival: int  # its place in the order of arrival, over all models
+    arrival: int  # number in the order of arrival, over all models
     num_tokens: int  # known tokens of all its sequences
     num_sequences: int
     num_preemptions: int
