@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from random import Random
@@ -286,6 +288,23 @@ def test_a_model_is_removed_with_steps_in_flight(
         world.finish()
         assert all(sent.error is None for sent in others)
     assert num_errors >= {0, 3}
+
+
+def test_nothing_refers_to_a_model_that_was_removed(
+    open_world: Open, cases: dict[str, list[Case]]
+) -> None:
+    world = open_world(models={"a": "llama", "b": "sparse-kv"}, num_ahead=1)
+    for case in cases["llama"]:
+        world.send("a", case)
+        world.step()
+    world.engine.pin_prefix("a", cases["llama"][3].prompt)
+    lane = world.engine.lanes["a"]
+    parts = [weakref.ref(part) for part in (lane.cache, lane.prefixes, lane.slots)]
+    del lane
+    world.remove_model("a")
+    world.step()
+    gc.collect()
+    assert [part() for part in parts] == [None] * len(parts)
 
 
 def test_an_aborted_request_has_no_output_any_more(

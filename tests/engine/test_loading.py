@@ -175,6 +175,10 @@ def test_a_model_that_leaves_no_room_for_kv_is_not_loaded(
     world.add_model("c", "llama")
     with pytest.raises(ConfigError, match="the first token of c takes"):
         world.add_model("a", "no-kv")
+    world.add_model("a", "no-kv", load=False)
+    with pytest.raises(ConfigError, match="the first token of c takes"):
+        world.engine.load_model("a")
+    assert not world.is_loaded("a")
     assert world.used_bytes("a") == 0
     world.finished(world.send("c", make_short(cases["llama"])))
 
@@ -290,12 +294,11 @@ def test_a_request_ends_if_nothing_can_make_room_for_its_model(
 def test_a_request_of_an_unloaded_model_holds_up_no_others(
     open_world: Open, cases: dict[str, list[Case]], sizes: dict[str, tuple[int, int]]
 ) -> None:
-    """Before, it waited for memory, and those that came later waited for it."""
+    """It waited for memory, and later ones waited for it; then its weights' place was taken."""
     large = cases["llama"][3]
     num_pages = -(-(len(large.prompt) + 14) * sizes["llama"][1] // PAGE_BYTES)
-    weight_bytes = 2 * sizes["llama"][0]
     world = open_world(
-        weight_bytes + (num_pages + 2) * PAGE_BYTES,
+        2 * sizes["llama"][0] + (num_pages + 2) * PAGE_BYTES,
         models={"a": "llama", "b": "llama"},
         enable_prefix_caching=False,
     )
@@ -305,7 +308,11 @@ def test_a_request_of_an_unloaded_model_holds_up_no_others(
     world.step()
     later = world.send("b", make_short(cases["llama"]))
     world.engine.unload_model("a")
-    world.add_model("c", "no-kv", load=False)
+    world.add_model("c", "no-kv")
+    while not first.has_ended:
+        world.step()
+    assert later.token_ids
     world.finish()
-    for sent in (first, blocked, later):
-        assert sent.error is None
+    assert first.error is None
+    assert later.error is None
+    assert "has no room for this request" in (blocked.error or "")
