@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.memory.late_driver import LateDriver, LateFence
 from tests.models.tiny import TinyModel, plan_tiny
 
 from aquifer.config import EngineConfig, ModelSpec
@@ -114,6 +115,14 @@ def make_cases(tiny: TinyModel, seed: int) -> list[Case]:
                 case = make_case(tiny, kind, [*prefix, *tokens(random.randint(*lengths))], random)
             cases.append(case)
     return cases
+
+
+class BehindDriver(LateDriver):
+    """A device that has done nothing before it is waited for."""
+
+    def fence(self) -> LateFence:  # type: ignore[override]
+        self.launch(())
+        return super().fence()
 
 
 class LoopDriver(FaultyDriver):
@@ -293,3 +302,7 @@ class World:
         self.engine.close()
         usage = self.engine.pool.usage()
         assert usage.free_bytes == usage.uncreated_bytes == usage.budget_bytes
+
+
+Open = Callable[..., World]
+"""Opens an engine, given the arguments of `World` but for folder and driver."""

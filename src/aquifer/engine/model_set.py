@@ -134,9 +134,6 @@ class ModelSet:
         wanted = [host for host in self if host.lane.waiting and host.state != State.RESIDENT]
         wanted.sort(key=lambda host: min(group.arrival for group in host.lane.waiting))
         for host in wanted:
-            if host.error is not None:
-                on_failure(host, f"the model could not be loaded: {host.error}")
-                continue
             others = [lane for lane in self._assembly.scheduler.lanes.values() if lane.is_resident]
             if any(lane.has_work for lane in others) and not self._leaves_room(host, others):
                 return
