@@ -188,9 +188,11 @@ class ModelHost:
         chunk = runner.warm_up_chunk(num_tokens)
         has_room = cache.reserve(chunk.slots, chunk.starts + chunk.counts)
         cache.upload()
-        runner.warm_up(num_tokens, chunk if has_room else None, decodes=cache.tensors.open())
-        for slot in chunk.slots.tolist() if has_room else ():
-            cache.release(slot)
+        try:
+            runner.warm_up(num_tokens, chunk if has_room else None, decodes=cache.tensors.open())
+        finally:
+            for slot in chunk.slots.tolist() if has_room else ():
+                cache.release(slot)
 
     def _fill(self, on_progress: Callable[[LoadProgress], None]) -> None:
         """Read the weights, or fill them with random numbers."""
