@@ -31,7 +31,7 @@ test-gpu:
 bench-cpu: $(VENV)/installed-test
 	$(BIN)/python benchmarks/cpu/run.py
 
-# This checkout and another one, in turns, in about ten minutes; BEFORE is the other one's folder:
+# This checkout and another one, in turns, in about five minutes; BEFORE is the other one's folder:
 # git worktree add ../before COMMIT.
 bench-compare: $(VENV)/installed-test
 	PYTHONPATH=src $(BIN)/python benchmarks/cpu/compare.py --before $(BEFORE) --output benchmarks/cpu/structure.json
