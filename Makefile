@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint types unit test-gpu bench-cpu bench-gpu bench-pagedattention clean
+.PHONY: demo test lint types unit test-gpu bench-cpu bench-compare bench-gpu bench-pagedattention clean
 
 demo: $(VENV)/installed
 	$(BIN)/python tools/demo.py
@@ -30,6 +30,11 @@ test-gpu:
 
 bench-cpu: $(VENV)/installed-test
 	$(BIN)/python benchmarks/cpu/run.py
+
+# This checkout and another one, in turns, in about five minutes; BEFORE is the other one's folder:
+# git worktree add ../before COMMIT.
+bench-compare: $(VENV)/installed-test
+	PYTHONPATH=src $(BIN)/python benchmarks/cpu/compare.py --before $(BEFORE) --output benchmarks/cpu/structure.json
 
 # Likewise, in about four minutes on an H200.
 bench-gpu:

@@ -30,7 +30,7 @@ class Spans:
     def make(cls, slots: IntArray, starts: IntArray, counts: IntArray) -> Spans:
         """Spans in the order given."""
         offsets = np.zeros(len(counts) + 1, np.int64)
-        np.cumsum(counts, out=offsets[1:])
+        np.add.accumulate(counts, out=offsets[1:])
         return cls(slots, starts, counts, offsets)
 
     @property

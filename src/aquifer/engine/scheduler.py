@@ -362,7 +362,7 @@ class Scheduler:
         outputs: list[TokenOutput] = []
         now_s = self._clock_s()
         is_chosen_here = table.most_new[slots] == 0
-        if is_chosen_here.any():
+        if np.count_nonzero(is_chosen_here):
             rows = kept[is_chosen_here].tolist()
             beams = slots[is_chosen_here].tolist()
             outputs += commit_beams(lane, beams, rows, result, now_s)

@@ -35,7 +35,7 @@ def _candidate(group: SequenceGroup) -> Candidate:
     return Candidate(
         arrival=group.arrival,
         num_prompt_tokens=group.num_prompt_tokens,
-        num_tokens=max(len(sequence.token_ids) for sequence in group.sequences),
+        num_tokens=max([len(sequence.token_ids) for sequence in group.sequences]),
         num_sequences=len(group.sequences),
         num_preemptions=group.num_preemptions,
     )

@@ -38,9 +38,12 @@ def find_endings(
     max_total = table.max_total[slots]
     if tokens.shape[1] == 1:  # as in nearly every step
         lengths = lengths + counts
-        stops = (table.stop_ids[slots] == tokens).any(1)
-        stops &= (lengths > table.min_total[slots]) & (counts > 0)
-        return Endings(counts, stops, lengths >= max_total)
+        is_full = lengths >= max_total
+        is_stop = table.stop_ids[slots] == tokens
+        if not np.count_nonzero(is_stop):
+            return Endings(counts, np.zeros(len(slots), np.bool_), is_full)
+        stops = is_stop.any(1) & (lengths > table.min_total[slots]) & (counts > 0)
+        return Endings(counts, stops, is_full)
     counts = np.minimum(counts, max_total - lengths)
     places = np.arange(tokens.shape[1])
     may_stop = lengths[:, None] + places >= table.min_total[slots, None]
