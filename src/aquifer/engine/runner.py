@@ -309,61 +309,80 @@ class Runner:
     @torch.inference_mode()
     def sample(self, step: StepInput, scores: Scores) -> InFlight:
         """Choose the new tokens, and report log probabilities where a sequence asks for them."""
-        out, extras = scores.out, np.flatnonzero(scores.has_extras)
-        slots = step.spans.slots[step.sampled]
-        if scores.rows is not None and scores.logits is not None:
-            where, num_tokens = scores.rows
-            mode = self._sampler.mode(slots[~scores.has_extras])
-            if len(extras):
-                where = upload(np.where(scores.has_extras, -1, slots), self._device)
-            if len(extras) < len(slots):
-                self._sampler.sample(scores.logits, where, num_tokens, out, mode)
-                self._columns.last_token[scores.rows[0]] = out
-        reported, logprobs = extras[:0], None
-        if len(extras):
-            reported, logprobs = self._sample_extras(step, scores, extras)
-        token_ids = download(out)
+        reported, logprobs = np.zeros(0, np.int64), None
+        if scores.rows is not None:
+            reported, logprobs = self._sample_rows(step, scores, *scores.rows)
+        elif scores.has_extras.any():
+            reported, logprobs = self._sample_extras(step, scores)
+        token_ids = download(scores.out)
         fence = self._driver.fence()  # after the last copy to the host
         return InFlight(step.most_new, token_ids, fence, reported, logprobs, scores.prompt_logprobs)
 
-    def _sample_extras(
-        self, step: StepInput, scores: Scores, extras: IntArray
+    def _sample_rows(
+        self, step: StepInput, scores: Scores, slots: torch.Tensor, num_tokens: torch.Tensor
     ) -> tuple[IntArray, _Entries | None]:
-        """Sample rows with logits that the host changes or reports.
-
-        It comes after all other work of the step, so each kernel and each copy here is one that
-        the whole batch waits for.
+        """Sample all rows.
 
         Args:
-            step: that runs.
-            scores: of all rows.
-            extras: [e], which rows.
+            step: the step.
+            scores: its scores, of rows that have not been sampled.
+            slots: [m] int64, slots of the rows.
+            num_tokens: [m] int64, tokens that each row's sequence has.
 
         Returns: indices of the reported rows, and a function that returns their entries.
         """
+        sampler, logits = self._sampler, scores.logits
+        if logits is None:
+            return step.sampled, None  # there are no rows
+        host_slots = step.spans.slots[step.sampled]
+        reported, raw = np.zeros(0, np.int64), logits
+        if scores.has_extras.any():
+            num_logprobs = sampler.num_logprobs(host_slots)
+            reported = np.flatnonzero(num_logprobs >= 0)
+            raw = logits[upload(reported, self._device)]  # a copy, as the model gave them
+            ends = step.spans.starts[step.sampled] + step.spans.counts[step.sampled]
+            sampler.change_logits(logits, host_slots, ends)
+        sampler.sample(logits, slots, num_tokens, scores.out, sampler.mode(host_slots))
+        self._columns.last_token[slots] = scores.out
+        if not len(reported):
+            return reported, None
+        tokens = scores.out[upload(reported, self._device)]
+        return reported, token_logprobs(raw, tokens, num_logprobs[reported])
+
+    def _sample_extras(self, step: StepInput, scores: Scores) -> tuple[IntArray, _Entries | None]:
+        """Sample the rows that a graph left out: the host changes or reports their logits.
+
+        It comes after all other work of the step, so the whole batch waits for each kernel and each
+        copy here.
+
+        Args:
+            step: the step.
+            scores: its scores, of which all rows without extras have been sampled.
+
+        Returns: indices of the reported rows, and a function that returns their entries.
+        """
+        extras = np.flatnonzero(scores.has_extras)
         spans, sampled, sampler = step.spans, step.sampled[extras], self._sampler
         host_slots = spans.slots[sampled]
-        host_num_tokens = spans.starts[sampled] + spans.counts[sampled]
-        rows, slots, num_tokens = upload(
-            np.stack((extras, host_slots, host_num_tokens)), self._device
-        )
+        ends = spans.starts[sampled] + spans.counts[sampled]
+        rows, slots, num_tokens = upload(np.stack((extras, host_slots, ends)), self._device)
         assert scores.logits is not None
         raw = logits = scores.logits[rows]  # [e, vocab], a copy, as the model gave them
-        if sampler.changes(host_slots, host_num_tokens).any():
+        if sampler.changes(host_slots, ends).any():
             logits = raw.clone()
-            sampler.change_logits(logits, host_slots, host_num_tokens)
+            sampler.change_logits(logits, host_slots, ends)
         tokens = torch.empty_like(rows)
         sampler.sample(logits, slots, num_tokens, tokens, sampler.mode(host_slots))
         scores.out[rows] = tokens
         self._columns.last_token[slots] = tokens
         num_logprobs = sampler.num_logprobs(host_slots)
-        wanted = np.flatnonzero(num_logprobs >= 0)
-        if not len(wanted):
-            return wanted, None
-        if len(wanted) < len(extras):
-            chosen = upload(wanted, self._device)
+        reported = np.flatnonzero(num_logprobs >= 0)
+        if not len(reported):
+            return reported, None
+        if len(reported) < len(extras):
+            chosen = upload(reported, self._device)
             raw, tokens = raw[chosen], tokens[chosen]
-        return extras[wanted], token_logprobs(raw, tokens, num_logprobs[wanted])
+        return extras[reported], token_logprobs(raw, tokens, num_logprobs[reported])
 
     def _prompt_logprobs(
         self, step: StepInput, hidden: torch.Tensor
