@@ -59,6 +59,15 @@ def next_tokens(table: SlotTable, max_batched_tokens: int) -> tuple[IntArray, In
     return slots, counts
 
 
+def all_decode(table: SlotTable) -> bool:
+    """Whether each running sequence has one token to run, which the device sampled; not if none
+    runs."""
+    slots = table.in_order
+    computed = table.num_computed[slots]
+    decodes = (table.num_tokens[slots] - computed == 1) & (computed >= table.num_given[slots])
+    return len(slots) > 0 and bool(decodes.all())
+
+
 def make_step(
     name: str,
     table: SlotTable,

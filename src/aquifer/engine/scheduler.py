@@ -47,7 +47,7 @@ from aquifer.engine.committing import commit_beams, commit_tokens, timing
 from aquifer.engine.headroom import Headroom
 from aquifer.engine.lane import Lane
 from aquifer.engine.outputs import TokenOutput
-from aquifer.engine.planning import chunk_tokens, make_step, next_tokens
+from aquifer.engine.planning import all_decode, chunk_tokens, make_step, next_tokens
 from aquifer.engine.policies import AdmissionSnapshot, ModelState, Policies
 from aquifer.engine.preemption import Preemption
 from aquifer.engine.sequence import SequenceGroup
@@ -234,6 +234,40 @@ class Scheduler:
         lane.num_preemptions += 1
         group.num_preemptions += 1
         lane.waiting.insert(0, group)
+
+    # --- steps that repeat -------------------------------------------------------------------
+
+    def repeats(self, plan: StepInput, *, has_freed: bool) -> bool:
+        """Whether the next steps are like a committed one: the same sequences, a token each.
+
+        That is so until a sequence ends, a request arrives, or the pool is short. For a replay,
+        which then does these steps at once (`aquifer.engine.committing.skip_steps`).
+
+        Args:
+            plan: the latest step, committed.
+            has_freed: whether a sequence has ended in it or was preempted for it.
+        """
+        lane = self.lanes[plan.model]
+        if any(
+            other.waiting or other.running for other in self.lanes.values() if other is not lane
+        ):
+            return False
+        if not all_decode(lane.slots):
+            return False
+        return not lane.waiting or (not has_freed and self._is_queue_stuck(lane, plan))
+
+    def _is_queue_stuck(self, lane: Lane, plan: StepInput) -> bool:
+        """Whether the first waiting request was refused for this plan, and will be until more is
+        free.
+
+        Neither memory nor slots come free before a sequence ends. So it was refused if the plan had
+        tokens left for it. That changes with prefixes that were added since, which it could use. And
+        a request that was preempted may find room later: what must be left for all others
+        (`aquifer.engine.headroom`) shrinks as they approach their ends.
+        """
+        was_tried = plan.spans.num_tokens < self._max_batched_tokens
+        adds_prefixes = lane.prefixes is not None and plan.num_decodes < len(plan.spans.slots)
+        return was_tried and not adds_prefixes and lane.waiting[0].num_preemptions == 0
 
     # --- admission ---------------------------------------------------------------------------
 

@@ -16,10 +16,9 @@ import numpy.typing as npt
 from aquifer.cache.base import IntArray
 from aquifer.engine.committing import skip_steps
 from aquifer.engine.lane import Lane
-from aquifer.engine.slots import SlotTable
+from aquifer.engine.scheduler import Scheduler
 from aquifer.engine.step_input import StepInput
 from aquifer.sim.clock import Arrivals, Clock
-from aquifer.sim.config import ReplayConfig
 from aquifer.sim.device import StepModel
 from aquifer.sim.occupancy import Occupancy
 from aquifer.sim.outputs import made_up_tokens
@@ -44,8 +43,7 @@ class FastForward:
     """Does the steps after a committed one in which all sequences decode and none ends.
 
     Args:
-        config: the configuration of the replay.
-        lanes: by model.
+        scheduler: of the replay.
         steps: how long steps take, by model.
         clock: the time, which advances with the steps.
         arrivals: of the requests to come.
@@ -54,15 +52,13 @@ class FastForward:
 
     def __init__(
         self,
-        config: ReplayConfig,
-        lanes: Mapping[str, Lane],
+        scheduler: Scheduler,
         steps: Mapping[str, StepModel],
         clock: Clock,
         arrivals: Arrivals,
         occupancy: Occupancy,
     ) -> None:
-        self._config = config
-        self._lanes = lanes
+        self._scheduler = scheduler
         self._steps = steps
         self._clock = clock
         self._arrivals = arrivals
@@ -71,31 +67,18 @@ class FastForward:
     def run(self, plan: StepInput, *, has_freed: bool) -> Skipped | None:
         """Do as many steps as go on like the last one; None if there are none.
 
-        This holds as long as
-
-        - all running sequences are of this model, have one token to run, which was sampled in the
-          step before, and are not beams; no sequence waits to fork;
-        - no sequence ends;
-        - no request arrives for which there might be room;
-        - waiting requests have been refused, for lack of memory or slots (`_is_queue_stuck`);
-        - the manager has room.
+        The scheduler tells whether steps repeat (`Scheduler.repeats`). They do so until a sequence
+        ends, a request arrives for which there might be room, or the manager has no room.
 
         Args:
             plan: the last step's, committed.
             has_freed: whether a sequence has ended in it or been preempted for it.
         """
-        lane = self._lanes[plan.model]
+        if not self._scheduler.repeats(plan, has_freed=has_freed):
+            return None
+        lane = self._scheduler.lanes[plan.model]
         table = lane.slots
         slots = table.in_order
-        others = [other for other in self._lanes.values() if other is not lane]
-        if (
-            self._config.beam_width
-            or any(other.waiting or other.running for other in others)
-            or not _all_decode(table, slots)
-        ):
-            return None
-        if lane.waiting and (has_freed or not self._is_queue_stuck(lane, plan)):
-            return None
         known_tokens = table.num_tokens[slots]
         most_steps = int((table.max_total[slots] - known_tokens).min()) - 1
         most_steps = min(most_steps, _MOST_STEPS)
@@ -106,7 +89,7 @@ class FastForward:
         seconds = self._steps[lane.name].decode_seconds(num_seqs, kv_tokens)
         # Accumulated one after the other, as in single steps: [i] is when step i begins.
         begins_s = np.add.accumulate(np.concatenate(([self._clock.now_s], seconds)))
-        may_join = not lane.waiting or len(self._lanes) > 1
+        may_join = not lane.waiting or len(self._scheduler.lanes) > 1
         if may_join and (arrival_s := self._arrivals.next_s) is not None:
             most_steps = int(begins_s[:most_steps].searchsorted(arrival_s))
         free_bytes, retained_bytes = self._reserve(lane, slots, begins_s[:most_steps].tolist())
@@ -119,23 +102,6 @@ class FastForward:
         values = self._occupancy.values_of_decodes(lane, num_untaken, free_bytes, retained_bytes)
         self._clock.now_s = float(begins_s[count])
         return Skipped(seconds[:count], values)
-
-    def _is_queue_stuck(self, lane: Lane, plan: StepInput) -> bool:
-        """Whether the first waiting request was refused, and will be until a sequence ends.
-
-        Neither free memory nor free slots grow before that. So it is enough that the scheduler has
-        tried the request when it planned the last step, and that no prefixes have been added since
-        that the request could use. A request that was preempted may find room later, because the
-        room to be left for all others (`aquifer.engine.headroom`) shrinks as they approach their
-        ends.
-        """
-        had_budget = plan.spans.num_tokens < self._config.max_num_batched_tokens
-        only_decodes = plan.num_decodes == len(plan.spans.slots)
-        return (
-            had_budget
-            and lane.waiting[0].num_preemptions == 0
-            and (lane.prefixes is None or only_decodes)
-        )
 
     def _reserve(
         self, lane: Lane, slots: IntArray, begins_s: list[float]
@@ -156,10 +122,3 @@ class FastForward:
             free_bytes.append(occupancy.free_bytes)
             retained_bytes.append(occupancy.retained_bytes)
         return free_bytes, retained_bytes
-
-
-def _all_decode(table: SlotTable, slots: IntArray) -> bool:
-    """Whether each running sequence has one token to run, which was sampled; False if none runs."""
-    computed, known = table.num_computed[slots], table.num_tokens[slots]
-    decodes = (known - computed == 1) & (computed >= table.num_given[slots])
-    return len(slots) > 0 and bool(decodes.all())

@@ -129,7 +129,7 @@ class _Replay:
             resources.callback(assembly.close_lane, lane)
         self._occupancy = Occupancy(config, pool, self._lanes, self._kv_budget_bytes)
         self._fast_forward = FastForward(
-            config, self._lanes, self._steps, self._clock, self._arrivals, self._occupancy
+            self._scheduler, self._steps, self._clock, self._arrivals, self._occupancy
         )
         self.result = ReplayResult([], kv_budget_bytes=self._kv_budget_bytes)
 
