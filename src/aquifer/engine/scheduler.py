@@ -248,21 +248,17 @@ class Scheduler:
             has_freed: whether a sequence has ended in it or was preempted for it.
         """
         lane = self.lanes[plan.model]
-        if any(
-            other.waiting or other.running for other in self.lanes.values() if other is not lane
-        ):
-            return False
-        if not all_decode(lane.slots):
+        others = [other for other in self.lanes.values() if other is not lane]
+        if any(other.has_work for other in others) or not all_decode(lane.slots):
             return False
         return not lane.waiting or (not has_freed and self._is_queue_stuck(lane, plan))
 
     def _is_queue_stuck(self, lane: Lane, plan: StepInput) -> bool:
-        """Whether the first waiting request was refused for this plan, and will be until more is
-        free.
+        """Whether the first waiting request was refused, and will be until a sequence ends.
 
-        Neither memory nor slots come free before a sequence ends. So it was refused if the plan had
-        tokens left for it. That changes with prefixes that were added since, which it could use. And
-        a request that was preempted may find room later: what must be left for all others
+        Neither memory nor slots come free before that. So it was refused if the plan had tokens
+        left for it. That changes with prefixes that were added since, which it could use. And a
+        request that was preempted may find room later: what must be left for all others
         (`aquifer.engine.headroom`) shrinks as they approach their ends.
         """
         was_tried = plan.spans.num_tokens < self._max_batched_tokens
