@@ -151,7 +151,7 @@ def table_of(quantities: dict[str, dict[str, Any]]) -> Table:
             values = [f"{entry[f'{which}_tokens_per_second']:,.0f}" for which in _TREES]
         else:
             unit = "ms" if cpu["before"] >= 1e-3 else "us"
-            values = [f"{cpu[which] * _FACTORS[unit]:.3g}" for which in _TREES]
+            values = [_rounded(cpu[which] * _FACTORS[unit]) for which in _TREES]
         low, high = cpu["ratio_quartiles"]
         mark = "" if entry["same_work"] else " (other work)"
         table.add_row(
@@ -163,6 +163,11 @@ def table_of(quantities: dict[str, dict[str, Any]]) -> Table:
             f"{wall['ratio']:.3f}",
         )
     return table
+
+
+def _rounded(value: float) -> str:
+    """Three digits, and no exponent."""
+    return f"{value:,.0f}" if value >= 99.5 else f"{value:.3g}"
 
 
 def _commit(tree: Path) -> str:

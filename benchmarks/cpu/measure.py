@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from benchmarks.cpu.either import Books, ReplayConfig, Request, SamplingParams, open_books
+from benchmarks.cpu.traces import conversations, lengths, shared_prefixes
 
 import aquifer
 from aquifer import LLM
@@ -35,7 +36,6 @@ from aquifer.engine.engine import Engine
 from aquifer.memory.stock import PageStocker
 from aquifer.sim.device import find_device, find_model
 from aquifer.sim.replay import replay
-from aquifer.sim.trace import TraceRequest, poisson_arrivals
 
 _TINY_LLAMA = Path(__file__).resolve().parent / "models" / "tiny-llama"
 
@@ -328,18 +328,18 @@ def replays(resources: ExitStack) -> Run:
     models = {"llama-2-13b": find_model("llama-2-13b")}
     device = find_device("a100-40g")
     cases = {
-        "conversations like Azure's": (ReplayConfig(models, device), _conversations(600, 2.0)),
+        "conversations like Azure's": (ReplayConfig(models, device), conversations(600, 2.0)),
         "long outputs": (
             ReplayConfig(models, device),
-            _lengths(2, 120, (16, 64), (500, 2000), 1.0),
+            lengths(2, 120, (16, 64), (500, 2000), 1.0),
         ),
         "overload with preemptions": (
             ReplayConfig(models, device, manager="paged"),
-            _lengths(3, 160, (64, 512), (200, 1500), 20.0),
+            lengths(3, 160, (64, 512), (200, 1500), 20.0),
         ),
         "prefixes with evictions": (
             ReplayConfig(models, device, prefix_caching=True),
-            _shared_prefixes(200, 1.0),
+            shared_prefixes(200, 1.0),
         ),
     }
 
@@ -359,45 +359,6 @@ def replays(resources: ExitStack) -> Run:
         return costs
 
     return run
-
-
-def _conversations(count: int, rate: float) -> list[TraceRequest]:
-    """Lengths distributed as those of Azure's conversation trace, roughly: skewed, to 4096."""
-    rng = np.random.default_rng(1)
-    prompts = rng.lognormal(6.6, 1.0, count).clip(8, 3000).astype(int).tolist()
-    outputs = rng.lognormal(5.2, 0.7, count).clip(4, 1000).astype(int).tolist()
-    pairs = zip(prompts, outputs, strict=True)
-    return poisson_arrivals([TraceRequest(None, *pair) for pair in pairs], rate, count, 1)
-
-
-def _lengths(
-    seed: int, count: int, prompt: tuple[int, int], output: tuple[int, int], rate: float
-) -> list[TraceRequest]:
-    rng = np.random.default_rng(seed)
-    lengths = [
-        TraceRequest(None, int(rng.integers(*prompt)), int(rng.integers(*output)))
-        for _ in range(count)
-    ]
-    return poisson_arrivals(lengths, rate, count, seed)
-
-
-def _shared_prefixes(count: int, rate: float) -> list[TraceRequest]:
-    """Prompts that begin with one of 60 prefixes of 512 to 3072 tokens."""
-    rng = np.random.default_rng(4)
-    requests = []
-    for _ in range(count):
-        prefix = int(rng.zipf(1.3)) % 60
-        num_blocks = 1 + prefix % 6
-        ids = tuple(range(10 * prefix, 10 * prefix + num_blocks))
-        num_prompt = 512 * num_blocks + int(rng.integers(1, 400))
-        requests.append(TraceRequest(None, num_prompt, int(rng.integers(20, 300)), None, ids))
-    requests = [
-        TraceRequest(
-            None, r.prompt_tokens, r.output_tokens, None, r.prefix_ids, 512 * len(r.prefix_ids)
-        )
-        for r in requests
-    ]
-    return poisson_arrivals(requests, rate, count, 4)
 
 
 def throughput(resources: ExitStack) -> Run:
