@@ -32,7 +32,7 @@ _TREES = ("before", "after")
 _FACTORS = {"ms": 1e3, "us": 1e6}
 
 Costs = dict[str, dict[str, Any]]
-"""Of one run: what `measure.py` writes, by the name of the quantity."""
+"""Quantities of one run, by name, as `measure.py` writes them."""
 
 
 class Child:

@@ -116,7 +116,7 @@ def test_the_device_refuses_each_call_of_an_addition(
 def test_the_device_refuses_each_call_of_a_load(
     open_world: Open, cases: dict[str, list[Case]], kv_cache: str
 ) -> None:
-    """Of one that was asked for, and of one that a request waits for; the next one succeeds."""
+    """A load that was asked for fails, and one that a request waits for; the next one succeeds."""
     world = open_world(
         models={"a": "llama", "b": "sparse-kv"}, kv_cache=kv_cache, enable_prefix_caching=False
     )

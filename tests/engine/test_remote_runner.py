@@ -43,7 +43,7 @@ NAMES = ("llama", "sparse-kv", "no-kv")
 PATIENCE_S = 300
 
 Results = dict[tuple[str, int], tuple[list[int], Any, Any]]
-"""For each (request, completion) its tokens, its ending, and the reported candidates."""
+"""(request, completion) -> its tokens, its ending, and the reported candidates."""
 
 
 def runner_process(connection: Connection, folder: Path, shape: KVShape) -> None:

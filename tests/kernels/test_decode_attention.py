@@ -337,7 +337,7 @@ def test_default_config_on_models(device, num_heads, num_kv_heads, head_dim, blo
     ("num_heads", "num_kv_heads", "head_dim"), [(32, 8, 128), (14, 2, 64), (48, 1, 256)]
 )
 def test_default_config_by_batch(num_heads, num_kv_heads, head_dim, paged):
-    """For every batch size, tiles are large enough for products, and programs fill the device."""
+    """Tiles are large enough for products, and programs fill the device, at every batch size."""
     for batch in (1, 4, 5, 32, 33, 95, 96, 191, 192, 1000):
         config = default_config(
             batch, num_heads, num_kv_heads, head_dim, torch.bfloat16, 132, paged=paged

@@ -148,7 +148,7 @@ class Sampler:
         sample(logits, slots, num_tokens, self.columns, out, variant=_VARIANTS[mode])
 
     def changes(self, slots: IntArray, num_tokens: IntArray) -> npt.NDArray[np.bool_]:
-        """For which rows `change_logits` does anything."""
+        """Whether `change_logits` does anything to each row."""
         return np.asarray(self._changes_logits[slots] | (num_tokens < self._min_total[slots]))
 
     def change_logits(self, logits: torch.Tensor, slots: IntArray, num_tokens: IntArray) -> None:
