@@ -509,8 +509,8 @@ def test_a_model_without_kv(name):
     assert (cache.blocks(1, 40), cache.slot_blocks(1)) == ([], [])
     assert cache.fork(1, 3, 40)
     assert cache.adopt(4, [], 7)
-    cache.hold([])
-    cache.drop([])
+    cache.retain([])
+    cache.unretain([])
     assert cache.tokens_in(5) == cache.tokens_touching(5) == 0
     assert cache.preferred_slot([], [6]) is None
     assert cache.block_bytes > 0

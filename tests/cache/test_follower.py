@@ -162,7 +162,7 @@ def test_random_lives(name, layout, seed):
             if random.random() < 0.7:
                 blocks = cache.blocks(slot, lengths[slot])
                 cache.upload()
-                cache.hold(blocks)
+                cache.retain(blocks)
                 retained.append((blocks, lengths[slot]))
             cache.release(slot)
             del lengths[slot]
@@ -174,7 +174,7 @@ def test_random_lives(name, layout, seed):
                 lengths[slot] = count
                 is_done = True
         elif act == "drop" and retained:
-            cache.drop(retained.pop(random.randrange(len(retained)))[0])
+            cache.unretain(retained.pop(random.randrange(len(retained)))[0])
             is_done = True
         elif act == "out" and lengths:
             slots = random.sample(list(lengths), random.randint(1, len(lengths)))
@@ -202,7 +202,7 @@ def test_random_lives(name, layout, seed):
     for slot in list(lengths):
         cache.release(slot)
     for blocks, _ in retained:
-        cache.drop(blocks)
+        cache.unretain(blocks)
     lengths.clear()
     pair.compare()
     pair.close()

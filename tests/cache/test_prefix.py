@@ -70,11 +70,11 @@ class FakeCache:
     def blocks(self, slot: int, num_tokens: int) -> list[int]:
         return self.slots[slot][: self.num_blocks(num_tokens)]
 
-    def hold(self, blocks: Sequence[int]) -> None:
+    def retain(self, blocks: Sequence[int]) -> None:
         for block in blocks:
             self.holds[block] += 1
 
-    def drop(self, blocks: Sequence[int]) -> None:
+    def unretain(self, blocks: Sequence[int]) -> None:
         for block in blocks:
             assert self.holds[block] > 0
             self.holds[block] -= 1

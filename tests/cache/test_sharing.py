@@ -176,7 +176,7 @@ class Harness:
         """End a sequence and hold its blocks, the last one included."""
         marks = self.marks[slot]
         retained = Retained(self.cache.blocks(slot, len(marks)), marks)
-        self.cache.hold(retained.blocks)
+        self.cache.retain(retained.blocks)
         self.release(slot)
         return retained
 
@@ -281,7 +281,7 @@ class SharingMachine(RuleBasedStateMachine):
         if not self.retained:
             return False
         self.num_evicted += 1
-        self.harness.cache.drop(self.retained.pop(0).blocks)
+        self.harness.cache.unretain(self.retained.pop(0).blocks)
         return True
 
     def attempt(self, act: Callable[[], bool], fail_in: int | None = None) -> bool:
@@ -336,7 +336,7 @@ class SharingMachine(RuleBasedStateMachine):
         harness = self.harness
         slot = data.draw(st.sampled_from(sorted(harness.marks)))
         blocks = harness.blocks(slot)[: harness.num_whole_blocks(slot)]
-        harness.cache.hold(blocks)
+        harness.cache.retain(blocks)
         num_tokens = harness.cache.tokens_in(len(blocks))
         assert num_tokens <= harness.cache.tokens_touching(len(blocks)) <= MAX_TOKENS
         assert (
@@ -377,7 +377,7 @@ class SharingMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def drop(self, data: st.DataObject):
         index = data.draw(st.integers(0, len(self.retained) - 1))
-        self.harness.cache.drop(self.retained.pop(index).blocks)
+        self.harness.cache.unretain(self.retained.pop(index).blocks)
 
     @precondition(lambda self: self.harness.marks)
     @rule(data=st.data())
@@ -456,7 +456,7 @@ class SharingMachine(RuleBasedStateMachine):
             harness.release(slot)
         harness.check(self.retained)
         for each in self.retained:
-            harness.cache.drop(each.blocks)
+            harness.cache.unretain(each.blocks)
         harness.pool.check()
         assert harness.cache.stats(0).mapped_bytes == harness.cache.stats(0).shared_bytes == 0
         assert not harness.pool.usage().in_use_bytes
@@ -573,14 +573,14 @@ def test_a_retained_prefix_is_accounted_as_such(name):
     harness.begin(0, 36)
     retained = harness.end(0)
     assert harness.pool.usage().in_use_bytes == {PREFIX: 5 * PAGE}
-    harness.cache.hold(retained.blocks[:1])
+    harness.cache.retain(retained.blocks[:1])
     assert harness.adopt(1, retained, 32)
     assert harness.pool.usage().in_use_bytes == {KV: 4 * PAGE, PREFIX: PAGE}
-    harness.cache.drop(retained.blocks)
+    harness.cache.unretain(retained.blocks)
     assert harness.pool.usage().in_use_bytes == {KV: 4 * PAGE}
     harness.release(1)
     assert harness.pool.usage().in_use_bytes == {PREFIX: PAGE}
-    harness.cache.drop(retained.blocks[:1])
+    harness.cache.unretain(retained.blocks[:1])
     # It comes back to KV with no call to the device, whichever sequence had it last.
     harness.pool.trim(4 * PAGE)
     harness.driver.fail_at = harness.driver.num_calls
@@ -603,7 +603,7 @@ def test_blocks_that_are_adopted_may_be_dropped_to_make_room(name):
     def evict(missing_bytes: int) -> bool:
         asked.append(missing_bytes)
         if len(asked) == 1:
-            harness.cache.drop(retained.blocks)
+            harness.cache.unretain(retained.blocks)
             return True
         harness.pool.release(others)
         others.clear()
@@ -631,7 +631,7 @@ def test_a_refused_adoption_leaves_what_is_retained(name):
     assert harness.adopt(3, retained, 14)
     harness.cache.upload()
     harness.check([retained])
-    harness.cache.drop(retained.blocks)
+    harness.cache.unretain(retained.blocks)
     harness.close()
 
 
@@ -641,7 +641,7 @@ def test_the_pool_is_short_before_blocks_run_out_of_numbers():
     retained: list[Retained] = []
 
     def evict(missing_bytes: int) -> bool:
-        harness.cache.drop(retained.pop(0).blocks)
+        harness.cache.unretain(retained.pop(0).blocks)
         return True
 
     harness.pool.on_short = evict
@@ -651,7 +651,7 @@ def test_the_pool_is_short_before_blocks_run_out_of_numbers():
         harness.check(retained)
     assert len(retained) == 6  # of 6 pages each, in 40
     for each in retained:
-        harness.cache.drop(each.blocks)
+        harness.cache.unretain(each.blocks)
     harness.close()
 
 
@@ -685,7 +685,7 @@ def test_what_goes_on_from_a_cached_prefix_maps_nothing():
     assert harness.cache.preferred_slot(retained.blocks, [0, 1]) is None
     assert harness.adopt(0, retained, 40)
     harness.check([retained])
-    harness.cache.drop(retained.blocks)
+    harness.cache.unretain(retained.blocks)
     harness.close()
 
 
@@ -707,7 +707,7 @@ def test_a_refused_map_leaves_places_that_were_taken_back():
     harness.check([retained])
     assert harness.adopt(2, retained, 40)
     harness.check([retained])
-    harness.cache.drop(retained.blocks)
+    harness.cache.unretain(retained.blocks)
     harness.close()
 
 
@@ -728,7 +728,7 @@ def test_the_slot_where_most_of_a_prefix_is_left():
     assert cache.preferred_slot(first.blocks, [2, 4]) is None
     assert cache.preferred_slot([], [2, 4]) is None
     for each in (system, first, second):
-        cache.drop(each.blocks)
+        cache.unretain(each.blocks)
     assert cache.preferred_slot(first.blocks, [0, 1, 2, 3]) is None
     harness.close()
 
@@ -801,7 +801,7 @@ def test_misuse(name):
     harness.begin(0, 20)
     blocks = harness.cache.blocks(0, 20)
     with pytest.raises(InvariantError, match="dropped"):
-        harness.cache.drop(blocks)
+        harness.cache.unretain(blocks)
     harness.close()
     harness = Harness(name, LAYOUTS["aligned"], 60)
     harness.begin(0, 20)
@@ -814,8 +814,8 @@ def test_misuse(name):
     retained = harness.end(0)
     with pytest.raises(InvariantError, match="still held"):
         harness.cache.close()
-    harness.cache.drop(retained.blocks)
-    for act in (harness.cache.hold, partial(harness.cache.adopt, 1, num_tokens=20)):
+    harness.cache.unretain(retained.blocks)
+    for act in (harness.cache.retain, partial(harness.cache.adopt, 1, num_tokens=20)):
         with pytest.raises(InvariantError):
             act(blocks)
     harness = Harness(name, LAYOUTS["aligned"], 60)
@@ -848,7 +848,7 @@ def _lives(harness: Harness, attempt: Callable[[Callable[[], bool]], None]) -> N
     harness.cache.upload()
     check()
     harness.release(4)
-    harness.cache.drop(retained.pop(0).blocks)
+    harness.cache.unretain(retained.pop(0).blocks)
     attempt(lambda: harness.reserve({0: 9, 1: 5, 2: 1}))
     harness.write({0: 9, 1: 5, 2: 1})
     attempt(lambda: harness.adopt(4, retained[0], 13))
@@ -856,7 +856,7 @@ def _lives(harness: Harness, attempt: Callable[[Callable[[], bool]], None]) -> N
     check()
     for slot in range(MAX_SEQS):
         harness.release(slot)
-    harness.cache.drop(retained.pop().blocks)
+    harness.cache.unretain(retained.pop().blocks)
 
 
 @pytest.mark.parametrize("is_late", [False, True])

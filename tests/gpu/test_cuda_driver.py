@@ -293,7 +293,7 @@ def test_retired_pages_under_a_kernel(driver):
     tensor.fill_(2)
     pool.retired.retire(range_, range(8))
     assert not pool.retired.collect()
-    assert pool.retired.take_back(range_, range(2)) == [0, 1]
+    assert pool.retired.reuse(range_, range(2)) == [0, 1]
     tensor[:2] += 1
     other = VirtualRange(pool.pages, 4 * PAGE, PAGE)
     others = pool.acquire(B, 4)  # waits: the pool is short
@@ -325,7 +325,7 @@ def test_the_stocker_s_thread_makes_and_unmaps_pages_while_kernels_run(driver):
     tensor = range_.tensor((64, PAGE), torch.uint8)
     for step in range(200):
         first = step % 8 * 8
-        taken = pool.retired.take_back(range_, range(first, first + 8))
+        taken = pool.retired.reuse(range_, range(first, first + 8))
         pages = pool.acquire(A, 8 - len(taken))
         assert pages is not None
         range_.map(first + len(taken), pages)  # what is left is the beginning

@@ -17,12 +17,12 @@ from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.memory.range import VirtualRange
 from aquifer.memory.residency import (
     Aliased,
-    Dropped,
     GivenUp,
-    Held,
     Mapped,
     PageOp,
+    Released,
     Residency,
+    Shared,
 )
 from aquifer.memory.runs import runs
 
@@ -88,14 +88,14 @@ def test_what_was_given_up_comes_back_where_it_lies(home):
 def test_one_page_at_two_places(home):
     assert home.residency.populate([range(2)])
     pages = home.range.pages_at(range(2))
-    home.residency.hold(pages)
+    home.residency.share(pages)
     home.residency.alias(7, pages)
     assert [home.pool.num_references(page) for page in pages] == [2, 2]
     home.range.tensor((2 * PAGE,), torch.uint8).fill_(9)
     assert (home.range.tensor((2 * PAGE,), torch.uint8, 7 * PAGE) == 9).all()
     home.residency.give_up([7, 8])
     num_calls = home.driver.num_calls
-    home.residency.hold(pages)
+    home.residency.share(pages)
     home.residency.alias(7, pages)  # one that was left there needs no call
     assert home.driver.num_calls == num_calls + (not isinstance(home.device, LateDriver))
     assert home.pool.usage().in_use_bytes == {A: 2 * PAGE}
@@ -118,11 +118,11 @@ def test_every_call_refused_once(home):
                 done = home.residency.populate(stretches, may_reclaim=random.random() < 0.5)
             else:
                 page = random.choice(list(used.values()))
-                home.residency.hold([page])
+                home.residency.share([page])
                 try:
                     home.residency.alias(wanted[0], [page])
                 except DriverError:
-                    home.residency.drop([page])
+                    home.residency.release([page])
                     raise
                 done = True
         except DriverError:
@@ -146,10 +146,10 @@ def test_what_is_recorded(home):
     home.residency.record = recorded.append
     assert home.residency.populate([range(2, 4), range(5, 5)])
     one, two = home.range.pages_at([2, 3])
-    home.residency.hold([one])
+    home.residency.share([one])
     home.residency.alias(9, [one])
-    home.residency.hold([two])
-    home.residency.drop([two])
+    home.residency.share([two])
+    home.residency.release([two])
     home.residency.give_up([2, 9])
     home.residency.give_up([])
     home.driver.fail_at = home.driver.num_calls
@@ -159,10 +159,10 @@ def test_what_is_recorded(home):
     assert not home.residency.populate([range(12, 32)])
     assert recorded == [
         Mapped(2, (one, two)),
-        Held((one,)),
+        Shared((one,)),
         Aliased(9, (one,)),
-        Held((two,)),
-        Dropped((two,)),
+        Shared((two,)),
+        Released((two,)),
         GivenUp((2, 9)),
     ]
 

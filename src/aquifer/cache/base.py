@@ -83,7 +83,7 @@ class Blocks(Protocol):
         Pre-condition: room was reserved for these tokens.
         """
 
-    def hold(self, blocks: Sequence[int]) -> None:
+    def retain(self, blocks: Sequence[int]) -> None:
         """Keep blocks also when no sequence uses them. Each must be dropped once.
 
         Pre-condition: no sequence will write to them. For a sequence that goes on, these are the
@@ -92,8 +92,8 @@ class Blocks(Protocol):
         A held block that no sequence uses is accounted as a retained prefix (`Kind.PREFIX`).
         """
 
-    def drop(self, blocks: Sequence[int]) -> None:
-        """The opposite of `hold`; blocks that are neither used nor held are given back."""
+    def unretain(self, blocks: Sequence[int]) -> None:
+        """The opposite of `retain`; blocks that are neither used nor held are given back."""
 
 
 class SequenceCache(Blocks, Protocol):
@@ -111,7 +111,7 @@ class SequenceCache(Blocks, Protocol):
 
     @property
     def can_share(self) -> bool:
-        """Whether `adopt` and `fork` share blocks and `hold` keeps them; if not, forks copy all."""
+        """Whether `adopt` and `fork` share blocks, and `retain` keeps them; else forks copy all."""
 
     def expect(self, slot: int, num_prompt: int, num_total: int) -> None:
         """Announce the present and the largest length of a slot's sequence; called first.

@@ -15,7 +15,7 @@ from aquifer.cache.view import StepView
 from aquifer.errors import InvariantError
 from aquifer.memory.pages import Page
 from aquifer.memory.pool import Owner, PagePool
-from aquifer.memory.residency import Aliased, Dropped, GivenUp, Held, Mapped
+from aquifer.memory.residency import Aliased, GivenUp, Mapped, Released, Shared
 
 
 class KVFollower:
@@ -64,7 +64,7 @@ class KVFollower:
     def close(self) -> None:
         """Give up all pages and the addresses."""
         residency = self.tensors.residency
-        residency.drop([self._own[page] for page in self._holds.elements()])
+        residency.release([self._own[page] for page in self._holds.elements()])
         residency.give_up(sorted(self._at))
         self.tensors.close()
 
@@ -85,12 +85,12 @@ class KVFollower:
             case GivenUp(indices):
                 residency.give_up(indices)
                 self._forget([self._at.pop(index) for index in indices])
-            case Held(pages):
-                residency.hold([self._own[page] for page in pages])
+            case Shared(pages):
+                residency.share([self._own[page] for page in pages])
                 self._references.update(pages)
                 self._holds.update(pages)
-            case Dropped(pages):
-                residency.drop([self._own[page] for page in pages])
+            case Released(pages):
+                residency.release([self._own[page] for page in pages])
                 self._holds.subtract(pages)
                 self._forget(pages)
             case Entered(slots, indices, blocks):

@@ -86,7 +86,7 @@ class PagedCache:
         self._page_users = np.zeros(num_pages, np.int32)  # blocks on each page that are used
         self._page_holds = np.zeros(num_pages, np.int32)  # blocks that are held, and not used
         self._page_owner = np.zeros(num_pages, np.int8)  # _UNMAPPED
-        self._num_drops = 0  # calls of `drop`
+        self._num_drops = 0  # calls of `unretain`
         self._num_used_blocks = 0
         self._num_used_pages = 0
         self._copied: list[int] = []  # blocks that pending copies read; each copy is a user
@@ -189,13 +189,13 @@ class PagedCache:
         """`adopt` the first blocks of the parent's table."""
         return self.adopt(child, self.blocks(parent, num_tokens), num_tokens)
 
-    def hold(self, blocks: Sequence[int]) -> None:
+    def retain(self, blocks: Sequence[int]) -> None:
         """Count one more hold of each block."""
         held = np.array(blocks, np.int64)
         self._require_contents(held)
         np.add.at(self._holds, held, 1)
 
-    def drop(self, blocks: Sequence[int]) -> None:
+    def unretain(self, blocks: Sequence[int]) -> None:
         """Count one hold less for each block, and free those without holds and users."""
         dropped, counts = np.unique(np.array(blocks, np.int64), return_counts=True)
         if (self._holds[dropped] < counts).any():

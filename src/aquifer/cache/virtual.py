@@ -178,7 +178,7 @@ class VirtualCache:
     def adopt(self, slot: int, blocks: Sequence[int], num_tokens: int) -> bool:
         """Share the pages that end before the next token, and copy the one that it begins in.
 
-        A page that is still mapped at its place in the slot is taken back without mapping.
+        A page that is still mapped at its place in the slot is reused without mapping.
         """
         return self._adopt(slot, blocks, num_tokens, None)
 
@@ -187,19 +187,19 @@ class VirtualCache:
         place = parent * self._slot_pages
         return self._adopt(child, self.blocks(parent, num_tokens), num_tokens, place)
 
-    def hold(self, blocks: Sequence[int]) -> None:
+    def retain(self, blocks: Sequence[int]) -> None:
         """Keep a reference of each page."""
         pages = [Page(block) for block in blocks]
-        self._residency.hold(pages)
+        self._residency.share(pages)
         again = []
         for page in pages:
             shared = self._shared.setdefault(page, _Shared())
             if shared.num_holds:
                 again.append(page)
             shared.num_holds += 1
-        self._residency.drop(again)
+        self._residency.release(again)
 
-    def drop(self, blocks: Sequence[int]) -> None:
+    def unretain(self, blocks: Sequence[int]) -> None:
         """Release the reference of a page at its last drop."""
         done, unused = [], []
         for block in blocks:
@@ -215,7 +215,7 @@ class VirtualCache:
                 self._forget_private(page, shared)
         # As pages of KV they need no zeroing for the next sequence.
         self._residency.transfer(unused, self._owner)
-        self._residency.drop(done)
+        self._residency.release(done)
 
     def preferred_slot(self, blocks: Sequence[int], free_slots: Sequence[int]) -> int | None:
         """The slot where the first of these pages, and if possible the last, are still mapped.
@@ -252,7 +252,7 @@ class VirtualCache:
         self._open_windows.clear()
         self._residency.give_up(windows)
         self._end_use(copied)
-        self._residency.drop(copied)
+        self._residency.release(copied)
 
     def view(self, rows: Rows) -> StepView:
         """The view of a step: slots and positions of its tokens give their addresses."""
@@ -349,7 +349,7 @@ class VirtualCache:
         with ExitStack() as undo:
             # Users come first: to make room for an acquisition, held pages may be dropped.
             self._begin_use(pages)
-            undo.callback(residency.drop, pages)
+            undo.callback(residency.release, pages)
             undo.callback(self._end_use, pages)
             if copied:
                 if not residency.populate([range(target, target + 1)]):
@@ -375,7 +375,7 @@ class VirtualCache:
 
     def _begin_use(self, pages: Sequence[Page]) -> None:
         """Count one more user of each page, and add a reference for it."""
-        self._residency.hold(pages)
+        self._residency.share(pages)
         retained = []
         for page in pages:
             shared = self._shared.setdefault(page, _Shared())
@@ -416,8 +416,8 @@ class VirtualCache:
             if index not in self._open_windows.values():
                 break
         with ExitStack() as undo_hold:
-            self._residency.hold([page])
-            undo_hold.callback(self._residency.drop, [page])
+            self._residency.share([page])
+            undo_hold.callback(self._residency.release, [page])
             self._residency.alias(index, [page])
             undo_hold.pop_all()
         undo.callback(self._residency.give_up, [index])

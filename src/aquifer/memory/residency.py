@@ -44,20 +44,20 @@ class GivenUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Shared:
     """Pages that stay in use without a place: one more reference to each."""
 
     pages: tuple[Page, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped:
-    """The opposite of `Held`: one reference less to each page."""
+class Released:
+    """The opposite of `Shared`: one reference less to each page."""
 
     pages: tuple[Page, ...]
 
 
-PageOp = Mapped | Aliased | GivenUp | Held | Dropped
+PageOp = Mapped | Aliased | GivenUp | Shared | Released
 
 
 class Residency:
@@ -96,7 +96,7 @@ class Residency:
         missing = stretches
         taken: list[int] = []
         if retired.num_places:
-            taken = retired.take_back(self.range, [i for each in stretches for i in each])
+            taken = retired.reuse(self.range, [i for each in stretches for i in each])
             missing = _without(stretches, taken)
         is_done = False
         try:  # nearly every step comes here, and an ExitStack would take a fifth of the time
@@ -114,7 +114,7 @@ class Residency:
     def alias(self, index: int, pages: Sequence[Page]) -> None:
         """Put pages that are in use elsewhere under the places from `index` on, all or none.
 
-        The reference that the caller holds of each page (`hold`) becomes the place's. A place that
+        The reference that the caller holds of each page (`share`) becomes the place's. A place that
         still has the same page gets it back unchanged. The caller must not write to the pages
         through these places while they have other users.
 
@@ -123,14 +123,14 @@ class Residency:
         """
         retired = self._pool.retired
         with ExitStack() as undo:
-            taken = retired.take_back_pages(self.range, index, pages)
+            taken = retired.reuse_pages(self.range, index, pages)
             if len(taken) < len(pages):
                 places = [index + i for i in taken]
                 undo.callback(retired.retire, self.range, places)
                 missing = _without([range(index, index + len(pages))], places)
                 self._map(missing, [pages[i - index] for each in missing for i in each])
             undo.pop_all()
-        # A place that was taken back has its own reference, which was retired with it.
+        # A place that is reused has its own reference, which was retired with it.
         self._pool.release([pages[i] for i in taken])
         if self.record is not None and pages:
             self.record(Aliased(index, tuple(pages)))
@@ -145,7 +145,7 @@ class Residency:
             if self.record is not None:
                 self.record(GivenUp(tuple(indices)))
 
-    def hold(self, pages: Sequence[Page]) -> None:
+    def share(self, pages: Sequence[Page]) -> None:
         """Add a reference to pages: they stay in use, also when their places are given up.
 
         Raises:
@@ -153,13 +153,13 @@ class Residency:
         """
         self._pool.share(pages)
         if self.record is not None and pages:
-            self.record(Held(tuple(pages)))
+            self.record(Shared(tuple(pages)))
 
-    def drop(self, pages: Sequence[Page]) -> None:
-        """Release the references that `hold` added."""
+    def release(self, pages: Sequence[Page]) -> None:
+        """Release the references that `share` added."""
         self._pool.release(pages)
         if self.record is not None and pages:
-            self.record(Dropped(tuple(pages)))
+            self.record(Released(tuple(pages)))
 
     def transfer(self, pages: Sequence[Page], owner: Owner) -> None:
         """Account pages to another owner of the same model."""

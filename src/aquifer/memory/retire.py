@@ -10,12 +10,12 @@ is a fault, and releasing it lets the next owner's bytes mix with the old one's.
 Between the two it is "retired": still mapped, and accounted to no owner. It may stay so for as
 long as other pages are available. A retired place is left in one of five ways:
 
-- `take_back`: the tenant that gave it up wants a page at the same place again. The page stays
+- `reuse`: the tenant that gave it up wants a page at the same place again. The page stays
   where it is: work that was in flight and work that comes later run in order. For the slots of a
   virtual cache this is deferred reclamation (vAttention, section 5.4.2): no unmapping, no mapping.
-- `take_back_pages`: likewise, to read that very page, which may have other users too.
+- `reuse_pages`: likewise, to read that very page, which may have other users too.
 - `collect`: its fence has passed, and the stocker's thread unmaps it, off the critical path.
-  `stock.py` decides when: as late as possible, so that more places can be taken back.
+  `stock.py` decides when: as late as possible, so that more places can be reused.
 - `reclaim`: the pool is short and waits for the fence. It is at most as far away as the work in
   flight, so this comes before pages that are in use are taken.
 - `settle`: all fences are waited for, before addresses are given back.
@@ -47,7 +47,7 @@ from aquifer.memory.range import VirtualRange
 _Place = tuple[VirtualRange, int]  # a range, and the index of a page in it
 
 _COLLECT_PAGES = 16
-"""How many pages `collect` unmaps in one go: about 0.3 ms, which is how long `take_back` may have
+"""How many pages `collect` unmaps in one go: about 0.3 ms, which is how long `reuse` may have
 to wait for one of them."""
 
 
@@ -137,7 +137,7 @@ class RetireQueue:
         if ended and self.on_retire is not None:
             self.on_retire()
 
-    def take_back(self, range_: VirtualRange, indices: Sequence[int]) -> list[int]:
+    def reuse(self, range_: VirtualRange, indices: Sequence[int]) -> list[int]:
         """Use places again: to be called before pages are mapped at these indices.
 
         Returns: the indices where the page is still mapped; it is the caller's again, with its
@@ -166,7 +166,7 @@ class RetireQueue:
                 self._vacate(places)
             return taken
 
-    def take_back_pages(self, range_: VirtualRange, index: int, pages: Sequence[Page]) -> list[int]:
+    def reuse_pages(self, range_: VirtualRange, index: int, pages: Sequence[Page]) -> list[int]:
         """Use places again to read what these pages hold, one page a place from `index` on.
 
         To be called before the pages are mapped there. They may have other users too, so the
@@ -196,7 +196,7 @@ class RetireQueue:
             return taken
 
     def has_page(self, range_: VirtualRange, index: int, page: Page) -> bool:
-        """Whether `take_back_pages` would find the page, which is in use, at that place."""
+        """Whether `reuse_pages` would find the page, which is in use, at that place."""
         with self._changed:
             return (range_, index) in self._parked.get(page, ())
 

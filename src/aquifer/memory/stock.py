@@ -33,7 +33,7 @@ _MAX_STOCK_BYTES = 1 << 30
 _READY_PAGES, _READY_FRACTION = 256, 1 / 16
 """Pages that have to be ready for retired pages to be left alone: as many as a step may need at
 worst, but not more than this fraction of the budget. Otherwise a small pool would unmap all retired
-pages, and none could be taken back."""
+pages, and none could be reused."""
 
 
 class PageStocker:

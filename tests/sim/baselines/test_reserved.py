@@ -192,7 +192,7 @@ def test_nothing_is_held():
     assert not harness.cache.can_share
     assert harness.begin(0, 5, 9)
     with pytest.raises(InvariantError):
-        harness.cache.hold(harness.cache.blocks(0, 5))
+        harness.cache.retain(harness.cache.blocks(0, 5))
     harness.close()
 
 

@@ -191,7 +191,7 @@ class PrefixCache:
             blocks = self._cache.blocks(slot, num_computed)
             added = self._trie.extend(token_ids, extra, node, blocks, now_s)
             node = added[-1]
-            self._cache.hold([new.block for new in added])
+            self._cache.retain([new.block for new in added])
         if node is not lease.node:
             self._victims.guard(node)
             self._victims.unguard(lease.node)
@@ -281,7 +281,7 @@ class PrefixCache:
 
     def _drop(self, blocks: list[int]) -> None:
         if blocks:
-            self._cache.drop(blocks)
+            self._cache.unretain(blocks)
 
 
 def _check_open(lease: Lease) -> None:

@@ -223,7 +223,7 @@ class ReservedCache:
         """Copy the parent's first tokens."""
         return self.adopt(child, self.blocks(parent, num_tokens), num_tokens)
 
-    def hold(self, blocks: Sequence[int]) -> None:
+    def retain(self, blocks: Sequence[int]) -> None:
         """Not possible: a region has one user.
 
         Raises:
@@ -231,7 +231,7 @@ class ReservedCache:
         """
         raise InvariantError(f"{len(blocks)} blocks of a reserved region cannot be held")
 
-    def drop(self, blocks: Sequence[int]) -> None:
+    def unretain(self, blocks: Sequence[int]) -> None:
         """Not possible either.
 
         Raises:
