@@ -23,7 +23,7 @@ def exact_attention(
     window_tokens: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """For one token and head after the other, softmax of the scores over the keys it may see."""
+    """Causal attention in float64, computed in a loop over query tokens and heads."""
     query, keys, values = query.double(), keys.double(), values.double()
     group = query.shape[1] // keys.shape[1]
     out = torch.empty(*query.shape[:2], values.shape[2], dtype=torch.float64)
