@@ -7,6 +7,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.memory.page_tenant import PageTenant
 
 from aquifer.errors import InvariantError
 from aquifer.memory.driver.host import HostDriver
@@ -185,38 +186,10 @@ def test_an_unregistered_tenant_keeps_its_victims():
         reclaimer.unregister(shelf)
 
 
-class Pages:
-    """A tenant with real pages, in order of regret."""
-
-    def __init__(self, pool: PagePool, owner: Owner, regrets: list[float]):
-        self.pool = pool
-        handles = pool.acquire(owner, len(regrets)) or []
-        self.pages = list(zip(regrets, handles, strict=True))
-
-    @property
-    def evictable_bytes(self) -> int:
-        return len(self.pages) * self.pool.page_bytes
-
-    def evictable_below(self, num_bytes: int, now_s: float, limit: float) -> int:
-        return sum(self.pool.page_bytes for regret, _ in self.pages if regret < limit)
-
-    def cheapest(self, now_s: float) -> float | None:
-        return self.pages[0][0] if self.pages else None
-
-    def evict(self, num_bytes: int, now_s: float, limit: float = math.inf) -> int:
-        count = 0
-        while self.pages and count * self.pool.page_bytes < num_bytes:
-            if count and self.pages[0][0] > limit:
-                break
-            self.pool.release([self.pages.pop(0)[1]])
-            count += 1
-        return count * self.pool.page_bytes
-
-
 def test_a_pool_that_is_short_takes_from_the_cheapest_tenants():
     pool = PagePool(HostDriver(), 6 * 4096, 4096)
-    one = Pages(pool, Owner("a", Kind.PREFIX), [1.0, 4.0, 5.0])
-    two = Pages(pool, Owner("b", Kind.WEIGHTS), [2.0, 3.0, 6.0])
+    one = PageTenant(pool, Owner("a", Kind.PREFIX), [1.0, 4.0, 5.0])
+    two = PageTenant(pool, Owner("b", Kind.WEIGHTS), [2.0, 3.0, 6.0])
     reclaimer = reclaimer_of()
     pool.on_short = reclaimer.reclaim
     owner = Owner("c", Kind.KV)

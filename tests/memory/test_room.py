@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.memory.page_tenant import PageTenant
 
 from aquifer.memory.driver.host import HostDriver
 from aquifer.memory.pool import Kind, Owner, PagePool
@@ -16,42 +17,6 @@ from aquifer.memory.room import Room
 
 PAGE = 4096
 KV = Owner("c", Kind.KV)
-
-
-class Tenant:
-    """Victims of given regrets, each a page of the pool; counts how often it is walked."""
-
-    def __init__(self, pool: PagePool, owner: Owner, regrets: list[float]):
-        self.pool = pool
-        handles = pool.acquire(owner, len(regrets))
-        assert handles is not None
-        self.pages = list(zip(sorted(regrets), handles, strict=True))
-        self.num_walked = 0
-
-    @property
-    def evictable_bytes(self) -> int:
-        return len(self.pages) * self.pool.page_bytes
-
-    def evictable_below(self, num_bytes: int, now_s: float, limit: float) -> int:
-        found_bytes = 0
-        for regret, _ in self.pages:
-            if found_bytes >= num_bytes or regret >= limit:
-                break
-            self.num_walked += 1
-            found_bytes += self.pool.page_bytes
-        return found_bytes
-
-    def cheapest(self, now_s: float) -> float | None:
-        return self.pages[0][0] if self.pages else None
-
-    def evict(self, num_bytes: int, now_s: float, limit: float = math.inf) -> int:
-        count = 0
-        while self.pages and count * self.pool.page_bytes < num_bytes:
-            if count and self.pages[0][0] > limit:
-                break
-            self.pool.release([self.pages.pop(0)[1]])
-            count += 1
-        return count * self.pool.page_bytes
 
 
 @pytest.fixture
@@ -63,8 +28,8 @@ def pool() -> Iterator[PagePool]:
 
 def test_two_tenants_of_different_regret(pool: PagePool):
     room = Room(pool, Reclaimer(lambda: 0.0))
-    prefixes = Tenant(pool, Owner("a", Kind.PREFIX), [1.0, 1.0, 4.0])
-    weights = Tenant(pool, Owner("b", Kind.WEIGHTS), [2.0, 3.0])
+    prefixes = PageTenant(pool, Owner("a", Kind.PREFIX), [1.0, 1.0, 4.0])
+    weights = PageTenant(pool, Owner("b", Kind.WEIGHTS), [2.0, 3.0])
     assert (room.free_pages, room.reachable_pages) == (5, 5)
     assert room.has(5)
     assert not room.has(6), "no tenant is registered"
@@ -82,7 +47,7 @@ def test_two_tenants_of_different_regret(pool: PagePool):
 
 def test_only_a_finite_regret_walks_victims_and_no_more_than_needed(pool: PagePool):
     room = Room(pool, Reclaimer(lambda: 0.0))
-    tenant = Tenant(pool, KV, [1.0] * 8)
+    tenant = PageTenant(pool, KV, [1.0] * 8)
     room.reclaimer.register(tenant)
     assert room.has(10)
     assert not room.has(11)
@@ -106,7 +71,7 @@ def test_what_there_is_room_for_can_be_acquired(
     room = Room.of(pool, lambda: 0.0)
     kinds = (Kind.PREFIX, Kind.WEIGHTS, Kind.STATE)
     tenants = [
-        Tenant(pool, Owner("a", kind), victims)
+        PageTenant(pool, Owner("a", kind), victims)
         for kind, victims in zip(kinds, regrets, strict=False)
     ]
     for tenant in tenants:
