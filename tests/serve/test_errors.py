@@ -47,7 +47,7 @@ def _check(
         ("logprobs", 21, "logprobs is 21"),
         ("presence_penalty", 3, "presence_penalty is 3"),
         ("repetition_penalty", 0, "repetition_penalty is 0"),
-        ("stop", "", "stop is ''"),
+        ("stop", "", "stop contains ''"),
         ("stop", [1], "stop."),
         ("logit_bias", {"1": 1000}, "logit_bias[1] is 1000"),
         ("logit_bias", {"x": 1}, "logit_bias."),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -12,6 +11,74 @@ from aquifer.errors import RequestError
 MAX_LOGPROBS = 20
 MAX_SEQUENCES = 128
 """The most completions of one prompt."""
+MAX_STOP_STRINGS = 32
+MAX_STOP_CHARS = 256
+"""The longest stop string."""
+MAX_TOKENS_NAMED = 1 << 18
+"""The most entries of `stop_token_ids`, `logit_bias` and `allowed_token_ids`, each."""
+_MAX_INT = 2**31 - 1  # token counts and ranks are 32-bit numbers on the device
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Range of numbers that a field allows.
+
+    Args:
+        lowest: the least number allowed.
+        highest: the greatest number allowed.
+        is_whole: whether only whole numbers are allowed.
+        excludes_lowest: whether `lowest` itself is not allowed.
+        advice: what to use instead of a number outside; "" for the range.
+    """
+
+    lowest: float
+    highest: float
+    is_whole: bool = False
+    excludes_lowest: bool = False
+    advice: str = ""
+
+    def allows(self, value: object) -> bool:
+        """Whether a value is a number in the range; NaN is not."""
+        if isinstance(value, bool) or not isinstance(value, int if self.is_whole else (int, float)):
+            return False
+        return self.lowest <= value <= self.highest and not (
+            self.excludes_lowest and value == self.lowest
+        )
+
+    @property
+    def description(self) -> str:
+        """The numbers allowed, for messages."""
+        if self.advice:
+            return self.advice
+        noun = "a whole number" if self.is_whole else "a number"
+        if self.excludes_lowest:
+            return f"{noun} above {self.lowest:g} and at most {self.highest:g}"
+        return f"{noun} from {self.lowest:.10g} to {self.highest:.10g}"
+
+
+BOUNDS: dict[str, Bound] = {
+    "n": Bound(1, MAX_SEQUENCES, is_whole=True),
+    "best_of": Bound(1, MAX_SEQUENCES, is_whole=True),
+    "beam_width": Bound(1, MAX_SEQUENCES, is_whole=True),
+    "length_penalty": Bound(-100, 100),
+    "temperature": Bound(0, 100),
+    "top_p": Bound(0, 1, excludes_lowest=True),
+    "top_k": Bound(-1, _MAX_INT, is_whole=True, advice="a positive number, or 0 for all tokens"),
+    "min_p": Bound(0, 1),
+    "seed": Bound(-(2**63), 2**64 - 1, is_whole=True, advice="a 64-bit integer"),
+    "max_tokens": Bound(1, _MAX_INT, is_whole=True),
+    "min_tokens": Bound(0, _MAX_INT, is_whole=True),
+    "logprobs": Bound(0, MAX_LOGPROBS, is_whole=True),
+    "prompt_logprobs": Bound(0, MAX_LOGPROBS, is_whole=True),
+    "presence_penalty": Bound(-2, 2),
+    "frequency_penalty": Bound(-2, 2),
+    "repetition_penalty": Bound(0, 100, excludes_lowest=True),
+    "logit_bias": Bound(-100, 100),
+}
+"""The numbers that each parameter of a request allows; of `logit_bias`, each of its values.
+
+They are checked when `SamplingParams` is made, which is before the engine takes a request.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +145,17 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        _require(1 <= self.n <= MAX_SEQUENCES, "n", self.n, f"from 1 to {MAX_SEQUENCES}")
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if value is not None:
+                _require_number(name, value)
         if self.best_of is not None:
             _require(
-                self.n <= self.best_of <= MAX_SEQUENCES,
+                self.best_of >= self.n,
                 "best_of",
                 self.best_of,
                 f"from n, which is {self.n}, to {MAX_SEQUENCES}",
             )
-        _require_number("length_penalty", self.length_penalty, -100.0, 100.0)
         _require(
             self.early_stopping in (True, False, "never"),
             "early_stopping",
@@ -95,41 +164,50 @@ class SamplingParams:
         )
         if self.use_beam_search:
             self._check_beam_search()
-        _require_number("temperature", self.temperature, 0.0, 100.0)
-        _require_number("top_p", self.top_p, 0.0, 1.0)
-        _require(self.top_p > 0, "top_p", self.top_p, "above 0 and at most 1, such as 0.9")
-        _require(self.top_k >= -1, "top_k", self.top_k, "a positive number, or 0 for all tokens")
-        _require_number("min_p", self.min_p, 0.0, 1.0)
-        _require_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _require_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _require_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0)
-        _require(
-            self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "above 0"
-        )
-        if self.seed is not None:
-            _require(-(2**63) <= self.seed < 2**64, "seed", self.seed, "a 64-bit integer")
         if self.max_tokens is not None:
-            _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
-        _require(
-            0 <= self.min_tokens <= (self.max_tokens or math.inf),
-            "min_tokens",
-            self.min_tokens,
-            "from 0 to max_tokens",
-        )
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is not None:
-                _require(0 <= value <= MAX_LOGPROBS, name, value, f"from 0 to {MAX_LOGPROBS}")
-        _require(all(self.stop_strings), "stop", self.stop, "a list of non-empty texts")
-        for token_id, bias in (self.logit_bias or {}).items():
-            _require_number(f"logit_bias[{token_id}]", bias, -100.0, 100.0, param="logit_bias")
-        if self.allowed_token_ids is not None:
             _require(
-                len(self.allowed_token_ids) > 0,
-                "allowed_token_ids",
-                self.allowed_token_ids,
-                "a non-empty list",
+                self.min_tokens <= self.max_tokens,
+                "min_tokens",
+                self.min_tokens,
+                f"at most max_tokens, which is {self.max_tokens}",
             )
+        self._check_stop()
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            self._check_tokens_named(name)
+        for token_id, bias in (self.logit_bias or {}).items():
+            _require_number("logit_bias", bias, f"logit_bias[{token_id}]")
+        _require(
+            self.allowed_token_ids is None or len(self.allowed_token_ids) > 0,
+            "allowed_token_ids",
+            self.allowed_token_ids,
+            "a non-empty list",
+        )
+
+    def _check_stop(self) -> None:
+        strings = self.stop_strings
+        if len(strings) > MAX_STOP_STRINGS:
+            raise RequestError(
+                f"stop has {len(strings)} texts; it may have at most {MAX_STOP_STRINGS}",
+                param="stop",
+            )
+        for string in strings:
+            if not isinstance(string, str) or not 0 < len(string) <= MAX_STOP_CHARS:
+                shown = repr(string) if len(str(string)) <= 40 else f"{str(string)[:40]!r}..."
+                raise RequestError(
+                    f"stop contains {shown}; each must be a text of 1 to {MAX_STOP_CHARS} "
+                    "characters",
+                    param="stop",
+                )
+
+    def _check_tokens_named(self, name: str) -> None:
+        token_ids = getattr(self, name) or ()
+        if len(token_ids) > MAX_TOKENS_NAMED:
+            raise RequestError(
+                f"{name} has {len(token_ids)} entries; it may have at most {MAX_TOKENS_NAMED}",
+                param=name,
+            )
+        if not all(type(token_id) is int for token_id in token_ids):
+            raise RequestError(f"{name} must name tokens by whole numbers", param=name)
 
     def _check_beam_search(self) -> None:
         """Refuse parameters that have no defined effect on a beam search."""
@@ -226,12 +304,7 @@ class BeamSearchParams:
         Raises:
             RequestError: a value is invalid.
         """
-        _require(
-            1 <= self.beam_width <= MAX_SEQUENCES,
-            "beam_width",
-            self.beam_width,
-            f"from 1 to {MAX_SEQUENCES}",
-        )
+        _require_number("beam_width", self.beam_width)
         return SamplingParams(
             n=self.beam_width,
             use_beam_search=True,
@@ -263,12 +336,10 @@ def _require(holds: bool, name: str, value: object, instead: str) -> None:
         raise RequestError(f"{name} is {value!r}; it must be {instead}", param=name)
 
 
-def _require_number(
-    name: str, value: float, lowest: float, highest: float, param: str | None = None
-) -> None:
-    # NaN fails both comparisons.
-    if not lowest <= value <= highest:
-        raise RequestError(
-            f"{name} is {value!r}; it must be a number from {lowest:g} to {highest:g}",
-            param=param or name,
-        )
+def _require_number(param: str, value: object, name: str = "") -> None:
+    if not BOUNDS[param].allows(value):
+        instead = BOUNDS[param].description
+        raise RequestError(f"{name or param} is {value!r}; it must be {instead}", param=param)
+
+
+_NUMBERS = tuple(name for name in BOUNDS if name not in ("beam_width", "logit_bias"))

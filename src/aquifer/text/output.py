@@ -63,6 +63,8 @@ class StopStrings:
 
     def push(self, piece: str) -> tuple[str, str | None]:
         """Add a piece; return (text that is safe to show, the stop string found or None)."""
+        if not self._stop:
+            return piece, None
         text = self._held + piece
         found = [(text.find(stop), -len(stop), stop) for stop in self._stop if stop in text]
         if found:
@@ -70,7 +72,12 @@ class StopStrings:
             self._held = ""
             return text[:position], stop
         held = max(
-            (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n])),
+            (
+                n
+                for stop in self._stop
+                for n in range(1, min(len(stop), len(text) + 1))
+                if text.endswith(stop[:n])
+            ),
             default=0,
         )
         self._held = text[len(text) - held :]
