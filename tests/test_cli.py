@@ -160,7 +160,7 @@ def test_options_reach_the_engine(serve_with: Callable[..., tuple[EngineConfig, 
     assert (engine.max_num_batched_tokens, engine.dtype, engine.seed) == (1024, "float32", 3)
     assert (engine.device, engine.gpu_memory_utilization) == ("cuda:1", 0.5)
     assert engine.load_format == "dummy"
-    assert http == ServerConfig("0.0.0.0", 0, "k", None, 1.5)
+    assert http == ServerConfig("0.0.0.0", 0, "k", shutdown_timeout_s=1.5)
 
 
 def test_defaults_are_the_config_s(serve_with: Callable[..., tuple[EngineConfig, ServerConfig]]):

@@ -26,7 +26,7 @@ from aquifer import __version__
 from aquifer.bench.cli import app as bench_app
 from aquifer.bench.replay_command import replay
 from aquifer.config import BUNDLED_MODELS, EngineConfig, ModelSpec, field_values, format_size
-from aquifer.errors import AquiferError, ConfigError, EngineError, RequestError
+from aquifer.errors import AquiferError, ConfigError, RequestError
 from aquifer.options import Option, options_of
 from aquifer.parameters import PRECEDENCE, ModelArgument, with_options
 
@@ -117,7 +117,6 @@ def _serve(options: SimpleNamespace) -> None:
             server_config,
             on_progress=bar.update,
             on_ready=on_ready,
-            on_death=_print_death,
         )
 
 
@@ -234,10 +233,6 @@ def _measure_driver(driver: Driver) -> dict[str, float]:
         timed("release", start_s)
     driver.free(address, page_bytes)
     return {name: statistics.median(values) for name, values in seconds.items()}
-
-
-def _print_death(error: EngineError) -> None:
-    print(f"error: {error}", file=sys.stderr, flush=True)
 
 
 def _message(role: str, content: str) -> dict[str, str]:

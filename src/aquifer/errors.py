@@ -4,11 +4,13 @@ AquiferError
 ├── ConfigError      the operator must change an option, a path or a checkpoint
 │   └── UnsupportedModelError   the checkpoint is valid, but its architecture is not supported
 ├── RequestError     the client must change its request
+│   ├── MalformedBodyError      its body is not JSON
 │   ├── ContextLengthError      prompt and output do not fit the model's context
 │   ├── CapacityError           the request needs more memory than the pool could ever give
 │   ├── UnknownModelError       no model of that name is served
 │   └── QueueFullError          not now: too many requests are waiting
 ├── EngineError      the engine stopped before the request finished; the server reports it
+│   └── UnavailableError        the server accepts no requests at the moment
 ├── DriverError      the driver (operating system, CUDA) refused: "NAME: explanation"
 └── InvariantError   a bug in Aquifer; never caught
 
@@ -58,6 +60,12 @@ class RequestError(AquiferError, ValueError):
         return type(self), (self.message, self.param)
 
 
+class MalformedBodyError(RequestError):
+    """The body of a request is not JSON."""
+
+    code = "invalid_json"
+
+
 class ContextLengthError(RequestError):
     """Prompt and requested output exceed the model's context length."""
 
@@ -84,6 +92,22 @@ class QueueFullError(RequestError):
 
 class EngineError(AquiferError, RuntimeError):
     """The engine stopped before the request was finished."""
+
+
+class UnavailableError(EngineError):
+    """The server accepts no requests at the moment; the client may retry.
+
+    Attributes:
+        retry_after_s: when, or None if that will not help.
+    """
+
+    def __init__(self, message: str, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[type[UnavailableError], tuple[str, int | None]]:
+        return type(self), (self.message, self.retry_after_s)
 
 
 class DriverError(AquiferError, RuntimeError):

@@ -383,6 +383,13 @@ OPTIONS: tuple[Option, ...] = (
         unset="the model's own",
     ),
     Option(
+        "trust_request_chat_template",
+        bool,
+        False,
+        "Accept chat templates from clients; they are rendered in a process of their own.",
+        scopes=("serve",),
+    ),
+    Option(
         "seed",
         int,
         None,

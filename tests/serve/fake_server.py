@@ -1,6 +1,6 @@
 """A server over an engine without a model, whose prompts say how it fails.
 
-    python -m tests.serve.fake_server CHECKPOINT SHUTDOWN_TIMEOUT [KEYS]
+    python -m tests.serve.fake_server CHECKPOINT SHUTDOWN_TIMEOUT [--keys K,L] [--port N] [--load]
 
 It answers every prompt with letters "a" until max_tokens; of several completions, the second one
 has letters "b" and ends a token earlier, and so on, and a later one is more probable by token. A
@@ -8,12 +8,14 @@ beam search ends with its last step. A prompt that was there before, with the sa
 but for its last token.
 
 A prompt that begins with "crash" makes the step after its first token raise; one that begins with
-"refuse" is refused; one that begins with "lose" ends with an error output. With KEYS, prefixes are
-kept apart by key.
+"refuse" is refused; one that begins with "lose" ends with an error output. With keys, prefixes are
+kept apart by key. With --load it loads until it gets SIGUSR1.
 """
 
 from __future__ import annotations
 
+import argparse
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,8 +26,8 @@ from typing import Any
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.outputs import TokenLogprobs, TokenOutput
 from aquifer.engine.params import Request
-from aquifer.engine.reports import EngineStats, MemoryReport, ModelInfo, ModelMemory
-from aquifer.errors import CapacityError, EngineError, InvariantError, QueueFullError
+from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelInfo, ModelMemory
+from aquifer.errors import AquiferError, CapacityError, InvariantError, QueueFullError
 from aquifer.memory.pool import Kind
 from aquifer.serve.process import EngineLike
 from aquifer.serve.server import ServerConfig, serve
@@ -50,6 +52,7 @@ class FakeEngine:
     def __init__(self, spec: ModelSpec) -> None:
         tokenizer = Tokenizer.load(spec.path)
         assert tokenizer is not None
+        self.on_launch: Callable[[str], None] = lambda _: None
         self._tokenizer = tokenizer
         self._name = spec.name
         self._running: dict[str, _Running] = {}
@@ -101,6 +104,7 @@ class FakeEngine:
 
     def step(self) -> list[TokenOutput]:
         time.sleep(_STEP_S)
+        self.on_launch(self._name)
         outputs = []
         for request_id, running in list(self._running.items()):
             running.num_steps += 1
@@ -185,35 +189,66 @@ class FakeEngine:
         self._running.clear()
 
 
+class EmptyEngine(FakeEngine):
+    """An engine whose models are all out of service."""
+
+    def __init__(self) -> None:
+        self.on_launch = lambda _: None
+        self._running = {}
+
+    @property
+    def models(self) -> dict[str, ModelInfo]:
+        return {}
+
+    def stats(self) -> EngineStats:
+        return EngineStats({}, {}, {}, 0.0, {}, {})
+
+
 def open_fake(config: EngineConfig, _: Callable[[Any], None]) -> EngineLike:
     """Takes the place of `Engine.open`."""
-    return FakeEngine(config.models[0])
+    return FakeEngine(config.models[0]) if config.models else EmptyEngine()
+
+
+def open_slowly(config: EngineConfig, on_progress: Callable[[Any], None]) -> EngineLike:
+    """Loads until it gets SIGUSR1."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    on_progress(LoadProgress(config.models[0].name, 1, 4))
+    signal.sigwait([signal.SIGUSR1])
+    return open_fake(config, on_progress)
 
 
 def _main() -> None:
     def on_ready(url: str) -> None:
         print(f"Aquifer is ready on {url}", flush=True)
 
-    def on_death(error: EngineError) -> None:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+    def on_listening(url: str) -> None:
+        print(f"Aquifer listens on {url}", flush=True)
 
-    path, shutdown_timeout, *keys = sys.argv[1:]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("path", type=Path)
+    parser.add_argument("shutdown_timeout", type=float)
+    parser.add_argument("--keys")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--load", action="store_true")
+    options = parser.parse_args()
     try:
         serve(
             EngineConfig(
-                models=(ModelSpec("fake", Path(path)),), prefix_cache_salt_by_key=bool(keys)
+                models=(ModelSpec("fake", options.path),),
+                prefix_cache_salt_by_key=options.keys is not None,
             ),
             ServerConfig(
-                port=0,
-                api_key=keys[0] if keys else None,
-                shutdown_timeout_s=float(shutdown_timeout),
+                port=options.port,
+                api_key=options.keys,
+                shutdown_timeout_s=options.shutdown_timeout,
             ),
             on_progress=lambda _: None,
             on_ready=on_ready,
-            on_death=on_death,
-            open_it=open_fake,
+            on_listening=on_listening,
+            open_it=open_slowly if options.load else open_fake,
         )
-    except EngineError:
+    except AquiferError as error:
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
 
 

@@ -51,6 +51,14 @@ class RunningServer:
             thread.start()
 
     def wait_ready(self) -> None:
+        """Wait until it serves."""
+        self._wait_for("is ready")
+
+    def wait_listening(self) -> None:
+        """Wait until it listens, which only the fake server says."""
+        self._wait_for("listens")
+
+    def _wait_for(self, state: str) -> None:
         """Wait for the line that says where the server is."""
         while True:
             try:
@@ -60,7 +68,7 @@ class RunningServer:
             if line is None:
                 self.process.kill()
                 raise AssertionError(f"the server did not start:\n{self.stderr}")
-            match = re.fullmatch(r"Aquifer is ready on (http://\S+)\n", line)
+            match = re.fullmatch(rf"Aquifer {state} on (http://\S+)\n", line)
             if match is not None:
                 self.url = match[1]
                 self.host, self.port = urlsplit(self.url).hostname, urlsplit(self.url).port

@@ -31,6 +31,17 @@ def _check(
         ("temperature", float("nan"), "temperature is nan"),
         ("temperature", float("inf"), "temperature is inf"),
         ("temperature", "warm", "temperature: "),
+        ("top_k", 2**70, "top_k is"),
+        ("min_tokens", 2**63 - 1, "min_tokens is"),
+        ("max_tokens", 2**40, "max_tokens is"),
+        ("stop", ["a"] * 33, "stop: List should have at most 32"),
+        ("stop", "a" * 257, "of 1 to 256"),
+        ("logit_bias", {str(i): 0 for i in range(2**18 + 1)}, "at most 262144"),
+        ("stop_token_ids", [0] * (2**18 + 1), "at most 262144"),
+        ("cache_salt", "a" * 257, "at most 256"),
+        ("max_tokns", 3, "do you mean 'max_tokens'"),
+        ("guided_json", {}, "guided_json is not supported"),
+        ("prompt", "x" * 10**6, "shorten the prompt"),
         ("top_p", 0, "top_p is 0"),
         ("top_p", 1.5, "top_p is 1.5"),
         ("top_k", -2, "top_k is -2"),
@@ -48,9 +59,9 @@ def _check(
         ("presence_penalty", 3, "presence_penalty is 3"),
         ("repetition_penalty", 0, "repetition_penalty is 0"),
         ("stop", "", "stop contains ''"),
-        ("stop", [1], "stop."),
+        ("stop", [1], "stop: "),
         ("logit_bias", {"1": 1000}, "logit_bias[1] is 1000"),
-        ("logit_bias", {"x": 1}, "logit_bias."),
+        ("logit_bias", {"x": 1}, "logit_bias"),
         ("allowed_token_ids", [], "allowed_token_ids is []"),
         ("stream_options", {"include_usage": True}, "stream to be true"),
         ("prompt", "", "prompt is empty"),
@@ -99,9 +110,9 @@ def test_token_ids_of_parameters_must_exist(idle_server: RunningServer):
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
             "'image_url' is not supported",
         ),
-        ("tools", [{"type": "function"}], "tools are not supported"),
+        ("tools", [{"type": "function"}], "tools is not supported"),
         ("tool_choice", "required", "tool_choice is not supported"),
-        ("response_format", {"type": "json_object"}, "'json_object' is not supported"),
+        ("response_format", {"type": "json_object"}, "response_format is not supported"),
         ("top_logprobs", 2, "needs logprobs"),
         ("n", 0, "n is 0"),
         ("chat_template_kwargs", {"messages": []}, "must not contain 'messages'"),
@@ -120,6 +131,7 @@ def test_bad_fields_of_chat(idle_server: RunningServer, field: str, value: Any, 
         "{{ 1 / 0 }}",
         "{{ messages[7].x.y }}",
         "{{ 1 + '' }}",
+        "{{ raise_exception('\ud800') }}",
     ],
 )
 def test_bad_chat_templates(idle_server: RunningServer, template: str):
@@ -127,7 +139,23 @@ def test_bad_chat_templates(idle_server: RunningServer, template: str):
     _check(idle_server.call("POST", CHAT, body), 400, "chat template", "messages")
 
 
-def test_null_is_the_default_and_unknown_fields_are_ignored(idle_server: RunningServer):
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ [1]|batch(10**9, 0)|first|length }}", "more memory than 2.00 GiB"),
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "longer than 10 s",
+        ),
+        ("{{ (3 ** (10 ** 8)) % 7 }}", "longer than 10 s"),
+    ],
+)
+def test_chat_templates_that_take_too_much(idle_server: RunningServer, template: str, words: str):
+    body = {"model": "tiny", "messages": HELLO, "chat_template": template}
+    _check(idle_server.call("POST", CHAT, body), 400, words, "chat_template")
+
+
+def test_null_is_the_default_and_bookkeeping_fields_are_accepted(idle_server: RunningServer):
     body = {
         "model": "tiny",
         "messages": HELLO,
@@ -194,7 +222,8 @@ def test_body_too_large_without_a_length(idle_server: RunningServer):
     chunk = b"x" * (1 << 20)
     with socket.create_connection((str(idle_server.host), idle_server.port)) as connection:
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n"
         )
         for _ in range(20):
             connection.sendall(b"%x\r\n%s\r\n" % (len(chunk), chunk))

@@ -16,7 +16,8 @@ import pytest
 from tests.checkpoints import tiny_llama
 from tests.serve.running import RunningServer, eventually, running
 
-_DEATH = "the engine process died; all requests are answered with 503 from now on"
+from aquifer.serve.supervisor import MAX_DEATHS
+
 LONG_TOKENS = 30_000  # an output that lasts far longer than the test that needs it
 KEY = {"Authorization": "Bearer secret"}
 
@@ -131,35 +132,94 @@ def test_a_lost_request_is_an_error_in_its_stream(lasting_server: RunningServer)
 
 
 def test_an_engine_that_crashes(fake_server: RunningServer):
+    """What runs gets an error; another process serves soon, with what was pinned in the first."""
+    pinned = {"prompt": "a long prefix"}
+    assert fake_server.call("POST", "/v1/prefixes", pinned)[0] == 200
     stream = _stream(fake_server, "an innocent one")
-    status, answer, _ = fake_server.call("POST", "/v1/completions", {"prompt": "crash"})
+    status, answer, headers = fake_server.call("POST", "/v1/completions", {"prompt": "crash"})
     assert status == 503
     assert "the engine process died" in answer["error"]["message"]
+    assert int(headers["retry-after"]) > 0
     with pytest.raises(openai.APIError, match="the engine process died"):
         _drain(stream)
-    for path in ("/health", "/memory"):
-        assert fake_server.call("GET", path)[0] == 503
-    assert fake_server.call("POST", "/v1/completions", {"prompt": "x"})[0] == 503
-    assert fake_server.call("GET", "/metrics")[0] == 200
-    assert fake_server.stop() == 1
+    _until_healthy(fake_server)
+    status, answer, _ = fake_server.call("POST", "/v1/completions", pinned)
+    assert status == 200
+    details = answer["usage"]["prompt_tokens_details"]
+    assert details["cached_tokens"] == answer["usage"]["prompt_tokens"] - 1
+    assert fake_server.stop() == 0
     assert "told to crash" in fake_server.stderr
-    assert "error: the engine process died" in fake_server.stderr
+    assert "the engine process died (exit code 1) while it computed 'fake'" in fake_server.stderr
 
 
 def test_an_engine_process_that_is_killed(fake_server: RunningServer):
-    """The kernel kills like this when memory runs out. Requests under way end with an error, later
-    ones are refused, and the server's exit code is not 0."""
-    stream = _stream(fake_server, "x")
-    os.kill(_engine_process(fake_server), signal.SIGKILL)
-    with pytest.raises(openai.APIError, match="the engine process died"):
-        _drain(stream)
-    status, answer, _ = fake_server.call("POST", "/v1/completions", {"prompt": "x"})
+    """The kernel kills like this when memory runs out. It may happen again and again."""
+    for _ in range(MAX_DEATHS + 1):
+        stream = _stream(fake_server, "x")
+        engine = _engine_process(fake_server)
+        os.kill(engine, signal.SIGKILL)
+        with pytest.raises(openai.APIError, match="the engine process died"):
+            _drain(stream)
+        _until_healthy(fake_server)
+        assert fake_server.call("POST", "/v1/completions", {"prompt": "x"})[0] == 200
+        assert not _status(engine)
+    assert fake_server.stop() == 0
+
+
+def test_a_model_that_ends_every_engine_process_is_taken_out_of_service(
+    fake_server: RunningServer,
+):
+    for _ in range(MAX_DEATHS):
+        status, _, _ = fake_server.call("POST", "/v1/completions", {"prompt": "crash"})
+        assert status == 503
+        _while_restarting(fake_server)
+    status, answer, headers = fake_server.call("POST", "/v1/completions", {"prompt": "x"})
     assert status == 503
-    assert answer["error"]["message"] == "the engine has stopped; restart the server"
-    for path in ("/health", "/memory"):
-        assert fake_server.call("GET", path)[0] == 503, path
-    assert fake_server.stop() == 1
-    assert fake_server.stderr == f"error: {_DEATH}\n"
+    assert "restart the server" in answer["error"]["message"]
+    assert "retry-after" not in headers
+    assert fake_server.call("GET", "/health")[0] == 503
+    assert fake_server.stop() == 0
+    assert "taken out of service" in fake_server.stderr
+
+
+def test_an_engine_that_does_not_answer(fake_server: RunningServer):
+    engine = _engine_process(fake_server)
+    os.kill(engine, signal.SIGSTOP)
+    eventually(lambda: fake_server.call("GET", "/health")[0] == 503, "the server says so")
+    for method, path in (("GET", "/memory"), ("POST", "/v1/completions")):
+        status, answer, _ = fake_server.call(method, path, {"prompt": "x"})
+        assert status == 503
+        assert "has not answered" in answer["error"]["message"]
+    os.kill(engine, signal.SIGCONT)
+    _until_healthy(fake_server)
+    assert fake_server.call("POST", "/v1/completions", {"prompt": "x"})[0] == 200
+
+
+def test_a_server_that_is_told_to_stop_while_the_engine_hangs(impatient_server: RunningServer):
+    engine = _engine_process(impatient_server)
+    os.kill(engine, signal.SIGSTOP)
+    assert impatient_server.stop() == 0
+    eventually(lambda: not _status(engine), "the engine process is gone")
+
+
+def test_requests_are_refused_while_models_load(checkpoint: Path):
+    """It listens before it loads, so that a second server on the port fails at once."""
+    command = ["-m", "tests.serve.fake_server", str(checkpoint), "30", "--load"]
+    server = RunningServer(command)
+    try:
+        server.wait_listening()
+        for method, path in (("GET", "/health"), ("POST", "/v1/completions")):
+            status, answer, headers = server.call(method, path, {"prompt": "x"})
+            assert status == 503
+            assert "the server is starting" in answer["error"]["message"]
+            assert int(headers["retry-after"]) > 0
+        second = RunningServer([*command, "--port", str(server.port)])
+        assert second.wait() == 1
+        assert "choose another with --port" in second.stderr
+        os.kill(_engine_process(server), signal.SIGUSR1)
+        _until_healthy(server)
+    finally:
+        assert server.stop() == 0
 
 
 def test_a_stream_that_outlasts_the_timeout_gets_an_error(impatient_server: RunningServer):
@@ -199,6 +259,18 @@ def test_ctrl_c_in_a_terminal_reaches_both_processes(impatient_server: RunningSe
     os.kill(engine, signal.SIGTERM)
     assert impatient_server.call("POST", "/v1/completions", {"prompt": "x"})[0] == 200
     assert impatient_server.stop(signal.SIGINT) == 0
+
+
+def _until_healthy(server: RunningServer) -> None:
+    eventually(lambda: server.call("GET", "/health")[0] == 200, "the server serves")
+
+
+def _while_restarting(server: RunningServer) -> None:
+    def is_settled() -> bool:
+        status, answer, _ = server.call("GET", "/health")
+        return status == 200 or "started again" not in answer["error"]["message"]
+
+    eventually(is_settled, "another engine process has started")
 
 
 def _accepts(server: RunningServer) -> bool:

@@ -50,14 +50,14 @@ def test_a_checkpoint_without_a_tokenizer_takes_token_ids_only(tmp_path: Path):
     model = TextModel.load(ModelSpec("bare", tmp_path))
     assert model.tokenizer is None
     with pytest.raises(RequestError, match="no tokenizer"):
-        model.encode("text")
+        model.need_tokenizer()
 
 
 def test_a_chat_template_replaces_the_checkpoint_s(tmp_path: Path):
     spec = ModelSpec("tiny", tiny_llama(tmp_path / "tiny"))
-    model = TextModel.load(spec, "just this")
-    expected = model.encode("just this", add_special_tokens=False)
-    assert model.encode_chat([{"role": "user", "content": "x"}], True, None, {}) == expected
+    tokenizer = TextModel.load(spec, "just this").need_tokenizer()
+    expected = tokenizer.encode("just this", add_special_tokens=False)
+    assert tokenizer.encode_chat([{"role": "user", "content": "x"}]) == expected
 
 
 @pytest.mark.parametrize("token_ids", [[], [-1], [0, 8], [2**70]])

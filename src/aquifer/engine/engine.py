@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -46,6 +46,10 @@ def _ignore(_: LoadProgress) -> None:
     """Ignore progress."""
 
 
+def _ignore_launch(_: str) -> None:
+    """Ignore that a step is launched."""
+
+
 class Engine:
     """Serves models from one pool. Made by `Engine.open`.
 
@@ -55,6 +59,7 @@ class Engine:
         config: its options.
         pool: its memory.
         num_ahead: steps that may be in flight while the next one is planned.
+        on_launch: called with the model of each step before it is launched.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class Engine:
         self.pool: PagePool = assembly.pool
         # On a synchronous device, running ahead would only compute sequences that have ended.
         self.num_ahead = 1 if assembly.pool.driver.runs_ahead else 0
+        self.on_launch: Callable[[str], None] = _ignore_launch
         self._assembly = assembly
         self._scheduler = assembly.scheduler
         self._stocker = stocker
@@ -336,6 +342,7 @@ class Engine:
         outputs = self._scheduler.take_failed()
         if plan is not None:
             self._stocker.wake()
+            self.on_launch(plan.model)
             launched = self._models[plan.model].runner.launch(plan)
             self._in_flight.append((plan, launched))
             if time.monotonic() - self._accounted_s >= _ACCOUNT_EVERY_S:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from fastapi import FastAPI
 
 from aquifer import __version__
 from aquifer.serve.client import EngineClient
 from aquifer.serve.endpoints import openai, operators, prefixes, tokens
-from aquifer.serve.http import ApiKeyMiddleware, BodyLimitMiddleware, install_error_handlers
-from aquifer.serve.service import ServedModel, Service
+from aquifer.serve.http import ApiKeyMiddleware, install_error_handlers
 
 _GUARDED = ("/v1", "/memory", "/tokenize", "/detokenize")
 
@@ -31,20 +30,19 @@ _ROUTES: tuple[tuple[str, Callable[..., Awaitable[object]], str], ...] = (
 )
 
 
-def create_app(
-    client: EngineClient, models: Mapping[str, ServedModel], api_keys: Sequence[str] = ()
-) -> FastAPI:
+def create_app(client: EngineClient, api_keys: Sequence[str] = ()) -> FastAPI:
     """Create the ASGI application.
 
+    Requests that need a model are answered with 503 until `app.state.service` is set.
+
     Args:
-        client: the engine. Pre-condition: it is ready.
-        models: by served name.
+        client: the engine, ready or not.
         api_keys: if not empty, clients must send one of them as their bearer token.
     """
     app = FastAPI(title="Aquifer", version=__version__)
-    app.state.service = Service(client, models)
+    app.state.client = client
+    app.state.service = None
     install_error_handlers(app)
-    app.add_middleware(BodyLimitMiddleware)
     if api_keys:
         app.add_middleware(ApiKeyMiddleware, api_keys=api_keys, guarded=_GUARDED)
     for path, endpoint, method in _ROUTES:

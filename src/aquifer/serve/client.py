@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 from aquifer.config import EngineConfig
 from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request
 from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelInfo
-from aquifer.errors import AquiferError, ConfigError, EngineError
+from aquifer.errors import AquiferError, ConfigError, EngineError, UnavailableError
 from aquifer.serve.link import EngineLink
 from aquifer.serve.messages import (
     Abort,
@@ -24,20 +26,36 @@ from aquifer.serve.messages import (
     Memory,
     OpenFailed,
     Pin,
+    Ping,
     Pinned,
+    Pong,
     Ready,
     Step,
     Unpin,
 )
 from aquifer.serve.process import OpenEngine, open_engine
+from aquifer.serve.supervisor import MAX_DEATHS, Supervisor
+
+_RETRY_S = 5
+"""When clients may try again while the engine process is started."""
+_BEAT_S = 1.0
+"""Interval of the questions whether the engine's loop runs."""
+_SILENT_S = 5.0
+"""An engine that has not answered for this long counts as unavailable."""
+_ANSWER_S = 5.0
+"""How long an answer may take that a client waits for: the engine answers between two steps."""
+
+_NO_MODEL = "no model is left in service; restart the server"
+
+_logger = logging.getLogger(__name__)
 
 
 class _State(Enum):
     NEW = auto()
-    LOADING = auto()
+    LOADING = auto()  # for the first time
     SERVING = auto()
+    RESTARTING = auto()
     STOPPING = auto()
-    DEAD = auto()
 
 
 class TokenStream(AsyncIterator[TokenOutput]):
@@ -91,11 +109,14 @@ class _Route:
     """Destination of a request's outputs, kept until the last one has arrived."""
 
     stream: TokenStream
+    model: str
     indexes: set[int]  # completions that have not received their last output
 
 
 class EngineClient:
-    """Client of the engine process, which it starts and stops; for one event loop.
+    """Client of the engine process, which it starts, starts again if it dies, and stops.
+
+    For one event loop.
 
     Args:
         config: the engine's options.
@@ -104,11 +125,19 @@ class EngineClient:
 
     def __init__(self, config: EngineConfig, open_it: OpenEngine = open_engine) -> None:
         self._config = config
+        self._open_it = open_it
+        self._supervisor = Supervisor(config.models)
         self._link = EngineLink(config, open_it)
         self._state = _State.NEW
         self._routes: dict[str, _Route] = {}
         self._waiters: deque[asyncio.Future[Any]] = deque()
         self._stats: EngineStats | None = None
+        self._progress: LoadProgress | None = None
+        self._restarting: asyncio.Task[None] | None = None
+        self._beating: asyncio.Task[None] | None = None
+        self._pins: list[Pin] = []  # what the engine process was told to pin
+        self._has_refused = False  # the engine process could not start, and ends by itself
+        self._asked_s: float | None = None  # when the question was sent that is not answered yet
 
     @property
     def max_prompts(self) -> int:
@@ -121,14 +150,32 @@ class EngineClient:
         return self._config.prefix_cache_salt_by_key
 
     @property
-    def is_serving(self) -> bool:
-        """Whether requests are accepted."""
-        return self._state is _State.SERVING
+    def unavailable(self) -> UnavailableError | None:
+        """Why no requests are accepted, or None if they are."""
+        match self._state:
+            case _State.SERVING:
+                if not self._supervisor.models:
+                    return UnavailableError(_NO_MODEL)
+                if self._asked_s is not None and self._loop.time() - self._asked_s > _SILENT_S:
+                    return UnavailableError(
+                        f"the engine has not answered for {_SILENT_S:g} s", _RETRY_S
+                    )
+                return None
+            case _State.STOPPING:
+                return UnavailableError("the server is shutting down")
+            case _State.RESTARTING:
+                reason = "the engine process died and is being started again"
+            case _:
+                reason = "the server is starting"
+        if self._progress is not None:
+            share = self._progress.loaded_bytes / max(self._progress.total_bytes, 1)
+            reason += f"; {share:.0%} of {self._progress.model} is loaded"
+        return UnavailableError(reason, _RETRY_S)
 
     @property
-    def is_dead(self) -> bool:
-        """Whether the engine process has died."""
-        return self._state is _State.DEAD
+    def num_restarts(self) -> int:
+        """How often the engine process was started again."""
+        return self._supervisor.num_restarts
 
     @property
     def stats(self) -> EngineStats:
@@ -141,10 +188,9 @@ class EngineClient:
         assert self._state is _State.NEW
         self._state = _State.LOADING
         self._loop = asyncio.get_running_loop()
-        self._died = asyncio.Event()
         self._opened: asyncio.Future[dict[str, ModelInfo]] = self._loop.create_future()
         self._on_progress: Callable[[LoadProgress], None] | None = None
-        self._link.start(self._loop, self._handle)
+        self._link.start(self._loop, partial(self._handle, self._link))
 
     async def ready(
         self, on_progress: Callable[[LoadProgress], None] | None = None
@@ -164,12 +210,18 @@ class EngineClient:
         If one request is refused, the whole stream ends with that error.
 
         Raises:
-            EngineError: the engine has stopped or is shutting down.
+            UnavailableError: no requests are accepted, or none for this model.
         """
         self._check_serving()
+        for request in requests:
+            if self._supervisor.is_out_of_service(request.model):
+                raise UnavailableError(
+                    f"model {request.model!r} is out of service: it ended the engine process "
+                    f"{MAX_DEATHS} times in a row; restart the server to try it again"
+                )
         stream = TokenStream(self, requests)
         for request in requests:
-            self._routes[request.request_id] = _Route(stream, _indexes_of(request))
+            self._routes[request.request_id] = _Route(stream, request.model, _indexes_of(request))
             self._link.send(Add(request))
         return stream
 
@@ -187,6 +239,7 @@ class EngineClient:
         Raises:
             EngineError: the engine has stopped.
         """
+        self._check_serving()
         report = await self._ask(GetMemory())
         assert isinstance(report, MemoryReport)
         return report
@@ -198,7 +251,10 @@ class EngineClient:
             RequestError: it cannot be pinned.
             EngineError: the engine has stopped.
         """
-        num_tokens = await self._ask(Pin(model, token_ids, salt))
+        self._check_serving()
+        pin = Pin(model, token_ids, salt)
+        num_tokens = await self._ask(pin)
+        self._pins.append(pin)
         assert isinstance(num_tokens, int)
         return num_tokens
 
@@ -208,11 +264,10 @@ class EngineClient:
         Raises:
             EngineError: the engine has stopped.
         """
+        self._check_serving()
         await self._ask(Unpin(model, token_ids, salt))
-
-    async def died(self) -> None:
-        """Wait until the engine process dies."""
-        await self._died.wait()
+        pin = Pin(model, token_ids, salt)
+        self._pins = [other for other in self._pins if other != pin]
 
     def kill(self) -> None:
         """Kill the engine process at once."""
@@ -223,33 +278,38 @@ class EngineClient:
 
         When this returns, the engine process has exited and its memory is free.
         """
-        if self._state is _State.SERVING:
-            self._state = _State.STOPPING
+        state, self._state = self._state, _State.STOPPING
+        for task in (self._beating, self._restarting):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        if state is _State.SERVING:
             deadline = self._loop.time() + timeout_s
             while self._routes and self._loop.time() < deadline:
                 await asyncio.sleep(0.02)
-            self._fail_everyone("the server shut down before the request finished")
+            self._fail_everyone(EngineError("the server shut down before the request finished"))
             self._link.send(Close())
-        elif self._state is _State.LOADING:
-            self._state = _State.STOPPING
+        elif state is not _State.NEW:
             self.kill()  # it reads no messages while it loads
-        if self._state is not _State.NEW:
+        if state is not _State.NEW:
             await asyncio.to_thread(self._link.join)
 
     def _check_serving(self) -> None:
-        if self._state is _State.SERVING:
-            return
-        if self._state is _State.STOPPING:
-            raise EngineError("the server is shutting down")
-        raise EngineError("the engine has stopped; restart the server")
+        if (reason := self.unavailable) is not None:
+            raise reason
 
     async def _ask(self, question: GetMemory | Pin | Unpin) -> Any:
         """Send a question and return the engine's answer; answers come in order."""
-        self._check_serving()
         waiter: asyncio.Future[Any] = self._loop.create_future()
         self._waiters.append(waiter)
         self._link.send(question)
-        return await waiter
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                return await waiter
+        except TimeoutError:
+            raise UnavailableError(
+                f"the engine has not answered for {_ANSWER_S:g} s", _RETRY_S
+            ) from None
 
     def _answer(self, answer: object) -> None:
         waiter = self._waiters.popleft()
@@ -267,16 +327,18 @@ class EngineClient:
         if index is None or not route.indexes:
             del self._routes[request_id]
 
-    def _fail_everyone(self, why: str) -> None:
+    def _fail_everyone(self, error: EngineError) -> None:
         routes, self._routes = self._routes, {}
         for request_id in routes:
             self._link.send(Abort(request_id))
         for stream in {route.stream for route in routes.values()}:
-            stream.put(EngineError(why))
+            stream.put(error)
         while self._waiters:
-            self._answer(EngineError(why))
+            self._answer(error)
 
-    def _handle(self, message: FromEngine | None) -> None:
+    def _handle(self, link: EngineLink, message: FromEngine | None) -> None:
+        if link is not self._link:
+            return  # of a process that is gone
         match message:
             case Step(token_ids, outputs, refused, stats):
                 self._stats = stats
@@ -289,34 +351,105 @@ class EngineClient:
                     self._deliver(output)
             case Memory(answer) | Pinned(answer):
                 self._answer(answer)
+            case Pong():
+                self._asked_s = None
             case LoadProgress():
+                self._progress = message
                 if self._on_progress is not None:
                     self._on_progress(message)
             case Ready(models, stats):
                 self._stats = stats
-                self._state = _State.SERVING
-                self._opened.set_result(models)
+                self._progress = None
+                if self._state is _State.RESTARTING:
+                    self._restarting = self._loop.create_task(self._restore())
+                elif self._state is _State.LOADING:
+                    self._opened.set_result(models)
+                    self._serve()
             case OpenFailed(text, is_config):
-                self._opened.set_exception(ConfigError(text) if is_config else EngineError(text))
+                if self._state is _State.LOADING:
+                    self._opened.set_exception(
+                        ConfigError(text) if is_config else EngineError(text)
+                    )
+                else:
+                    self._has_refused = True
+                    _logger.error("the engine process could not start: %s", text)
             case None:
                 self._handle_end()
+
+    def _serve(self) -> None:
+        self._state = _State.SERVING
+        self._asked_s = None
+        self._beating = self._loop.create_task(self._beat())
+
+    async def _restore(self) -> None:
+        """Pin what the process before had pinned, and accept requests again."""
+        for pin in self._pins:
+            if not self._supervisor.is_out_of_service(pin.model):
+                try:
+                    await self._ask(pin)
+                except AquiferError as error:
+                    _logger.error("a prefix of %r could not be pinned again: %s", pin.model, error)
+        self._serve()
+        _logger.warning("the engine process serves again")
+
+    async def _beat(self) -> None:
+        """Ask again and again whether the engine's loop runs."""
+        while True:
+            if self._asked_s is None:
+                self._asked_s = self._loop.time()
+                self._link.send(Ping())
+            await asyncio.sleep(_BEAT_S)
 
     def _deliver(self, output: TokenOutput) -> None:
         route = self._routes.get(output.request_id)
         if route is not None:
             if output.finish_reason is not None:
                 is_error = output.finish_reason == "error"  # ends the whole request
+                if not is_error:
+                    self._supervisor.completed(route.model)
                 self._end(output.request_id, route, None if is_error else output.index)
             route.stream.put(output)
 
     def _handle_end(self) -> None:
         """Handle the end of the pipe: a regular stop, or the death of the process."""
-        if self._state is not _State.STOPPING:
-            self._state = _State.DEAD
-            self._died.set()
+        if self._state is _State.STOPPING:
+            self._fail_everyone(EngineError("the server shut down before the request finished"))
+            return
+        if self._state is _State.LOADING:
             if not self._opened.done():
                 self._opened.set_exception(EngineError("the engine process died while loading"))
-        self._fail_everyone("the engine process died before the request finished")
+            return
+        if self._beating is not None:
+            self._beating.cancel()
+        self._state = _State.RESTARTING
+        self._progress = None
+        self._restarting = self._loop.create_task(self._restart(self._link))
+        self._fail_everyone(
+            UnavailableError("the engine process died before the request finished", _RETRY_S)
+        )
+
+    async def _restart(self, dead: EngineLink) -> None:
+        """Start another engine process with the models that are in service."""
+        await asyncio.to_thread(dead.join)
+        model = None if self._has_refused else dead.current_model
+        self._has_refused = False
+        pause_s = self._supervisor.failed(model)
+        _logger.error(
+            "the engine process died (exit code %s)%s; it is started again%s",
+            dead.exit_code,
+            f" while it computed {model!r}" if model else "",
+            f" in {pause_s:g} s" if pause_s else "",
+        )
+        if model is not None and self._supervisor.is_out_of_service(model):
+            _logger.error(
+                "model %r ended the engine process %d times in a row and is taken out of service",
+                model,
+                MAX_DEATHS,
+            )
+        await asyncio.sleep(pause_s)
+        config = replace(self._config, models=self._supervisor.models)
+        self._link = link = EngineLink(config, self._open_it)
+        await asyncio.to_thread(link.start, self._loop, partial(self._handle, link))
 
 
 def _indexes_of(request: Request) -> set[int]:

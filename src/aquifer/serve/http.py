@@ -1,4 +1,4 @@
-"""HTTP layer: errors in OpenAI's form, API keys, body limits, client disconnects."""
+"""HTTP layer: errors in OpenAI's form, API keys, client disconnects."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from contextlib import AsyncExitStack, aclosing
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from aquifer.errors import EngineError, QueueFullError, RequestError, UnknownModelError
+from aquifer.errors import (
+    EngineError,
+    QueueFullError,
+    RequestError,
+    UnavailableError,
+    UnknownModelError,
+)
 from aquifer.serve.protocol.responses import ErrorInfo, ErrorResponse
 
-MAX_BODY_BYTES = 16 << 20
-# Limits for reading and discarding a body that is too large, so that its sender reads the
-# response instead of failing with a broken pipe.
-_LINGER_BYTES = 64 << 20
-_LINGER_S = 5.0
 _EVENTS_AT_ONCE = 4
 """Events that a stream may write before it lets the event loop run. Only the loop reports a broken
 connection, and asyncio logs a warning for the sixth write to one: these events and the headers, or
@@ -47,6 +47,9 @@ def error_response(
     headers: dict[str, str] | None = None,
 ) -> Response:
     """Return an error response in the form that OpenAI's clients expect."""
+    # A client's text may have lone surrogates, which JSON can express and UTF-8 cannot.
+    message = message.encode("utf-8", "replace").decode()
+    param = param and param.encode("utf-8", "replace").decode()
     body = ErrorResponse(
         error=ErrorInfo(message=message, type=_error_type(status), param=param, code=code)
     )
@@ -55,6 +58,10 @@ def error_response(
 
 def response_to(error: RequestError | EngineError) -> Response:
     """Map an exception to an HTTP response."""
+    if isinstance(error, UnavailableError):
+        retry_s = error.retry_after_s
+        headers = None if retry_s is None else {"Retry-After": str(retry_s)}
+        return error_response(503, error.message, code="unavailable", headers=headers)
     if isinstance(error, EngineError):
         return error_response(503, str(error), code="engine_error")
     if isinstance(error, QueueFullError):
@@ -83,12 +90,10 @@ def install_error_handlers(app: FastAPI) -> None:
         message = str(error.detail)
         if error.status_code in (404, 405):
             message = f"{message}: {request.method} {request.url.path}"
-        headers = dict(error.headers or {})
-        return error_response(error.status_code, message, headers=headers)
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> Response:
-        return _validation_response(error)
+        code = "request_too_large" if error.status_code == 413 else None
+        return error_response(
+            error.status_code, message, code=code, headers=dict(error.headers or {})
+        )
 
     @app.exception_handler(ClientDisconnect)
     async def gone(_: Request, __: ClientDisconnect) -> Response:
@@ -98,20 +103,6 @@ def install_error_handlers(app: FastAPI) -> None:
     async def bug(_: Request, __: Exception) -> Response:
         # Starlette raises it again after this, so that it is logged.
         return error_response(500, "internal error; see the server's log")
-
-
-def _validation_response(error: RequestValidationError) -> Response:
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"] if part != "body"]
-    if first["type"] == "json_invalid":
-        reason = first.get("ctx", {}).get("error", first["msg"])
-        return error_response(400, f"the body is not valid JSON: {reason}", code="invalid_json")
-    if not path:
-        return error_response(
-            400, "the body must be a JSON object, sent with Content-Type: application/json"
-        )
-    message = first["msg"].removeprefix("Value error, ")
-    return error_response(400, f"{'.'.join(path)}: {message}", param=path[0])
 
 
 def _error_type(status: int) -> str:
@@ -154,71 +145,6 @@ class ApiKeyMiddleware:
                 await response(scope, receive, send)
                 return
         await self._app(scope, receive, send)
-
-
-class BodyLimitMiddleware:
-    """Middleware that refuses bodies over `MAX_BODY_BYTES`, with or without Content-Length."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read the body and pass it on, or answer 413."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        length = Headers(scope=scope).get("content-length", "")
-        if length.isdecimal() and int(length) > MAX_BODY_BYTES:
-            await self._refuse(scope, receive, send)
-            return
-        chunks: list[bytes] = []
-        num_bytes = 0
-        while True:
-            message = await receive()
-            if message["type"] != "http.request":
-                return  # the client is gone
-            chunks.append(message.get("body", b""))
-            num_bytes += len(chunks[-1])
-            if num_bytes > MAX_BODY_BYTES:
-                chunks.clear()
-                await self._refuse(scope, receive, send)
-                return
-            if not message.get("more_body", False):
-                break
-        body: Message | None = {"type": "http.request", "body": b"".join(chunks)}
-
-        async def replay() -> Message:
-            nonlocal body
-            message, body = body, None
-            return await receive() if message is None else message
-
-        await self._app(scope, replay, send)
-
-    @staticmethod
-    async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
-        response = error_response(
-            413,
-            f"the body is larger than {MAX_BODY_BYTES} bytes; send less",
-            code="request_too_large",
-        )
-        # No content-length, so that the response can stay open while the body is discarded.
-        headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-        await send({"type": "http.response.start", "status": 413, "headers": headers})
-        await send({"type": "http.response.body", "body": response.body, "more_body": True})
-        if "expect" not in Headers(scope=scope):  # with it, the sender has not sent the body
-            await _drop_body(receive)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _drop_body(receive: Receive) -> None:
-    num_bytes = 0
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_LINGER_S):
-            while num_bytes < _LINGER_BYTES:
-                message = await receive()
-                if not message.get("more_body", False):
-                    return
-                num_bytes += len(message["body"])
 
 
 # ---- client disconnects

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import multiprocessing
 import queue
 import signal
@@ -14,9 +15,9 @@ from multiprocessing.connection import Connection
 
 from aquifer.config import EngineConfig
 from aquifer.serve.messages import FromEngine, ToEngine
-from aquifer.serve.process import STOP_SIGNALS, OpenEngine, run_engine_process
+from aquifer.serve.process import STOP_SIGNALS, CurrentModel, OpenEngine, run_engine_process
 
-_EXIT_S = 10.0  # the engine process is killed if it takes longer to release its pages
+_EXIT_S = 4.0  # the engine process is killed if it takes longer to release its pages
 
 
 class EngineLink:
@@ -46,9 +47,11 @@ class EngineLink:
         """
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
+        names = [model.name for model in self._config.models]
+        self._current = CurrentModel(names, context.RawValue(ctypes.c_int))
         self._process = context.Process(
             target=run_engine_process,
-            args=(theirs, self._config, self._open_it),
+            args=(theirs, self._config, self._open_it, self._current),
             name="aquifer-engine",
             daemon=True,
         )
@@ -73,6 +76,16 @@ class EngineLink:
     def send(self, message: ToEngine) -> None:
         """Send a message; it is lost if the process is gone."""
         self._outbox.put(message)
+
+    @property
+    def current_model(self) -> str | None:
+        """The model that the process loads or computes, or did when it died."""
+        return self._current.name
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code of the process, negative for a signal; None while it runs."""
+        return self._process.exitcode
 
     def kill(self) -> None:
         """Kill the process at once."""
@@ -100,7 +113,8 @@ def _read(
             message: FromEngine | None = connection.recv()
         except (EOFError, OSError):
             message = None
-        loop.call_soon_threadsafe(handle, message)
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(handle, message)
         if message is None:
             return
 

@@ -54,11 +54,16 @@ class Unpin:
 
 
 @dataclass(frozen=True, slots=True)
+class Ping:
+    """Ask whether the engine's loop runs; answered by a `Pong`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """Close the engine and exit."""
 
 
-ToEngine = Add | Abort | GetMemory | Pin | Unpin | Close
+ToEngine = Add | Abort | GetMemory | Pin | Unpin | Ping | Close
 
 # ---- from the engine process
 
@@ -108,4 +113,9 @@ class Pinned:
     answer: int | RequestError
 
 
-FromEngine = LoadProgress | Ready | OpenFailed | Step | Memory | Pinned
+@dataclass(frozen=True, slots=True)
+class Pong:
+    """The answer to `Ping`."""
+
+
+FromEngine = LoadProgress | Ready | OpenFailed | Step | Memory | Pinned | Pong

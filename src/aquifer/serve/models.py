@@ -43,30 +43,6 @@ class TextModel:
         tokenizer = Tokenizer.load(spec.path, chat_template)
         return cls(spec.name, spec.path, tokenizer, sampling_defaults(spec.path))
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Encode a text as token ids.
-
-        Raises:
-            RequestError: there is no tokenizer, or the text is not valid Unicode.
-        """
-        return self.need_tokenizer().encode(text, add_special_tokens)
-
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool,
-        chat_template: str | None,
-        template_args: Mapping[str, Any],
-    ) -> list[int]:
-        """Encode a conversation as token ids.
-
-        Raises:
-            RequestError: there is no tokenizer or template, or the template refuses the messages.
-        """
-        return self.need_tokenizer().encode_chat(
-            messages, add_generation_prompt, chat_template, **template_args
-        )
-
     def need_tokenizer(self) -> Tokenizer:
         """Return the tokenizer.
 

@@ -1,14 +1,15 @@
 """The engine process: owns the device, reads the pipe, steps the engine.
 
 The web process decides when to abort and when to close; if it ends, this process exits. An
-exception in the loop is a bug in Aquifer: it ends this process with a traceback and a non-zero
-exit code, which the web process sees as the end of the pipe.
+exception in the loop is a broken device or a bug in Aquifer: it ends this process with a traceback
+and a non-zero exit code. The web process sees the end of the pipe, and starts another one.
 """
 
 from __future__ import annotations
 
+import ctypes
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Protocol
 
@@ -26,7 +27,9 @@ from aquifer.serve.messages import (
     Memory,
     OpenFailed,
     Pin,
+    Ping,
     Pinned,
+    Pong,
     Ready,
     Step,
     ToEngine,
@@ -37,7 +40,13 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class EngineLike(Protocol):
-    """Interface of the engine to this loop; `aquifer.engine.engine.Engine` implements it."""
+    """Interface of the engine to this loop; `aquifer.engine.engine.Engine` implements it.
+
+    Attributes:
+        on_launch: called with the model of each step before it is launched.
+    """
+
+    on_launch: Callable[[str], None]
 
     @property
     def models(self) -> dict[str, ModelInfo]:
@@ -82,36 +91,76 @@ def open_engine(config: EngineConfig, on_progress: Callable[[LoadProgress], None
     return Engine.open(config, on_progress)
 
 
-def run_engine_process(connection: Connection, config: EngineConfig, open_it: OpenEngine) -> None:
+class CurrentModel:
+    """The model that the engine process loads or computes, in memory shared with the web process.
+
+    It can still be read when the process has died.
+
+    Args:
+        names: the models that it may be.
+        word: an integer in shared memory.
+    """
+
+    def __init__(self, names: Sequence[str], word: ctypes.c_int) -> None:
+        self._names = tuple(names)
+        self._word = word
+        self._word.value = -1
+
+    def set(self, name: str) -> None:
+        """The process begins to load or to compute this model."""
+        self._word.value = self._names.index(name)
+
+    def clear(self) -> None:
+        """The process waits."""
+        self._word.value = -1
+
+    @property
+    def name(self) -> str | None:
+        """The model, or None if the process waits."""
+        index = self._word.value
+        return None if index < 0 else self._names[index]
+
+
+def run_engine_process(
+    connection: Connection, config: EngineConfig, open_it: OpenEngine, current: CurrentModel
+) -> None:
     """Run the engine process: open the engine, serve the pipe, close.
 
     Args:
         connection: this process's end of the pipe; reads fail when the web process ends.
         config: the engine's options.
         open_it: opens the engine.
+        current: is told which model is loaded or computed.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # the web process decides when to stop
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
+    def on_progress(progress: LoadProgress) -> None:
+        current.set(progress.model)
+        connection.send(progress)
+
     try:
         try:
-            engine = open_it(config, connection.send)
+            engine = open_it(config, on_progress)
         except (ConfigError, DriverError) as error:
             _send(connection, OpenFailed(str(error), isinstance(error, ConfigError)))
             return
+        engine.on_launch = current.set
         _send(connection, Ready(engine.models, engine.stats()))
-        _run(engine, connection)
+        _run(engine, connection, current)
         engine.close()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the web process has ended
 
 
-def _run(engine: EngineLike, connection: Connection) -> None:
+def _run(engine: EngineLike, connection: Connection, current: CurrentModel) -> None:
     """Handle messages and step the engine until a `Close` arrives."""
     while True:
         refused: dict[str, RequestError] = {}
         may_block = not engine.has_work
+        if may_block:
+            current.clear()
         while may_block or connection.poll():
             may_block = False
             message: ToEngine = connection.recv()
@@ -127,6 +176,8 @@ def _run(engine: EngineLike, connection: Connection) -> None:
                     _send(connection, Memory(engine.memory()))
                 case Pin() | Unpin():
                     _send(connection, Pinned(_pin(engine, message)))
+                case Ping():
+                    _send(connection, Pong())
                 case Close():
                     return
         token_ids: dict[str, int] = {}

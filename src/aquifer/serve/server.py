@@ -6,20 +6,24 @@ import asyncio
 import contextlib
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NoReturn
 
 import uvicorn
+from fastapi import FastAPI
 
 from aquifer.config import EngineConfig, check_fields
 from aquifer.engine.reports import LoadProgress
-from aquifer.errors import ConfigError, EngineError
+from aquifer.errors import ConfigError
 from aquifer.options import default_of
 from aquifer.serve.app import create_app
 from aquifer.serve.client import EngineClient
+from aquifer.serve.limits import MAX_CONNECTIONS, TimedProtocol, allow_connections
 from aquifer.serve.models import TextModel
 from aquifer.serve.process import STOP_SIGNALS, OpenEngine, open_engine
-from aquifer.serve.service import ServedModel
+from aquifer.serve.service import ServedModel, Service
 
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 60  # longer than most clients keep a connection, so that they close it first
@@ -38,6 +42,7 @@ class ServerConfig:
     port: int = default_of("port")
     api_key: str | None = default_of("api_key")
     chat_template: str | None = default_of("chat_template")
+    trust_request_chat_template: bool = default_of("trust_request_chat_template")
     shutdown_timeout_s: float = default_of("shutdown_timeout")
 
     def __post_init__(self) -> None:
@@ -57,30 +62,36 @@ def serve(
     *,
     on_progress: Callable[[LoadProgress], None],
     on_ready: Callable[[str], None],
-    on_death: Callable[[EngineError], None],
+    on_listening: Callable[[str], None] = lambda _: None,
     open_it: OpenEngine = open_engine,
 ) -> None:
     """Serve until SIGINT or SIGTERM; a second one ends everything at once.
+
+    Connections are accepted from the start. Until the models are loaded, requests are answered with
+    503.
 
     Args:
         engine: options of the engine, with the models to serve.
         server: options of the HTTP server.
         on_progress: called with the progress of loading.
-        on_ready: called with the server's URL, once it accepts connections.
-        on_death: called if the engine process dies; the server then answers 503.
+        on_ready: called with the server's URL, once it accepts requests.
+        on_listening: called with the server's URL, before anything is loaded.
         open_it: opens the engine in its process.
 
     Raises:
         ConfigError: an option or a checkpoint cannot be used.
-        EngineError: the engine could not start, or died.
+        EngineError: the engine could not start.
     """
-    with _bind(server.host, server.port) as listener:
+    allow_connections()
+    with _listen(server.host, server.port) as listener:
         url = _url(server.host, listener.getsockname()[1])
+
+        on_listening(url)
 
         def ready() -> None:
             on_ready(url)
 
-        asyncio.run(_Server(engine, server, listener, open_it).run(on_progress, ready, on_death))
+        asyncio.run(_Server(engine, server, listener, open_it).run(on_progress, ready))
 
 
 class _Server:
@@ -100,25 +111,32 @@ class _Server:
         self._stopping = asyncio.Event()
 
     async def run(
-        self,
-        on_progress: Callable[[LoadProgress], None],
-        on_ready: Callable[[], None],
-        on_death: Callable[[EngineError], None],
+        self, on_progress: Callable[[LoadProgress], None], on_ready: Callable[[], None]
     ) -> None:
         loop = asyncio.get_running_loop()
         for number in STOP_SIGNALS:
             loop.add_signal_handler(number, self._on_signal)
         self._client.start()
+        app = create_app(self._client, self._config.api_keys)
+        uvicorn_server = self._uvicorn(app)
         stopping = asyncio.create_task(self._stopping.wait())
+        serving = asyncio.create_task(uvicorn_server.serve(sockets=[self._listener]))
         opening = asyncio.create_task(self._open(on_progress))
         try:
-            await asyncio.wait({opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({opening, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
             if opening.done():
-                await self._listen(opening.result(), stopping, on_ready, on_death)
+                app.state.service = service = Service(
+                    self._client, opening.result(), self._config.trust_request_chat_template
+                )
+                on_ready()
+                await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                service.close()
         finally:
+            uvicorn_server.should_exit = True  # accept no more; let running requests finish
             stopping.cancel()
             opening.cancel()
             await self._client.stop(self._config.shutdown_timeout_s)
+            await serving
 
     async def _open(self, on_progress: Callable[[LoadProgress], None]) -> dict[str, ServedModel]:
         """Load the tokenizers while the engine process loads the weights."""
@@ -130,50 +148,33 @@ class _Server:
         infos = await self._client.ready(on_progress)
         return {text.name: ServedModel(text, infos[text.name]) for text in texts}
 
-    async def _listen(
-        self,
-        models: dict[str, ServedModel],
-        stopping: asyncio.Task[bool],
-        on_ready: Callable[[], None],
-        on_death: Callable[[EngineError], None],
-    ) -> None:
-        """Serve requests until the signal to stop."""
-        app = create_app(self._client, models, self._config.api_keys)
-        timeout_s = self._config.shutdown_timeout_s
-        uvicorn_server = _Uvicorn(
+    def _uvicorn(self, app: FastAPI) -> uvicorn.Server:
+        return _Uvicorn(
             uvicorn.Config(
                 app,
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
                 ws="none",
+                http=TimedProtocol,
+                limit_concurrency=MAX_CONNECTIONS,
                 timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=int(timeout_s) + _LAST_BYTES_S,
+                timeout_graceful_shutdown=int(self._config.shutdown_timeout_s) + _LAST_BYTES_S,
             )
         )
-        self._listener.listen(_BACKLOG)
-        serving = asyncio.create_task(uvicorn_server.serve(sockets=[self._listener]))
-        dying = asyncio.create_task(self._report_death(on_death))
-        on_ready()
-        try:
-            await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            uvicorn_server.should_exit = True  # accept no more; let running requests finish
-            await self._client.stop(timeout_s)
-            await serving
-        finally:
-            dying.cancel()
-        if self._client.is_dead:
-            raise _death()
-
-    async def _report_death(self, on_death: Callable[[EngineError], None]) -> None:
-        await self._client.died()
-        on_death(_death())
 
     def _on_signal(self) -> None:
         if self._stopping.is_set():
-            self._client.kill()
-            os._exit(1)
+            self._exit()
         self._stopping.set()
+        # Whatever still runs then, in this thread or another one, ends with the process.
+        deadline = threading.Timer(self._config.shutdown_timeout_s + _LAST_BYTES_S, self._exit)
+        deadline.daemon = True
+        deadline.start()
+
+    def _exit(self) -> NoReturn:
+        self._client.kill()
+        os._exit(1)
 
 
 class _Uvicorn(uvicorn.Server):
@@ -184,12 +185,8 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-def _death() -> EngineError:
-    return EngineError("the engine process died; all requests are answered with 503 from now on")
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """Bind a socket; it listens only after models are loaded, so no client connects earlier."""
+def _listen(host: str, port: int) -> socket.socket:
+    """Listen, so that a second server on the same port fails before it loads anything."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -203,6 +200,7 @@ def _bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
         raise ConfigError(

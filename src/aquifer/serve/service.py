@@ -7,24 +7,34 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import anyio.to_thread
 from fastapi import Depends, Request
+from pydantic import BaseModel
 
 from aquifer.engine.params import SamplingParams
 from aquifer.engine.reports import ModelInfo
-from aquifer.errors import ContextLengthError, RequestError, UnknownModelError
+from aquifer.errors import ContextLengthError, RequestError, UnavailableError, UnknownModelError
 from aquifer.serve.answers import Piece, PieceBuffer
 from aquifer.serve.client import EngineClient
 from aquifer.serve.generation import EncodedPrompt, Job, run_jobs
+from aquifer.serve.limits import BodyReader
 from aquifer.serve.metrics import Metrics
 from aquifer.serve.models import TextModel, check_token_ids
 from aquifer.serve.prefixes import PinnedPrefixes, salt_of_key
+from aquifer.serve.protocol.parsing import parse_body
 from aquifer.serve.protocol.requests import CompletionRequest, TemplateFields
 from aquifer.serve.protocol.responses import ModelCard
+from aquifer.serve.sandbox import Sandbox
+from aquifer.text import ChatTemplate
 
 _INLINE_CHARS = 4096  # longer texts are tokenised in a thread
+_INLINE_BYTES = 64 << 10
+"""Longer bodies are parsed in another process: parsing holds the interpreter from first to last."""
+
+_Body = TypeVar("_Body", bound=BaseModel)
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +51,27 @@ class Service:
     Args:
         client: the engine. Pre-condition: it is ready.
         models: by served name.
+        trusts_templates: whether clients may send chat templates.
     """
 
-    def __init__(self, client: EngineClient, models: Mapping[str, ServedModel]) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        models: Mapping[str, ServedModel],
+        trusts_templates: bool = False,
+    ) -> None:
         self.client = client
         self.models = dict(models)
         self.metrics = Metrics(self.models)
         self.prefixes = PinnedPrefixes(client)
         self.started_s = int(time.time())
+        self.bodies = BodyReader()
+        self._trusts_templates = trusts_templates
+        self._sandbox = Sandbox([parse_body, *([ChatTemplate.render] if trusts_templates else [])])
+
+    def close(self) -> None:
+        """End the processes that this one has started."""
+        self._sandbox.close()
 
     def model(self, name: str | None) -> ServedModel:
         """Return the model that a request names; it may leave the name out if there is only one.
@@ -82,6 +105,16 @@ class Service:
             return None
         return salt_of_key(request.headers.get("authorization", ""))
 
+    async def parse(self, kind: type[_Body], content: bytes) -> _Body:
+        """Parse a body.
+
+        Raises:
+            RequestError: it is not valid.
+        """
+        if len(content) <= _INLINE_BYTES:
+            return parse_body(kind, content)
+        return await self._sandbox.run("reading the body", None, parse_body, kind, content)
+
     async def prompts(self, model: ServedModel, body: CompletionRequest) -> list[EncodedPrompt]:
         """Tokenise and check the prompts of a completions request.
 
@@ -96,10 +129,11 @@ class Service:
                 param="prompt",
             )
         num_chars = sum(map(len, all_given))
+        special = body.add_special_tokens is not False
         prompts = []
         for given in all_given:
             if isinstance(given, str):
-                token_ids = await off_loop(num_chars, partial(model.text.encode, given))
+                token_ids = await encode(model, given, special, num_chars)
                 prompts.append(EncodedPrompt(given, token_ids))
             else:
                 prompts.append(EncodedPrompt(None, given))
@@ -110,18 +144,27 @@ class Service:
         """Encode a conversation as token ids.
 
         Raises:
-            RequestError: the model has no chat template, or it refuses the messages.
+            RequestError: the model has no chat template, or it refuses the messages; or the client
+                sent one and may not.
         """
+        if body.chat_template is not None and not self._trusts_templates:
+            raise RequestError(
+                "this server does not accept a chat_template in a request; leave it out, or "
+                "start the server with --trust-request-chat-template",
+                param="chat_template",
+            )
+        template = model.text.need_tokenizer().chat(body.chat_template)
         messages = [message.for_template() for message in body.messages]
         add_prompt = True if body.add_generation_prompt is None else body.add_generation_prompt
-        template_args = body.template_args()
-        num_chars = sum(len(message.get("content") or "") for message in messages)
+        args = messages, add_prompt, body.template_args()
         if body.chat_template is not None:
-            num_chars = _INLINE_CHARS + 1  # a client's template may take long
-        return await off_loop(
-            num_chars,
-            lambda: model.text.encode_chat(messages, add_prompt, body.chat_template, template_args),
-        )
+            text = await self._sandbox.run(
+                "the chat template", "chat_template", template.render, *args
+            )
+        else:
+            num_chars = sum(len(message.get("content") or "") for message in messages)
+            text = await off_loop(num_chars + len(messages), partial(template.render, *args))
+        return await encode(model, text, special=False)
 
     def jobs(
         self,
@@ -165,13 +208,39 @@ class Service:
                 pass
 
 
+async def _client(request: Request) -> EngineClient:
+    client = request.app.state.client
+    assert isinstance(client, EngineClient)
+    return client
+
+
 async def _service(request: Request) -> Service:
     service = request.app.state.service
+    if service is None:
+        raise request.app.state.client.unavailable or UnavailableError("the server is starting", 1)
     assert isinstance(service, Service)
     return service
 
 
+Client = Annotated[EngineClient, Depends(_client)]
 Served = Annotated[Service, Depends(_service)]
+
+
+def parsed(kind: type[_Body]) -> Any:
+    """A dependency of an endpoint: the request's body as `kind`.
+
+    Raises:
+        RequestError: it is not valid.
+    """
+
+    async def read(request: Request, service: Served) -> _Body:
+        content_type, _, _ = request.headers.get("content-type", "").partition(";")
+        if content_type.strip().lower() != "application/json":
+            raise RequestError("send the body as JSON, with Content-Type: application/json")
+        async with service.bodies.reading(request) as content:
+            return await service.parse(kind, content)
+
+    return Depends(read)
 
 
 def check_prompt(model: ServedModel, token_ids: Sequence[int], param: str) -> None:
@@ -186,8 +255,33 @@ def check_prompt(model: ServedModel, token_ids: Sequence[int], param: str) -> No
         )
 
 
-async def off_loop(num_chars: int, encode: Callable[[], list[int]]) -> list[int]:
-    """Run `encode`; in a thread if it may take long, so that other streams continue."""
-    if num_chars <= _INLINE_CHARS:
-        return encode()
-    return await anyio.to_thread.run_sync(encode)
+async def encode(
+    model: ServedModel, text: str, special: bool = True, num_chars: int | None = None
+) -> list[int]:
+    """Encode a text as token ids; in a thread if it is long, so that other streams continue.
+
+    Args:
+        model: the model.
+        text: the text.
+        special: whether to add special tokens around it.
+        num_chars: characters of all texts that the client sent, if it is more than this one.
+
+    Raises:
+        RequestError: there is no tokenizer, the text is not valid Unicode, or far too long.
+    """
+    tokenizer, limit = model.text.need_tokenizer(), model.info.max_model_len
+    return await off_loop(
+        num_chars or len(text), partial(tokenizer.encode, text, special, max_tokens=limit)
+    )
+
+
+async def off_loop(size: int, work: Callable[[], _T]) -> _T:
+    """Run `work`; in a thread if it may take long, so that other streams continue.
+
+    Args:
+        size: characters or tokens that it looks at.
+        work: the work.
+    """
+    if size <= _INLINE_CHARS:
+        return work()
+    return await anyio.to_thread.run_sync(work)

@@ -1,4 +1,4 @@
-"""Text processing: tokenization, chat templates, detokenization, stop strings.
+"""Tokenizer and chat template of a checkpoint.
 
 Nothing here uses the engine or torch, so a server can do all of it in another process.
 """
@@ -7,25 +7,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
 from tokenizers import Tokenizer as BackendTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from aquifer.errors import ConfigError, RequestError
+from aquifer.errors import ConfigError, ContextLengthError, RequestError
 
-# Exceptions that a template can raise: it runs methods and arithmetic on the client's values.
-_TEMPLATE_ERRORS = (
-    TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
+_MAX_MESSAGE_CHARS = 1000
+_MANY_TOKENS = 256
+"""From here on, decoding is worth to let other threads run meanwhile."""
 
 
 class Tokenizer:
@@ -46,6 +39,7 @@ class Tokenizer:
         self.backend = backend
         self.chat_template = chat_template
         self._special_tokens = dict(special_tokens)
+        self._max_token_chars = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
 
     @classmethod
     def load(cls, folder: Path, chat_template: str | None = None) -> Tokenizer | None:
@@ -76,25 +70,61 @@ class Tokenizer:
         except Exception as error:  # the backend raises bare Exception
             raise ConfigError(f"cannot read the tokenizer in {folder}: {error!r}") from error
 
-    @property
-    def vocab_size(self) -> int:
-        """Vocabulary size, including added tokens."""
-        return int(self.backend.get_vocab_size(with_added_tokens=True))
+    def encode(
+        self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
+        """Encode a text as token ids. Other threads run meanwhile.
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Encode a text as token ids.
+        Args:
+            text: the text.
+            add_special_tokens: add those that the tokenizer puts around a text.
+            max_tokens: a text that cannot be encoded in so many tokens is refused at once; one that
+                can may still take more.
 
         Raises:
-            RequestError: the text is not valid Unicode: JSON can express lone surrogates.
+            ContextLengthError: the text is longer than `max_tokens` of the longest token.
+            RequestError: it is not valid Unicode: JSON can express lone surrogates.
         """
+        if max_tokens is not None and len(text) > max_tokens * self._max_token_chars:
+            raise ContextLengthError(
+                f"the prompt has {len(text)} characters and this model's context length is "
+                f"{max_tokens} tokens, which hold at most {max_tokens * self._max_token_chars}; "
+                "shorten the prompt",
+                param="prompt",
+            )
         try:
-            return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            (encoding,) = self.backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
         except TypeError as error:
             raise RequestError("the text is not valid Unicode", param="prompt") from error
+        return list(encoding.ids)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Decode token ids to text; incomplete UTF-8 sequences become U+FFFD."""
-        return str(self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        if len(token_ids) < _MANY_TOKENS:
+            return str(
+                self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+            )
+        (text,) = self.backend.decode_batch(
+            [list(token_ids)], skip_special_tokens=skip_special_tokens
+        )
+        return str(text)
+
+    def chat(self, template: str | None = None) -> ChatTemplate:
+        """The chat template: the one given, or the model's own.
+
+        Raises:
+            RequestError: the model has none.
+        """
+        source = template or self.chat_template
+        if source is None:
+            raise RequestError(
+                "this model has no chat template; use /v1/completions, or give the server one "
+                "with --chat-template",
+                param="messages",
+            )
+        return ChatTemplate(source, self._special_tokens)
 
     def encode_chat(
         self,
@@ -108,26 +138,53 @@ class Tokenizer:
         Raises:
             RequestError: the model has no chat template, or the template refuses the messages.
         """
-        template = chat_template or self.chat_template
-        if template is None:
-            raise RequestError(
-                "this model has no chat template; use /v1/completions, or give the server one "
-                "with --chat-template",
-                param="messages",
-            )
+        text = self.chat(chat_template).render(messages, add_generation_prompt, template_args)
+        return self.encode(text, add_special_tokens=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """A chat template with the variables that a tokenizer gives it.
+
+    Args:
+        source: Jinja.
+        special_tokens: variables such as `bos_token`.
+    """
+
+    source: str
+    special_tokens: Mapping[str, str]
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+    ) -> str:
+        """Render a conversation.
+
+        Args:
+            messages: the conversation.
+            add_generation_prompt: whether the text ends with the beginning of an answer.
+            variables: further variables of the template.
+
+        Raises:
+            RequestError: the template refuses the messages. It runs methods and arithmetic on the
+                client's values, so any exception can come from it.
+        """
         try:
             rendered, _ = render_jinja_template(
                 conversations=[list(messages)],
-                chat_template=template,
+                chat_template=self.source,
                 add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-                **template_args,
+                **self.special_tokens,
+                **variables,
             )
-        except _TEMPLATE_ERRORS as error:
+        except Exception as error:
             raise RequestError(
-                f"the model's chat template refused the messages: {error}", param="messages"
+                f"the chat template refused the messages: {error}"[:_MAX_MESSAGE_CHARS],
+                param="messages",
             ) from error
-        return self.encode(rendered[0], add_special_tokens=False)
+        return str(rendered[0])
 
 
 def _read_optional_json(file: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, aclosing
+from typing import Annotated
 from uuid import uuid4
 
 from fastapi import Request, Response
@@ -17,7 +18,7 @@ from aquifer.serve.http import EventStream, json_response, response_to, unless_d
 from aquifer.serve.prefixes import joined_salt
 from aquifer.serve.protocol.requests import ChatCompletionRequest, CompletionRequest
 from aquifer.serve.protocol.responses import ModelCard, ModelList
-from aquifer.serve.service import Served, check_prompt
+from aquifer.serve.service import Served, check_prompt, parsed
 
 
 async def list_models(service: Served) -> ModelList:
@@ -30,7 +31,9 @@ async def get_model(service: Served, model_id: str) -> ModelCard:
     return service.card(service.model(model_id))
 
 
-async def completions(request: Request, body: CompletionRequest, service: Served) -> Response:
+async def completions(
+    request: Request, body: Annotated[CompletionRequest, parsed(CompletionRequest)], service: Served
+) -> Response:
     """Complete one or several prompts."""
     arrival_s = time.monotonic()
     model = service.model(body.model)
@@ -57,7 +60,9 @@ async def completions(request: Request, body: CompletionRequest, service: Served
 
 
 async def chat_completions(
-    request: Request, body: ChatCompletionRequest, service: Served
+    request: Request,
+    body: Annotated[ChatCompletionRequest, parsed(ChatCompletionRequest)],
+    service: Served,
 ) -> Response:
     """Answer a conversation."""
     arrival_s = time.monotonic()

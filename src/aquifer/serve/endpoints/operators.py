@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from fastapi import Response
@@ -13,19 +12,14 @@ from aquifer.config import format_size
 from aquifer.engine.reports import MemoryReport
 from aquifer.errors import EngineError
 from aquifer.serve.client import EngineClient
-from aquifer.serve.http import error_response
-from aquifer.serve.service import Served
-
-_MEMORY_S = 5.0  # timeout of a scrape: the engine answers between two steps
+from aquifer.serve.http import response_to
+from aquifer.serve.service import Client, Served
 
 
-async def health(service: Served) -> Response:
-    """Return 200 while requests are accepted, else 503."""
-    if service.client.is_serving:
-        return Response(status_code=200)
-    if service.client.is_dead:
-        return error_response(503, "the engine process died; restart the server")
-    return error_response(503, "the server is shutting down")
+async def health(client: Client) -> Response:
+    """Return 200 while requests are accepted, else 503 with the reason."""
+    reason = client.unavailable
+    return Response(status_code=200) if reason is None else response_to(reason)
 
 
 async def version() -> dict[str, str]:
@@ -35,9 +29,7 @@ async def version() -> dict[str, str]:
 
 async def metrics(service: Served) -> Response:
     """Return the metrics in Prometheus's text format."""
-    report = None
-    if service.client.is_serving:
-        report = await _memory_report(service.client)
+    report = await _memory_report(service.client)
     return Response(
         service.metrics.render(service.client.stats, report), media_type=CONTENT_TYPE_LATEST
     )
@@ -49,11 +41,10 @@ async def memory(service: Served) -> dict[str, Any]:
 
 
 async def _memory_report(client: EngineClient) -> MemoryReport | None:
-    """Return the report, or None if the engine dies or a step exceeds the timeout."""
+    """Return the report, or None if the engine does not answer in time."""
     try:
-        async with asyncio.timeout(_MEMORY_S):
-            return await client.memory()
-    except (EngineError, TimeoutError):
+        return await client.memory()
+    except EngineError:
         return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from typing import Annotated
 
 from fastapi import Request, Response
 
@@ -10,18 +10,19 @@ from aquifer.serve.http import error_response, json_response
 from aquifer.serve.prefixes import PinnedPrefix
 from aquifer.serve.protocol.requests import PrefixRequest
 from aquifer.serve.protocol.responses import PrefixCard, PrefixDeleted, PrefixList
-from aquifer.serve.service import Served, check_prompt, off_loop
+from aquifer.serve.service import Served, check_prompt, encode, parsed
 
 
-async def pin_prefix(request: Request, body: PrefixRequest, service: Served) -> PrefixCard:
+async def pin_prefix(
+    request: Request, body: Annotated[PrefixRequest, parsed(PrefixRequest)], service: Served
+) -> PrefixCard:
     """Pin the KV of a common prefix."""
     model = service.model(body.model)
     conversation = body.conversation()
     if conversation is not None:
         token_ids, param = await service.conversation(model, conversation), "messages"
     elif isinstance(body.prompt, str):
-        text = body.prompt
-        token_ids, param = await off_loop(len(text), partial(model.text.encode, text)), "prompt"
+        token_ids, param = await encode(model, body.prompt), "prompt"
     else:
         token_ids, param = body.prompt or [], "prompt"
     check_prompt(model, token_ids, param)

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Annotated
+
 from aquifer.serve.models import check_token_ids
 from aquifer.serve.protocol.requests import DetokenizeRequest, TokenizeRequest
 from aquifer.serve.protocol.responses import DetokenizeResponse, TokenizeResponse
-from aquifer.serve.service import Served, off_loop
+from aquifer.serve.service import Served, encode, off_loop, parsed
 
 
-async def tokenize(body: TokenizeRequest, service: Served) -> TokenizeResponse:
+async def tokenize(
+    body: Annotated[TokenizeRequest, parsed(TokenizeRequest)], service: Served
+) -> TokenizeResponse:
     """Encode a text or a conversation as token ids."""
     model = service.model(body.model)
-    tokenizer = model.text.need_tokenizer()
     conversation = body.conversation()
     if conversation is not None:
         token_ids = await service.conversation(model, conversation)
     else:
-        text = body.prompt or ""
-        add_special_tokens = body.add_special_tokens is not False
-        token_ids = await off_loop(len(text), lambda: model.text.encode(text, add_special_tokens))
+        token_ids = await encode(model, body.prompt or "", body.add_special_tokens is not False)
     token_strs = None
     if body.return_token_strs:
-        token_strs = [tokenizer.decode([i], skip_special_tokens=False) for i in token_ids]
+        decode = partial(model.text.need_tokenizer().decode, skip_special_tokens=False)
+        token_strs = await off_loop(len(token_ids), lambda: [decode([i]) for i in token_ids])
     return TokenizeResponse(
         count=len(token_ids),
         max_model_len=model.info.max_model_len,
@@ -30,10 +33,13 @@ async def tokenize(body: TokenizeRequest, service: Served) -> TokenizeResponse:
     )
 
 
-async def detokenize(body: DetokenizeRequest, service: Served) -> DetokenizeResponse:
+async def detokenize(
+    body: Annotated[DetokenizeRequest, parsed(DetokenizeRequest)], service: Served
+) -> DetokenizeResponse:
     """Decode token ids to text."""
     model = service.model(body.model)
     tokenizer = model.text.need_tokenizer()
     if body.tokens:
         check_token_ids(body.tokens, model.info.vocab_size, "tokens")
-    return DetokenizeResponse(prompt=tokenizer.decode(body.tokens, skip_special_tokens=False))
+    decode = partial(tokenizer.decode, body.tokens, skip_special_tokens=False)
+    return DetokenizeResponse(prompt=await off_loop(len(body.tokens), decode))

@@ -1,23 +1,32 @@
 """Bodies of requests.
 
-A null field counts as not given. Fields that are not listed are ignored.
+A null field counts as not given; a field that is not listed here is refused by
+`aquifer.serve.protocol.parsing`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, ValuesView
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     StrictInt,
     ValidatorFunctionWrapHandler,
     WrapValidator,
 )
+from pydantic_core import core_schema
 
-from aquifer.engine.params import MAX_LOGPROBS, SamplingParams
+from aquifer.engine.params import (
+    MAX_LOGPROBS,
+    MAX_STOP_STRINGS,
+    MAX_TOKENS_NAMED,
+    SamplingParams,
+)
 from aquifer.errors import RequestError
 
 # Variables that the template gets anyway, or arguments of the function that renders it.
@@ -36,6 +45,70 @@ _RESERVED_TEMPLATE_ARGS = frozenset(
 )
 
 
+MAX_MESSAGES = 2048
+MAX_MESSAGE_VALUES = 1 << 16
+"""The most JSON values in all messages of a conversation together."""
+MAX_TEMPLATE_VALUES = 4096
+"""The most JSON values in `chat_template_kwargs`."""
+MAX_SALT_CHARS = 256
+MAX_TOKENS_DECODED = 1 << 18
+"""The most tokens of one request to /detokenize."""
+
+UNSUPPORTED_FIELDS: dict[str, tuple[object, ...]] = {
+    # OpenAI's
+    "audio": (None,),
+    "function_call": (None, "none"),
+    "functions": (None, []),
+    "logit_processors": (None, []),
+    "modalities": (None, ["text"]),
+    "prediction": (None,),
+    "reasoning_effort": (None,),
+    "response_format": (None, {"type": "text"}),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+    "verbosity": (None,),
+    "web_search_options": (None,),
+    # vLLM's
+    "bad_words": (None, []),
+    "continue_final_message": (None, False),
+    "documents": (None, []),
+    "guided_choice": (None,),
+    "guided_decoding_backend": (None,),
+    "guided_grammar": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "include_reasoning": (None, True),
+    "include_stop_str_in_output": (None, False),
+    "kv_transfer_params": (None,),
+    "logits_processors": (None, []),
+    "mm_processor_kwargs": (None,),
+    "priority": (None, 0),
+    "prompt_embeds": (None,),
+    "prompt_logprobs": (None,),
+    "return_token_ids": (None, False),
+    "return_tokens_as_token_ids": (None, False),
+    "spaces_between_special_tokens": (None, True),
+    "structured_outputs": (None,),
+    "truncate_prompt_tokens": (None,),
+}
+"""Known fields that are refused, each with the values that ask for nothing."""
+
+
+@dataclass(frozen=True)
+class AtMost:
+    """Limit of a list's length; the first wrong element ends its validation."""
+
+    num_items: int
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        """Add the limit to the list's schema."""
+        schema = handler(source)
+        assert schema["type"] == "list"
+        return {**schema, "max_length": self.num_items, "fail_fast": True}
+
+
 def _check_prompt(value: Any, _: ValidatorFunctionWrapHandler) -> Any:
     """Check the type at once; pydantic would try each type, and report an error per token."""
     if isinstance(value, str):
@@ -49,6 +122,31 @@ def _check_prompt(value: Any, _: ValidatorFunctionWrapHandler) -> Any:
     raise ValueError("must be a text, a list of texts, a list of token ids or a list of such lists")
 
 
+def _limited(max_values: int) -> Callable[[Any, ValidatorFunctionWrapHandler], Any]:
+    """A validator that refuses a value made of too many JSON values, before it is looked at."""
+
+    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        if not _is_small(value, max_values):
+            raise ValueError(f"has more than {max_values} values in all; send fewer")
+        return handler(value)
+
+    return check
+
+
+def _is_small(value: object, max_values: int) -> bool:
+    """Whether a JSON value consists of at most so many values, itself and containers included."""
+    num_values, rest = 1, [value]
+    while rest:
+        container = rest.pop()
+        parts = container.values() if isinstance(container, dict) else container
+        if isinstance(parts, (list, ValuesView)):
+            num_values += len(parts)
+            if num_values > max_values:
+                return False
+            rest += [part for part in parts if isinstance(part, (dict, list))]
+    return True
+
+
 def _check_one_prompt(value: Any, _: ValidatorFunctionWrapHandler) -> Any:
     if value is None or isinstance(value, str):
         return value
@@ -59,14 +157,31 @@ def _check_one_prompt(value: Any, _: ValidatorFunctionWrapHandler) -> Any:
 
 PromptField = Annotated[str | list[str] | list[int] | list[list[int]], WrapValidator(_check_prompt)]
 OnePromptField = Annotated[str | list[int] | None, WrapValidator(_check_one_prompt)]
-CacheSalt = Annotated[str, Field(min_length=1)] | None
+CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None
 """A request finds retained prefixes only of requests with the same salt."""
+StopStrings = Annotated[list[str], AtMost(MAX_STOP_STRINGS)]
+TokenIds = Annotated[list[int], AtMost(MAX_TOKENS_NAMED)]
 
 
 class StreamOptions(BaseModel):
     """`stream_options`."""
 
+    model_config = ConfigDict(extra="forbid")
+
     include_usage: bool | None = None
+
+
+class ClientFields(BaseModel):
+    """Fields for OpenAI's own bookkeeping; no value of them would change an answer."""
+
+    metadata: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+    user: str | None = None
 
 
 _NO_PARAMS = frozenset({"model", "cache_salt", "stream", "stream_options"})
@@ -85,8 +200,8 @@ class SamplingFields(BaseModel):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | StopStrings | None = None
+    stop_token_ids: TokenIds | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     presence_penalty: float | None = None
@@ -95,7 +210,7 @@ class SamplingFields(BaseModel):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: TokenIds | None = None
     cache_salt: CacheSalt = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -126,10 +241,11 @@ class SamplingFields(BaseModel):
         return params
 
 
-class CompletionRequest(SamplingFields):
+class CompletionRequest(SamplingFields, ClientFields):
     """Body of POST /v1/completions."""
 
     prompt: PromptField
+    add_special_tokens: bool | None = None
     echo: bool | None = None
     logprobs: int | None = None
     suffix: str | None = None
@@ -187,12 +303,18 @@ class ChatMessage(BaseModel):
         return message
 
 
+Messages = Annotated[
+    list[ChatMessage], AtMost(MAX_MESSAGES), WrapValidator(_limited(MAX_MESSAGE_VALUES))
+]
+TemplateArgs = Annotated[dict[str, Any], WrapValidator(_limited(MAX_TEMPLATE_VALUES))]
+
+
 class TemplateFields(BaseModel):
     """Fields that turn a conversation into a prompt."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Annotated[Messages, Field(min_length=1)]
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateArgs | None = None
     add_generation_prompt: bool | None = None
 
     def template_args(self) -> dict[str, Any]:
@@ -211,16 +333,12 @@ class TemplateFields(BaseModel):
         return args
 
 
-class ChatCompletionRequest(SamplingFields, TemplateFields):
+class ChatCompletionRequest(SamplingFields, TemplateFields, ClientFields):
     """Body of POST /v1/chat/completions."""
 
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: dict[str, Any] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    functions: list[Any] | None = None
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Sampling parameters; `defaults` are the model's.
@@ -228,17 +346,6 @@ class ChatCompletionRequest(SamplingFields, TemplateFields):
         Raises:
             RequestError: a value is impossible, or asks for what is not supported.
         """
-        for name in ("tools", "functions"):
-            if getattr(self, name):
-                raise RequestError(f"{name} are not supported; leave them out", param=name)
-        if self.tool_choice not in (None, "none", "auto"):
-            raise RequestError("tool_choice is not supported; leave it out", param="tool_choice")
-        kind = (self.response_format or {}).get("type", "text")
-        if kind != "text":
-            raise RequestError(
-                f"response_format of type {kind!r} is not supported; use 'text'",
-                param="response_format",
-            )
         if self.top_logprobs is not None:
             if not self.logprobs:
                 raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
@@ -259,9 +366,9 @@ class PromptOrMessages(BaseModel):
     """One prompt: either `messages`, or the `prompt` field of a subclass."""
 
     model: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Messages | None = None
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateArgs | None = None
     add_generation_prompt: bool | None = None
 
     def _conversation(
@@ -317,7 +424,7 @@ class DetokenizeRequest(BaseModel):
     """Body of POST /detokenize."""
 
     model: str | None = None
-    tokens: list[StrictInt]
+    tokens: Annotated[list[StrictInt], AtMost(MAX_TOKENS_DECODED)]
 
 
 def _text_of_part(part: Mapping[str, Any]) -> str:

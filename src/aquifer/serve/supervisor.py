@@ -1,0 +1,57 @@
+"""When to start the engine process again after it died, and with which models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aquifer.config import ModelSpec
+
+MAX_DEATHS = 3
+"""A model that ends the engine process this often in a row is taken out of service."""
+_LONGEST_PAUSE_S = 30.0
+
+
+class Supervisor:
+    """Counts deaths of the engine process, in all and by the model that was computed.
+
+    A pure policy: it starts nothing itself.
+
+    Args:
+        models: the models to serve.
+    """
+
+    def __init__(self, models: Sequence[ModelSpec]) -> None:
+        self._models = tuple(models)
+        self._deaths = dict.fromkeys((model.name for model in models), 0)
+        self._num_failures = 0  # in a row: deaths and failed starts without a completion between
+        self.num_restarts = 0
+
+    @property
+    def models(self) -> tuple[ModelSpec, ...]:
+        """The models that are in service."""
+        return tuple(model for model in self._models if not self.is_out_of_service(model.name))
+
+    def is_out_of_service(self, model: str) -> bool:
+        """Whether a model has ended the engine process too often in a row."""
+        return self._deaths[model] >= MAX_DEATHS
+
+    def failed(self, model: str | None) -> float:
+        """Record that the process died, or that it could not start.
+
+        Args:
+            model: the model that was being loaded or computed, if any.
+
+        Returns: seconds to wait before it is started again. The first restart comes at once.
+        """
+        if model is not None:
+            self._deaths[model] += 1
+        self._num_failures += 1
+        self.num_restarts += 1
+        if self._num_failures == 1:
+            return 0.0
+        return min(_LONGEST_PAUSE_S, 0.5 * 2.0 ** (self._num_failures - 2))
+
+    def completed(self, model: str) -> None:
+        """Record that a completion of a model has ended as it should."""
+        self._deaths[model] = 0
+        self._num_failures = 0
