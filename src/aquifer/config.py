@@ -80,7 +80,6 @@ class EngineConfig:
     max_num_batched_tokens: int | None = default_of("max_num_batched_tokens")
     max_num_waiting: int = default_of("max_num_waiting")
     enable_prefix_caching: bool = default_of("enable_prefix_caching")
-    prefix_cache_salt_by_key: bool = default_of("prefix_cache_salt_by_key")
     swap_space_bytes: int = default_of("swap_space")
     preemption_mode: Literal["auto", "swap", "recompute"] = default_of("preemption_mode")
     seed: int | None = default_of("seed")

@@ -229,6 +229,13 @@ OPTIONS: tuple[Option, ...] = (
         unset="clients need none",
     ),
     Option(
+        "api_key_for_all",
+        bool,
+        False,
+        "Require the API key for /metrics, /version and the API's documents too, not for /health.",
+        scopes=("serve",),
+    ),
+    Option(
         "device",
         str,
         "auto",
@@ -351,9 +358,10 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "prefix_cache_salt_by_key",
         bool,
-        False,
+        None,
         "Share cached prefixes only between requests with the same API key.",
         scopes=("serve",),
+        unset="on with several keys",
     ),
     Option(
         "swap_space",

@@ -233,10 +233,7 @@ def _main() -> None:
     options = parser.parse_args()
     try:
         serve(
-            EngineConfig(
-                models=(ModelSpec("fake", options.path),),
-                prefix_cache_salt_by_key=options.keys is not None,
-            ),
+            EngineConfig(models=(ModelSpec("fake", options.path),)),
             ServerConfig(
                 port=options.port,
                 api_key=options.keys,

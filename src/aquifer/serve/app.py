@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from functools import cache, partial
 
 from fastapi import FastAPI
 
@@ -10,27 +11,70 @@ from aquifer import __version__
 from aquifer.serve.client import EngineClient
 from aquifer.serve.endpoints import openai, operators, prefixes, tokens
 from aquifer.serve.http import ApiKeyMiddleware, install_error_handlers
+from aquifer.serve.openapi import Operation, document
+from aquifer.serve.protocol.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    PrefixRequest,
+    TokenizeRequest,
+)
+from aquifer.serve.protocol.responses import (
+    ChatCompletionChunk,
+    ChatCompletionResponse,
+    CompletionResponse,
+    DetokenizeResponse,
+    Memory,
+    ModelCard,
+    ModelList,
+    PrefixCard,
+    PrefixDeleted,
+    PrefixList,
+    TokenizeResponse,
+    Version,
+)
 
-_GUARDED = ("/v1", "/memory", "/tokenize", "/detokenize")
+_GONE = (404, 503)
+_OPEN = Operation(is_guarded=False)
 
-_ROUTES: tuple[tuple[str, Callable[..., Awaitable[object]], str], ...] = (
-    ("/v1/models", openai.list_models, "GET"),
-    ("/v1/models/{model_id:path}", openai.get_model, "GET"),
-    ("/v1/completions", openai.completions, "POST"),
-    ("/v1/chat/completions", openai.chat_completions, "POST"),
-    ("/v1/prefixes", prefixes.pin_prefix, "POST"),
-    ("/v1/prefixes", prefixes.list_prefixes, "GET"),
-    ("/v1/prefixes/{prefix_id}", prefixes.unpin_prefix, "DELETE"),
-    ("/tokenize", tokens.tokenize, "POST"),
-    ("/detokenize", tokens.detokenize, "POST"),
-    ("/health", operators.health, "GET"),
-    ("/metrics", operators.metrics, "GET"),
-    ("/version", operators.version, "GET"),
-    ("/memory", operators.memory, "GET"),
+_ROUTES: tuple[tuple[str, str, Callable[..., Awaitable[object]], Operation], ...] = (
+    ("/v1/models", "GET", openai.list_models, Operation(ModelList)),
+    ("/v1/models/{model_id:path}", "GET", openai.get_model, Operation(ModelCard, statuses=_GONE)),
+    (
+        "/v1/completions",
+        "POST",
+        openai.completions,
+        Operation(CompletionResponse, CompletionRequest, stream=CompletionResponse),
+    ),
+    (
+        "/v1/chat/completions",
+        "POST",
+        openai.chat_completions,
+        Operation(ChatCompletionResponse, ChatCompletionRequest, stream=ChatCompletionChunk),
+    ),
+    ("/v1/prefixes", "POST", prefixes.pin_prefix, Operation(PrefixCard, PrefixRequest)),
+    ("/v1/prefixes", "GET", prefixes.list_prefixes, Operation(PrefixList)),
+    (
+        "/v1/prefixes/{prefix_id}",
+        "DELETE",
+        prefixes.unpin_prefix,
+        Operation(PrefixDeleted, statuses=_GONE),
+    ),
+    ("/tokenize", "POST", tokens.tokenize, Operation(TokenizeResponse, TokenizeRequest)),
+    ("/detokenize", "POST", tokens.detokenize, Operation(DetokenizeResponse, DetokenizeRequest)),
+    ("/health", "GET", operators.health, _OPEN),
+    ("/metrics", "GET", operators.metrics, Operation(media_type="text/plain", is_guarded=False)),
+    ("/version", "GET", operators.version, Operation(Version, statuses=(), is_guarded=False)),
+    ("/memory", "GET", operators.memory, Operation(Memory)),
 )
 
 
-def create_app(client: EngineClient, api_keys: Sequence[str] = ()) -> FastAPI:
+_DOCUMENTS = ("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
+
+
+def create_app(
+    client: EngineClient, api_keys: Sequence[str] = (), *, guards_all: bool = False
+) -> FastAPI:
     """Create the ASGI application.
 
     Requests that need a model are answered with 503 until `app.state.service` is set.
@@ -38,13 +82,18 @@ def create_app(client: EngineClient, api_keys: Sequence[str] = ()) -> FastAPI:
     Args:
         client: the engine, ready or not.
         api_keys: if not empty, clients must send one of them as their bearer token.
+        guards_all: require it for everything but /health.
     """
     app = FastAPI(title="Aquifer", version=__version__)
     app.state.client = client
     app.state.service = None
     install_error_handlers(app)
     if api_keys:
-        app.add_middleware(ApiKeyMiddleware, api_keys=api_keys, guarded=_GUARDED)
-    for path, endpoint, method in _ROUTES:
+        is_open = [path for path, *_, operation in _ROUTES if not operation.is_guarded]
+        open_paths = ["/health"] if guards_all else [*is_open, *_DOCUMENTS]
+        app.add_middleware(ApiKeyMiddleware, api_keys=api_keys, open_paths=open_paths)
+    for path, method, endpoint, _ in _ROUTES:
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
+    operations = [(path, method, operation) for path, method, _, operation in _ROUTES]
+    app.openapi = cache(partial(document, app, operations))  # type: ignore[method-assign]
     return app

@@ -145,11 +145,6 @@ class EngineClient:
         return self._config.max_num_waiting
 
     @property
-    def salts_by_key(self) -> bool:
-        """Whether clients with different API keys may not share retained prefixes."""
-        return self._config.prefix_cache_salt_by_key
-
-    @property
     def unavailable(self) -> UnavailableError | None:
         """Why no requests are accepted, or None if they are."""
         match self._state:

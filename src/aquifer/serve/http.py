@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import hmac
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import AsyncExitStack, aclosing
@@ -32,6 +33,8 @@ connection, and asyncio logs a warning for the sixth write to one: these events 
 the end of the response, are five."""
 
 _CLIENT_CLOSED_REQUEST = 499  # status for logs; the client has disconnected
+
+_KEY_NAME = "aquifer.key_name"  # in a request's scope
 
 _T = TypeVar("_T")
 
@@ -117,25 +120,27 @@ def _error_type(status: int) -> str:
 
 
 class ApiKeyMiddleware:
-    """Middleware that requires a valid bearer key for guarded paths.
+    """Middleware that requires a valid bearer key; it notes in the scope which one was sent.
 
     Args:
         app: the wrapped application.
         api_keys: the valid keys.
-        guarded: path prefixes that require a key.
+        open_paths: paths that need no key.
     """
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str], guarded: tuple[str, ...]) -> None:
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str], open_paths: Sequence[str]) -> None:
         self._app = app
-        self._expected = [f"Bearer {key}".encode() for key in api_keys]
-        self._guarded = guarded
+        self._names = {key.encode(): name_of_key(key) for key in api_keys}
+        self._open_paths = frozenset(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, or answer 401."""
-        if scope["type"] == "http" and scope["path"].startswith(self._guarded):
-            given = Headers(scope=scope).get("authorization", "").encode("latin-1")
+        if scope["type"] == "http" and scope["path"] not in self._open_paths:
+            scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+            sent = given.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
             # All keys are compared, so that the time does not reveal which one matched.
-            if not sum(hmac.compare_digest(given, expected) for expected in self._expected):
+            names = [n for key, n in self._names.items() if hmac.compare_digest(sent, key)]
+            if not names:
                 response = error_response(
                     401,
                     "wrong or missing API key; send it as 'Authorization: Bearer KEY'",
@@ -144,7 +149,19 @@ class ApiKeyMiddleware:
                 )
                 await response(scope, receive, send)
                 return
+            scope[_KEY_NAME] = names[0]
         await self._app(scope, receive, send)
+
+
+def key_name_of(request: Request) -> str | None:
+    """The name of the API key that a request was sent with; None if the server has no keys."""
+    name: str | None = request.scope.get(_KEY_NAME)
+    return name
+
+
+def name_of_key(key: str) -> str:
+    """A hash of an API key, for places where the key itself must not be stored."""
+    return hashlib.sha256(key.encode()).hexdigest()
 
 
 # ---- client disconnects

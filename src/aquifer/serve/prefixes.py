@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from dataclasses import dataclass
 from uuid import uuid4
@@ -11,21 +10,12 @@ from uuid import uuid4
 from aquifer.serve.client import EngineClient
 
 
-def salt_of_key(authorization: str) -> str:
-    """Hash an API key, for places where the key itself must not be stored.
-
-    Args:
-        authorization: the header as the client sent it, in Latin-1; empty if it sent none.
-    """
-    return hashlib.sha256(authorization.encode("latin-1")).hexdigest()
-
-
 def joined_salt(owner: str | None, cache_salt: str | None) -> str | None:
     """Return the cache salt of a request.
 
     Args:
-        owner: `salt_of_key` of its client, or None where clients share prefixes. Its length is
-            fixed, so no `cache_salt` can make one client's salt equal another's.
+        owner: the name of the client's API key, or None where clients share prefixes. Its length
+            is fixed, so no `cache_salt` can make one client's salt equal another's.
         cache_salt: the additional salt in the request.
     """
     return cache_salt if owner is None else owner + (cache_salt or "")

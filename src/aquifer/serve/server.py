@@ -41,6 +41,8 @@ class ServerConfig:
     host: str = default_of("host")
     port: int = default_of("port")
     api_key: str | None = default_of("api_key")
+    api_key_for_all: bool = default_of("api_key_for_all")
+    prefix_cache_salt_by_key: bool | None = default_of("prefix_cache_salt_by_key")
     chat_template: str | None = default_of("chat_template")
     trust_request_chat_template: bool = default_of("trust_request_chat_template")
     shutdown_timeout_s: float = default_of("shutdown_timeout")
@@ -54,6 +56,13 @@ class ServerConfig:
     def api_keys(self) -> tuple[str, ...]:
         """The valid API keys; empty if no key is required."""
         return tuple(key for part in (self.api_key or "").split(",") if (key := part.strip()))
+
+    @property
+    def salts_by_key(self) -> bool:
+        """Whether clients with different API keys share no retained prefixes."""
+        if self.prefix_cache_salt_by_key is None:
+            return len(self.api_keys) > 1
+        return self.prefix_cache_salt_by_key
 
 
 def serve(
@@ -117,7 +126,9 @@ class _Server:
         for number in STOP_SIGNALS:
             loop.add_signal_handler(number, self._on_signal)
         self._client.start()
-        app = create_app(self._client, self._config.api_keys)
+        app = create_app(
+            self._client, self._config.api_keys, guards_all=self._config.api_key_for_all
+        )
         uvicorn_server = self._uvicorn(app)
         stopping = asyncio.create_task(self._stopping.wait())
         serving = asyncio.create_task(uvicorn_server.serve(sockets=[self._listener]))
@@ -126,7 +137,10 @@ class _Server:
             await asyncio.wait({opening, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
             if opening.done():
                 app.state.service = service = Service(
-                    self._client, opening.result(), self._config.trust_request_chat_template
+                    self._client,
+                    opening.result(),
+                    trusts_templates=self._config.trust_request_chat_template,
+                    salts_by_key=self._config.salts_by_key,
                 )
                 on_ready()
                 await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)

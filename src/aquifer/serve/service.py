@@ -19,10 +19,11 @@ from aquifer.errors import ContextLengthError, RequestError, UnavailableError, U
 from aquifer.serve.answers import Piece, PieceBuffer
 from aquifer.serve.client import EngineClient
 from aquifer.serve.generation import EncodedPrompt, Job, run_jobs
+from aquifer.serve.http import key_name_of
 from aquifer.serve.limits import BodyReader
 from aquifer.serve.metrics import Metrics
 from aquifer.serve.models import TextModel, check_token_ids
-from aquifer.serve.prefixes import PinnedPrefixes, salt_of_key
+from aquifer.serve.prefixes import PinnedPrefixes
 from aquifer.serve.protocol.parsing import parse_body
 from aquifer.serve.protocol.requests import CompletionRequest, TemplateFields
 from aquifer.serve.protocol.responses import ModelCard
@@ -52,13 +53,16 @@ class Service:
         client: the engine. Pre-condition: it is ready.
         models: by served name.
         trusts_templates: whether clients may send chat templates.
+        salts_by_key: whether clients with different API keys share no retained prefixes.
     """
 
     def __init__(
         self,
         client: EngineClient,
         models: Mapping[str, ServedModel],
+        *,
         trusts_templates: bool = False,
+        salts_by_key: bool = False,
     ) -> None:
         self.client = client
         self.models = dict(models)
@@ -66,6 +70,7 @@ class Service:
         self.prefixes = PinnedPrefixes(client)
         self.started_s = int(time.time())
         self.bodies = BodyReader()
+        self._salts_by_key = salts_by_key
         self._trusts_templates = trusts_templates
         self._sandbox = Sandbox([parse_body, *([ChatTemplate.render] if trusts_templates else [])])
 
@@ -95,15 +100,13 @@ class Service:
         return ModelCard(
             id=model.info.name,
             created=self.started_s,
-            root=str(model.text.path),
+            root=model.info.name,
             max_model_len=model.info.max_model_len,
         )
 
     def owner(self, request: Request) -> str | None:
         """Return the owner of a request's prefixes; None where clients share them."""
-        if not self.client.salts_by_key:
-            return None
-        return salt_of_key(request.headers.get("authorization", ""))
+        return key_name_of(request) if self._salts_by_key else None
 
     async def parse(self, kind: type[_Body], content: bytes) -> _Body:
         """Parse a body.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, RootModel
 
 
 class PromptTokensDetails(BaseModel):
@@ -177,6 +177,16 @@ class PrefixDeleted(BaseModel):
     id: str
     object: Literal["prefix"] = "prefix"
     deleted: Literal[True] = True
+
+
+class Version(BaseModel):
+    """Response to GET /version."""
+
+    version: str
+
+
+class Memory(RootModel[dict[str, Any]]):
+    """Response to GET /memory: sizes in bytes and as text, in all and by model."""
 
 
 class ErrorInfo(BaseModel):
