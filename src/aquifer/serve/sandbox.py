@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing
 import os
 import pickle
@@ -141,6 +142,7 @@ def _work(connection: Connection, max_bytes: int, _: tuple[Callable[..., Any], .
     """Run the worker: answer functions with their results until the pipe ends."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the web process decides when to stop
+    gc.disable()  # what is parsed has no cycles, and looking for some takes most of the time
     os.nice(5)  # the loop and the engine come first
     connection.send_bytes(b"")
     resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))

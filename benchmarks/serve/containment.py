@@ -1,0 +1,281 @@
+"""How far one client can hurt others: hostile bodies, a killed engine process, a greedy key.
+
+    python benchmarks/serve/containment.py [--model demo] [--output FILE] [--only PART]
+
+Each part starts a server of its own, on this machine, and measures what a bystander sees.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from aquifer.bench.result import save
+
+_KILLS = 10
+_STREAMS = 64
+_PATIENCE_S = 300.0
+
+
+class Server:
+    """A server in a process of its own."""
+
+    def __init__(self, model: str, *options: str) -> None:
+        command = [sys.executable, "-m", "aquifer", "serve", model, "--port", "0", *options]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if (match := re.search(r"ready on (http\S+)", line)) is not None:
+                self.url = match[1]
+                return
+        raise SystemExit("the server did not start")
+
+    @property
+    def web_bytes(self) -> int:
+        """Resident memory of the web process."""
+        return _resident_bytes(self.process.pid)
+
+    @property
+    def engine(self) -> int:
+        """Process id of the engine: the child that holds most memory."""
+        children = [
+            int(status.parent.name)
+            for status in Path("/proc").glob("[0-9]*/status")
+            if f"PPid:\t{self.process.pid}\n" in status.read_text()
+        ]
+        return max(children, key=_resident_bytes)
+
+
+@contextmanager
+def serving(model: str, *options: str) -> Iterator[Server]:
+    """A server that is stopped at the end."""
+    server = Server(model, *options)
+    try:
+        yield server
+    finally:
+        server.process.send_signal(signal.SIGTERM)
+        server.process.wait(_PATIENCE_S)
+
+
+def hostile_bodies(model: str) -> dict[str, Any]:
+    """Send bodies that are expensive to refuse, while others ask for health and read a stream."""
+    million = 10**6
+    bodies: dict[str, tuple[str, bytes]] = {
+        "wrong tokens to detokenize": ("/detokenize", _json(tokens=["x"] * million)),
+        "empty lists to detokenize": ("/detokenize", _json(tokens=[[]] * (3 * million))),
+        "stop strings": ("/v1/completions", _json(prompt="a", stop=["ab"] * 800_000)),
+        "a text of 4 MB": ("/tokenize", _json(prompt="word " * 800_000)),
+        "empty messages": (
+            "/v1/chat/completions",
+            _json(messages=[{"role": "user", "content": ""}] * 300_000),
+        ),
+        "empty prompts": ("/v1/completions", _json(prompt=[[]] * (3 * million))),
+        "unknown fields": (
+            "/v1/completions",
+            _json(prompt="a", **{f"field{i}": i for i in range(600_000)}),
+        ),
+        "biases": (
+            "/v1/completions",
+            _json(prompt="a", logit_bias={str(i): 0 for i in range(million)}),
+        ),
+    }
+    result: dict[str, Any] = {}
+    with serving(model) as server:
+        before_bytes = server.web_bytes
+        with _Watch(server) as watch:
+            for name, (path, body) in bodies.items():
+                watch.start(name)
+                begin_s = time.monotonic()
+                answer = httpx.post(
+                    server.url + path,
+                    content=body,
+                    headers={"Content-Type": "application/json"},
+                    timeout=_PATIENCE_S,
+                )
+                seconds = time.monotonic() - begin_s
+                time.sleep(1)
+                result[name] = {
+                    "status": answer.status_code,
+                    "message": answer.json()["error"]["message"][:120],
+                    "answer_s": round(seconds, 3),
+                    **watch.figures(),
+                }
+                print(f"{name}: {result[name]}", flush=True)
+        result["web_mib_before"] = before_bytes >> 20
+        result["web_mib_after"] = server.web_bytes >> 20
+    return result
+
+
+def killed_engine(model: str) -> dict[str, Any]:
+    """Kill the engine process under streams, again and again."""
+    rounds = []
+    with serving(model) as server, ThreadPoolExecutor(_STREAMS) as threads:
+        first_bytes = server.web_bytes
+        for _ in range(_KILLS):
+            ended_s: list[float] = []
+            begun = threading.Semaphore(0)
+            streams = [
+                threads.submit(_read_stream, server, begun, ended_s) for _ in range(_STREAMS)
+            ]
+            for _ in range(_STREAMS):
+                begun.acquire()
+            engine = server.engine
+            kill_s = time.monotonic()
+            os.kill(engine, signal.SIGKILL)
+            for stream in streams:
+                stream.result()
+            served_s = _first_success_s(server)
+            rounds.append(
+                {
+                    "last_client_answered_s": round(max(ended_s) - kill_s, 3),
+                    "serves_again_s": round(served_s - kill_s, 3),
+                    "orphan": Path(f"/proc/{engine}").exists(),
+                }
+            )
+            print(rounds[-1], flush=True)
+        return {
+            "streams": _STREAMS,
+            "rounds": rounds,
+            "worst_answer_s": max(r["last_client_answered_s"] for r in rounds),
+            "worst_serves_again_s": max(r["serves_again_s"] for r in rounds),
+            "web_mib_before": first_bytes >> 20,
+            "web_mib_after": server.web_bytes >> 20,
+        }
+
+
+def _read_stream(server: Server, begun: threading.Semaphore, ended_s: list[float]) -> None:
+    """Read a stream until it ends."""
+    body = {"prompt": "Once", "max_tokens": 1000, "stream": True, "ignore_eos": True}
+    is_begun = False
+    try:
+        with httpx.stream(
+            "POST", server.url + "/v1/completions", json=body, timeout=_PATIENCE_S
+        ) as answer:
+            for _ in answer.iter_lines():
+                if not is_begun:
+                    begun.release()
+                    is_begun = True
+    finally:
+        if not is_begun:
+            begun.release()
+        ended_s.append(time.monotonic())
+
+
+def _first_success_s(server: Server) -> float:
+    """When the server has answered a request again."""
+    while True:
+        body = {"prompt": "a", "max_tokens": 1}
+        answer = httpx.post(server.url + "/v1/completions", json=body, timeout=_PATIENCE_S)
+        if answer.status_code == 200:
+            return time.monotonic()
+        time.sleep(0.05)
+
+
+class _Watch:
+    """Asks for health and reads a stream all the time; keeps the longest waits."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._over = threading.Event()
+        self._health_s: list[float] = []
+        self._gaps_s: list[float] = []
+        self._threads = [
+            threading.Thread(target=target) for target in (self._ask_health, self._read)
+        ]
+
+    def start(self, _: str) -> None:
+        """Begin a new case."""
+        self._health_s.clear()
+        self._gaps_s.clear()
+
+    def figures(self) -> dict[str, float]:
+        """The longest waits of this case."""
+        return {
+            "worst_health_s": round(max(self._health_s), 3),
+            "median_health_s": round(statistics.median(self._health_s), 4),
+            "worst_stream_gap_s": round(max(self._gaps_s), 3),
+        }
+
+    def __enter__(self) -> _Watch:
+        for thread in self._threads:
+            thread.start()
+        time.sleep(1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _ask_health(self) -> None:
+        with httpx.Client(timeout=_PATIENCE_S) as client:
+            while not self._over.is_set():
+                begin_s = time.monotonic()
+                client.get(self._server.url + "/health")
+                self._health_s.append(time.monotonic() - begin_s)
+                time.sleep(0.02)
+
+    def _read(self) -> None:
+        body = {"prompt": "Once", "max_tokens": 900, "stream": True, "ignore_eos": True}
+        while not self._over.is_set():
+            with httpx.stream(
+                "POST", self._server.url + "/v1/completions", json=body, timeout=_PATIENCE_S
+            ) as answer:
+                last_s = time.monotonic()
+                for line in answer.iter_lines():
+                    if line:
+                        now_s = time.monotonic()
+                        self._gaps_s.append(now_s - last_s)
+                        last_s = now_s
+                    if self._over.is_set():
+                        break
+
+
+def _json(**fields: Any) -> bytes:
+    return json.dumps(fields).encode()
+
+
+def _resident_bytes(process_id: int) -> int:
+    pages = int(Path(f"/proc/{process_id}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+PARTS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "hostile_bodies": hostile_bodies,
+    "killed_engine": killed_engine,
+}
+
+
+def main() -> None:
+    """Measure, and write the figures to a file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--only", choices=PARTS)
+    options = parser.parse_args()
+    figures = {
+        name: measure(options.model)
+        for name, measure in PARTS.items()
+        if options.only in (None, name)
+    }
+    if options.output is not None:
+        save(options.output, figures)
+
+
+if __name__ == "__main__":
+    main()
