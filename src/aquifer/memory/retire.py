@@ -18,7 +18,7 @@ long as other pages are available. A retired place is left in one of five ways:
   `stock.py` decides when: as late as possible, so that more places can be reused.
 - `reclaim`: the pool is short and waits for the fence. It is at most as far away as the work in
   flight, so this comes before pages that are in use are taken.
-- `settle`: all fences are waited for, before addresses are given back.
+- `settle`: the fences of a range are waited for, before its addresses are given back.
 
 A page may be retired at one place and in use at another, or held by the prefix cache. To unmap it
 at the first frees nothing, so such places are "parked": `collect` and `reclaim` skip them until the
@@ -240,12 +240,19 @@ class RetireQueue:
             self._give_back(self._oldest(-(-num_bytes // oldest[0].page_bytes)))
             return True
 
-    def settle(self) -> None:
-        """Wait until nothing in flight can touch any retired page, and give all of them back."""
+    def settle(self, range_: VirtualRange | None = None) -> None:
+        """Give back all retired pages of a range, or of all, after the work that may touch them.
+
+        It waits for the fences of these places only; places in other ranges stay as they are.
+        """
+
+        def is_of_range(place: _Place) -> bool:
+            return range_ is None or place[0] is range_
+
         with self._changed:
-            while self._leaving:
+            while any(map(is_of_range, self._leaving)):
                 self._changed.wait()
-            self._vacate(list(self._fences))
+            self._vacate(list(filter(is_of_range, self._fences)))
 
     def _places(self, range_: VirtualRange, indices: Iterable[int]) -> list[_Place]:
         """These places, after `collect` has finished with those that it is unmapping."""
