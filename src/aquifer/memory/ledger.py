@@ -121,7 +121,7 @@ class Ledger:
             in_use_bytes = {**self._in_use_bytes, PROCESS: self._overhead_bytes}
             return PoolUsage(
                 budget_bytes=self.budget_bytes,
-                in_use_bytes={o: n for o, n in sorted(in_use_bytes.items()) if n},
+                in_use_bytes={o: n for o, n in in_use_bytes.items() if n},
                 retired_bytes=self._retired_bytes,
                 idle_bytes=self._idle_bytes,
                 uncreated_bytes=max(-self.excess_bytes, 0),
