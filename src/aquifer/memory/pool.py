@@ -171,9 +171,7 @@ class PagePool:
 
         Pages without references become idle; what exceeds the watermark goes back to the system.
         """
-        with self._ledger.lock:
-            self.retired.end_of_use(self._ledger.release(pages))
-            self.pages.release(self._ledger.take_surplus())
+        self.retired.release(pages)
 
     def trim(self, keep_bytes: int = 0) -> int:
         """Give idle pages back to the system until at most `keep_bytes` are left idle.

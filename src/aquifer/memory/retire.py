@@ -106,7 +106,7 @@ class RetireQueue:
             return
         fence = self._driver.fence()
         if fence is None:
-            self._release(range_.unmap(indices))
+            self.release(range_.unmap(indices))
             return
         with self._changed:
             for index in indices:
@@ -125,15 +125,16 @@ class RetireQueue:
         if self.on_retire is not None:
             self.on_retire()
 
-    def end_of_use(self, pages: Sequence[Page]) -> None:
-        """Note that pages have only retired references left.
+    def release(self, pages: Sequence[Page]) -> None:
+        """Drop one reference of each page, for `PagePool.release` and for pages unmapped here.
 
-        The places where they are retired may be collected from now on.
+        The places of a page that has only retired references left may be collected from now on.
         """
         with self._changed:
-            ended = [page for page in pages if page in self._parked]
+            ended = [page for page in self._ledger.release(pages) if page in self._parked]
             for page in ended:
                 self._unpark(page)
+            self._pages.release(self._ledger.take_surplus())
         if ended and self.on_retire is not None:
             self.on_retire()
 
@@ -306,12 +307,7 @@ class RetireQueue:
         """Release references that were retired."""
         if pages:
             self._ledger.unretire(pages)
-            self._release(pages)
-
-    def _release(self, pages: Sequence[Page]) -> None:
-        with self._changed:
-            self.end_of_use(self._ledger.release(pages))
-            self._pages.release(self._ledger.take_surplus())
+            self.release(pages)
 
 
 def _page_at(place: _Place) -> Page:
