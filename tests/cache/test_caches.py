@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.memory.small_driver import SmallDriver
 from tests.models.dense_kv import DenseKV
 
 from aquifer.cache import KV_CACHES, kv_cache
 from aquifer.cache.base import KVLayout, LayerKV, Rows, SequenceCache, Spans
 from aquifer.cache.swap import SwapSpace
 from aquifer.cache.virtual import VirtualCache
-from aquifer.errors import ConfigError
+from aquifer.errors import ConfigError, DriverError
 from aquifer.memory.driver.base import Handle
 from aquifer.memory.driver.faulty import FaultyDriver
 from aquifer.memory.driver.host import HostDriver
@@ -452,6 +453,23 @@ def test_virtual_maps_ahead_of_need_only_what_lies_ready():
     assert not cache.reserve(slots, np.full(num_seqs, 17))
     assert asked == [(num_seqs - 3) * PAGE]
     _close(pool, cache)
+
+
+def test_virtual_maps_only_what_is_needed_where_the_device_has_no_more():
+    """Mapping ahead is optional, so the call succeeds where only that is refused."""
+    needed_pages = -(-LARGE_TOKENS.token_bytes // PAGE)
+    driver = SmallDriver(needed_pages * PAGE)
+    pool = PagePool(driver, 100 * PAGE, PAGE)
+    cache = VirtualCache(pool, OWNER, LARGE_TOKENS, MAX_SEQS, MAX_TOKENS)
+    assert cache.reserve(np.array([1]), np.array([1]))
+    assert driver.num_refusals == 1
+    assert len(cache.slot_blocks(1)) == needed_pages
+    with pytest.raises(DriverError):  # this one is needed
+        cache.reserve(np.array([2]), np.array([1]))
+    assert cache.slot_blocks(2) == []
+    cache.close()
+    pool.close()
+    driver.close()
 
 
 def test_paged_takes_the_lowest_block_and_gives_back_whole_pages():

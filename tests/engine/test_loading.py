@@ -113,6 +113,31 @@ def test_the_device_refuses_each_call_of_an_addition(
 
 
 @KV_CACHES
+def test_a_warm_up_that_fails_gives_its_pages_back(
+    open_world: Open,
+    cases: dict[str, list[Case]],
+    kv_cache: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It fails before its first step, once pages are under the slot that it borrows."""
+    world = open_world(kv_cache=kv_cache, is_behind=True)
+    world.add_model("a", "llama", load=False)
+
+    def refuse_once() -> None:
+        monkeypatch.undo()
+        assert world.used_bytes("a") > world.engine.models["a"].weight_bytes
+        raise DriverError("REFUSED", "no table can be sent")
+
+    monkeypatch.setattr(world.engine.lanes["a"].cache, "upload", refuse_once)
+    with pytest.raises(DriverError, match="no table can be sent"):
+        world.engine.load_model("a")
+    assert world.used_bytes("a") == 0
+    world.check()
+    world.engine.load_model("a")
+    world.finished(world.send("a", cases["llama"][0]))
+
+
+@KV_CACHES
 def test_the_device_refuses_each_call_of_a_load(
     open_world: Open, cases: dict[str, list[Case]], kv_cache: str
 ) -> None:

@@ -80,6 +80,29 @@ def test_tensor_offsets_and_strides(driver, table):
     driver.unmap(pages.address, PAGE, 2)
 
 
+def test_all_tensors_of_a_range_are_views_of_one(
+    driver: FaultyDriver, table: PageTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is made for the first of them, and can be written to in any mode, wherever that was."""
+    viewed: list[tuple[int, int]] = []
+    view = driver.view
+
+    def counted_view(address: int, num_bytes: int) -> torch.Tensor:
+        viewed.append((address, num_bytes))
+        return view(address, num_bytes)
+
+    monkeypatch.setattr(driver, "view", counted_view)
+    pages = VirtualRange(table, 2 * PAGE, PAGE)
+    pages.map(0, table.create(PAGE, 2))
+    assert viewed == []
+    with torch.inference_mode():
+        first = pages.tensor((2,), torch.float32)
+    pages.tensor((4,), torch.uint8, 3).fill_(7)
+    assert first.view(torch.uint8).tolist() == [0, 0, 0, 7, 7, 7, 7, 0]
+    assert viewed == [(pages.address, 2 * PAGE)]
+    driver.unmap(pages.address, PAGE, 2)
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype", "offset_bytes", "stride"),
     [

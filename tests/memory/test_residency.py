@@ -153,6 +153,7 @@ def test_what_is_recorded(home):
     home.residency.give_up([2, 9])
     home.residency.give_up([])
     home.driver.fail_at = home.driver.num_calls
+    home.pool.retired.settle()
     home.pool.trim()
     with pytest.raises(DriverError):
         home.residency.populate([range(20, 30)])

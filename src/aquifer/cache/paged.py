@@ -146,11 +146,13 @@ class PagedCache:
         count = -(-num_tokens // self._block_size)
         if count > self._num_blocks[slot]:
             raise InvariantError(f"slot {slot} has no room for {num_tokens} tokens")
-        return [int(block) for block in self._table[slot, :count]]
+        blocks: list[int] = self._table[slot, :count].tolist()
+        return blocks
 
     def slot_blocks(self, slot: int) -> list[int]:
         """All blocks of a slot, including those for tokens to come."""
-        return [int(block) for block in self._table[slot, : self._num_blocks[slot]]]
+        blocks: list[int] = self._table[slot, : self._num_blocks[slot]].tolist()
+        return blocks
 
     def adopt(self, slot: int, blocks: Sequence[int], num_tokens: int) -> bool:
         """Enter whole blocks in the slot's table too; one that is partly filled is copied."""

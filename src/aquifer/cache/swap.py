@@ -7,6 +7,7 @@ long copy, one of a paged cache in a copy for each run of neighbouring blocks.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -19,6 +20,9 @@ import torch
 from aquifer.cache.base import SequenceCache
 from aquifer.memory.regions import RegionList
 from aquifer.memory.runs import num_equal
+from aquifer.sizes import format_size
+
+_log = logging.getLogger(__name__)
 
 _SAMPLE_BYTES = 16 << 20
 """Size of the copy that measures the bandwidth."""
@@ -51,18 +55,19 @@ class SwapSpace:
     nothing can be swapped.
 
     Args:
-        num_bytes: the bound; 0 for no swapping at all.
+        num_bytes: the bound, rounded down to whole regions; 0 for no swapping at all.
         device: device of the KV.
         bytes_per_s: speed of a copy to or from the host, until it is measured.
 
     Attributes:
+        num_bytes: the bound; 0 if nothing can be swapped, also where the host refused the memory.
         bytes_per_s: speed of a copy; measured when the memory is taken.
     """
 
     def __init__(self, num_bytes: int, device: torch.device, bytes_per_s: float = 10e9) -> None:
-        self.num_bytes = num_bytes
         self._device = device
         self._regions = RegionList(num_bytes)
+        self.num_bytes = self._regions.num_bytes
         self._memory: torch.Tensor | None = None
         self.bytes_per_s = bytes_per_s
         self._thread = threading.Thread(target=self._allocate, name="aquifer-swap", daemon=True)
@@ -74,6 +79,8 @@ class SwapSpace:
 
     def prepare(self, *, wait: bool = False) -> bool:
         """Take the memory, if that was not done before; returns whether it is available.
+
+        If the host refuses the memory, it is not asked again.
 
         Args:
             wait: wait until it is.
@@ -175,13 +182,25 @@ class SwapSpace:
         return self._memory[kv.start : kv.start + kv.num_copied * cache.layout.token_bytes]
 
     def _allocate(self) -> None:
-        if self._device.type == "meta":
-            self._memory = torch.empty(self._regions.num_bytes, dtype=torch.uint8, device="meta")
+        is_pinned, is_modelled = self._device.type == "cuda", self._device.type == "meta"
+        try:
+            memory = torch.empty(
+                self.num_bytes,
+                dtype=torch.uint8,
+                device="meta" if is_modelled else "cpu",
+                pin_memory=is_pinned,
+            )
+            if not is_modelled:
+                self.bytes_per_s = _copy_rate(memory[:_SAMPLE_BYTES], self._device)
+        except RuntimeError as error:  # torch has no narrower one for host memory
+            _log.warning(
+                "could not take %s of host memory (%s); preempted KV is computed again. Give a "
+                "smaller --swap-space",
+                format_size(self.num_bytes),
+                error,
+            )
+            self.num_bytes = 0
             return
-        memory = torch.empty(
-            self._regions.num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda"
-        )
-        self.bytes_per_s = _copy_rate(memory[:_SAMPLE_BYTES], self._device)
         self._memory = memory
 
 

@@ -157,7 +157,7 @@ class KVTensors:
         """Give the addresses back. Pre-condition: all pages but the anchor's were given up."""
         if self._is_open:
             self._anchor.give_up(range(self.shape.num_anchor_pages))
-        self._retired.settle()
+        self._retired.settle(self.range)
         self.range.close()
 
     # --- the journal -------------------------------------------------------------------------

@@ -12,7 +12,7 @@ byte is copied.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,7 @@ from aquifer.cache.base import CacheStats, IntArray, KVLayout, Rows
 from aquifer.cache.footprint import Footprint
 from aquifer.cache.tensors import KVShape, KVTensors
 from aquifer.cache.view import StepView
-from aquifer.errors import InvariantError
+from aquifer.errors import DriverError, InvariantError
 from aquifer.memory.pool import Kind, Owner, Page, PagePool
 
 _AHEAD_TOKENS = 16
@@ -130,16 +130,10 @@ class VirtualCache:
             for count, limit, has in zip(tokens, most, held, strict=True)
         ]
         now = [max(self._pages_for(count), has) for count, has in zip(tokens, held, strict=True)]
-        for needed, may_reclaim in ((ahead, False), (now, True)):
-            stretches = [
-                range(slot * self._slot_pages + start, slot * self._slot_pages + end)
-                for slot, start, end in zip(growing, held, needed, strict=True)
-            ]
-            if self._residency.populate(stretches, may_reclaim=may_reclaim):
-                for slot, num_pages in zip(growing, needed, strict=True):
-                    self._set_pages(slot, num_pages)
+        with suppress(DriverError):  # nothing depends on mapping ahead
+            if self._grow(growing, held, ahead, may_reclaim=False):
                 return True
-        return False
+        return self._grow(growing, held, now, may_reclaim=True)
 
     def release(self, slot: int) -> None:
         """Give up the slot's pages; its addresses stay."""
@@ -320,6 +314,20 @@ class VirtualCache:
                     # Pages are handed out in the order of the call.
                     return np.sort(np.argsort(left, kind="stable")[: num_short + num_ahead])
         return (left < 0).nonzero()[0]
+
+    def _grow(
+        self, slots: list[int], held: list[int], needed: list[int], *, may_reclaim: bool
+    ) -> bool:
+        """Map so many pages under each slot in all, `held` of which it has; all or nothing."""
+        stretches = [
+            range(slot * self._slot_pages + start, slot * self._slot_pages + end)
+            for slot, start, end in zip(slots, held, needed, strict=True)
+        ]
+        if not self._residency.populate(stretches, may_reclaim=may_reclaim):
+            return False
+        for slot, num_pages in zip(slots, needed, strict=True):
+            self._set_pages(slot, num_pages)
+        return True
 
     def _set_pages(self, slot: int, num_pages: int) -> None:
         self._num_used_pages += num_pages - int(self._num_pages[slot])

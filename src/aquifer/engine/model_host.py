@@ -187,8 +187,8 @@ class ModelHost:
         cache, num_tokens = self.lane.cache, self._max_batched_tokens
         chunk = runner.warm_up_chunk(num_tokens)
         has_room = cache.reserve(chunk.slots, chunk.starts + chunk.counts)
-        cache.upload()
         try:
+            cache.upload()
             runner.warm_up(num_tokens, chunk if has_room else None, decodes=cache.tensors.open())
         finally:
             for slot in chunk.slots.tolist() if has_room else ():

@@ -121,7 +121,7 @@ class Ledger:
             in_use_bytes = {**self._in_use_bytes, PROCESS: self._overhead_bytes}
             return PoolUsage(
                 budget_bytes=self.budget_bytes,
-                in_use_bytes={o: n for o, n in sorted(in_use_bytes.items()) if n},
+                in_use_bytes={o: n for o, n in in_use_bytes.items() if n},
                 retired_bytes=self._retired_bytes,
                 idle_bytes=self._idle_bytes,
                 uncreated_bytes=max(-self.excess_bytes, 0),
@@ -197,15 +197,14 @@ class Ledger:
                     surplus += self.take_idle(page_bytes, count, None)
             return surplus
 
-    def take_other_sizes(self, page_bytes: int, count: int) -> list[Page]:
-        """Take idle pages of other sizes until `count` of this size could be created."""
+    def take_other_sizes(self, page_bytes: int, num_bytes: int) -> list[Page]:
+        """Take idle pages of other sizes until `num_bytes` are taken, or there are no more."""
         with self.lock:
-            short_bytes = self.excess_bytes + count * page_bytes
             taken: list[Page] = []
             for other_bytes in self._idle:
-                if other_bytes != page_bytes and short_bytes > 0:
-                    pages = self.take_idle(other_bytes, -(-short_bytes // other_bytes), None)
-                    short_bytes -= len(pages) * other_bytes
+                if other_bytes != page_bytes and num_bytes > 0:
+                    pages = self.take_idle(other_bytes, -(-num_bytes // other_bytes), None)
+                    num_bytes -= len(pages) * other_bytes
                     taken += pages
             return taken
 

@@ -35,9 +35,9 @@ class PagePool:
 
     Attributes:
         pages: the pages that exist, by number.
-        on_short: the reclaim hook. Called with the number of bytes missing; it should release
-            pages of its choice and return whether it released any. It may be called again within
-            one `acquire`, until it returns False.
+        on_short: the reclaim hook. Called with the number of bytes missing, in the budget or on the
+            device; it should release pages of its choice and return whether it released any. It may
+            be called again within one `acquire`, until it returns False.
         retired: pages that were given up, but are mapped until nothing in flight can touch them,
             or until they are needed elsewhere.
     """
@@ -117,7 +117,8 @@ class PagePool:
                 created yet do not suffice.
 
         Raises:
-            DriverError: the device refused; nothing is leaked, nothing is in use.
+            DriverError: the device refused, and no other page could take the place of what it
+                refused; nothing is leaked, nothing is in use.
         """
         page_bytes = page_bytes or self.page_bytes
         pages = self._ledger.take_ready(owner, count, page_bytes)
@@ -170,9 +171,7 @@ class PagePool:
 
         Pages without references become idle; what exceeds the watermark goes back to the system.
         """
-        with self._ledger.lock:
-            self.retired.end_of_use(self._ledger.release(pages))
-            self.pages.release(self._ledger.take_surplus())
+        self.retired.release(pages)
 
     def trim(self, keep_bytes: int = 0) -> int:
         """Give idle pages back to the system until at most `keep_bytes` are left idle.
@@ -208,36 +207,46 @@ class PagePool:
     ) -> list[Page] | None:
         """Acquire where ready pages do not suffice: create, zero other owners' pages, reclaim."""
         ledger = self._ledger
-        while (missing := count * page_bytes - ledger.within_reach_bytes(page_bytes)) > 0:
-            if not may_reclaim:
+        is_refused = False
+        while True:
+            missing_bytes = count * page_bytes - ledger.within_reach_bytes(page_bytes)
+            if missing_bytes > 0:
+                if may_reclaim and self._reclaim(missing_bytes):
+                    continue
                 return None
-            if self.retired.reclaim(missing):
-                continue
-            if self.on_short is None or not self.on_short(missing):
-                return None
-        own = ledger.take_idle(page_bytes, count, owner)
-        fresh = ledger.take_idle(page_bytes, count - len(own), UNTOUCHED)
-        wanted = count - len(own) - len(fresh)
-        # `excess_bytes` leaves out what was just taken, which still exists.
-        taken_bytes = (count - wanted) * page_bytes
-        room = max(-ledger.excess_bytes - taken_bytes, 0) // page_bytes
-        foreign: list[Page] = []
-        new: list[Page] = []
-        try:
-            # Creating costs about as much as zeroing, but leaves other owners' bytes where
-            # they may still be of use to them; so foreign pages come last.
-            foreign = ledger.take_idle(page_bytes, wanted - min(room, wanted), None)
-            if foreign:
-                self.pages.zero(foreign)
-            num_new = wanted - len(foreign)
-            # Room in the budget is made by destroying idle pages of other sizes.
-            self.pages.release(ledger.take_other_sizes(page_bytes, count))
-            new = self.pages.create(page_bytes, num_new) if num_new else []
-        except DriverError:
-            ledger.put_idle(own, owner, page_bytes)
-            ledger.put_idle(fresh, UNTOUCHED, page_bytes)
-            ledger.put_idle(foreign, UNKNOWN, page_bytes)  # zeroed or not: they will be again
-            raise
-        pages = own + fresh + foreign + new
-        ledger.hand_out(pages, owner, page_bytes)
-        return pages
+            # A device that has refused has less than the budget says: there is no room but what
+            # idle pages take.
+            room_bytes = 0 if is_refused else max(-ledger.excess_bytes, 0)
+            own = ledger.take_idle(page_bytes, count, owner)
+            fresh = ledger.take_idle(page_bytes, count - len(own), UNTOUCHED)
+            wanted = count - len(own) - len(fresh)
+            # Creating costs about as much as zeroing, but leaves other owners' bytes where they
+            # may still be of use to them; so foreign pages come last.
+            num_foreign = max(wanted - room_bytes // page_bytes, 0)
+            foreign = ledger.take_idle(page_bytes, num_foreign, None)
+            new_bytes = (wanted - len(foreign)) * page_bytes
+            try:
+                if foreign:
+                    self.pages.zero(foreign)
+                # Room is made by destroying idle pages of other sizes.
+                self.pages.release(ledger.take_other_sizes(page_bytes, new_bytes - room_bytes))
+                new = self.pages.create(page_bytes, new_bytes // page_bytes) if new_bytes else []
+            except DriverError:
+                # Pages that were left idle, because there seemed to be room to create others.
+                has_idle = not is_refused and new_bytes > 0 and ledger.idle_bytes > 0
+                is_refused = True
+                ledger.put_idle(own, owner, page_bytes)
+                ledger.put_idle(fresh, UNTOUCHED, page_bytes)
+                ledger.put_idle(foreign, UNKNOWN, page_bytes)  # zeroed or not: they will be again
+                if has_idle or (may_reclaim and self._reclaim(max(new_bytes, page_bytes))):
+                    continue
+                raise
+            pages = own + fresh + foreign + new
+            ledger.hand_out(pages, owner, page_bytes)
+            return pages
+
+    def _reclaim(self, num_bytes: int) -> bool:
+        """Make some bytes idle or not created: first retired ones, then those the hook releases."""
+        return self.retired.reclaim(num_bytes) or (
+            self.on_short is not None and self.on_short(num_bytes)
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -120,8 +121,8 @@ class VirtualRange:
             raise InvariantError(f"a tensor of {list(shape)} {dtype} leaves the range")
         if offset_bytes % dtype.itemsize:
             raise InvariantError(f"{offset_bytes} bytes are no whole number of {dtype}")
-        flat = self._driver.view(self.address, self.num_bytes).view(dtype)
-        return flat.as_strided(list(shape), list(stride), offset_bytes // dtype.itemsize)
+        elements = self._flat.view(dtype)
+        return elements.as_strided(list(shape), list(stride), offset_bytes // dtype.itemsize)
 
     def close(self) -> None:
         """Give back the range's own addresses. Pre-condition: nothing is mapped."""
@@ -129,6 +130,15 @@ class VirtualRange:
             raise InvariantError(f"{len(self._mapped)} pages are still mapped in this range")
         if self._is_own:
             self._driver.free(self.address, self.num_bytes)
+
+    @cached_property
+    def _flat(self) -> torch.Tensor:
+        """[num_bytes] uint8, the whole range."""
+        import torch
+
+        # A tensor made in inference mode could not be written to outside of it.
+        with torch.inference_mode(mode=False):
+            return self._driver.view(self.address, self.num_bytes)
 
 
 def _stretches(indices: Sequence[int]) -> list[tuple[int, int]]:

@@ -18,7 +18,7 @@ long as other pages are available. A retired place is left in one of five ways:
   `stock.py` decides when: as late as possible, so that more places can be reused.
 - `reclaim`: the pool is short and waits for the fence. It is at most as far away as the work in
   flight, so this comes before pages that are in use are taken.
-- `settle`: all fences are waited for, before addresses are given back.
+- `settle`: the fences of a range are waited for, before its addresses are given back.
 
 A page may be retired at one place and in use at another, or held by the prefix cache. To unmap it
 at the first frees nothing, so such places are "parked": `collect` and `reclaim` skip them until the
@@ -106,7 +106,7 @@ class RetireQueue:
             return
         fence = self._driver.fence()
         if fence is None:
-            self._release(range_.unmap(indices))
+            self.release(range_.unmap(indices))
             return
         with self._changed:
             for index in indices:
@@ -125,15 +125,16 @@ class RetireQueue:
         if self.on_retire is not None:
             self.on_retire()
 
-    def end_of_use(self, pages: Sequence[Page]) -> None:
-        """Note that pages have only retired references left.
+    def release(self, pages: Sequence[Page]) -> None:
+        """Drop one reference of each page, for `PagePool.release` and for pages unmapped here.
 
-        The places where they are retired may be collected from now on.
+        The places of a page that has only retired references left may be collected from now on.
         """
         with self._changed:
-            ended = [page for page in pages if page in self._parked]
+            ended = [page for page in self._ledger.release(pages) if page in self._parked]
             for page in ended:
                 self._unpark(page)
+            self._pages.release(self._ledger.take_surplus())
         if ended and self.on_retire is not None:
             self.on_retire()
 
@@ -240,12 +241,19 @@ class RetireQueue:
             self._give_back(self._oldest(-(-num_bytes // oldest[0].page_bytes)))
             return True
 
-    def settle(self) -> None:
-        """Wait until nothing in flight can touch any retired page, and give all of them back."""
+    def settle(self, range_: VirtualRange | None = None) -> None:
+        """Give back all retired pages of a range, or of all, after the work that may touch them.
+
+        It waits for the fences of these places only; places in other ranges stay as they are.
+        """
+
+        def is_of_range(place: _Place) -> bool:
+            return range_ is None or place[0] is range_
+
         with self._changed:
-            while self._leaving:
+            while any(map(is_of_range, self._leaving)):
                 self._changed.wait()
-            self._vacate(list(self._fences))
+            self._vacate(list(filter(is_of_range, self._fences)))
 
     def _places(self, range_: VirtualRange, indices: Iterable[int]) -> list[_Place]:
         """These places, after `collect` has finished with those that it is unmapping."""
@@ -299,12 +307,7 @@ class RetireQueue:
         """Release references that were retired."""
         if pages:
             self._ledger.unretire(pages)
-            self._release(pages)
-
-    def _release(self, pages: Sequence[Page]) -> None:
-        with self._changed:
-            self.end_of_use(self._ledger.release(pages))
-            self._pages.release(self._ledger.take_surplus())
+            self.release(pages)
 
 
 def _page_at(place: _Place) -> Page:

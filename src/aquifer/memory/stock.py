@@ -53,6 +53,7 @@ class PageStocker:
         )
         self._wanted = threading.Event()
         self._closing = False
+        self._is_refused = False  # whether the last attempt to create pages was
         self._thread = threading.Thread(target=self._run, name="aquifer-page-stocker", daemon=True)
 
     def start(self) -> None:
@@ -79,10 +80,13 @@ class PageStocker:
                 return
             try:
                 while self._pool.stock(self._target_bytes) and not self._closing:
-                    pass
+                    self._is_refused = False
             except DriverError as error:
-                # No harm done: a caller that needs a page asks for it, and gets the error.
-                _log.warning("could not create pages ahead of need: %s", error)
+                # No harm done: a caller that needs a page asks for it, and gets the error. It is
+                # tried again at each step, so only the first refusal in a row is told.
+                if not self._is_refused:
+                    _log.warning("could not create pages ahead of need: %s", error)
+                self._is_refused = True
             while self.wants_retired and self._pool.retired.collect() and not self._closing:
                 pass
 

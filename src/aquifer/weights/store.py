@@ -276,10 +276,10 @@ class WeightStore:
         """Give pages and addresses back. The tensors must not be used any more."""
         self.tensors = {}
         self.evict()
-        self._pool.retired.settle()
-        for large in self._large.values():
-            large.range.close()
-        self._range.close()
+        # A part of the addresses is closed before the whole.
+        for range_ in (*(large.range for large in self._large.values()), self._range):
+            self._pool.retired.settle(range_)
+            range_.close()
 
 
 def _check(checkpoint: Checkpoint, name: str, part: torch.Tensor) -> None:

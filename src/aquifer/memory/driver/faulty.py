@@ -18,12 +18,14 @@ class FaultyDriver:
     Attributes:
         num_calls: calls counted so far, including failed ones.
         fail_at: index of the call to fail, counting from 0, or None.
+        failed_call: name of the call that failed last, or None.
         mapped_pages: pages mapped now, over all addresses.
     """
 
     def __init__(self, inner: Driver, fail_at: int | None = None) -> None:
         self.inner = inner
         self.fail_at = fail_at
+        self.failed_call: str | None = None
         self.num_calls = 0
         self.mapped_pages = 0
         self.live_handles: set[Handle] = set()
@@ -132,4 +134,5 @@ class FaultyDriver:
         number = self.num_calls
         self.num_calls += 1
         if number == self.fail_at:
+            self.failed_call = call
             raise DriverError("INJECTED", f"call {number} ({call}) fails by request")
