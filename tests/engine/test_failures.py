@@ -15,13 +15,12 @@ import pytest
 import torch
 from tests.engine.life import BehindDriver, Case, Open, World
 from tests.memory.late_driver import LateFence
-from tests.models.tiny import plan_tiny
+from tests.models.wrapped import WrappedModel, plan_wrapped
 
 from aquifer.cache.base import KVView
 from aquifer.engine.params import Request, SamplingParams
 from aquifer.errors import InvariantError
-from aquifer.models import Model, ModelInput, ModelPlan
-from aquifer.weights.checkpoint import Checkpoint
+from aquifer.models import Model, ModelInput, Planner
 
 KV_CACHES = pytest.mark.parametrize("kv_cache", ["virtual", "paged"])
 AHEAD = pytest.mark.parametrize("num_ahead", [0, 1])
@@ -58,50 +57,27 @@ class Fault:
                 return True
         return False
 
-    def plan(self, checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> ModelPlan:
-        return _Plan(plan_tiny(checkpoint, dtype), self)
+    @property
+    def planner(self) -> Planner:
+        return plan_wrapped(lambda model: _Model(model, self))
 
 
-class _Plan:
-    """Plan of a model that has a fault."""
-
-    def __init__(self, plan: ModelPlan, fault: Fault) -> None:
-        self.parameters = plan.parameters
-        self.num_parameters = plan.num_parameters
-        self.vocab_size = plan.vocab_size
-        self.max_model_len = plan.max_model_len
-        self.kv_layout = plan.kv_layout
-        self.state_layout = plan.state_layout
-        self._plan = plan
-        self._fault = fault
-
-    def build(self, tensors: Mapping[str, torch.Tensor]) -> Model:
-        return _Model(self._plan.build(tensors), self._fault)
-
-
-class _Model:
+class _Model(WrappedModel):
     """A model that has a fault."""
 
-    is_capturable = False
-
     def __init__(self, model: Model, fault: Fault) -> None:
-        self.kv_layout = model.kv_layout
-        self.vocab_size = model.vocab_size
-        self._model = model
+        super().__init__(model)
         self._fault = fault
 
     def forward(self, batch: ModelInput, kv: KVView) -> torch.Tensor:
         is_due = self._fault.is_due()
         if is_due and self._fault.error is not None:
             raise self._fault.error
-        hidden = self._model.forward(batch, kv)
+        hidden = super().forward(batch, kv)
         for index, layer in enumerate(self.kv_layout.layers if is_due else ()):
             nothing = torch.zeros(len(hidden), layer.num_kv_heads, layer.key_dim)
             kv.write(index, nothing, nothing)
         return hidden
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._model.logits(hidden)
 
 
 class _Fence(LateFence):
@@ -177,7 +153,7 @@ def test_a_launch_fails(
     fault = Fault(error)
     world = open_world(
         models={"a": "llama", "b": "sparse-kv"},
-        planner=fault.plan,
+        planner=fault.planner,
         kv_cache=kv_cache,
         num_ahead=num_ahead,
         is_behind=num_ahead > 0,
@@ -210,7 +186,7 @@ def test_each_step_fails_in_turn(
     fault = Fault(RuntimeError("torn"))
     world = open_world(
         models={"a": "llama"},
-        planner=fault.plan,
+        planner=fault.planner,
         kv_cache=kv_cache,
         num_ahead=num_ahead,
         is_behind=num_ahead > 0,
@@ -239,7 +215,7 @@ def test_a_wait_fails(
     device, fault = FailingDriver(), Fault()
     world = open_world(
         models={"a": "llama", "b": "sparse-kv"},
-        planner=fault.plan,
+        planner=fault.planner,
         device=device,
         kv_cache=kv_cache,
         num_ahead=1,
@@ -266,7 +242,7 @@ def test_an_aborted_request_retains_nothing_of_a_step_that_fails(
     device, fault = FailingDriver(), Fault()
     world = open_world(
         models={"a": "llama"},
-        planner=fault.plan,
+        planner=fault.planner,
         device=device,
         kv_cache=kv_cache,
         num_ahead=1,
@@ -297,7 +273,7 @@ def test_a_request_that_stops_retains_nothing_of_a_step_that_fails(
     """That step runs its last token, and it is not known yet that this is the last."""
     device, fault = FailingDriver(), Fault()
     world = open_world(
-        models={"a": "llama"}, planner=fault.plan, device=device, kv_cache=kv_cache, num_ahead=1
+        models={"a": "llama"}, planner=fault.planner, device=device, kv_cache=kv_cache, num_ahead=1
     )
     case = cases["llama"][0]
     prompt, (tokens,) = case.prompt, case.completions
@@ -331,7 +307,7 @@ def test_what_is_not_a_failure_of_the_step_is_raised(
     fault = Fault(error)
     world = open_world(
         models={"a": "llama", "b": "sparse-kv"},
-        planner=fault.plan,
+        planner=fault.planner,
         num_ahead=num_ahead,
         is_behind=num_ahead > 0,
         max_num_seqs=5,
@@ -352,7 +328,7 @@ def test_an_interrupted_request_may_be_aborted(
     open_world: Open, cases: dict[str, list[Case]]
 ) -> None:
     fault = Fault(KeyboardInterrupt(), in_calls=1)
-    world = open_world(models={"a": "llama"}, planner=fault.plan)
+    world = open_world(models={"a": "llama"}, planner=fault.planner)
     world.send("a", cases["llama"][0])
     world.step()
     with pytest.raises(KeyboardInterrupt):
@@ -382,7 +358,7 @@ def test_the_error_of_a_lost_device_is_raised(
 ) -> None:
     """Every wait for it fails, so each step would."""
     device, fault = FailingDriver(), Fault(RuntimeError("a kernel cannot be launched"))
-    world = open_world(models={"a": "llama"}, planner=fault.plan, device=device, num_ahead=1)
+    world = open_world(models={"a": "llama"}, planner=fault.planner, device=device, num_ahead=1)
     world.send("a", cases["llama"][0])
     world.step()
     device.is_lost, device.error = True, RuntimeError("illegal address")
