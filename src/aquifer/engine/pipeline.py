@@ -66,7 +66,7 @@ class Pipeline:
         self._driver = driver
         self._clock_s = clock_s
         self._in_flight: deque[_Step] = deque()
-        self._committed_s = clock_s()
+        self._begun_s = 0.0  # when the earliest step in flight began: not before the last commit
 
     def __len__(self) -> int:
         """Number of steps in flight."""
@@ -80,6 +80,8 @@ class Pipeline:
             runner: the runner of its model.
             cost: prefill cost of its model; updated when the step is committed.
         """
+        if not self._in_flight:  # the device was idle
+            self._begun_s = self._clock_s()
         try:
             self._in_flight.append(_Step(plan, runner.launch(plan), cost))
         except BaseException as error:
@@ -110,7 +112,7 @@ class Pipeline:
     def _observe(self, step: _Step) -> None:
         """Update the prefill cost from a step that did little else than prefill."""
         now_s = self._clock_s()
-        seconds, self._committed_s = now_s - self._committed_s, now_s
+        seconds, self._begun_s = now_s - self._begun_s, now_s
         num_decodes, spans = step.plan.num_decodes, step.plan.spans
         num_prompt = spans.num_tokens - num_decodes
         if num_prompt > 10 * num_decodes:
