@@ -126,6 +126,7 @@ class Scheduler:
             lane.waiting.remove(group)
             self._discard_swapped(group)
             self._unblock(group)
+            group.sequences.clear()
         elif group in lane.running:
             lane.end_all(group, self._clock_s())
 
