@@ -302,9 +302,10 @@ class Engine:
                 f"{cache.footprint.block_tokens:g}",
                 param="prompt",
             )
-        pinned_bytes = self._models.pinned_bytes + cache.footprint.blocks_bytes(num_blocks)
+        more_bytes = prefixes.pin_bytes(tokens, salt)
+        pinned_bytes = self._models.promised_bytes + more_bytes
         kv_bytes = self._assembly.room.size(self._models.kv_pages(host)) + self._models.pinned_bytes
-        if 2 * pinned_bytes > kv_bytes:
+        if more_bytes and 2 * pinned_bytes > kv_bytes:
             raise CapacityError(
                 f"pinned prefixes would take {format_size(pinned_bytes)}, more than half of the "
                 f"{format_size(kv_bytes)} that this server has for KV",
