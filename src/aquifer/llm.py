@@ -7,17 +7,16 @@ import itertools
 import os
 import textwrap
 import time
+from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias, TypedDict, Unpack, get_type_hints
 
-from rich.progress import Progress
-
 from aquifer.config import EngineConfig, ModelSpec, field_values
 from aquifer.engine.engine import Engine
-from aquifer.engine.outputs import RequestOutput
+from aquifer.engine.outputs import RequestOutput, TokenOutput
 from aquifer.engine.params import BeamSearchParams, Request, SamplingParams
 from aquifer.engine.reports import MemoryReport
 from aquifer.errors import EngineError, RequestError
@@ -33,6 +32,9 @@ A mapping may also have a "cache_salt": retained prefixes are found only by prom
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 """A conversation: [{"role": "user", "content": "..."}, ...]."""
+
+_Inbox: TypeAlias = deque[TokenOutput]
+"""Outputs of the requests of one call of `LLM`, not read yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,7 @@ class LLM:
             self.engine = Engine.open(config, bar.update)
         self._model_name = spec.name
         self._ids = itertools.count()
+        self._inboxes: dict[str, _Inbox] = {}  # by request; several may have the same one
 
     def __enter__(self) -> LLM:
         return self
@@ -215,7 +218,8 @@ class LLM:
     ) -> Generator[Delta, None, None]:
         """Stream the completion of one prompt, or the answer to one conversation.
 
-        Closing the iterator ends the request.
+        Closing the iterator ends the request. Several streams may be open, and other methods may be
+        called meanwhile: any of them runs the requests of all.
 
         Raises:
             RequestError: the prompt cannot be served, or there would be several completions.
@@ -227,17 +231,16 @@ class LLM:
                 "use_beam_search, or call generate()",
                 param="n" if params.n > 1 else params.ranking_field,
             )
-        builder = self._add(self._encode_any(prompt, add_generation_prompt=True), params)
-        request_id = builder.output.request_id
+        inbox: _Inbox = deque()
+        builder = self._add(self._encode_any(prompt, add_generation_prompt=True), params, inbox)
         try:
             while not builder.finished:
-                for output in self.engine.step():
-                    if output.request_id == request_id:
-                        yield builder.push(output)
-                        if output.error is not None:
-                            raise EngineError(output.error)
+                output = self._next(inbox)
+                yield builder.push(output)
+                if output.error is not None:
+                    raise EngineError(output.error)
         finally:
-            self.engine.abort(request_id)
+            self._remove(builder.output.request_id)
 
     def pin_prefix(self, prompt: Prompt | Messages) -> int:
         """Keep the KV of a prompt until `unpin_prefix`, such as a system prompt's.
@@ -256,7 +259,7 @@ class LLM:
         num_tokens = self.engine.pin_prefix(self._model_name, encoded.token_ids, encoded.cache_salt)
         # If a stream is open, the steps of that stream compute the prefix.
         while was_idle and self.engine.has_work:
-            self.engine.step()
+            self._step()
         return num_tokens
 
     def unpin_prefix(self, prompt: Prompt | Messages) -> None:
@@ -286,33 +289,33 @@ class LLM:
                 "one for each prompt",
                 param="sampling_params",
             )
+        inbox: _Inbox = deque()
         builders: dict[str, OutputBuilder] = {}
         try:
             for prompt, params in zip(prompts, sampling_params, strict=True):
-                builder = self._add(prompt, params)
+                builder = self._add(prompt, params, inbox)
                 builders[builder.output.request_id] = builder
             with counting_bar(use_tqdm) as progress:
                 task = progress.add_task("requests", total=len(builders))
-                while not all(builder.finished for builder in builders.values()):
-                    self._step(builders, progress, task)
+                num_left = len(builders)
+                while num_left:
+                    output = self._next(inbox)
+                    builder = builders[output.request_id]
+                    delta = builder.push(output)
+                    if output.error is not None:
+                        raise EngineError(output.error)
+                    if delta.needs_abort:
+                        self.engine.abort(output.request_id, delta.index)
+                    if builder.finished:
+                        num_left -= 1
+                        progress.advance(task)
         finally:
-            for request_id, builder in builders.items():
-                if not builder.finished:
-                    self.engine.abort(request_id)
+            for request_id in builders:
+                self._remove(request_id)
         return [builder.output for builder in builders.values()]
 
-    def _step(self, builders: Mapping[str, OutputBuilder], progress: Progress, task: Any) -> None:
-        for output in self.engine.step():
-            builder = builders[output.request_id]
-            delta = builder.push(output)
-            if output.error is not None:
-                raise EngineError(output.error)
-            if delta.needs_abort:
-                self.engine.abort(output.request_id, delta.index)
-            if builder.finished:
-                progress.advance(task)
-
-    def _add(self, prompt: _Encoded, params: SamplingParams) -> OutputBuilder:
+    def _add(self, prompt: _Encoded, params: SamplingParams, inbox: _Inbox) -> OutputBuilder:
+        """Send a request, whose outputs go to this inbox until `_remove`."""
         if params.stop_strings:
             self._need_tokenizer("stop")
         request = Request(
@@ -324,7 +327,36 @@ class LLM:
             prompt.cache_salt,
         )
         self.engine.add(request)
-        return OutputBuilder(request, prompt.text, self.tokenizer)
+        self._inboxes[request.request_id] = inbox
+        try:
+            return OutputBuilder(request, prompt.text, self.tokenizer)
+        except BaseException:
+            self._remove(request.request_id)
+            raise
+
+    def _remove(self, request_id: str) -> None:
+        """End a request, if it has not ended; no more of its outputs are received."""
+        del self._inboxes[request_id]
+        self.engine.abort(request_id)
+
+    def _next(self, inbox: _Inbox) -> TokenOutput:
+        """The next output of the requests of an inbox; steps the engine until there is one.
+
+        Raises:
+            EngineError: none will come, because `close` or the engine's `abort` ended the requests.
+        """
+        while not inbox:
+            if not self.engine.has_work:
+                raise EngineError("the request was ended before it was finished")
+            self._step()
+        return inbox.popleft()
+
+    def _step(self) -> None:
+        """Step the engine; each output goes to the inbox of its request."""
+        for output in self.engine.step():
+            inbox = self._inboxes.get(output.request_id)
+            if inbox is not None:  # else it is of a request that was added to `engine` itself
+                inbox.append(output)
 
     def _encode_any(self, prompt: Prompt | Messages, add_generation_prompt: bool) -> _Encoded:
         if _is_one_conversation(prompt):

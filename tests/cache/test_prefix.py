@@ -333,8 +333,12 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @rule(tokens=tokens, extra=extras)
     def pin(self, tokens: list[int], extra: Hashable):
+        before_bytes = self.prefixes.promised_bytes
+        more_bytes = self.prefixes.pin_bytes(ids(tokens), extra)
         self.prefixes.pin(ids(tokens), extra)
         self.pinned.add((extra, tuple(tokens)))
+        assert self.prefixes.promised_bytes == before_bytes + more_bytes
+        assert self.prefixes.pin_bytes(ids(tokens), extra) == 0
 
     @precondition(lambda self: self.pinned)
     @rule(data=st.data())
@@ -394,6 +398,11 @@ class PrefixMachine(RuleBasedStateMachine):
         assert stats.held_blocks == len(self.entries)
         assert stats.held_bytes == len(self.entries) * block_bytes
         assert stats.pinned_bytes == self.prefixes.pinned_bytes == len(pinned) * block_bytes
+        num_missing = sum(
+            len(self.keys(extra, tokens)) - len(self.known(extra, tokens))
+            for extra, tokens in self.pinned
+        )
+        assert self.prefixes.promised_bytes == (len(pinned) + num_missing) * block_bytes
         assert stats.evictable_bytes == len(self.entries.keys() - self.guarded()) * block_bytes
         assert (stats.queried_tokens, stats.hit_tokens) == (self.queried, self.hit)
         assert stats.evicted_blocks == self.evicted

@@ -58,9 +58,13 @@ def open_world(folder: Path) -> Iterator[Open]:
     worlds: list[World] = []
 
     def open_it(
-        memory_bytes: int = PLENTY_BYTES, *, is_behind: bool = False, **options: Any
+        memory_bytes: int = PLENTY_BYTES,
+        *,
+        is_behind: bool = False,
+        device: HostDriver | None = None,
+        **options: Any,
     ) -> World:
-        driver = LoopDriver(BehindDriver() if is_behind else HostDriver())
+        driver = LoopDriver(device or (BehindDriver() if is_behind else HostDriver()))
         world = World(folder, memory_bytes, driver, **options)
         worlds.append(world)
         return world

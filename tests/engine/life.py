@@ -23,6 +23,7 @@ from aquifer.engine.params import BeamSearchParams, Request, SamplingParams
 from aquifer.memory.driver.base import Handle
 from aquifer.memory.driver.faulty import FaultyDriver
 from aquifer.memory.pool import PROCESS, Kind
+from aquifer.models import Planner
 
 PAGE_BYTES = 4096
 BEAM_WIDTH = 3
@@ -195,6 +196,7 @@ class World:
         *,
         num_ahead: int = 0,
         models: dict[str, str] | None = None,
+        planner: Planner = plan_tiny,
         **options: Any,
     ) -> None:
         self.folder = folder
@@ -217,7 +219,7 @@ class World:
                 **options,
             },
         )
-        self.engine = Engine.open(config, driver=driver, planner=plan_tiny)
+        self.engine = Engine.open(config, driver=driver, planner=planner)
         self.engine.num_ahead = num_ahead
 
     def spec(self, name: str, checkpoint: str) -> ModelSpec:

@@ -327,6 +327,37 @@ def test_an_aborted_request_has_no_output_any_more(
         raise AssertionError("it never ended by itself")
 
 
+@pytest.mark.parametrize("index", [None, 0])
+def test_an_aborted_request_may_come_again(
+    open_world: Open, cases: dict[str, list[Case]], index: int | None
+) -> None:
+    """Under its own name, whether it was running, waiting, or waiting again."""
+    world = open_world(models={"a": "llama"}, max_num_seqs=1)
+    case = cases["llama"][0]
+    request = Request("again", "a", case.prompt, case.params, 0.0)
+    for num_others, num_steps, unloads in (
+        (0, 0, False),
+        (0, 2, False),
+        (1, 2, False),
+        (0, 3, True),
+    ):
+        for _ in range(num_others):
+            world.send("a", case)
+            world.step()
+        world.engine.add(request)
+        for _ in range(num_steps):
+            world.engine.step()
+        if unloads:
+            world.engine.unload_model("a")
+        world.engine.abort("again", index)
+        world.engine.load_model("a")
+        world.engine.add(request)
+        world.engine.abort("again", index)
+        for request_id in world.open_requests:
+            world.abort(request_id)
+        assert not world.engine.has_work
+
+
 def test_an_engine_is_closed_with_steps_in_flight(
     open_world: Open, cases: dict[str, list[Case]]
 ) -> None:

@@ -332,3 +332,38 @@ def test_pins_take_up_to_half_of_what_kv_can_have(
             engine.unpin_prefix(models[index], prefixes[index])
         assert pin_until_refused(end) >= end + 1
         assert half_bytes - longest_bytes < pinned_bytes() <= half_bytes
+
+
+@pytest.mark.parametrize("kv_cache", KV_CACHES)
+def test_pins_that_are_not_computed_yet_count(folders: dict[str, Path], kv_cache: str) -> None:
+    """Many are asked for at once, and the engine has not run a step."""
+    one = {"llama": folders["llama"]}
+    with closing(open_engine(one, tight_memory(one, 400), kv_cache=kv_cache)) as engine:
+        (info,) = engine.models.values()
+        half_bytes = (engine.memory().budget_bytes - info.weight_bytes) // 2
+        *prefixes, another = random_prompts(5, *[40] * 6)
+        assert half_bytes // (40 * info.kv_bytes_per_token) == len(prefixes)
+        for prefix in prefixes:
+            engine.pin_prefix("llama", prefix)
+        with pytest.raises(CapacityError, match="more than half"):
+            engine.pin_prefix("llama", another)
+        finish(engine)
+        (lane,) = engine.lanes.values()
+        assert lane.prefixes is not None
+        assert 0 < lane.prefixes.pinned_bytes == lane.prefixes.promised_bytes <= half_bytes
+
+
+@pytest.mark.parametrize("kv_cache", KV_CACHES)
+def test_what_pins_have_in_common_counts_once(folders: dict[str, Path], kv_cache: str) -> None:
+    """So a prefix may be pinned again, and with a little more, though half of the room is taken."""
+    one = {"llama": folders["llama"]}
+    with closing(open_engine(one, tight_memory(one, 260), kv_cache=kv_cache)) as engine:
+        (long,) = random_prompts(6, 100)
+        num_kept = engine.pin_prefix("llama", long)
+        finish(engine)
+        for prefix in (long, long[:60], [*long, *random_prompts(7, 20)[0]]):
+            assert engine.pin_prefix("llama", prefix) > 40
+            finish(engine)
+        with pytest.raises(CapacityError, match="more than half"):
+            engine.pin_prefix("llama", random_prompts(8, 60)[0])
+        assert engine.pin_prefix("llama", long) == num_kept

@@ -76,11 +76,13 @@ class World:
         preemption_mode: str = "recompute",
         block_size: int | None = None,
         policies: Policies | None = None,
+        failure_rate: float = 0.0,
     ) -> None:
         self.random = random
+        self.failure_rate = failure_rate
         self.is_in_order = policies is None
         self.num_ahead = num_ahead
-        self.in_flight: deque[tuple[StepInput, StepOutput]] = deque()
+        self.in_flight: deque[tuple[StepInput, StepOutput | None]] = deque()  # None: it fails
         self.faulty = faulty
         self.driver = FaultyDriver(open_driver("cpu"))
         resources.callback(self.driver.close)
@@ -111,7 +113,15 @@ class World:
         self.admitted: list[int] = []  # arrivals, in the order in which they ran first
 
     @classmethod
-    def crowded(cls, seed: int, cache: str, resources: ExitStack, *, faulty: bool) -> World:
+    def crowded(
+        cls,
+        seed: int,
+        cache: str,
+        resources: ExitStack,
+        *,
+        faulty: bool,
+        failure_rate: float = 0.0,
+    ) -> World:
         random = Random(seed)
         names = random.choice((("small",), ("small", "large")))
         # The longest sequences do not fit, or hardly, or two of them do.
@@ -127,6 +137,7 @@ class World:
             num_ahead=random.choice((0, 1)),
             keeps_prefixes=random.choice((False, True, True)),
             preemption_mode=random.choice(("recompute", "swap", "auto")),
+            failure_rate=failure_rate,
         )
 
     @property
@@ -203,12 +214,30 @@ class World:
                 assert stays or num_running == 1, "the earliest arrival was preempted"
         if plan is not None:
             self.check_plan(plan)
-            self.in_flight.append((plan, self.run(plan)))
+            if self.fails():
+                self.scheduler.drop(plan, "its launch fails")
+            else:
+                # Whatever comes after a step that fails reads what that one did not write.
+                fails = self.fails() or any(result is None for _, result in self.in_flight)
+                self.in_flight.append((plan, None if fails else self.run(plan)))
         if len(self.in_flight) > (0 if plan is None else self.num_ahead):
-            outputs += self.scheduler.commit(*self.in_flight.popleft())
+            outputs += self.commit_first()
+        outputs += self.scheduler.take_failed()
         for output in outputs:
             self.receive(output)
         self.check()
+
+    def fails(self) -> bool:
+        return self.failure_rate > 0 and self.random.random() < self.failure_rate
+
+    def commit_first(self) -> list[TokenOutput]:
+        plan, result = self.in_flight.popleft()
+        if result is not None:
+            return self.scheduler.commit(plan, result)
+        while self.in_flight:
+            self.scheduler.drop(self.in_flight.pop()[0], "the step before it failed")
+        self.scheduler.drop(plan, "it fails")
+        return []
 
     def finish(self) -> None:
         while self.scheduler.has_work:
@@ -359,6 +388,23 @@ def test_every_request_ends(seed: int, cache: str, faulty: bool) -> None:
         assert not world.live
         world.check_empty()
         assert {t.ending for t in world.requests.values()} <= {"done", "abort", "error"}
+
+
+@pytest.mark.parametrize("cache", KV_CACHES)
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_fail_at_random(seed: int, cache: str) -> None:
+    """No request finds what a failed step should have written, and all memory comes back."""
+    with ExitStack() as resources:
+        world = World.crowded(seed, cache, resources, faulty=False, failure_rate=0.03)
+        while len(world.requests) < 30:
+            world.arrive()
+            if world.live and world.random.random() < 0.05:
+                world.abort()
+            world.step()
+        world.finish()
+        world.check_empty()
+        endings = {tracked.ending for tracked in world.requests.values()}
+        assert endings >= {"done", "error"}
 
 
 @pytest.mark.parametrize(

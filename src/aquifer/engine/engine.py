@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -20,12 +19,11 @@ from aquifer.engine.model_host import ModelHost, State, read_model
 from aquifer.engine.model_set import ModelSet, OnProgress
 from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request, SamplingParams
+from aquifer.engine.pipeline import Pipeline, require_device
 from aquifer.engine.planning import batched_tokens
 from aquifer.engine.reporting import engine_stats, memory_report
 from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelInfo
-from aquifer.engine.runner import InFlight
 from aquifer.engine.sequence import SequenceGroup
-from aquifer.engine.step_input import StepInput
 from aquifer.errors import CapacityError, QueueFullError, RequestError, UnknownModelError
 from aquifer.kernels import start_compiler
 from aquifer.memory.budget import make_pool
@@ -83,9 +81,9 @@ class Engine:
         self._models = ModelSet(config, assembly, planner, max_batched_tokens)
         self._requests: dict[str, tuple[ModelHost, SequenceGroup]] = {}
         self._own_requests: set[str] = set()  # the engine's own requests: outputs are dropped
-        self._in_flight: deque[tuple[StepInput, InFlight]] = deque()
+        self._steps = Pipeline(assembly.scheduler, assembly.pool.driver)
         self._undelivered: list[TokenOutput] = []  # outputs that the next step returns
-        self._accounted_s = self._committed_s = time.monotonic()
+        self._accounted_s = time.monotonic()
         self._num_arrivals = 0
         self._seeds = np.random.default_rng(config.seed)
 
@@ -153,7 +151,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether requests wait or run, steps are in flight, or outputs are to be returned."""
-        return self._scheduler.has_work or bool(self._in_flight or self._undelivered)
+        return self._scheduler.has_work or bool(self._steps or self._undelivered)
 
     # --- models ------------------------------------------------------------------------------
 
@@ -310,9 +308,10 @@ class Engine:
                 f"{cache.footprint.block_tokens:g}",
                 param="prompt",
             )
-        pinned_bytes = self._models.pinned_bytes + cache.footprint.blocks_bytes(num_blocks)
+        more_bytes = prefixes.pin_bytes(tokens, salt)
+        pinned_bytes = self._models.promised_bytes + more_bytes
         kv_bytes = self._assembly.room.size(self._models.kv_pages(host)) + self._models.pinned_bytes
-        if 2 * pinned_bytes > kv_bytes:
+        if more_bytes and 2 * pinned_bytes > kv_bytes:
             raise CapacityError(
                 f"pinned prefixes would take {format_size(pinned_bytes)}, more than half of the "
                 f"{format_size(kv_bytes)} that this server has for KV",
@@ -335,22 +334,24 @@ class Engine:
         """Launch one step of one model; returns the outputs of the latest step that is done.
 
         On a device that runs ahead, that is the step before: it runs while the next one is planned,
-        so that the device always has work.
+        so that the device always has work. Requests of a step that fails end with an error; only a
+        failure of the device itself, a bug or an interrupt is raised (`aquifer.engine.pipeline`).
         """
         self._models.load_wanted(self._end_requests)
         plan = self._scheduler.plan()
-        outputs = self._scheduler.take_failed()
-        if plan is not None:
-            self._stocker.wake()
-            self.on_launch(plan.model)
-            launched = self._models[plan.model].runner.launch(plan)
-            self._in_flight.append((plan, launched))
-            if time.monotonic() - self._accounted_s >= _ACCOUNT_EVERY_S:
-                self._account_overhead()
+        try:
+            if plan is not None:
+                self._stocker.wake()
+                self.on_launch(plan.model)
+                host = self._models[plan.model]
+                self._steps.launch(plan, host.runner, host.prefill_cost)
+        finally:
+            self._deliver_failed()
+        if plan is not None and time.monotonic() - self._accounted_s >= _ACCOUNT_EVERY_S:
+            self._account_overhead()
         # Without another step to launch, nothing is left in flight.
-        if len(self._in_flight) > (0 if plan is None else self.num_ahead):
-            outputs += self._commit_first()
-        self._deliver(outputs)
+        if len(self._steps) > (0 if plan is None else self.num_ahead):
+            self._commit_first()
         outputs, self._undelivered = self._undelivered, []
         return outputs
 
@@ -366,9 +367,7 @@ class Engine:
         """End all requests and release everything."""
         for request_id in list(self._requests):
             self.abort(request_id)
-        while self._in_flight:  # they use the memory that goes now
-            _, launched = self._in_flight.popleft()
-            launched.wait()
+        self._finish_steps()  # they use the memory that goes now
         self._models.close()
         self._resources.close()
 
@@ -392,17 +391,24 @@ class Engine:
                 del self._requests[request_id]
                 self._deliver([TokenOutput(request_id, finish_reason="error", error=error)])
 
-    def _commit_first(self) -> list[TokenOutput]:
+    def _commit_first(self) -> None:
         """Wait for the earliest step in flight, and commit it."""
-        plan, launched = self._in_flight.popleft()
-        outputs = self._scheduler.commit(plan, launched.wait())
-        self._observe(plan)
-        return outputs
+        try:
+            self._deliver(self._steps.commit_first())
+        finally:
+            self._deliver_failed()
 
     def _finish_steps(self) -> None:
         """Wait for all steps in flight; the next `step` returns their outputs."""
-        while self._in_flight:
-            self._deliver(self._commit_first())
+        while self._steps:
+            self._commit_first()
+
+    def _deliver_failed(self) -> None:
+        """Queue the last outputs of requests that failed; raises the error of a lost device."""
+        failed = self._scheduler.take_failed()
+        if failed:
+            self._deliver(failed)
+            require_device(self.pool.driver)
 
     def _deliver(self, outputs: list[TokenOutput]) -> None:
         """Queue outputs to be returned, and remove requests that have ended with them."""
@@ -421,18 +427,6 @@ class Engine:
         if output.finish_reason is not None:
             self._own_requests.remove(output.request_id)
         return True
-
-    def _observe(self, plan: StepInput) -> None:
-        """Update the prefill cost from a step that did little else than prefill."""
-        now_s = time.monotonic()
-        seconds, self._committed_s = now_s - self._committed_s, now_s
-        num_decodes, spans = plan.num_decodes, plan.spans
-        num_prompt = spans.num_tokens - num_decodes
-        if num_prompt > 10 * num_decodes:
-            counts = spans.counts[num_decodes:]
-            first_token = float(np.average(spans.starts[num_decodes:], weights=counts))
-            cost = self._models[plan.model].prefill_cost
-            cost.observe(first_token, num_prompt, seconds)
 
     def _prefixes_of(self, model: str) -> tuple[ModelHost, PrefixCache]:
         host = self._models.find(model)

@@ -96,8 +96,8 @@ class DecodeGraphs:
         padded[0, : len(slots)] = slots
         padded[1, : len(slots)] = slots if sampled_slots is None else sampled_slots
         if not np.array_equal(padded, self._uploaded[:, :size]):
-            self._uploaded[:, :size] = padded
             self._slots[:, :size].copy_(upload(padded, self._device))
+            self._uploaded[:, :size] = padded  # only now: the upload may fail
         captured.graph.replay()
         logits = captured.logits
         return None if logits is None else logits[: len(slots)], captured.token_ids[: len(slots)]

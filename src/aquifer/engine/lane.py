@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from aquifer.cache.prefix import PrefixCache
 from aquifer.engine.costs import PrefillCost
 from aquifer.engine.sequence import Sequence, SequenceGroup
 from aquifer.engine.slots import SlotTable
+from aquifer.engine.step_input import StepInput
 from aquifer.errors import DriverError
 from aquifer.memory.runs import num_equal
 
@@ -31,6 +33,7 @@ class Lane:
             a runner in another process.
         waiting: preempted requests first, the latest preempted one foremost, then by arrival.
         running: by arrival.
+        in_flight: plans that are neither committed nor dropped, the earliest first.
     """
 
     name: str
@@ -42,6 +45,7 @@ class Lane:
     keeps_journal: bool = False
     waiting: list[SequenceGroup] = field(default_factory=list)
     running: list[SequenceGroup] = field(default_factory=list)
+    in_flight: deque[StepInput] = field(default_factory=deque)
     last_turn: int = -1
     num_preemptions: int = 0
     num_swaps: int = 0  # preemptions that swapped
@@ -69,8 +73,13 @@ class Lane:
         self.cache.expect(slot, group.num_prompt_tokens, group.max_total)
         return slot
 
-    def release_slot(self, sequence: Sequence, now_s: float) -> None:
-        """Take a sequence's slot and memory; its KV is retained if prefixes are cached."""
+    def release_slot(self, sequence: Sequence, now_s: float | None) -> None:
+        """Take a sequence's slot and memory; its KV is retained if prefixes are cached.
+
+        Args:
+            sequence: the sequence; without a slot, nothing happens.
+            now_s: the time; None if its KV is not to be retained.
+        """
         if sequence.slot is None:
             return
         self.unlock(sequence, now_s)
@@ -89,21 +98,28 @@ class Lane:
     # --- retained prefixes -------------------------------------------------------------------
 
     def retain(self, sequence: Sequence, now_s: float) -> None:
-        """Insert the computed KV of a sequence in the prefix cache."""
+        """Insert KV of a sequence in the prefix cache: what steps have written that are done.
+
+        What a step in flight writes is left out, because that step may fail.
+        """
         if self.prefixes is None or sequence.lease is None or sequence.parent is not None:
             return
         assert sequence.slot is not None
         tokens = self.slots.tokens(sequence)
+        num_written = int(self.slots.num_computed[sequence.slot])
+        for plan in self.in_flight:
+            num_written -= int(plan.spans.counts[plan.serials == sequence.serial].sum())
         # KV can be found only by tokens that the host knows.
-        num_computed = min(int(self.slots.num_computed[sequence.slot]), len(tokens))
-        self.prefixes.insert(sequence.lease, sequence.slot, tokens, num_computed, now_s)
+        num_written = min(num_written, len(tokens))
+        self.prefixes.insert(sequence.lease, sequence.slot, tokens, num_written, now_s)
 
     def unlock(self, sequence: Sequence, now_s: float | None) -> None:
         """End a sequence's lease of retained prefixes; its own KV is inserted before.
 
         Args:
             sequence: the sequence; without a lease, nothing happens.
-            now_s: the time; None if the sequence never ran, so that there is nothing to insert.
+            now_s: the time; None to insert nothing, because the sequence never ran or its last step
+                failed.
         """
         if self.prefixes is None or sequence.lease is None:
             return
@@ -190,8 +206,8 @@ class Lane:
         if not group.sequences:
             self.running.remove(group)
 
-    def end_all(self, group: SequenceGroup, now_s: float) -> None:
-        """End all sequences of a running request."""
+    def end_all(self, group: SequenceGroup, now_s: float | None) -> None:
+        """End all sequences of a running request; None as the time retains nothing of their KV."""
         for sequence in group.sequences:
             self.release_slot(sequence, now_s)
         group.sequences.clear()

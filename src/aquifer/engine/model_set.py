@@ -170,6 +170,12 @@ class ModelSet:
         return sum(cache.pinned_bytes for cache in caches if cache is not None)
 
     @property
+    def promised_bytes(self) -> int:
+        """Bytes of the pinned prefixes of all models, those included that are not computed yet."""
+        caches = (host.lane.prefixes for host in self)
+        return sum(cache.promised_bytes for cache in caches if cache is not None)
+
+    @property
     def fixed_bytes(self) -> int:
         """Bytes of the budget that KV cannot have: overhead, resident weights, pinned prefixes."""
         weight_bytes = sum(host.resident_bytes for host in self)

@@ -206,8 +206,12 @@ class Runner:
         return self.sample(step, self.forward(step))
 
     def _assign(self, assigned: tuple[SlotAssignment, ...]) -> None:
-        if self._sampler.assign(assigned) and self._graphs is not None:
-            self._graphs.forget(SamplingMode.FULL)
+        columns = self._sampler.columns
+        try:
+            self._sampler.assign(assigned)
+        finally:  # also if it failed half-way
+            if self._sampler.columns is not columns and self._graphs is not None:
+                self._graphs.forget(SamplingMode.FULL)
         slots = np.array([one.slot for one in assigned], np.int64)
         self._num_prompt[slots] = [one.num_prompt_tokens for one in assigned]
         self._reports_prompt[slots] = [one.num_prompt_logprobs is not None for one in assigned]
@@ -387,7 +391,11 @@ class Runner:
     def _prompt_logprobs(
         self, step: StepInput, hidden: torch.Tensor
     ) -> list[tuple[int, int, _Entries]]:
-        """Log probabilities of the prompt tokens that follow tokens of this step."""
+        """Log probabilities of the prompt tokens that follow tokens of this step.
+
+        In stretches with as many rows of logits as `warm_up` has made room for: those of a whole
+        chunk may take gigabytes, which no account includes.
+        """
         spans = step.spans
         result: list[tuple[int, int, _Entries]] = []
         for index in np.flatnonzero(self._reports_prompt[spans.slots]).tolist():
@@ -397,9 +405,14 @@ class Runner:
             if end <= start:
                 continue
             assert assigned.num_prompt_logprobs is not None
-            row = int(spans.offsets[index])
-            logits = self._model.logits(hidden[row : row + end - start])
             targets = upload(assigned.token_ids[start + 1 : end + 1].astype(np.int64), self._device)
-            wanted = np.full(len(targets), assigned.num_prompt_logprobs)
-            result.append((index, start + 1, token_logprobs(logits, targets, wanted)))
+            row = int(spans.offsets[index])
+            rows = hidden[row : row + end - start]
+            for part, following in zip(
+                rows.split(self._max_seqs + 1), targets.split(self._max_seqs + 1), strict=True
+            ):
+                wanted = np.full(len(part), assigned.num_prompt_logprobs)
+                entries = token_logprobs(self._model.logits(part), following, wanted)
+                result.append((index, start + 1, entries))
+                start += len(part)
         return result

@@ -72,10 +72,10 @@ class Sampler:
         # The slot that has each row of counts: rows are shared out, since few requests need one.
         self._counting = np.zeros(0, np.int64)
 
-    def assign(self, assigned: Sequence[SlotAssignment]) -> bool:
+    def assign(self, assigned: Sequence[SlotAssignment]) -> None:
         """Store the parameters of sequences that got a slot.
 
-        Returns: whether `columns` was replaced; steps captured before refer to the old ones.
+        It may replace `columns`; steps captured before then refer to the old ones.
         """
         for one in assigned:
             self._assigned[one.slot] = one
@@ -83,7 +83,7 @@ class Sampler:
             self._changes_logits[one.slot] = one.params.changes_logits
             self._num_logprobs[one.slot] = -1 if one.num_logprobs is None else one.num_logprobs
             self._min_total[one.slot] = one.min_total_tokens
-        grown = self._find_counts(assigned)
+        self._find_counts(assigned)
         slots = np.array([one.slot for one in assigned], np.int64)
         floats = np.zeros((6, len(slots)), np.float32)
         ints = np.zeros((3, len(slots)), np.int64)
@@ -108,7 +108,6 @@ class Sampler:
             seed = int(np.uint64(one.seed).astype(np.int64))
             ints[:, i] = max(params.top_k, 0), seed, counts_row
         self.columns.write(*(upload(array, self._device) for array in (slots, floats, ints)))
-        return grown
 
     def assigned(self, slot: int) -> SlotAssignment:
         """The assignment of a slot's present sequence."""
@@ -163,8 +162,8 @@ class Sampler:
             may_stop = bool(num_tokens[row] >= self._min_total[slots[row]])
             _change_logits(logits[row], self.assigned(int(slots[row])), may_stop)
 
-    def _find_counts(self, assigned: Sequence[SlotAssignment]) -> bool:
-        """Find a row of counts for each sequence with penalties; whether rows had to be added."""
+    def _find_counts(self, assigned: Sequence[SlotAssignment]) -> None:
+        """Find a row of counts for each sequence with penalties; adds rows if there are too few."""
         # Slots that are assigned now give up the rows of their former sequences.
         slots = [one.slot for one in assigned]
         self._counting[np.isin(self._counting, slots)] = -1
@@ -183,7 +182,6 @@ class Sampler:
             self._counting = np.append(self._counting, new_rows)
             free = np.flatnonzero(self._counting == -1)
         self._counting[free[: len(needing)]] = needing
-        return missing > 0
 
 
 def token_logprobs(

@@ -85,7 +85,6 @@ class Scheduler:
         self._num_turns = 0
         # Arrival of the request that was last refused memory and is still waiting.
         self._blocked_arrival: int | None = None
-        self._num_in_flight = 0  # plans that are not committed yet
         self._failed: list[TokenOutput] = []
 
     # --- requests ----------------------------------------------------------------------------
@@ -127,18 +126,20 @@ class Scheduler:
             lane.waiting.remove(group)
             self._discard_swapped(group)
             self._unblock(group)
+            group.sequences.clear()
         elif group in lane.running:
             lane.end_all(group, self._clock_s())
 
     def take_failed(self) -> list[TokenOutput]:
-        """Last outputs of requests that failed for lack of memory, since the last call."""
+        """Last outputs of requests that failed since the last call: for lack of memory, or with a
+        step that was dropped."""
         failed, self._failed = self._failed, []
         return failed
 
     # --- planning ----------------------------------------------------------------------------
 
     def plan(self) -> StepInput | None:
-        """Plan the next step of the next model that has one; it must be run and committed.
+        """Plan the next step of the next model that has one; to be run, and committed or dropped.
 
         None if nothing can run, for example because the pool is short and the steps in flight have
         to be committed first.
@@ -156,7 +157,7 @@ class Scheduler:
             self._num_turns += 1
             plan = self._plan(lane)
             if plan is not None:
-                self._num_in_flight += 1
+                lane.in_flight.append(plan)
                 return plan
         return None
 
@@ -192,7 +193,7 @@ class Scheduler:
                         return slots, counts
             except DriverError as error:
                 refusal = error
-            if self._num_in_flight:
+            if self._has_in_flight():
                 return None
             self._preempt(refusal)
 
@@ -210,7 +211,7 @@ class Scheduler:
                 return
             if refusal is not None or not lane.has_progressed(group):
                 lane.end_all(group, self._clock_s())
-                self._fail(group, refusal)
+                self._fail(group, _out_of_memory(refusal))
                 return
         self._make_wait(lane, group)
 
@@ -289,7 +290,7 @@ class Scheduler:
             group = lane.waiting[index]
             was_swapped = group.is_swapped
             has_room, refusal = self._bring_in(lane, group)
-            is_alone = not self._any_running() and not self._num_in_flight
+            is_alone = not self._any_running() and not self._has_in_flight()
             if not has_room and is_alone and refusal is None:
                 # Retained blocks may be scattered over more pages than there are.
                 self._discard_swapped(group)
@@ -300,7 +301,7 @@ class Scheduler:
                     del lane.waiting[index]
                     self._discard_swapped(group)
                     self._unblock(group)
-                    self._fail(group, refusal)
+                    self._fail(group, _out_of_memory(refusal))
                     continue
                 self._blocked_arrival = group.arrival
                 break
@@ -345,6 +346,9 @@ class Scheduler:
     def _any_running(self) -> bool:
         return any(lane.running for lane in self.lanes.values())
 
+    def _has_in_flight(self) -> bool:
+        return any(lane.in_flight for lane in self.lanes.values())
+
     def _discard_swapped(self, group: SequenceGroup) -> None:
         swapped = [s.swapped for s in group.sequences if s.swapped is not None]
         if swapped:
@@ -353,11 +357,9 @@ class Scheduler:
         for sequence in group.sequences:
             sequence.swapped = None
 
-    def _fail(self, group: SequenceGroup, refusal: DriverError | None) -> None:
+    def _fail(self, group: SequenceGroup, error: str) -> None:
         group.sequences.clear()
-        output = TokenOutput(group.request.request_id, finish_reason="error")
-        reason = refusal or "beside weights and overhead the pool has no room for this request"
-        output.error = f"the device is out of memory: {reason}"
+        output = TokenOutput(group.request.request_id, finish_reason="error", error=error)
         output.timing = timing(group, self._clock_s())
         self._failed.append(output)
 
@@ -376,10 +378,10 @@ class Scheduler:
 
         Returns: an output for each sequence that got tokens and was not ended before.
         """
-        self._num_in_flight -= 1
         lane = self.lanes.get(plan.model)
         if lane is None:  # removed while the step was in flight
             return []
+        lane.in_flight.popleft()
         spans, table = plan.spans, lane.slots
         runs_still = table.serial[spans.slots] == plan.serials
         for (index, position), report in result.prompt_logprobs.items():
@@ -398,3 +400,29 @@ class Scheduler:
             outputs += commit_beams(lane, beams, rows, result, now_s)
             kept, slots = kept[~is_chosen_here], slots[~is_chosen_here]
         return outputs + commit_tokens(lane, plan, result, kept, slots, with_each_token, now_s)
+
+    def drop(self, plan: StepInput, error: str) -> None:
+        """Take back the latest plan in flight of a model: it was not run, or not to its end.
+
+        Its requests that still run end with an error, which `take_failed` returns, and nothing of
+        their KV is retained. If plans before it are in flight too, they can still be committed. If
+        a journal is kept, the follower must still execute the plan's `kv_ops`.
+
+        Args:
+            plan: the plan.
+            error: why; for the clients of its requests.
+        """
+        lane = self.lanes[plan.model]
+        lane.in_flight.pop()
+        slots, table = plan.spans.slots, lane.slots
+        running = [table.sequences[slot] for slot in slots[table.serial[slots] == plan.serials]]
+        groups = {s.group.arrival: s.group for s in running if s is not None}
+        for group in groups.values():
+            lane.end_all(group, None)
+            self._fail(group, error)
+
+
+def _out_of_memory(refusal: DriverError | None) -> str:
+    """The error of a request that found no room; `refusal` is the device's, if there was one."""
+    reason = refusal or "beside weights and overhead the pool has no room for this request"
+    return f"the device is out of memory: {reason}"

@@ -1,7 +1,7 @@
 """Cache of prefixes: the scheduler's interface to the trie, its victims and its pins.
 
 To begin, extend or end a sequence takes time in proportion to its blocks. Statistics and properties
-are counters: they take the same time however many blocks are kept.
+are counters: but for `promised_bytes`, they take the same time however many blocks are kept.
 """
 
 from __future__ import annotations
@@ -248,6 +248,20 @@ class PrefixCache:
     def pinned_bytes(self) -> int:
         """Bytes of pinned blocks; a block that several pins have in common counts once."""
         return self._footprint.blocks_bytes(self._pins.num_blocks)
+
+    @property
+    def promised_bytes(self) -> int:
+        """Bytes of pinned blocks, and of those that will be pinned once they are inserted.
+
+        The latter count for each pin, also where several wait for the same blocks. Time in
+        proportion to the number of pins.
+        """
+        return self._footprint.blocks_bytes(self._pins.num_promised)
+
+    def pin_bytes(self, token_ids: TokenIds, extra: Hashable = None) -> int:
+        """Bytes that `pin` would add to `promised_bytes`; 0 if the prefix is pinned already."""
+        check_token_ids(token_ids)
+        return self._footprint.blocks_bytes(self._pins.num_more(token_ids, extra))
 
     @property
     def evictable_bytes(self) -> int:

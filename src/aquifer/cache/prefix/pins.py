@@ -20,12 +20,18 @@ class _Pin:
 
     extra: Hashable
     token_ids: TokenIds
+    num_whole: int  # whole blocks of the prefix, kept or not
     node: Node | None = None
 
     @property
     def parent_key(self) -> ParentKey:
         """The parent's part of the key of the next node that the pin waits for."""
         return (self.extra,) if self.node is None else self.node.number
+
+    @property
+    def num_missing(self) -> int:
+        """Whole blocks that are not kept yet."""
+        return self.num_whole - (0 if self.node is None else self.node.index + 1)
 
 
 class Pins:
@@ -51,7 +57,8 @@ class Pins:
         """See `PrefixCache.pin`."""
         data = token_ids.tobytes()
         if (extra, data) not in self._pins:
-            pin = self._pins[extra, data] = _Pin(extra, np.frombuffer(data, np.int32))
+            num_whole = self._trie.num_whole(len(token_ids))
+            pin = self._pins[extra, data] = _Pin(extra, np.frombuffer(data, np.int32), num_whole)
             self._wait(pin)
             self._advance(pin)
 
@@ -62,6 +69,20 @@ class Pins:
             return False
         self._leave(pin)
         return True
+
+    @property
+    def num_promised(self) -> int:
+        """Pinned blocks once all pinned prefixes are kept. Blocks that are not kept yet count for
+        each pin."""
+        return self.num_blocks + sum(pin.num_missing for pin in self._pins.values())
+
+    def num_more(self, token_ids: TokenIds, extra: Hashable) -> int:
+        """Blocks that a pin of this prefix would add to `num_promised`."""
+        if (extra, token_ids.tobytes()) in self._pins:
+            return 0
+        found = self._trie.descend(token_ids, extra, None)
+        num_pinned = sum(node.num_pins > 0 for node in found)
+        return self._trie.num_whole(len(token_ids)) - num_pinned
 
     def follow(self, added: Iterable[Node]) -> None:
         """Let pins move down to nodes that were added to the trie."""

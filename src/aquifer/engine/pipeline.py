@@ -1,0 +1,156 @@
+"""The steps in flight: launched, then committed in the same order, or dropped if one fails.
+
+An exception in a step fails the requests of that step, not the engine: they end with an error, and
+others go on. That includes a device that has no memory left for a step's activations. Three kinds
+of exception are raised to the caller:
+
+- `InvariantError`: a bug in Aquifer.
+- Ctrl-C and the like, which ask the whole process to stop.
+- The exception of a lost device, to which every later call would fail too.
+
+Whatever else is raised, the scheduler's books are right afterwards: no plan is left that counts as
+done and was not run.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from aquifer.engine.costs import PrefillCost
+from aquifer.engine.outputs import TokenOutput
+from aquifer.engine.runner import InFlight
+from aquifer.engine.scheduler import Scheduler
+from aquifer.engine.step_input import StepInput
+from aquifer.errors import InvariantError
+from aquifer.memory.driver.base import Driver
+
+_log = logging.getLogger(__name__)
+
+
+class StepRunner(Protocol):
+    """What launches the steps of one model; `aquifer.engine.runner.Runner` does."""
+
+    def launch(self, step: StepInput) -> InFlight:
+        """Launch a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step in flight."""
+
+    plan: StepInput
+    launched: InFlight
+    cost: PrefillCost  # of its model
+
+
+class Pipeline:
+    """The steps in flight, in the order of their launches.
+
+    Args:
+        scheduler: plans and commits them.
+        driver: of the device that runs them.
+        clock_s: returns the time in seconds.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, driver: Driver, clock_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._scheduler = scheduler
+        self._driver = driver
+        self._clock_s = clock_s
+        self._in_flight: deque[_Step] = deque()
+        self._begun_s = 0.0  # when the earliest step in flight began: not before the last commit
+
+    def __len__(self) -> int:
+        """Number of steps in flight."""
+        return len(self._in_flight)
+
+    def launch(self, plan: StepInput, runner: StepRunner, cost: PrefillCost) -> None:
+        """Launch the step that was planned last; it is dropped if that fails.
+
+        Args:
+            plan: the step.
+            runner: the runner of its model.
+            cost: prefill cost of its model; updated when the step is committed.
+        """
+        if not self._in_flight:  # the device was idle
+            self._begun_s = self._clock_s()
+        try:
+            self._in_flight.append(_Step(plan, runner.launch(plan), cost))
+        except BaseException as error:
+            self._drop([plan], error)
+            if not _is_of_the_step(error):
+                raise
+
+    def commit_first(self) -> list[TokenOutput]:
+        """Wait for the earliest step, and commit it.
+
+        If it fails, it is dropped with all later ones, which count on what it should have written.
+        If the wait is interrupted, nothing changes.
+        """
+        step = self._in_flight[0]
+        try:
+            result = step.launched.wait()
+        except Exception as error:
+            self._drop([step.plan for step in self._in_flight], error)
+            self._in_flight.clear()
+            if not _is_of_the_step(error):
+                raise
+            return []
+        self._in_flight.popleft()
+        outputs = self._scheduler.commit(step.plan, result)
+        self._observe(step)
+        return outputs
+
+    def _observe(self, step: _Step) -> None:
+        """Update the prefill cost from a step that did little else than prefill."""
+        now_s = self._clock_s()
+        seconds, self._begun_s = now_s - self._begun_s, now_s
+        num_decodes, spans = step.plan.num_decodes, step.plan.spans
+        num_prompt = spans.num_tokens - num_decodes
+        if num_prompt > 10 * num_decodes:
+            counts = spans.counts[num_decodes:]
+            first_token = float(np.average(spans.starts[num_decodes:], weights=counts))
+            step.cost.observe(first_token, num_prompt, seconds)
+
+    def _drop(self, plans: list[StepInput], error: BaseException) -> None:
+        """Drop the latest plans, because the first of them failed.
+
+        Raises: the device's error if it is lost; then nothing has changed.
+        """
+        first = plans[0]
+        if _is_of_the_step(error):
+            require_device(self._driver)
+            _log.error(
+                "a step of %d sequences of %s failed; their requests end with an error",
+                len(first.spans.slots),
+                first.model,
+                exc_info=error,
+            )
+        message = str(error).partition("\n")[0]
+        kind = type(error).__name__
+        reason = f"{kind}: {message}" if message else kind
+        for plan in reversed(plans):
+            self._scheduler.drop(plan, f"the step that ran this request failed: {reason}")
+
+
+def require_device(driver: Driver) -> None:
+    """Raise the device's error if it is lost, that is if every call to it fails from now on.
+
+    To be called after a failure. It waits for the work in flight.
+    """
+    fence = driver.fence()
+    if fence is not None:
+        fence.wait()
+
+
+def _is_of_the_step(error: BaseException) -> bool:
+    """Whether an exception is a failure of the step that it comes from, and of nothing else."""
+    return isinstance(error, Exception) and not isinstance(error, InvariantError)

@@ -1,0 +1,167 @@
+"""The engine in the caller's process: several calls of `LLM` at a time, and interrupted ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.engine.life import Case, make_cases
+from tests.models.tiny import TINY_MODELS
+
+from aquifer.bench.soak import check_idle
+from aquifer.engine.params import Request, SamplingParams
+from aquifer.engine.runner import InFlight, Runner
+from aquifer.engine.step_input import StepInput
+from aquifer.errors import EngineError
+from aquifer.llm import LLM
+from aquifer.text import Delta
+
+MODEL = "llama"
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[Case]:
+    """Requests with one completion each, with different ends."""
+    return [case for case in make_cases(TINY_MODELS[MODEL], 0) if len(case.completions) == 1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return TINY_MODELS[MODEL].save(tmp_path_factory.mktemp("models") / MODEL)
+
+
+@pytest.fixture(params=[0, 1])
+def llm(folder: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with LLM(folder, memory="4MiB", page_size="4KiB", max_num_seqs=4) as llm:
+        llm.engine.num_ahead = request.param
+        yield llm
+        check_idle(llm)
+
+
+def tokens_of(deltas: list[Delta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+def stream(llm: LLM, case: Case) -> Any:
+    return llm.stream({"prompt_token_ids": case.prompt}, case.params)
+
+
+def generate(llm: LLM, cases: list[Case]) -> list[list[int]]:
+    outputs = llm.generate(
+        [case.prompt for case in cases], [case.params for case in cases], use_tqdm=False
+    )
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_streams_are_read_in_turn(llm: LLM, cases: list[Case]) -> None:
+    """Each gets all of its own tokens, however its reads mix with those of the others."""
+    streams = [stream(llm, case) for case in cases]
+    received: list[list[Delta]] = [[] for _ in cases]
+    left = list(range(len(cases)))
+    while left:
+        for i in list(left):
+            for _ in range(i + 1):
+                delta = next(streams[i], None)
+                if delta is None:
+                    left.remove(i)
+                    break
+                received[i].append(delta)
+    assert [tokens_of(deltas) for deltas in received] == [case.completions[0] for case in cases]
+    assert [deltas[-1].finish_reason for deltas in received] == [c.finish_reason for c in cases]
+
+
+def test_other_calls_while_streams_are_open(llm: LLM, cases: list[Case]) -> None:
+    streams = [stream(llm, case) for case in cases[:2]]
+    received = [[next(one), next(one)] for one in streams]
+    assert generate(llm, cases[2:]) == [case.completions[0] for case in cases[2:]]
+    llm.pin_prefix({"prompt_token_ids": cases[3].prompt})
+    received[0].append(next(streams[0]))
+    assert generate(llm, cases[:1]) == cases[0].completions
+    for deltas, one in zip(received, streams, strict=True):
+        deltas += one
+    assert [tokens_of(deltas) for deltas in received] == [c.completions[0] for c in cases[:2]]
+    llm.unpin_prefix({"prompt_token_ids": cases[3].prompt})
+
+
+def test_a_stream_that_is_closed_leaves_others_alone(llm: LLM, cases: list[Case]) -> None:
+    first, second = (stream(llm, case) for case in cases[:2])
+    next(first)
+    deltas = [next(second)]
+    first.close()
+    deltas += second
+    assert tokens_of(deltas) == cases[1].completions[0]
+    assert not llm.engine.has_work
+
+
+def test_requests_of_the_engine_itself(llm: LLM, cases: list[Case]) -> None:
+    """They do not disturb the calls that run beside them."""
+    (name,) = llm.engine.models
+    llm.engine.add(Request("own", name, cases[1].prompt, cases[1].params, 0.0))
+    assert generate(llm, cases[:1]) == cases[0].completions
+
+
+def test_a_stream_ends_if_its_request_was_ended(folder: Path, cases: list[Case]) -> None:
+    with LLM(folder, memory="4MiB", page_size="4KiB") as llm:
+        one = stream(llm, cases[0])
+        next(one)
+    with pytest.raises(EngineError, match="ended before"):
+        next(one)
+
+
+def test_a_call_that_is_interrupted(
+    llm: LLM, cases: list[Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in each launch in turn: its requests are gone, and later ones get their tokens."""
+    launch = Runner.launch
+    left = 0
+
+    def interrupted(runner: Runner, step: StepInput) -> InFlight:
+        nonlocal left
+        left -= 1
+        if left == -1:
+            raise KeyboardInterrupt
+        return launch(runner, step)
+
+    monkeypatch.setattr(Runner, "launch", interrupted)
+    num_interrupts = 0
+    while True:
+        left = num_interrupts
+        try:
+            generate(llm, cases[:3])
+        except KeyboardInterrupt:
+            num_interrupts += 1
+        else:
+            break
+        left = -1
+        stats = llm.engine.stats()
+        assert not any([*stats.num_running.values(), *stats.num_waiting.values()])
+        assert generate(llm, cases) == [case.completions[0] for case in cases]
+    assert num_interrupts > 10
+
+
+def test_an_interrupt_ends_the_streams_whose_step_it_was(
+    llm: LLM, cases: list[Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = stream(llm, cases[0])
+    next(one)
+
+    def interrupted(runner: Runner, step: StepInput) -> InFlight:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Runner, "launch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            generate(llm, cases[1:])
+    with pytest.raises(EngineError, match="failed: KeyboardInterrupt"):
+        list(one)
+    assert generate(llm, cases) == [case.completions[0] for case in cases]
+
+
+def test_a_request_without_a_reader_is_ended(llm: LLM) -> None:
+    """The engine takes it, but what turns its tokens into text cannot be made."""
+    llm.tokenizer = object()  # type: ignore[assignment]
+    with pytest.raises(AttributeError):
+        llm.generate([[1, 2]], SamplingParams(), use_tqdm=False)
+    assert not llm.engine.has_work
