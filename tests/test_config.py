@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -32,8 +31,6 @@ Serve = Callable[..., tuple[EngineConfig, ServerConfig]]
 @pytest.fixture
 def serve_with(monkeypatch: pytest.MonkeyPatch) -> Serve:
     """Runs `aquifer serve` up to where the server would start; the options that it would get."""
-    for name in [name for name in os.environ if name.startswith("AQUIFER_")]:
-        monkeypatch.delenv(name)
 
     def serve_with(*arguments: str) -> tuple[EngineConfig, ServerConfig]:
         got: list[Any] = []
@@ -180,6 +177,18 @@ def test_llm_refuses_what_the_table_does_not_have() -> None:
 def _values(engine: EngineConfig, http: ServerConfig) -> Mapping[str, Any]:
     owners = {name: config for config in (engine, http) for name in config.__slots__}
     return {o.name: getattr(owners[o.field_name], o.field_name) for o in FLAGS}
+
+
+def test_defaults_are_those_of_the_table(serve_with: Serve) -> None:
+    assert _values(*serve_with("/")) == {option.name: option.default for option in FLAGS}
+
+
+def test_several_models_and_options(serve_with: Serve) -> None:
+    arguments = ("a=/", "b=/tmp", "--max-model-len", "32K", "--seed", "3", "--port", "0")
+    engine, http = serve_with(*arguments)
+    assert [(model.name, str(model.path)) for model in engine.models] == [("a", "/"), ("b", "/tmp")]
+    set_values = {"max_model_len": 32 << 10, "seed": 3, "port": 0}
+    assert _values(engine, http) == {o.name: o.default for o in FLAGS} | set_values
 
 
 @each_option
