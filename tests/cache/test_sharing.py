@@ -248,7 +248,7 @@ class Harness:
         assert not self.pool.retired.num_places
         self.pool.close()
         driver = self.driver
-        assert (driver.live_handles, driver.mapped_pages, driver.reservations) == (set(), 0, {})
+        assert driver.is_unused
         driver.close()
 
 

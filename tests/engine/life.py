@@ -135,10 +135,6 @@ class LoopDriver(FaultyDriver):
         self.live_handles.update(handles)
         return handles
 
-    @property
-    def is_unused(self) -> bool:
-        return not (self.live_handles or self.reservations or self.mapped_pages)
-
 
 @dataclass
 class Sent:

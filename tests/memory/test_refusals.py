@@ -169,7 +169,7 @@ def _run(scenario: Callable[[Device], None], fail_at: int | None) -> Device:
     assert whole is not None
     device.pool.release(whole)
     device.pool.close()
-    assert (driver.live_handles, driver.mapped_pages, driver.reservations) == (set(), 0, {})
+    assert driver.is_unused
     driver.close()
     driver.num_calls = num_calls
     return device

@@ -51,7 +51,7 @@ class Home:
         assert not self.pool.usage().in_use_bytes
         self.pool.close()
         driver = self.driver
-        assert (driver.live_handles, driver.mapped_pages, driver.reservations) == (set(), 0, {})
+        assert driver.is_unused
 
 
 @pytest.fixture(params=[False, True], ids=["host", "late"])

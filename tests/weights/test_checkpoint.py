@@ -242,7 +242,7 @@ def _check_refused(folder: Path, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         Engine.open(config, driver=driver)
     assert type(caught.value) is ConfigError
-    assert (driver.live_handles, driver.mapped_pages, driver.reservations) == (set(), 0, {})
+    assert driver.is_unused
     driver.close()
 
 
@@ -301,7 +301,7 @@ def test_weights_beyond_the_budget(folder):
     store = WeightStore(pool, OWNER, [Parameter("p", (5 * PAGE,), torch.uint8, ())])
     assert not store.populate()
     store.close()
-    assert (driver.live_handles, driver.mapped_pages, driver.reservations) == (set(), 0, {})
+    assert driver.is_unused
     driver.close()
 
 

@@ -53,7 +53,7 @@ def test_large_pages_as_far_as_they_are_full():
         assert (tensor == value).all()
     store.close()
     pool.close()
-    assert (driver.live_handles, driver.mapped_pages, driver.reservations) == (set(), 0, {})
+    assert driver.is_unused
 
 
 def test_a_budget_that_is_exactly_enough():
@@ -132,7 +132,7 @@ def test_evicted_and_back_at_the_same_addresses():
     pool.check()
     store.close()
     pool.close()
-    assert (driver.live_handles, driver.mapped_pages, driver.reservations) == (set(), 0, {})
+    assert driver.is_unused
 
 
 def test_random_weights():

@@ -19,6 +19,8 @@ class FaultyDriver:
         num_calls: calls counted so far, including failed ones.
         fail_at: index of the call to fail, counting from 0, or None.
         mapped_pages: pages mapped now, over all addresses.
+        live_handles: pages that are not released yet.
+        reservations: bytes of each reservation, by its first address.
     """
 
     def __init__(self, inner: Driver, fail_at: int | None = None) -> None:
@@ -63,6 +65,11 @@ class FaultyDriver:
     def runs_ahead(self) -> bool:
         """Whether the inner driver runs ahead."""
         return self.inner.runs_ahead
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether all pages are unmapped and released, and all reservations freed."""
+        return not (self.mapped_pages or self.live_handles or self.reservations)
 
     def available_bytes(self) -> int:
         """The inner driver's figure."""
