@@ -146,6 +146,7 @@ def served_there(
         process.start()
         there.close()
         resources.callback(process.join, PATIENCE_S)
+        resources.callback(here.close)  # first: the process ends, also after a failed assertion
         for number, request in enumerate(requests()):
             prompt = np.array(request.prompt_token_ids, np.int32)
             params = request.params
