@@ -170,7 +170,6 @@ def serve(cache: str, seed: int, most_new: int, *, num_ahead: int, pages: int) -
         while scheduler.has_work:
             plan = scheduler.plan()
             if plan is not None:
-                # A step and its results pickle.
                 in_flight.append((plan, device.run(plan)))
             if len(in_flight) > (0 if plan is None else num_ahead):
                 for output in scheduler.commit(*in_flight.popleft()):

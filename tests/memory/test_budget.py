@@ -48,7 +48,7 @@ GPU = DeviceMemory(
 
 
 @pytest.mark.parametrize(
-    ("device", "memory_bytes", "placed_bytes", "expected_bytes"),
+    ("device", "memory_bytes", "weight_bytes", "expected_bytes"),
     [
         (CPU, None, 3 * GIB, 5 * GIB),  # the weights and a quarter of what is free
         (CPU, None, 8 * GIB, 10 * GIB),
@@ -61,13 +61,13 @@ GPU = DeviceMemory(
         (GPU, 139 * GIB + 600 * MIB, 15 * GIB, 139 * GIB + 600 * MIB),  # what we hold is ours
     ],
 )
-def test_budgets(device, memory_bytes, placed_bytes, expected_bytes):
+def test_budgets(device, memory_bytes, weight_bytes, expected_bytes):
     config = EngineConfig(MODELS, memory_bytes=memory_bytes)
-    assert pool_budget(config, device, placed_bytes) == expected_bytes
+    assert pool_budget(config, device, weight_bytes) == expected_bytes
 
 
 @pytest.mark.parametrize(
-    ("device", "options", "placed_bytes", "words"),
+    ("device", "options", "weight_bytes", "words"),
     [
         (CPU, {"memory_bytes": 2 * GIB}, 3 * GIB, "3.00 GiB, more than the 2.00 GiB of --memory"),
         (CPU, {"memory_bytes": 9 * GIB}, 3 * GIB, "--memory is 9.00 GiB and this machine has 8.00"),
@@ -83,20 +83,20 @@ def test_budgets(device, memory_bytes, placed_bytes, expected_bytes):
         (GPU, {"gpu_memory_utilization": 1.0}, 15 * GIB, "139.59 GiB of 140.00 GiB left for this"),
     ],
 )
-def test_what_is_proposed_works(device, options, placed_bytes, words):
+def test_what_is_proposed_works(device, options, weight_bytes, words):
     config = EngineConfig(MODELS, **options)
     with pytest.raises(ConfigError) as refusal:
-        pool_budget(config, device, placed_bytes)
+        pool_budget(config, device, weight_bytes)
     assert words in str(refusal.value)
     proposal = re.search(r"give at (?:least|most) ([\d.]+ ?\w*)$", str(refusal.value))
     if proposal is None:
         assert device is CPU  # where nothing was taken into account but the figures themselves
     elif "gpu_memory_utilization" in options:
         better = replace(config, gpu_memory_utilization=float(proposal[1]))
-        assert pool_budget(better, device, placed_bytes) > 0
+        assert pool_budget(better, device, weight_bytes) > 0
     else:
         better = replace(config, memory_bytes=parse_size(proposal[1]))
-        assert pool_budget(better, device, placed_bytes) > 0
+        assert pool_budget(better, device, weight_bytes) > 0
 
 
 def test_a_gpu_that_is_full_is_said_to_be():
