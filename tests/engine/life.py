@@ -141,7 +141,6 @@ class Sent:
     """A request in an engine, with what has come of it."""
 
     model: str
-    checkpoint: str
     case: Case
     token_ids: dict[int, list[int]] = field(default_factory=dict)  # by completion
     logprobs: list[float] = field(default_factory=list)
@@ -235,7 +234,7 @@ class World:
     def send(self, name: str, case: Case) -> Sent:
         request_id = f"{name} {next(self._numbers)}"
         self.engine.add(Request(request_id, name, case.prompt, case.params, 0.0))
-        sent = self.sent[request_id] = Sent(name, self.checkpoints[name], case)
+        sent = self.sent[request_id] = Sent(name, case)
         return sent
 
     def abort(self, request_id: str) -> None:

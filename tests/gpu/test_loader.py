@@ -92,7 +92,7 @@ def test_what_is_loaded_is_what_is_stored(folder, pool, dtype):
     store.close()
 
 
-def test_a_file_that_ends_early_leaves_nothing_behind(folder, pool, tmp_path):
+def test_a_file_that_ends_early_leaves_nothing_behind(pool, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     file = tmp_path / "model.safetensors"
     save_file({"w": torch.zeros(100 << 20, dtype=torch.bfloat16)}, file)

@@ -225,7 +225,7 @@ def test_stock_refused_changes_nothing():
     assert not driver.live_handles
 
 
-def test_the_stocker_beside_the_loop(caplog):
+def test_the_stocker_beside_the_loop():
     """Two threads at one pool: the equations hold at every moment, and nothing is left behind."""
     driver = FaultyDriver(HostDriver(), fail_at=5)  # once; it may hit either thread
     pool = PagePool(driver, NUM_PAGES * PAGE, PAGE, 8 * PAGE)
