@@ -15,7 +15,7 @@ from tests.checkpoints import EOS_TOKEN_ID, tiny_llama
 from tests.kernels.sampling_batches import check_distribution, expected_probabilities
 
 from aquifer.engine.outputs import RequestOutput
-from aquifer.engine.params import SamplingParams
+from aquifer.engine.params import BeamSearchParams, SamplingParams
 from aquifer.engine.sampler import Sampler, SamplingMode
 from aquifer.engine.slots import STOP_IDS_PER_SLOT
 from aquifer.engine.step_input import SlotAssignment
@@ -413,6 +413,13 @@ def test_impossible_parameters_are_refused_by_name(param: str, value: Any) -> No
     with pytest.raises(RequestError, match=param) as caught:
         SamplingParams(**{param: value})
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize("width", [0, 129])
+def test_impossible_beam_widths_are_refused_by_name(width: int) -> None:
+    with pytest.raises(RequestError, match="beam_width") as caught:
+        BeamSearchParams(beam_width=width, max_tokens=1).sampling_params()
+    assert caught.value.param == "beam_width"
 
 
 def test_edges_of_what_is_possible() -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from aquifer.config import EngineConfig, ModelSpec, parse_size
-from aquifer.engine.planning import batched_tokens
 from aquifer.errors import ConfigError
 from aquifer.memory.budget import (
     DeviceMemory,
@@ -147,12 +146,6 @@ def test_page_sizes_that_cannot_be(device, page_bytes, words):
         choose_page_bytes(EngineConfig(MODELS, page_bytes=page_bytes), device, GIB)
 
 
-@pytest.mark.parametrize(("device_type", "tokens"), [("cpu", 2048), ("cuda", 8192)])
-def test_tokens_of_a_step(device_type, tokens):
-    assert batched_tokens(EngineConfig(MODELS), device_type) == tokens
-    assert batched_tokens(EngineConfig(MODELS, max_num_batched_tokens=77), device_type) == 77
-
-
 class HostWithOverhead(HostDriver):
     def overhead_bytes(self) -> int:
         return 3 * MIB + 5
@@ -170,21 +163,3 @@ def test_the_pool_knows_of_the_overhead_from_the_start():
     with pytest.raises(ConfigError, match=r"8\.00 MiB, more than the 3\.00 MiB of --mem"):
         make_pool(replace(config, memory_bytes=3 * MIB), driver, 8 * MIB, two)
     driver.close()
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"device": "gpu"}, "device is 'gpu'; choose auto, cpu, cuda or cuda:N"),
-        ({"device": "cuda:"}, "device is 'cuda:'"),
-        (
-            {"gpu_memory_utilization": 0.0},
-            "gpu_memory_utilization is 0.0; it must be a number above",
-        ),
-        ({"gpu_memory_utilization": 1.01}, "at most 1"),
-        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
-    ],
-)
-def test_options_that_cannot_be(options, words):
-    with pytest.raises(ConfigError, match=words):
-        EngineConfig(MODELS, **options)

@@ -1,4 +1,4 @@
-"""Weights in pages of two sizes, and weights made up."""
+"""Weights in pages: placement, pages of two sizes, eviction, and random weights."""
 
 from __future__ import annotations
 
@@ -33,6 +33,21 @@ class LargePageDriver(HostDriver):
 
 def _parameters(*sizes: int) -> list[Parameter]:
     return [Parameter(str(i), (n,), torch.uint8, ()) for i, n in enumerate(sizes)]
+
+
+def test_placement():
+    """Large parameters begin at a page; small ones follow, packed; none overlap."""
+    sizes = [100, 3 * PAGE + 1, 7, PAGE, PAGE - 1, 1]
+    placement = Placement.plan(_parameters(*sizes), PAGE)
+    ends = [0]
+    for name, offset in sorted(placement.offsets_bytes.items(), key=lambda item: item[1]):
+        size = sizes[int(name)]
+        assert offset >= ends[-1]
+        assert offset % (PAGE if size >= PAGE else 256) == 0
+        ends.append(offset + size)
+    assert [placement.offsets_bytes[str(i)] for i in (1, 3)] == [0, 4 * PAGE]
+    assert placement.num_bytes == placement.num_pages * PAGE
+    assert placement.num_bytes - PAGE < ends[-1] <= placement.num_bytes
 
 
 def test_large_pages_as_far_as_they_are_full():
@@ -202,8 +217,3 @@ def test_any_architecture(name, tmp_path):
     config.dtype = "float32"
     config.save_pretrained(tmp_path)
     assert len(_generate(tmp_path)) == 4
-
-
-def test_a_load_format_that_does_not_exist():
-    with pytest.raises(ConfigError, match="choose auto or dummy"):
-        EngineConfig((ModelSpec("a", Path("x")),), load_format="pt")
