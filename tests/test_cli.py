@@ -175,7 +175,7 @@ def test_info_on_a_machine_with_a_gpu_but_without_the_bindings(
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(cuda, "_load_api", missing)
+    monkeypatch.setattr(cuda, "load_api", missing)
     app(["info"], standalone_mode=False)
     shown = capsys.readouterr().out
     assert "cuda:0 cannot be used: device 'cuda' needs the CUDA bindings; pip install" in shown

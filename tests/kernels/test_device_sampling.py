@@ -76,10 +76,10 @@ def test_brackets_that_do_not_settle_a_row_either(
     device: torch.device, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind == "missed":
-        monkeypatch.setattr(sampling, "_DEVIATIONS", -5.0)
+        monkeypatch.setattr(sampling, "DEVIATIONS", -5.0)
     else:
-        monkeypatch.setattr(sampling, "_LIST_SHARE", 1000)
-        monkeypatch.setattr(sampling, "_CANDIDATES", 300)
+        monkeypatch.setattr(sampling, "LIST_SHARE", 1000)
+        monkeypatch.setattr(sampling, "CANDIDATES", 300)
     batch = Batch(FLAT[1:4], 8200, device)
     batch.check(random_logits(device, 3, 8200, spread=0.5))
 

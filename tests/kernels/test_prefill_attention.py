@@ -407,7 +407,7 @@ def test_calls_of_cudnn_get_the_right_rows_and_keys(device, monkeypatch):
         result.copy_(scores.softmax(-1) @ values)
         return result, scores.logsumexp(-1, keepdim=True)
 
-    monkeypatch.setattr(module, "_cudnn", attend)
+    monkeypatch.setattr(module, "cudnn_attention", attend)
     chunks = [(0, 16), (0, 16), (0, 16), (16, 24), (3, 5), (8, 16), (0, 24)]
     check(make_case(device, chunks, slots=[1, 2, 4, 5, 6, 8, 0]))
     assert shapes == [

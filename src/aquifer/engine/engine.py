@@ -38,9 +38,6 @@ from aquifer.sizes import format_size
 from aquifer.weights.checkpoint import Checkpoint
 from aquifer.weights.store import placed_bytes
 
-_ACCOUNT_EVERY_S = 1.0
-"""Interval at which overhead is read from the driver, which takes about 0.1 ms."""
-
 
 def _ignore(_: LoadProgress) -> None:
     """Ignore progress."""
@@ -55,6 +52,8 @@ class Engine:
         config: its options.
         pool: its memory.
         num_ahead: steps that may be in flight while the next one is planned.
+        account_every_s: seconds between two readings of the driver's overhead, each of which takes
+            about 0.1 ms.
     """
 
     def __init__(
@@ -70,6 +69,7 @@ class Engine:
         self.pool: PagePool = assembly.pool
         # On a synchronous device, running ahead would only compute sequences that have ended.
         self.num_ahead = 1 if assembly.pool.driver.runs_ahead else 0
+        self.account_every_s = 1.0
         self._assembly = assembly
         self._scheduler = assembly.scheduler
         self._stocker = stocker
@@ -338,7 +338,7 @@ class Engine:
             self._stocker.wake()
             launched = self._models[plan.model].runner.launch(plan)
             self._in_flight.append((plan, launched))
-            if time.monotonic() - self._accounted_s >= _ACCOUNT_EVERY_S:
+            if time.monotonic() - self._accounted_s >= self.account_every_s:
                 self._account_overhead()
         # Without another step to launch, nothing is left in flight.
         if len(self._in_flight) > (0 if plan is None else self.num_ahead):
