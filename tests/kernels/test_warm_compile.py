@@ -94,8 +94,7 @@ def attend(head_dim: int, paged: bool, num_decodes: int) -> None:
     slots = torch.zeros(num_decodes, dtype=torch.int64)
     workspace, config = DecodeWorkspaces().get(query, kv, paged=paged)
     decode_attention(query, kv, kv, tables, slots, slots + 600, query, workspace, config, scale=1.0)
-    places = [0], [598], [0, 2]
-    spans = PrefillSpans(*places, *map(torch.tensor, places))
+    spans = PrefillSpans.of([0], [598], [0, 2], torch.device("cpu"))
     prefill_attention(torch.zeros(2, 2, head_dim), kv, kv, tables, spans, scale=1.0)
 
 

@@ -90,6 +90,15 @@ class PrefillSpans:
     device_starts: torch.Tensor  # [n] int64
     device_offsets: torch.Tensor  # [n + 1] int64
 
+    @classmethod
+    def of(
+        cls, slots: list[int], starts: list[int], offsets: list[int], device: torch.device
+    ) -> PrefillSpans:
+        """The chunks in these lists, copied to a device."""
+        lists = slots, starts, offsets
+        tensors = (torch.tensor(part, dtype=torch.int64, device=device) for part in lists)
+        return cls(*lists, *tensors)
+
 
 @dataclass(frozen=True, slots=True)
 class Config:
