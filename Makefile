@@ -26,7 +26,7 @@ unit: $(VENV)/installed-test
 
 # On a GPU machine: with its own Python, whose torch, triton and cuda-bindings fit its driver.
 test-gpu:
-	PYTHONPATH=src python3 -m pytest -s --require-gpu tests/gpu tests/kernels
+	PYTHONPATH=src python3 -m pytest --require-gpu tests/gpu tests/kernels
 
 bench-cpu: $(VENV)/installed-test
 	$(BIN)/python benchmarks/cpu/run.py

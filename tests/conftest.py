@@ -1,4 +1,5 @@
-"""What all tests share: Triton's interpreter without a GPU, and tests that need a GPU.
+"""What all tests share: an environment without options, Triton's interpreter without a GPU, and
+tests that need a GPU.
 
 Tests in tests/gpu, and tests and parameters marked `gpu`, are collected only where torch sees an
 NVIDIA GPU. `--require-gpu` makes it an error if there is none, so that `make test-gpu` cannot pass
@@ -16,6 +17,10 @@ import torch
 
 HAS_GPU: bool = torch.cuda.is_available()
 GPU_FOLDER = Path(__file__).parent / "gpu"
+
+# The commands read their options from the environment too; the tests set those that they need.
+for variable in [name for name in os.environ if name.startswith("AQUIFER_")]:
+    del os.environ[variable]
 
 # Triton decides whether to interpret its kernels when it is first imported.
 if not HAS_GPU and importlib.util.find_spec("triton") is not None:

@@ -7,7 +7,6 @@ import pty
 import select
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,7 @@ from tests.checkpoints import tiny_llama
 
 from aquifer import ConfigError, __version__
 from aquifer.cli import app
-from aquifer.config import EngineConfig
 from aquifer.memory.driver import cuda
-from aquifer.serve import server
-from aquifer.serve.server import ServerConfig
 
 ROOT = Path(__file__).parents[1]
 PATIENCE_S = 120.0
@@ -130,45 +126,6 @@ def test_memory_too_small_is_an_error(checkpoint: Path):
     assert result.stderr.count("\n") == 1
 
 
-@pytest.fixture
-def serve_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[EngineConfig, ServerConfig]]:
-    """Runs `aquifer serve` up to where the server would start; the options that it would get."""
-
-    def serve_with(*arguments: str) -> tuple[EngineConfig, ServerConfig]:
-        got: list[Any] = []
-        monkeypatch.setattr(server, "serve", lambda *configs, **_: got.extend(configs))
-        app(["serve", *arguments], standalone_mode=False)
-        return got[0], got[1]
-
-    return serve_with
-
-
-def test_options_reach_the_engine(serve_with: Callable[..., tuple[EngineConfig, ServerConfig]]):
-    engine, http = serve_with(
-        *("a=/", "b=/tmp", "--memory", "4G", "--max-model-len", "32K", "--page-size", "128KiB"),
-        *("--host", "0.0.0.0", "--port", "0", "--api-key", "k", "--shutdown-timeout", "1.5"),
-        *("--kv-cache", "paged", "--block-size", "32", "--max-num-waiting", "7", "--seed", "3"),
-        *("--max-num-batched-tokens", "1K", "--dtype", "float32", "--max-num-seqs", "9"),
-        *("--device", "cuda:1", "--gpu-memory-utilization", "0.5", "--load-format", "dummy"),
-    )
-    assert [model.name for model in engine.models] == ["a", "b"]
-    assert engine.memory_bytes == 4 << 30
-    assert engine.max_model_len == 32 << 10
-    assert engine.page_bytes == 128 << 10
-    assert (engine.kv_cache, engine.block_size) == ("paged", 32)
-    assert (engine.max_num_waiting, engine.max_num_seqs) == (7, 9)
-    assert (engine.max_num_batched_tokens, engine.dtype, engine.seed) == (1024, "float32", 3)
-    assert (engine.device, engine.gpu_memory_utilization) == ("cuda:1", 0.5)
-    assert engine.load_format == "dummy"
-    assert http == ServerConfig("0.0.0.0", 0, "k", shutdown_timeout_s=1.5)
-
-
-def test_defaults_are_the_config_s(serve_with: Callable[..., tuple[EngineConfig, ServerConfig]]):
-    engine, http = serve_with("a=/")
-    assert engine == EngineConfig(models=engine.models)
-    assert http == ServerConfig()
-
-
 def test_run_answers_a_prompt_or_standard_input(checkpoint: Path):
     options = ("--max-tokens", "8", "--temperature", "0", "--memory", "16M")
     chat = _aquifer("run", checkpoint, "hello", *options)
@@ -218,7 +175,7 @@ def test_info_on_a_machine_with_a_gpu_but_without_the_bindings(
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(cuda, "_load_api", missing)
+    monkeypatch.setattr(cuda, "load_api", missing)
     app(["info"], standalone_mode=False)
     shown = capsys.readouterr().out
     assert "cuda:0 cannot be used: device 'cuda' needs the CUDA bindings; pip install" in shown

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -32,8 +31,6 @@ Serve = Callable[..., tuple[EngineConfig, ServerConfig]]
 @pytest.fixture
 def serve_with(monkeypatch: pytest.MonkeyPatch) -> Serve:
     """Runs `aquifer serve` up to where the server would start; the options that it would get."""
-    for name in [name for name in os.environ if name.startswith("AQUIFER_")]:
-        monkeypatch.delenv(name)
 
     def serve_with(*arguments: str) -> tuple[EngineConfig, ServerConfig]:
         got: list[Any] = []
@@ -182,6 +179,18 @@ def _values(engine: EngineConfig, http: ServerConfig) -> Mapping[str, Any]:
     return {o.name: getattr(owners[o.field_name], o.field_name) for o in FLAGS}
 
 
+def test_defaults_are_those_of_the_table(serve_with: Serve) -> None:
+    assert _values(*serve_with("/")) == {option.name: option.default for option in FLAGS}
+
+
+def test_several_models_and_options(serve_with: Serve) -> None:
+    arguments = ("a=/", "b=/tmp", "--max-model-len", "32K", "--seed", "3", "--port", "0")
+    engine, http = serve_with(*arguments)
+    assert [(model.name, str(model.path)) for model in engine.models] == [("a", "/"), ("b", "/tmp")]
+    set_values = {"max_model_len": 32 << 10, "seed": 3, "port": 0}
+    assert _values(engine, http) == {o.name: o.default for o in FLAGS} | set_values
+
+
 @each_option
 def test_every_source_sets_every_option(
     option: Option, serve_with: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -300,7 +309,12 @@ def test_bad_flags_name_the_flag_and_a_value_that_works() -> None:
         ({"max_num_seqs": True}, "max_num_seqs is True"),
         ({"max_num_seqs": None}, "max_num_seqs is None"),
         ({"device": "cuda:x"}, "device is 'cuda:x'; choose auto, cpu, cuda or cuda:N"),
+        ({"device": "cuda:"}, "device is 'cuda:'; choose auto"),
+        ({"device": "gpu"}, "device is 'gpu'; choose auto"),
         ({"gpu_memory_utilization": 0.0}, "must be a number above 0 and at most 1, such as 0.9"),
+        ({"gpu_memory_utilization": 1.01}, "must be a number above 0 and at most 1, such as 0.9"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
+        ({"load_format": "pt"}, "load_format is 'pt'; choose auto or dummy"),
         ({"preemption_mode": "drop"}, "preemption_mode is 'drop'"),
         ({"preemption_mode": "swap", "swap_space_bytes": 0}, "needs swap_space above 0"),
         ({"models": MODELS * 2}, "two models have the same name"),

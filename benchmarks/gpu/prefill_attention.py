@@ -126,7 +126,7 @@ class Batch:
         self.out = torch.empty_like(self.query)
         self.device = self.query.device
         starts = [start for start, _ in shape.chunks]
-        self.spans = make_spans([*range(num_slots)], starts, offsets, self.device)
+        self.spans = PrefillSpans.of([*range(num_slots)], starts, offsets, self.device)
         num_blocks = num_slots * max_tokens // BLOCK_SIZE
         self.tables = torch.arange(num_blocks, device="cuda").view(num_slots, -1)
 
@@ -198,7 +198,7 @@ class Batch:
                 rows.append(self.spans.offsets[slot] + token)
                 slots.append(slot)
                 positions.append(start + token)
-        spans = make_spans(slots, positions, [*range(len(rows) + 1)], self.device)
+        spans = PrefillSpans.of(slots, positions, [*range(len(rows) + 1)], self.device)
         query = self.query[rows].float()
         expected = torch.full_like(query, torch.nan)
         prefill_attention_reference(query, *self.layer_kv(call), None, spans, expected, scale=SCALE)
@@ -206,14 +206,6 @@ class Batch:
         error = float((errors / expected.flatten(1).norm(dim=1)).max())
         assert error < 1e-2, f"relative error {error:.2e}"
         return error
-
-
-def make_spans(
-    slots: list[int], starts: list[int], offsets: list[int], device: torch.device
-) -> PrefillSpans:
-    """Create spans from lists; see `PrefillSpans`."""
-    lists = slots, starts, offsets
-    return PrefillSpans(*lists, *(torch.tensor(part, device=device) for part in lists))
 
 
 def cudnn_causal(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

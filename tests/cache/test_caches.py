@@ -141,7 +141,7 @@ class Harness:
         assert not self.pool.usage().in_use_bytes
         self.pool.close()
         driver = self.driver
-        assert (driver.live_handles, driver.mapped_pages, driver.reservations) == (set(), 0, {})
+        assert driver.is_unused
         driver.close()
 
 
@@ -587,4 +587,4 @@ def test_the_anchor_comes_with_the_first_sequence():
     cache.close()
     assert not pool.usage().in_use_bytes
     pool.close()
-    assert (driver.live_handles, driver.mapped_pages, driver.reservations) == (set(), 0, {})
+    assert driver.is_unused

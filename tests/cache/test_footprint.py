@@ -22,7 +22,7 @@ reproducible = settings(deadline=None, database=None, derandomize=True)
 
 @dataclass(frozen=True)
 class Formulas:
-    """Bytes of tokens, as managers, scheduler and engine computed them each for itself."""
+    """The formulas of `Footprint`, written out."""
 
     token_bytes: int
     page_bytes: int
@@ -68,65 +68,64 @@ lengths = st.integers(1, 200)
 counts = st.integers(1, 5)
 
 
-@given(today=formulas, num_tokens=st.lists(st.integers(0, 500), min_size=1, max_size=5))
+@given(reference=formulas, num_tokens=st.lists(st.integers(0, 500), min_size=1, max_size=5))
 @reproducible
-def test_pages_of_a_sequence(today: Formulas, num_tokens: list[int]):
-    footprint = today.footprint
-    expected = [today.bytes_needed(count) // today.page_bytes for count in num_tokens]
+def test_pages_of_a_sequence(reference: Formulas, num_tokens: list[int]):
+    footprint = reference.footprint
+    expected = [reference.bytes_needed(count) // reference.page_bytes for count in num_tokens]
     assert [footprint.pages(count) for count in num_tokens] == expected
     assert footprint.pages(np.array(num_tokens, np.int64)).tolist() == expected
 
 
-@given(today=formulas, num_prompt=lengths, num_outputs=lengths, num_sequences=counts)
+@given(reference=formulas, num_prompt=lengths, num_outputs=lengths, num_sequences=counts)
 @reproducible
 def test_most_pages_of_a_request(
-    today: Formulas, num_prompt: int, num_outputs: int, num_sequences: int
+    reference: Formulas, num_prompt: int, num_outputs: int, num_sequences: int
 ):
     total = num_prompt + num_outputs
-    needed = pages(today.group_bytes(num_prompt, total, num_sequences), today.page_bytes)
-    assert today.footprint.most(num_prompt, total, num_sequences) == needed
+    needed = pages(reference.group_bytes(num_prompt, total, num_sequences), reference.page_bytes)
+    assert reference.footprint.most(num_prompt, total, num_sequences) == needed
 
 
-@given(today=formulas, more=st.lists(st.integers(0, 70), max_size=8))
+@given(reference=formulas, more=st.lists(st.integers(0, 70), max_size=8))
 @reproducible
-def test_growth_of_running_sequences(today: Formulas, more: list[int]):
+def test_growth_of_running_sequences(reference: Formulas, more: list[int]):
     left = np.array(more, np.int64)
-    needed = pages(today.growth_bytes(left), today.page_bytes)
-    assert today.footprint.growth(left) == needed
+    needed = pages(reference.growth_bytes(left), reference.page_bytes)
+    assert reference.footprint.growth(left) == needed
 
 
-@given(today=formulas, num_tokens=lengths, num_cached=st.integers(0, 200))
+@given(reference=formulas, num_tokens=lengths, num_cached=st.integers(0, 200))
 @reproducible
-def test_pages_of_an_admission(today: Formulas, num_tokens: int, num_cached: int):
+def test_pages_of_an_admission(reference: Formulas, num_tokens: int, num_cached: int):
     num_cached = min(num_cached, num_tokens - 1)
-    needed = today.footprint.needed(num_tokens, num_cached)
+    needed = reference.footprint.needed(num_tokens, num_cached)
     # Cached tokens of a block that is copied save nothing.
-    whole_bytes = num_cached * today.token_bytes // today.block_bytes * today.block_bytes
-    missing_bytes = today.bytes_needed(num_tokens) - whole_bytes
-    assert needed == pages(missing_bytes, today.page_bytes)
-    # The formula that stood here counted that part as saved.
-    optimistic_bytes = today.bytes_needed(num_tokens) - num_cached * today.token_bytes
-    assert 0 <= needed * today.page_bytes - optimistic_bytes < today.block_bytes + today.page_bytes
+    cached_bytes = num_cached * reference.token_bytes
+    whole_bytes = cached_bytes - cached_bytes % reference.block_bytes
+    missing_bytes = reference.bytes_needed(num_tokens) - whole_bytes
+    assert needed == pages(missing_bytes, reference.page_bytes)
 
 
-@given(today=formulas, num_tokens=st.integers(0, 500))
+@given(reference=formulas, num_tokens=st.integers(0, 500))
 @reproducible
-def test_whole_blocks(today: Formulas, num_tokens: int):
-    footprint = today.footprint
+def test_whole_blocks(reference: Formulas, num_tokens: int):
+    footprint = reference.footprint
     count = footprint.whole_blocks(num_tokens)
     num_bytes = footprint.kv_bytes(num_tokens)
-    assert num_bytes == num_tokens * today.token_bytes
+    assert num_bytes == num_tokens * reference.token_bytes
     assert footprint.blocks_bytes(count) <= num_bytes < footprint.blocks_bytes(count + 1)
-    assert footprint.blocks_pages(count) == pages(count * today.block_bytes, today.page_bytes)
-    assert footprint.block_tokens == today.block_bytes / today.token_bytes
+    needed = pages(count * reference.block_bytes, reference.page_bytes)
+    assert footprint.blocks_pages(count) == needed
+    assert footprint.block_tokens == reference.block_bytes / reference.token_bytes
 
 
-@given(today=formulas, num_prompt=lengths, total=st.integers(2, 400), num_sequences=counts)
+@given(reference=formulas, num_prompt=lengths, total=st.integers(2, 400), num_sequences=counts)
 @reproducible
 def test_more_tokens_never_take_less(
-    today: Formulas, num_prompt: int, total: int, num_sequences: int
+    reference: Formulas, num_prompt: int, total: int, num_sequences: int
 ):
-    footprint = today.footprint
+    footprint = reference.footprint
     num_prompt = min(num_prompt, total - 1)
     most = footprint.most(num_prompt, total, num_sequences)
     assert footprint.pages(total) >= footprint.pages(total - 1)
@@ -136,19 +135,20 @@ def test_more_tokens_never_take_less(
     assert most >= footprint.pages(total - 1)
 
 
-@given(today=formulas, num_pages=st.integers(-3, 60), num_prompt=lengths, num_sequences=counts)
+@given(reference=formulas, num_pages=st.integers(-3, 60), num_prompt=lengths, num_sequences=counts)
 @reproducible
 def test_longest_is_the_inverse_of_most(
-    today: Formulas, num_pages: int, num_prompt: int, num_sequences: int
+    reference: Formulas, num_pages: int, num_prompt: int, num_sequences: int
 ):
-    footprint = today.footprint
+    footprint = reference.footprint
     longest = footprint.longest(num_pages, num_prompt, num_sequences)
-    limit = max(num_pages, 0) * today.page_bytes // today.token_bytes + 2
+    room_bytes = num_pages * reference.page_bytes
+    limit = max(room_bytes, 0) // reference.token_bytes + 2
     # Among requests with this prompt, by trying all lengths.
     fitting = [
         total
         for total in range(num_prompt + 1, max(limit, num_prompt + 1) + 1)
-        if today.group_bytes(num_prompt, total, num_sequences) <= num_pages * today.page_bytes
+        if reference.group_bytes(num_prompt, total, num_sequences) <= room_bytes
     ]
     if fitting:
         assert longest == max(fitting)
@@ -157,8 +157,8 @@ def test_longest_is_the_inverse_of_most(
     # A prompt with one output, as long as that in all, fits, and one of a token more does not.
     for total, fits in ((longest, longest > 1), (longest + 1, False)):
         if total > 1:
-            needed_bytes = today.group_bytes(total - 1, total, num_sequences)
-            assert (needed_bytes <= num_pages * today.page_bytes) == fits
+            needed_bytes = reference.group_bytes(total - 1, total, num_sequences)
+            assert (needed_bytes <= room_bytes) == fits
 
 
 def test_figures_of_llama_3_8b():

@@ -248,7 +248,7 @@ class Harness:
         assert not self.pool.retired.num_places
         self.pool.close()
         driver = self.driver
-        assert (driver.live_handles, driver.mapped_pages, driver.reservations) == (set(), 0, {})
+        assert driver.is_unused
         driver.close()
 
 
@@ -339,12 +339,8 @@ class SharingMachine(RuleBasedStateMachine):
         harness.cache.retain(blocks)
         num_tokens = harness.cache.tokens_in(len(blocks))
         assert num_tokens <= harness.cache.tokens_touching(len(blocks)) <= MAX_TOKENS
-        assert (
-            harness.cache.blocks(slot, num_tokens)
-            == blocks[: len(blocks)][
-                : -(-num_tokens * harness.layout.token_bytes // harness.cache.block_bytes)
-            ]
-        )
+        num_blocks = -(-num_tokens * harness.layout.token_bytes // harness.cache.block_bytes)
+        assert harness.cache.blocks(slot, num_tokens) == blocks[:num_blocks]
         self.retained.append(Retained(blocks, harness.marks[slot][:num_tokens]))
 
     @precondition(lambda self: self.harness.marks and not self.harness.num_pending)

@@ -49,6 +49,7 @@ def sizes(folder: Path) -> dict[str, tuple[int, int]]:
     infos = world.engine.models.items()
     sizes = {name: (info.weight_bytes, info.kv_bytes_per_token) for name, info in infos}
     world.close()
+    world.driver.close()
     return sizes
 
 

@@ -136,17 +136,12 @@ class LoopDriver(FaultyDriver):
         self.live_handles.update(handles)
         return handles
 
-    @property
-    def is_unused(self) -> bool:
-        return not (self.live_handles or self.reservations or self.mapped_pages)
-
 
 @dataclass
 class Sent:
     """A request in an engine, with what has come of it."""
 
     model: str
-    checkpoint: str
     case: Case
     token_ids: dict[int, list[int]] = field(default_factory=dict)  # by completion
     logprobs: list[float] = field(default_factory=list)
@@ -241,7 +236,7 @@ class World:
     def send(self, name: str, case: Case) -> Sent:
         request_id = f"{name} {next(self._numbers)}"
         self.engine.add(Request(request_id, name, case.prompt, case.params, 0.0))
-        sent = self.sent[request_id] = Sent(name, self.checkpoints[name], case)
+        sent = self.sent[request_id] = Sent(name, case)
         return sent
 
     def abort(self, request_id: str) -> None:

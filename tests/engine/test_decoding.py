@@ -69,7 +69,7 @@ def tight_memory(reference: Reference, num_tokens: int) -> int:
         return info.weight_bytes + num_tokens * info.kv_bytes_per_token + 4096
 
 
-def memory_name(llm: LLM) -> str:
+def model_name(llm: LLM) -> str:
     (name,) = llm.engine.models
     return name
 
@@ -159,7 +159,7 @@ def test_samples_share_the_prompt(reference: Reference, kv_cache: str) -> None:
         (alone,) = llm.generate([prompt], one, use_tqdm=False)
         engine = llm.engine
         (lane,) = engine.lanes.values()
-        engine.add(Request("four", memory_name(llm), prompt, four, 0.0))
+        engine.add(Request("four", model_name(llm), prompt, four, 0.0))
         tokens: dict[int, list[int]] = {}
         saved = []
         while engine.has_work:
@@ -198,7 +198,7 @@ def test_a_sequence_that_forks_late_computes_its_prompt(reference: Reference) ->
         (lane,) = engine.lanes.values()
         assert lane.prefixes is not None
         lane.prefixes.clear()
-        engine.add(Request("r", memory_name(llm), prompt, params, 0.0))
+        engine.add(Request("r", model_name(llm), prompt, params, 0.0))
         engine.step()
         engine.abort("r", 0)
         tokens: dict[int, list[int]] = {}

@@ -17,23 +17,27 @@ from zlib import crc32
 import numpy as np
 import pytest
 import torch
+from tests.engine.books import (
+    LAYOUTS,
+    MAX_SEQS,
+    MAX_TOKENS,
+    PAGE_BYTES,
+    check_means,
+    open_assembly,
+    open_lane,
+)
 
 from aquifer.cache import KV_CACHES, kv_cache
-from aquifer.cache.base import KVLayout, LayerKV, Rows, Spans
+from aquifer.cache.base import Spans
 from aquifer.cache.swap import SwapSpace
-from aquifer.engine.assembly import Assembly, LaneSpec
+from aquifer.engine.assembly import LaneSpec
 from aquifer.engine.lane import Lane
 from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request, SamplingParams
 from aquifer.engine.sequence import SequenceGroup
 from aquifer.engine.step_input import StepInput, StepOutput
 from aquifer.memory.driver import open_driver
-from aquifer.memory.pool import PagePool
 
-PAGE_BYTES = 4096
-LAYOUT = KVLayout((LayerKV(2, 32, 32),) * 2, torch.float32)  # four tokens a page
-MAX_TOKENS = 64
-MAX_SEQS = 6
 VOCAB_SIZE = 200
 STOP_IDS = frozenset({7})
 MANY_STOP_IDS = frozenset(range(7, 27))  # more than a slot has room for
@@ -112,23 +116,15 @@ class Device:
 
     def _write(self, spans: Spans, written: list[int]) -> None:
         """Write ids as KV, and compare what attention reads with the tokens of each sequence."""
-        cache = self._lane.cache
-        cache.upload()
-        view = cache.view(Rows.of(spans, 0, torch.device("cpu")))
-        ids = torch.tensor(written).float()
-        means_of: list[float] = []
+        means: list[float] = []
         for i, slot in enumerate(spans.slots.tolist()):
             start, count = int(spans.starts[i]), int(spans.counts[i])
             row = int(spans.offsets[i])
             history = [*self._tokens[slot][:start], *written[row : row + count]]
             sums = np.cumsum(history)[start:]
-            means_of += (sums / np.arange(start + 1, start + count + 1)).tolist()
-        expected = torch.tensor(means_of).float()[:, None, None]
-        for index, layer in enumerate(LAYOUT.layers):
-            key = ids[:, None, None].expand(-1, layer.num_kv_heads, layer.key_dim)
-            view.write(index, key, key)
-            means = view.attend(index, torch.zeros(key.shape), scale=1.0)
-            torch.testing.assert_close(means, expected.expand_as(means), rtol=1e-4, atol=1e-4)
+            means += (sums / np.arange(start + 1, start + count + 1)).tolist()
+        ids = torch.tensor(written).float()
+        check_means(self._lane.cache, spans, ids, torch.tensor(means).float())
 
 
 def serve(cache: str, seed: int, most_new: int, *, num_ahead: int, pages: int) -> Outcome:
@@ -136,25 +132,21 @@ def serve(cache: str, seed: int, most_new: int, *, num_ahead: int, pages: int) -
     random, outcome = Random(seed), Outcome()
     with ExitStack() as resources:
         driver = open_driver("cpu")
-        resources.callback(driver.close)
-        pool = PagePool(driver, pages * PAGE_BYTES, PAGE_BYTES)
-        resources.callback(pool.close)
         steps = 0
-        space = SwapSpace(1 << 20, driver.device)
-        resources.callback(space.close)
         block_size = random.choice((3, 4, 16))
-        assembly = Assembly(
-            pool,
+        assembly = open_assembly(
+            resources,
+            driver,
+            pages * PAGE_BYTES,
             random.choice((7, 40, 200)),
-            swap_space=space,
+            SwapSpace(1 << 20, driver.device),
             restore_mode="recompute" if seed % 2 else "swap",
             clock_s=lambda: float(steps),
         )
         factory = kv_cache(cache, block_size=block_size)
-        lane = assembly.open_lane(
-            LaneSpec("m", LAYOUT, MAX_SEQS, MAX_TOKENS, factory, True, most_new=most_new)
-        )
-        resources.callback(assembly.close_lane, lane)
+        layout = LAYOUTS["small"]
+        spec = LaneSpec("m", layout, MAX_SEQS, MAX_TOKENS, factory, True, most_new=most_new)
+        lane = open_lane(resources, assembly, spec)
         scheduler = assembly.scheduler
         for number in range(16):
             num_prompt = random.randrange(1, 16)
@@ -178,13 +170,12 @@ def serve(cache: str, seed: int, most_new: int, *, num_ahead: int, pages: int) -
         while scheduler.has_work:
             plan = scheduler.plan()
             if plan is not None:
-                # A step and its results pickle.
                 in_flight.append((plan, device.run(plan)))
             if len(in_flight) > (0 if plan is None else num_ahead):
                 for output in scheduler.commit(*in_flight.popleft()):
                     outcome.receive(output)
             assert not scheduler.take_failed()
-            pool.check()
+            assembly.pool.check()
             steps += 1
             assert steps < 10_000, "no end"
         outcome.num_preemptions, outcome.num_swaps = lane.num_preemptions, lane.num_swaps

@@ -63,8 +63,9 @@ class Life:
 
     def abort(self) -> str:
         requests = self.world.open_requests
-        if requests:
-            self.world.abort(self.random.choice(requests))
+        if not requests:
+            return "nothing to abort"
+        self.world.abort(self.random.choice(requests))
         return "aborted"
 
     def add_model(self) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from random import Random
 
-from tests.engine.test_scheduler import LAYOUTS, MAX_TOKENS, PAGE_BYTES, World
+from tests.engine.books import LAYOUTS, MAX_TOKENS, PAGE_BYTES, SchedulerWorld
 
 from aquifer.engine.policies import (
     AdmissionSnapshot,
@@ -47,7 +47,7 @@ def busiest_first(models: Sequence[ModelState]) -> Sequence[int]:
 
 def test_the_shortest_prompt_comes_first() -> None:
     with ExitStack() as resources:
-        world = World(
+        world = SchedulerWorld(
             Random(0),
             "virtual",
             resources,
@@ -67,7 +67,7 @@ def test_another_victim_is_preempted() -> None:
     def preempted(policies: Policies) -> list[int]:
         with ExitStack() as resources:
             budget_bytes = 2 * MAX_TOKENS * LAYOUTS["small"].token_bytes
-            world = World(
+            world = SchedulerWorld(
                 Random(0),
                 "virtual",
                 resources,
@@ -90,7 +90,7 @@ def test_another_victim_is_preempted() -> None:
 
 def test_another_order_of_models() -> None:
     with ExitStack() as resources:
-        world = World(
+        world = SchedulerWorld(
             Random(0),
             "virtual",
             resources,

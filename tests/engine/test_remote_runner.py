@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.engine.books import PAGE_BYTES, open_assembly, open_lane
 from tests.models.serving import loaded_model
 from tests.models.tiny import TINY_MODELS, plan_tiny
 
@@ -23,7 +24,7 @@ from aquifer.cache.footprint import Footprint
 from aquifer.cache.swap import SwapSpace
 from aquifer.cache.tensors import KVShape
 from aquifer.config import EngineConfig, ModelSpec
-from aquifer.engine.assembly import Assembly, LaneSpec
+from aquifer.engine.assembly import LaneSpec
 from aquifer.engine.engine import Engine
 from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request, SamplingParams
@@ -35,7 +36,6 @@ from aquifer.memory.driver import open_driver
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.weights.checkpoint import Checkpoint
 
-PAGE_BYTES = 4096
 MAX_SEQS = 9
 MAX_TOKENS = 96
 SWAP_BYTES = 1 << 20
@@ -127,24 +127,18 @@ def served_there(
     results: Results = {}
     with ExitStack() as resources:
         driver = open_driver("cpu")
-        resources.callback(driver.close)
-        pool = PagePool(driver, budget_bytes, PAGE_BYTES)
-        resources.callback(pool.close)
         space = SwapSpace(SWAP_BYTES, driver.device)
-        resources.callback(space.close)
-        assembly = Assembly(pool, 40, swap_space=space, restore_mode=mode)
-        lane = assembly.open_lane(
-            LaneSpec(
-                "m",
-                plan.kv_layout,
-                MAX_SEQS,
-                MAX_TOKENS,
-                kv_cache(cache, block_size=4),
-                keeps_prefixes=True,
-                keeps_journal=True,
-            )
+        assembly = open_assembly(resources, driver, budget_bytes, 40, space, restore_mode=mode)
+        spec = LaneSpec(
+            "m",
+            plan.kv_layout,
+            MAX_SEQS,
+            MAX_TOKENS,
+            kv_cache(cache, block_size=4),
+            keeps_prefixes=True,
+            keeps_journal=True,
         )
-        resources.callback(assembly.close_lane, lane)
+        lane = open_lane(resources, assembly, spec)
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe()
         shape = lane.cache.tensors.shape
@@ -152,6 +146,7 @@ def served_there(
         process.start()
         there.close()
         resources.callback(process.join, PATIENCE_S)
+        resources.callback(here.close)  # first: the process ends, also after a failed assertion
         for number, request in enumerate(requests()):
             prompt = np.array(request.prompt_token_ids, np.int32)
             params = request.params

@@ -12,65 +12,15 @@ import pytest
 import torch
 import transformers
 from tests.checkpoints import EOS_TOKEN_ID, tiny_llama
+from tests.kernels.sampling_batches import check_distribution, expected_probabilities
 
 from aquifer.engine.outputs import RequestOutput
-from aquifer.engine.params import SamplingParams
+from aquifer.engine.params import BeamSearchParams, SamplingParams
 from aquifer.engine.sampler import Sampler, SamplingMode
 from aquifer.engine.slots import STOP_IDS_PER_SLOT
 from aquifer.engine.step_input import SlotAssignment
 from aquifer.errors import RequestError
-from aquifer.kernels.philox import philox, uniform
 from aquifer.llm import LLM
-
-# --- random numbers ------------------------------------------------------------------------
-
-
-def philox_reference(counter: Sequence[int], key: Sequence[int]) -> list[int]:
-    """Philox4x32-10, word by word from the paper's figure 5."""
-    c, k = list(counter), list(key)
-    for _ in range(10):
-        high0, low0 = divmod(0xD2511F53 * c[0], 2**32)
-        high1, low1 = divmod(0xCD9E8D57 * c[2], 2**32)
-        c = [high1 ^ c[1] ^ k[0], low1, high0 ^ c[3] ^ k[1], low0]
-        k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
-    return c
-
-
-ONES = 0xFFFFFFFF
-
-
-@pytest.mark.parametrize(
-    ("counter", "key", "expected"),
-    [
-        ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
-        ([ONES] * 4, [ONES] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
-        (
-            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
-            [0xA4093822, 0x299F31D0],
-            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
-        ),
-    ],
-)
-def test_the_reference_gives_the_known_answers_of_random123(
-    counter: list[int], key: list[int], expected: list[int]
-) -> None:
-    assert philox_reference(counter, key) == expected
-
-
-def test_philox_and_uniform() -> None:
-    generator = np.random.default_rng(0)
-    seeds = generator.integers(2**64, size=64, dtype=np.uint64)
-    counters = generator.integers(2**63, size=64)
-    seeds[:2], counters[:2] = (0, 2**64 - 1), (0, 2**63 - 1)
-    first, second = philox(seeds, counters)
-    assert (first[0], second[0]) == (0x6627E8D5, 0xE169C58D)
-    numbers = uniform(seeds, counters)
-    for i, (seed, counter) in enumerate(zip(seeds.tolist(), counters.tolist(), strict=True)):
-        words = philox_reference([counter % 2**32, counter >> 32, 0, 0], [seed % 2**32, seed >> 32])
-        assert [first[i], second[i]] == words[:2]
-        assert numbers[i] == ((words[0] << 32 | words[1]) >> 11) / 2**53
-    assert 0 <= numbers.min() <= numbers.max() < 1
-
 
 # --- which tokens can be drawn, and how often ----------------------------------------------
 
@@ -115,38 +65,6 @@ def sample(
     return out.numpy()
 
 
-def expected_probabilities(logits: Any, params: SamplingParams) -> Any:
-    """Apply temperature, min-p, top-k and top-p in this order, token by token; [vocab]."""
-    weights = np.exp((logits - logits.max()) / params.temperature)
-    probabilities = weights / weights.sum()
-    probabilities[probabilities < np.float32(params.min_p) * probabilities.max()] = 0
-    order = np.argsort(-probabilities, kind="stable")
-    if params.top_k > 0:
-        probabilities[order[params.top_k :]] = 0
-    wanted = np.float32(params.top_p) * probabilities.sum()
-    mass = 0.0
-    for token in order:
-        if mass >= wanted and params.top_p < 1:
-            probabilities[token] = 0
-        mass += probabilities[token]
-    return probabilities / probabilities.sum()
-
-
-def chi_square_excess(counts: Any, probabilities: Any) -> float:
-    """How many standard deviations the statistic lies above its mean.
-
-    Tokens of similar probability are pooled until each pool expects 10 draws or more.
-    """
-    order = np.argsort(-probabilities, kind="stable")[: np.count_nonzero(probabilities)]
-    expected = probabilities[order] * counts.sum()
-    pool = (np.cumsum(expected) - expected) // 10
-    _, pool = np.unique(pool, return_inverse=True)
-    expected = np.bincount(pool, expected)
-    observed = np.bincount(pool, counts[order])
-    freedom = max(len(expected) - 1, 1)
-    return float((((observed - expected) ** 2 / expected).sum() - freedom) / (2 * freedom) ** 0.5)
-
-
 SHAPES = [
     SamplingParams(),
     SamplingParams(temperature=0.3),
@@ -183,9 +101,7 @@ def test_draws_follow_the_cut_softmax(vocab_size: int, shapes: list[SamplingPara
         tokens = sample(torch.from_numpy(logits[which]), assigned, slots, position)
         np.add.at(counts, (which, tokens), 1)
     for shape, row, seen in zip(shapes, logits, counts, strict=True):
-        probabilities = expected_probabilities(row.astype(np.float64), shape)
-        assert not seen[probabilities == 0].any(), shape
-        assert chi_square_excess(seen, probabilities) < 5, shape
+        check_distribution(seen, expected_probabilities(row.astype(np.float64), shape))
 
 
 def test_ties_do_not_widen_top_k() -> None:
@@ -497,6 +413,13 @@ def test_impossible_parameters_are_refused_by_name(param: str, value: Any) -> No
     with pytest.raises(RequestError, match=param) as caught:
         SamplingParams(**{param: value})
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize("width", [0, 129])
+def test_impossible_beam_widths_are_refused_by_name(width: int) -> None:
+    with pytest.raises(RequestError, match="beam_width") as caught:
+        BeamSearchParams(beam_width=width, max_tokens=1).sampling_params()
+    assert caught.value.param == "beam_width"
 
 
 def test_edges_of_what_is_possible() -> None:

@@ -7,8 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -143,9 +141,7 @@ def test_overhead_is_this_process_s_own(driver):
     torch.ones(1, device="cuda").sum().item()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    is_measured = driver.is_overhead_measured
     first = driver.overhead_bytes()
-    print(f"\noverhead {first >> 20} MiB, {'measured' if is_measured else 'an allowance'}")
     pages = driver.create(PAGE, 512) + driver.create(LARGE, 16)
     assert abs(driver.overhead_bytes() - first) < SLACK
     torchs = torch.empty(GIB, dtype=torch.uint8, device="cuda")
@@ -192,17 +188,6 @@ def test_overhead_has_captured_graphs_in_it(driver):
     assert after - before >= 512 * MIB
     assert after >= torch.cuda.memory_reserved()
     del held, graph
-
-
-def test_the_cost_of_asking(driver):
-    """Nothing is asserted: the engine's loop reads it once a second."""
-    driver.overhead_bytes()
-    start_s = time.perf_counter()
-    for _ in range(20):
-        driver.overhead_bytes()
-    cost_us = (time.perf_counter() - start_s) / 20 * 1e6
-    is_measured = driver.is_overhead_measured
-    print(f"\noverhead_bytes: {cost_us:.0f} us, {'measured' if is_measured else 'an allowance'}")
 
 
 # --- contents ------------------------------------------------------------------------------
@@ -467,64 +452,3 @@ def test_drivers_come_and_go():
     with pytest.raises(DriverError, match="there is no cuda:99"):
         open_driver("cuda:99")
     assert torch.ones(3, device="cuda").sum() == 3
-
-
-# --- costs ---------------------------------------------------------------------------------
-
-
-class Costs:
-    """Microseconds a page, by the name of the call."""
-
-    def __init__(self) -> None:
-        self.by_name: dict[str, float] = {}
-
-    @contextmanager
-    def of(self, name: str, count: int) -> Iterator[None]:
-        start_s = time.perf_counter()
-        yield
-        self.by_name[name] = (time.perf_counter() - start_s) / count * 1e6
-
-    def __str__(self) -> str:
-        return "  ".join(f"{name} {cost:.1f}" for name, cost in self.by_name.items())
-
-
-@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
-@pytest.mark.parametrize("batch", [1, 16])
-@pytest.mark.parametrize("page_bytes", [PAGE, LARGE])
-def test_costs(driver, page_bytes, batch, busy):
-    """Nothing is asserted: microseconds a page, from Python, with `batch` pages in each call."""
-    count = 64
-    starts = range(0, count, batch)
-    costs = Costs()
-    driver.zero(driver.create(page_bytes, 1))
-    torch.cuda.synchronize()
-    if busy:
-        for _ in range(4):
-            _occupy()
-    with costs.of("reserve", 1):
-        address = driver.reserve(TIB)
-    with costs.of("create", count):
-        pages = [page for _ in starts for page in driver.create(page_bytes, batch)]
-    with costs.of("map", count):
-        for i in starts:
-            driver.map(address + i * page_bytes, pages[i : i + batch])
-    with costs.of("view", count):
-        for _ in pages:
-            driver.view(address, TIB)
-    with costs.of("fence", count):
-        for _ in pages:
-            driver.fence().passed()
-    with costs.of("unmap", count):
-        for i in starts:
-            driver.unmap(address + i * page_bytes, page_bytes, batch)
-    with costs.of("zero", count):
-        for i in starts:
-            driver.zero(pages[i : i + batch])
-    with costs.of("release", count):
-        for i in starts:
-            driver.release(pages[i : i + batch])
-    with costs.of("free", 1):
-        driver.free(address, TIB)
-    state = "busy" if busy else "idle"
-    print(f"\nus a page, {page_bytes // MIB} MiB x {batch} a call, {state}: {costs}")
-    torch.cuda.synchronize()

@@ -1,9 +1,8 @@
-"""Weights on their way to a GPU: every byte arrives, and how fast."""
+"""Weights on their way to a GPU: every byte arrives."""
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from aquifer.memory.driver.cuda import CudaDriver
 from aquifer.memory.pool import Kind, Owner, PagePool
-from aquifer.weights import loader
 from aquifer.weights.checkpoint import Checkpoint
 from aquifer.weights.store import Parameter, Source, WeightStore
 
@@ -94,7 +92,7 @@ def test_what_is_loaded_is_what_is_stored(folder, pool, dtype):
     store.close()
 
 
-def test_a_file_that_ends_early_leaves_nothing_behind(folder, pool, tmp_path):
+def test_a_file_that_ends_early_leaves_nothing_behind(pool, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     file = tmp_path / "model.safetensors"
     save_file({"w": torch.zeros(100 << 20, dtype=torch.bfloat16)}, file)
@@ -108,36 +106,3 @@ def test_a_file_that_ends_early_leaves_nothing_behind(folder, pool, tmp_path):
         store.load(checkpoint)
     store.close()
     torch.cuda.synchronize()
-
-
-def test_speed(folder, pool, monkeypatch):
-    """Nothing is asserted: GB/s from cached files, beside the bus and one thread's reading."""
-    checkpoint = Checkpoint.open(folder)
-    num_bytes = checkpoint.num_bytes
-    store = WeightStore(pool, OWNER, _parameters(checkpoint, torch.bfloat16))
-    assert store.populate()
-    print(f"\nloading {num_bytes / 1e9:.2f} GB")
-    for buffers, buffer_mib in [(8, 16), (8, 16), (8, 16), (1, 16), (4, 32), (8, 32), (16, 16)]:
-        monkeypatch.setattr(loader, "NUM_BUFFERS", buffers)
-        monkeypatch.setattr(loader, "BUFFER_BYTES", buffer_mib << 20)
-        start_s = time.perf_counter()
-        store.load(checkpoint)
-        seconds = time.perf_counter() - start_s
-        print(f"{buffers:2} buffers x {buffer_mib} MiB: {num_bytes / seconds / 1e9:5.1f} GB/s")
-    pinned = torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty_like(pinned, device="cuda")
-    torch.cuda.synchronize()
-    start_s = time.perf_counter()
-    for _ in range(32):
-        device.copy_(pinned, non_blocking=True)
-    torch.cuda.synchronize()
-    rate = 32 * pinned.nbytes / (time.perf_counter() - start_s) / 1e9
-    print(f"page-locked memory to device, nothing else: {rate:5.1f} GB/s")
-    store.fill_random(0)
-    torch.cuda.synchronize()
-    start_s = time.perf_counter()
-    store.fill_random(0)
-    torch.cuda.synchronize()
-    rate = store.placement.num_bytes / (time.perf_counter() - start_s) / 1e9
-    print(f"random weights: {rate:.0f} GB/s")
-    store.close()

@@ -63,16 +63,17 @@ def cache() -> Iterator[VirtualCache]:
     driver.close()
 
 
-def run(folder: Path, prompts: list[list[int]], params: Any, **options: Any) -> Any:
-    """Token ids of all completions, and the lane that they ran in."""
+def run(
+    folder: Path, prompts: list[list[int]], params: Any, **options: Any
+) -> list[list[list[int]]]:
+    """Token ids of all completions."""
     options = {"memory": "4GiB", "dtype": "float32", "seed": 0, **options}
     with LLM(folder, device="cuda", **options) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        (lane,) = llm.engine.lanes.values()
         llm.engine.pool.check()
         (memory,) = llm.memory().models.values()
         assert memory.bytes_by_kind[Kind.KV] == 0
-        return token_ids(outputs), lane
+        return token_ids(outputs)
 
 
 def token_ids(outputs: list[RequestOutput]) -> list[list[list[int]]]:
@@ -98,7 +99,7 @@ def test_the_first_slot_need_not_be_mapped(cache: VirtualCache) -> None:
 def test_caches_agree(folder: Path, prompts: list[list[int]], params: SamplingParams) -> None:
     """With each cache manager, with retained prefixes and without: the same tokens."""
     results = [
-        run(folder, prompts, params, kv_cache=kv_cache, enable_prefix_caching=keeps)[0]
+        run(folder, prompts, params, kv_cache=kv_cache, enable_prefix_caching=keeps)
         for kv_cache in KV_CACHES
         for keeps in (True, False)
     ]
@@ -153,7 +154,6 @@ def squeezed(engine: Engine) -> Iterator[None]:
 def test_a_cached_prompt_maps_nothing(folder: Path, prompts: list[list[int]]) -> None:
     """The slot that a conversation ran in is the one where it goes on."""
     with LLM(folder, device="cuda", memory="4GiB", dtype="float32", seed=0) as llm:
-        (lane,) = llm.engine.lanes.values()
         for prompt in prompts[:3]:
             llm.generate([prompt], GREEDY, use_tqdm=False)
         calls: list[int] = []
@@ -169,4 +169,3 @@ def test_a_cached_prompt_maps_nothing(folder: Path, prompts: list[list[int]]) ->
         assert output.num_cached_tokens > len(prompts[1]) - 40
         # The page that it writes on next is a copy; beyond that, at most some ahead of need.
         assert sum(calls) <= 6
-        assert lane.prefixes is not None

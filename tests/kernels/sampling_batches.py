@@ -1,4 +1,4 @@
-"""Batches for the tests of sampling, with parameters of every kind."""
+"""Batches for the tests of sampling, with parameters of every kind, and what they must draw."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from aquifer.engine.params import SamplingParams
 from aquifer.kernels.sampling import sample, sample_reference
 from aquifer.kernels.sampling_columns import SamplingColumns, write_counts
 
@@ -120,3 +121,49 @@ class Batch:
 def random_logits(device: torch.device, *shape: int, spread: float = 3.0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(shape[-1])
     return (torch.randn(shape, generator=generator) * spread).to(device)
+
+
+def check_padding(params: Sequence[Params], device: torch.device) -> None:
+    """Check that rows that only pad a batch get no token, and that rows may lie apart."""
+    batch = Batch(params, 300, device)
+    wide = random_logits(device, len(params), 400)
+    wide[:, 300:] = torch.nan
+    for row in (0, 2, 6):
+        batch.slots[row] = -1
+        wide[row] = torch.inf
+    logits = wide[:, :300]
+    expected = batch.expect(logits)
+    assert batch.draw(logits) == expected
+    assert [row for row, token in enumerate(expected) if token == -7] == [0, 2, 6]
+    batch.slots.fill_(-1)
+    assert set(batch.draw(logits)) == {-7}
+
+
+def expected_probabilities(logits: Any, params: Params | SamplingParams) -> Any:
+    """Apply temperature, min-p, top-k and top-p in this order, token by token; [vocab]."""
+    weights = np.exp((logits - logits.max()) / params.temperature)
+    probabilities = weights / weights.sum()
+    probabilities[probabilities < np.float32(params.min_p) * probabilities.max()] = 0
+    order = np.argsort(-probabilities, kind="stable")
+    if params.top_k > 0:
+        probabilities[order[params.top_k :]] = 0
+    wanted = np.float32(params.top_p) * probabilities.sum()
+    mass = 0.0
+    for token in order:
+        if mass >= wanted and params.top_p < 1:
+            probabilities[token] = 0
+        mass += probabilities[token]
+    return probabilities / probabilities.sum()
+
+
+def check_distribution(counts: Any, probabilities: Any) -> None:
+    """Check the support, and the counts by chi-square; tokens that expect few draws are pooled."""
+    assert not counts[probabilities == 0].any()
+    order = np.argsort(-probabilities, kind="stable")[: np.count_nonzero(probabilities)]
+    expected = probabilities[order] * counts.sum()
+    _, pool = np.unique((np.cumsum(expected) - expected) // 10, return_inverse=True)
+    expected = np.bincount(pool, expected)
+    observed = np.bincount(pool, counts[order])
+    freedom = max(len(expected) - 1, 1)
+    excess = ((observed - expected) ** 2 / expected).sum() - freedom
+    assert excess / (2 * freedom) ** 0.5 < 4

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.kernels.attention_kv import place_kv
 
 from aquifer.kernels import _triton
 from aquifer.kernels.decode_attention import (
@@ -86,23 +87,12 @@ def make_case(
     # A view, as a fused projection of queries, keys and values gives it.
     query = torch.full((batch, 2 * num_heads, key_dim), torch.nan)
     query[:, :num_heads] = 2 * torch.randn(batch, num_heads, key_dim, generator=random)
-    tables = None
-    if block_size is not None:
-        assert max_tokens % block_size == 0
-        blocks = kv.view(-1, block_size, 3, layer)
-        places = torch.randperm(len(blocks), generator=random)
-        kv = torch.empty_like(blocks)
-        kv[places] = blocks
-        tables = places.view(num_slots, -1).to(device, index_dtype)
-    kv = kv.to(device, dtype)[..., 1, :]
-    split = num_kv_heads * key_dim
+    placed = place_kv(kv, num_kv_heads, key_dim, block_size, random, device, dtype, index_dtype)
     is_padding = torch.tensor(lengths) == 0
     far = FAR_SLOT if index_dtype == torch.int64 else -1
     return Case(
         query.to(device, dtype)[:, :num_heads],
-        kv[..., :split].unflatten(-1, (num_kv_heads, key_dim)),
-        kv[..., split:].unflatten(-1, (num_kv_heads, value_dim)),
-        tables,
+        *placed,
         slots.masked_fill(is_padding, far).to(device, index_dtype),
         torch.tensor(lengths, device=device, dtype=index_dtype),
     )

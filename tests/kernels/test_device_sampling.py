@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -14,6 +14,9 @@ from tests.kernels.sampling_batches import (
     PLAIN,
     Batch,
     Params,
+    check_distribution,
+    check_padding,
+    expected_probabilities,
     random_logits,
 )
 
@@ -73,10 +76,10 @@ def test_brackets_that_do_not_settle_a_row_either(
     device: torch.device, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind == "missed":
-        monkeypatch.setattr(sampling, "_DEVIATIONS", -5.0)
+        monkeypatch.setattr(sampling, "DEVIATIONS", -5.0)
     else:
-        monkeypatch.setattr(sampling, "_LIST_SHARE", 1000)
-        monkeypatch.setattr(sampling, "_CANDIDATES", 300)
+        monkeypatch.setattr(sampling, "LIST_SHARE", 1000)
+        monkeypatch.setattr(sampling, "CANDIDATES", 300)
     batch = Batch(FLAT[1:4], 8200, device)
     batch.check(random_logits(device, 3, 8200, spread=0.5))
 
@@ -110,17 +113,7 @@ def test_ties_are_cut_in_the_order_of_ids(device: torch.device) -> None:
 
 
 def test_padding_is_left_alone_and_rows_may_lie_apart(device: torch.device) -> None:
-    params = [*PENALISED, *PLAIN, *CUT[:4]]
-    batch = Batch(params, 300, device)
-    wide = random_logits(device, len(params), 400)
-    wide[:, 300:] = torch.nan
-    for row in (0, 2, 6):
-        batch.slots[row] = -1
-        wide[row] = torch.inf
-    logits = wide[:, :300]
-    expected = batch.expect(logits)
-    assert batch.draw(logits) == expected
-    assert [row for row, token in enumerate(expected) if token == -7] == [0, 2, 6]
+    check_padding([*PENALISED, *PLAIN, *CUT[:4]], device)
 
 
 @pytest.mark.filterwarnings("ignore:.*(NaN|invalid value).*:RuntimeWarning")  # NumPy's
@@ -185,33 +178,3 @@ def test_a_graph_follows_the_columns(device: torch.device) -> None:
         out.fill_(-7)
         graph.replay()
         assert out.tolist() == expected
-
-
-def expected_probabilities(logits: Any, params: Params) -> Any:
-    """Apply temperature, min-p, top-k and top-p in this order, token by token; [vocab]."""
-    weights = np.exp((logits - logits.max()) / params.temperature)
-    probabilities = weights / weights.sum()
-    probabilities[probabilities < np.float32(params.min_p) * probabilities.max()] = 0
-    order = np.argsort(-probabilities, kind="stable")
-    if params.top_k > 0:
-        probabilities[order[params.top_k :]] = 0
-    wanted = np.float32(params.top_p) * probabilities.sum()
-    mass = 0.0
-    for token in order:
-        if mass >= wanted and params.top_p < 1:
-            probabilities[token] = 0
-        mass += probabilities[token]
-    return probabilities / probabilities.sum()
-
-
-def check_distribution(counts: Any, probabilities: Any) -> None:
-    """Check the support, and the counts by chi-square; tokens that expect few draws are pooled."""
-    assert not counts[probabilities == 0].any()
-    order = np.argsort(-probabilities, kind="stable")[: np.count_nonzero(probabilities)]
-    expected = probabilities[order] * counts.sum()
-    _, pool = np.unique((np.cumsum(expected) - expected) // 10, return_inverse=True)
-    expected = np.bincount(pool, expected)
-    observed = np.bincount(pool, counts[order])
-    freedom = max(len(expected) - 1, 1)
-    excess = ((observed - expected) ** 2 / expected).sum() - freedom
-    assert excess / (2 * freedom) ** 0.5 < 4

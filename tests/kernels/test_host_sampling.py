@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.kernels.sampling_batches import CUT, GREEDY, PENALISED, PLAIN, Batch, Params
+from tests.kernels.sampling_batches import (
+    CUT,
+    GREEDY,
+    PENALISED,
+    PLAIN,
+    Batch,
+    Params,
+    check_padding,
+)
 
 from aquifer.kernels.sampling import sample
 from aquifer.kernels.sampling_columns import SamplingColumns
@@ -50,19 +58,7 @@ def test_equal_tokens_are_cut_in_the_order_of_ids() -> None:
 
 
 def test_padding_is_left_alone_and_rows_may_lie_apart() -> None:
-    params = [*PENALISED, *PLAIN, *CUT]
-    batch = Batch(params, 300, HOST)
-    wide = random_logits(len(params), 400)
-    wide[:, 300:] = torch.nan
-    for row in (0, 2, 6):
-        batch.slots[row] = -1
-        wide[row] = torch.inf
-    logits = wide[:, :300]
-    expected = batch.expect(logits)
-    assert batch.draw(logits) == expected
-    assert [row for row, token in enumerate(expected) if token == -7] == [0, 2, 6]
-    batch.slots.fill_(-1)
-    assert set(batch.draw(logits)) == {-7}
+    check_padding([*PENALISED, *PLAIN, *CUT], HOST)
 
 
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.kernels.attention_kv import place_kv
 
 from aquifer.kernels import prefill_attention as module
 from aquifer.kernels.prefill_attention import (
@@ -54,13 +55,6 @@ class Case:
         return out
 
 
-def make_spans(
-    slots: list[int], starts: list[int], offsets: list[int], device: torch.device
-) -> PrefillSpans:
-    lists = slots, starts, offsets
-    return PrefillSpans(*lists, *(torch.tensor(part, device=device) for part in lists))
-
-
 def make_case(
     device: torch.device,
     chunks: list[tuple[int, int]],
@@ -98,22 +92,11 @@ def make_case(
     query[span_rows, :num_heads] = 2 * torch.randn(
         offsets[-1] - offsets[0], num_heads, key_dim, generator=random
     )
-    tables = None
-    if block_size is not None:
-        assert max_tokens % block_size == 0
-        blocks = kv.view(-1, block_size, 3, layer)
-        places = torch.randperm(len(blocks), generator=random)
-        kv = torch.empty_like(blocks)
-        kv[places] = blocks
-        tables = places.view(num_slots, -1).to(device, index_dtype)
-    kv = kv.to(device, dtype)[..., 1, :]
-    split = num_kv_heads * key_dim
+    placed = place_kv(kv, num_kv_heads, key_dim, block_size, random, device, dtype, index_dtype)
     return Case(
         query.to(device, dtype)[:, :num_heads],
-        kv[..., :split].unflatten(-1, (num_kv_heads, key_dim)),
-        kv[..., split:].unflatten(-1, (num_kv_heads, value_dim)),
-        tables,
-        make_spans(slots, [start for start, _ in chunks], offsets, device),
+        *placed,
+        PrefillSpans.of(slots, [start for start, _ in chunks], offsets, device),
     )
 
 
@@ -337,7 +320,7 @@ def test_which_spans_go_to_cudnn_together():
     offsets = [9]
     for count in counts:
         offsets.append(offsets[-1] + count)
-    spans = make_spans(slots, starts, offsets, torch.device("cpu"))
+    spans = PrefillSpans.of(slots, starts, offsets, torch.device("cpu"))
 
     def calls(window_tokens: int | None, max_batch_stride: int) -> list[tuple[int, ...]]:
         return [
@@ -407,7 +390,7 @@ def test_calls_of_cudnn_get_the_right_rows_and_keys(device, monkeypatch):
         result.copy_(scores.softmax(-1) @ values)
         return result, scores.logsumexp(-1, keepdim=True)
 
-    monkeypatch.setattr(module, "_cudnn", attend)
+    monkeypatch.setattr(module, "cudnn_attention", attend)
     chunks = [(0, 16), (0, 16), (0, 16), (16, 24), (3, 5), (8, 16), (0, 24)]
     check(make_case(device, chunks, slots=[1, 2, 4, 5, 6, 8, 0]))
     assert shapes == [

@@ -35,6 +35,7 @@ class NotingDriver:
     """A driver for Triton: a Hopper GPU on which nothing runs."""
 
     def __init__(self) -> None:
+        self.kernels: dict[str, Any] = {}  # compiled so far, by name
         self.launched: list[str] = []
         self.loaded_by: list[str] = []  # names of threads, one for each variant of a kernel
         self.binaries: list[tuple[str, bytes]] = []  # names and contents, likewise
@@ -56,7 +57,9 @@ class NotingDriver:
         return GPUTarget("cuda", 90, 32)
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
-        return lambda *arguments: self.launched.append(source.fn.fn.__name__)
+        name = source.fn.fn.__name__
+        self.kernels[name] = source.fn
+        return lambda *arguments: self.launched.append(name)
 
     def _load(self, name: str, binary: bytes, *rest: Any) -> tuple[Any, ...]:
         self.loaded_by.append(threading.current_thread().name)
@@ -91,8 +94,7 @@ def attend(head_dim: int, paged: bool, num_decodes: int) -> None:
     slots = torch.zeros(num_decodes, dtype=torch.int64)
     workspace, config = DecodeWorkspaces().get(query, kv, paged=paged)
     decode_attention(query, kv, kv, tables, slots, slots + 600, query, workspace, config, scale=1.0)
-    places = [0], [598], [0, 2]
-    spans = PrefillSpans(*places, *map(torch.tensor, places))
+    spans = PrefillSpans.of([0], [598], [0, 2], torch.device("cpu"))
     prefill_attention(torch.zeros(2, 2, head_dim), kv, kv, tables, spans, scale=1.0)
 
 
@@ -107,7 +109,7 @@ def observe() -> dict[str, Any]:
 
     from aquifer.kernels import _triton
     from aquifer.kernels.activation import silu_mul
-    from aquifer.kernels.norm import _rms_norm_kernel, rms_norm
+    from aquifer.kernels.norm import rms_norm
     from aquifer.kernels.rotary import rotary_angles
 
     _triton.interpret_on_cpu = True  # so that tensors on the CPU go to kernels
@@ -161,7 +163,7 @@ def observe() -> dict[str, Any]:
         step()
         foreign_kernel[(1,)](torch.zeros(1))
     note("compiled before, or foreign")
-    _rms_norm_kernel.device_caches.clear()
+    driver.kernels["_rms_norm_kernel"].device_caches.clear()
     step()
     note("forgotten")
     for shape in ATTENTION:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from aquifer.config import EngineConfig, ModelSpec, parse_size
-from aquifer.engine.planning import batched_tokens
 from aquifer.errors import ConfigError
 from aquifer.memory.budget import (
     DeviceMemory,
@@ -48,7 +47,7 @@ GPU = DeviceMemory(
 
 
 @pytest.mark.parametrize(
-    ("device", "memory_bytes", "placed_bytes", "expected_bytes"),
+    ("device", "memory_bytes", "weight_bytes", "expected_bytes"),
     [
         (CPU, None, 3 * GIB, 5 * GIB),  # the weights and a quarter of what is free
         (CPU, None, 8 * GIB, 10 * GIB),
@@ -61,13 +60,13 @@ GPU = DeviceMemory(
         (GPU, 139 * GIB + 600 * MIB, 15 * GIB, 139 * GIB + 600 * MIB),  # what we hold is ours
     ],
 )
-def test_budgets(device, memory_bytes, placed_bytes, expected_bytes):
+def test_budgets(device, memory_bytes, weight_bytes, expected_bytes):
     config = EngineConfig(MODELS, memory_bytes=memory_bytes)
-    assert pool_budget(config, device, placed_bytes) == expected_bytes
+    assert pool_budget(config, device, weight_bytes) == expected_bytes
 
 
 @pytest.mark.parametrize(
-    ("device", "options", "placed_bytes", "words"),
+    ("device", "options", "weight_bytes", "words"),
     [
         (CPU, {"memory_bytes": 2 * GIB}, 3 * GIB, "3.00 GiB, more than the 2.00 GiB of --memory"),
         (CPU, {"memory_bytes": 9 * GIB}, 3 * GIB, "--memory is 9.00 GiB and this machine has 8.00"),
@@ -83,20 +82,20 @@ def test_budgets(device, memory_bytes, placed_bytes, expected_bytes):
         (GPU, {"gpu_memory_utilization": 1.0}, 15 * GIB, "139.59 GiB of 140.00 GiB left for this"),
     ],
 )
-def test_what_is_proposed_works(device, options, placed_bytes, words):
+def test_what_is_proposed_works(device, options, weight_bytes, words):
     config = EngineConfig(MODELS, **options)
     with pytest.raises(ConfigError) as refusal:
-        pool_budget(config, device, placed_bytes)
+        pool_budget(config, device, weight_bytes)
     assert words in str(refusal.value)
     proposal = re.search(r"give at (?:least|most) ([\d.]+ ?\w*)$", str(refusal.value))
     if proposal is None:
         assert device is CPU  # where nothing was taken into account but the figures themselves
     elif "gpu_memory_utilization" in options:
         better = replace(config, gpu_memory_utilization=float(proposal[1]))
-        assert pool_budget(better, device, placed_bytes) > 0
+        assert pool_budget(better, device, weight_bytes) > 0
     else:
         better = replace(config, memory_bytes=parse_size(proposal[1]))
-        assert pool_budget(better, device, placed_bytes) > 0
+        assert pool_budget(better, device, weight_bytes) > 0
 
 
 def test_a_gpu_that_is_full_is_said_to_be():
@@ -147,12 +146,6 @@ def test_page_sizes_that_cannot_be(device, page_bytes, words):
         choose_page_bytes(EngineConfig(MODELS, page_bytes=page_bytes), device, GIB)
 
 
-@pytest.mark.parametrize(("device_type", "tokens"), [("cpu", 2048), ("cuda", 8192)])
-def test_tokens_of_a_step(device_type, tokens):
-    assert batched_tokens(EngineConfig(MODELS), device_type) == tokens
-    assert batched_tokens(EngineConfig(MODELS, max_num_batched_tokens=77), device_type) == 77
-
-
 class HostWithOverhead(HostDriver):
     def overhead_bytes(self) -> int:
         return 3 * MIB + 5
@@ -170,21 +163,3 @@ def test_the_pool_knows_of_the_overhead_from_the_start():
     with pytest.raises(ConfigError, match=r"8\.00 MiB, more than the 3\.00 MiB of --mem"):
         make_pool(replace(config, memory_bytes=3 * MIB), driver, 8 * MIB, two)
     driver.close()
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"device": "gpu"}, "device is 'gpu'; choose auto, cpu, cuda or cuda:N"),
-        ({"device": "cuda:"}, "device is 'cuda:'"),
-        (
-            {"gpu_memory_utilization": 0.0},
-            "gpu_memory_utilization is 0.0; it must be a number above",
-        ),
-        ({"gpu_memory_utilization": 1.01}, "at most 1"),
-        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
-    ],
-)
-def test_options_that_cannot_be(options, words):
-    with pytest.raises(ConfigError, match=words):
-        EngineConfig(MODELS, **options)

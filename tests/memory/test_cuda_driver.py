@@ -24,7 +24,6 @@ class _Result(IntEnum):
     CUDA_SUCCESS = 0
     CUDA_ERROR_OUT_OF_MEMORY = 2
     CUDA_ERROR_NO_DEVICE = 100
-    CUDA_ERROR_UNKNOWN = 999
 
 
 class FakeApi:

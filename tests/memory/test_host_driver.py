@@ -190,12 +190,12 @@ class FullDriver(HostDriver):
 
     num_good: int | None = None
 
-    def _fallocate(self, mode: int, offset: int, length: int) -> None:
+    def fallocate(self, mode: int, offset: int, length: int) -> None:
         if mode == 0 and self.num_good is not None:
             if not self.num_good:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self.num_good -= 1
-        super()._fallocate(mode, offset, length)
+        super().fallocate(mode, offset, length)
 
 
 def test_a_refused_fallocate_leaves_no_trace():
@@ -292,7 +292,7 @@ def test_available_bytes(driver, monkeypatch):
     total_bytes = int(fields["MemTotal"].split()[0]) * 1024
     assert 0 < driver.available_bytes() <= total_bytes
     for room, expected in [(0, 0), (5 << 20, 5 << 20)]:
-        monkeypatch.setattr(host, "_cgroup_room_bytes", lambda room=room: room)
+        monkeypatch.setattr(host, "cgroup_room_bytes", lambda room=room: room)
         assert driver.available_bytes() == expected
 
 
@@ -358,6 +358,6 @@ def test_all_memory_is_the_machine_s_or_the_control_group_s(driver, monkeypatch)
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     machine_bytes = int(fields["MemTotal"].split()[0]) * 1024
     for limit_bytes, total_bytes in ((None, machine_bytes), (1 << 20, 1 << 20)):
-        monkeypatch.setattr(host, "_cgroup_limit_bytes", lambda limit=limit_bytes: limit)
+        monkeypatch.setattr(host, "cgroup_limit_bytes", lambda limit=limit_bytes: limit)
         assert driver.total_bytes() == total_bytes
     assert driver.overhead_bytes() == 0

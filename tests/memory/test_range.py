@@ -54,7 +54,7 @@ def test_map_and_unmap_keep_track(driver, table):
     pages.close()
 
 
-def test_one_page_at_two_addresses_of_two_ranges(driver, table):
+def test_one_page_at_two_addresses_of_two_ranges(table):
     [number] = table.create(PAGE, 1)
     one, other = VirtualRange(table, 2 * PAGE, PAGE), VirtualRange(table, 2 * PAGE, PAGE)
     one.map(0, [number])

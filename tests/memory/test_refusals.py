@@ -186,7 +186,7 @@ def _run(scenario: Callable[[Device], None], fail_at: int | None) -> Device:
     assert whole is not None
     device.pool.release(whole)
     device.pool.close()
-    assert (driver.live_handles, driver.mapped_pages, driver.reservations) == (set(), 0, {})
+    assert driver.is_unused
     driver.close()
     driver.num_calls = num_calls
     return device
@@ -243,7 +243,7 @@ def test_stock_refused_changes_nothing():
     assert not driver.live_handles
 
 
-def test_the_stocker_beside_the_loop(caplog):
+def test_the_stocker_beside_the_loop():
     """Two threads at one pool: the equations hold at every moment, and nothing is left behind."""
     driver = FaultyDriver(HostDriver(), fail_at=5)  # once; it may hit either thread
     pool = PagePool(driver, NUM_PAGES * PAGE, PAGE, 8 * PAGE)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from tests.memory.late_driver import LateDriver
 
-from aquifer.errors import DriverError, InvariantError
+from aquifer.errors import DriverError
 from aquifer.memory.driver.faulty import FaultyDriver
 from aquifer.memory.driver.host import HostDriver
-from aquifer.memory.pages import Page, PageTable
+from aquifer.memory.pages import Page
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.memory.range import VirtualRange
 from aquifer.memory.residency import (
@@ -51,7 +51,7 @@ class Home:
         assert not self.pool.usage().in_use_bytes
         self.pool.close()
         driver = self.driver
-        assert (driver.live_handles, driver.mapped_pages, driver.reservations) == (set(), 0, {})
+        assert driver.is_unused
 
 
 @pytest.fixture(params=[False, True], ids=["host", "late"])
@@ -166,33 +166,3 @@ def test_what_is_recorded(home):
         Released((two,)),
         GivenUp((2, 9)),
     ]
-
-
-def test_numbers_of_pages_do_not_repeat_and_ascend():
-    driver = HostDriver()
-    table = PageTable(driver)
-    first = table.create(PAGE, 3)
-    table.release(first[:2])
-    second = table.create(2 * PAGE, 4)
-    assert first + second == sorted(set(first + second))
-    assert table.numbers == [first[2], *second]
-    assert [table.page_bytes(page) for page in table.numbers] == [PAGE] + [2 * PAGE] * 4
-    for act in (table.release, table.zero):
-        with pytest.raises(InvariantError, match="does not exist"):
-            act(first[:1])
-    table.release(table.numbers)
-    assert (len(table), driver.resident_bytes()) == (0, 0)
-    driver.close()
-
-
-@pytest.mark.parametrize(
-    ("numbers", "step", "expected"),
-    [
-        ([], 1, []),
-        ([4], 1, [(0, 1)]),
-        ([4, 5, 9, 8], 1, [(0, 2), (2, 3), (3, 4)]),
-        ([0, 8, 16, 17], 8, [(0, 3), (3, 4)]),
-    ],
-)
-def test_runs(numbers, step, expected):
-    assert runs(numbers, step) == expected

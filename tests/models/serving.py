@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 import numpy as np
@@ -24,14 +24,16 @@ from aquifer.weights.store import WeightStore
 @contextmanager
 def loaded_weights(checkpoint: Checkpoint, plan: ModelPlan) -> Iterator[Mapping[str, torch.Tensor]]:
     """A checkpoint's parameters in pages of the host."""
-    pool = PagePool(open_driver("cpu"), 8 << 20)
-    store = WeightStore(pool, Owner("tiny", Kind.WEIGHTS), plan.parameters)
-    try:
+    with ExitStack() as resources:
+        driver = open_driver("cpu")
+        resources.callback(driver.close)
+        pool = PagePool(driver, 8 << 20)
+        resources.callback(pool.close)
+        store = WeightStore(pool, Owner("tiny", Kind.WEIGHTS), plan.parameters)
+        resources.callback(store.close)
         assert store.populate()
         store.load(checkpoint)
         yield store.tensors
-    finally:
-        store.close()
 
 
 @contextmanager

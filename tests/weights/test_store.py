@@ -1,4 +1,4 @@
-"""Weights in pages of two sizes, and weights made up."""
+"""Weights in pages: placement, pages of two sizes, eviction, and random weights."""
 
 from __future__ import annotations
 
@@ -35,6 +35,21 @@ def _parameters(*sizes: int) -> list[Parameter]:
     return [Parameter(str(i), (n,), torch.uint8, ()) for i, n in enumerate(sizes)]
 
 
+def test_placement():
+    """Large parameters begin at a page; small ones follow, packed; none overlap."""
+    sizes = [100, 3 * PAGE + 1, 7, PAGE, PAGE - 1, 1]
+    placement = Placement.plan(_parameters(*sizes), PAGE)
+    ends = [0]
+    for name, offset in sorted(placement.offsets_bytes.items(), key=lambda item: item[1]):
+        size = sizes[int(name)]
+        assert offset >= ends[-1]
+        assert offset % (PAGE if size >= PAGE else 256) == 0
+        ends.append(offset + size)
+    assert [placement.offsets_bytes[str(i)] for i in (1, 3)] == [0, 4 * PAGE]
+    assert placement.num_bytes == placement.num_pages * PAGE
+    assert placement.num_bytes - PAGE < ends[-1] <= placement.num_bytes
+
+
 def test_large_pages_as_far_as_they_are_full():
     sizes = [9 * PAGE, 100, PAGE, 4 * PAGE, 8 * PAGE + 1, 3 * PAGE]
     driver = FaultyDriver(LargePageDriver())
@@ -53,7 +68,7 @@ def test_large_pages_as_far_as_they_are_full():
         assert (tensor == value).all()
     store.close()
     pool.close()
-    assert (driver.live_handles, driver.mapped_pages, driver.reservations) == (set(), 0, {})
+    assert driver.is_unused
 
 
 def test_a_budget_that_is_exactly_enough():
@@ -133,7 +148,7 @@ def test_evicted_and_back_at_the_same_addresses():
     pool.check()
     store.close()
     pool.close()
-    assert (driver.live_handles, driver.mapped_pages, driver.reservations) == (set(), 0, {})
+    assert driver.is_unused
 
 
 def test_random_weights():
@@ -203,8 +218,3 @@ def test_any_architecture(name, tmp_path):
     config.dtype = "float32"
     config.save_pretrained(tmp_path)
     assert len(_generate(tmp_path)) == 4
-
-
-def test_a_load_format_that_does_not_exist():
-    with pytest.raises(ConfigError, match="choose auto or dummy"):
-        EngineConfig((ModelSpec("a", Path("x")),), load_format="pt")

@@ -36,9 +36,6 @@ from aquifer.sizes import format_size
 from aquifer.weights.checkpoint import Checkpoint
 from aquifer.weights.store import placed_bytes
 
-_ACCOUNT_EVERY_S = 1.0
-"""Interval at which overhead is read from the driver, which takes about 0.1 ms."""
-
 
 def _ignore(_: LoadProgress) -> None:
     """Ignore progress."""
@@ -58,6 +55,8 @@ class Engine:
         pool: its memory.
         num_ahead: steps that may be in flight while the next one is planned.
         on_launch: called with the model of each step before it is launched.
+        account_every_s: seconds between two readings of the driver's overhead, each of which takes
+            about 0.1 ms.
     """
 
     def __init__(
@@ -74,6 +73,7 @@ class Engine:
         # On a synchronous device, running ahead would only compute sequences that have ended.
         self.num_ahead = 1 if assembly.pool.driver.runs_ahead else 0
         self.on_launch: Callable[[str], None] = _ignore_launch
+        self.account_every_s = 1.0
         self._assembly = assembly
         self._scheduler = assembly.scheduler
         self._stocker = stocker
@@ -347,7 +347,7 @@ class Engine:
                 self._steps.launch(plan, host.runner, host.prefill_cost)
         finally:
             self._deliver_failed()
-        if plan is not None and time.monotonic() - self._accounted_s >= _ACCOUNT_EVERY_S:
+        if plan is not None and time.monotonic() - self._accounted_s >= self.account_every_s:
             self._account_overhead()
         # Without another step to launch, nothing is left in flight.
         if len(self._steps) > (0 if plan is None else self.num_ahead):

@@ -90,6 +90,15 @@ class PrefillSpans:
     device_starts: torch.Tensor  # [n] int64
     device_offsets: torch.Tensor  # [n + 1] int64
 
+    @classmethod
+    def of(
+        cls, slots: list[int], starts: list[int], offsets: list[int], device: torch.device
+    ) -> PrefillSpans:
+        """The chunks in these lists, copied to a device."""
+        lists = slots, starts, offsets
+        tensors = (torch.tensor(part, dtype=torch.int64, device=device) for part in lists)
+        return cls(*lists, *tensors)
+
 
 @dataclass(frozen=True, slots=True)
 class Config:
@@ -425,9 +434,9 @@ def run_cudnn(
     q = query[rows].unsqueeze(0).transpose(1, 2)  # [1, heads, count, key_dim]
     end = call.start + call.count
     k, v = (_cudnn_view(t, call, 0, call.start) for t in (keys, values))
-    prefix, prefix_lse = _cudnn(q, k, v, scale, is_causal=False, with_lse=True)
+    prefix, prefix_lse = cudnn_attention(q, k, v, scale, is_causal=False, with_lse=True)
     k, v = (_cudnn_view(t, call, call.start, end) for t in (keys, values))
-    chunk, chunk_lse = _cudnn(q, k, v, scale, is_causal=True, with_lse=True)
+    chunk, chunk_lse = cudnn_attention(q, k, v, scale, is_causal=True, with_lse=True)
     merge(
         prefix[0].transpose(0, 1),
         prefix_lse.view(-1, call.count),
@@ -445,7 +454,7 @@ def _run_cudnn_once(
     # [num_seqs, heads, count, key_dim]
     q = query[rows].unflatten(0, (call.num_seqs, call.count)).transpose(1, 2)
     k, v = (_cudnn_view(t, call, 0, call.count) for t in (keys, values))
-    result, _ = _cudnn(q, k, v, scale, is_causal=True, with_lse=False)
+    result, _ = cudnn_attention(q, k, v, scale, is_causal=True, with_lse=False)
     # The result has the query's layout, so this is a view.
     return result.transpose(1, 2).flatten(0, 1)
 
@@ -458,7 +467,7 @@ def _cudnn_view(kv: torch.Tensor, call: Call, begin: int, end: int) -> torch.Ten
     return kv[call.slot : call.slot + call.num_seqs, begin:end].transpose(1, 2)
 
 
-def _cudnn(
+def cudnn_attention(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,

@@ -59,10 +59,10 @@ _GROUP = 128  # tokens in a group; its largest score is kept
 _GROUPS = 32  # groups in a chunk
 _CHUNK = _GROUP * _GROUPS
 _RANK = 256  # minimum number of candidates
-_CANDIDATES = 4096  # maximum number of candidates
+CANDIDATES = 4096  # maximum number of candidates
 _SAMPLE = 4096  # tokens of a row sampled by `_bracket_kernel`
-_DEVIATIONS = 5.0  # half-width of brackets: one row in a million lies outside
-_LIST_SHARE = 8  # a list holds 1/8 of the vocabulary; brackets need up to a tenth
+DEVIATIONS = 5.0  # half-width of brackets: one row in a million lies outside
+LIST_SHARE = 8  # a list holds 1/8 of the vocabulary; brackets need up to a tenth
 _LIST_BLOCK = 1024  # list entries searched at once
 _UNIT = 2.0**44  # probabilities are integers: multiples of the row's largest over this
 _MAX_VOCAB = (1 << 19) - 1  # so that the sum of a row is below 2^63
@@ -196,13 +196,13 @@ def sample(
         *source, best, best_id, mass, groups,
         chosen, num_chosen, pending, threshold, row_best, row_mass, lengths, out, num_chunks,
         chunks_pow2=pow2(num_chunks), chunk=_CHUNK, groups_pow2=pow2(num_chunks * _GROUPS),
-        num_groups=_GROUPS, group=_GROUP, rank=_RANK, limit=_CANDIDATES,
+        num_groups=_GROUPS, group=_GROUP, rank=_RANK, limit=CANDIDATES,
         in_prompt=IN_PROMPT, greedy_below=GREEDY_BELOW, greedy=greedy, full=full, num_warps=8,
         **launch_options(logits.device),
     )  # fmt: skip
     if not full:
         return
-    capacity = max(-(-vocab_size // (_LIST_SHARE * 64)) * 64, _CANDIDATES)
+    capacity = max(-(-vocab_size // (LIST_SHARE * 64)) * 64, CANDIDATES)
     # The candidates use the memory of the first list.
     list_scores = scratch(2, capacity, dtype=torch.float32)
     list_ids = scratch(2, capacity, dtype=torch.int32)
@@ -211,18 +211,18 @@ def sample(
     sums = scratch(4, dtype=torch.int64)
     _gather_kernel[(batch, num_chunks)](
         *source, pending, chosen, num_chosen, threshold, lengths, list_scores, list_ids, capacity,
-        num_groups=_GROUPS, group=_GROUP, limit=_CANDIDATES,
+        num_groups=_GROUPS, group=_GROUP, limit=CANDIDATES,
         in_prompt=IN_PROMPT, greedy_below=GREEDY_BELOW, num_warps=8,
     )  # fmt: skip
     _settle_kernel[(batch,)](
         *source, pending, threshold, row_best, row_mass, row_head, lengths,
         list_scores, list_ids, capacity, out,
-        limit=_CANDIDATES, block=_LIST_BLOCK, unit=_UNIT,
+        limit=CANDIDATES, block=_LIST_BLOCK, unit=_UNIT,
         in_prompt=IN_PROMPT, greedy_below=GREEDY_BELOW, num_warps=8,
     )  # fmt: skip
     _bracket_kernel[(batch,)](
         *source, pending, threshold, row_best, row_mass, row_head, lengths, brackets, sums,
-        limit=_CANDIDATES, sample=_SAMPLE, deviations=_DEVIATIONS, unit=_UNIT,
+        limit=CANDIDATES, sample=_SAMPLE, deviations=DEVIATIONS, unit=_UNIT,
         in_prompt=IN_PROMPT, greedy_below=GREEDY_BELOW, num_warps=16,
     )  # fmt: skip
     _collect_kernel[(batch, num_chunks)](

@@ -59,7 +59,7 @@ class CudaDriver:
     runs_ahead = True
 
     def __init__(self, index: int = 0, api: Any = None, nvml: Any = None) -> None:
-        self._api = api = _load_api() if api is None else api
+        self._api = api = load_api() if api is None else api
         self.device = torch.device("cuda", index)
         self._page_bytes: dict[Handle, int] = {}  # live handles -> size
         self._created_bytes = 0  # bytes of the live handles; several threads change it
@@ -375,7 +375,7 @@ def _text(name: bytes) -> str:
     return name.split(b"\0", 1)[0].decode()
 
 
-def _load_api() -> Any:
+def load_api() -> Any:
     """Import the CUDA bindings.
 
     Raises:

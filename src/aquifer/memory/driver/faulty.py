@@ -20,6 +20,8 @@ class FaultyDriver:
         fail_at: index of the call to fail, counting from 0, or None.
         failed_call: name of the call that failed last, or None.
         mapped_pages: pages mapped now, over all addresses.
+        live_handles: pages that are not released yet.
+        reservations: bytes of each reservation, by its first address.
     """
 
     def __init__(self, inner: Driver, fail_at: int | None = None) -> None:
@@ -65,6 +67,11 @@ class FaultyDriver:
     def runs_ahead(self) -> bool:
         """Whether the inner driver runs ahead."""
         return self.inner.runs_ahead
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether all pages are unmapped and released, and all reservations freed."""
+        return not (self.mapped_pages or self.live_handles or self.reservations)
 
     def available_bytes(self) -> int:
         """The inner driver's figure."""

@@ -72,12 +72,12 @@ class HostDriver:
     def available_bytes(self) -> int:
         """Free and reclaimable memory, or the room in the control group if that is less."""
         available = _meminfo_bytes("MemAvailable")
-        room = _cgroup_room_bytes()
+        room = cgroup_room_bytes()
         return available if room is None else min(available, room)
 
     def total_bytes(self) -> int:
         """The machine's memory, or the limit of the control group if that is less."""
-        limit = _cgroup_limit_bytes()
+        limit = cgroup_limit_bytes()
         total = _meminfo_bytes("MemTotal")
         return total if limit is None else min(total, limit)
 
@@ -107,10 +107,10 @@ class HostDriver:
                 if num_new:
                     os.ftruncate(self._fd, new_end)
                 for offset, length in _stretches(handles, page_bytes):
-                    self._fallocate(0, offset, length)
+                    self.fallocate(0, offset, length)
             except OSError as error:
                 for offset, length in _stretches(reused, page_bytes):
-                    self._fallocate(_FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, offset, length)
+                    self.fallocate(_FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, offset, length)
                 os.ftruncate(self._fd, self._file_bytes)  # removes the new pages
                 raise _driver_error(
                     error, f"could not create {count} pages of {page_bytes} bytes"
@@ -128,7 +128,7 @@ class HostDriver:
                     raise InvariantError(f"page {handle} was released twice or never created")
             for page_bytes, group in self._by_size(handles):
                 for offset, length in _stretches(sorted(group), page_bytes):
-                    self._fallocate(_FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, offset, length)
+                    self.fallocate(_FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, offset, length)
                 self._holes.setdefault(page_bytes, []).extend(group)
             for handle in handles:
                 del self._page_bytes[handle]
@@ -207,6 +207,16 @@ class HostDriver:
             os.close(self._fd)
             self._fd = -1
 
+    def fallocate(self, mode: int, offset: int, length: int) -> None:
+        """Allocate bytes of the file or punch a hole there, as fallocate(2) does.
+
+        Raises:
+            OSError: the system has no memory for them.
+        """
+        if self._libc.fallocate(self._fd, mode, offset, length):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+
     def _by_size(self, handles: Sequence[Handle]) -> Iterator[tuple[int, list[Handle]]]:
         """Split into maximal runs of one page size, keeping the order."""
         start = 0
@@ -246,11 +256,6 @@ class HostDriver:
                 OSError(number, os.strerror(number)), f"mmap of {num_bytes} bytes failed{hint}"
             )
         return int(result)
-
-    def _fallocate(self, mode: int, offset: int, length: int) -> None:
-        if self._libc.fallocate(self._fd, mode, offset, length):
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
 
 
 def _stretches(handles: Sequence[Handle], page_bytes: int) -> list[tuple[int, int]]:
@@ -293,7 +298,7 @@ def _cgroup() -> Path:
     return Path("/sys/fs/cgroup") / group.lstrip("/")
 
 
-def _cgroup_limit_bytes() -> int | None:
+def cgroup_limit_bytes() -> int | None:
     """Return the memory limit of this process's control group (version 2), or None."""
     try:
         limit = (_cgroup() / "memory.max").read_text().strip()
@@ -302,13 +307,13 @@ def _cgroup_limit_bytes() -> int | None:
         return None
 
 
-def _cgroup_room_bytes() -> int | None:
+def cgroup_room_bytes() -> int | None:
     """Return the memory left under the limit of this process's control group, or None.
 
     Cached files count as free, as they do in MemAvailable. Otherwise a checkpoint in the page
     cache would appear to leave no room for itself.
     """
-    limit = _cgroup_limit_bytes()
+    limit = cgroup_limit_bytes()
     if limit is None:
         return None
     try:
