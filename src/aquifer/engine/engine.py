@@ -336,7 +336,7 @@ class Engine:
         outputs = self._scheduler.take_failed()
         if plan is not None:
             self._stocker.wake()
-            launched = self._models[plan.model].runner.launch(plan)
+            launched = self._models[plan.model].launch(plan)
             self._in_flight.append((plan, launched))
             if time.monotonic() - self._accounted_s >= _ACCOUNT_EVERY_S:
                 self._account_overhead()
