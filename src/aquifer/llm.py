@@ -52,6 +52,7 @@ class LLMOptions(TypedDict, total=False):
     device: str
     load_format: str
     dtype: str
+    threads: int | None
     max_model_len: str | int | None
     max_num_seqs: int
     max_num_batched_tokens: str | int | None

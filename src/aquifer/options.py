@@ -260,6 +260,16 @@ OPTIONS: tuple[Option, ...] = (
         choices=("auto", "float32", "bfloat16", "float16"),
     ),
     Option(
+        "threads",
+        int,
+        None,
+        "CPU threads that run each step; on a GPU, what the GPU leaves to the CPU.",
+        scopes=("serve", "run", "bench", "llm"),
+        minimum=1,
+        example="4",
+        unset="OMP_NUM_THREADS, or else by the size of each step, up to the CPUs of the process",
+    ),
+    Option(
         "max_model_len",
         int,
         None,

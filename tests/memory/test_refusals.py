@@ -231,7 +231,10 @@ def test_a_page_half_zeroed_is_zeroed_again():
 def test_stock_refused_changes_nothing():
     driver = FaultyDriver(HostDriver(), fail_at=1)
     pool = PagePool(driver, NUM_PAGES * PAGE, PAGE, 8 * PAGE)
+    assert pool.num_to_stock(8 * PAGE) == 8
     assert pool.stock(8 * PAGE, 3)
+    assert pool.num_to_stock(8 * PAGE) == 5
+    assert pool.num_to_stock(2 * PAGE) == 0
     with pytest.raises(DriverError):
         pool.stock(8 * PAGE, 3)
     assert pool.usage().idle_bytes == 3 * PAGE == len(driver.live_handles) * PAGE
@@ -239,6 +242,7 @@ def test_stock_refused_changes_nothing():
     while pool.stock(8 * PAGE, 3):
         pass
     assert pool.usage().idle_bytes == 8 * PAGE
+    assert pool.num_to_stock(9 * PAGE) == 0  # beyond the watermark
     pool.close()
     assert not driver.live_handles
 

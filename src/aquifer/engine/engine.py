@@ -344,7 +344,7 @@ class Engine:
                 self._stocker.wake()
                 self.on_launch(plan.model)
                 host = self._models[plan.model]
-                self._steps.launch(plan, host.runner, host.prefill_cost)
+                self._steps.launch(plan, host, host.prefill_cost)
         finally:
             self._deliver_failed()
         if plan is not None and time.monotonic() - self._accounted_s >= self.account_every_s:

@@ -23,7 +23,9 @@ from aquifer.engine.assembly import Assembly, LaneSpec
 from aquifer.engine.costs import PrefillCost
 from aquifer.engine.reporting import model_info
 from aquifer.engine.reports import LoadProgress
-from aquifer.engine.runner import Runner
+from aquifer.engine.runner import InFlight, Runner
+from aquifer.engine.step_input import StepInput
+from aquifer.engine.threads import Products, ThreadLimit, choose_threads, torch_threads
 from aquifer.errors import ConfigError
 from aquifer.memory.pool import Kind, Owner
 from aquifer.models import ModelPlan, Planner
@@ -81,6 +83,8 @@ class ModelHost:
         self._pool = assembly.pool
         self._max_batched_tokens = max_batched_tokens
         self._runner: Runner | None = None
+        self._products = Products.of(plan.parameters)
+        self._thread_limit = ThreadLimit.of_process(config.threads)
         max_model_len = config.max_model_len or plan.max_model_len
         if max_model_len > plan.max_model_len:
             raise ConfigError(
@@ -128,6 +132,12 @@ class ModelHost:
         assert self._runner is not None
         return self._runner
 
+    def launch(self, step: StepInput) -> InFlight:
+        """Launch a step, with as many threads as it is worth. Pre-condition: it is resident."""
+        num_threads = choose_threads(self._products, step.spans.num_tokens, self._thread_limit)
+        with torch_threads(num_threads):
+            return self.runner.launch(step)
+
     def load(self, on_progress: Callable[[LoadProgress], None]) -> bool:
         """Bring the weights into the pool, and prepare the model to run.
 
@@ -143,19 +153,11 @@ class ModelHost:
             return False
         self.state = State.LOADING
         try:
-            self._fill(on_progress)
-            if self._runner is None:
-                with torch.inference_mode():
-                    model = self._plan.build(self._weights.tensors)
-                runner = Runner(
-                    model,
-                    self.lane.cache.tensors,
-                    self._pool.driver,
-                    self._config.max_num_seqs,
-                    self.info.max_model_len,
-                )
-                self._warm_up(runner)
-                self._runner = runner  # one that failed to warm up is not kept for the next load
+            with torch_threads(self._thread_limit.most):
+                self._fill(on_progress)
+                if self._runner is None:
+                    # One that fails to warm up is not kept for the next load.
+                    self._runner = self._make_runner()
         except BaseException as error:
             self._weights.evict()
             self.state, self.error = State.FAILED, str(error)
@@ -175,6 +177,20 @@ class ModelHost:
         """Release everything. Pre-condition: it has no requests, and no step is in flight."""
         self.state = State.REMOVED
         self._resources.close()
+
+    def _make_runner(self) -> Runner:
+        """The runner of the model over the loaded weights, ready for its first step."""
+        with torch.inference_mode():
+            model = self._plan.build(self._weights.tensors)
+        runner = Runner(
+            model,
+            self.lane.cache.tensors,
+            self._pool.driver,
+            self._config.max_num_seqs,
+            self.info.max_model_len,
+        )
+        self._warm_up(runner)
+        return runner
 
     def _close_runner(self) -> None:
         if self._runner is not None:

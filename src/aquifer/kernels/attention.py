@@ -123,6 +123,14 @@ def _attend(
     num_tokens, num_heads, key_dim = query.shape
     length, num_kv_heads, value_dim = values.shape
     group = num_heads // num_kv_heads
+    if num_tokens == 1 and softcap is None:
+        # One token sees all keys, so the heads of a group can take the place of query positions.
+        return F.scaled_dot_product_attention(
+            query.view(1, num_kv_heads, group, key_dim),
+            keys.transpose(0, 1).unsqueeze(0),
+            values.transpose(0, 1).unsqueeze(0),
+            scale=scale,
+        ).reshape(1, num_heads, value_dim)
     # [kv_heads, group, tokens, d] over [kv_heads, 1 -> group, length, d]: no KV head is copied.
     q = query.view(num_tokens, num_kv_heads, group, key_dim).permute(1, 2, 0, 3)
     k = keys.transpose(0, 1).unsqueeze(1)
@@ -132,14 +140,6 @@ def _attend(
         mask = _mask(num_tokens, length, start, window_tokens)
         scores = scores.masked_fill(~mask, -torch.inf)
         result = scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
-    elif num_tokens == 1:
-        # One token sees all keys, so the heads of a group can take the place of query positions.
-        result = F.scaled_dot_product_attention(
-            q.view(1, num_kv_heads, group, key_dim),
-            k.transpose(0, 1),
-            v.transpose(0, 1),
-            scale=scale,
-        )
     else:
         plain = start == 0 and (window_tokens is None or length <= window_tokens)
         result = F.scaled_dot_product_attention(

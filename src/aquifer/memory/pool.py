@@ -137,19 +137,28 @@ class PagePool:
         Raises:
             DriverError: the device refused; nothing has changed.
         """
-        ledger, page_bytes = self._ledger, self.page_bytes
+        page_bytes = self.page_bytes
         with self._creating:
-            with ledger.lock:
-                missing_bytes = min(
-                    target_bytes - ledger.count_idle(page_bytes, UNTOUCHED) * page_bytes,
-                    self.keep_idle_bytes - ledger.idle_bytes,
-                    -ledger.excess_bytes,
-                )
-            count = min(missing_bytes // page_bytes, batch_pages)
-            if count <= 0:
+            count = min(self.num_to_stock(target_bytes), batch_pages)
+            if count == 0:
                 return False
-            ledger.put_idle(self.pages.create(page_bytes, count), UNTOUCHED, page_bytes)
+            pages = self.pages.create(page_bytes, count)
+            self._ledger.put_idle(pages, UNTOUCHED, page_bytes)
         return True
+
+    def num_to_stock(self, target_bytes: int) -> int:
+        """Number of pages that `stock` has to create before `target_bytes` are untouched and idle.
+
+        The budget and the watermark come first.
+        """
+        ledger, page_bytes = self._ledger, self.page_bytes
+        with ledger.lock:
+            missing_bytes = min(
+                target_bytes - ledger.count_idle(page_bytes, UNTOUCHED) * page_bytes,
+                self.keep_idle_bytes - ledger.idle_bytes,
+                -ledger.excess_bytes,
+            )
+        return max(missing_bytes // page_bytes, 0)
 
     def share(self, pages: Sequence[Page]) -> None:
         """Add a reference to each page; each must be released once more."""

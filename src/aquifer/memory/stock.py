@@ -62,8 +62,13 @@ class PageStocker:
         self._thread.start()
 
     def wake(self) -> None:
-        """Check the stock and the retired pages, since pages may have been taken."""
-        self._wanted.set()
+        """Let the thread run if pages are missing in stock, or retired ones are wanted.
+
+        To be called whenever pages may have been taken. It is checked here, because a thread that
+        finds nothing to do still takes the interpreter's lock from the caller in the meantime.
+        """
+        if self._pool.num_to_stock(self._target_bytes) or self.wants_retired:
+            self._wanted.set()
 
     def close(self) -> None:
         """End the thread. What is in stock stays in the pool."""
