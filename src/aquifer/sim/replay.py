@@ -81,7 +81,7 @@ class _Replay:
         self._clock = Clock()
         self._arrivals = Arrivals(requests)
         self._num_ended = 0
-        self._prompts = PromptMaker()
+        self._prompts = PromptMaker(requests)
         self._outputs = OutputMaker(config.beam_width > 0, config.seed)
         self._averages = Averages()
         self._outputs_left: dict[str, int] = {}  # unfinished completions of each request

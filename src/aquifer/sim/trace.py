@@ -12,7 +12,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -28,6 +28,10 @@ PREFIX_BLOCK_TOKENS = 512
 
 _TOKENS_PER_WORD = 1.3
 """Estimate for texts without a token count: the usual figure for English."""
+
+NUM_OUTPUT_IDS = 1 << 30
+"""Token ids of made-up outputs are below this, those of prompts are not: no output is taken for a
+part of a prompt."""
 
 _ID_LIMIT = 1 << 31  # token ids are int32
 
@@ -52,6 +56,14 @@ class TraceRequest:
     model: str | None = None
     prefix_ids: tuple[int, ...] = ()
     prefix_tokens: int | None = None
+
+    @property
+    def shared_tokens(self) -> int:
+        """Tokens of the prompt that `prefix_ids` cover."""
+        covered = len(self.prefix_ids) * PREFIX_BLOCK_TOKENS
+        if self.prefix_tokens is not None:
+            covered = min(covered, self.prefix_tokens)
+        return min(covered, self.prompt_tokens)
 
 
 def read_trace(path: Path, *, outputs_of: str | None = None) -> list[TraceRequest]:
@@ -153,25 +165,41 @@ def fit_lengths(
 class PromptMaker:
     """Generator of token ids: equal where prefix ids are equal, otherwise all different.
 
-    Prefix block h has the consecutive ids from h * 512 on. All other tokens count down from the
-    largest id. The two ranges meet after two thousand million tokens.
+    The ids of all prompts are in [NUM_OUTPUT_IDS, 2**31). Each prefix id gets 512 consecutive ones,
+    from the lowest on; all other tokens count down from the highest.
+
+    Args:
+        requests: all requests of a replay.
+
+    Raises:
+        ConfigError: the requests have more different tokens than there are ids.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, requests: Iterable[TraceRequest]) -> None:
+        self._first_ids: dict[int, int] = {}  # token id that begins the block of a prefix id
         self._end = _ID_LIMIT
+        num_own = 0
+        next_id = NUM_OUTPUT_IDS
+        for request in requests:
+            num_own += request.prompt_tokens - request.shared_tokens
+            for prefix_id in request.prefix_ids:
+                if prefix_id not in self._first_ids:
+                    self._first_ids[prefix_id] = next_id
+                    next_id += PREFIX_BLOCK_TOKENS
+        if next_id + num_own > _ID_LIMIT:
+            raise ConfigError(
+                f"the prompts have {next_id - NUM_OUTPUT_IDS + num_own} different tokens; there "
+                f"are {_ID_LIMIT - NUM_OUTPUT_IDS} token ids for them: give a lower --num-requests"
+            )
 
     def ids(self, request: TraceRequest) -> npt.NDArray[np.int32]:
-        """Generate the token ids of one prompt, [prompt_tokens]."""
-        count = request.prompt_tokens
-        block = np.arange(PREFIX_BLOCK_TOKENS)
-        shared = np.array(request.prefix_ids, np.int64)[:, None] * PREFIX_BLOCK_TOKENS + block
-        shared = shared.reshape(-1)[: request.prefix_tokens][:count] % _ID_LIMIT
-        num_own = count - len(shared)
+        """Generate the token ids of one prompt, [prompt_tokens]. To be called once per request."""
+        firsts = np.array([self._first_ids[number] for number in request.prefix_ids], np.int32)
+        shared = firsts[:, None] + np.arange(PREFIX_BLOCK_TOKENS, dtype=np.int32)
+        num_own = request.prompt_tokens - request.shared_tokens
         self._end -= num_own
-        if self._end < 0:
-            self._end += _ID_LIMIT
-        own = (self._end + np.arange(num_own)) % _ID_LIMIT
-        return np.concatenate((shared, own)).astype(np.int32)
+        own = np.arange(self._end, self._end + num_own).astype(np.int32)
+        return np.concatenate((shared.reshape(-1)[: request.shared_tokens], own))
 
 
 def _open(path: Path) -> io.TextIOWrapper:
