@@ -81,10 +81,11 @@ def read_trace(path: Path, *, outputs_of: str | None = None) -> list[TraceReques
 
     Args:
         path: the file.
-        outputs_of: name of the list to use if there are several lists of outputs.
+        outputs_of: name of the list to use if there are several lists of outputs; None if not.
 
     Raises:
-        ConfigError: the file cannot be read; the message names the line.
+        ConfigError: the file cannot be read; the message names the line. Or `outputs_of` is given,
+            and the file has no lists of outputs by name.
     """
     name = path.name.removesuffix(".gz")
     readers: dict[str, Callable[[io.TextIOBase, Path], Iterator[TraceRequest]]] = {
@@ -92,11 +93,14 @@ def read_trace(path: Path, *, outputs_of: str | None = None) -> list[TraceReques
         ".jsonl": _read_jsonl,
         ".json": lambda file, path: _read_json(file, path, outputs_of),
     }
-    reader = readers.get(Path(name).suffix)
+    suffix = Path(name).suffix
+    reader = readers.get(suffix)
     if reader is None:
         raise ConfigError(
             f"{path} is not a known trace format; use .csv, .jsonl or .json, optionally with .gz"
         )
+    if outputs_of is not None and suffix != ".json":
+        raise _one_list(path)
     try:
         with _open(path) as file:
             requests = [request for request in reader(file, path) if request.output_tokens]
@@ -206,6 +210,10 @@ def _open(path: Path) -> io.TextIOWrapper:
     if path.suffix == ".gz":
         return io.TextIOWrapper(gzip.GzipFile(path), encoding="utf-8")
     return path.open(encoding="utf-8")
+
+
+def _one_list(path: Path) -> ConfigError:
+    return ConfigError(f"{path} has no outputs by name; leave out --outputs-of")
 
 
 def _bad(path: Path, line: int, what: str) -> ConfigError:
@@ -333,6 +341,8 @@ def _read_json(file: io.TextIOBase, path: Path, outputs_of: str | None) -> Itera
                 f"{', '.join(sorted(outputs)[:8])}, ..."
             )
         outputs = outputs[outputs_of]
+    elif outputs_of is not None:
+        raise _one_list(path)
     if not isinstance(prompts, list) or not isinstance(outputs, list):
         raise ConfigError(f"{path} must have a list prompt_tokens and a list output_tokens")
     if len(prompts) != len(outputs):
