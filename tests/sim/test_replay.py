@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
-from tests.sim.tiny_replay import MODEL, PAGE_BYTES, STEPS, config_of
+from tests.sim.tiny_replay import DEVICE, MODEL, PAGE_BYTES, STEPS, config_of
 
 from aquifer.errors import ConfigError
 from aquifer.sim import averages
@@ -75,6 +75,17 @@ def test_one_request_by_hand():
     assert result.averages["written"] == pytest.approx(written * token_bytes)
     assert result.averages["requests"] == pytest.approx(1)
     _check(result)
+
+
+def test_attention_of_a_prompt_in_chunks_by_hand():
+    """Each token attends to all up to itself, those of earlier chunks included."""
+    slow = replace(DEVICE, operations_per_s=1e7)  # attention of chunks is bound by its operations
+    config = config_of(device=slow)
+    (record,) = replay(config, [TraceRequest(0.0, 100, 1)]).records
+    products_s = 2 * (100 * MODEL.body_parameters + MODEL.head_parameters) / 1e7
+    pairs = sum(range(1, 101))
+    expected_s = 2 * slow.overhead_s + products_s + pairs * MODEL.attention_operations / 1e7
+    assert record.finished_s == pytest.approx(expected_s, rel=1e-12)
 
 
 @pytest.mark.parametrize("manager", MANAGERS)

@@ -1,10 +1,11 @@
-"""Replays with reserved regions: what is reserved at admission."""
+"""Replays with reserved regions: what is reserved at admission, and what forks copy."""
 
 from __future__ import annotations
 
 import pytest
-from tests.sim.tiny_replay import PAGE_BYTES, config_of
+from tests.sim.tiny_replay import MODEL, PAGE_BYTES, STEPS, config_of
 
+from aquifer.sim.device import StepWork
 from aquifer.sim.replay import replay
 from aquifer.sim.trace import TraceRequest
 
@@ -29,3 +30,21 @@ def test_all_sequences_of_a_request_have_their_regions_when_it_is_admitted(manag
     region_bytes = REGION_TOKENS[manager] // TOKENS_OF_A_PAGE * PAGE_BYTES
     # The sample that computes the prompt ends a step before the others.
     assert reserved_bytes == pytest.approx(3 * region_bytes, rel=0.01)
+
+
+def test_a_fork_copies_what_it_shares_in_other_caches():
+    """Two samples of a prompt of 20 tokens: five blocks of four, with 19 tokens of it in them."""
+    copied_bytes = 5 * 4 * MODEL.kv_layout.token_bytes
+    works = [
+        StepWork(20, 1, 0, 20, sum(range(1, 21))),
+        # The other sample copies, and runs the last token of the prompt for itself.
+        StepWork(2, 2, 21, 20, 20, copied_bytes=copied_bytes),
+        StepWork(2, 2, 22 + 21),
+        StepWork(1, 1, 22),
+    ]
+    config = config_of("orca-oracle", num_samples=2)
+    result = replay(config, [TraceRequest(0.0, 20, 3)])
+    assert result.duration_s == pytest.approx(sum(map(STEPS.seconds, works)), rel=1e-12)
+    sharing = replay(config_of("paged", num_samples=2), [TraceRequest(0.0, 20, 3)])
+    copies_s = STEPS.seconds(works[1]) - STEPS.seconds(StepWork(2, 2, 21, 20, 20))
+    assert result.duration_s - sharing.duration_s == pytest.approx(copies_s)
