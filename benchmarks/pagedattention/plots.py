@@ -211,8 +211,10 @@ def _figure_15(content: Content) -> Figure:
                 place.plot(widths, saved, style, color=colour, label=label, **_width(manager))
             data = "alpaca" if "alpaca" in workload else "sharegpt"
             low, high = PAPER_SAVINGS[data, kind]
-            label = "paper's ranges" if kind == "samples" else None
-            place.axhspan(low, high, color="#2ca02c", alpha=0.2, label=label)
+            is_first = kind == "samples"
+            place.axhspan(
+                low, high, color="#2ca02c", alpha=0.2, label="paper's ranges" if is_first else None
+            )
         place.set(title=workload, xlabel="sequences", ylabel="memory saved, %", ylim=(0, 100))
         place.set_xticks([2, 4, 6])
     _legend_beside(axes)

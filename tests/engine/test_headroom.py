@@ -15,6 +15,7 @@ from aquifer.engine.headroom import Headroom
 from aquifer.engine.lane import Lane
 from aquifer.engine.params import Request, SamplingParams
 from aquifer.engine.sequence import SequenceGroup
+from aquifer.memory.pages import Page
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.sim.driver import ModelledDriver
 
@@ -51,7 +52,7 @@ class World:
 
     def needed_pages(self, group: SequenceGroup) -> int:
         """The fewest free pages with which the group is let in."""
-        pages = []
+        pages: list[Page] = []
         for num_free in range(self.pool.free_bytes // PAGE_BYTES, -1, -1):
             if not self.headroom.has_room(self.lane, group, None):
                 self.pool.release(pages)
