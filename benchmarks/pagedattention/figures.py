@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchmarks.pagedattention.replays import SATURATED, Figures, Job, Replays
+from benchmarks.pagedattention.measures import Figures
+from benchmarks.pagedattention.replays import Case, Job, Replays, finite
 from benchmarks.pagedattention.workloads import LONG_PREFIX_TOKENS, SHORT_PREFIX_TOKENS
 
 from aquifer.sim.device import StepModel, find_device, find_model
@@ -29,25 +30,21 @@ WIDTHS = (2, 4, 6)
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _SWAP_BLOCK_SIZES = (1, 4, 16, 64, 256)
 
-_FRACTIONS = (0.3, 0.8, 0.95, 1.1, 1.25, 1.5)
+_FRACTIONS = (0.3, 0.8, 0.9, 1.0, 1.1, 1.3)
 """Rates of a curve, as fractions of the manager's throughput with a queue (its capacity)."""
-
-_BEAM_REQUESTS = {2: 150, 4: 100, 6: 70}
-"""Requests by beam width: more than run at once, but few, because beam steps replay slowly."""
-
-_QUEUED_SAMPLES = {1: 1200, 2: 600, 4: 400, 6: 300}
-_QUEUED_BEAMS = {2: 300, 4: 250, 6: 220}
-"""Requests by width: enough for a queue."""
 
 _FEW_FRACTIONS = (0.4, 0.8, 1.1)
 
-_BOUNDS_S = (0.1, 0.2)
-"""Normalized latencies at which rates are compared.
+_NUM_REQUESTS = 800
+"""Requests of a replay, or of the first one of a convergence test: two blocks of a workload."""
+
+_WIDE_REQUESTS = 400
+"""Requests of a curve's replays where a request has several sequences."""
+
+_LIMIT = 2.0
+"""Normalized latency, as a multiple of the unloaded one, at which rates are compared.
 
 Higher ones say less: beyond a manager's capacity, latency depends on the length of the replay."""
-
-_MULTIPLES = (2.0, 3.0)
-"""Bounds as multiples of the unloaded latency."""
 
 _MANY_SEQS = 1536  # more than fit in memory, with six sequences to a request
 
@@ -55,8 +52,6 @@ COPY_FIXED_S = 10e-6
 """Fixed cost of a copy over PCIe: an assumption, of the order of a `cudaMemcpyAsync`."""
 
 _MICRO_TOKENS = 1024  # length of the sequence that is swapped or recomputed in Fig. 19a
-
-Curves = dict[str, list[Figures]]
 
 
 def sustained_rate(curve: Sequence[Figures], bound_s: float) -> float | None:
@@ -75,47 +70,37 @@ def sustained_rate(curve: Sequence[Figures], bound_s: float) -> float | None:
 
 
 def figure_12(replays: Replays) -> Figures:
-    """Latency against request rate, basic sampling; with the rates sustained at several bounds."""
+    """Latency against request rate, basic sampling; with the rates sustained at `_LIMIT`."""
     return {"figure": "12", "settings": [_setting(replays, *setting) for setting in _SETTINGS]}
 
 
 _SETTINGS = (
-    ("conversation", "opt-13b", 400),
-    ("conversation-4096", "llama-2-13b", 400),
-    ("sharegpt-like", "opt-13b", 400),
-    ("alpaca", "opt-13b", 800),
+    ("conversation", "opt-13b"),
+    ("conversation-4096", "llama-2-13b"),
+    ("sharegpt-like", "opt-13b"),
+    ("alpaca", "opt-13b"),
 )
-"""(workload, model, number of requests)."""
+"""(workload, model)."""
 
 
-def _setting(replays: Replays, workload: str, model: str, num_requests: int) -> Figures:
-    jobs = {name: Job(workload, name, None, num_requests, model) for name in MANAGERS}
-    curves, capacities = _curves(replays, f"12, {workload}", jobs, _FRACTIONS)
-    unloaded_s = curves["virtual"][0]["normalized_latency"]
-    bounds = {f"{multiple:g}x unloaded": multiple * unloaded_s for multiple in _MULTIPLES}
-    bounds |= {f"{bound_s:g} s/token": bound_s for bound_s in _BOUNDS_S}
+def _basic(workload: str, model: str, names: Sequence[str] = MANAGERS) -> dict[str, Job]:
+    """Return jobs of basic sampling, by manager."""
+    return {name: Job(workload, name, None, _NUM_REQUESTS, model) for name in names}
+
+
+def _setting(replays: Replays, workload: str, model: str) -> Figures:
+    jobs = _basic(workload, model)
+    saturated = replays.saturated(f"12, {workload}", jobs)
     return {
         "workload": workload,
         "model": model,
-        "num_requests": num_requests,
-        "unloaded_latency": unloaded_s,
-        "capacities": capacities,
-        "saturated": [_saturated(replays, job) for job in jobs.values()],
-        "sustained": [
-            {
-                "bound": text,
-                "bound_s": bound_s,
-                "rates": {name: _finite(sustained_rate(c, bound_s)) for name, c in curves.items()},
-            }
-            for text, bound_s in bounds.items()
-        ],
-        "curves": curves,
+        "saturated": [_saturated(jobs[name], figures) for name, figures in saturated.items()],
+        **_curves(replays, f"12, {workload}", jobs, saturated),
     }
 
 
-def _saturated(replays: Replays, job: Job) -> Figures:
+def _saturated(job: Job, figures: Figures) -> Figures:
     """Return a manager's throughput with all requests waiting, and how its step time divides."""
-    [figures] = replays.run("saturated", [replace(job, rate=SATURATED)])
     steps = StepModel(find_model(job.model), find_device(job.device))
     waiting = figures["averages_while_waiting"]
     kv_tokens = waiting["written"] * figures["kv_budget_bytes"] / steps.model.kv_layout.token_bytes
@@ -128,6 +113,7 @@ def _saturated(replays: Replays, job: Job) -> Figures:
     return {
         "manager": job.manager,
         "capacity": figures["capacity"],
+        "convergence": figures["convergence"],
         "batched": waiting["requests"],
         "kv_tokens_per_sequence": kv_tokens / max(batch, 1e-9),
         "decode_step_s": step_s,
@@ -145,13 +131,13 @@ def token_budgets(replays: Replays) -> Figures:
 
     Steps of few tokens compute prompts in the time that reading the weights takes anyway.
     """
-    jobs = [
-        Job(workload, name, SATURATED, num_requests, model, max_num_batched_tokens=budget)
-        for workload, model, num_requests in _SETTINGS[:2]
-        for name in ("orca-max", "orca-oracle", "virtual")
-        for budget in (8192, 512, 192)
-    ]
-    return {"figure": "token budgets", "runs": replays.run("token budgets", jobs)}
+    runs: list[Figures] = []
+    for workload, model in _SETTINGS[:2]:
+        for budget in (8192, 512, 192):
+            jobs = _basic(workload, model, ("orca-max", "orca-oracle", "virtual"))
+            jobs = {n: replace(job, max_num_batched_tokens=budget) for n, job in jobs.items()}
+            runs += replays.saturated(f"token budgets, {workload}", jobs).values()
+    return {"figure": "token budgets", "runs": runs}
 
 
 def hour(replays: Replays) -> Figures:
@@ -161,12 +147,11 @@ def hour(replays: Replays) -> Figures:
     capacity, latency depends on the length of the replay.
     """
     jobs = []
-    for workload, model, num_requests in _SETTINGS[:2]:
-        names = ("orca-max", "orca-oracle", "virtual")
-        short = [Job(workload, name, None, num_requests, model) for name in names]
-        for job, capacity in zip(short, replays.capacities("hour", short), strict=True):
-            rate = float(f"{0.95 * capacity:.3g}")
-            jobs.append(replace(job, rate=rate, num_requests=round(3600 * rate)))
+    for workload, model in _SETTINGS[:2]:
+        short = _basic(workload, model, ("orca-max", "orca-oracle", "virtual"))
+        for name, figures in replays.saturated("hour", short).items():
+            rate = float(f"{0.95 * figures['capacity']:.3g}")
+            jobs.append(replace(short[name], rate=rate, num_requests=round(3600 * rate)))
     return {"figure": "hour", "runs": replays.run("hour", jobs)}
 
 
@@ -176,12 +161,9 @@ def figure_13(replays: Replays) -> Figures:
     In the paper the rate is one that only its own system could just sustain.
     """
     groups = []
-    for workload, model, num_requests in _SETTINGS:
-        if workload == "alpaca":  # many fit at once, and the queue must be longer
-            num_requests = 2000
-        jobs = [Job(workload, name, SATURATED, num_requests, model) for name in MANAGERS]
-        runs = replays.run(f"13, {workload}", jobs)
-        groups.append({"workload": workload, "model": model, "runs": runs})
+    for workload, model in _SETTINGS:
+        runs = replays.saturated(f"13, {workload}", _basic(workload, model))
+        groups.append({"workload": workload, "model": model, "runs": list(runs.values())})
     return {"figure": "13", "groups": groups}
 
 
@@ -214,37 +196,25 @@ def figure_2(replays: Replays) -> Figures:
 
 
 def figure_14(replays: Replays) -> Figures:
-    """Latency against request rate with several sequences to a request."""
+    """Latency against request rate, and throughput with a queue, with several sequences each.
+
+    Beam search steps are slow to replay, so there are fewer managers.
+    """
     panels = []
     for kind in ("samples", "beams"):
+        names = (*ORCAS, *OURS) if kind == "samples" else ("orca-oracle", "virtual")
         for width in WIDTHS:
-            # Beam search steps are slow to replay, so there are fewer managers.
-            names = (*ORCAS, *OURS) if kind == "samples" else ("orca-max", "orca-oracle", "paged")
             jobs = {name: _wide("alpaca", name, kind, width) for name in names}
-            curves, capacities = _curves(replays, f"14, {width} {kind}", jobs, _FEW_FRACTIONS)
             panels.append(
-                {"kind": kind, "width": width, "capacities": capacities, "curves": curves}
+                {"kind": kind, "width": width, **_few(replays, f"14, {width} {kind}", jobs)}
             )
     return {"figure": "14", "panels": panels}
 
 
-def wide_saturated(replays: Replays) -> Figures:
-    """Throughput with several sequences to a request, and a queue longer than a batch."""
-    jobs = []
-    for kind, counts in (("samples", _QUEUED_SAMPLES), ("beams", _QUEUED_BEAMS)):
-        for width, num_requests in counts.items():
-            for name in ("orca-oracle", "virtual"):
-                job = replace(_wide("alpaca", name, kind, width), rate=SATURATED)
-                jobs.append(replace(job, num_requests=num_requests))
-    return {"figure": "wide, saturated", "runs": replays.run("wide, saturated", jobs)}
-
-
 def _wide(workload: str, manager: str, kind: str, width: int) -> Job:
-    """Return a job with several sequences to a request; fewer requests for beam search."""
-    job = Job(workload, manager, None, 200, max_num_seqs=_MANY_SEQS)
-    if kind == "samples":
-        return replace(job, num_samples=width)
-    return replace(job, beam_width=width, num_requests=_BEAM_REQUESTS[width])
+    """Return a job with several sequences to a request."""
+    job = Job(workload, manager, None, _WIDE_REQUESTS, max_num_seqs=_MANY_SEQS)
+    return replace(job, num_samples=width) if kind == "samples" else replace(job, beam_width=width)
 
 
 def figure_15(replays: Replays) -> Figures:
@@ -256,10 +226,7 @@ def figure_15(replays: Replays) -> Figures:
             for width in WIDTHS:
                 for name in OURS if workload == "alpaca" else ("paged",):
                     job = replace(_wide(workload, name, kind, width), rate=rate)
-                    if kind == "samples" and "alpaca" in workload:
-                        # Nearly all: the savings depend on the few longest.
-                        job = replace(job, num_requests=800)
-                    elif kind == "beams" and "alpaca" not in workload:  # ten times as many steps
+                    if kind == "beams" and "alpaca" not in workload:  # ten times as many steps
                         job = replace(job, num_requests=16)
                     jobs.append(job)
     return {"figure": "15", "runs": replays.run("15", jobs)}
@@ -270,22 +237,18 @@ def figure_16(replays: Replays) -> Figures:
     panels = []
     for num_prefix in (SHORT_PREFIX_TOKENS, LONG_PREFIX_TOKENS):
         workload = f"translation-{num_prefix}"
-        names = ("orca-max", "orca-oracle", "paged")
-        jobs = {name: Job(workload, name, None, 400, "llama-13b") for name in names}
-        for name in OURS:
-            job = Job(workload, name, None, 400, "llama-13b", prefix_caching=True)
-            jobs[f"{name}, prefix kept"] = job
-        curves, capacities = _curves(replays, f"16, {num_prefix}", jobs, _FEW_FRACTIONS)
-        panels.append({"prefix_tokens": num_prefix, "capacities": capacities, "curves": curves})
+        jobs = _basic(workload, "llama-13b", ("orca-max", "orca-oracle", "paged"))
+        for name, job in _basic(workload, "llama-13b", OURS).items():
+            jobs[f"{name}, prefix kept"] = replace(job, prefix_caching=True)
+        panels.append({"prefix_tokens": num_prefix, **_few(replays, f"16, {num_prefix}", jobs)})
     return {"figure": "16", "panels": panels}
 
 
 def figure_17(replays: Replays) -> Figures:
     """A chatbot, without and with KV retained between rounds."""
-    jobs = {name: Job("chatbot", name, None, 300) for name in (*ORCAS, *OURS)}
+    jobs = _basic("chatbot", "opt-13b", (*ORCAS, *OURS))
     jobs["virtual, rounds kept"] = replace(jobs["virtual"], prefix_caching=True)
-    curves, capacities = _curves(replays, "17", jobs, _FRACTIONS[1:])
-    return {"figure": "17", "capacities": capacities, "curves": curves}
+    return {"figure": "17", **_curves(replays, "17", jobs, replays.saturated("17", jobs))}
 
 
 def figure_18(replays: Replays, kernels: Path) -> Figures:
@@ -298,9 +261,9 @@ def figure_18(replays: Replays, kernels: Path) -> Figures:
         entry = shapes.setdefault(text, {"shape": shape})
         entry[f"{result['layout']}_s"] = float(np.median(result["layer_s"]))
     panels = []
-    for workload, num_requests in (("sharegpt-like", 500), ("alpaca", 1500)):
-        base = Job(workload, "paged", None, num_requests)
-        rate = round(0.95 * replays.capacities("18", [base])[0], 2)
+    for workload in ("sharegpt-like", "alpaca"):
+        base = Job(workload, "paged", None, _NUM_REQUESTS)
+        rate = round(0.95 * _capacity(replays, "18", base), 2)
         runs = replays.run(
             f"18, {workload}",
             [replace(base, rate=rate, block_size=size) for size in BLOCK_SIZES],
@@ -337,8 +300,8 @@ def figure_19(replays: Replays) -> Figures:
         for size in BLOCK_SIZES
     ]
     # A rate above capacity, so that requests are preempted repeatedly.
-    base = Job("sharegpt-like", "paged", None, 500)
-    rate = round(1.25 * replays.capacities("19", [base])[0], 2)
+    base = Job("sharegpt-like", "paged", None, _NUM_REQUESTS)
+    rate = round(1.25 * _capacity(replays, "19", base), 2)
     jobs = []
     for size in _SWAP_BLOCK_SIZES:
         sized = replace(base, rate=rate, block_size=size)
@@ -404,23 +367,59 @@ _MOONCAKE_PAGE_BYTES = 64 << 20  # 512 tokens, as many as the trace's blocks
 
 
 def _curves(
-    replays: Replays, what: str, jobs: Mapping[str, Job], fractions: Sequence[float]
-) -> tuple[Curves, dict[str, float]]:
-    """Run each job at fractions of its capacity; return the curves and the capacities."""
-    capacities = replays.capacities(f"{what}: capacity", jobs.values())
+    replays: Replays, what: str, jobs: Mapping[str, Job], saturated: Mapping[str, Figures]
+) -> Figures:
+    """Run each job at fractions of its capacity, and find the rate at which it is slow.
+
+    That is the rate at which the normalized latency is `_LIMIT` times that of an unloaded device.
+    The curves are of replays so long that it has converged.
+    """
+    first = _at(jobs["virtual"], saturated["virtual"], _FRACTIONS[0])
+    unloaded_s = replays.run(what, [first])[0]["normalized_latency"]
+    bound_s = _LIMIT * unloaded_s
+    cases = [
+        Case(
+            [_at(job, saturated[name], fraction) for fraction in _FRACTIONS],
+            lambda curve: sustained_rate(curve, bound_s),
+        )
+        for name, job in jobs.items()
+    ]
+    found = dict(zip(jobs, replays.converge(what, cases), strict=True))
+    return {
+        "capacities": {name: figures["capacity"] for name, figures in saturated.items()},
+        "unloaded_latency": unloaded_s,
+        "bound_s": bound_s,
+        "sustained": {name: finite(result.values[-1]) for name, result in found.items()},
+        "convergence": {name: result.record() for name, result in found.items()},
+        "curves": {name: result.runs for name, result in found.items()},
+    }
+
+
+def _few(replays: Replays, what: str, jobs: Mapping[str, Job]) -> Figures:
+    """Find each job's capacity, and run it at a few fractions of that, with a fixed length."""
+    queued = {name: replace(job, num_requests=_NUM_REQUESTS) for name, job in jobs.items()}
+    saturated = replays.saturated(what, queued)
     rated = [
-        replace(job, rate=float(f"{fraction * capacity:.3g}"))
-        for job, capacity in zip(jobs.values(), capacities, strict=True)
-        for fraction in fractions
+        _at(job, saturated[name], fraction)
+        for name, job in jobs.items()
+        for fraction in _FEW_FRACTIONS
     ]
     runs = replays.run(what, rated)
-    count = len(fractions)
-    curves = {name: runs[count * i : count * (i + 1)] for i, name in enumerate(jobs)}
-    return curves, dict(zip(jobs, capacities, strict=True))
+    count = len(_FEW_FRACTIONS)
+    return {
+        "capacities": {name: figures["capacity"] for name, figures in saturated.items()},
+        "convergence": {name: figures["convergence"] for name, figures in saturated.items()},
+        "curves": {name: runs[count * i : count * (i + 1)] for i, name in enumerate(jobs)},
+    }
 
 
-def _finite(rate: float | None) -> float | str | None:
-    return "not reached" if rate == math.inf else rate
+def _at(job: Job, saturated: Figures, fraction: float) -> Job:
+    """Return the job at a fraction of its capacity."""
+    return replace(job, rate=float(f"{fraction * saturated['capacity']:.3g}"))
+
+
+def _capacity(replays: Replays, what: str, job: Job) -> float:
+    return float(replays.saturated(what, {job.manager: job})[job.manager]["capacity"])
 
 
 def all_figures(kernels: Path) -> dict[str, Callable[[Replays], dict[str, Any]]]:
@@ -432,7 +431,6 @@ def all_figures(kernels: Path) -> dict[str, Callable[[Replays], dict[str, Any]]]
         "token_budgets": token_budgets,
         "hour": hour,
         "figure_14": figure_14,
-        "wide_saturated": wide_saturated,
         "figure_15": figure_15,
         "figure_16": figure_16,
         "figure_17": figure_17,

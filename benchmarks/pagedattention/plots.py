@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Content = Mapping[str, Any]
+Curves = Mapping[str, Sequence[Content]]
 
-# One colour per system; dashed lines for its variants.
+# One colour per system; dashed lines for its variants. Our two are often equal: `virtual` is a thin
+# line upon a wide one.
 _LOOKS = {
     "static": ("FasterTransformer", "#999999"),
     "orca-max": ("Orca (Max)", "#d62728"),
@@ -34,7 +36,14 @@ _PARTS = {
     "external": "#c49c94",
     "free": "#eeeeee",
 }
+_WIDE = ("paged",)
+_VARIANT_COLOUR = "#e377c2"
+"""Of `virtual` with KV that is kept, which may be equal to `virtual` without."""
+
 _DPI = 90
+
+_MOST_LATENCY_S = 1.0  # the end of the axis
+_LATENCY_TICKS_S = (0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 PAPER_TOKEN_STATES = {"orca-max": 20.4, "orca-oracle": 38.2}
 """Percent (section 1, Fig. 2)."""
@@ -66,29 +75,65 @@ def _axes(count: int, width: float = 4.2, height: float = 3.4) -> tuple[Figure, 
     return figure, list(axes[0])
 
 
-def _draw_curves(axes: Axes, curves: Mapping[str, Sequence[Content]], title: str) -> None:
+def _draw_curves(axes: Axes, curves: Curves, title: str, limits_s: tuple[float, float]) -> None:
     for label, points in curves.items():
         name, _, variant = label.partition(", ")
         text, colour = _LOOKS[name]
+        if variant and name not in _WIDE:
+            colour = _VARIANT_COLOUR
         axes.plot(
             [point["rate"] for point in points],
             [point["normalized_latency"] for point in points],
             "o--" if variant else "o-",
             color=colour,
-            markersize=3,
-            linewidth=1.2,
+            **_width(name),
             label=f"{text}, {variant}" if variant else text,
         )
-    axes.set(title=title, xlabel="requests/s", ylabel="normalized latency, s/token", ylim=(0, 1))
+    axes.set(title=title, xlabel="requests/s", ylabel="normalized latency, s/token")
+    axes.set(yscale="log", ylim=limits_s)
+    ticks = [tick for tick in _LATENCY_TICKS_S if limits_s[0] <= tick <= limits_s[1]]
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
     axes.set_xlim(0, None)
     axes.grid(alpha=0.3)
 
 
+def _limits_s(contents: Sequence[Content]) -> tuple[float, float]:
+    """The latencies of all curves of a figure, with a margin."""
+    values = [
+        point["normalized_latency"]
+        for content in contents
+        for points in content["curves"].values()
+        for point in points
+    ]
+    return 0.8 * min(values), min(1.25 * max(values), _MOST_LATENCY_S)
+
+
+def _width(name: str) -> dict[str, Any]:
+    """Width and markers of a system's line."""
+    if name in _WIDE:
+        return {"linewidth": 4.0, "markersize": 6, "alpha": 0.5}
+    return {"linewidth": 1.2, "markersize": 3}
+
+
+def _legend_beside(axes: Sequence[Axes]) -> None:
+    """One legend for all axes, on the right of the last one, where there is no data."""
+    handles: dict[str, Any] = {}
+    for place in axes:
+        found, labels = place.get_legend_handles_labels()
+        handles |= dict(zip(labels, found, strict=True))
+    axes[-1].legend(
+        handles.values(), handles, fontsize=7, loc="upper left", bbox_to_anchor=(1.02, 1)
+    )
+
+
 def _figure_12(content: Content) -> Figure:
     figure, axes = _axes(len(content["settings"]))
+    limits_s = _limits_s(content["settings"])
     for place, setting in zip(axes, content["settings"], strict=True):
-        _draw_curves(place, setting["curves"], f"{setting['workload']}, {setting['model']}")
-    axes[0].legend(fontsize=7)
+        title = f"{setting['workload']}, {setting['model']}"
+        _draw_curves(place, setting["curves"], title, limits_s)
+    _legend_beside(axes)
     return figure
 
 
@@ -100,6 +145,7 @@ def _figure_13(content: Content) -> Figure:
             bar = place.bar([text], [run["averages_while_waiting"]["requests"]], color=colour)
             place.bar_label(bar, fmt="%.1f", fontsize=7)
         place.set(title=f"{group['workload']}, {group['model']}", ylabel="requests batched")
+        place.margins(y=0.12)  # room for the label of the highest bar
         place.tick_params(axis="x", rotation=40, labelsize=7)
     return figure
 
@@ -121,19 +167,18 @@ def _figure_2(content: Content) -> Figure:
         place.set(title=f"{group['workload']}, {group['model']}", ylabel="KV memory, %")
         place.tick_params(axis="x", rotation=40, labelsize=7)
     axes[0].plot([], [], "k_", label="paper's token states")
-    handles, labels = axes[0].get_legend_handles_labels()
-    axes[-1].legend(handles, labels, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    _legend_beside(axes)
     return figure
 
 
 def _panels(content: Content, title: Callable[[Content], str]) -> Figure:
     figure, axes = _axes(len(content["panels"]), width=3.6)
+    limits_s = _limits_s(content["panels"])
     for place, panel in zip(axes, content["panels"], strict=True):
-        _draw_curves(place, panel["curves"], title(panel))
-        place.set_ylim(0, 0.1)  # few rates, none far beyond capacity
+        _draw_curves(place, panel["curves"], title(panel), limits_s)
         if place is not axes[0]:
             place.set_ylabel("")
-    axes[0].legend(fontsize=7)
+    _legend_beside(axes)
     return figure
 
 
@@ -159,22 +204,27 @@ def _figure_15(content: Content) -> Figure:
                 ]
                 widths = [run["beam_width"] or run["num_samples"] for run in runs]
                 saved = [100 * run["saved_by_sharing"] for run in runs]
+                if not runs:
+                    continue
                 text, colour = _LOOKS[manager]
-                place.plot(widths, saved, style, color=colour, label=f"{text}, {kind}")
+                label = f"{text}, {kind}"
+                place.plot(widths, saved, style, color=colour, label=label, **_width(manager))
             data = "alpaca" if "alpaca" in workload else "sharegpt"
             low, high = PAPER_SAVINGS[data, kind]
-            label = "paper's ranges" if kind == "samples" else None
-            place.axhspan(low, high, color="#2ca02c", alpha=0.2, label=label)
+            is_first = kind == "samples"
+            place.axhspan(
+                low, high, color="#2ca02c", alpha=0.2, label="paper's ranges" if is_first else None
+            )
         place.set(title=workload, xlabel="sequences", ylabel="memory saved, %", ylim=(0, 100))
         place.set_xticks([2, 4, 6])
-    axes[0].legend(fontsize=7)
+    _legend_beside(axes)
     return figure
 
 
 def _figure_17(content: Content) -> Figure:
-    figure, axes = _axes(1, width=5.5)
-    _draw_curves(axes[0], content["curves"], "chatbot, opt-13b")
-    axes[0].legend(fontsize=7)
+    figure, axes = _axes(1, width=7.0)
+    _draw_curves(axes[0], content["curves"], "chatbot, opt-13b", _limits_s([content]))
+    _legend_beside(axes)
     return figure
 
 

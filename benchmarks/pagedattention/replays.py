@@ -1,16 +1,21 @@
-"""Replay jobs: each distinct job runs once, in one of several processes, and its result is kept."""
+"""Replay jobs: each distinct job runs once, in one of several processes, and its result is kept.
+
+Where a figure depends on the length of the replay, a convergence test chooses the length: it is
+doubled until that changes the figure by less than 2 % (`Replays.converge`). The result has every
+length that was tried.
+"""
 
 from __future__ import annotations
 
+import math
 import multiprocessing
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from multiprocessing.pool import Pool
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+from benchmarks.pagedattention.measures import Figures, capacity, figures_of, unbounded_hit_rate
 from benchmarks.pagedattention.workloads import load
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -20,7 +25,6 @@ from aquifer.sim.config import ReplayConfig
 from aquifer.sim.device import find_device, find_model
 from aquifer.sim.driver import PAGE_BYTES
 from aquifer.sim.replay import replay
-from aquifer.sim.results import ReplayResult
 from aquifer.sim.trace import TraceRequest, poisson_arrivals
 
 ARRIVAL_SEED = 0
@@ -28,7 +32,10 @@ ARRIVAL_SEED = 0
 SATURATED = 1e6
 """A rate at which all requests arrive at the start, requests/s."""
 
-_PARTS = ("written", "future", "internal", "external", "retained", "free", "shared")
+CONVERGED = 0.02
+"""Relative change by a doubling of the length below which a figure counts as independent of it."""
+
+MOST_DOUBLINGS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +114,53 @@ class Job:
         )
 
 
-Figures = dict[str, Any]
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A figure, and the replays that it follows from.
+
+    Args:
+        jobs: the replays, with the first number of requests to try.
+        value: returns the figure, given the figures of all replays; None if there is none.
+    """
+
+    jobs: Sequence[Job]
+    value: Callable[[Sequence[Figures]], float | None]
+
+
+@dataclass(slots=True)
+class Converged:
+    """The longest replays of a case, and how they were chosen.
+
+    Attributes:
+        runs: figures of each of its jobs.
+        lengths: numbers of requests that were tried.
+        values: the case's figure with each of them.
+    """
+
+    runs: list[Figures] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    values: list[float | None] = field(default_factory=list)
+
+    @property
+    def change(self) -> float:
+        """Relative change of the figure by the last doubling; infinite if it cannot be told."""
+        if len(self.values) < 2:
+            return math.inf
+        before, after = self.values[-2:]
+        if before == after:  # there may be none, or no limit
+            return 0.0
+        if before is None or after is None or not math.isfinite(before * after):
+            return math.inf
+        return abs(after - before) / abs(after)
+
+    def record(self) -> Figures:
+        """Return the convergence test for the result's file."""
+        return {
+            "num_requests": self.lengths,
+            "values": list(map(finite, self.values)),
+            "change": finite(self.change),
+            "is_converged": self.change < CONVERGED,
+        }
 
 
 class Replays:
@@ -153,10 +206,50 @@ class Replays:
                     progress.advance(task)
         return [self._results[job] for job in jobs]
 
-    def capacities(self, what: str, jobs: Iterable[Job]) -> list[float]:
-        """Return each job's throughput with all requests waiting, in requests per second."""
-        saturated = [replace(job, rate=SATURATED) for job in jobs]
-        return [float(figures["capacity"]) for figures in self.run(what, saturated)]
+    def converge(self, what: str, cases: Iterable[Case]) -> list[Converged]:
+        """Double the lengths of each case's replays until its figure has converged."""
+        cases = list(cases)
+        results = [Converged() for _ in cases]
+        pending = list(zip(cases, results, strict=True))
+        for factor in (2**doubling for doubling in range(MOST_DOUBLINGS + 1)):
+            jobs = [
+                [replace(job, num_requests=factor * job.num_requests) for job in case.jobs]
+                for case, _ in pending
+            ]
+            self.run(what, [job for group in jobs for job in group])
+            for group, (case, result) in zip(jobs, pending, strict=True):
+                result.runs = self.run(what, group)
+                result.lengths.append(group[0].num_requests)
+                result.values.append(case.value(result.runs))
+            pending = [entry for entry in pending if entry[1].change >= CONVERGED]
+            if not pending:
+                break
+        return results
+
+    def saturated(self, what: str, jobs: Mapping[str, Job]) -> dict[str, Figures]:
+        """Return the figures of each job with all requests waiting from the start.
+
+        They are of a replay so long that `capacity`, in requests per second, has converged;
+        `convergence` has the test.
+        """
+        results = self.converge(
+            f"{what}: with a queue",
+            [Case([replace(job, rate=SATURATED)], _capacity) for job in jobs.values()],
+        )
+        return {
+            name: {**result.runs[0], "convergence": result.record()}
+            for name, result in zip(jobs, results, strict=True)
+        }
+
+
+def finite(value: float | None) -> float | str | None:
+    """Return a figure as JSON can hold it."""
+    return "not reached" if value is not None and not math.isfinite(value) else value
+
+
+def _capacity(runs: Sequence[Figures]) -> float:
+    found = runs[0]["capacity"]
+    return math.nan if found is None else float(found)
 
 
 _data = Path()  # data folder, in a process that runs jobs
@@ -182,102 +275,14 @@ def _execute(job: Job) -> tuple[Job, Figures]:
     config = job.config()
     result = replay(config, requests)
     figures = {**asdict(job), "page_bytes": config.page_bytes, "arrival_seed": ARRIVAL_SEED}
-    figures |= _figures(result)
+    figures |= figures_of(result)
     if job.rate == SATURATED:
         figures["rate"] = None
-        figures["capacity"] = _capacity(result)
+        throughput = capacity(result)
+        figures["capacity"] = None if math.isnan(throughput) else throughput
     if job.prefix_caching:
         figures["hit_rate"] = result.hit_tokens / max(result.queried_tokens, 1)
     if job.workload.startswith("mooncake"):
         block_tokens = config.page_bytes // config.models[job.model].kv_layout.token_bytes
-        figures["unbounded_hit_rate"] = _unbounded_hit_rate(requests, result, block_tokens)
+        figures["unbounded_hit_rate"] = unbounded_hit_rate(requests, result, block_tokens)
     return job, figures
-
-
-def _figures(result: ReplayResult) -> Figures:
-    """Select the figures for plots and tables; memory is given as fractions of that for KV."""
-    served = result.figures()
-    names = (
-        "completed",
-        "not_completed",
-        "duration",
-        "num_steps",
-        "num_preemptions",
-        "request_throughput",
-        "output_throughput",
-        "normalized_latency",
-        "median_ttft_ms",
-        "p99_e2el_ms",
-        "kv_budget_bytes",
-    )
-    figures: Figures = {name: served[name] for name in names}
-    figures["input_tokens"] = served["total_input_tokens"]
-    for name, averages in (
-        ("averages", result.averages),
-        ("averages_while_waiting", result.averages_waiting),
-    ):
-        figures[name] = {
-            part: round(value / result.kv_budget_bytes if part in _PARTS else value, 5)
-            for part, value in averages.items()
-        }
-    averages = result.averages
-    mapped = averages["written"] + averages["internal"]
-    if averages["shared"]:
-        # Fig. 15: blocks saved / blocks without sharing.
-        figures["saved_by_sharing"] = averages["shared"] / (averages["shared"] + mapped)
-    wasted = averages["future"] + averages["internal"] + averages["external"]
-    figures["waste"] = wasted / max(wasted + averages["written"], 1.0)
-    return figures
-
-
-def _capacity(result: ReplayResult) -> float:
-    """Return the throughput while there is a queue, in requests per second.
-
-    It is measured in output tokens until the last request leaves the queue. Requests still running
-    then count with their outputs so far, so a short replay gives nearly the result of a long one.
-    If nearly all requests fit at once, the time is until half of them have ended, which gives
-    less than a longer queue would.
-    """
-    served = [record for record in result.records if record.finished_s is not None]
-    finished_s = [record.finished_s or 0.0 for record in served]
-    empty_s = max(record.scheduled_s or 0.0 for record in served)
-    end_s = max(empty_s, float(np.median(finished_s)))
-    outputs = 0.0
-    for record in served:
-        assert record.first_token_s is not None
-        assert record.finished_s is not None
-        span_s = max(record.finished_s - record.first_token_s, 1e-9)
-        part = min(max((end_s - record.first_token_s) / span_s, 0.0), 1.0)
-        outputs += part * record.output_tokens
-    return outputs / end_s / float(np.mean([record.output_tokens for record in served]))
-
-
-def _unbounded_hit_rate(
-    requests: list[TraceRequest], result: ReplayResult, block_tokens: int
-) -> float:
-    """Return the hit rate of an unbounded prefix cache, over all prompt tokens.
-
-    A prompt's full blocks are added when the prompt has been computed, and looked up when a request
-    is admitted, at the times of the replay; the last token is always computed. Only the trace's
-    hash ids are compared.
-    """
-    seen: dict[tuple[int, ...], int] = {}  # ids of prefix blocks -> tokens known, in full blocks
-    events: list[tuple[float, int, int]] = []
-    for index, record in enumerate(result.records):
-        if record.first_token_s is not None and record.scheduled_s is not None:
-            events.append((record.first_token_s, 0, index))
-            events.append((record.scheduled_s, 1, index))
-    num_hits = num_tokens = 0
-    for _, is_asking, index in sorted(events):
-        request = requests[index]
-        keys = [request.prefix_ids[: end + 1] for end in range(len(request.prefix_ids))]
-        if not is_asking:
-            full = request.prompt_tokens - request.prompt_tokens % block_tokens
-            for end, key in enumerate(keys, 1):
-                seen[key] = max(seen.get(key, 0), min(end * 512, full))
-            continue
-        num_found = max((seen[key] for key in keys if key in seen), default=0)
-        num_found = min(num_found, request.prompt_tokens - 1)
-        num_hits += num_found - num_found % block_tokens
-        num_tokens += request.prompt_tokens
-    return num_hits / num_tokens

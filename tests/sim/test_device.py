@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from aquifer.sim.device import (
     MODELS,
     StepModel,
     StepWork,
-    calibrate,
     find_device,
     find_model,
 )
@@ -111,59 +109,6 @@ def test_many_decode_steps_are_the_same_as_one_by_one():
     assert steps.decode_seconds(9, kv_tokens).tolist() == [
         steps.seconds(StepWork(9, 9, n)) for n in kv_tokens.tolist()
     ]
-
-
-def _latency_file(folder: Path, steps: StepModel, sizes: tuple[int, ...]) -> Path:
-    batches = []
-    for size in sizes:
-        kv_tokens = size * (512 + 64)
-        work = StepWork(size * 512, 0, 0, size * 512, size * 512 * 512 // 2)
-        batches.append(
-            {
-                "num_prompts": size,
-                "total_input_tokens": size * 512,
-                "total_output_tokens": size * 128,
-                "aquifer": {
-                    "step_ms": {
-                        "median": 1e3 * float(steps.decode_seconds(size, np.array([kv_tokens]))[0])
-                    },
-                    "first_tokens_seconds": [steps.seconds(work)] * 2,
-                },
-            }
-        )
-    file = folder / "latency.json"
-    rates = {"read_bandwidth": 4e12, "matmul_rate": 7e14}
-    file.write_text(json.dumps({**rates, "batches": batches}))
-    return file
-
-
-def test_calibration_finds_the_device_that_gave_the_times(tmp_path):
-    truth = replace(
-        DEVICES["h200"],
-        bandwidth=4e12,
-        operations_per_s=7e14,
-        overhead_s=5e-4,
-        memory_efficiency=0.8,
-        compute_efficiency=0.7,
-    )
-    model = MODELS["llama-3-8b"]
-    file = _latency_file(tmp_path, StepModel(model, truth), (1, 32, 64, 128))
-    found = calibrate(DEVICES["h200"], model, file)
-    assert (found.bandwidth, found.operations_per_s) == (4e12, 7e14)
-    assert found.memory_efficiency == pytest.approx(0.8, abs=0.01)
-    assert found.compute_efficiency == pytest.approx(0.7, rel=0.01)
-    assert found.overhead_s == pytest.approx(5e-4, abs=1e-4)
-
-
-def test_calibration_needs_a_latency_result(tmp_path):
-    file = tmp_path / "other.json"
-    file.write_text('{"benchmark": "load"}')
-    with pytest.raises(ConfigError, match="is not a result of aquifer bench latency"):
-        calibrate(A100, OPT, file)
-    with pytest.raises(ConfigError, match="is not a result"):
-        calibrate(A100, OPT, tmp_path / "missing.json")
-    with pytest.raises(ConfigError, match="has 1 batch"):
-        calibrate(A100, OPT, _latency_file(tmp_path, StepModel(OPT, A100), (4,)))
 
 
 def test_memory_without_backing():

@@ -7,47 +7,15 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
+from tests.sim.tiny_replay import DEVICE, MODEL, PAGE_BYTES, STEPS, config_of
 
 from aquifer.errors import ConfigError
 from aquifer.sim import averages
-from aquifer.sim.config import MANAGERS, ReplayConfig
-from aquifer.sim.device import DeviceModel, ModelShape, StepModel, StepWork
+from aquifer.sim.config import MANAGERS
+from aquifer.sim.device import StepWork
 from aquifer.sim.replay import replay
 from aquifer.sim.results import ReplayResult
 from aquifer.sim.trace import TraceRequest, poisson_arrivals
-
-MODEL = ModelShape.dense(
-    "tiny",
-    num_layers=2,
-    hidden=64,
-    num_heads=4,
-    num_kv_heads=4,
-    feed_forward_matrices=2,
-    feed_forward=256,
-    vocab_size=128,
-    tied=True,
-    max_tokens=256,
-)
-PAGE_BYTES = 4096  # eight tokens
-DEVICE = DeviceModel("tiny", 8 << 20, 1e9, 1e11, 2e8, 1e-3, 1.0, 1.0)
-STEPS = StepModel(MODEL, DEVICE)
-
-
-def _config(manager: str = "virtual", kv_pages: int = 200, **options: object) -> ReplayConfig:
-    """A replay on a device with `kv_pages` pages for KV."""
-    weight_pages = -(-MODEL.weight_bytes // PAGE_BYTES)
-    config = ReplayConfig(
-        {"tiny": MODEL},
-        DEVICE,
-        manager,
-        memory_bytes=(weight_pages + kv_pages) * PAGE_BYTES,
-        page_bytes=PAGE_BYTES,
-        block_size=4,
-        max_num_seqs=24,
-        max_num_batched_tokens=64,
-        swap_space_bytes=0,
-    )
-    return replace(config, **options)  # type: ignore[arg-type]
 
 
 def _requests(seed: int, count: int, rate: float) -> list[TraceRequest]:
@@ -84,7 +52,7 @@ def _same(left: ReplayResult, right: ReplayResult) -> None:
 
 
 def test_one_request_by_hand():
-    (record,) = (result := replay(_config(), [TraceRequest(2.0, 100, 3)])).records
+    (record,) = (result := replay(config_of(), [TraceRequest(2.0, 100, 3)])).records
     # 64 and 36 tokens of the prompt, the last of which gives the first token; then two more.
     works = [
         StepWork(64, 0, 0, 64, 64 * 65 // 2),
@@ -109,11 +77,22 @@ def test_one_request_by_hand():
     _check(result)
 
 
+def test_attention_of_a_prompt_in_chunks_by_hand():
+    """Each token attends to all up to itself, those of earlier chunks included."""
+    slow = replace(DEVICE, operations_per_s=1e7)  # attention of chunks is bound by its operations
+    config = config_of(device=slow)
+    (record,) = replay(config, [TraceRequest(0.0, 100, 1)]).records
+    products_s = 2 * (100 * MODEL.body_parameters + MODEL.head_parameters) / 1e7
+    pairs = sum(range(1, 101))
+    expected_s = 2 * slow.overhead_s + products_s + pairs * MODEL.attention_operations / 1e7
+    assert record.finished_s == pytest.approx(expected_s, rel=1e-12)
+
+
 @pytest.mark.parametrize("manager", MANAGERS)
 @pytest.mark.parametrize("seed", range(3))
 def test_skipping_ahead_changes_nothing(manager, seed):
     """In pools with room to spare, with little room, and with constant preemption."""
-    config = _config(manager, (400, 90, 45)[seed])
+    config = config_of(manager, (400, 90, 45)[seed])
     requests = _growing(seed, 40) if seed == 2 else _requests(seed, 60, rate=30.0 + 30 * seed)
     ahead = replay(config, requests)
     _same(ahead, replay(replace(config, fast_forward=False), requests))
@@ -132,7 +111,7 @@ def test_skipping_ahead_changes_nothing(manager, seed):
 @pytest.mark.parametrize("manager", ["virtual", "paged"])
 def test_skipping_ahead_of_many_sequences(manager):
     """More of them than `VirtualCache` maps for in one call, so it maps for some ahead of need."""
-    config = _config(manager, 800, max_num_seqs=64, max_num_batched_tokens=320)
+    config = config_of(manager, 800, max_num_seqs=64, max_num_batched_tokens=320)
     requests = [TraceRequest(0.0, 5, 60 + i % 7) for i in range(64)]
     ahead = replay(config, requests)
     assert ahead.averages["sequences"] > 48
@@ -140,7 +119,7 @@ def test_skipping_ahead_of_many_sequences(manager):
 
 
 def test_averages_do_not_depend_on_when_steps_are_added_up(monkeypatch):
-    config, requests = _config(kv_pages=45, fast_forward=False), _growing(1, 20)
+    config, requests = config_of(kv_pages=45, fast_forward=False), _growing(1, 20)
     at_the_end = replay(config, requests)
     assert at_the_end.num_steps < averages.STEPS_PER_SUM
     assert at_the_end.averages_waiting["waiting"] > 0
@@ -152,7 +131,7 @@ def test_averages_do_not_depend_on_when_steps_are_added_up(monkeypatch):
 
 @pytest.mark.parametrize("mode", ["swap", "recompute", "auto"])
 def test_preempted_requests_come_to_their_end(mode):
-    config = _config("paged", 45, preemption_mode=mode, swap_space_bytes=1 << 20)
+    config = config_of("paged", 45, preemption_mode=mode, swap_space_bytes=1 << 20)
     result = replay(config, _growing(0, 40))
     assert result.num_preemptions > 0
     assert all(record.finished_s is not None for record in result.records)
@@ -162,7 +141,7 @@ def test_preempted_requests_come_to_their_end(mode):
 @pytest.mark.parametrize("options", [{"num_samples": 3}, {"beam_width": 3}])
 @pytest.mark.parametrize("manager", ["virtual", "paged", "orca-oracle"])
 def test_several_sequences_of_a_request(manager, options):
-    config, requests = _config(manager, 400, **options), _requests(0, 12, rate=10.0)
+    config, requests = config_of(manager, 400, **options), _requests(0, 12, rate=10.0)
     result = replay(config, requests)
     assert all(record.finished_s is not None for record in result.records)
     _check(result)
@@ -181,7 +160,7 @@ def test_cached_prefixes():
     ]
     model = replace(MODEL, max_tokens=4096)
     config = replace(
-        _config("paged", 2000, max_num_batched_tokens=2048, prefix_caching=True),
+        config_of("paged", 2000, max_num_batched_tokens=2048, prefix_caching=True),
         models={"tiny": model},
     )
     result = replay(config, requests)
@@ -207,11 +186,11 @@ def test_static_batches():
         TraceRequest(1e-3, 5, 10),
         TraceRequest(1e-3, 5, 20),
     ]
-    static = replay(_config("static", 130), requests).records
+    static = replay(config_of("static", 130), requests).records
     assert static[0].finished_s == static[1].finished_s
     assert static[2].scheduled_s == static[3].scheduled_s == static[1].finished_s
     assert static[2].finished_s == static[3].finished_s
-    orca = replay(_config("orca-max", 130), requests).records
+    orca = replay(config_of("orca-max", 130), requests).records
     assert orca[1].finished_s is not None
     assert orca[0].finished_s is not None
     assert orca[1].finished_s < orca[0].finished_s
@@ -222,7 +201,7 @@ def test_static_batches():
 def test_managers_differ_as_the_paper_says():
     """Batched requests and waste at a rate that is too high for all (Fig. 2 and 13)."""
     requests = _requests(5, 120, rate=1000.0)
-    results = {name: replay(_config(name, 160), requests) for name in MANAGERS}
+    results = {name: replay(config_of(name, 160), requests) for name in MANAGERS}
     batched = {name: result.averages_waiting["requests"] for name, result in results.items()}
     assert batched["virtual"] > batched["orca-oracle"] > batched["orca-max"]
     assert batched["paged"] > batched["orca-oracle"] >= batched["orca-pow2"] > batched["static"]
@@ -236,17 +215,17 @@ def test_managers_differ_as_the_paper_says():
 
 def test_what_could_never_fit_is_refused():
     requests = [TraceRequest(0.0, 250, 7), TraceRequest(0.0, 100, 50), TraceRequest(0.0, 20, 5)]
-    result = replay(_config("paged", 12), requests)
+    result = replay(config_of("paged", 12), requests)
     assert [record.finished_s is None for record in result.records] == [True, True, False]
     assert result.figures()["not_completed"] == 2
-    unfinished = replay(_config("paged", 12), requests[:1])
+    unfinished = replay(config_of("paged", 12), requests[:1])
     assert unfinished.normalized_latency_s == np.inf
     assert unfinished.figures()["mean_ttft_ms"] is None
 
 
 def test_two_models_share_the_memory():
     other = replace(MODEL, name="other", max_tokens=128)
-    config = replace(_config(kv_pages=150), models={"tiny": MODEL, "other": other})
+    config = replace(config_of(kv_pages=150), models={"tiny": MODEL, "other": other})
     requests = [
         replace(request, model="other" if i % 3 else None, output_tokens=9, prompt_tokens=40)
         for i, request in enumerate(_requests(1, 30, rate=100.0))
@@ -261,12 +240,12 @@ def test_two_models_share_the_memory():
 def test_wrong_options():
     requests = [TraceRequest(0.0, 5, 5)]
     with pytest.raises(ConfigError, match="unknown KV cache 'orca'"):
-        _config("orca")
+        config_of("orca")
     with pytest.raises(ConfigError, match="no prefix caching"):
-        _config("orca-max", prefix_caching=True)
+        config_of("orca-max", prefix_caching=True)
     with pytest.raises(ConfigError, match="the weights of tiny take"):
-        replay(replace(_config(), memory_bytes=PAGE_BYTES), requests)
+        replay(replace(config_of(), memory_bytes=PAGE_BYTES), requests)
     with pytest.raises(ConfigError, match="asks for a model 'big'; name one with --model big="):
-        replay(_config(), [replace(requests[0], model="big")])
+        replay(config_of(), [replace(requests[0], model="big")])
     with pytest.raises(ConfigError, match="has no times; give a --rate"):
-        replay(_config(), [replace(requests[0], arrival_s=None)])
+        replay(config_of(), [replace(requests[0], arrival_s=None)])

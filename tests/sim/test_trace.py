@@ -140,6 +140,15 @@ def test_poisson_arrivals():
     assert half == pytest.approx(times / 2)
 
 
+def test_poisson_arrivals_have_the_rate_and_its_spread():
+    arrivals = poisson_arrivals([TraceRequest(None, 1, 2)], 4.0, 100_000, seed=1)
+    gaps_s = np.diff([request.arrival_s or 0.0 for request in arrivals], prepend=0.0)
+    # Of so many gaps the mean has a standard error of 0.3 %, the deviation one of 0.45 %.
+    assert gaps_s.mean() == pytest.approx(1 / 4, rel=0.01)
+    assert gaps_s.std() == pytest.approx(1 / 4, rel=0.015)
+    assert np.median(gaps_s) == pytest.approx(np.log(2) / 4, rel=0.015)
+
+
 def test_lengths_beyond_the_context():
     requests = [
         TraceRequest(0.0, 60, 40),
@@ -157,12 +166,18 @@ def test_lengths_beyond_the_context():
     )
 
 
+def _prompts(*requests: TraceRequest) -> list[np.ndarray]:
+    maker = PromptMaker(requests)
+    return [maker.ids(request) for request in requests]
+
+
 def test_equal_ids_are_equal_tokens_and_all_else_differs():
-    maker = PromptMaker()
     size = PREFIX_BLOCK_TOKENS
-    first, second, third = (
-        maker.ids(TraceRequest(0.0, count, 1, prefix_ids=ids))
-        for count, ids in ((2 * size + 9, (7, 8)), (size + 100, (7, 9)), (30, ()))
+    first, second, third = _prompts(
+        *(
+            TraceRequest(0.0, count, 1, prefix_ids=ids)
+            for count, ids in ((2 * size + 9, (7, 8)), (size + 100, (7, 9)), (30, ()))
+        )
     )
     assert [len(ids) for ids in (first, second, third)] == [2 * size + 9, size + 100, 30]
     assert first.dtype == np.int32
@@ -173,13 +188,29 @@ def test_equal_ids_are_equal_tokens_and_all_else_differs():
     assert rest.min() >= 0
 
 
+@pytest.mark.parametrize("distance", [2**21, 2**22, 2**31, 2**63, 2**64])
+def test_distinct_ids_are_distinct_tokens(distance):
+    """However far apart they are: hash ids are of 64 bits, token ids of 31."""
+    size = PREFIX_BLOCK_TOKENS
+    ids = (0, distance, 2 * distance)
+    prompts = _prompts(*(TraceRequest(0.0, size, 1, prefix_ids=(number,)) for number in ids))
+    assert len(np.unique(np.concatenate(prompts))) == 3 * size
+
+
+def test_more_tokens_than_ids_are_refused():
+    count = PREFIX_BLOCK_TOKENS
+    largest = TraceRequest(0.0, 2**30 - count, 1)
+    shared = TraceRequest(0.0, count, 1, prefix_ids=(5,))
+    PromptMaker([largest, shared, shared])
+    with pytest.raises(ConfigError, match="1073741825 different tokens; there are 1073741824"):
+        PromptMaker([largest, shared, TraceRequest(0.0, count + 1, 1, prefix_ids=(5,))])
+
+
 def test_a_prefix_may_end_within_a_block():
-    maker = PromptMaker()
-    first, second = (
-        maker.ids(TraceRequest(0.0, count, 1, prefix_ids=(3,), prefix_tokens=80))
-        for count in (100, 90)
+    lengths = (100, 90, 50)
+    first, second, short = _prompts(
+        *(TraceRequest(0.0, count, 1, prefix_ids=(3,), prefix_tokens=80) for count in lengths)
     )
-    short = maker.ids(TraceRequest(0.0, 50, 1, prefix_ids=(3,), prefix_tokens=80))
     assert (first[:80] == second[:80]).all()
     assert (short == first[:50]).all()
     rest = np.concatenate((first[80:], second[80:]))

@@ -5,10 +5,12 @@ All times are simulated (`aquifer.sim`), so the figures are the same on every ma
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from aquifer.errors import ConfigError
 from aquifer.sim.config import ReplayConfig
@@ -16,15 +18,10 @@ from aquifer.sim.replay import replay as run_replay
 from aquifer.sim.results import ReplayResult
 from aquifer.sim.trace import TraceRequest, poisson_arrivals
 
-MEMORY_PARTS = {
-    "written": "token states",
-    "future": "reserved",
-    "internal": "internal",
-    "external": "external",
-    "retained": "prefixes",
-    "free": "free",
-}
-"""Names in Fig. 2 of the parts of KV memory; there, free memory counts as external."""
+_RATE_RANGE = 2**20
+"""Factor above and below the first rate in which `find_rate` searches."""
+
+_FEWEST_WAITS = 20
 
 Progress = Callable[[str, int, int], None]
 """Called with (description of the run, requests that have ended, all requests)."""
@@ -36,8 +33,8 @@ class Workload:
 
     Args:
         requests: requests of the trace, with or without arrival times.
-        num_requests: number of requests to take; with generated arrivals, the requests repeat from
-            the first if there are fewer.
+        num_requests: number of requests to take, from the first; with generated arrivals the
+            requests repeat if there are fewer.
         seed: seed of generated arrivals.
     """
 
@@ -46,8 +43,17 @@ class Workload:
     seed: int
 
     def at(self, rate: float | None) -> list[TraceRequest]:
-        """The requests with Poisson arrivals at a rate a second, or as recorded."""
+        """The requests with Poisson arrivals at a rate a second, or as recorded.
+
+        Raises:
+            ConfigError: as recorded there are fewer.
+        """
         if rate is None:
+            if self.num_requests > len(self.requests):
+                raise ConfigError(
+                    f"--num-requests is {self.num_requests}; the trace has {len(self.requests)} "
+                    "requests, which repeat only with a --rate"
+                )
             return self.requests[: self.num_requests]
         return poisson_arrivals(self.requests, rate, self.num_requests, self.seed)
 
@@ -63,12 +69,12 @@ class Run:
     @property
     def num_tokens(self) -> int:
         """Tokens of all served requests, prompts and outputs."""
-        served = [record for record in self.result.records if record.finished_s is not None]
-        return sum(record.prompt_tokens + record.output_tokens for record in served)
+        return sum(record.prompt_tokens + record.output_tokens for record in self.result.served)
 
     def figures(self, *, with_requests: bool = False) -> dict[str, Any]:
         """The figures for the result's file."""
         figures = {"kv_cache": self.manager, "request_rate": self.rate, **self.result.figures()}
+        figures["queue_grows"] = queue_waits_s(self) is not None
         if with_requests:
             records = self.result.records
             figures["requests"] = {
@@ -87,6 +93,21 @@ class Run:
         return figures
 
 
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What users accept, in seconds.
+
+    Args:
+        latency_s: mean latency by output token.
+        ttft_s: time to first token, 99th percentile.
+        tpot_s: time per output token after the first, 99th percentile.
+    """
+
+    latency_s: float = math.inf
+    ttft_s: float = math.inf
+    tpot_s: float = math.inf
+
+
 def run(config: ReplayConfig, workload: Workload, rate: float | None, on_progress: Progress) -> Run:
     """Replay the workload once."""
     requests = workload.at(rate)
@@ -99,86 +120,118 @@ def run(config: ReplayConfig, workload: Workload, rate: float | None, on_progres
 
 
 def compare(
-    config: ReplayConfig,
-    managers: Sequence[str],
+    configs: Sequence[ReplayConfig],
     workload: Workload,
     rates: Sequence[float | None],
     on_progress: Progress,
 ) -> list[Run]:
-    """Run each manager at each rate."""
-    return [
-        run(replace(config, manager=manager), workload, rate, on_progress)
-        for manager in managers
-        for rate in rates
-    ]
+    """Run each configuration at each rate."""
+    return [run(config, workload, rate, on_progress) for config in configs for rate in rates]
 
 
 def find_rate(
     config: ReplayConfig,
     workload: Workload,
-    latency_bound_s: float,
+    bounds: Bounds,
     on_progress: Progress,
     *,
     first_rate: float = 1.0,
     precision: float = 0.02,
 ) -> list[Run]:
-    """Search for the highest arrival rate at which the mean normalized latency is within a bound.
+    """Search for the highest arrival rate at which all bounds are kept.
 
     The rate is doubled or halved until two rates bracket the answer; then their geometric mean is
     tried until they are close. A trace is finite, so its queue cannot grow without end: with few
-    requests the rate found is higher than a rate that could be sustained for ever.
+    requests the rate found is higher than a rate that could be sustained for ever
+    (`queue_waits_s` shows it).
 
     Args:
         config: model, device and cache manager.
         workload: requests to replay.
-        latency_bound_s: seconds for each output token.
+        bounds: of the latencies.
         on_progress: called as requests end.
         first_rate: rate of the first run.
         precision: relative distance at which the search ends.
 
     Returns:
-        All runs in the order of their rates; the last within the bound has the rate found.
-
-    Raises:
-        ConfigError: no rate is within the bound.
+        All runs in the order of their rates. The last one within the bounds has the rate found. If
+        none is, no rate tried is low enough, or some requests are never served.
     """
     runs: dict[float, Run] = {}
 
     def holds(rate: float) -> bool:
         runs[rate] = run(config, workload, rate, on_progress)
-        return is_within(runs[rate], latency_bound_s)
+        return is_within(runs[rate], bounds)
+
+    def tried() -> list[Run]:
+        return [runs[rate] for rate in sorted(runs)]
 
     low = high = first_rate
     if holds(first_rate):
-        while high < first_rate * 2**20 and holds(high := 2 * high):
+        while high < first_rate * _RATE_RANGE and holds(high := 2 * high):
             low = high
     else:
+        if runs[first_rate].result.num_unserved:
+            return tried()
         while not holds(low := low / 2):
             high = low
-            if low < first_rate / 2**20:
-                raise ConfigError(
-                    f"{config.manager} does not reach {latency_bound_s} s/token at any rate; "
-                    "give a higher --latency-bound"
-                )
+            if low < first_rate / _RATE_RANGE:
+                return tried()
     while high > low * (1 + precision):
         middle = (low * high) ** 0.5
         if holds(middle):
             low = middle
         else:
             high = middle
-    return [runs[rate] for rate in sorted(runs)]
+    return tried()
 
 
-def is_within(run: Run, latency_bound_s: float) -> bool:
-    """Whether all requests were served, within the latency bound."""
-    is_complete = all(record.finished_s is not None for record in run.result.records)
-    return is_complete and run.result.normalized_latency_s <= latency_bound_s
+def exceeded(run: Run, bounds: Bounds) -> list[str]:
+    """What keeps a run from being within the bounds, in words; empty if it is."""
+    figures = run.result.figures()
+    found = []
+    if run.result.num_unserved:
+        found.append(f"{run.result.num_unserved} of {len(run.result.records)} requests not served")
+    for what, value, bound in (
+        ("latency by output token", figures["normalized_latency"], bounds.latency_s),
+        ("p99 TTFT", _seconds(figures["p99_ttft_ms"]), bounds.ttft_s),
+        ("p99 TPOT", _seconds(figures["p99_tpot_ms"]), bounds.tpot_s),
+    ):
+        if value is not None and value > bound:
+            found.append(f"{what} {value:.3g} s")
+    return found
 
 
-def sustained_rate(runs: Sequence[Run], latency_bound_s: float) -> float | None:
-    """The highest rate within the bound; None if no rate is."""
-    rates = [run.rate for run in runs if run.rate is not None and is_within(run, latency_bound_s)]
+def is_within(run: Run, bounds: Bounds) -> bool:
+    """Whether all requests were served, within all bounds."""
+    return not exceeded(run, bounds)
+
+
+def sustained_rate(runs: Sequence[Run], bounds: Bounds) -> float | None:
+    """The highest rate within the bounds; None if no rate is."""
+    rates = [run.rate for run in runs if run.rate is not None and is_within(run, bounds)]
     return max(rates, default=None)
+
+
+def queue_waits_s(run: Run) -> tuple[float, float] | None:
+    """Mean waits before the first step, if they grow: of the second and the last quarter.
+
+    Beyond a manager's capacity the wait grows linearly as long as requests arrive, so those of the
+    last quarter wait 2.3 times as long. Then latencies depend on the length of the trace. The first
+    quarter is left out: it finds an empty device.
+
+    Returns:
+        None if the queue does not grow: the last quarter waits at most 1.5 times as long as the
+        second, or a tenth of a request's mean latency; or there are fewer than 20 requests.
+    """
+    served = run.result.served
+    if len(served) < _FEWEST_WAITS:
+        return None
+    waits_s = [(record.scheduled_s or 0.0) - record.arrival_s for record in served]
+    latency_s = np.mean([(record.finished_s or 0.0) - record.arrival_s for record in served])
+    _, second_s, _, last_s = (float(np.mean(part)) for part in np.array_split(waits_s, 4))
+    grows = last_s > 1.5 * second_s and last_s > 0.1 * latency_s
+    return (second_s, last_s) if grows else None
 
 
 def kv_waste(run: Run) -> float:
@@ -192,45 +245,5 @@ def kv_waste(run: Run) -> float:
     return wasted_bytes / used_bytes if used_bytes else 0.0
 
 
-def plot(runs: Sequence[Run], file: Path, title: str) -> None:
-    """Plot latency and batched requests by rate, and the parts of memory at the highest rate.
-
-    Raises:
-        ConfigError: matplotlib is not installed, or does not know the file's format.
-    """
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        raise ConfigError("plots need matplotlib; pip install 'aquifer[plots]'") from None
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    managers = list(dict.fromkeys(run.manager for run in runs))
-    figure, (latency, batched, memory) = plt.subplots(1, 3, figsize=(15, 4.2))
-    for manager in managers:
-        line = [run for run in runs if run.manager == manager and run.rate is not None]
-        rates = [run.rate for run in line]
-        latency.plot(rates, [run.result.normalized_latency_s for run in line], "o-", label=manager)
-        batched.plot(rates, [run.result.averages["requests"] for run in line], "o-", label=manager)
-    latency.set(xlabel="requests/s", ylabel="normalized latency, s/token", yscale="log")
-    batched.set(xlabel="requests/s", ylabel="requests batched, mean", ylim=(0, None))
-    if any(run.rate is not None for run in runs):
-        latency.legend()
-    bottom = [0.0] * len(managers)
-    last = [[run for run in runs if run.manager == manager][-1] for manager in managers]
-    for part, name in MEMORY_PARTS.items():
-        heights = [100 * r.result.averages[part] / r.result.kv_budget_bytes for r in last]
-        memory.bar(managers, heights, bottom=bottom, label=name)
-        bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
-    memory.set(ylabel="memory for KV, %")
-    memory.tick_params(axis="x", rotation=30)
-    memory.legend(loc="upper left", bbox_to_anchor=(1, 1))
-    figure.suptitle(title)
-    figure.tight_layout()
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(file, dpi=120)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write {file}: {error}") from error
-    finally:
-        plt.close(figure)
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from rich.console import Console
 
 from aquifer.bench.options import REPLAY
 from aquifer.bench.report import finish, new_table
+from aquifer.bench.result import check_writable
 from aquifer.config import format_size
 from aquifer.errors import ConfigError
 from aquifer.parameters import with_options
@@ -21,7 +23,7 @@ from aquifer.parameters import with_options
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from aquifer.bench.replay import Run, Workload
+    from aquifer.bench.replay import Bounds, Run, Workload
     from aquifer.sim.config import ReplayConfig
 
 
@@ -33,11 +35,13 @@ def replay(
     options: SimpleNamespace,
 ) -> None:
     """Replay a trace on a modelled device: which cache, how much memory, what rate?"""
-    from aquifer.bench.replay import Workload, plot, sustained_rate
+    from aquifer.bench.replay import Workload, sustained_rate
+    from aquifer.bench.replay_plot import plot
     from aquifer.sim.trace import fit_lengths, read_trace
 
     rates = _rates(options)
-    config, managers = _config(options)
+    configs = _configs(options)
+    config = configs[0]
     context = max(map(config.context, config.models.values()))
     requests, num_changed = fit_lengths(
         read_trace(trace, outputs_of=options.outputs_of), context, cut=options.cut
@@ -45,13 +49,20 @@ def replay(
     if not requests:
         raise ConfigError(f"no request of {trace} fits {context} tokens; try --cut")
     workload = Workload(requests, options.num_requests or len(requests), options.seed)
+    _check_files(options)
     console = Console()
     start_s = time.perf_counter()
-    runs = _run(config, managers, workload, rates, options, console)
+    runs = _run(configs, workload, rates, options, console)
     simulated = sum(run.num_tokens for run in runs) / (time.perf_counter() - start_s)
+    kv_size = format_size(runs[0].result.kv_budget_bytes)
+    if not any(run.result.served for run in runs):
+        raise ConfigError(
+            f"none of the {workload.num_requests} requests could be served in {kv_size} for KV; "
+            "give more --memory"
+        )
     title = (
         f"{trace.name}: {workload.num_requests} requests, {' and '.join(config.models)} on "
-        f"{config.device.name}, {format_size(runs[0].result.kv_budget_bytes)} for KV"
+        f"{config.device.name}, {kv_size} for KV"
     )
     table = _table(title, runs, options)
     if num_changed:
@@ -60,8 +71,10 @@ def replay(
             f"{table.caption}\n{num_changed} requests of more than {context} tokens were {what}"
         )
     sustained = {
-        name: sustained_rate([run for run in runs if run.manager == name], options.latency_bound)
-        for name in managers
+        config.manager: sustained_rate(
+            [run for run in runs if run.manager == config.manager], _bounds(options)
+        )
+        for config in configs
     }
     figures = {
         "benchmark": "replay",
@@ -73,14 +86,61 @@ def replay(
         "simulated_tokens_per_second": simulated,
         "runs": [run.figures(with_requests=options.save_requests) for run in runs],
     }
-    if options.plot is not None:
-        plot(runs, options.plot, title)
     finish(table, figures, options.output)
     console.print(f"{simulated:,.0f} tokens of prompts and outputs simulated each second")
+    for line in _conclusions(runs, sustained, options):
+        console.print(line)
+    if options.plot is not None:
+        plot(runs, options.plot, title)
+        console.print(f"plotted in {options.plot}")
+
+
+def _conclusions(
+    runs: list[Run], sustained: dict[str, float | None], options: SimpleNamespace
+) -> Iterator[str]:
+    """Lines about the rates that were found, and whether they can be trusted."""
+    from aquifer.bench.replay import exceeded, queue_waits_s
+
     for name, rate in sustained.items():
+        first = next(run for run in runs if run.manager == name)
         if rate is not None:
             what = "highest rate" if options.find_rate else "highest of these rates"
-            console.print(f"{name}: {rate:.3g} requests/s is the {what} within the bound")
+            yield f"{name}: {rate:.3g} requests/s is the {what} within the bounds"
+        elif options.find_rate:
+            reasons = ", ".join(exceeded(first, _bounds(options)))
+            yield f"{name}: no rate is within the bounds; at {first.rate:.3g}/s: {reasons}"
+    judged = [run for run in runs if not options.find_rate or run.rate == sustained[run.manager]]
+    growing = [(run, waits_s) for run in judged if (waits_s := queue_waits_s(run)) is not None]
+    for run, (second_s, last_s) in growing:
+        yield (
+            f"warning: {_named(run)}: the queue grows, from waits of {second_s:.2g} s to "
+            f"{last_s:.2g} s"
+        )
+    if growing:
+        yield "Where the queue grows, a longer trace has higher latencies (docs/replay.md)."
+
+
+def _named(run: Run) -> str:
+    return run.manager if run.rate is None else f"{run.manager} at {run.rate:.3g} requests/s"
+
+
+def _bounds(options: SimpleNamespace) -> Bounds:
+    from aquifer.bench.replay import Bounds
+
+    return Bounds(options.latency_bound, options.ttft_bound, options.tpot_bound)
+
+
+def _check_files(options: SimpleNamespace) -> None:
+    """Check before the runs what is written after them."""
+    from aquifer.bench.replay_plot import check_plot
+
+    if options.save_requests and options.output is None:
+        raise ConfigError("--save-requests adds to the file of --output; give one")
+    if options.output is not None:
+        check_writable(options.output, "--output")
+    if options.plot is not None:
+        check_plot(options.plot)
+        check_writable(options.plot, "--plot")
 
 
 def _rates(options: SimpleNamespace) -> list[float | None]:
@@ -98,20 +158,25 @@ def _rates(options: SimpleNamespace) -> list[float | None]:
     return [*rates]
 
 
-def _config(options: SimpleNamespace) -> tuple[ReplayConfig, list[str]]:
-    """What to replay on, with the first cache manager; and all managers to compare."""
+def _configs(options: SimpleNamespace) -> list[ReplayConfig]:
+    """What to replay on, for each cache manager to compare."""
+    from aquifer.sim.calibration import calibrate
     from aquifer.sim.config import MANAGERS, ReplayConfig
-    from aquifer.sim.device import calibrate, find_device, find_model
+    from aquifer.sim.device import find_device, find_model
 
     managers = options.kv_cache.split(",")
     for name in managers:
         if name not in MANAGERS:
             raise ConfigError(f"--kv-cache {name!r} is unknown; choose from {', '.join(MANAGERS)}")
-    if options.beam_width and options.num_samples > 1:
-        raise ConfigError("give one of --num-samples and --beam-width")
+        if managers.count(name) > 1:
+            raise ConfigError(f"--kv-cache names {name} twice; name it once")
     models = {}
     for text in options.model:
         name, _, shape = text.rpartition("=")
+        if (name or shape) in models:
+            raise ConfigError(
+                f"--model names {name or shape} twice; write NAME=SHAPE with different names"
+            )
         models[name or shape] = find_model(shape)
     device = find_device(options.device)
     if options.calibrate is not None:
@@ -133,12 +198,11 @@ def _config(options: SimpleNamespace) -> tuple[ReplayConfig, list[str]]:
         swap_space_bytes=options.swap_space,
         seed=options.seed,
     )
-    return config, managers
+    return [replace(config, manager=name) for name in managers]
 
 
 def _run(
-    config: ReplayConfig,
-    managers: list[str],
+    configs: list[ReplayConfig],
     workload: Workload,
     rates: list[float | None],
     options: SimpleNamespace,
@@ -157,13 +221,9 @@ def _run(
             progress.update(task, description=what, completed=num_ended, total=total)
 
         if not options.find_rate:
-            return compare(config, managers, workload, rates, advance)
-        runs = []
-        for name in managers:
-            runs += find_rate(
-                replace(config, manager=name), workload, options.latency_bound, advance
-            )
-        return runs
+            return compare(configs, workload, rates, advance)
+        bounds = _bounds(options)
+        return [run for config in configs for run in find_rate(config, workload, bounds, advance)]
 
 
 def _described(config: ReplayConfig, options: SimpleNamespace) -> dict[str, Any]:
@@ -182,23 +242,30 @@ def _described(config: ReplayConfig, options: SimpleNamespace) -> dict[str, Any]
         "preemption_mode": config.preemption_mode,
         "seed": config.seed,
         "latency_bound": options.latency_bound,
+        "ttft_bound": options.ttft_bound,
+        "tpot_bound": options.tpot_bound,
     }
 
 
 def _table(title: str, runs: list[Run], options: SimpleNamespace) -> Table:
     """A line for each run."""
     table = new_table(title)
-    table.box = None  # so that it fits 80 columns
-    for column in ("KV cache", "req/s", "s/token", "TTFT, s", "TPOT, ms", "tok/s", "batched"):
+    # So that it fits 80 columns.
+    table.box, table.collapse_padding, table.pad_edge = None, True, False
+    for column in ("KV cache", "req/s", "s/token", "TTFT, s", "TPOT, s", "tok/s", "batched"):
         table.add_column(column, justify="left" if column == "KV cache" else "right")
     for column in ("waste", "preempt", *(["hits"] if options.enable_prefix_caching else [])):
         table.add_column(column, justify="right")
+    lines = ["s/token: mean latency by output token; tok/s: outputs"]
+    lines.append("TTFT, TPOT: 99th percentiles")
     for run in runs:
         table.add_row(*_row(run, run.figures()))
-    table.caption = (
-        "s/token: mean latency by output token; tok/s: outputs\n"
-        "TTFT, TPOT: 99th percentile and median"
-    )
+        if run.result.num_unserved:
+            lines.append(
+                f"{_named(run)}: {run.result.num_unserved} of {len(run.result.records)} "
+                "requests could not be served: each is too large for the memory or its model"
+            )
+    table.caption = "\n".join(lines)
     return table
 
 
@@ -206,17 +273,17 @@ def _row(run: Run, figures: dict[str, Any]) -> list[str]:
     """One line of the table."""
     from aquifer.bench.replay import kv_waste
 
-    def shown(name: str, factor: float) -> str:
+    def shown(name: str, factor: float, digits: str = ".3g") -> str:
         value = figures[name]
-        return "" if value is None else f"{value * factor:.3g}"
+        return "-" if value is None else f"{value * factor:{digits}}"
 
     queries = figures["prefix_cache_queries"]
     return [
         run.manager,
         "recorded" if run.rate is None else f"{run.rate:.3g}",
-        f"{figures['normalized_latency']:.4f}",
+        shown("normalized_latency", 1, ".4f"),
         shown("p99_ttft_ms", 1e-3),
-        shown("median_tpot_ms", 1),
+        shown("p99_tpot_ms", 1e-3),
         f"{figures['output_throughput']:.0f}",
         f"{figures['averages']['requests']:.1f}",
         f"{kv_waste(run):.1%}",

@@ -8,6 +8,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from aquifer.errors import ConfigError
 
 _PACKAGES = ("aquifer", "torch", "triton", "cuda-bindings", "transformers", "numpy", "tokenizers")
 
@@ -55,6 +58,24 @@ def gpu() -> dict[str, str | None] | None:
         "driver": driver.read_text().splitlines()[0] if driver.is_file() else None,
         "cuda": torch.version.cuda,
     }
+
+
+def check_writable(file: Path, flag: str) -> None:
+    """Check that a file can be written, before a run whose result it gets; creates its folder.
+
+    Raises:
+        ConfigError: it cannot; the message names the flag.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.exists():
+            with file.open("ab"):
+                pass
+        else:
+            with tempfile.TemporaryFile(dir=file.parent):
+                pass
+    except OSError as error:
+        raise ConfigError(f"{flag}: cannot write {file}: {error.strerror}") from error
 
 
 def save(file: Path, figures: dict[str, Any]) -> None:

@@ -53,12 +53,8 @@ def bring_in(
             return False
         if not cache.reserve(np.array([slot]), np.array([len(first.token_ids)])):
             return False
-        for sequence in [] if cache.can_share else others:  # room for a copy of their own
-            slot = lane.assign_slot(sequence)
-            undo.callback(table.release, sequence)
-            undo.callback(cache.release, slot)
-            if not cache.reserve(np.array([slot]), np.ones(1, np.int64)):
-                return False
+        if not _assign_rest(lane, group, undo):
+            return False
         undo.pop_all()
     group.match = None
     table.begin(first, num_cached)
@@ -66,7 +62,6 @@ def bring_in(
         group.num_cached_tokens = num_cached
         if lane.prefixes is not None and first.lease is not None:
             lane.prefixes.record(first.lease, now_s)
-    _assign_rest(lane, group)
     for sequence in others:
         # It runs its last token itself, to sample from logits of its own.
         shared = num_equal(first.token_ids, sequence.token_ids)
@@ -94,6 +89,8 @@ def bring_back(
         for sequence in group.live:
             slots.append(lane.assign_slot(sequence))
             undo.callback(table.release, sequence)
+        if not _assign_rest(lane, group, undo):
+            return False
         if not preemption.swap_in(lane.cache, slots, swapped):
             return False
         undo.pop_all()
@@ -104,7 +101,6 @@ def bring_back(
         if lane.prefixes is not None and group.reads_prefixes:
             match = lane.prefixes.match(sequence.token_ids, group.request.cache_salt)
             sequence.lease = lane.prefixes.lock(match)
-    _assign_rest(lane, group)
     return True
 
 
@@ -124,8 +120,26 @@ def swap_out(lane: Lane, group: SequenceGroup, preemption: Preemption) -> bool:
     return True
 
 
-def _assign_rest(lane: Lane, group: SequenceGroup) -> None:
-    """Assign slots to sequences that begin later. Pre-condition: there are enough."""
+def _assign_rest(lane: Lane, group: SequenceGroup, undo: ExitStack) -> bool:
+    """Assign slots to the sequences of a group that begin later: other samples, beams to come.
+
+    Where sequences cannot share blocks, each of them gets memory of its own at once. Pre-condition:
+    there are enough slots.
+
+    Args:
+        lane: the model's lane.
+        group: a request, of which some sequences have slots.
+        undo: takes slots and memory back if it is not emptied.
+
+    Returns: False if the pool is short.
+    """
+    table, cache = lane.slots, lane.cache
     for sequence in group.sequences:
-        if sequence.slot is None:
-            lane.assign_slot(sequence)
+        if sequence.slot is not None:
+            continue
+        slot = lane.assign_slot(sequence)
+        undo.callback(table.release, sequence)
+        undo.callback(cache.release, slot)
+        if not cache.can_share and not cache.reserve(np.array([slot]), np.ones(1, np.int64)):
+            return False
+    return True

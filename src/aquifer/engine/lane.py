@@ -87,12 +87,16 @@ class Lane:
         self.slots.release(sequence)
 
     def clear_slot(self, sequence: Sequence, now_s: float) -> None:
-        """Give back the KV of a beam that does not go on; it keeps its slot for another beam."""
+        """Give back the KV of a beam that does not go on; it keeps its slot for another beam.
+
+        Where sequences cannot share blocks, it keeps its memory too.
+        """
         assert sequence.slot is not None
         if self.prefixes is not None and sequence.lease is not None:
             self.prefixes.unlock(sequence.lease, now_s)
             sequence.lease = None
-        self.cache.release(sequence.slot)
+        if self.cache.can_share:
+            self.cache.release(sequence.slot)
         self.slots.clear(sequence.slot)
 
     # --- retained prefixes -------------------------------------------------------------------

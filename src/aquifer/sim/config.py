@@ -7,6 +7,7 @@ from functools import partial
 
 from aquifer.cache import kv_cache
 from aquifer.cache.base import CacheFactory
+from aquifer.engine.params import MAX_SEQUENCES
 from aquifer.engine.policies import RestoreMode
 from aquifer.errors import ConfigError
 from aquifer.sim.baselines.reserved import Policy, ReservedCache
@@ -78,6 +79,20 @@ class ReplayConfig:
             )
         if self.prefix_caching and self.is_reserved:
             raise ConfigError(f"{self.manager} cannot share, so there is no prefix caching with it")
+        if self.beam_width and self.num_samples > 1:
+            raise ConfigError("give one of --num-samples and --beam-width")
+        if self.num_sequences > min(self.max_num_seqs, MAX_SEQUENCES):
+            name = "--beam-width" if self.beam_width else "--num-samples"
+            raise ConfigError(
+                f"{name} is {self.num_sequences}; it must be at most {MAX_SEQUENCES}, and at most "
+                f"--max-num-seqs, which is {self.max_num_seqs}"
+            )
+        for model_name, model in self.models.items():
+            if self.max_model_len is not None and self.max_model_len > model.max_tokens:
+                raise ConfigError(
+                    f"--max-model-len is {self.max_model_len}; {model_name} allows at most "
+                    f"{model.max_tokens}"
+                )
 
     @property
     def budget_bytes(self) -> int:
@@ -86,7 +101,7 @@ class ReplayConfig:
 
     def context(self, model: ModelShape) -> int:
         """Return the maximum length of a model's sequences, in tokens."""
-        return min(self.max_model_len or model.max_tokens, model.max_tokens)
+        return self.max_model_len or model.max_tokens
 
     @property
     def num_sequences(self) -> int:

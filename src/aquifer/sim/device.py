@@ -7,19 +7,17 @@
          + bytes copied on the device, read and written / bandwidth
          + bytes moved to the host and back / link bandwidth
 
-Bandwidth and rate are the device's, each times an efficiency, which `calibrate` takes from a
-measured run. Overhead is the constant cost of a step. Communication between the parts of a
+Bandwidth and rate are the device's, each times an efficiency, which `aquifer.sim.calibration` takes
+from a measured run. Overhead is the constant cost of a step. Communication between the parts of a
 tensor-parallel device is not modelled, and copies of single blocks (copy-on-write) are not counted.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,9 +25,6 @@ import torch
 
 from aquifer.cache.base import KVLayout, LayerKV
 from aquifer.errors import ConfigError
-
-_EFFICIENCIES = np.linspace(0.2, 1.0, 321)
-"""Memory efficiencies that `calibrate` tries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,63 +332,3 @@ class StepModel:
         return self.device.overhead_s + max(
             model.read_bytes / self._bandwidth, operations / self._rate
         )
-
-
-def calibrate(device: DeviceModel, model: ModelShape, file: Path) -> DeviceModel:
-    """Fit a device's efficiencies and overhead to a result of `aquifer bench latency`.
-
-    Bandwidth and rate are those measured in the file. Then, from the time of a step and of the
-    prompts of each batch:
-
-    1. the compute efficiency is that of the batch with the most prompt tokens;
-    2. the memory efficiency is the one whose steps, with the best non-negative overhead for it,
-       have the least squared relative error.
-
-    Raises:
-        ConfigError: the file is no such result, or has fewer than two batches, which do not
-            determine both efficiency and overhead.
-    """
-    try:
-        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        batches = content["batches"]
-        sizes = np.array([batch["num_prompts"] for batch in batches], np.int64)
-        inputs = np.array([batch["total_input_tokens"] for batch in batches], np.int64)
-        outputs = np.array([batch["total_output_tokens"] for batch in batches], np.int64)
-        ours = [batch["aquifer"] for batch in batches]
-        steps_s = np.array([series["step_ms"]["median"] / 1e3 for series in ours])
-        firsts_s = np.array([float(np.median(series["first_tokens_seconds"])) for series in ours])
-        device = replace(
-            device,
-            bandwidth=float(content["read_bandwidth"]),
-            operations_per_s=float(content["matmul_rate"]),
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{file} is not a result of aquifer bench latency: {error!r}") from error
-    if len(batches) < 2:
-        raise ConfigError(
-            f"{file} has {len(batches)} batch; measure at least two, such as 1,32,128"
-        )
-    # On average, a token of a prompt attends to half of the prompt.
-    longest = int(inputs.argmax())
-    pairs = inputs[longest] ** 2 / sizes[longest] / 2
-    operations = 2.0 * model.body_parameters * inputs[longest] + model.attention_operations * pairs
-    reached = operations / firsts_s[longest] / device.operations_per_s
-    device = replace(device, compute_efficiency=float(min(reached, 1.0)), overhead_s=0.0)
-    kv_tokens = inputs + outputs // 2  # in the middle of the outputs
-    best = (np.inf, device)
-    for efficiency in _EFFICIENCIES.tolist():
-        tried = replace(device, memory_efficiency=efficiency)
-        steps = StepModel(model, tried)
-        modelled = np.array(
-            [
-                steps.decode_seconds(int(n), np.array([kv]))[0]
-                for n, kv in zip(sizes, kv_tokens, strict=True)
-            ]
-        )
-        # The overhead o that minimises sum(((modelled + o - steps) / steps)**2).
-        weights = steps_s**-2.0
-        overhead_s = max(float((weights * (steps_s - modelled)).sum() / weights.sum()), 0.0)
-        misfit = float(((modelled + overhead_s - steps_s) ** 2 * weights).sum())
-        if misfit < best[0]:
-            best = (misfit, replace(tried, overhead_s=overhead_s))
-    return replace(best[1], name=f"{device.name} as in {file.name}")

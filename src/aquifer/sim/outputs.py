@@ -8,11 +8,12 @@ from aquifer.cache.base import IntArray
 from aquifer.engine.outputs import TokenLogprobs
 from aquifer.engine.slots import SlotTable
 from aquifer.engine.step_input import StepInput, StepOutput
+from aquifer.sim.trace import NUM_OUTPUT_IDS
 
 
 def made_up_tokens(serials: IntArray) -> IntArray:
     """Return a token for each sequence, different from those of all other sequences."""
-    return serials % (1 << 30)
+    return serials % NUM_OUTPUT_IDS
 
 
 class OutputMaker:

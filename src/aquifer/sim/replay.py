@@ -56,8 +56,13 @@ def replay(
         on_progress: called from time to time with the number of requests that have ended.
 
     Raises:
-        ConfigError: the weights do not fit, or a request names an unknown model.
+        ConfigError: the weights do not fit, or a request names an unknown model or has no time.
     """
+    for name in dict.fromkeys(request.model for request in requests):
+        if name is not None and name not in config.models:
+            raise ConfigError(
+                f"the trace asks for a model {name!r}; name one with --model {name}=SHAPE"
+            )
     with ExitStack() as resources:
         run = _Replay(config, requests, resources)
         run.run(on_progress)
@@ -81,7 +86,7 @@ class _Replay:
         self._clock = Clock()
         self._arrivals = Arrivals(requests)
         self._num_ended = 0
-        self._prompts = PromptMaker()
+        self._prompts = PromptMaker(requests)
         self._outputs = OutputMaker(config.beam_width > 0, config.seed)
         self._averages = Averages()
         self._outputs_left: dict[str, int] = {}  # unfinished completions of each request
@@ -178,11 +183,7 @@ class _Replay:
         """Add a request that has arrived, as the engine does."""
         config = self._config
         name = request.model or next(iter(config.models))
-        lane = self._lanes.get(name)
-        if lane is None:
-            raise ConfigError(
-                f"the trace asks for a model {name!r}; name one with --model {name}=SHAPE"
-            )
+        lane = self._lanes[name]
         record = RequestRecord(
             name, self._arrivals.time_s(number), request.prompt_tokens, request.output_tokens
         )

@@ -61,6 +61,16 @@ class ReplayResult:
     averages_waiting: dict[str, float] = field(default_factory=dict)
 
     @property
+    def served(self) -> list[RequestRecord]:
+        """Records of the requests that have got all of their outputs."""
+        return [record for record in self.records if record.finished_s is not None]
+
+    @property
+    def num_unserved(self) -> int:
+        """Requests that were refused or failed."""
+        return len(self.records) - len(self.served)
+
+    @property
     def normalized_latency_s(self) -> float:
         """Mean over all served requests; infinite if there are none."""
         values = [record.normalized_latency_s for record in self.records]
@@ -69,7 +79,7 @@ class ReplayResult:
 
     def figures(self) -> dict[str, Any]:
         """Return all figures except the records, for a result file."""
-        served = [record for record in self.records if record.finished_s is not None]
+        served = self.served
         outputs = sum(record.output_tokens for record in served)
         ttft, tpot, latency = [], [], []
         for record in served:
@@ -83,7 +93,7 @@ class ReplayResult:
         duration_s = self.duration_s or np.inf
         return {
             "completed": len(served),
-            "not_completed": len(self.records) - len(served),
+            "not_completed": self.num_unserved,
             "duration": self.duration_s,
             "busy_seconds": self.busy_s,
             "num_steps": self.num_steps,
@@ -92,7 +102,7 @@ class ReplayResult:
             "total_output_tokens": outputs,
             "request_throughput": len(served) / duration_s,
             "output_throughput": outputs / duration_s,
-            "normalized_latency": self.normalized_latency_s,
+            "normalized_latency": self.normalized_latency_s if served else None,
             **_percentiles("ttft", ttft),
             **_percentiles("tpot", tpot),
             **_percentiles("e2el", latency),

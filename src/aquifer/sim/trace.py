@@ -12,7 +12,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -28,6 +28,10 @@ PREFIX_BLOCK_TOKENS = 512
 
 _TOKENS_PER_WORD = 1.3
 """Estimate for texts without a token count: the usual figure for English."""
+
+NUM_OUTPUT_IDS = 1 << 30
+"""Token ids of made-up outputs are below this, those of prompts are not: no output is taken for a
+part of a prompt."""
 
 _ID_LIMIT = 1 << 31  # token ids are int32
 
@@ -53,6 +57,14 @@ class TraceRequest:
     prefix_ids: tuple[int, ...] = ()
     prefix_tokens: int | None = None
 
+    @property
+    def shared_tokens(self) -> int:
+        """Tokens of the prompt that `prefix_ids` cover."""
+        covered = len(self.prefix_ids) * PREFIX_BLOCK_TOKENS
+        if self.prefix_tokens is not None:
+            covered = min(covered, self.prefix_tokens)
+        return min(covered, self.prompt_tokens)
+
 
 def read_trace(path: Path, *, outputs_of: str | None = None) -> list[TraceRequest]:
     """Read a trace, in order of arrival. Its format is detected by file name and first line.
@@ -69,10 +81,11 @@ def read_trace(path: Path, *, outputs_of: str | None = None) -> list[TraceReques
 
     Args:
         path: the file.
-        outputs_of: name of the list to use if there are several lists of outputs.
+        outputs_of: name of the list to use if there are several lists of outputs; None if not.
 
     Raises:
-        ConfigError: the file cannot be read; the message names the line.
+        ConfigError: the file cannot be read; the message names the line. Or `outputs_of` is given,
+            and the file has no lists of outputs by name.
     """
     name = path.name.removesuffix(".gz")
     readers: dict[str, Callable[[io.TextIOBase, Path], Iterator[TraceRequest]]] = {
@@ -80,11 +93,14 @@ def read_trace(path: Path, *, outputs_of: str | None = None) -> list[TraceReques
         ".jsonl": _read_jsonl,
         ".json": lambda file, path: _read_json(file, path, outputs_of),
     }
-    reader = readers.get(Path(name).suffix)
+    suffix = Path(name).suffix
+    reader = readers.get(suffix)
     if reader is None:
         raise ConfigError(
             f"{path} is not a known trace format; use .csv, .jsonl or .json, optionally with .gz"
         )
+    if outputs_of is not None and suffix != ".json":
+        raise _one_list(path)
     try:
         with _open(path) as file:
             requests = [request for request in reader(file, path) if request.output_tokens]
@@ -153,31 +169,51 @@ def fit_lengths(
 class PromptMaker:
     """Generator of token ids: equal where prefix ids are equal, otherwise all different.
 
-    Prefix block h has the consecutive ids from h * 512 on. All other tokens count down from the
-    largest id. The two ranges meet after two thousand million tokens.
+    The ids of all prompts are in [NUM_OUTPUT_IDS, 2**31). Each prefix id gets 512 consecutive ones,
+    from the lowest on; all other tokens count down from the highest.
+
+    Args:
+        requests: all requests of a replay.
+
+    Raises:
+        ConfigError: the requests have more different tokens than there are ids.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, requests: Iterable[TraceRequest]) -> None:
+        self._first_ids: dict[int, int] = {}  # token id that begins the block of a prefix id
         self._end = _ID_LIMIT
+        num_own = 0
+        next_id = NUM_OUTPUT_IDS
+        for request in requests:
+            num_own += request.prompt_tokens - request.shared_tokens
+            for prefix_id in request.prefix_ids:
+                if prefix_id not in self._first_ids:
+                    self._first_ids[prefix_id] = next_id
+                    next_id += PREFIX_BLOCK_TOKENS
+        if next_id + num_own > _ID_LIMIT:
+            raise ConfigError(
+                f"the prompts have {next_id - NUM_OUTPUT_IDS + num_own} different tokens; there "
+                f"are {_ID_LIMIT - NUM_OUTPUT_IDS} token ids for them: give a lower --num-requests"
+            )
 
     def ids(self, request: TraceRequest) -> npt.NDArray[np.int32]:
-        """Generate the token ids of one prompt, [prompt_tokens]."""
-        count = request.prompt_tokens
-        block = np.arange(PREFIX_BLOCK_TOKENS)
-        shared = np.array(request.prefix_ids, np.int64)[:, None] * PREFIX_BLOCK_TOKENS + block
-        shared = shared.reshape(-1)[: request.prefix_tokens][:count] % _ID_LIMIT
-        num_own = count - len(shared)
+        """Generate the token ids of one prompt, [prompt_tokens]. To be called once per request."""
+        firsts = np.array([self._first_ids[number] for number in request.prefix_ids], np.int32)
+        shared = firsts[:, None] + np.arange(PREFIX_BLOCK_TOKENS, dtype=np.int32)
+        num_own = request.prompt_tokens - request.shared_tokens
         self._end -= num_own
-        if self._end < 0:
-            self._end += _ID_LIMIT
-        own = (self._end + np.arange(num_own)) % _ID_LIMIT
-        return np.concatenate((shared, own)).astype(np.int32)
+        own = np.arange(self._end, self._end + num_own).astype(np.int32)
+        return np.concatenate((shared.reshape(-1)[: request.shared_tokens], own))
 
 
 def _open(path: Path) -> io.TextIOWrapper:
     if path.suffix == ".gz":
         return io.TextIOWrapper(gzip.GzipFile(path), encoding="utf-8")
     return path.open(encoding="utf-8")
+
+
+def _one_list(path: Path) -> ConfigError:
+    return ConfigError(f"{path} has no outputs by name; leave out --outputs-of")
 
 
 def _bad(path: Path, line: int, what: str) -> ConfigError:
@@ -305,6 +341,8 @@ def _read_json(file: io.TextIOBase, path: Path, outputs_of: str | None) -> Itera
                 f"{', '.join(sorted(outputs)[:8])}, ..."
             )
         outputs = outputs[outputs_of]
+    elif outputs_of is not None:
+        raise _one_list(path)
     if not isinstance(prompts, list) or not isinstance(outputs, list):
         raise ConfigError(f"{path} must have a list prompt_tokens and a list output_tokens")
     if len(prompts) != len(outputs):
