@@ -102,6 +102,14 @@ class RunningServer:
         finally:
             connection.close()
 
+    def children(self) -> list[int]:
+        """Process ids of the processes that the server has started."""
+        return [
+            int(status.parent.name)
+            for status in Path("/proc").glob("[0-9]*/status")
+            if f"PPid:\t{self.process.pid}\n" in _text_of(status)
+        ]
+
     def memory_in_use(self) -> dict[str, Any]:
         """Memory in use without retained prefixes: the same whenever the server is idle."""
         _, memory, _ = self.call("GET", "/memory")
@@ -152,6 +160,14 @@ class RunningServer:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.stderr += line
+
+
+def _text_of(file: Path) -> str:
+    """Text of a file of /proc; empty if its process has ended."""
+    try:
+        return file.read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 @contextmanager
