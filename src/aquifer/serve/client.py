@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import partial
@@ -34,6 +34,7 @@ from aquifer.serve.messages import (
     Unpin,
 )
 from aquifer.serve.process import OpenEngine, open_engine
+from aquifer.serve.streams import TokenStream, indexes_of
 from aquifer.serve.supervisor import MAX_DEATHS, Supervisor
 
 _RETRY_S = 5
@@ -56,52 +57,6 @@ class _State(Enum):
     SERVING = auto()
     RESTARTING = auto()
     STOPPING = auto()
-
-
-class TokenStream(AsyncIterator[TokenOutput]):
-    """Stream of the outputs of one or several requests, until all completions have ended.
-
-    Closing it aborts unfinished requests.
-    """
-
-    def __init__(self, client: EngineClient, requests: Sequence[Request]) -> None:
-        self._client = client
-        self._open = {request.request_id: _indexes_of(request) for request in requests}
-        self._arrived: asyncio.Queue[TokenOutput | AquiferError] = asyncio.Queue()
-
-    async def __anext__(self) -> TokenOutput:
-        while self._open:
-            item = await self._arrived.get()
-            if isinstance(item, AquiferError):
-                raise item
-            indexes = self._open.get(item.request_id)
-            if indexes is None or item.index not in indexes:
-                continue  # it was in flight when the completion was aborted
-            if item.finish_reason is not None:
-                indexes.discard(item.index)
-                if not indexes or item.finish_reason == "error":
-                    del self._open[item.request_id]
-            return item
-        raise StopAsyncIteration
-
-    def put(self, item: TokenOutput | AquiferError) -> None:
-        """Add an output, or an error that ends the whole stream."""
-        self._arrived.put_nowait(item)
-
-    def abort(self, request_id: str, index: int) -> None:
-        """Abort one completion; the stream yields no more of its outputs."""
-        indexes = self._open.get(request_id)
-        if indexes is not None and index in indexes:
-            indexes.discard(index)
-            if not indexes:
-                del self._open[request_id]
-            self._client.abort(request_id, index)
-
-    async def aclose(self) -> None:
-        """Abort every request that is not finished."""
-        for request_id in sorted(self._open):
-            del self._open[request_id]
-            self._client.abort(request_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,9 +169,9 @@ class EngineClient:
                     f"model {request.model!r} is out of service: it ended the engine process "
                     f"{MAX_DEATHS} times in a row; restart the server to try it again"
                 )
-        stream = TokenStream(self, requests)
+        stream = TokenStream(requests, self.abort)
         for request in requests:
-            self._routes[request.request_id] = _Route(stream, request.model, _indexes_of(request))
+            self._routes[request.request_id] = _Route(stream, request.model, indexes_of(request))
             self._link.send(Add(request))
         return stream
 
@@ -445,8 +400,3 @@ class EngineClient:
         config = replace(self._config, models=self._supervisor.models)
         self._link = link = EngineLink(config, self._open_it)
         await asyncio.to_thread(link.start, self._loop, partial(self._handle, link))
-
-
-def _indexes_of(request: Request) -> set[int]:
-    """Indexes of the completions that the engine outputs."""
-    return set(range(request.params.num_completions))
