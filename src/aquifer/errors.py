@@ -16,9 +16,17 @@ AquiferError
 
 "Not now" is not an exception: `PagePool.acquire` and `SequenceCache.reserve` return it as
 a value, because being short of memory is an ordinary state of a server.
+
+Code of others that a checkpoint drives may raise anything; `as_config_error` is for its callers.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_MESSAGE_CHARACTERS = 300
+"""Length to which the message of an exception of others is cut."""
 
 
 class AquiferError(Exception):
@@ -127,3 +135,31 @@ class DriverError(AquiferError, RuntimeError):
 
 class InvariantError(AquiferError, AssertionError):
     """An internal invariant does not hold: a bug in Aquifer. Never caught."""
+
+
+def one_line(error: BaseException) -> str:
+    """Name and message of an exception in one line of bounded length, for another message."""
+    text = " ".join(str(error).split())
+    if len(text) > _MESSAGE_CHARACTERS:
+        text = text[: _MESSAGE_CHARACTERS - 3] + "..."
+    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    name = type(error).__name__
+    return f"{name}: {shown}" if shown else name
+
+
+@contextmanager
+def as_config_error(what: str) -> Iterator[None]:
+    """Report any exception of others as a ConfigError, "what: name and message".
+
+    For code that a checkpoint drives, such as the constructor of a model of Transformers: it may
+    raise whatever a wrong configuration leads it to. Aquifer's own exceptions pass unchanged.
+
+    Raises:
+        ConfigError: the code within the context raised an exception.
+    """
+    try:
+        yield
+    except AquiferError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{what}: {one_line(error)}") from error

@@ -43,20 +43,31 @@ def test_an_option_that_does_not_fit_leaves_nothing_behind(open_world: Open) -> 
     assert world.driver.is_unused
 
 
+def test_a_broken_checkpoint_is_not_even_registered(open_world: Open) -> None:
+    world = open_world()
+    with pytest.raises(ConfigError, match=r"lacks the tensor 'model\.norm\.weight'"):
+        world.add_model("b", "broken", load=False)
+    assert world.driver.is_unused
+
+
 @pytest.mark.parametrize("is_explicit", [False, True])
 def test_requests_for_a_model_that_cannot_be_loaded(
-    open_world: Open, cases: dict[str, list[Case]], is_explicit: bool
+    open_world: Open, cases: dict[str, list[Case]], is_explicit: bool, tmp_path: Path
 ) -> None:
+    """Its file was cut off after it was registered."""
     world = open_world(models={"a": "llama"})
     other = world.send("a", cases["llama"][0])
-    world.add_model("b", "broken", load=False)
+    file = TINY_MODELS["llama"].save(tmp_path / "llama") / "model.safetensors"
+    world.engine.add_model(ModelSpec("b", tmp_path / "llama"), load=False)
+    world.checkpoints["b"] = "llama"
+    file.write_bytes(file.read_bytes()[:-100])
     sent = [world.send("b", cases["llama"][i]) for i in range(2)]
     if is_explicit:
-        with pytest.raises(ConfigError, match="lacks the tensor"):
+        with pytest.raises(ConfigError, match="ended early"):
             world.engine.load_model("b")
     world.step()
     for one in sent:
-        assert "lacks the tensor 'model.norm.weight'" in (one.error or "")
+        assert "model.safetensors ended early" in (one.error or "")
     with pytest.raises(UnknownModelError, match="'b' could not be loaded"):
         world.send("b", cases["llama"][0])
     world.finished(other)

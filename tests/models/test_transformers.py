@@ -219,9 +219,9 @@ def test_contexts_end_where_rotary_scaling_would_depend_on_the_batch(
 
 def test_invalid_configuration_is_not_reported_as_unsupported(tmp_path: Path) -> None:
     save_tiny(TRANSFORMERS["olmo2"](), tmp_path)
-    edit_config(tmp_path, hidden_size="wide")
+    edit_config(tmp_path, attention_dropout="high")
     with pytest.raises(
-        ConfigError, match=r"config\.json is not a valid olmo2 configuration"
+        ConfigError, match=r"config\.json is not a valid olmo2 configuration: .*'attention_dropout'"
     ) as caught:
         TransformersPlan(Checkpoint.open(tmp_path), None)
     assert not isinstance(caught.value, UnsupportedModelError)

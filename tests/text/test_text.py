@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -429,16 +430,50 @@ def test_a_checkpoint_may_have_no_tokenizer(folder: Path) -> None:
         ("tokenizer.json", b"\xff\xfe\x00"),
         ("tokenizer_config.json", b"{"),
         ("tokenizer_config.json", b"[]"),
+        ("tokenizer_config.json", b"[" * 100_000),
         ("tokenizer_config.json", b'{"chat_template": [{"name": "default"}]}'),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": 1, "template": "a"}]}'),
+        ("tokenizer_config.json", b'{"chat_template": ["a"]}'),
+        ("tokenizer_config.json", b'{"chat_template": 5}'),
+        ("tokenizer_config.json", b'{"chat_template": {"default": "a"}}'),
+        ("tokenizer_config.json", b'{"eos_token": 5}'),
+        ("tokenizer_config.json", b'{"pad_token": true}'),
+        ("tokenizer_config.json", b'{"unk_token": {"content": 1}}'),
+        ("tokenizer_config.json", b'{"cls_token": ["a"]}'),
+        ("tokenizer_config.json", b'{"cls_token": "\\ud800"}'),
+        ("tokenizer_config.json", b'{"a": ' + b"1" * 5000 + b"}"),
         ("tokenizer_config.json", b'{"bos_token": {"lstrip": false}}'),
         ("chat_template.jinja", b"\xff\xff"),
     ],
 )
 def test_damaged_files_are_the_operators_to_mend(folder: Path, name: str, content: bytes) -> None:
     (folder / name).write_bytes(content)
-    with pytest.raises(ConfigError, match="cannot read the tokenizer in") as caught:
+    with pytest.raises(ConfigError) as caught:
         Tokenizer.load(folder)
-    assert str(folder) in str(caught.value)
+    assert str(folder / name) in str(caught.value)
+    if name == "tokenizer_config.json":
+        fields = re.findall(r'^{"(\w+)": ', content.decode())
+        assert all(f": {field} is " in str(caught.value) for field in fields)
+
+
+def test_what_real_tokenizer_configurations_hold(folder: Path) -> None:
+    """Flags whose names end as tokens' do, tokens as objects, and lengths without a limit."""
+    content = {
+        "add_bos_token": True,
+        "bos_token": {"content": "<s>", "lstrip": False},
+        "eos_token": "</s>",
+        "pad_token": None,
+        "image_token": {"id": 5},
+        "model_max_length": int(1e30),
+        "chat_template": [
+            {"name": "default", "template": "{{ bos_token }}{{ pad_token }}{{ eos_token }}"},
+            {"name": "tools", "template": "no"},
+        ],
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(content))
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer is not None
+    assert tokenizer.decode(tokenizer.encode_chat([]), skip_special_tokens=False) == "<s></s>"
 
 
 def test_text_that_is_no_unicode_is_refused(tokenizer: Tokenizer) -> None:

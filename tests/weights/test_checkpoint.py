@@ -100,6 +100,17 @@ def _odd_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": 3, "b": []}}')
 
 
+def _shard_named(name: Any, folder: Path) -> None:
+    """An index that names a file for one tensor, besides the files that there are."""
+    names = _shard(folder)
+    for outside in (folder.parent, folder / "inner"):  # names that lead to files are refused, too
+        outside.mkdir(exist_ok=True)
+        shutil.copy(folder / names[0], outside / "shard.safetensors")
+    index = folder / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": weight_map | {UP_PROJ: name}}))
+
+
 def _damaged_index(folder: Path) -> None:
     _shard(folder)
     (folder / "model.safetensors.index.json").write_text("{")
@@ -146,7 +157,46 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "only bin": (_only_bin, r"found pytorch_model.bin; convert it to safetensors first"),
     "missing shard": (_missing_shard, r"tiny lacks model-00002-of-00003.safetensors, which"),
-    "odd index": (_odd_index, r"index.json has no weight_map from tensors to files"),
+    "odd index": (_odd_index, r"index.json: weight_map.a is 3; it must be the name of a file"),
+    **{
+        f"index names {name!r:.20}": (
+            partial(_shard_named, name),
+            rf"index.json: weight_map\.{UP_PROJ} is .*; it must be the name of a file in the same",
+        )
+        for name in (
+            "../shard.safetensors",
+            "inner/shard.safetensors",
+            "inner/../shard.safetensors",
+            "./model-00001-of-00003.safetensors",
+            "/etc/passwd",
+            "..",
+            ".",
+            "",
+            "inner\\shard.safetensors",
+            "a\0b",
+            "x" * 300,
+            "\u00e9" * 200,
+            None,
+            True,
+            ["a"],
+            {"a": 1},
+        )
+    },
+    "index names a folder": (partial(_shard_named, "inner"), r"tiny lacks inner, which its index"),
+    "index of a list": (
+        lambda folder: (
+            _shard(folder),
+            (folder / "model.safetensors.index.json").write_text('{"weight_map": ["a"]}'),
+        ),
+        r"index.json: weight_map is a list; it must be an object",
+    ),
+    "index without files": (
+        lambda folder: (
+            _shard(folder),
+            (folder / "model.safetensors.index.json").write_text('{"metadata": {}}'),
+        ),
+        r"index.json has no weight_map from tensors to files; download it again",
+    ),
     "damaged index": (_damaged_index, r"cannot read .*model.safetensors.index.json"),
     "tensor missing in shards": (_shard_without_tensor, rf"lacks the tensor '{UP_PROJ}'"),
     "no tensors": (lambda folder: _header(folder, b"{}"), r"tiny holds no tensors"),
@@ -176,6 +226,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: _entry(f, shape=[3]),
         r"'weight' of shape \[3\] takes 12 bytes, the header gives it 8",
     ),
+    "shape is negative": (
+        lambda f: _entry(f, shape=[-1, -2]),
+        r"'weight' of shape \[-1, -2\] takes 8 bytes",
+    ),
+    "too many dimensions": (lambda f: _entry(f, shape=[1] * 65), r"more than 64 dimensions"),
     "shape is infinite": (
         lambda f: _header(f, b'{"w":{"dtype":"F32","shape":[1e999],"data_offsets":[0,8]}}'),
         r"damaged safetensors header",
@@ -214,7 +269,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     **{
         f"config without {entry}": (
             partial(_remove_from_config, entry=entry),
-            rf"config.json of a llama model lacks '{entry}'",
+            rf"config.json lacks {entry}, which must be a whole number from 1 to",
         )
         for entry in (
             "vocab_size",
@@ -226,11 +281,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     },
     "rope scaling": (
         lambda folder: _edit_config(folder, rope_scaling={"rope_type": "spiral", "factor": 2.0}),
-        r"unknown rope scaling 'spiral'; known are linear, dynamic, llama3 and yarn",
+        r'rope_scaling.rope_type is "spiral"; it must be one of default, linear, dynamic, llama3,',
     ),
     "rope scaling without factor": (
         lambda folder: _edit_config(folder, rope_scaling={"type": "linear"}),
-        r"rope scaling 'linear' lacks its parameter 'factor'",
+        r"config.json lacks rope_scaling.factor, which must be a number from",
     ),
 }
 
@@ -251,6 +306,33 @@ def test_damaged(folder, damage):
     act, message = DAMAGE[damage]
     act(folder)
     _check_refused(folder, message)
+
+
+def test_many_missing_shards_are_counted(folder):
+    (folder / "model.safetensors").unlink()
+    names = {f"tensor {i}": f"{i:03}.safetensors" for i in range(500)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    _check_refused(folder, r"lacks 000\.\S+, 001\.\S+, 002\.safetensors and 497 more, which")
+
+
+def test_links_as_in_the_cache_of_the_hub(folder, tmp_path):
+    """Each file of a snapshot is a link to a blob outside of it."""
+    _shard(folder)
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "0123abc"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    for i, file in enumerate(sorted(folder.iterdir())):
+        file.rename(blobs / str(i))
+        (snapshot / file.name).symlink_to(Path("../../blobs") / str(i))
+    config = EngineConfig((ModelSpec("a", snapshot),), memory_bytes=16 * MIB, max_num_seqs=2)
+    engine = Engine.open(config)
+    assert engine.models["a"].num_parameters > 0
+    engine.close()
+
+
+def test_a_path_that_cannot_be_looked_at(folder):
+    with pytest.raises(ConfigError, match=r"^cannot read .*: OSError: .*File name too long"):
+        Checkpoint.open(folder / ("x" * 300))
 
 
 def test_truncated_anywhere(folder):

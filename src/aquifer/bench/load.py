@@ -148,7 +148,7 @@ def made_checkpoint(model: Path, num_bytes: int) -> Iterator[Path]:
     Raises:
         ConfigError: the model's configuration does not count layers.
     """
-    config = read_config(model)
+    config = read_config(model).values
     if "num_hidden_layers" not in config:
         raise ConfigError(
             f"{model / 'config.json'} has no num_hidden_layers to change; use a model that has it"

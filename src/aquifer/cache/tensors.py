@@ -21,12 +21,16 @@ from aquifer.cache.journal import CopiedIn, CopiedOut, Copies, Entered, KVOp
 from aquifer.cache.layout import KVLayout
 from aquifer.cache.spans import IntArray, Rows
 from aquifer.cache.view import StepView
-from aquifer.errors import InvariantError
+from aquifer.errors import ConfigError, InvariantError
 from aquifer.kernels.decode_attention import DecodeWorkspaces
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.memory.range import VirtualRange
 from aquifer.memory.residency import Residency
 from aquifer.memory.transfer import upload
+from aquifer.sizes import format_size
+
+_MOST_ADDRESSES_BYTES = 1 << 46
+"""Addresses that one cache may reserve: half of those that a process has on x86."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +57,14 @@ class KVShape:
         """A row for each slot, in whole pages; slot 0 is the anchor's.
 
         Behind the slots is a window for each: a place for a page to be copied from.
+
+        Raises:
+            ConfigError: there are not so many addresses.
         """
         slot_pages = _num_pages(max_tokens * layout.token_bytes, pool.page_bytes)
         num_slots = max_seqs + 1
+        num_bytes = (slot_pages + 1) * num_slots * pool.page_bytes
+        _check_addresses(num_bytes, max_seqs, max_tokens)
         return cls(
             layout=layout,
             page_bytes=pool.page_bytes,
@@ -63,7 +72,7 @@ class KVShape:
             num_rows=num_slots,
             row_tokens=max_tokens,
             row_bytes=slot_pages * pool.page_bytes,
-            num_bytes=(slot_pages + 1) * num_slots * pool.page_bytes,
+            num_bytes=num_bytes,
             table_shape=None,
         )
 
@@ -77,10 +86,15 @@ class KVShape:
         block_size: int,
         num_blocks: int,
     ) -> KVShape:
-        """`num_blocks` rows of `block_size` tokens, behind the rows that the anchor covers."""
+        """`num_blocks` rows of `block_size` tokens, behind the rows that the anchor covers.
+
+        Raises:
+            ConfigError: there are not so many addresses.
+        """
         num_anchor_pages = _anchor_pages(pool, layout)
         block_bytes = block_size * layout.token_bytes
         num_rows = num_blocks + _num_pages(num_anchor_pages * pool.page_bytes, block_bytes)
+        _check_addresses(num_rows * block_bytes, max_seqs, max_tokens)
         return cls(
             layout=layout,
             page_bytes=pool.page_bytes,
@@ -264,6 +278,15 @@ class KVTensors:
 
     def _bytes(self, offset_bytes: int, num_bytes: int) -> torch.Tensor:
         return self.range.tensor((num_bytes,), torch.uint8, offset_bytes)
+
+
+def _check_addresses(num_bytes: int, max_seqs: int, max_tokens: int) -> None:
+    if num_bytes > _MOST_ADDRESSES_BYTES:
+        raise ConfigError(
+            f"KV of {max_seqs} sequences of {max_tokens} tokens takes addresses of "
+            f"{format_size(num_bytes)}, and there are {format_size(_MOST_ADDRESSES_BYTES)}; give "
+            "a lower --max-model-len or --max-num-seqs"
+        )
 
 
 def _anchor_pages(pool: PagePool, layout: KVLayout) -> int:

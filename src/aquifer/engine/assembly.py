@@ -19,6 +19,7 @@ from aquifer.engine.policies import Policies, RestoreMode
 from aquifer.engine.preemption import Preemption
 from aquifer.engine.scheduler import Scheduler
 from aquifer.engine.slots import SlotTable
+from aquifer.errors import ConfigError
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.memory.room import Room
 
@@ -91,12 +92,18 @@ class Assembly:
 
         Raises:
             DriverError: the device has no addresses for its KV.
-            ConfigError: the pool has no room for any KV.
+            ConfigError: its sequences are too many or too long to keep track of them.
         """
+        try:
+            table = SlotTable(spec.max_seqs, spec.max_tokens, spec.most_new)
+        except MemoryError as error:
+            raise ConfigError(
+                f"this machine has no memory for the token ids of {spec.max_seqs} sequences of "
+                f"{spec.max_tokens} tokens; give a lower --max-model-len or --max-num-seqs"
+            ) from error
         cache = spec.cache(
             self.pool, Owner(spec.name, Kind.KV), spec.kv_layout, spec.max_seqs, spec.max_tokens
         )
-        table = SlotTable(spec.max_seqs, spec.max_tokens, spec.most_new)
         lane = Lane(spec.name, cache, table, recompute_s=spec.recompute_s)
         if spec.keeps_journal:
             cache.tensors.record()

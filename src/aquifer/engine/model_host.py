@@ -9,11 +9,10 @@ was built over them and the captured steps stay valid.
 
 from __future__ import annotations
 
-import json
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from enum import StrEnum
-from typing import Any
 
 import torch
 
@@ -21,16 +20,24 @@ from aquifer.cache import kv_cache
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.assembly import Assembly, LaneSpec
 from aquifer.engine.costs import PrefillCost
+from aquifer.engine.first_step import run_first_step
 from aquifer.engine.reporting import model_info
 from aquifer.engine.reports import LoadProgress
 from aquifer.engine.runner import InFlight, Runner
 from aquifer.engine.step_input import StepInput
 from aquifer.engine.threads import Products, ThreadLimit, choose_threads, torch_threads
-from aquifer.errors import ConfigError
+from aquifer.errors import ConfigError, as_config_error
+from aquifer.fields import read_fields
 from aquifer.memory.pool import Kind, Owner
 from aquifer.models import ModelPlan, Planner
+from aquifer.models.limits import MOST_HEADS
 from aquifer.weights.checkpoint import Checkpoint
-from aquifer.weights.store import WeightStore
+from aquifer.weights.store import WeightStore, check_fits, check_sources
+
+_log = logging.getLogger(__name__)
+
+_EOS = "eos_token_id"
+_MOST_TOKEN_ID = 2**31 - 1
 
 
 class State(StrEnum):
@@ -63,7 +70,8 @@ class ModelHost:
         prefill_cost: cost model of its prefills.
 
     Raises:
-        ConfigError: an option does not fit the model.
+        ConfigError: an option does not fit the model, its weights do not fit the pool, or its
+            end-of-sequence tokens are none.
     """
 
     def __init__(
@@ -90,7 +98,8 @@ class ModelHost:
             raise ConfigError(
                 f"max_model_len is {max_model_len}; {spec.name} allows at most {plan.max_model_len}"
             )
-        self.eos_ids = _eos_ids(checkpoint)
+        check_fits(assembly.pool, spec.name, plan.parameters)
+        self.eos_ids = _eos_ids(spec.name, checkpoint, plan.vocab_size)
         self.prefill_cost = PrefillCost(_even_tokens(checkpoint, plan))
         with ExitStack() as resources:
             self._weights = WeightStore(
@@ -156,8 +165,10 @@ class ModelHost:
             with torch_threads(self._thread_limit.most):
                 self._fill(on_progress)
                 if self._runner is None:
-                    # One that fails to warm up is not kept for the next load.
-                    self._runner = self._make_runner()
+                    file = self._checkpoint.fields.file
+                    with as_config_error(f"{self.info.name} cannot run; check {file}"):
+                        # One that fails to warm up is not kept for the next load.
+                        self._runner = self._make_runner()
         except BaseException as error:
             self._weights.evict()
             self.state, self.error = State.FAILED, str(error)
@@ -178,8 +189,16 @@ class ModelHost:
         self.state = State.REMOVED
         self._resources.close()
 
+    def _close_runner(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
+
     def _make_runner(self) -> Runner:
-        """The runner of the model over the loaded weights, ready for its first step."""
+        """Build the model over its weights, and run it before it is reported as resident.
+
+        Raises:
+            Exception: anything that the model's code raises.
+        """
         with torch.inference_mode():
             model = self._plan.build(self._weights.tensors)
         runner = Runner(
@@ -189,17 +208,16 @@ class ModelHost:
             self._config.max_num_seqs,
             self.info.max_model_len,
         )
-        self._warm_up(runner)
+        if self._pool.driver.runs_ahead:
+            self._warm_up(runner)
+        run_first_step(self.lane, runner, model.vocab_size, self._max_batched_tokens)
         return runner
 
-    def _close_runner(self) -> None:
-        if self._runner is not None:
-            self._runner.close()
-
     def _warm_up(self, runner: Runner) -> None:
-        """Prepare the device for the first steps; there is nothing to prepare on the host."""
-        if not self._pool.driver.runs_ahead:
-            return
+        """Take a device's memory for activations, and compile its kernels.
+
+        The host needs neither.
+        """
         cache, num_tokens = self.lane.cache, self._max_batched_tokens
         chunk = runner.warm_up_chunk(num_tokens)
         has_room = cache.reserve(chunk.slots, chunk.starts + chunk.counts)
@@ -240,12 +258,16 @@ def read_model(
     """Read a model's configuration and the headers of its weights; takes no memory.
 
     Raises:
-        ConfigError: the checkpoint cannot be used.
+        ConfigError: the checkpoint cannot be used: a field of its configuration is missing or
+            impossible, or a tensor is missing or has another shape.
     """
     is_dummy = config.load_format == "dummy"
     checkpoint = (Checkpoint.without_tensors if is_dummy else Checkpoint.open)(spec.path)
     dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
-    return checkpoint, planner(checkpoint, dtype)
+    plan = planner(checkpoint, dtype)
+    if not is_dummy:
+        check_sources(checkpoint, plan.parameters)
+    return checkpoint, plan
 
 
 def _even_tokens(checkpoint: Checkpoint, plan: ModelPlan) -> float:
@@ -254,20 +276,38 @@ def _even_tokens(checkpoint: Checkpoint, plan: ModelPlan) -> float:
     if not layout.layers:
         return float("inf")
     num_kv_heads = layout.layers[0].num_kv_heads
-    num_heads = checkpoint.config.get("num_attention_heads") or num_kv_heads
+    num_heads = checkpoint.fields.integer(
+        "num_attention_heads", 1, MOST_HEADS, default=num_kv_heads
+    )
     # Each query head multiplies and adds once with every element of K and of V.
     attention = 2 * num_heads / num_kv_heads * layout.token_elements
     return 2 * plan.num_parameters / attention
 
 
-def _eos_ids(checkpoint: Checkpoint) -> frozenset[int]:
-    """End-of-sequence tokens from `generation_config.json`, or else from `config.json`."""
+def _eos_ids(name: str, checkpoint: Checkpoint, vocab_size: int) -> frozenset[int]:
+    """End-of-sequence tokens from `generation_config.json`, or else from `config.json`.
+
+    Some checkpoints list ids beyond the vocabulary. These are left out with a warning, since the
+    model never produces them; Transformers compares with them in vain.
+
+    Raises:
+        ConfigError: an id is no whole number, or negative.
+    """
     file = checkpoint.path / "generation_config.json"
-    try:
-        generation: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {file}: {error}") from error
-    ids = generation.get("eos_token_id", checkpoint.config.get("eos_token_id"))
-    if ids is None:
-        return frozenset()
-    return frozenset([ids] if isinstance(ids, int) else ids)
+    fields = checkpoint.fields
+    if file.is_file():
+        generation = read_fields(file)
+        if _EOS in generation.values:  # null, too, overrides the other file
+            fields = generation
+    ids = frozenset(fields.integers(_EOS, 0, _MOST_TOKEN_ID))
+    beyond = sorted(i for i in ids if i >= vocab_size)
+    if beyond:
+        _log.warning(
+            "%s: %s of %s lists tokens beyond the vocabulary of %d, which are ignored: %s",
+            name,
+            _EOS,
+            fields.file,
+            vocab_size,
+            ", ".join(map(str, beyond[:8])),
+        )
+    return ids.difference(beyond)

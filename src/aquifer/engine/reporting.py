@@ -32,7 +32,7 @@ def model_info(
     return ModelInfo(
         name=spec.name,
         path=str(spec.path),
-        architecture=str((checkpoint.config.get("architectures") or ["unknown"])[0]),
+        architecture=checkpoint.architecture,
         dtype=str(plan.kv_layout.dtype).removeprefix("torch."),
         max_model_len=max_model_len,
         vocab_size=plan.vocab_size,

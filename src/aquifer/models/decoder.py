@@ -14,12 +14,21 @@ import torch
 import torch.nn.functional as F
 
 from aquifer.cache.base import KVLayout, KVView, LayerKV
-from aquifer.errors import ConfigError, UnsupportedModelError
+from aquifer.errors import UnsupportedModelError
+from aquifer.fields import Fields
 from aquifer.kernels.linear import linear, norm_linear, silu_linear
 from aquifer.kernels.norm import add_rms_norm
 from aquifer.kernels.rotary import qk_norm_rope_write
 from aquifer.models.base import ModelInput, StateLayout, num_elements
-from aquifer.models.rope import RotaryAngles
+from aquifer.models.limits import (
+    LEAST_POSITIONS,
+    MOST_HEADS,
+    MOST_LAYERS,
+    MOST_POSITIONS,
+    MOST_VOCAB,
+    MOST_WIDTH,
+)
+from aquifer.models.rope import RotaryAngles, RotarySettings
 from aquifer.weights.checkpoint import Checkpoint, stored_dtype
 from aquifer.weights.store import Parameter, Source
 
@@ -30,6 +39,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
 }
 """Defaults of absent configuration entries that differ between model types."""
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"  # entries of `layer_types`
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +54,7 @@ class DecoderConfig:
     num_kv_heads: int
     head_dim: int
     norm_eps: float
-    max_positions: int  # `max_position_embeddings`, the reference of rotary scaling
-    max_model_len: int
-    rope_theta: float
-    rope_scaling: Mapping[str, Any]
+    rope: RotarySettings
     qkv_bias: bool
     out_bias: bool
     mlp_bias: bool
@@ -71,81 +79,85 @@ class DecoderConfig:
         return KVLayout((layer,) * self.num_layers, dtype)
 
     @classmethod
-    def read(cls, config: Mapping[str, Any]) -> DecoderConfig:
+    def read(cls, fields: Fields, architecture: str) -> DecoderConfig:
         """Read a `config.json`, as written by Transformers 4 or 5.
 
+        Args:
+            fields: its fields.
+            architecture: for messages.
+
         Raises:
-            ConfigError: an entry is missing or impossible.
+            ConfigError: a field is missing or impossible.
             UnsupportedModelError: it asks for something that this decoder does not implement.
         """
-        model_type = config["model_type"]
-        known = {**_DEFAULTS[model_type], **{k: v for k, v in config.items() if v is not None}}
-        if config.get("sliding_window", 0) is None:
-            known["sliding_window"] = None
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        try:
-            num_heads = known["num_attention_heads"]
-            result = cls(
-                vocab_size=known["vocab_size"],
-                hidden_size=known["hidden_size"],
-                intermediate_size=known["intermediate_size"],
-                num_heads=num_heads,
-                num_kv_heads=known.get("num_key_value_heads", num_heads),
-                head_dim=known.get("head_dim", known["hidden_size"] // num_heads),
-                norm_eps=known.get("rms_norm_eps", 1e-6),
-                max_positions=known["max_position_embeddings"],
-                max_model_len=_max_model_len(known["max_position_embeddings"], rope),
-                rope_theta=rope.get("rope_theta") or known.get("rope_theta", 10000.0),
-                rope_scaling=rope,
-                qkv_bias=known.get("attention_bias", False),
-                out_bias=known.get("attention_bias", False) and model_type != "qwen2",
-                mlp_bias=known.get("mlp_bias", False),
-                qk_norm=model_type == "qwen3",
-                tied_embeddings=known.get("tie_word_embeddings", False),
-                windows_tokens=_windows_tokens(known),
+        model_type = fields.text("model_type")
+        known = fields.with_defaults(_DEFAULTS[model_type])
+        hidden_size = known.integer("hidden_size", 1, MOST_WIDTH)
+        num_heads = known.integer("num_attention_heads", 1, MOST_HEADS)
+        num_kv_heads = known.integer("num_key_value_heads", 1, MOST_HEADS, default=num_heads)
+        if num_heads % num_kv_heads:
+            raise known.error("num_key_value_heads", f"a divisor of the {num_heads} heads")
+        if "head_dim" not in known and hidden_size % num_heads:
+            raise known.error(
+                "hidden_size", f"a multiple of the {num_heads} heads, or head_dim set"
             )
-        except KeyError as error:
-            raise ConfigError(f"config.json of a {model_type} model lacks {error}") from error
-        architecture = (config.get("architectures") or [model_type])[0]
-        activation = known.get("hidden_act", "silu")
+        head_dim = known.integer("head_dim", 1, MOST_WIDTH, default=hidden_size // num_heads)
+        if head_dim % 2 and "head_dim" in known:
+            raise known.error("head_dim", "even")
+        if head_dim % 2:
+            raise known.error("hidden_size", f"an even multiple of the {num_heads} heads")
+        max_positions = known.integer("max_position_embeddings", LEAST_POSITIONS, MOST_POSITIONS)
+        has_bias = known.flag("attention_bias", default=False)
+        activation = known.text("hidden_act", default="silu")
         if activation != "silu":
-            raise UnsupportedModelError(architecture, f"activation {activation!r} is not silu")
-        if rope.get("partial_rotary_factor", known.get("partial_rotary_factor", 1.0)) != 1.0:
-            raise UnsupportedModelError(architecture, "it rotates only a part of each head")
-        if result.num_heads % result.num_kv_heads or result.head_dim % 2:
-            raise ConfigError(
-                f"config.json: {result.num_heads} heads of {result.head_dim} do not divide into "
-                f"{result.num_kv_heads} KV heads"
+            raise UnsupportedModelError(architecture, f"its hidden_act {activation!r} is not silu")
+        rope = RotarySettings.read(known, head_dim, max_positions)
+        if rope.partial_factor != 1.0:
+            raise UnsupportedModelError(
+                architecture, "it rotates only a part of each head (partial_rotary_factor)"
             )
-        return result
+        return cls(
+            vocab_size=known.integer("vocab_size", 1, MOST_VOCAB),
+            hidden_size=hidden_size,
+            intermediate_size=known.integer("intermediate_size", 1, MOST_WIDTH),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            norm_eps=known.number("rms_norm_eps", 1e-30, 1.0, default=1e-6),
+            rope=rope,
+            qkv_bias=has_bias,
+            out_bias=has_bias and model_type != "qwen2",
+            mlp_bias=known.flag("mlp_bias", default=False),
+            qk_norm=model_type == "qwen3",
+            tied_embeddings=known.flag("tie_word_embeddings", default=False),
+            windows_tokens=_windows_tokens(fields, known),
+        )
 
 
-def _max_model_len(max_positions: int, rope: Mapping[str, Any]) -> int:
-    """Longest context in tokens, extended by rotary scaling; computed as vLLM does.
+def _windows_tokens(fields: Fields, known: Fields) -> tuple[int | None, ...]:
+    """Sliding window of each layer; absent `layer_types` are filled in as Transformers does.
 
-    "linear" and "dynamic" multiply `max_position_embeddings` by their factor, unless the original
-    length is given too. With "yarn", some checkpoints give that entry before and some after
-    scaling, so the original length is multiplied. In all other cases the entry is the final length.
+    Args:
+        fields: the configuration.
+        known: the same with the defaults of its model type.
     """
-    kind, factor = rope.get("rope_type") or rope.get("type"), rope.get("factor")
-    original = rope.get("original_max_position_embeddings")
-    is_stretched = kind == "yarn" or (kind in ("linear", "dynamic") and original is None)
-    return int((original or max_positions) * factor) if is_stretched and factor else max_positions
-
-
-def _windows_tokens(known: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Sliding window of each layer; absent `layer_types` are filled in as Transformers does."""
-    num_layers: int = known["num_hidden_layers"]
-    window: int | None = known.get("sliding_window") if known.get("use_sliding_window") else None
-    if known["model_type"] == "mistral":
+    num_layers = known.integer("num_hidden_layers", 1, MOST_LAYERS)
+    window: int | None = None
+    is_null = "sliding_window" in fields.values and "sliding_window" not in fields
+    uses_window = known.flag("use_sliding_window", default=False) and not is_null
+    if uses_window and "sliding_window" in known:
+        window = known.integer("sliding_window", 1, MOST_POSITIONS)
+    if known.text("model_type") == "mistral" and "layer_types" not in known:
         return (window,) * num_layers
-    layer_types: list[str] = known.get("layer_types") or [
-        "sliding_attention" if i >= known.get("max_window_layers", 0) else "full_attention"
-        for i in range(num_layers)
-    ]
-    if len(layer_types) != num_layers:
-        raise ConfigError(f"config.json: {len(layer_types)} layer_types for {num_layers} layers")
-    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+    first = known.integer("max_window_layers", 0, MOST_LAYERS, default=0)
+    layer_types = known.texts("layer_types") or tuple(
+        _SLIDING if i >= first else _FULL for i in range(num_layers)
+    )
+    if len(layer_types) != num_layers or not {_SLIDING, _FULL}.issuperset(layer_types):
+        raise known.error(
+            "layer_types", f'a list of "{_FULL}" or "{_SLIDING}" for each of {num_layers} layers'
+        )
+    return tuple(window if kind == _SLIDING else None for kind in layer_types)
 
 
 class DecoderPlan:
@@ -156,16 +168,16 @@ class DecoderPlan:
         dtype: dtype of weights and KV; None means the checkpoint's own.
 
     Raises:
-        ConfigError: the configuration is incomplete.
+        ConfigError: a field of the configuration is missing or impossible.
         UnsupportedModelError: it asks for something that this decoder does not implement.
     """
 
     state_layout: StateLayout | None = None
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None) -> None:
-        self.config = DecoderConfig.read(checkpoint.config)
+        self.config = DecoderConfig.read(checkpoint.fields, checkpoint.architecture)
         self.vocab_size = self.config.vocab_size
-        self.max_model_len = self.config.max_model_len
+        self.max_model_len = self.config.rope.max_model_len
         self.kv_layout = self.config.kv_layout(dtype or stored_dtype(checkpoint))
         # Names in a checkpoint of the base model, saved without its head, have no prefix.
         self._prefix = "" if "embed_tokens.weight" in checkpoint.tensors else "model."
@@ -279,9 +291,7 @@ class Decoder:
         c = self._config = config
         self.kv_layout = kv_layout
         self.vocab_size = c.vocab_size
-        self._angles = RotaryAngles(
-            c.head_dim, c.max_positions, c.rope_theta, c.rope_scaling, tensors["embed"].device
-        )
+        self._angles = RotaryAngles(c.rope, tensors["embed"].device)
         self._scale = c.head_dim**-0.5
         self._embed = tensors["embed"]
         self._layers = [

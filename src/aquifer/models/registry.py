@@ -29,9 +29,9 @@ def plan_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> Mode
 
     Raises:
         UnsupportedModelError: no implementation can serve the architecture.
-        ConfigError: the configuration is incomplete.
+        ConfigError: a field of the configuration is missing or impossible.
     """
-    if checkpoint.config.get("model_type") in _DECODER_MODEL_TYPES:
+    if checkpoint.fields.text("model_type") in _DECODER_MODEL_TYPES:
         from aquifer.models.decoder import DecoderPlan
 
         return DecoderPlan(checkpoint, dtype)

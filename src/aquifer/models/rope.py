@@ -7,13 +7,85 @@ a checkpoint gives the same tokens here and in Transformers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
-from aquifer.errors import ConfigError
+from aquifer.fields import Fields
 from aquifer.kernels.rotary import rotary_angles
+from aquifer.models.limits import LEAST_POSITIONS, MOST_POSITIONS
+
+_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+_ORIGINAL = "original_max_position_embeddings"
+_LEAST, _MOST = 1e-6, 1e6
+"""Bounds of factors and weights; real ones are between 0.1 and 100."""
+
+_LEAST_THETA, _MOST_THETA = 2.0, 1e30
+"""Bounds of the base of the frequencies, all of which are then normal numbers of float32."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RotarySettings:
+    """Settings of the rotary embedding, from a configuration."""
+
+    max_positions: int  # `max_position_embeddings`
+    max_model_len: int  # longest context in tokens, with scaling
+    theta: float  # base of the frequencies
+    partial_factor: float  # part of each head that is rotated
+    frequencies: torch.Tensor  # [head_dim / 2] float32, on the host
+    magnitude: float  # factor on cosines and sines
+    dynamic_factor: (
+        float | None
+    )  # of a base that grows with the context length; None if it is fixed
+
+    @classmethod
+    def read(cls, config: Fields, head_dim: int, max_positions: int) -> RotarySettings:
+        """Read the settings as written by Transformers 4 or 5.
+
+        Args:
+            config: the configuration.
+            head_dim: dimensions of a head, an even number.
+            max_positions: its `max_position_embeddings`.
+
+        Raises:
+            ConfigError: the kind of scaling is unknown, or a parameter is missing or impossible.
+        """
+        is_new = bool(config.values.get("rope_parameters"))
+        fields = config.section("rope_parameters" if is_new else "rope_scaling")
+        for name in fields:
+            if isinstance(fields.values[name], dict):
+                raise fields.error(name, "a number or a text, as all layers have the same settings")
+        kind_name = "type" if "type" in fields and "rope_type" not in fields else "rope_type"
+        kind = fields.text(kind_name, default="default")
+        if kind not in _KINDS:
+            raise fields.error(kind_name, f"one of {', '.join(_KINDS)}")
+        if kind == "dynamic" and head_dim == 2:
+            raise fields.error(kind_name, "of another kind for heads of 2 dimensions")
+        partial = (fields if "partial_rotary_factor" in fields else config).number(
+            "partial_rotary_factor", _LEAST, 1.0, default=1.0
+        )
+        theta = (fields if "rope_theta" in fields else config).number(
+            "rope_theta", _LEAST_THETA, _MOST_THETA, default=10000.0
+        )
+        frequencies = 1.0 / theta ** _exponents(head_dim)
+        magnitude, dynamic_factor = 1.0, None
+        if kind == "linear":
+            frequencies = frequencies / _factor(fields)
+        elif kind == "dynamic":
+            dynamic_factor = _factor(fields)
+        elif kind == "llama3":
+            frequencies = _llama3(frequencies, fields)
+        elif kind == "yarn":
+            frequencies, magnitude = _yarn(frequencies, theta, max_positions, fields)
+        return cls(
+            max_positions=max_positions,
+            max_model_len=_max_model_len(fields, kind, max_positions),
+            theta=theta,
+            partial_factor=partial,
+            frequencies=frequencies,
+            magnitude=magnitude,
+            dynamic_factor=dynamic_factor,
+        )
 
 
 class RotaryAngles:
@@ -22,52 +94,14 @@ class RotaryAngles:
     A table for the whole context of a long model would take more memory than some models' weights.
 
     Args:
-        head_dim: number of dimensions that are rotated.
-        max_positions: `max_position_embeddings` of the model.
-        theta: base of the frequencies.
-        scaling: `rope_scaling` or `rope_parameters` of the model's configuration.
+        settings: frequencies and scaling.
         device: device of the positions.
-
-    Raises:
-        ConfigError: the kind of scaling is unknown, or a parameter of it is missing.
     """
 
-    def __init__(
-        self,
-        head_dim: int,
-        max_positions: int,
-        theta: float,
-        scaling: Mapping[str, Any],
-        device: torch.device,
-    ) -> None:
-        kind = scaling.get("rope_type") or scaling.get("type") or "default"
-        self._head_dim = head_dim
-        self._max_positions = max_positions
-        self._theta = theta
-        self._dynamic_factor: float | None = None
-        self._magnitude = 1.0
-        # [head_dim / 2]
-        self._exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        self._frequencies = 1.0 / theta**self._exponents
-        try:
-            if kind == "linear":
-                self._frequencies = self._frequencies / scaling["factor"]
-            elif kind == "dynamic":
-                self._dynamic_factor = float(scaling["factor"])
-            elif kind == "llama3":
-                self._frequencies = _llama3(self._frequencies, scaling)
-            elif kind == "yarn":
-                self._frequencies, self._magnitude = _yarn(
-                    self._frequencies, theta, max_positions, scaling
-                )
-            elif kind != "default":
-                raise ConfigError(
-                    f"unknown rope scaling {kind!r}; known are linear, dynamic, llama3 and yarn"
-                )
-        except KeyError as error:
-            raise ConfigError(f"rope scaling {kind!r} lacks its parameter {error}") from error
-        self._exponents = self._exponents.to(device)
-        self._frequencies = self._frequencies.to(device)
+    def __init__(self, settings: RotarySettings, device: torch.device) -> None:
+        self._settings = settings
+        self._frequencies = settings.frequencies.to(device)
+        self._exponents = _exponents(2 * len(settings.frequencies)).to(device)
 
     def __call__(
         self, positions: torch.Tensor, context_lengths: torch.Tensor
@@ -78,25 +112,62 @@ class RotaryAngles:
             positions: [tokens].
             context_lengths: [tokens], see `ModelInput`; used by dynamic scaling only.
         """
-        frequencies = self._frequencies
-        if self._dynamic_factor is not None:
-            frequencies = self._dynamic(context_lengths)
-        return rotary_angles(positions, frequencies, self._magnitude)
+        frequencies, factor = self._frequencies, self._settings.dynamic_factor
+        if factor is not None:
+            frequencies = self._dynamic(context_lengths, factor)
+        return rotary_angles(positions, frequencies, self._settings.magnitude)
 
-    def _dynamic(self, context_lengths: torch.Tensor) -> torch.Tensor:
+    def _dynamic(self, context_lengths: torch.Tensor, factor: float) -> torch.Tensor:
         """Frequencies whose base grows with the context length, [tokens, head_dim / 2]."""
-        assert self._dynamic_factor is not None
-        lengths = context_lengths.clamp(min=self._max_positions).to(torch.float32)
-        growth = self._dynamic_factor * lengths / self._max_positions - (self._dynamic_factor - 1)
-        base = self._theta * growth ** (self._head_dim / (self._head_dim - 2))
+        limit, head_dim = self._settings.max_positions, 2 * len(self._exponents)
+        lengths = context_lengths.clamp(min=limit).to(torch.float32)
+        growth = factor * lengths / limit - (factor - 1)
+        base = self._settings.theta * growth ** (head_dim / (head_dim - 2))
         return 1.0 / base.unsqueeze(1) ** self._exponents
 
 
-def _llama3(frequencies: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
+def _exponents(head_dim: int) -> torch.Tensor:
+    """[head_dim / 2]."""
+    return torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+
+
+def _factor(fields: Fields) -> float:
+    return fields.number("factor", _LEAST, _MOST)
+
+
+def _max_model_len(fields: Fields, kind: str, max_positions: int) -> int:
+    """Longest context in tokens, extended by rotary scaling; computed as vLLM does.
+
+    "linear" and "dynamic" multiply `max_position_embeddings` by their factor, unless the original
+    length is given too. With "yarn", some checkpoints give that entry before and some after
+    scaling, so the original length is multiplied. In all other cases the entry is the final length.
+    """
+    is_stretched = kind == "yarn" or (kind in ("linear", "dynamic") and _ORIGINAL not in fields)
+    if not is_stretched or "factor" not in fields:
+        return max_positions
+    original = _original(fields, max_positions)
+    result = int(original * _factor(fields))
+    if not LEAST_POSITIONS <= result <= MOST_POSITIONS:
+        raise fields.error(
+            "factor",
+            f"such that a context of {original} tokens times it has from {LEAST_POSITIONS} to "
+            f"{MOST_POSITIONS}",
+        )
+    return result
+
+
+def _original(fields: Fields, default: int | None = None) -> int:
+    """Context length before scaling, in tokens."""
+    return fields.integer(_ORIGINAL, 1, MOST_POSITIONS, default)
+
+
+def _llama3(frequencies: torch.Tensor, fields: Fields) -> torch.Tensor:
     """Divide low frequencies by the factor, keep high ones, blend in between (Llama 3.1)."""
-    factor = scaling["factor"]
-    original = scaling["original_max_position_embeddings"]
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    factor, original = _factor(fields), _original(fields)
+    low = fields.number("low_freq_factor", _LEAST, _MOST)
+    high = fields.number("high_freq_factor", _LEAST, _MOST)
+    if high <= low:
+        raise fields.error("high_freq_factor", f"more than low_freq_factor, which is {low:g}")
     wavelengths = 2 * math.pi / frequencies
     smooth = (original / wavelengths - low) / (high - low)
     blended = (1 - smooth) * frequencies / factor + smooth * frequencies
@@ -105,23 +176,23 @@ def _llama3(frequencies: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tens
 
 
 def _yarn(
-    frequencies: torch.Tensor, theta: float, max_positions: int, scaling: Mapping[str, Any]
+    frequencies: torch.Tensor, theta: float, max_positions: int, fields: Fields
 ) -> tuple[torch.Tensor, float]:
     """Scaled frequencies and attention magnitude of YaRN (sections 3.2 and 3.4).
 
     Low frequencies are interpolated, high ones kept.
     """
     head_dim = 2 * len(frequencies)
-    original = scaling.get("original_max_position_embeddings") or max_positions
-    factor = scaling.get("factor") or max_positions / original
+    original = _original(fields, max_positions)
+    factor = _factor(fields) if "factor" in fields else max_positions / original
 
     def dimension_of(num_rotations: float) -> float:
         """Dimension with that many full rotations over the original context."""
         return head_dim * math.log(original / (num_rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = dimension_of(scaling.get("beta_fast") or 32)
-    high = dimension_of(scaling.get("beta_slow") or 1)
-    if scaling.get("truncate", True):
+    low = dimension_of(fields.number("beta_fast", _LEAST, _MOST, default=32.0))
+    high = dimension_of(fields.number("beta_slow", _LEAST, _MOST, default=1.0))
+    if fields.flag("truncate", default=True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
@@ -132,12 +203,10 @@ def _yarn(
     def magnitude(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    attention_factor = scaling.get("attention_factor")
-    if attention_factor is None:
-        mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
-        attention_factor = (
-            magnitude(mscale) / magnitude(mscale_all_dim)
-            if mscale and mscale_all_dim
-            else magnitude(1.0)
-        )
-    return mixed, float(attention_factor)
+    if "attention_factor" in fields:
+        return mixed, fields.number("attention_factor", _LEAST, _MOST)
+    mscale = fields.number("mscale", 0.0, _MOST, default=0.0)
+    mscale_all_dim = fields.number("mscale_all_dim", 0.0, _MOST, default=0.0)
+    if mscale and mscale_all_dim:
+        return mixed, magnitude(mscale) / magnitude(mscale_all_dim)
+    return mixed, magnitude(1.0)

@@ -5,7 +5,6 @@ Nothing here uses the engine or torch, so a server can do all of it in another p
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,13 @@ from typing import Any
 from tokenizers import Tokenizer as BackendTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from aquifer.errors import ConfigError, ContextLengthError, RequestError
+from aquifer.errors import ConfigError, ContextLengthError, RequestError, one_line
+from aquifer.fields import LIST_BYTES, Fields, read_fields, read_text
+
+_SPECIAL_TOKENS = frozenset(
+    f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+)
+_TEMPLATES = 'a text, or a list of objects, each with a "name" and a "template" as text'
 
 _MAX_MESSAGE_CHARS = 1000
 _MANY_TOKENS = 256
@@ -50,25 +55,24 @@ class Tokenizer:
             chat_template: replaces the checkpoint's own.
 
         Raises:
-            ConfigError: a file exists but cannot be read.
+            ConfigError: a file exists but cannot be read, or a field of it is impossible.
         """
         file = folder / "tokenizer.json"
         if not file.is_file():
             return None
         try:
             backend = BackendTokenizer.from_file(str(file))
-            config = _read_optional_json(folder / "tokenizer_config.json")
-            template_file = folder / "chat_template.jinja"
-            if chat_template is None and template_file.is_file():
-                chat_template = template_file.read_text(encoding="utf-8")
-            special_tokens = {
-                name: token["content"] if isinstance(token, dict) else token
-                for name, token in config.items()
-                if name.endswith("_token") and isinstance(token, (str, dict))
-            }
-            return cls(backend, chat_template or _default_template(config), special_tokens)
         except Exception as error:  # the backend raises bare Exception
-            raise ConfigError(f"cannot read the tokenizer in {folder}: {error!r}") from error
+            raise ConfigError(f"cannot read {file}: {one_line(error)}") from error
+        config_file = folder / "tokenizer_config.json"
+        fields = Fields(config_file, {})
+        if config_file.is_file():
+            fields = read_fields(config_file, LIST_BYTES)
+        special_tokens, default_template = _special_tokens(fields), _default_template(fields)
+        template_file = folder / "chat_template.jinja"
+        if chat_template is None and template_file.is_file():
+            chat_template = read_text(template_file, LIST_BYTES)
+        return cls(backend, chat_template or default_template, special_tokens)
 
     def encode(
         self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None
@@ -187,17 +191,44 @@ class ChatTemplate:
         return str(rendered[0])
 
 
-def _read_optional_json(file: Path) -> dict[str, Any]:
-    content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    if not isinstance(content, dict):
-        raise ValueError(f"{file.name} is not a JSON object")
-    return content
+def _special_tokens(fields: Fields) -> dict[str, str]:
+    """Special tokens of a tokenizer configuration, by field.
+
+    Further fields end in `_token` too, such as the flag `add_bos_token`; they are left out.
+
+    Raises:
+        ConfigError: one of those that all tokenizers have is no text.
+    """
+    tokens = {}
+    for name in fields:
+        if name.endswith("_token"):
+            value = fields.values[name]
+            content = value.get("content") if isinstance(value, dict) else value
+            if isinstance(content, str):
+                tokens[name] = content
+            elif name in _SPECIAL_TOKENS:
+                raise fields.error(name, 'a text, or an object with a text as its "content"')
+    return tokens
 
 
-def _default_template(config: Mapping[str, Any]) -> str | None:
-    """Return the default chat template of a tokenizer configuration, which may name several."""
-    template = config.get("chat_template")
+def _default_template(fields: Fields) -> str | None:
+    """Return the default chat template of a tokenizer configuration, which may name several.
+
+    Raises:
+        ConfigError: it is neither a text nor a list of named ones.
+    """
+    template = fields.values.get("chat_template")
     if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+        named = dict(_named_template(fields, entry) for entry in template)
+        return named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise fields.error("chat_template", _TEMPLATES)
+    return template
+
+
+def _named_template(fields: Fields, entry: Any) -> tuple[str, str]:
+    parts = [entry.get(part) for part in ("name", "template")] if isinstance(entry, dict) else []
+    match parts:
+        case [str(name), str(template)]:
+            return name, template
+    raise fields.error("chat_template", _TEMPLATES)

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from aquifer.errors import ConfigError
+from aquifer.errors import ConfigError, one_line
+from aquifer.fields import LIST_BYTES, Fields, read_fields
 
 _DTYPES = {
     "F64": torch.float64,
@@ -36,6 +37,9 @@ _DTYPES = {
 }
 _MAX_HEADER_BYTES = 100 << 20  # the limit that the format's own library has
 _CONVERT_BYTES = 8 << 20  # scratch buffer for tensors whose dtype is converted while they are read
+_MOST_DIMS = 64  # dimensions of a tensor of torch
+_MOST_NAME_BYTES = 255  # of a file, in the file systems of Linux
+_MOST_NAMED = 3  # names of missing files in one message
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +61,23 @@ class Checkpoint:
     """
 
     path: Path
-    config: Mapping[str, Any]
+    fields: Fields  # of config.json
     tensors: Mapping[str, StoredTensor]
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The values of config.json, unchecked."""
+        return self.fields.values
+
+    @property
+    def architecture(self) -> str:
+        """Name of the architecture in the configuration, for messages and reports.
+
+        Raises:
+            ConfigError: `architectures` is no list of texts, or `model_type` no text.
+        """
+        names = self.fields.texts("architectures")
+        return names[0] if names else self.fields.text("model_type", default="unknown")
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Checkpoint:
@@ -68,13 +87,13 @@ class Checkpoint:
             ConfigError: the directory does not exist, is no checkpoint, or has a damaged file.
         """
         folder = Path(path).expanduser()
-        config = read_config(folder)
+        fields = read_config(folder)
         tensors: dict[str, StoredTensor] = {}
         for file in _weight_files(folder):
             tensors.update(_read_header(file))
         if not tensors:
             raise ConfigError(f"{folder} holds no tensors: its safetensors files are empty")
-        return cls(folder, config, tensors)
+        return cls(folder, fields, tensors)
 
     @classmethod
     def without_tensors(cls, path: str | os.PathLike[str]) -> Checkpoint:
@@ -111,44 +130,40 @@ class Checkpoint:
             part.copy_(piece)
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> Fields:
     """Read the `config.json` of a checkpoint directory.
 
     Raises:
-        ConfigError: the file does not exist, or is not a JSON object.
+        ConfigError: the file does not exist, or is no valid JSON object.
     """
-    if not folder.exists():
-        raise ConfigError(f"no such model: {folder} does not exist")
     file = folder / "config.json"
-    if not folder.is_dir() or not file.is_file():
-        raise ConfigError(
-            f"{folder} is not a checkpoint: give a directory that holds config.json and "
-            "model.safetensors"
-        )
-    return _read_json(file)
+    try:
+        if not folder.exists():
+            raise ConfigError(f"no such model: {folder} does not exist")
+        if not folder.is_dir() or not file.is_file():
+            raise ConfigError(
+                f"{folder} is not a checkpoint: give a directory that holds config.json and "
+                "model.safetensors"
+            )
+    except OSError as error:  # no permission to look, or a name that is too long
+        raise ConfigError(f"cannot read {folder}: {one_line(error)}") from error
+    return read_fields(file)
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """Dtype that a checkpoint's configuration declares, or else that of its largest tensor."""
-    declared = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
-    dtype = getattr(torch, str(declared).removeprefix("torch."), None)
-    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+    """Dtype that a checkpoint's configuration declares, or else that of its largest tensor.
+
+    Raises:
+        ConfigError: the declaration is no text, or there is none and no tensor either.
+    """
+    fields = checkpoint.fields
+    declared = fields.text("dtype", default=fields.text("torch_dtype", default="none"))
+    dtype = getattr(torch, declared.removeprefix("torch."), None)
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1:
         return dtype
     if not checkpoint.tensors:
-        raise ConfigError(
-            f"{checkpoint.path / 'config.json'} names no dtype; give --dtype bfloat16"
-        )
+        raise ConfigError(f"{fields.file} names no dtype; give --dtype bfloat16")
     return max(checkpoint.tensors.values(), key=lambda tensor: tensor.num_bytes).dtype
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"cannot read {file}: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"cannot read {file}: it holds no JSON object")
-    return content
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -166,17 +181,35 @@ def _weight_files(folder: Path) -> list[Path]:
         raise ConfigError(
             f"{folder} holds neither model.safetensors nor model.safetensors.index.json{found}"
         )
-    weight_map = _read_json(index).get("weight_map")
-    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
-    if not names or not all(isinstance(name, str) for name in names):
+    weight_map = read_fields(index, LIST_BYTES).section("weight_map")
+    names = {_file_name(weight_map, tensor) for tensor in weight_map.values}
+    files = [folder / name for name in sorted(names)]
+    if not files:
         raise ConfigError(f"{index} has no weight_map from tensors to files; download it again")
-    files = [folder / name for name in sorted(set(names))]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
+        more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
         raise ConfigError(
-            f"{folder} lacks {', '.join(missing)}, which its index names; download it again"
+            f"{folder} lacks {', '.join(missing[:_MOST_NAMED])}{more}, which its index names; "
+            "download it again"
         )
     return files
+
+
+def _file_name(weight_map: Fields, tensor: str) -> str:
+    """The file that an index names for a tensor.
+
+    The name must be that of a file in the checkpoint's own folder, so that no checkpoint can have
+    other files read. The file itself may be a symbolic link, as in the cache of huggingface_hub.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    name = weight_map.values[tensor]
+    is_plain = isinstance(name, str) and name.isprintable() and name not in ("", ".", "..")
+    if not is_plain or "/" in name or "\\" in name or len(os.fsencode(name)) > _MOST_NAME_BYTES:
+        raise weight_map.error(tensor, "the name of a file in the same folder, without a path")
+    return str(name)
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
@@ -223,10 +256,12 @@ def _stored_tensor(
     if entry["dtype"] not in _DTYPES:
         raise ConfigError(f"{file}: tensor {name!r} has the unknown dtype {entry['dtype']!r}")
     dtype = _DTYPES[entry["dtype"]]
+    if len(entry["shape"]) > _MOST_DIMS:
+        raise ConfigError(f"{file}: tensor {name!r} has more than {_MOST_DIMS} dimensions")
     shape = tuple(int(n) for n in entry["shape"])
     begin, end = (int(n) for n in entry["data_offsets"])
     num_bytes = math.prod(shape) * dtype.itemsize
-    if begin < 0 or end - begin != num_bytes:
+    if min((begin, *shape)) < 0 or end - begin != num_bytes:
         raise ConfigError(
             f"{file}: tensor {name!r} of shape {list(shape)} takes {num_bytes} bytes, the header "
             f"gives it {end - begin}; download it again"

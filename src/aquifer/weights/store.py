@@ -22,6 +22,7 @@ from aquifer.errors import ConfigError
 from aquifer.memory.pool import Owner, PagePool
 from aquifer.memory.range import VirtualRange
 from aquifer.memory.residency import Residency
+from aquifer.sizes import format_size
 from aquifer.weights.checkpoint import Checkpoint
 from aquifer.weights.loader import load_tensors
 
@@ -247,12 +248,12 @@ class WeightStore:
         Raises:
             ConfigError: a tensor is missing or has another shape; found before anything is read.
         """
-        jobs: list[tuple[str, torch.Tensor]] = []
-        for parameter in self.parameters:
-            for source in parameter.sources:
-                part = self.tensors[parameter.name][source.index]
-                _check(checkpoint, source.name, part)
-                jobs.append((source.name, part))
+        check_sources(checkpoint, self.parameters)
+        jobs = [
+            (source.name, self.tensors[parameter.name][source.index])
+            for parameter in self.parameters
+            for source in parameter.sources
+        ]
         stored = checkpoint.tensors
         jobs.sort(key=lambda job: (stored[job[0]].file, stored[job[0]].offset_bytes))
         load_tensors(checkpoint, jobs, on_bytes)
@@ -282,16 +283,42 @@ class WeightStore:
             range_.close()
 
 
-def _check(checkpoint: Checkpoint, name: str, part: torch.Tensor) -> None:
+def check_sources(checkpoint: Checkpoint, parameters: Iterable[Parameter]) -> None:
+    """Check that a checkpoint has the tensors that parameters are made of; takes no memory.
+
+    Raises:
+        ConfigError: a tensor is missing, has another shape, or is quantised.
+    """
+    for parameter in parameters:
+        whole = torch.empty(parameter.shape, device="meta")
+        for source in parameter.sources:
+            _check(checkpoint, source.name, tuple(whole[source.index].shape))
+
+
+def check_fits(pool: PagePool, model: str, parameters: Sequence[Parameter]) -> None:
+    """Refuse weights that the whole pool could not hold, before they get addresses.
+
+    Raises:
+        ConfigError: they take more than its budget.
+    """
+    weight_bytes = placed_bytes([parameters], pool.page_bytes)
+    if weight_bytes > pool.budget_bytes:
+        raise ConfigError(
+            f"the weights of {model} take {format_size(weight_bytes)}, more than the "
+            f"{format_size(pool.budget_bytes)} of the pool; raise --memory"
+        )
+
+
+def _check(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
     stored = checkpoint.tensors.get(name)
     if stored is None:
         raise ConfigError(
             f"{checkpoint.path} lacks the tensor {name!r}, which its config calls for"
         )
-    if stored.shape != tuple(part.shape):
+    if stored.shape != shape:
         raise ConfigError(
             f"{checkpoint.path}: tensor {name!r} has shape {list(stored.shape)}, its config calls "
-            f"for {list(part.shape)}"
+            f"for {list(shape)}"
         )
     if not stored.dtype.is_floating_point or stored.dtype.itemsize == 1:
         raise ConfigError(

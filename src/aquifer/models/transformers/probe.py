@@ -19,11 +19,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from aquifer.cache.base import KVLayout, LayerKV, Rows, Spans
 from aquifer.cache.view import StepView
-from aquifer.errors import AquiferError, UnsupportedModelError
+from aquifer.errors import AquiferError, UnsupportedModelError, one_line
 from aquifer.kernels.decode_attention import DecodeWorkspaces
 from aquifer.models.base import ModelInput
 from aquifer.models.transformers.model import SERVE, TransformersModel
-from aquifer.models.transformers.skeleton import FOREIGN_ERRORS
 
 _PROBE = "aquifer-probe"  # unlike SERVE, also in the mask registry
 _IMPLEMENTED_KWARGS = frozenset({"dropout", "is_causal", "sliding_window"})
@@ -79,8 +78,8 @@ def probe(
             return _Probe(model, architecture, kv_layout, vocab_size, max_tokens).run(ids)
     except (AquiferError, torch.OutOfMemoryError):
         raise
-    except FOREIGN_ERRORS as error:
-        raise UnsupportedModelError(architecture, f"its code failed: {error}") from error
+    except Exception as error:  # the model's own code may raise anything
+        raise UnsupportedModelError(architecture, f"its code failed: {one_line(error)}") from error
 
 
 @dataclass(slots=True)

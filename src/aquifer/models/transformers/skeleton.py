@@ -3,44 +3,47 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from transformers import AutoModelForCausalLM
 
-from aquifer.errors import UnsupportedModelError
+from aquifer.models import limits
 from aquifer.models.transformers.model import SERVE
-
-FOREIGN_ERRORS = (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    LookupError,
-    ImportError,
-    StrictDataclassError,
-)
-"""Exceptions that a model's own code raises for a configuration that it cannot handle."""
+from aquifer.sizes import format_size
 
 
-def make_skeleton(config: Any, dtype: torch.dtype, architecture: str) -> Any:
+def make_skeleton(config: Any, dtype: torch.dtype) -> Any:
     """Build a model with parameters that take no memory, and buffers that have their values.
 
     The model is built on the meta device, so that weights take no memory. Buffers are then
     allocated again and filled by the model's own initialisation, as `from_pretrained` does.
+
+    Raises:
+        ValueError: the model would be larger than any there is.
+        Exception: anything that its own code raises for a configuration that it cannot handle.
     """
     config = copy.deepcopy(config)
     if hasattr(config, "output_router_logits"):
         config.output_router_logits = False
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config, attn_implementation=SERVE, dtype=dtype, trust_remote_code=False
-            )
-    except FOREIGN_ERRORS as error:
-        raise UnsupportedModelError(architecture, f"it cannot be constructed: {error}") from error
+    with torch.device("meta"), _bounded_construction():
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=SERVE, dtype=dtype, trust_remote_code=False
+        )
+    buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
+    if buffer_bytes > limits.MOST_CONSTANT_BYTES:
+        raise ValueError(
+            f"its sizes call for constants of {format_size(buffer_bytes)}, and at most "
+            f"{format_size(limits.MOST_CONSTANT_BYTES)} are allowed"
+        )
     for parameter in model.parameters():
         parameter.requires_grad_(False)
         # The flag by which Transformers skips a parameter in `initialize_weights`.
@@ -58,6 +61,33 @@ def make_skeleton(config: Any, dtype: torch.dtype, architecture: str) -> Any:
             # check for it has nothing to find, and would wait for the device.
             module.rope_type = _static_rope_type(module.rope_type)
     return model.eval()
+
+
+@contextmanager
+def _bounded_construction() -> Iterator[None]:
+    """Refuse to register more than `limits.MOST_PARTS` modules, parameters and buffers.
+
+    Constructors loop over numbers of the configuration, and each has other names for them.
+    """
+    num_registered = 0
+
+    def count(module: Any, name: str, registered: Any) -> None:
+        nonlocal num_registered
+        num_registered += 1
+        if num_registered > limits.MOST_PARTS:
+            raise ValueError(
+                f"its sizes call for more than {limits.MOST_PARTS} modules and parameters, the "
+                f"last of them {name!r} of a {type(module).__name__}"
+            )
+
+    with ExitStack() as hooks:
+        for register in (
+            register_module_module_registration_hook,
+            register_module_parameter_registration_hook,
+            register_module_buffer_registration_hook,
+        ):
+            hooks.callback(register(count).remove)
+        yield
 
 
 def _warn_of_nothing(input_ids: torch.Tensor, attention_mask: None) -> None:

@@ -1,0 +1,29 @@
+"""Bounds of the sizes in a model's configuration, checked before anything is made in that size.
+
+They are far above those of any model there is, and low enough that what a plan takes for each layer
+is little, and that no product of sizes exceeds 64 bits.
+"""
+
+from __future__ import annotations
+
+MOST_LAYERS = 4096
+MOST_HEADS = 1 << 14
+MOST_WIDTH = 1 << 20
+"""Of hidden states, of the intermediate ones of an MLP, and of a head."""
+
+MOST_VOCAB = 1 << 24
+MOST_POSITIONS = 1 << 24
+"""The rotary embedding computes with positions in float32, which is exact up to here."""
+
+LEAST_POSITIONS = 2
+"""A request has a token of prompt and one of output."""
+
+MOST_OTHER = 1 << 24
+"""Of any other whole number that a configuration class of Transformers declares, up or down."""
+
+MOST_PARTS = 1 << 18
+"""Of modules, parameters and buffers of a model of Transformers, each of which takes a few
+kilobytes. A mixture of experts with modules for each expert has some 100 000."""
+
+MOST_CONSTANT_BYTES = 1 << 30
+"""Of the buffers of a model of Transformers, such as masks; most models have a few kilobytes."""
