@@ -826,19 +826,25 @@ def test_misuse(name):
     harness.close()
 
 
-def _lives(harness: Harness, attempt: Callable[[Callable[[], bool]], None]) -> None:
-    """A few calls of each kind, in an order that leaves pages retired, held and shared."""
+def _lives(harness: Harness, attempt: Callable[..., None]) -> None:
+    """A few calls of each kind, in an order that leaves pages retired, held and shared.
+
+    Args:
+        harness: the manager.
+        attempt: makes a call, given whether the manager does without any one call to the device.
+    """
+    maps_ahead = harness.name == "virtual"  # where that is refused, it maps less
     retained: list[Retained] = []
 
     def check() -> None:
         harness.check(retained)
 
-    attempt(lambda: harness.reserve({0: 10, 1: 21}))
+    attempt(partial(harness.reserve, {0: 10, 1: 21}), has_detour=maps_ahead)
     harness.write({0: 10, 1: 21})
     attempt(lambda: harness.fork(1, 2, 21))
     attempt(lambda: harness.fork(1, 3, 10))
     attempt(lambda: harness.fork(2, 4, 21))
-    attempt(lambda: harness.reserve({2: 3, 3: 2}))
+    attempt(partial(harness.reserve, {2: 3, 3: 2}), has_detour=maps_ahead)
     harness.write({2: 3, 3: 2})
     check()
     retained.append(harness.end(1))
@@ -849,7 +855,7 @@ def _lives(harness: Harness, attempt: Callable[[Callable[[], bool]], None]) -> N
     check()
     harness.release(4)
     harness.cache.unretain(retained.pop(0).blocks)
-    attempt(lambda: harness.reserve({0: 9, 1: 5, 2: 1}))
+    attempt(partial(harness.reserve, {0: 9, 1: 5, 2: 1}), has_detour=maps_ahead)
     harness.write({0: 9, 1: 5, 2: 1})
     attempt(lambda: harness.adopt(4, retained[0], 13))
     harness.cache.upload()
@@ -862,21 +868,33 @@ def _lives(harness: Harness, attempt: Callable[[Callable[[], bool]], None]) -> N
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_call_refused_once(name, layout, is_late):
-    """M6, for all that shares: what the device refuses has changed nothing, and works again."""
+    """M6, for all that shares: what the device refuses has changed nothing, and works again.
 
-    def run(fail_at: int | None) -> tuple[int, int]:
+    A call that has another way takes it.
+    """
+
+    def run(fail_at: int | None) -> tuple[int, int, int]:
         harness = Harness(name, LAYOUTS[layout], 220, is_late)
         first = harness.driver.num_calls
-        num_refusals = 0
+        num_refusals = num_detours = 0
 
-        def attempt(act: Callable[[], bool]) -> None:
-            nonlocal num_refusals
-            before = harness.state()
+        def attempt(act: Callable[[], bool], *, has_detour: bool = False) -> None:
+            nonlocal num_refusals, num_detours
+            before, first_call = harness.state(), harness.driver.num_calls
+            usage = harness.pool.usage()
+            has_other_pages = usage.idle_bytes + usage.retired_bytes > 0
             try:
                 assert act()
-                return
             except DriverError:
+                assert not has_detour
                 num_refusals += 1
+            else:
+                if harness.driver.fail_at in range(first_call, harness.driver.num_calls):
+                    assert has_detour or (
+                        has_other_pages and harness.driver.failed_call == "create"
+                    )
+                    num_detours += 1
+                return
             assert harness.state() == before
             harness.pool.check()
             assert act()
@@ -885,9 +903,9 @@ def test_every_call_refused_once(name, layout, is_late):
         _lives(harness, attempt)
         num_calls = harness.driver.num_calls - first
         harness.close()
-        return num_calls, num_refusals
+        return num_calls, num_refusals, num_detours
 
-    num_calls, num_refusals = run(None)
-    assert (num_calls > 5, num_refusals) == (True, 0)
+    num_calls, *undisturbed = run(None)
+    assert (num_calls > 5, undisturbed) == (True, [0, 0])
     for fail_at in range(num_calls):
-        assert run(fail_at)[1] == 1
+        assert sum(run(fail_at)[1:]) == 1
