@@ -106,7 +106,7 @@ class Harness:
 
     def num_whole_blocks(self, slot: int) -> int:
         """Number of blocks that the slot will not write to any more."""
-        return len(self.marks[slot]) * self.layout.token_bytes // self.cache.block_bytes
+        return len(self.marks[slot]) * self.layout.token_bytes // self.cache.footprint.block_bytes
 
     def reserve(self, counts: dict[int, int]) -> bool:
         slots = np.array(list(counts), np.int64)
@@ -181,7 +181,7 @@ class Harness:
         return retained
 
     def adopt(self, slot: int, retained: Retained, count: int) -> bool:
-        num_blocks = -(-count * self.layout.token_bytes // self.cache.block_bytes)
+        num_blocks = -(-count * self.layout.token_bytes // self.cache.footprint.block_bytes)
         if not self.cache.adopt(slot, retained.blocks[:num_blocks], count):
             return False
         self.marks[slot] = retained.marks[:count]
@@ -211,7 +211,7 @@ class Harness:
         for slot in self.marks:
             self.read_back(slot)
         saved = sum(count - 1 for count in users.values())
-        assert stats.shared_bytes == saved * self.cache.block_bytes
+        assert stats.shared_bytes == saved * self.cache.footprint.block_bytes
         covered = set(users.elements()) if self.name == "virtual" else self.pages_of(set(users))
         retained_pages = held if self.name == "virtual" else self.pages_of(held)
         assert stats.mapped_bytes == len(covered) * PAGE
@@ -225,7 +225,7 @@ class Harness:
 
     def pages_of(self, blocks: set[int]) -> set[int]:
         """Indices of the pages that blocks of a paged cache lie on."""
-        size = self.cache.block_bytes
+        size = self.cache.footprint.block_bytes
         return {
             page
             for block in blocks
@@ -342,7 +342,7 @@ class SharingMachine(RuleBasedStateMachine):
         assert (
             harness.cache.blocks(slot, num_tokens)
             == blocks[: len(blocks)][
-                : -(-num_tokens * harness.layout.token_bytes // harness.cache.block_bytes)
+                : -(-num_tokens * harness.layout.token_bytes // harness.cache.footprint.block_bytes)
             ]
         )
         self.retained.append(Retained(blocks, harness.marks[slot][:num_tokens]))
@@ -498,10 +498,10 @@ def test_a_fork_takes_one_block_and_copies_it(name):
     harness.write({0: 1, 1: 1, 2: 1, 3: 1})  # each writes to its own copy
     harness.check()
     stats = harness.cache.stats(88)
-    assert stats.shared_bytes == 3 * num_whole * harness.cache.block_bytes
+    assert stats.shared_bytes == 3 * num_whole * harness.cache.footprint.block_bytes
     assert stats.mapped_bytes + stats.shared_bytes == stats.written_bytes + stats.wasted_bytes
     grown_bytes = stats.mapped_bytes - before
-    assert grown_bytes <= 3 * (harness.cache.block_bytes + PAGE)
+    assert grown_bytes <= 3 * (harness.cache.footprint.block_bytes + PAGE)
     harness.close()
 
 
@@ -556,7 +556,7 @@ def test_what_blocks_depend_on(name, layout):
     harness = Harness(name, LAYOUTS[layout], 200)
     cache, token_bytes = harness.cache, LAYOUTS[layout].token_bytes
     for num_blocks in range(12):
-        num_bytes = num_blocks * cache.block_bytes
+        num_bytes = num_blocks * cache.footprint.block_bytes
         inside, touching = cache.tokens_in(num_blocks), cache.tokens_touching(num_blocks)
         assert inside == min(num_bytes // token_bytes, MAX_TOKENS)
         assert touching == min(-(-num_bytes // token_bytes), MAX_TOKENS)

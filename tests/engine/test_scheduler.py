@@ -253,7 +253,7 @@ class World:
         ids = torch.from_numpy(known[slots, positions]).float()
         sums = np.cumsum(known, axis=1)
         expected = torch.from_numpy(sums[slots, positions] / (positions + 1)).float()
-        for index, layer in enumerate(cache.layout.layers):
+        for index, layer in enumerate(cache.tensors.shape.layout.layers):
             key = ids[:, None, None].expand(-1, layer.num_kv_heads, layer.key_dim)
             view.write(index, key, key + index)
             means = view.attend(index, torch.zeros(key.shape), scale=1.0)
