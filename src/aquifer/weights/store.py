@@ -247,6 +247,14 @@ class WeightStore:
         Raises:
             ConfigError: a tensor is missing or has another shape; found before anything is read.
         """
+        load_tensors(checkpoint, self.jobs(checkpoint), on_bytes)
+
+    def jobs(self, checkpoint: Checkpoint) -> list[tuple[str, torch.Tensor]]:
+        """Name of each stored tensor, and the part of a parameter that it fills, in file order.
+
+        Raises:
+            ConfigError: a tensor is missing or has another shape.
+        """
         jobs: list[tuple[str, torch.Tensor]] = []
         for parameter in self.parameters:
             for source in parameter.sources:
@@ -255,7 +263,7 @@ class WeightStore:
                 jobs.append((source.name, part))
         stored = checkpoint.tensors
         jobs.sort(key=lambda job: (stored[job[0]].file, stored[job[0]].offset_bytes))
-        load_tensors(checkpoint, jobs, on_bytes)
+        return jobs
 
     def fill_random(self, seed: int) -> None:
         """Fill parameters: vectors with 1 (norms) or 0 (biases), others with normal random numbers.

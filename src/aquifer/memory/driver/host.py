@@ -26,6 +26,7 @@ import torch
 
 from aquifer.errors import DriverError, InvariantError
 from aquifer.memory.driver.base import Handle
+from aquifer.memory.proc import proc_bytes
 from aquifer.memory.runs import runs
 
 _PROT_NONE, _PROT_READ_WRITE = 0x0, 0x3
@@ -71,14 +72,14 @@ class HostDriver:
 
     def available_bytes(self) -> int:
         """Free and reclaimable memory, or the room in the control group if that is less."""
-        available = _meminfo_bytes("MemAvailable")
+        available = proc_bytes("/proc/meminfo", "MemAvailable")
         room = _cgroup_room_bytes()
         return available if room is None else min(available, room)
 
     def total_bytes(self) -> int:
         """The machine's memory, or the limit of the control group if that is less."""
         limit = _cgroup_limit_bytes()
-        total = _meminfo_bytes("MemTotal")
+        total = proc_bytes("/proc/meminfo", "MemTotal")
         return total if limit is None else min(total, limit)
 
     def overhead_bytes(self) -> int:
@@ -279,12 +280,6 @@ def _load_libc() -> ctypes.CDLL:
 def _driver_error(error: OSError, what: str) -> DriverError:
     name = errno.errorcode.get(error.errno or 0, "EUNKNOWN")
     return DriverError(name, f"{what} ({error.strerror})")
-
-
-def _meminfo_bytes(field: str) -> int:
-    """Return a field of /proc/meminfo, in bytes."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(fields[field].split()[0]) * 1024
 
 
 def _cgroup() -> Path:
