@@ -150,22 +150,15 @@ class HostDriver:
     def map(self, address: int, handles: Sequence[Handle]) -> None:
         """Map each run of neighbouring offsets with one call."""
         mapped = 0
-        for page_bytes, group in self._by_size(handles):
-            for offset, length in _stretches(group, page_bytes):
-                try:
-                    self._mmap(
-                        address + mapped,
-                        length,
-                        _PROT_READ_WRITE,
-                        _MAP_SHARED | _MAP_FIXED,
-                        self._fd,
-                        offset,
-                    )
-                except DriverError:
-                    if mapped:
-                        self._map_nothing(address, mapped)
-                    raise
-                mapped += length
+        flags = _MAP_SHARED | _MAP_FIXED
+        for offset, length in self._stretches_of(handles):
+            try:
+                self._mmap(address + mapped, length, _PROT_READ_WRITE, flags, self._fd, offset)
+            except DriverError:
+                if mapped:
+                    self._map_nothing(address, mapped)
+                raise
+            mapped += length
 
     def unmap(self, address: int, page_bytes: int, count: int) -> None:
         """Replace the pages by the PROT_NONE reservation."""
@@ -174,11 +167,10 @@ class HostDriver:
     def zero(self, handles: Sequence[Handle]) -> None:
         """Write zeros through the file, so that no mapping is needed (or counted as resident)."""
         zeros = memoryview(self._zeros)
-        for page_bytes, group in self._by_size(handles):
-            for offset, length in _stretches(group, page_bytes):
-                for start in range(0, length, _ZEROS_BYTES):
-                    part = zeros[: min(_ZEROS_BYTES, length - start)]
-                    os.pwrite(self._fd, part, offset + start)
+        for offset, length in self._stretches_of(handles):
+            for start in range(0, length, _ZEROS_BYTES):
+                part = zeros[: min(_ZEROS_BYTES, length - start)]
+                os.pwrite(self._fd, part, offset + start)
 
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
         """Wrap the addresses in a tensor; nothing is read."""
@@ -207,6 +199,10 @@ class HostDriver:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def _stretches_of(self, handles: Sequence[Handle]) -> list[tuple[int, int]]:
+        """(offset, length) of each stretch of neighbours among pages of one size."""
+        return _stretches(handles, self._page_bytes[handles[0]]) if handles else []
 
     def _by_size(self, handles: Sequence[Handle]) -> Iterator[tuple[int, list[Handle]]]:
         """Split into maximal runs of one page size, keeping the order."""
