@@ -78,7 +78,7 @@ class Bench:
         """Measure swap bandwidth in both directions, and recomputation, for each length."""
         (lane,) = self._llm.engine.lanes.values()
         assert lane.prefixes is not None
-        cache, token_bytes = lane.cache, lane.cache.layout.token_bytes
+        cache, token_bytes = lane.cache, lane.cache.footprint.token_bytes
         space = SwapSpace(2 * max(LENGTHS) * token_bytes, torch.device(DEVICE))
         space.prepare(wait=True)
         figures = []

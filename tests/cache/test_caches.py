@@ -531,7 +531,7 @@ def test_a_model_without_kv(name):
     cache.unretain([])
     assert cache.tokens_in(5) == cache.tokens_touching(5) == 0
     assert cache.preferred_slot([], [6]) is None
-    assert cache.block_bytes > 0
+    assert cache.footprint.block_bytes > 0
     rows = Rows.of(Spans.make(slots, np.zeros(3, np.int64), np.ones(3, np.int64)), 0, CPU)
     cache.upload()
     cache.view(rows)

@@ -46,8 +46,6 @@ class FakeCache:
     """A manager of blocks without bytes: each records the tokens that were written to it."""
 
     def __init__(self, block_bytes: int, token_bytes: int, max_tokens: int = 1000):
-        layers = (LayerKV(1, 0, token_bytes),) if token_bytes else ()
-        self.layout = KVLayout(layers, torch.uint8)
         self.block_bytes = block_bytes
         self.footprint = Footprint(token_bytes, block_bytes, 64)
         self.token_bytes = token_bytes

@@ -84,7 +84,7 @@ def check_means(
     """
     cache.upload()
     view = cache.view(Rows.of(spans, 0, torch.device("cpu")))
-    for index, layer in enumerate(cache.layout.layers):
+    for index, layer in enumerate(cache.tensors.shape.layout.layers):
         key = ids[:, None, None].expand(-1, layer.num_kv_heads, layer.key_dim)
         view.write(index, key, key + index)
         means = view.attend(index, torch.zeros(key.shape), scale=1.0)

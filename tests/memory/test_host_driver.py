@@ -8,6 +8,7 @@ import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -140,13 +141,24 @@ def test_zero_reaches_mapped_and_unmapped_pages_and_no_others(driver):
     driver.unmap(address, size, 3)
 
 
+def test_no_pages(driver):
+    address = driver.reserve(PAGE)
+    for act in (driver.release, driver.zero, partial(driver.map, address)):
+        act([])
+    assert driver.resident_bytes() == 0
+    assert not _is_readable(address)
+
+
 def test_pages_of_two_sizes(driver):
     small, large = driver.create(PAGE, 2), driver.create(3 * PAGE, 1)
     address = driver.reserve(5 * PAGE)
-    driver.map(address, [small[1], large[0], small[0]])
+    driver.map(address, small[1:])
+    driver.map(address + PAGE, large)
+    driver.map(address + 4 * PAGE, small[:1])
     view = driver.view(address, 5 * PAGE)
     view.fill_(3)
-    driver.zero([large[0], small[1]])
+    driver.zero(large)
+    driver.zero(small[1:])
     assert view.view(5, PAGE)[:, 9].tolist() == [0, 0, 0, 0, 3]
     driver.unmap(address, PAGE, 5)
     driver.release([*small, *large])

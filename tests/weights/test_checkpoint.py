@@ -412,6 +412,9 @@ def test_every_value_arrives(folder, sharded, stored, wanted):
     pool = PagePool(driver, 4 * MIB, PAGE)
     store = WeightStore(pool, OWNER, parameters)
     assert store.populate()
+    stored_at = [checkpoint.tensors[name] for name, _ in store.jobs(checkpoint)]
+    in_order = sorted(stored_at, key=lambda each: (each.file, each.offset_bytes))
+    assert (stored_at, len(stored_at)) == (in_order, len(tensors) + 2)
     seen_bytes: list[int] = []
     store.load(checkpoint, seen_bytes.append)
     assert sum(seen_bytes) == checkpoint.num_bytes + tensors[gate].nbytes + tensors[up].nbytes

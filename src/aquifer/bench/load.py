@@ -109,13 +109,7 @@ def _sums(store: WeightStore) -> dict[str, int]:
 
 
 def _stretches(checkpoint: Checkpoint, store: WeightStore) -> list[Stretch]:
-    stored = checkpoint.tensors
-    jobs = [
-        (stored[source.name], store.tensors[parameter.name][source.index])
-        for parameter in store.parameters
-        for source in parameter.sources
-    ]
-    jobs.sort(key=lambda job: (job[0].file, job[0].offset_bytes))
+    jobs = [(checkpoint.tensors[name], part) for name, part in store.jobs(checkpoint)]
     return plan_stretches(jobs, _PINNED_BYTES)
 
 

@@ -57,14 +57,6 @@ class Blocks(Protocol):
     """
 
     @property
-    def layout(self) -> KVLayout:
-        """Layout of one token."""
-
-    @property
-    def block_bytes(self) -> int:
-        """Size of a block."""
-
-    @property
     def footprint(self) -> Footprint:
         """Pages and bytes that tokens take."""
 

@@ -43,7 +43,7 @@ class PagedCache:
         block_size: tokens of a block.
 
     Attributes:
-        layout: as given.
+        footprint: pages and bytes that tokens take.
         tensors: the device's half.
     """
 
@@ -59,7 +59,6 @@ class PagedCache:
         *,
         block_size: int = 16,
     ) -> None:
-        self.layout = layout
         self._owner = owner
         self._prefix_owner = Owner(owner.model, Kind.PREFIX)
         self._max_tokens = max_tokens
@@ -92,11 +91,6 @@ class PagedCache:
         self._copied: list[int] = []  # blocks that pending copies read; each copy is a user
         self._copied_to: set[int] = set()
         self._num_blocks = np.zeros(max_seqs + 1, np.int64)
-
-    @property
-    def block_bytes(self) -> int:
-        """Size of `block_size` tokens."""
-        return self._block_bytes
 
     def expect(self, slot: int, num_prompt: int, num_total: int) -> None:
         """Do nothing: memory is taken as tokens come."""
@@ -180,7 +174,7 @@ class PagedCache:
             if source in self._copied_to:
                 self._make_copies()
             size = self._block_bytes
-            self.tensors.copy(source * size, target * size, num_rest * self.layout.token_bytes)
+            self.tensors.copy(source * size, target * size, self.footprint.kv_bytes(num_rest))
             self._copied.append(source)
             self._copied_to.add(target)
         self.tensors.enter(np.full(len(entries), slot), np.arange(len(entries)), entries)
@@ -241,7 +235,7 @@ class PagedCache:
         num_users = int(self._num_blocks.sum()) + len(self._copied)
         return CacheStats(
             written_tokens,
-            written_tokens * self.layout.token_bytes,
+            self.footprint.kv_bytes(written_tokens),
             self._num_used_pages * self._page_bytes,
             (num_users - self._num_used_blocks) * self._block_bytes,
         )
@@ -389,7 +383,7 @@ class PagedCache:
 
         Yields: (offset of a run in the range, slice of its bytes among those of all tokens).
         """
-        size, token_bytes = self._block_size, self.layout.token_bytes
+        size, token_bytes = self._block_size, self.footprint.token_bytes
         first = tokens.start // size
         table = self._table[slot, first : -(-tokens.stop // size)].tolist()
         for start, end in runs(table):

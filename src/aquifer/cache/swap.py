@@ -129,7 +129,7 @@ class SwapSpace:
                 parent = int(np.argmax(shared)) if shared else 0
                 num_shared = shared[parent] if shared else 0
                 start = None
-                if num_bytes := (count - num_shared) * cache.layout.token_bytes:
+                if num_bytes := cache.footprint.kv_bytes(count - num_shared):
                     start = self._regions.acquire(num_bytes)
                     if start is None:
                         return None
@@ -179,7 +179,7 @@ class SwapSpace:
     def _part(self, cache: SequenceCache, kv: SwappedKV) -> torch.Tensor:
         assert self._memory is not None
         assert kv.start is not None
-        return self._memory[kv.start : kv.start + kv.num_copied * cache.layout.token_bytes]
+        return self._memory[kv.start : kv.start + cache.footprint.kv_bytes(kv.num_copied)]
 
     def _allocate(self) -> None:
         is_pinned, is_modelled = self._device.type == "cuda", self._device.type == "meta"

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from aquifer.cache.base import CacheStats, IntArray, KVLayout, Rows
-from aquifer.cache.footprint import Footprint
+from aquifer.cache.footprint import UNLIMITED_TOKENS, Footprint
 from aquifer.cache.tensors import KVShape, KVTensors
 from aquifer.cache.view import StepView
 from aquifer.errors import DriverError, InvariantError
@@ -35,8 +35,6 @@ _SPREAD_SEQS = 24
 together need their next page in the same step: for 256 of them, at 27 us a page on an H200, that is
 a stall of 7 ms. Spread evenly, 16 of them need a page in each step where a page holds 16 tokens;
 the limit is half as many again, for sequences that come in clusters."""
-
-_MANY_TOKENS = 1 << 40  # more than any sequence will have
 
 
 @dataclass(slots=True)
@@ -62,7 +60,7 @@ class VirtualCache:
         max_tokens: length of the longest sequence.
 
     Attributes:
-        layout: as given.
+        footprint: pages and bytes that tokens take.
         tensors: the device's half.
     """
 
@@ -71,13 +69,13 @@ class VirtualCache:
     def __init__(
         self, pool: PagePool, owner: Owner, layout: KVLayout, max_seqs: int, max_tokens: int
     ) -> None:
-        self.layout = layout
         self.footprint = Footprint(layout.token_bytes, pool.page_bytes, pool.page_bytes)
         self.tensors = KVTensors(pool, owner, KVShape.slots(pool, layout, max_seqs, max_tokens))
         self._owner = owner
         self._prefix_owner = Owner(owner.model, Kind.PREFIX)
         self._max_tokens = max_tokens
         self._page_bytes = pool.page_bytes
+        self._token_bytes = layout.token_bytes
         self._slot_pages = self.tensors.shape.row_bytes // pool.page_bytes
         self._residency = self.tensors.residency
         self._retired = pool.retired
@@ -101,14 +99,9 @@ class VirtualCache:
         # Ranks from 1 on, less what the next call will map for. See `_choose`.
         self._ranks = np.arange(1, num_slots + 1) - _SPREAD_SEQS
 
-    @property
-    def block_bytes(self) -> int:
-        """The size of a page."""
-        return self._page_bytes
-
     def expect(self, slot: int, num_prompt: int, num_total: int) -> None:
         """Bound how far to map ahead; the very last token needs no KV."""
-        self._max_pages[slot] = self._pages_for(num_total - 1)
+        self._max_pages[slot] = self.footprint.pages(num_total - 1)
 
     def reserve(self, slots: IntArray, num_tokens: IntArray) -> bool:
         """Map missing pages, some tokens ahead if pages are ready, else only those that are needed.
@@ -126,10 +119,12 @@ class VirtualCache:
         growing, tokens = slots.tolist(), num_tokens[chosen].tolist()
         held, most = self._num_pages[slots].tolist(), self._max_pages[slots].tolist()
         ahead = [
-            max(min(self._pages_for(count + _AHEAD_TOKENS - 1), limit), has)
+            max(min(self.footprint.pages(count + _AHEAD_TOKENS - 1), limit), has)
             for count, limit, has in zip(tokens, most, held, strict=True)
         ]
-        now = [max(self._pages_for(count), has) for count, has in zip(tokens, held, strict=True)]
+        now = [
+            max(self.footprint.pages(count), has) for count, has in zip(tokens, held, strict=True)
+        ]
         with suppress(DriverError):  # nothing depends on mapping ahead
             if self._grow(growing, held, ahead, may_reclaim=False):
                 return True
@@ -151,19 +146,19 @@ class VirtualCache:
 
     def tokens_in(self, num_blocks: int) -> int:
         """Number of tokens that end on these pages, at most those of the longest sequence."""
-        if not self.layout.token_bytes:  # no token lies on any page
+        if not self._token_bytes:  # no token lies on any page
             return 0
-        return min(num_blocks * self._page_bytes // self.layout.token_bytes, self._max_tokens)
+        return min(num_blocks * self._page_bytes // self._token_bytes, self._max_tokens)
 
     def tokens_touching(self, num_blocks: int) -> int:
         """Number of tokens that begin on these pages, at most those of the longest sequence."""
-        if not self.layout.token_bytes:
+        if not self._token_bytes:
             return 0
-        return min(-(-num_blocks * self._page_bytes // self.layout.token_bytes), self._max_tokens)
+        return min(-(-num_blocks * self._page_bytes // self._token_bytes), self._max_tokens)
 
     def blocks(self, slot: int, num_tokens: int) -> list[int]:
         """The pages under a slot's first tokens."""
-        return self._pages_of(slot, self._pages_for(num_tokens))
+        return self._pages_of(slot, self.footprint.pages(num_tokens))
 
     def slot_blocks(self, slot: int) -> list[int]:
         """All pages of a slot, including those for tokens to come."""
@@ -257,7 +252,7 @@ class VirtualCache:
         num_used_pages = self._num_used_pages + len(self._copied)
         return CacheStats(
             written_tokens,
-            written_tokens * self.layout.token_bytes,
+            self.footprint.kv_bytes(written_tokens),
             (num_used_pages - self._num_saved_pages) * self._page_bytes,
             self._num_saved_pages * self._page_bytes,
         )
@@ -275,16 +270,13 @@ class VirtualCache:
             self.release(int(slot))
         self.tensors.close()
 
-    def _pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens * self.layout.token_bytes // self._page_bytes)
-
     def _pages_of(self, slot: int, count: int) -> list[int]:
         first = slot * self._slot_pages
         return list(self.tensors.range.pages_at(range(first, first + count)))
 
     def _byte_of(self, slot: int, position: int) -> int:
         """Offset in the range at which a token begins."""
-        return slot * self._slot_pages * self._page_bytes + position * self.layout.token_bytes
+        return slot * self._slot_pages * self._page_bytes + self.footprint.kv_bytes(position)
 
     def _choose(self, left: IntArray) -> IntArray:
         """Indices of the sequences to map for in this call: those that are short, or will be soon.
@@ -333,16 +325,16 @@ class VirtualCache:
         self._num_used_pages += num_pages - int(self._num_pages[slot])
         self._num_pages[slot] = num_pages
         self._room_tokens[slot] = (
-            num_pages * self._page_bytes // self.layout.token_bytes
+            num_pages * self._page_bytes // self._token_bytes
             if num_pages < self._slot_pages
-            else _MANY_TOKENS
+            else UNLIMITED_TOKENS
         )
 
     def _adopt(
         self, slot: int, blocks: Sequence[int], num_tokens: int, parent_place: int | None
     ) -> bool:
         """`adopt`; for `fork`, the pages are mapped from the place `parent_place` on."""
-        num_shared, num_bytes = divmod(num_tokens * self.layout.token_bytes, self._page_bytes)
+        num_shared, num_bytes = divmod(self.footprint.kv_bytes(num_tokens), self._page_bytes)
         pages = [Page(block) for block in blocks]
         shared, copied = pages[:num_shared], pages[num_shared:]
         if self._num_pages[slot] or len(blocks) != num_shared + (num_bytes > 0):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from aquifer.config import ModelSpec
 from aquifer.engine.lane import Lane
 from aquifer.engine.reports import EngineStats, MemoryReport, ModelInfo, ModelMemory
 from aquifer.memory.pool import Kind, Owner, PagePool, PoolUsage
+from aquifer.memory.proc import proc_bytes
 from aquifer.models import ModelPlan
 from aquifer.weights.checkpoint import Checkpoint
 
@@ -99,12 +99,5 @@ def memory_report(lanes: Mapping[str, Lane], pool: PagePool) -> MemoryReport:
         mapped_pages=(sum(usage.in_use_bytes.values()) - usage.overhead_bytes) // pool.page_bytes,
         free_pages=usage.free_bytes // pool.page_bytes,
         models=models,
-        process_resident_bytes=_resident_bytes(),
+        process_resident_bytes=proc_bytes("/proc/self/status", "VmRSS"),
     )
-
-
-def _resident_bytes() -> int:
-    """Resident memory of this process."""
-    status = Path("/proc/self/status").read_text()
-    fields = dict(line.split(":", 1) for line in status.splitlines())
-    return int(fields["VmRSS"].split()[0]) * 1024

@@ -81,7 +81,7 @@ class PageTable:
         self.driver.map(address, self._handles_of(pages))
 
     def zero(self, pages: Sequence[Page]) -> None:
-        """Overwrite pages with zeros, mapped or not.
+        """Overwrite pages of one size with zeros, mapped or not.
 
         Raises:
             DriverError: the device refused; what is in the pages is unknown.

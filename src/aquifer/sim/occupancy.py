@@ -117,7 +117,7 @@ class Occupancy:
         values = np.array(self.values()) + np.zeros((count, 1))
         column = {name: values[:, index] for index, name in enumerate(COLUMNS)}
         # KV written after each step, until the last.
-        step_bytes = lane.slots.num_taken * lane.cache.layout.token_bytes
+        step_bytes = lane.cache.footprint.kv_bytes(lane.slots.num_taken)
         later_bytes = np.arange(count - 1, -1, -1) * step_bytes
         column["written"][:] -= later_bytes
         if self._config.is_reserved:

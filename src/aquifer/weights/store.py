@@ -248,6 +248,14 @@ class WeightStore:
         Raises:
             ConfigError: a tensor is missing or has another shape; found before anything is read.
         """
+        load_tensors(checkpoint, self.jobs(checkpoint), on_bytes)
+
+    def jobs(self, checkpoint: Checkpoint) -> list[tuple[str, torch.Tensor]]:
+        """Name of each stored tensor, and the part of a parameter that it fills, in file order.
+
+        Raises:
+            ConfigError: a tensor is missing or has another shape.
+        """
         check_sources(checkpoint, self.parameters)
         jobs = [
             (source.name, self.tensors[parameter.name][source.index])
@@ -256,7 +264,7 @@ class WeightStore:
         ]
         stored = checkpoint.tensors
         jobs.sort(key=lambda job: (stored[job[0]].file, stored[job[0]].offset_bytes))
-        load_tensors(checkpoint, jobs, on_bytes)
+        return jobs
 
     def fill_random(self, seed: int) -> None:
         """Fill parameters: vectors with 1 (norms) or 0 (biases), others with normal random numbers.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from aquifer.cache.base import Blocks
 from aquifer.cache.prefix.pins import Pins
-from aquifer.cache.prefix.trie import Match, Node, TokenIds, Trie, check_token_ids
+from aquifer.cache.prefix.trie import Match, Node, TokenIds, Trie, check_token_ids, next_index
 from aquifer.cache.prefix.victims import VictimQueues
 from aquifer.errors import InvariantError
 from aquifer.memory.reclaim import ReuseModel
@@ -187,7 +187,7 @@ class PrefixCache:
         found = self._trie.descend(token_ids, extra, lease.node)
         node = found[-1] if found else lease.node
         added: list[Node] = []
-        if (0 if node is None else node.index + 1) < self._trie.num_whole(num_computed):
+        if next_index(node) < self._trie.num_whole(num_computed):
             blocks = self._cache.blocks(slot, num_computed)
             added = self._trie.extend(token_ids, extra, node, blocks, now_s)
             node = added[-1]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from aquifer.cache.prefix.trie import Node, ParentKey, TokenIds, Trie
+from aquifer.cache.prefix.trie import Node, ParentKey, TokenIds, Trie, parent_key
 from aquifer.cache.prefix.victims import VictimQueues
 
 
@@ -24,9 +24,9 @@ class _Pin:
     node: Node | None = None
 
     @property
-    def parent_key(self) -> ParentKey:
+    def awaited(self) -> ParentKey:
         """The parent's part of the key of the next node that the pin waits for."""
-        return (self.extra,) if self.node is None else self.node.number
+        return parent_key(self.extra, self.node)
 
     @property
     def num_missing(self) -> int:
@@ -50,7 +50,7 @@ class Pins:
         self._trie = trie
         self._victims = victims
         self._pins: dict[tuple[Hashable, bytes], _Pin] = {}
-        # By `parent_key`, so that a new node finds the pins that wait for it.
+        # By `_Pin.awaited`, so that a new node finds the pins that wait for it.
         self._waiting: dict[ParentKey, set[_Pin]] = {}
 
     def pin(self, token_ids: TokenIds, extra: Hashable) -> None:
@@ -88,8 +88,8 @@ class Pins:
         """Let pins move down to nodes that were added to the trie."""
         if self._pins:
             for node in added:
-                parent_key, _ = node.key
-                for pin in list(self._waiting.get(parent_key, ())):
+                parent, _ = node.key
+                for pin in list(self._waiting.get(parent, ())):
                     self._advance(pin)
 
     def detach(self) -> None:
@@ -126,13 +126,13 @@ class Pins:
         pin.node = None
 
     def _wait(self, pin: _Pin) -> None:
-        self._waiting.setdefault(pin.parent_key, set()).add(pin)
+        self._waiting.setdefault(pin.awaited, set()).add(pin)
 
     def _stop_waiting(self, pin: _Pin) -> None:
-        pins = self._waiting[pin.parent_key]
+        pins = self._waiting[pin.awaited]
         pins.remove(pin)
         if not pins:
-            del self._waiting[pin.parent_key]
+            del self._waiting[pin.awaited]
 
     def _mark(self, node: Node | None) -> None:
         """Guard a node, and count it and all nodes above it as pinned, each once."""

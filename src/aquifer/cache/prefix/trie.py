@@ -138,17 +138,17 @@ class Trie:
         if self._child(token_ids, extra, node) is None:
             return []  # without a copy of all tokens
         nodes = self._nodes
-        index = 0 if node is None else node.index + 1
-        parent_key = _parent_key(extra, node)
+        index = next_index(node)
+        parent = parent_key(extra, node)
         start = self._end_bytes[index]
         data = token_ids.tobytes()
         found: list[Node] = []
         for end in self._end_bytes[index + 1 : self.num_whole(len(token_ids)) + 1]:
-            child = nodes.get((parent_key, data[start:end]))
+            child = nodes.get((parent, data[start:end]))
             if child is None:
                 break
             found.append(child)
-            parent_key, start = child.number, end
+            parent, start = child.number, end
         return found
 
     def extend(
@@ -168,12 +168,11 @@ class Trie:
             blocks: the sequence's blocks, from the first, at least the whole ones.
             now_s: the time.
         """
-        first = 0 if node is None else node.index + 1
         data = token_ids.tobytes()
         added: list[Node] = []
-        for index in range(first, self.num_whole(len(token_ids))):
+        for index in range(next_index(node), self.num_whole(len(token_ids))):
             key_data = data[self._end_bytes[index] : self._end_bytes[index + 1]]
-            key = (_parent_key(extra, node), key_data)
+            key = (parent_key(extra, node), key_data)
             self._last_number += 1
             child = Node(self._last_number, key, node, blocks[index], index, now_s)
             self._nodes[key] = child
@@ -210,10 +209,10 @@ class Trie:
 
     def _child(self, token_ids: TokenIds, extra: Hashable, node: Node | None) -> Node | None:
         """The node of the next block after `node`, if that block is whole and kept."""
-        index = 0 if node is None else node.index + 1
+        index = next_index(node)
         if index >= self.num_whole(len(token_ids)):
             return None
-        return self._nodes.get((_parent_key(extra, node), self._block_ids(token_ids, index)))
+        return self._nodes.get((parent_key(extra, node), self._block_ids(token_ids, index)))
 
     def _block_ids(self, token_ids: TokenIds, index: int) -> bytes:
         """The tokens that a block adds to those before it, as bytes of a key."""
@@ -248,5 +247,11 @@ def check_token_ids(token_ids: TokenIds) -> None:
         raise InvariantError(f"token ids are {token_ids.dtype} of {token_ids.ndim} dimensions")
 
 
-def _parent_key(extra: Hashable, node: Node | None) -> ParentKey:
+def parent_key(extra: Hashable, node: Node | None) -> ParentKey:
+    """The parent's part of the key of the block after `node`; of a first block if that is None."""
     return (extra,) if node is None else node.number
+
+
+def next_index(node: Node | None) -> int:
+    """Place in its sequence of the block after `node`; of a first block if that is None."""
+    return 0 if node is None else node.index + 1

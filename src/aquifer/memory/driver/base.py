@@ -104,7 +104,7 @@ class Driver(Protocol):
         """Unmap `count` pages from `address` on; the addresses stay reserved."""
 
     def zero(self, handles: Sequence[Handle]) -> None:
-        """Overwrite pages with zeros, mapped or not."""
+        """Overwrite pages of one size with zeros, mapped or not."""
 
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
         """Return a uint8 tensor over reserved addresses, mapped or not.

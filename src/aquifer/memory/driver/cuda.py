@@ -237,18 +237,18 @@ class CudaDriver:
         The write runs on a separate stream, so it does not wait for running kernels. That is safe,
         because a page to be zeroed has no owner.
         """
-        sizes = {self._page_bytes[handle] for handle in handles}
-        for page_bytes in sizes:
-            group = [handle for handle in handles if self._page_bytes[handle] == page_bytes]
-            num_bytes = len(group) * page_bytes
-            with self._current, ExitStack() as undo:
-                address = self.reserve(num_bytes)
-                undo.callback(self.free, address, num_bytes)
-                self.map(address, group)
-                undo.callback(self.unmap, address, page_bytes, len(group))
-                what = f"could not zero {len(group)} pages of {page_bytes} bytes"
-                self._check(self._api.cuMemsetD8Async(address, 0, num_bytes, self._stream), what)
-                self._check(self._api.cuStreamSynchronize(self._stream), what)
+        if not handles:
+            return
+        page_bytes = self._page_bytes[handles[0]]
+        num_bytes = len(handles) * page_bytes
+        with self._current, ExitStack() as undo:
+            address = self.reserve(num_bytes)
+            undo.callback(self.free, address, num_bytes)
+            self.map(address, handles)
+            undo.callback(self.unmap, address, page_bytes, len(handles))
+            what = f"could not zero {len(handles)} pages of {page_bytes} bytes"
+            self._check(self._api.cuMemsetD8Async(address, 0, num_bytes, self._stream), what)
+            self._check(self._api.cuStreamSynchronize(self._stream), what)
 
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
         """Return a tensor that torch makes without a driver call about the address."""

@@ -26,6 +26,7 @@ import torch
 
 from aquifer.errors import DriverError, InvariantError
 from aquifer.memory.driver.base import Handle
+from aquifer.memory.proc import proc_bytes
 from aquifer.memory.runs import runs
 
 _PROT_NONE, _PROT_READ_WRITE = 0x0, 0x3
@@ -71,14 +72,14 @@ class HostDriver:
 
     def available_bytes(self) -> int:
         """Free and reclaimable memory, or the room in the control group if that is less."""
-        available = _meminfo_bytes("MemAvailable")
+        available = proc_bytes("/proc/meminfo", "MemAvailable")
         room = cgroup_room_bytes()
         return available if room is None else min(available, room)
 
     def total_bytes(self) -> int:
         """The machine's memory, or the limit of the control group if that is less."""
         limit = cgroup_limit_bytes()
-        total = _meminfo_bytes("MemTotal")
+        total = proc_bytes("/proc/meminfo", "MemTotal")
         return total if limit is None else min(total, limit)
 
     def overhead_bytes(self) -> int:
@@ -149,22 +150,15 @@ class HostDriver:
     def map(self, address: int, handles: Sequence[Handle]) -> None:
         """Map each run of neighbouring offsets with one call."""
         mapped = 0
-        for page_bytes, group in self._by_size(handles):
-            for offset, length in _stretches(group, page_bytes):
-                try:
-                    self._mmap(
-                        address + mapped,
-                        length,
-                        _PROT_READ_WRITE,
-                        _MAP_SHARED | _MAP_FIXED,
-                        self._fd,
-                        offset,
-                    )
-                except DriverError:
-                    if mapped:
-                        self._map_nothing(address, mapped)
-                    raise
-                mapped += length
+        flags = _MAP_SHARED | _MAP_FIXED
+        for offset, length in self._stretches_of(handles):
+            try:
+                self._mmap(address + mapped, length, _PROT_READ_WRITE, flags, self._fd, offset)
+            except DriverError:
+                if mapped:
+                    self._map_nothing(address, mapped)
+                raise
+            mapped += length
 
     def unmap(self, address: int, page_bytes: int, count: int) -> None:
         """Replace the pages by the PROT_NONE reservation."""
@@ -173,11 +167,10 @@ class HostDriver:
     def zero(self, handles: Sequence[Handle]) -> None:
         """Write zeros through the file, so that no mapping is needed (or counted as resident)."""
         zeros = memoryview(self._zeros)
-        for page_bytes, group in self._by_size(handles):
-            for offset, length in _stretches(group, page_bytes):
-                for start in range(0, length, _ZEROS_BYTES):
-                    part = zeros[: min(_ZEROS_BYTES, length - start)]
-                    os.pwrite(self._fd, part, offset + start)
+        for offset, length in self._stretches_of(handles):
+            for start in range(0, length, _ZEROS_BYTES):
+                part = zeros[: min(_ZEROS_BYTES, length - start)]
+                os.pwrite(self._fd, part, offset + start)
 
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
         """Wrap the addresses in a tensor; nothing is read."""
@@ -216,6 +209,10 @@ class HostDriver:
         if self._libc.fallocate(self._fd, mode, offset, length):
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
+
+    def _stretches_of(self, handles: Sequence[Handle]) -> list[tuple[int, int]]:
+        """(offset, length) of each stretch of neighbours among pages of one size."""
+        return _stretches(handles, self._page_bytes[handles[0]]) if handles else []
 
     def _by_size(self, handles: Sequence[Handle]) -> Iterator[tuple[int, list[Handle]]]:
         """Split into maximal runs of one page size, keeping the order."""
@@ -284,12 +281,6 @@ def _load_libc() -> ctypes.CDLL:
 def _driver_error(error: OSError, what: str) -> DriverError:
     name = errno.errorcode.get(error.errno or 0, "EUNKNOWN")
     return DriverError(name, f"{what} ({error.strerror})")
-
-
-def _meminfo_bytes(field: str) -> int:
-    """Return a field of /proc/meminfo, in bytes."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(fields[field].split()[0]) * 1024
 
 
 def _cgroup() -> Path:
