@@ -101,14 +101,21 @@ def assign(rows: Sequence[dict[str, Any]]) -> tuple[list[SlotAssignment], Any]:
     return assigned, np.arange(1, len(rows) + 1)
 
 
+def make_sampler(
+    assigned: list[SlotAssignment], vocab_size: int, num_more: int = 0
+) -> tuple[Sampler, Any]:
+    """A sampler, and the number of tokens of each sequence, `num_more` positions on."""
+    sampler = Sampler(len(assigned), vocab_size, torch.device("cpu"))
+    sampler.assign(assigned)
+    return sampler, np.array([len(one.token_ids) + num_more for one in assigned])
+
+
 def sample(
     logits: torch.Tensor, assigned: list[SlotAssignment], slots: Any, num_more: int = 0
 ) -> Any:
-    """The token of each row, `num_more` positions on; the logits may be overwritten."""
-    sampler = Sampler(len(assigned), logits.shape[1], torch.device("cpu"))
-    sampler.assign(assigned)
-    known = np.array([len(one.token_ids) + num_more for one in assigned])
-    sampler.change_logits(logits, slots, known)
+    """The token of each row, `num_more` positions on."""
+    sampler, known = make_sampler(assigned, logits.shape[1], num_more)
+    logits = sampler.changed_logits(logits, slots, known)
     out = torch.full((len(slots),), -1)
     rows = torch.from_numpy(slots), torch.from_numpy(known)
     sampler.sample(logits, *rows, out, SamplingMode.FULL)
@@ -213,11 +220,13 @@ def test_a_row_depends_on_nothing_but_itself() -> None:
 
 def changed_logits(logits: torch.Tensor, **row: Any) -> torch.Tensor:
     """The logits, [vocab], that a greedy request chooses from."""
-    batch = logits.clone()[None]
     assigned, slots = assign([row])
-    tokens = sample(batch, assigned, slots)
-    assert tokens.tolist() == [int(batch[0].argmax())]
-    return batch[0]
+    before = logits.clone()
+    sampler, known = make_sampler(assigned, len(logits))
+    changed = sampler.changed_logits(logits[None], slots, known)[0]
+    torch.testing.assert_close(logits, before, rtol=0, atol=0)
+    assert sample(logits[None], assigned, slots).tolist() == [int(changed.argmax())]
+    return changed
 
 
 LOGITS = torch.randn(30, generator=torch.Generator().manual_seed(3)) * 3

@@ -48,6 +48,9 @@ _VARIANTS: dict[SamplingMode, Variant] = {
 }
 
 
+_NO_ROWS = np.zeros(0, np.int64)
+
+
 class Sampler:
     """Samples for the sequences of one model, with their parameters on the device.
 
@@ -69,6 +72,7 @@ class Sampler:
         self._changes_logits = np.zeros(num_slots, np.bool_)
         self._num_logprobs = np.full(num_slots, -1, np.int64)  # -1 is none
         self._min_total = np.zeros(num_slots, np.int64)
+        self._may_have_extras = np.zeros(num_slots, np.bool_)
         # The slot that has each row of counts: rows are shared out, since few requests need one.
         self._counting = np.zeros(0, np.int64)
 
@@ -83,6 +87,11 @@ class Sampler:
             self._changes_logits[one.slot] = one.params.changes_logits
             self._num_logprobs[one.slot] = -1 if one.num_logprobs is None else one.num_logprobs
             self._min_total[one.slot] = one.min_total_tokens
+            self._may_have_extras[one.slot] = (
+                one.params.changes_logits
+                or one.params.min_tokens > 0
+                or one.num_logprobs is not None
+            )
         self._find_counts(assigned)
         slots = np.array([one.slot for one in assigned], np.int64)
         floats = np.zeros((6, len(slots)), np.float32)
@@ -115,9 +124,17 @@ class Sampler:
         assert found is not None, "a slot that was never assigned"
         return found
 
-    def has_extras(self, slots: IntArray, num_tokens: IntArray) -> npt.NDArray[np.bool_]:
-        """Which rows need more than `sample`, given the tokens that each sequence has."""
-        return np.asarray(self.changes(slots, num_tokens) | (self._num_logprobs[slots] >= 0))
+    def extras(self, slots: IntArray, num_tokens: IntArray) -> IntArray:
+        """Indices of the rows that need more than `sample`.
+
+        Args:
+            slots: [n], the slot of each row.
+            num_tokens: [n], tokens that the row's sequence has.
+        """
+        if not np.count_nonzero(self._may_have_extras[slots]):  # as in nearly every step
+            return _NO_ROWS
+        reports = self._num_logprobs[slots] >= 0
+        return np.flatnonzero(self._changes(slots, num_tokens) | reports)
 
     def mode(self, slots: IntArray) -> SamplingMode:
         """The kind of step that can sample for all of these slots."""
@@ -146,21 +163,29 @@ class Sampler:
         """
         sample(logits, slots, num_tokens, self.columns, out, variant=_VARIANTS[mode])
 
-    def changes(self, slots: IntArray, num_tokens: IntArray) -> npt.NDArray[np.bool_]:
-        """Whether `change_logits` does anything to each row."""
-        return np.asarray(self._changes_logits[slots] | (num_tokens < self._min_total[slots]))
-
-    def change_logits(self, logits: torch.Tensor, slots: IntArray, num_tokens: IntArray) -> None:
-        """Apply to each row the changes that its request asks for, in place.
+    def changed_logits(
+        self, logits: torch.Tensor, slots: IntArray, num_tokens: IntArray
+    ) -> torch.Tensor:
+        """Logits with the changes that each row's request asks for.
 
         Args:
-            logits: [n, vocab].
+            logits: [n, vocab], left as they are.
             slots: [n], the slot of each row.
             num_tokens: [n], tokens that the row's sequence has.
+
+        Returns: a copy; `logits` itself if no row changes.
         """
-        for row in np.flatnonzero(self.changes(slots, num_tokens)).tolist():
+        rows = np.flatnonzero(self._changes(slots, num_tokens)).tolist()
+        if rows:
+            logits = logits.clone()
+        for row in rows:
             may_stop = bool(num_tokens[row] >= self._min_total[slots[row]])
             _change_logits(logits[row], self.assigned(int(slots[row])), may_stop)
+        return logits
+
+    def _changes(self, slots: IntArray, num_tokens: IntArray) -> npt.NDArray[np.bool_]:
+        """Whether `changed_logits` changes each row."""
+        return np.asarray(self._changes_logits[slots] | (num_tokens < self._min_total[slots]))
 
     def _find_counts(self, assigned: Sequence[SlotAssignment]) -> None:
         """Find a row of counts for each sequence with penalties; adds rows if there are too few."""
