@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -305,6 +306,39 @@ def test_min_tokens_yields_where_only_stops_are_allowed() -> None:
     params = greedy(min_tokens=3, allowed_token_ids=[1, 2])
     actual = changed_logits(LOGITS, params=params, stops=[1, 2])
     assert actual.isfinite().nonzero().flatten().tolist() == [1, 2]
+
+
+def test_rows_of_counts_are_shared_out() -> None:
+    """Each sequence with penalties has one of its own, also after slots have changed hands."""
+    random = np.random.default_rng(0)
+    num_slots, vocab_size = 12, 20
+    sampler = Sampler(num_slots, vocab_size, torch.device("cpu"))
+    expected: dict[int, Any] = {}  # counts of the slots with penalties
+    most_needed = 0
+    for _ in range(200):
+        slots = random.choice(num_slots, random.integers(1, 4), replace=False) + 1
+        rows = [
+            {
+                "params": greedy(presence_penalty=float(random.random() < 0.4)),
+                "prompt": [0],
+                "output": random.integers(1, vocab_size, 5).tolist(),
+            }
+            for _ in slots
+        ]
+        assigned, _ = assign(rows)
+        assigned = [replace(a, slot=slot) for a, slot in zip(assigned, slots.tolist(), strict=True)]
+        sampler.assign(assigned)
+        for one, row in zip(assigned, rows, strict=True):
+            expected.pop(one.slot, None)
+            if one.params.has_penalties:
+                expected[one.slot] = np.bincount(row["output"], minlength=vocab_size)
+        most_needed = max(most_needed, len(expected))
+        columns = sampler.columns
+        counts_rows = columns.counts_row.tolist()
+        assert {slot for slot in range(1, num_slots + 1) if counts_rows[slot] >= 0} == set(expected)
+        for slot, counts in expected.items():
+            assert columns.counts[counts_rows[slot], 1:].tolist() == counts[1:].tolist()
+    assert 2 <= most_needed <= len(sampler.columns.counts) <= 2 * most_needed
 
 
 # --- end to end ----------------------------------------------------------------------------

@@ -73,8 +73,10 @@ class Sampler:
         self._num_logprobs = np.full(num_slots, -1, np.int64)  # -1 is none
         self._min_total = np.zeros(num_slots, np.int64)
         self._may_have_extras = np.zeros(num_slots, np.bool_)
-        # The slot that has each row of counts: rows are shared out, since few requests need one.
-        self._counting = np.zeros(0, np.int64)
+        # The row of counts of each slot, -1 for none, and the rows that no slot has. Since few
+        # requests need one, there are fewer rows than slots.
+        self._counts_row = np.full(num_slots, -1, np.int64)
+        self._free_rows: list[int] = []
 
     def assign(self, assigned: Sequence[SlotAssignment]) -> None:
         """Store the parameters of sequences that got a slot.
@@ -92,8 +94,8 @@ class Sampler:
                 or one.params.min_tokens > 0
                 or one.num_logprobs is not None
             )
-        self._find_counts(assigned)
         slots = np.array([one.slot for one in assigned], np.int64)
+        self._share_out_counts(slots, [one.slot for one in assigned if one.params.has_penalties])
         floats = np.zeros((6, len(slots)), np.float32)
         ints = np.zeros((3, len(slots)), np.int64)
         for i, one in enumerate(assigned):
@@ -106,9 +108,8 @@ class Sampler:
                 params.presence_penalty,
                 params.frequency_penalty,
             )
-            counts_row = -1
+            counts_row = int(self._counts_row[one.slot])
             if params.has_penalties:
-                counts_row = int(np.flatnonzero(self._counting == one.slot)[0])
                 known = upload(one.token_ids.astype(np.int64), self._device)
                 num_prompt = one.num_prompt_tokens
                 write_counts(
@@ -187,26 +188,30 @@ class Sampler:
         """Whether `changed_logits` changes each row."""
         return np.asarray(self._changes_logits[slots] | (num_tokens < self._min_total[slots]))
 
-    def _find_counts(self, assigned: Sequence[SlotAssignment]) -> None:
-        """Find a row of counts for each sequence with penalties; adds rows if there are too few."""
-        # Slots that are assigned now give up the rows of their former sequences.
-        slots = [one.slot for one in assigned]
-        self._counting[np.isin(self._counting, slots)] = -1
-        needing = [one.slot for one in assigned if one.params.has_penalties]
-        free = np.flatnonzero(self._counting == -1)
-        missing = len(needing) - len(free)
+    def _share_out_counts(self, slots: IntArray, needing: list[int]) -> None:
+        """Give some of these slots rows of counts, and take those of the slots' former sequences.
+
+        Rows are added if there are too few.
+
+        Args:
+            slots: the slots.
+            needing: those with penalties.
+        """
+        rows = self._counts_row[slots]
+        if rows.max(initial=-1) >= 0:
+            self._free_rows += rows[rows >= 0].tolist()
+            self._counts_row[slots] = -1
+        missing = len(needing) - len(self._free_rows)
         if missing > 0:
-            num_rows = len(self._counting)
+            num_rows, vocab_size = self.columns.counts.shape
             # At least twice as many rows, so that this is rare.
-            counts = self.columns.counts.new_zeros(
-                (num_rows + max(missing, num_rows), self.columns.counts.shape[1])
-            )
+            num_more = max(missing, num_rows)
+            counts = self.columns.counts.new_zeros((num_rows + num_more, vocab_size))
             counts[:num_rows] = self.columns.counts
             self.columns = dataclasses.replace(self.columns, counts=counts)
-            new_rows = np.full(len(counts) - num_rows, -1, np.int64)
-            self._counting = np.append(self._counting, new_rows)
-            free = np.flatnonzero(self._counting == -1)
-        self._counting[free[: len(needing)]] = needing
+            self._free_rows += range(num_rows, num_rows + num_more)
+        for slot in needing:
+            self._counts_row[slot] = self._free_rows.pop()
 
 
 def token_logprobs(
