@@ -71,8 +71,8 @@ class SlotTable:
         # The most new tokens of a step; 0 where the host chooses the next token (beam search).
         self.most_new = np.zeros(num_slots, np.int64)
         self.is_new = np.zeros(num_slots, np.bool_)  # no step has run since it got the slot
-        # Whether a step's output may be more than tokens: reports, many stop tokens.
-        self.has_extras = np.zeros(num_slots, np.bool_)
+        # Whether an output may need more than its tokens: reports, or a look at many stop tokens.
+        self.is_special = np.zeros(num_slots, np.bool_)
 
     @property
     def num_free(self) -> int:
@@ -120,7 +120,7 @@ class SlotTable:
         # A sequence with logits that the host changes or reports gets one token a step.
         single = 1 if sequence.needs_logits else self._most_new
         self.most_new[slot] = 0 if group.beams is not None else single
-        self.has_extras[slot] = (
+        self.is_special[slot] = (
             sequence.num_logprobs is not None
             or params.prompt_logprobs is not None
             or len(group.stop_ids) > STOP_IDS_PER_SLOT
