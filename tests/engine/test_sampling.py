@@ -88,7 +88,6 @@ def assign(rows: Sequence[dict[str, Any]]) -> tuple[list[SlotAssignment], Any]:
         assigned.append(
             SlotAssignment(
                 slot=i + 1,
-                serial=i,
                 seed=row.get("seed", i),
                 num_prompt_tokens=len(prompt),
                 min_total_tokens=len(prompt) + params.min_tokens,

@@ -224,7 +224,7 @@ class Runner:
             self._sampler.assign(assigned)
         finally:  # also if it failed half-way
             if self._sampler.columns is not columns and self._graphs is not None:
-                self._graphs.forget(SamplingMode.FULL)
+                self._graphs.forget_counts()
         slots = np.array([one.slot for one in assigned], np.int64)
         self._num_prompt[slots] = [one.num_prompt_tokens for one in assigned]
         self._reports_prompt[slots] = [one.num_prompt_logprobs is not None for one in assigned]

@@ -48,7 +48,6 @@ class SlotTable:
     def __init__(self, max_seqs: int, max_tokens: int, most_new: int = 1) -> None:
         num_slots = max_seqs + 1
         self.max_seqs = max_seqs
-        self.max_tokens = max_tokens
         self.drafts = most_new > 1  # whether a step may bring several tokens of a sequence
         self._most_new = most_new
         self.sequences: list[Sequence | None] = [None] * num_slots

@@ -76,11 +76,6 @@ class Tokenizer:
         except Exception as error:  # the backend raises bare Exception
             raise ConfigError(f"cannot read the tokenizer in {folder}: {error!r}") from error
 
-    @property
-    def vocab_size(self) -> int:
-        """Vocabulary size, including added tokens."""
-        return int(self.backend.get_vocab_size(with_added_tokens=True))
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Encode a text as token ids.
 
