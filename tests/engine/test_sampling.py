@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,6 @@ def assign(rows: Sequence[dict[str, Any]]) -> tuple[list[SlotAssignment], Any]:
         assigned.append(
             SlotAssignment(
                 slot=i + 1,
-                serial=i,
                 seed=row.get("seed", i),
                 num_prompt_tokens=len(prompt),
                 min_total_tokens=len(prompt) + params.min_tokens,
@@ -51,14 +51,21 @@ def assign(rows: Sequence[dict[str, Any]]) -> tuple[list[SlotAssignment], Any]:
     return assigned, np.arange(1, len(rows) + 1)
 
 
+def make_sampler(
+    assigned: list[SlotAssignment], vocab_size: int, num_more: int = 0
+) -> tuple[Sampler, Any]:
+    """A sampler, and the number of tokens of each sequence, `num_more` positions on."""
+    sampler = Sampler(len(assigned), vocab_size, torch.device("cpu"))
+    sampler.assign(assigned)
+    return sampler, np.array([len(one.token_ids) + num_more for one in assigned])
+
+
 def sample(
     logits: torch.Tensor, assigned: list[SlotAssignment], slots: Any, num_more: int = 0
 ) -> Any:
-    """The token of each row, `num_more` positions on; the logits may be overwritten."""
-    sampler = Sampler(len(assigned), logits.shape[1], torch.device("cpu"))
-    sampler.assign(assigned)
-    known = np.array([len(one.token_ids) + num_more for one in assigned])
-    sampler.change_logits(logits, slots, known)
+    """The token of each row, `num_more` positions on."""
+    sampler, known = make_sampler(assigned, logits.shape[1], num_more)
+    logits = sampler.changed_logits(logits, slots, known)
     out = torch.full((len(slots),), -1)
     rows = torch.from_numpy(slots), torch.from_numpy(known)
     sampler.sample(logits, *rows, out, SamplingMode.FULL)
@@ -129,11 +136,13 @@ def test_a_row_depends_on_nothing_but_itself() -> None:
 
 def changed_logits(logits: torch.Tensor, **row: Any) -> torch.Tensor:
     """The logits, [vocab], that a greedy request chooses from."""
-    batch = logits.clone()[None]
     assigned, slots = assign([row])
-    tokens = sample(batch, assigned, slots)
-    assert tokens.tolist() == [int(batch[0].argmax())]
-    return batch[0]
+    before = logits.clone()
+    sampler, known = make_sampler(assigned, len(logits))
+    changed = sampler.changed_logits(logits[None], slots, known)[0]
+    torch.testing.assert_close(logits, before, rtol=0, atol=0)
+    assert sample(logits[None], assigned, slots).tolist() == [int(changed.argmax())]
+    return changed
 
 
 LOGITS = torch.randn(30, generator=torch.Generator().manual_seed(3)) * 3
@@ -212,6 +221,39 @@ def test_min_tokens_yields_where_only_stops_are_allowed() -> None:
     params = greedy(min_tokens=3, allowed_token_ids=[1, 2])
     actual = changed_logits(LOGITS, params=params, stops=[1, 2])
     assert actual.isfinite().nonzero().flatten().tolist() == [1, 2]
+
+
+def test_rows_of_counts_are_shared_out() -> None:
+    """Each sequence with penalties has one of its own, also after slots have changed hands."""
+    random = np.random.default_rng(0)
+    num_slots, vocab_size = 12, 20
+    sampler = Sampler(num_slots, vocab_size, torch.device("cpu"))
+    expected: dict[int, Any] = {}  # counts of the slots with penalties
+    most_needed = 0
+    for _ in range(200):
+        slots = random.choice(num_slots, random.integers(1, 4), replace=False) + 1
+        rows = [
+            {
+                "params": greedy(presence_penalty=float(random.random() < 0.4)),
+                "prompt": [0],
+                "output": random.integers(1, vocab_size, 5).tolist(),
+            }
+            for _ in slots
+        ]
+        assigned, _ = assign(rows)
+        assigned = [replace(a, slot=slot) for a, slot in zip(assigned, slots.tolist(), strict=True)]
+        sampler.assign(assigned)
+        for one, row in zip(assigned, rows, strict=True):
+            expected.pop(one.slot, None)
+            if one.params.has_penalties:
+                expected[one.slot] = np.bincount(row["output"], minlength=vocab_size)
+        most_needed = max(most_needed, len(expected))
+        columns = sampler.columns
+        counts_rows = columns.counts_row.tolist()
+        assert {slot for slot in range(1, num_slots + 1) if counts_rows[slot] >= 0} == set(expected)
+        for slot, counts in expected.items():
+            assert columns.counts[counts_rows[slot], 1:].tolist() == counts[1:].tolist()
+    assert 2 <= most_needed <= len(sampler.columns.counts) <= 2 * most_needed
 
 
 # --- end to end ----------------------------------------------------------------------------

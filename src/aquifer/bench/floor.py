@@ -108,20 +108,17 @@ class Cost:
         is_dummy = llm.engine.config.load_format == "dummy"
         checkpoint = (Checkpoint.without_tensors if is_dummy else Checkpoint.open)(info.path)
         dtype: torch.dtype = getattr(torch, info.dtype)
-        shapes = [p.shape for p in plan_model(checkpoint, dtype).parameters if len(p.shape) > 1]
+        plan = plan_model(checkpoint, dtype)
+        shapes = [p.shape for p in plan.parameters if len(p.shape) > 1]
         # The embedding, of which a step reads few rows, and the head; or one tied tensor.
         tables = [math.prod(shape) for shape in shapes if shape[0] == info.vocab_size]
-        config = checkpoint.config
-        num_heads = config.get("num_attention_heads") or 1
-        group = num_heads / (config.get("num_key_value_heads") or num_heads)
-        kv_elements = info.kv_bytes_per_token // dtype.itemsize  # elements of all layers
+        num_heads = checkpoint.config.get("num_attention_heads")
         return cls(
             body_parameters=sum(map(math.prod, shapes)) - sum(tables),
             head_parameters=tables[-1] if tables else 0,
             parameter_bytes=dtype.itemsize,
             kv_bytes_per_token=info.kv_bytes_per_token,
-            # Each query head does one multiply-add per element of K and of V.
-            attention_operations=2 * group * kv_elements,
+            attention_operations=plan.kv_layout.attention_operations(num_heads),
         )
 
     @property

@@ -43,6 +43,19 @@ class KVLayout:
         object.__setattr__(self, "token_elements", token_elements)
         object.__setattr__(self, "token_bytes", token_elements * self.dtype.itemsize)
 
+    def attention_operations(self, num_heads: int | None) -> float:
+        """Operations of one token's attention to one other token, over all layers.
+
+        Each query head multiplies and adds once with every element of its K and V.
+
+        Args:
+            num_heads: query heads of each layer; None for as many as KV heads.
+        """
+        return sum(
+            2.0 * (num_heads or layer.num_kv_heads) * (layer.key_dim + layer.value_dim)
+            for layer in self.layers
+        )
+
     def split(self, tokens: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Views of K and V for each layer.
 

@@ -52,7 +52,7 @@ def commit_tokens(
         table.num_computed[slots] -= missing
     ends = endings.stops | endings.is_full
     first = lengths == table.num_prompt[slots]
-    special = ends | first | table.has_extras[slots]
+    special = ends | first | table.is_special[slots]
     reported = counts > 0 if with_each_token else special & (counts > 0)
     outputs: list[TokenOutput] = []
     rows = reported.nonzero()[0]

@@ -357,7 +357,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Current counters. Cheap: it is called with every step."""
-        return engine_stats(self._scheduler.lanes, self.pool.usage(), self._models.fixed_bytes)
+        usage = self.pool.usage()
+        return engine_stats(self._scheduler.lanes, usage, self._models.fixed_bytes(usage))
 
     def memory(self) -> MemoryReport:
         """Breakdown of the pool's budget by owner, now."""

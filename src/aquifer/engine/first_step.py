@@ -8,6 +8,7 @@ request comes.
 from __future__ import annotations
 
 import logging
+import math
 
 import numpy as np
 
@@ -43,7 +44,8 @@ def run_first_step(lane: Lane, runner: Runner, vocab_size: int, max_batched_toke
         Exception: anything that the model raises; its pages are back then, too.
     """
     assert not lane.slots.num_taken, "a lane without running sequences"
-    most = max(min(_MOST_TOKENS, lane.slots.max_tokens - 1, max_batched_tokens), 1)
+    max_tokens = lane.slots.token_ids.shape[1]
+    most = max(min(_MOST_TOKENS, max_tokens - 1, max_batched_tokens), 1)
     for num_tokens in (most, 1):
         if lane.cache.reserve(np.array([_SLOT]), np.array([num_tokens])):
             break
@@ -52,13 +54,11 @@ def run_first_step(lane: Lane, runner: Runner, vocab_size: int, max_batched_toke
     try:
         lane.cache.upload()
         step = _first_step(lane.name, np.arange(1, num_tokens + 1) * _ID_STEP % vocab_size)
-        scores = runner.forward(step)
-        # The largest is NaN if any is, and not finite if one is infinite or all are -infinite.
-        is_finite = scores.logits is None or scores.logits.amax().isfinite().item()
-        runner.sample(step, scores).wait()
+        (report,) = runner.launch(step).wait().logprobs[0]
     finally:
         lane.cache.release(_SLOT)
-    if not is_finite:
+    # A logit that is infinite or no number makes the chosen token's log probability so, too.
+    if not math.isfinite(report.logprobs[0]):
         _log.warning(
             "the first logits of %s are not finite, so its answers are likely to be useless: a "
             "weight is damaged, or too large for its dtype; try --dtype float32",
@@ -71,13 +71,12 @@ def _first_step(name: str, token_ids: IntArray) -> StepInput:
     num_tokens = len(token_ids)
     assignment = SlotAssignment(
         slot=_SLOT,
-        serial=-1,
         seed=0,
         num_prompt_tokens=num_tokens,
         min_total_tokens=0,
         stop_ids=frozenset(),
         params=SamplingParams(temperature=0.0),
-        num_logprobs=None,
+        num_logprobs=0,
         num_prompt_logprobs=None,
         token_ids=np.zeros(0, np.int32),
     )

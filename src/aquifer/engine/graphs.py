@@ -102,9 +102,12 @@ class DecodeGraphs:
         logits = captured.logits
         return None if logits is None else logits[: len(slots)], captured.token_ids[: len(slots)]
 
-    def forget(self, mode: SamplingMode) -> None:
-        """Drop what refers to tensors that have been replaced; it is captured again when needed."""
-        for key in [key for key in self._captured if key[1] >= mode]:
+    def forget_counts(self) -> None:
+        """Drop the graphs that read counts of tokens, because these are at another address now.
+
+        They are captured again when needed.
+        """
+        for key in [key for key in self._captured if key[1] == SamplingMode.FULL]:
             del self._captured[key]
 
     def _capture(self, size: int, mode: SamplingMode, keeps_logits: bool) -> _Captured:

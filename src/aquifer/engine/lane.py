@@ -92,9 +92,7 @@ class Lane:
         Where sequences cannot share blocks, it keeps its memory too.
         """
         assert sequence.slot is not None
-        if self.prefixes is not None and sequence.lease is not None:
-            self.prefixes.unlock(sequence.lease, now_s)
-            sequence.lease = None
+        self._end_lease(sequence, now_s)
         if self.cache.can_share:
             self.cache.release(sequence.slot)
         self.slots.clear(sequence.slot)
@@ -125,22 +123,22 @@ class Lane:
             now_s: the time; None to insert nothing, because the sequence never ran or its last step
                 failed.
         """
-        if self.prefixes is None or sequence.lease is None:
-            return
         if now_s is not None:
             self.retain(sequence, now_s)
-        self.prefixes.unlock(sequence.lease, now_s)
-        sequence.lease = None
+        self._end_lease(sequence, now_s)
 
     def forget_leases(self, group: SequenceGroup) -> bool:
         """End a group's leases, so that retained duplicates can be evicted; whether it had any."""
-        leased = [sequence for sequence in group.sequences if sequence.lease is not None]
-        for sequence in leased:
-            assert self.prefixes is not None
-            assert sequence.lease is not None
-            self.prefixes.unlock(sequence.lease)
-            sequence.lease = None
+        leased = [sequence for sequence in group.sequences if self._end_lease(sequence, None)]
         return bool(leased)
+
+    def _end_lease(self, sequence: Sequence, now_s: float | None) -> bool:
+        """End a sequence's lease, if it has one; whether it had."""
+        if self.prefixes is None or sequence.lease is None:
+            return False
+        self.prefixes.unlock(sequence.lease, now_s)
+        sequence.lease = None
+        return True
 
     # --- forks -------------------------------------------------------------------------------
 

@@ -272,16 +272,9 @@ def read_model(
 
 def _even_tokens(checkpoint: Checkpoint, plan: ModelPlan) -> float:
     """Position at which a token's attention takes as many operations as its matrix products."""
-    layout = plan.kv_layout
-    if not layout.layers:
-        return float("inf")
-    num_kv_heads = layout.layers[0].num_kv_heads
-    num_heads = checkpoint.fields.integer(
-        "num_attention_heads", 1, MOST_HEADS, default=num_kv_heads
-    )
-    # Each query head multiplies and adds once with every element of K and of V.
-    attention = 2 * num_heads / num_kv_heads * layout.token_elements
-    return 2 * plan.num_parameters / attention
+    num_heads = checkpoint.fields.integer("num_attention_heads", 1, MOST_HEADS, default=0)
+    operations = plan.kv_layout.attention_operations(num_heads or None)
+    return 2 * plan.num_parameters / operations if operations else float("inf")
 
 
 def _eos_ids(name: str, checkpoint: Checkpoint, vocab_size: int) -> frozenset[int]:

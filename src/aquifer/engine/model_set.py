@@ -12,6 +12,7 @@ from aquifer.engine.lane import Lane
 from aquifer.engine.model_host import ModelHost, State, read_model
 from aquifer.engine.reports import LoadProgress
 from aquifer.errors import ConfigError, DriverError, UnknownModelError
+from aquifer.memory.pool import PoolUsage
 from aquifer.models import ModelPlan, Planner
 from aquifer.sizes import format_size
 from aquifer.weights.checkpoint import Checkpoint
@@ -175,16 +176,19 @@ class ModelSet:
         caches = (host.lane.prefixes for host in self)
         return sum(cache.promised_bytes for cache in caches if cache is not None)
 
-    @property
-    def fixed_bytes(self) -> int:
-        """Bytes of the budget that KV cannot have: overhead, resident weights, pinned prefixes."""
+    def fixed_bytes(self, usage: PoolUsage) -> int:
+        """Bytes of the budget that KV cannot have: overhead, resident weights, pinned prefixes.
+
+        Args:
+            usage: usage of the pool, now.
+        """
         weight_bytes = sum(host.resident_bytes for host in self)
-        return self._pool.usage().overhead_bytes + weight_bytes + self.pinned_bytes
+        return usage.overhead_bytes + weight_bytes + self.pinned_bytes
 
     def kv_pages(self, host: ModelHost) -> int:
         """The most pages that a model's KV can have, with the model's weights in the pool."""
         missing_bytes = host.info.weight_bytes - host.resident_bytes
-        return self._room.budget_pages(self.fixed_bytes + missing_bytes)
+        return self._room.budget_pages(self.fixed_bytes(self._pool.usage()) + missing_bytes)
 
     def _check_room(self, host: ModelHost) -> None:
         """Refuse a model of which no request could ever run; warn where long ones cannot.

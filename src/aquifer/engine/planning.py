@@ -149,7 +149,6 @@ def _assignment(table: SlotTable, slot: int) -> SlotAssignment:
     needs_tokens = params.has_penalties or prompt_logprobs is not None
     return SlotAssignment(
         slot=slot,
-        serial=sequence.serial,
         seed=sequence.seed,
         num_prompt_tokens=group.num_prompt_tokens,
         min_total_tokens=int(table.min_total[slot]),

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from aquifer.cache.layout import KVLayout
@@ -30,6 +29,9 @@ from aquifer.models import Model, ModelInput
 
 _WARM_UP_TOKENS = 8
 _WARM_UP_PREFIX_TOKENS = 2 * MIN_SPLIT_KEYS
+
+_NO_ROWS = np.zeros(0, np.int64)
+_NO_EXTRAS = np.zeros((3, 0), np.int64)
 
 _Entries = Callable[[], list[TokenLogprobs]]
 
@@ -106,15 +108,14 @@ class InFlight:
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
-    """Logits of a step's sampled spans, a row each; some rows may have been sampled already."""
+class _Scores:
+    """Logits of a step's sampled spans, a row each; all rows without extras have been sampled."""
 
-    logits: torch.Tensor | None  # [m, vocab]; None where no row is left to be sampled
+    logits: torch.Tensor | None  # [m, vocab]; None where no row has extras
     out: torch.Tensor  # [m] int64, the new tokens
-    has_extras: npt.NDArray[np.bool_]  # [m], rows whose logits the host changes or reports
-    # (slots, tokens that each sequence has), [m] int64 each, where rows without extras are still to
-    # be sampled; None where they have been.
-    rows: tuple[torch.Tensor, torch.Tensor] | None = None
+    # [3, e]: row, slot, and tokens that the sequence has, of rows whose logits the host changes or
+    # reports.
+    extras: IntArray
     prompt_logprobs: list[tuple[int, int, _Entries]] = field(default_factory=list)
 
 
@@ -203,7 +204,19 @@ class Runner:
     @torch.inference_mode()
     def launch(self, step: StepInput) -> InFlight:
         """Launch a step: write its KV, and sample for the sequences that are due."""
-        return self.sample(step, self.forward(step))
+        if step.assigned:
+            self._assign(step.assigned)
+        num_seqs = len(step.spans.slots)
+        if self._graphs is not None and step.num_single == len(step.sampled) == num_seqs:
+            scores = self._replay(self._graphs, step)
+        else:
+            scores = self._forward(step)
+        reported, logprobs = _NO_ROWS, None
+        if scores.extras.shape[1]:
+            reported, logprobs = self._sample_extras(scores)
+        token_ids = download(scores.out)
+        fence = self._driver.fence()  # after the last copy to the host
+        return InFlight(step.most_new, token_ids, fence, reported, logprobs, scores.prompt_logprobs)
 
     def _assign(self, assigned: tuple[SlotAssignment, ...]) -> None:
         columns = self._sampler.columns
@@ -211,7 +224,7 @@ class Runner:
             self._sampler.assign(assigned)
         finally:  # also if it failed half-way
             if self._sampler.columns is not columns and self._graphs is not None:
-                self._graphs.forget(SamplingMode.FULL)
+                self._graphs.forget_counts()
         slots = np.array([one.slot for one in assigned], np.int64)
         self._num_prompt[slots] = [one.num_prompt_tokens for one in assigned]
         self._reports_prompt[slots] = [one.num_prompt_logprobs is not None for one in assigned]
@@ -220,25 +233,13 @@ class Runner:
 
     # --- forward -----------------------------------------------------------------------------
 
-    @torch.inference_mode()
-    def forward(self, step: StepInput) -> Scores:
-        """Run the model over a step's tokens, which writes their KV; the logits to sample from."""
-        if step.assigned:
-            self._assign(step.assigned)
-        num_seqs = len(step.spans.slots)
-        if self._graphs is not None and step.num_single == len(step.sampled) == num_seqs:
-            return self._replay(self._graphs, step)
-        return self._forward_rows(step)
-
-    def _replay(self, graphs: DecodeGraphs, step: StepInput) -> Scores:
+    def _replay(self, graphs: DecodeGraphs, step: StepInput) -> _Scores:
         """Run a step in which each span is one token, and all are sampled, as a captured graph."""
         slots, ends = step.spans.slots, step.spans.starts + 1
         self._set_inputs(step)
-        has_extras = self._sampler.has_extras(slots, ends)
-        sampled_slots = np.where(has_extras, -1, slots) if has_extras.any() else None
-        mode = self._sampler.mode(slots[~has_extras])
-        logits, token_ids = graphs.run(slots, mode, sampled_slots)
-        return Scores(logits, token_ids, has_extras)
+        extras, others, mode = self._split(slots, ends)
+        logits, token_ids = graphs.run(slots, mode, others if extras.shape[1] else None)
+        return _Scores(logits, token_ids, extras)
 
     def _set_inputs(self, step: StepInput) -> None:
         """Send input tokens that the device did not sample: of beams and of cached prompts."""
@@ -273,18 +274,19 @@ class Runner:
         advance(slots, lengths, out, columns.num_computed, columns.last_token)
         return logits, out
 
-    def _forward_rows(self, step: StepInput) -> Scores:
+    def _forward(self, step: StepInput) -> _Scores:
         """Run any step kernel by kernel."""
         spans, columns, sampled = step.spans, self._columns, step.sampled
         slots, positions = spans.rows()
         ends = spans.starts + spans.counts
+        extras, others, mode = self._split(spans.slots[sampled], ends[sampled])
         parts = (
             step.token_ids,
             np.maximum(self._num_prompt[slots], positions + 1),
             spans.slots,
             ends,
             spans.offsets[1:][sampled] - 1,
-            spans.slots[sampled],
+            others,
             ends[sampled],
         )
         # One copy for all.
@@ -298,83 +300,51 @@ class Runner:
         batch = ModelInput(token_ids, rows.positions, contexts)
         hidden = self._model.forward(batch, self._kv.view(rows))
         columns.num_computed[span_slots] = span_ends
-        logits = self._model.logits(hidden[last_rows]) if len(sampled) else None
-        has_extras = self._sampler.has_extras(spans.slots[sampled], ends[sampled])
-        return Scores(
-            logits,
-            torch.empty_like(num_tokens),
-            has_extras,
-            (sampled_slots, num_tokens),
-            self._prompt_logprobs(step, hidden),
-        )
+        # A row with extras has slot -1, and leaves 0 in the row of padding.
+        out = torch.zeros_like(num_tokens)
+        logits: torch.Tensor | None = None
+        if len(sampled):
+            logits = self._model.logits(hidden[last_rows])
+            self._sampler.sample(logits, sampled_slots, num_tokens, out, mode)
+            columns.last_token[sampled_slots] = out
+        return _Scores(logits, out, extras, self._prompt_logprobs(step, hidden))
 
     # --- sampling ----------------------------------------------------------------------------
 
-    @torch.inference_mode()
-    def sample(self, step: StepInput, scores: Scores) -> InFlight:
-        """Choose the new tokens, and report log probabilities where a sequence asks for them."""
-        reported, logprobs = np.zeros(0, np.int64), None
-        if scores.rows is not None:
-            reported, logprobs = self._sample_rows(step, scores, *scores.rows)
-        elif scores.has_extras.any():
-            reported, logprobs = self._sample_extras(step, scores)
-        token_ids = download(scores.out)
-        fence = self._driver.fence()  # after the last copy to the host
-        return InFlight(step.most_new, token_ids, fence, reported, logprobs, scores.prompt_logprobs)
-
-    def _sample_rows(
-        self, step: StepInput, scores: Scores, slots: torch.Tensor, num_tokens: torch.Tensor
-    ) -> tuple[IntArray, _Entries | None]:
-        """Sample all rows.
+    def _split(
+        self, slots: IntArray, num_tokens: IntArray
+    ) -> tuple[IntArray, IntArray, SamplingMode]:
+        """Tell rows with extras from others.
 
         Args:
-            step: the step.
-            scores: its scores, of rows that have not been sampled.
-            slots: [m] int64, slots of the rows.
-            num_tokens: [m] int64, tokens that each row's sequence has.
+            slots: [m], slots of the sampled rows.
+            num_tokens: [m], tokens that each row's sequence has.
 
-        Returns: indices of the reported rows, and a function that returns their entries.
+        Returns: `_Scores.extras`; [m] the slots of the other rows, -1 for rows with extras; and
+            what the other rows need.
         """
-        sampler, logits = self._sampler, scores.logits
-        if logits is None:
-            return step.sampled, None  # there are no rows
-        host_slots = step.spans.slots[step.sampled]
-        reported, raw = np.zeros(0, np.int64), logits
-        if scores.has_extras.any():
-            num_logprobs = sampler.num_logprobs(host_slots)
-            reported = np.flatnonzero(num_logprobs >= 0)
-            raw = logits[upload(reported, self._device)]  # a copy, as the model gave them
-            ends = step.spans.starts[step.sampled] + step.spans.counts[step.sampled]
-            sampler.change_logits(logits, host_slots, ends)
-        sampler.sample(logits, slots, num_tokens, scores.out, sampler.mode(host_slots))
-        self._columns.last_token[slots] = scores.out
-        if not len(reported):
-            return reported, None
-        tokens = scores.out[upload(reported, self._device)]
-        return reported, token_logprobs(raw, tokens, num_logprobs[reported])
+        rows = self._sampler.extras(slots, num_tokens)
+        if not len(rows):
+            return _NO_EXTRAS, slots, self._sampler.mode(slots)
+        others = slots.copy()
+        others[rows] = -1
+        extras = np.stack((rows, slots[rows], num_tokens[rows]))
+        return extras, others, self._sampler.mode(others[others >= 0])
 
-    def _sample_extras(self, step: StepInput, scores: Scores) -> tuple[IntArray, _Entries | None]:
-        """Sample the rows that a graph left out: the host changes or reports their logits.
+    def _sample_extras(self, scores: _Scores) -> tuple[IntArray, _Entries | None]:
+        """Sample the rows that have been left out: the host changes or reports their logits.
 
         It comes after all other work of the step, so the whole batch waits for each kernel and each
         copy here.
 
-        Args:
-            step: the step.
-            scores: its scores, of which all rows without extras have been sampled.
-
         Returns: indices of the reported rows, and a function that returns their entries.
         """
-        extras = np.flatnonzero(scores.has_extras)
-        spans, sampled, sampler = step.spans, step.sampled[extras], self._sampler
-        host_slots = spans.slots[sampled]
-        ends = spans.starts[sampled] + spans.counts[sampled]
-        rows, slots, num_tokens = upload(np.stack((extras, host_slots, ends)), self._device)
+        sampler = self._sampler
+        host_rows, host_slots, host_num_tokens = scores.extras
+        rows, slots, num_tokens = upload(scores.extras, self._device)
         assert scores.logits is not None
-        raw = logits = scores.logits[rows]  # [e, vocab], a copy, as the model gave them
-        if sampler.changes(host_slots, ends).any():
-            logits = raw.clone()
-            sampler.change_logits(logits, host_slots, ends)
+        raw = scores.logits[rows]  # [e, vocab], a copy, as the model gave them
+        logits = sampler.changed_logits(raw, host_slots, host_num_tokens)
         tokens = torch.empty_like(rows)
         sampler.sample(logits, slots, num_tokens, tokens, sampler.mode(host_slots))
         scores.out[rows] = tokens
@@ -383,10 +353,10 @@ class Runner:
         reported = np.flatnonzero(num_logprobs >= 0)
         if not len(reported):
             return reported, None
-        if len(reported) < len(extras):
+        if len(reported) < len(host_rows):
             chosen = upload(reported, self._device)
             raw, tokens = raw[chosen], tokens[chosen]
-        return extras[reported], token_logprobs(raw, tokens, num_logprobs[reported])
+        return host_rows[reported], token_logprobs(raw, tokens, num_logprobs[reported])
 
     def _prompt_logprobs(
         self, step: StepInput, hidden: torch.Tensor

@@ -48,6 +48,9 @@ _VARIANTS: dict[SamplingMode, Variant] = {
 }
 
 
+_NO_ROWS = np.zeros(0, np.int64)
+
+
 class Sampler:
     """Samples for the sequences of one model, with their parameters on the device.
 
@@ -69,8 +72,11 @@ class Sampler:
         self._changes_logits = np.zeros(num_slots, np.bool_)
         self._num_logprobs = np.full(num_slots, -1, np.int64)  # -1 is none
         self._min_total = np.zeros(num_slots, np.int64)
-        # The slot that has each row of counts: rows are shared out, since few requests need one.
-        self._counting = np.zeros(0, np.int64)
+        self._may_have_extras = np.zeros(num_slots, np.bool_)
+        # The row of counts of each slot, -1 for none, and the rows that no slot has. Since few
+        # requests need one, there are fewer rows than slots.
+        self._counts_row = np.full(num_slots, -1, np.int64)
+        self._free_rows: list[int] = []
 
     def assign(self, assigned: Sequence[SlotAssignment]) -> None:
         """Store the parameters of sequences that got a slot.
@@ -83,8 +89,13 @@ class Sampler:
             self._changes_logits[one.slot] = one.params.changes_logits
             self._num_logprobs[one.slot] = -1 if one.num_logprobs is None else one.num_logprobs
             self._min_total[one.slot] = one.min_total_tokens
-        self._find_counts(assigned)
+            self._may_have_extras[one.slot] = (
+                one.params.changes_logits
+                or one.params.min_tokens > 0
+                or one.num_logprobs is not None
+            )
         slots = np.array([one.slot for one in assigned], np.int64)
+        self._share_out_counts(slots, [one.slot for one in assigned if one.params.has_penalties])
         floats = np.zeros((6, len(slots)), np.float32)
         ints = np.zeros((3, len(slots)), np.int64)
         for i, one in enumerate(assigned):
@@ -97,9 +108,8 @@ class Sampler:
                 params.presence_penalty,
                 params.frequency_penalty,
             )
-            counts_row = -1
+            counts_row = int(self._counts_row[one.slot])
             if params.has_penalties:
-                counts_row = int(np.flatnonzero(self._counting == one.slot)[0])
                 known = upload(one.token_ids.astype(np.int64), self._device)
                 num_prompt = one.num_prompt_tokens
                 write_counts(
@@ -115,9 +125,17 @@ class Sampler:
         assert found is not None, "a slot that was never assigned"
         return found
 
-    def has_extras(self, slots: IntArray, num_tokens: IntArray) -> npt.NDArray[np.bool_]:
-        """Which rows need more than `sample`, given the tokens that each sequence has."""
-        return np.asarray(self.changes(slots, num_tokens) | (self._num_logprobs[slots] >= 0))
+    def extras(self, slots: IntArray, num_tokens: IntArray) -> IntArray:
+        """Indices of the rows that need more than `sample`.
+
+        Args:
+            slots: [n], the slot of each row.
+            num_tokens: [n], tokens that the row's sequence has.
+        """
+        if not np.count_nonzero(self._may_have_extras[slots]):  # as in nearly every step
+            return _NO_ROWS
+        reports = self._num_logprobs[slots] >= 0
+        return np.flatnonzero(self._changes(slots, num_tokens) | reports)
 
     def mode(self, slots: IntArray) -> SamplingMode:
         """The kind of step that can sample for all of these slots."""
@@ -146,42 +164,54 @@ class Sampler:
         """
         sample(logits, slots, num_tokens, self.columns, out, variant=_VARIANTS[mode])
 
-    def changes(self, slots: IntArray, num_tokens: IntArray) -> npt.NDArray[np.bool_]:
-        """Whether `change_logits` does anything to each row."""
-        return np.asarray(self._changes_logits[slots] | (num_tokens < self._min_total[slots]))
-
-    def change_logits(self, logits: torch.Tensor, slots: IntArray, num_tokens: IntArray) -> None:
-        """Apply to each row the changes that its request asks for, in place.
+    def changed_logits(
+        self, logits: torch.Tensor, slots: IntArray, num_tokens: IntArray
+    ) -> torch.Tensor:
+        """Logits with the changes that each row's request asks for.
 
         Args:
-            logits: [n, vocab].
+            logits: [n, vocab], left as they are.
             slots: [n], the slot of each row.
             num_tokens: [n], tokens that the row's sequence has.
+
+        Returns: a copy; `logits` itself if no row changes.
         """
-        for row in np.flatnonzero(self.changes(slots, num_tokens)).tolist():
+        rows = np.flatnonzero(self._changes(slots, num_tokens)).tolist()
+        if rows:
+            logits = logits.clone()
+        for row in rows:
             may_stop = bool(num_tokens[row] >= self._min_total[slots[row]])
             _change_logits(logits[row], self.assigned(int(slots[row])), may_stop)
+        return logits
 
-    def _find_counts(self, assigned: Sequence[SlotAssignment]) -> None:
-        """Find a row of counts for each sequence with penalties; adds rows if there are too few."""
-        # Slots that are assigned now give up the rows of their former sequences.
-        slots = [one.slot for one in assigned]
-        self._counting[np.isin(self._counting, slots)] = -1
-        needing = [one.slot for one in assigned if one.params.has_penalties]
-        free = np.flatnonzero(self._counting == -1)
-        missing = len(needing) - len(free)
+    def _changes(self, slots: IntArray, num_tokens: IntArray) -> npt.NDArray[np.bool_]:
+        """Whether `changed_logits` changes each row."""
+        return np.asarray(self._changes_logits[slots] | (num_tokens < self._min_total[slots]))
+
+    def _share_out_counts(self, slots: IntArray, needing: list[int]) -> None:
+        """Give some of these slots rows of counts, and take those of the slots' former sequences.
+
+        Rows are added if there are too few.
+
+        Args:
+            slots: the slots.
+            needing: those with penalties.
+        """
+        rows = self._counts_row[slots]
+        if rows.max(initial=-1) >= 0:
+            self._free_rows += rows[rows >= 0].tolist()
+            self._counts_row[slots] = -1
+        missing = len(needing) - len(self._free_rows)
         if missing > 0:
-            num_rows = len(self._counting)
+            num_rows, vocab_size = self.columns.counts.shape
             # At least twice as many rows, so that this is rare.
-            counts = self.columns.counts.new_zeros(
-                (num_rows + max(missing, num_rows), self.columns.counts.shape[1])
-            )
+            num_more = max(missing, num_rows)
+            counts = self.columns.counts.new_zeros((num_rows + num_more, vocab_size))
             counts[:num_rows] = self.columns.counts
             self.columns = dataclasses.replace(self.columns, counts=counts)
-            new_rows = np.full(len(counts) - num_rows, -1, np.int64)
-            self._counting = np.append(self._counting, new_rows)
-            free = np.flatnonzero(self._counting == -1)
-        self._counting[free[: len(needing)]] = needing
+            self._free_rows += range(num_rows, num_rows + num_more)
+        for slot in needing:
+            self._counts_row[slot] = self._free_rows.pop()
 
 
 def token_logprobs(

@@ -94,7 +94,10 @@ class Scheduler:
         self.lanes[lane.name] = lane
 
     def remove_lane(self, name: str) -> None:
-        """Stop serving a model. Pre-condition: none of its requests waits or runs."""
+        """Stop serving a model.
+
+        Pre-condition: none of its requests waits or runs, and no step of it is in flight.
+        """
         del self.lanes[name]
 
     @property
@@ -378,9 +381,7 @@ class Scheduler:
 
         Returns: an output for each sequence that got tokens and was not ended before.
         """
-        lane = self.lanes.get(plan.model)
-        if lane is None:  # removed while the step was in flight
-            return []
+        lane = self.lanes[plan.model]
         lane.in_flight.popleft()
         spans, table = plan.spans, lane.slots
         runs_still = table.serial[spans.slots] == plan.serials

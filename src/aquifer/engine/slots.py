@@ -48,7 +48,6 @@ class SlotTable:
     def __init__(self, max_seqs: int, max_tokens: int, most_new: int = 1) -> None:
         num_slots = max_seqs + 1
         self.max_seqs = max_seqs
-        self.max_tokens = max_tokens
         self.drafts = most_new > 1  # whether a step may bring several tokens of a sequence
         self._most_new = most_new
         self.sequences: list[Sequence | None] = [None] * num_slots
@@ -71,8 +70,8 @@ class SlotTable:
         # The most new tokens of a step; 0 where the host chooses the next token (beam search).
         self.most_new = np.zeros(num_slots, np.int64)
         self.is_new = np.zeros(num_slots, np.bool_)  # no step has run since it got the slot
-        # Whether a step's output may be more than tokens: reports, many stop tokens.
-        self.has_extras = np.zeros(num_slots, np.bool_)
+        # Whether an output may need more than its tokens: reports, or a look at many stop tokens.
+        self.is_special = np.zeros(num_slots, np.bool_)
 
     @property
     def num_free(self) -> int:
@@ -120,7 +119,7 @@ class SlotTable:
         # A sequence with logits that the host changes or reports gets one token a step.
         single = 1 if sequence.needs_logits else self._most_new
         self.most_new[slot] = 0 if group.beams is not None else single
-        self.has_extras[slot] = (
+        self.is_special[slot] = (
             sequence.num_logprobs is not None
             or params.prompt_logprobs is not None
             or len(group.stop_ids) > STOP_IDS_PER_SLOT

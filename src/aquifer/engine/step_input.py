@@ -27,7 +27,6 @@ class SlotAssignment:
     """
 
     slot: int
-    serial: int  # number of the sequence among all sequences of the engine
     seed: int  # uint64
     num_prompt_tokens: int
     min_total_tokens: int  # tokens before which no stop token counts, prompt included

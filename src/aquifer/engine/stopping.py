@@ -26,7 +26,7 @@ def find_endings(
 ) -> Endings:
     """Find the new token that ends the sequence of each row, if there is one.
 
-    Stop tokens beyond `STOP_IDS_PER_SLOT` are not checked here: see `SlotTable.has_extras`.
+    Stop tokens beyond `STOP_IDS_PER_SLOT` are not checked here: see `SlotTable.is_special`.
 
     Args:
         table: columns of the sequences.

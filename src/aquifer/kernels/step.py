@@ -100,21 +100,20 @@ def _decode_inputs_kernel(
 def advance_reference(
     slots: torch.Tensor,
     lengths: torch.Tensor,
-    token_ids: torch.Tensor | None,
+    token_ids: torch.Tensor,
     num_computed: torch.Tensor,
     last_token: torch.Tensor,
 ) -> None:
     """`advance` in plain torch."""
     real = slots >= 0
     num_computed[slots[real]] = lengths[real]
-    if token_ids is not None:
-        last_token[slots[real]] = token_ids[real]
+    last_token[slots[real]] = token_ids[real]
 
 
 def advance(
     slots: torch.Tensor,
     lengths: torch.Tensor,
-    token_ids: torch.Tensor | None,
+    token_ids: torch.Tensor,
     num_computed: torch.Tensor,
     last_token: torch.Tensor,
 ) -> None:
@@ -123,7 +122,7 @@ def advance(
     Args:
         slots: [n] int64, no slot twice.
         lengths: [n] int64, tokens in the KV cache after the step.
-        token_ids: [n] int64, the sampled tokens; None if they are not known yet.
+        token_ids: [n] int64, the sampled tokens.
         num_computed: [slots + 1], overwritten at `slots`.
         last_token: [slots + 1], likewise.
     """
@@ -133,8 +132,7 @@ def advance(
     n = len(slots)
     _advance_kernel[(-(-n // _BLOCK),)](
         slots, lengths, token_ids, num_computed, last_token, n,
-        has_tokens=token_ids is not None, block=_BLOCK, num_warps=4,
-        **launch_options(slots.device),
+        block=_BLOCK, num_warps=4, **launch_options(slots.device),
     )  # fmt: skip
 
 
@@ -146,7 +144,6 @@ def _advance_kernel(
     num_computed: tensor,
     last_token: tensor,
     n: tensor,
-    has_tokens: constexpr,
     block: constexpr,
     overlaps: constexpr,
 ) -> None:
@@ -156,5 +153,4 @@ def _advance_kernel(
     slot = tl.load(slots + row, mask=row < n, other=-1)
     real = slot >= 0
     tl.store(num_computed + slot, tl.load(lengths + row, mask=real, other=0), mask=real)
-    if has_tokens:
-        tl.store(last_token + slot, tl.load(token_ids + row, mask=real, other=0), mask=real)
+    tl.store(last_token + slot, tl.load(token_ids + row, mask=real, other=0), mask=real)

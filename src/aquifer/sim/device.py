@@ -88,8 +88,7 @@ class ModelShape:
             body_parameters=body,
             head_parameters=table,
             weight_bytes=2 * (body + table * (1 if tied else 2)),
-            # Each query head multiplies and adds once with every element of K and of V.
-            attention_operations=4.0 * num_layers * hidden,
+            attention_operations=layout.attention_operations(num_heads),
             max_tokens=max_tokens,
         )
 
@@ -116,11 +115,7 @@ class ModelShape:
             body_parameters=num_elements(matrices) - sum(tables),
             head_parameters=tables[-1] if tables else 0,
             weight_bytes=sum(p.num_bytes for p in parameters),
-            # As in `dense`.
-            attention_operations=sum(
-                2.0 * (num_heads or layer.num_kv_heads) * (layer.key_dim + layer.value_dim)
-                for layer in plan.kv_layout.layers
-            ),
+            attention_operations=plan.kv_layout.attention_operations(num_heads),
             max_tokens=plan.max_model_len,
         )
 

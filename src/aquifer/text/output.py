@@ -63,7 +63,7 @@ class StopStrings:
 
     def push(self, piece: str) -> tuple[str, str | None]:
         """Add a piece; return (text that is safe to show, the stop string found or None)."""
-        if not self._stop:
+        if not self._stop:  # as in most requests, and this is called for each token
             return piece, None
         text = self._held + piece
         found = [(text.find(stop), -len(stop), stop) for stop in self._stop if stop in text]

@@ -180,6 +180,7 @@ class WeightStore:
             if group.large
         }
         self._resident: set[ParameterGroup] = set()
+        self._num_resident_pages = 0  # of these
         self.tensors = {
             p.name: self._range.tensor(p.shape, p.dtype, self.placement.offsets_bytes[p.name])
             for p in self.parameters
@@ -198,7 +199,7 @@ class WeightStore:
     @property
     def resident_bytes(self) -> int:
         """Bytes of pages of the groups that are resident."""
-        return sum(group.num_pages for group in self._resident) * self.placement.page_bytes
+        return self._num_resident_pages * self.placement.page_bytes
 
     def populate(self, groups: Iterable[ParameterGroup] | None = None) -> bool:
         """Take pages for these groups, or for all; groups that are resident stay as they are.
@@ -225,6 +226,7 @@ class WeightStore:
                 return False
             undo.pop_all()
         self._resident.update(missing)
+        self._num_resident_pages += sum(group.num_pages for group in missing)
         return True
 
     def evict(self, groups: Iterable[ParameterGroup] | None = None) -> None:
@@ -235,6 +237,7 @@ class WeightStore:
         for group in self.groups if groups is None else groups:
             if group in self._resident:
                 self._resident.remove(group)
+                self._num_resident_pages -= group.num_pages
                 if group in self._large:
                     large = self._large[group]
                     large.give_up(range(large.range.num_pages))
