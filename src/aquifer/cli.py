@@ -25,10 +25,11 @@ from rich.table import Table
 from aquifer import __version__
 from aquifer.bench.cli import app as bench_app
 from aquifer.bench.replay_command import replay
-from aquifer.config import BUNDLED_MODELS, EngineConfig, ModelSpec, field_values, format_size
+from aquifer.config import BUNDLED_MODELS, EngineConfig, ModelSpec, field_values
 from aquifer.errors import AquiferError, ConfigError, EngineError, RequestError
 from aquifer.options import Option, options_of
 from aquifer.parameters import PRECEDENCE, ModelArgument, with_options
+from aquifer.sizes import format_size
 
 if TYPE_CHECKING:
     from aquifer.engine.params import SamplingParams
