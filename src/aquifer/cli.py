@@ -25,10 +25,11 @@ from rich.table import Table
 from aquifer import __version__
 from aquifer.bench.cli import app as bench_app
 from aquifer.bench.replay_command import replay
-from aquifer.config import BUNDLED_MODELS, EngineConfig, ModelSpec, field_values, format_size
+from aquifer.config import BUNDLED_MODELS, EngineConfig, ModelSpec, field_values
 from aquifer.errors import AquiferError, ConfigError, RequestError
 from aquifer.options import Option, options_of
-from aquifer.parameters import PRECEDENCE, ModelArgument, with_options
+from aquifer.parameters import PRECEDENCE, ModelArgument, values_for, with_options
+from aquifer.sizes import format_size
 
 if TYPE_CHECKING:
     from aquifer.engine.params import SamplingParams
@@ -142,7 +143,7 @@ def _run(
     if options.temperature is not None:
         values["temperature"] = options.temperature
     params = SamplingParams(**values, max_tokens=options.max_tokens, seed=options.seed)
-    with LLM(model, **{o.name: getattr(options, o.name) for o in options_of("run")}) as llm:
+    with LLM(model, **values_for("run", options)) as llm:
         is_chat = (
             not options.raw
             and llm.tokenizer is not None

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from aquifer.errors import ConfigError
 from aquifer.options import OPTIONS, Option, default_of
-from aquifer.sizes import format_size, parse_size
+from aquifer.sizes import format_size
 
 __all__ = [
     "BUNDLED_MODELS",
@@ -18,7 +18,6 @@ __all__ = [
     "check_fields",
     "field_values",
     "format_size",
-    "parse_size",
 ]
 
 BUNDLED_MODELS = {"demo": Path(__file__).parent / "bundled" / "demo"}

@@ -14,7 +14,7 @@ import typer
 import yaml
 
 from aquifer.errors import ConfigError
-from aquifer.options import Option
+from aquifer.options import Option, Scope, options_of
 
 PRECEDENCE = (
     "Each option can also be set in the environment, such as AQUIFER_MAX_NUM_SEQS=64. "
@@ -66,6 +66,12 @@ def with_options(
         return run
 
     return decorate
+
+
+def values_for(scope: Scope, options: SimpleNamespace) -> dict[str, Any]:
+    """The options of an interface among those of a command, by name; to open `LLM` with."""
+    names = [option.name for option in options_of(scope)]
+    return {name: getattr(options, name) for name in names if hasattr(options, name)}
 
 
 def read_options(

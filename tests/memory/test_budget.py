@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aquifer.config import EngineConfig, ModelSpec, parse_size
+from aquifer.config import EngineConfig, ModelSpec
 from aquifer.errors import ConfigError
 from aquifer.memory.budget import (
     DeviceMemory,
@@ -20,6 +20,7 @@ from aquifer.memory.budget import (
 )
 from aquifer.memory.driver.host import HostDriver
 from aquifer.memory.pool import PROCESS
+from aquifer.sizes import parse_size
 from aquifer.weights.store import Parameter, placed_bytes
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

@@ -14,7 +14,6 @@ import numpy as np
 import typer
 
 from aquifer.bench import options as table_of
-from aquifer.bench.options import engine_options
 from aquifer.bench.report import (
     add_series,
     comparison,
@@ -31,7 +30,7 @@ from aquifer.bench.result import summarize
 from aquifer.bench.workload import LengthRange, Workload
 from aquifer.config import ModelSpec
 from aquifer.errors import ConfigError
-from aquifer.parameters import ModelArgument, with_options
+from aquifer.parameters import ModelArgument, values_for, with_options
 
 if TYPE_CHECKING:
     from aquifer.llm import LLM
@@ -48,7 +47,7 @@ def throughput(model: ModelArgument, options: SimpleNamespace) -> None:
     from aquifer.bench import offline
     from aquifer.bench.floor import Cost
 
-    engine = engine_options(options)
+    engine = values_for("bench", options)
     inputs, outputs = LengthRange.parse(options.input_len), LengthRange.parse(options.output_len)
     with _open(model, engine, options.num_prompts, options.seed) as llm:
         (info,) = llm.engine.models.values()
@@ -94,7 +93,7 @@ def latency(model: ModelArgument, options: SimpleNamespace) -> None:
     from aquifer.bench.floor import Cost
     from aquifer.bench.latency import measure_steps
 
-    engine = engine_options(options)
+    engine = values_for("bench", options)
     sizes = _batch_sizes(options.batch_size)
     inputs, outputs = LengthRange.parse(options.input_len), LengthRange.parse(options.output_len)
     with _open(model, engine, max(sizes), options.seed) as llm:
@@ -154,7 +153,7 @@ def prefill(model: ModelArgument, options: SimpleNamespace) -> None:
     from aquifer.bench import offline
     from aquifer.bench.floor import Cost
 
-    engine = engine_options(options)
+    engine = values_for("bench", options)
     inputs = LengthRange.parse(options.input_len)
     with _open(model, engine, options.num_prompts, options.seed) as llm:
         (info,) = llm.engine.models.values()
@@ -195,7 +194,7 @@ def start(model: ModelArgument, options: SimpleNamespace) -> None:
     """Measure the time from a new process to its first token."""
     from aquifer.bench.start import measure_start
 
-    engine = engine_options(options)
+    engine = values_for("bench", options)
     starts = [measure_start(model, engine) for _ in range(options.repeats)]
     figures = {
         "benchmark": "start",

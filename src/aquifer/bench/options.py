@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 from aquifer.options import Option, find_option, options_of
 
@@ -228,12 +226,3 @@ REPLAY = (
     Option("save_requests", bool, False, "Write the times of each request to the result too."),
     Option("plot", Path, None, "Write a plot, such as out.png."),
 )
-
-
-def engine_options(options: SimpleNamespace) -> dict[str, Any]:
-    """The options of `LLM` among those of a command."""
-    return {
-        option.name: getattr(options, option.name)
-        for option in ENGINE
-        if hasattr(options, option.name)
-    }

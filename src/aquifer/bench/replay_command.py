@@ -16,9 +16,9 @@ from rich.console import Console
 from aquifer.bench.options import REPLAY
 from aquifer.bench.report import finish, new_table
 from aquifer.bench.result import check_writable
-from aquifer.config import format_size
 from aquifer.errors import ConfigError
 from aquifer.parameters import with_options
+from aquifer.sizes import format_size
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -14,10 +14,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from aquifer.config import EngineConfig, format_size
+from aquifer.config import EngineConfig
 from aquifer.errors import ConfigError
 from aquifer.memory.driver.base import Driver
 from aquifer.memory.pool import PagePool
+from aquifer.sizes import format_size
 
 _SLACK = 1.1
 """Factor on the least memory for the value that an error proposes, so that there is room for KV."""

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from aquifer.config import format_size
 from aquifer.errors import ConfigError
 from aquifer.sim.device import DEVICES, DeviceModel, ModelShape, StepModel
+from aquifer.sizes import format_size
 
 _EFFICIENCIES = np.linspace(0.2, 1.0, 321)
 """Memory efficiencies that `calibrate` tries."""

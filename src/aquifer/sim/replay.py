@@ -19,7 +19,6 @@ from contextlib import ExitStack
 import torch
 
 from aquifer.cache.swap import SwapSpace
-from aquifer.config import format_size
 from aquifer.engine.assembly import Assembly, LaneSpec
 from aquifer.engine.lane import Lane
 from aquifer.engine.outputs import TokenOutput
@@ -41,6 +40,7 @@ from aquifer.sim.occupancy import Occupancy
 from aquifer.sim.outputs import OutputMaker
 from aquifer.sim.results import ReplayResult, RequestRecord
 from aquifer.sim.trace import PromptMaker, TraceRequest
+from aquifer.sizes import format_size
 
 
 def replay(

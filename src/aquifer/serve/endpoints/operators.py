@@ -8,12 +8,12 @@ from fastapi import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from aquifer import __version__
-from aquifer.config import format_size
 from aquifer.engine.reports import MemoryReport
 from aquifer.errors import EngineError
 from aquifer.serve.client import EngineClient
 from aquifer.serve.http import response_to
 from aquifer.serve.service import Client, Served
+from aquifer.sizes import format_size
 
 
 async def health(client: Client) -> Response:
