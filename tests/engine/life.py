@@ -11,10 +11,12 @@ from random import Random
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from tests.memory.late_driver import LateDriver, LateFence
 from tests.models.tiny import TinyModel, plan_tiny
 
+from aquifer.cache import KV_CACHES
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.beam import BeamSearch
 from aquifer.engine.engine import Engine
@@ -32,6 +34,8 @@ LEAST_MARGIN = 1e-3
 
 COMMON_TOKENS = 24
 """Tokens that half of a model's prompts begin with."""
+
+each_kv_cache = pytest.mark.parametrize("kv_cache", KV_CACHES)
 
 
 @dataclass(frozen=True)

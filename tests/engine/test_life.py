@@ -9,7 +9,7 @@ from collections.abc import Callable
 from random import Random
 
 import pytest
-from tests.engine.life import Case, Open, World
+from tests.engine.life import Case, Open, World, each_kv_cache
 from tests.models.tiny import TINY_MODELS
 
 from aquifer.engine.params import Request, SamplingParams
@@ -17,7 +17,6 @@ from aquifer.errors import CapacityError, ConfigError, UnknownModelError
 
 NAMES = ("a", "b", "c", "d")
 NUM_OPERATIONS = 300
-KV_CACHES = pytest.mark.parametrize("kv_cache", ["virtual", "paged"])
 
 
 # --- at random -----------------------------------------------------------------------------------
@@ -216,7 +215,7 @@ def test_unknown_models(open_world: Open) -> None:
 
 
 @pytest.mark.parametrize("num_ahead", [0, 1])
-@KV_CACHES
+@each_kv_cache
 def test_requests_go_on_after_their_model_was_unloaded(
     open_world: Open, cases: dict[str, list[Case]], kv_cache: str, num_ahead: int
 ) -> None:
@@ -253,7 +252,7 @@ def test_outputs_are_equal_before_and_after(open_world: Open, cases: dict[str, l
         assert world.finished(world.send(name, case)).logprobs == before
 
 
-@KV_CACHES
+@each_kv_cache
 def test_retained_prefixes_outlast_the_weights(
     open_world: Open, cases: dict[str, list[Case]], kv_cache: str
 ) -> None:
@@ -343,7 +342,7 @@ def test_an_engine_is_closed_with_steps_in_flight(
 # --- pins ----------------------------------------------------------------------------------------
 
 
-@KV_CACHES
+@each_kv_cache
 def test_a_pinned_prefix_goes_with_its_model(
     open_world: Open, cases: dict[str, list[Case]], kv_cache: str
 ) -> None:

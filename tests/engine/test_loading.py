@@ -7,14 +7,11 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from tests.engine.life import PAGE_BYTES, Case, Open
+from tests.engine.life import PAGE_BYTES, Case, Open, each_kv_cache
 from tests.models.tiny import TINY_MODELS
 
 from aquifer.config import ModelSpec
 from aquifer.errors import CapacityError, ConfigError, DriverError, UnknownModelError
-
-KV_CACHES = pytest.mark.parametrize("kv_cache", ["virtual", "paged"])
-
 
 # --- loading that fails --------------------------------------------------------------------------
 
@@ -87,7 +84,7 @@ def test_a_model_that_failed_can_be_loaded_again(
 
 
 @pytest.mark.parametrize("is_behind", [False, True])
-@KV_CACHES
+@each_kv_cache
 def test_the_device_refuses_each_call_of_an_addition(
     open_world: Open, cases: dict[str, list[Case]], kv_cache: str, is_behind: bool
 ) -> None:
@@ -112,7 +109,7 @@ def test_the_device_refuses_each_call_of_an_addition(
     world.finished(world.send("b", cases["sparse-kv"][0]))
 
 
-@KV_CACHES
+@each_kv_cache
 def test_the_device_refuses_each_call_of_a_load(
     open_world: Open, cases: dict[str, list[Case]], kv_cache: str
 ) -> None:
@@ -148,7 +145,7 @@ def test_the_device_refuses_each_call_of_a_load(
     world.finish()
 
 
-@KV_CACHES
+@each_kv_cache
 def test_a_load_without_room_leaves_retained_prefixes_alone(
     open_world: Open, cases: dict[str, list[Case]], sizes: dict[str, tuple[int, int]], kv_cache: str
 ) -> None:
@@ -191,7 +188,7 @@ def make_short(cases: Sequence[Case]) -> Case:
 # --- more models than there is room for ----------------------------------------------------------
 
 
-@KV_CACHES
+@each_kv_cache
 def test_weights_of_all_models_exceed_the_pool(
     open_world: Open, cases: dict[str, list[Case]], sizes: dict[str, tuple[int, int]], kv_cache: str
 ) -> None:
