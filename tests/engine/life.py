@@ -48,6 +48,11 @@ class Case:
     finish_reason: str
     logprobs: list[float] = field(default_factory=list)  # of the first completion's tokens
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and output together, at most."""
+        return len(self.prompt) + NUM_OUTPUT_TOKENS
+
 
 def greedy(tiny: TinyModel, prompt: Sequence[int]) -> tuple[list[int], list[float], float]:
     """The most probable tokens after a prompt, their log probabilities, and the least margin."""
@@ -119,6 +124,11 @@ def make_cases(tiny: TinyModel, seed: int) -> list[Case]:
                 case = make_case(tiny, kind, [*prefix, *tokens(random.randint(*lengths))], random)
             cases.append(case)
     return cases
+
+
+def longest_prompt(cases: Sequence[Case]) -> Case:
+    """The request with the longest prompt."""
+    return max(cases, key=lambda case: len(case.prompt))
 
 
 class BehindDriver(LateDriver):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from random import Random
 
 import pytest
-from tests.engine.life import Case, Open, World, each_kv_cache
+from tests.engine.life import Case, Open, World, each_kv_cache, longest_prompt
 from tests.models.tiny import TINY_MODELS
 
 from aquifer.engine.params import Request, SamplingParams
@@ -257,7 +257,7 @@ def test_retained_prefixes_outlast_the_weights(
     open_world: Open, cases: dict[str, list[Case]], kv_cache: str
 ) -> None:
     world = open_world(models={"a": "llama"}, kv_cache=kv_cache)
-    case = cases["llama"][3]
+    case = longest_prompt(cases["llama"])
     world.finished(world.send("a", case))
     world.engine.unload_model("a")
     assert world.used_bytes("a") > 0
@@ -297,7 +297,7 @@ def test_nothing_refers_to_a_model_that_was_removed(
     for case in cases["llama"]:
         world.send("a", case)
         world.step()
-    world.engine.pin_prefix("a", cases["llama"][3].prompt)
+    world.engine.pin_prefix("a", longest_prompt(cases["llama"]).prompt)
     lane = world.engine.lanes["a"]
     parts = [weakref.ref(part) for part in (lane.cache, lane.prefixes, lane.slots)]
     del lane
@@ -347,20 +347,20 @@ def test_a_pinned_prefix_goes_with_its_model(
     open_world: Open, cases: dict[str, list[Case]], kv_cache: str
 ) -> None:
     world = open_world(models={"a": "llama", "b": "sparse-kv"}, kv_cache=kv_cache)
-    prefix = cases["llama"][3].prompt
+    prefix = longest_prompt(cases["llama"]).prompt
     other = cases["sparse-kv"][1].prompt
     for name, tokens in (("a", prefix), ("b", other)):
         assert world.engine.pin_prefix(name, tokens) > 0
     world.finish()
     world.engine.unload_model("a")  # which keeps it
     world.engine.load_model("a")
-    assert world.finished(world.send("a", cases["llama"][3])).num_cached_tokens > 0
+    assert world.finished(world.send("a", longest_prompt(cases["llama"]))).num_cached_tokens > 0
     world.remove_model("a")
     assert world.used_bytes("a") == 0
     with pytest.raises(UnknownModelError):
         world.engine.unpin_prefix("a", prefix)
     world.add_model("a", "llama")
-    assert world.finished(world.send("a", cases["llama"][3])).num_cached_tokens == 0
+    assert world.finished(world.send("a", longest_prompt(cases["llama"]))).num_cached_tokens == 0
     world.engine.unpin_prefix("a", prefix)
     assert world.finished(world.send("b", cases["sparse-kv"][1])).num_cached_tokens > 0
 
@@ -371,7 +371,7 @@ def test_a_model_is_removed_while_a_prefix_is_computed(
 ) -> None:
     """No output of that is returned."""
     world = open_world(models={"a": "llama"}, num_ahead=1, is_behind=True)
-    world.engine.pin_prefix("a", cases["llama"][3].prompt)
+    world.engine.pin_prefix("a", longest_prompt(cases["llama"]).prompt)
     for _ in range(num_steps):
         world.step()
     world.remove_model("a")
@@ -382,7 +382,7 @@ def test_a_model_is_removed_while_a_prefix_is_computed(
 def test_a_model_is_loaded_for_a_prefix(open_world: Open, cases: dict[str, list[Case]]) -> None:
     world = open_world()
     world.add_model("a", "llama", load=False)
-    world.engine.pin_prefix("a", cases["llama"][3].prompt)
+    world.engine.pin_prefix("a", longest_prompt(cases["llama"]).prompt)
     world.finish()
     assert world.is_loaded("a")
-    assert world.finished(world.send("a", cases["llama"][3])).num_cached_tokens > 0
+    assert world.finished(world.send("a", longest_prompt(cases["llama"]))).num_cached_tokens > 0
