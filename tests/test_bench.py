@@ -127,7 +127,7 @@ def test_the_models_that_are_measured_have_their_public_shapes(
 
 @pytest.mark.parametrize("kv_cache", KV_CACHES)
 def test_only_steps_of_the_whole_batch_are_timed(checkpoint: Path, kv_cache: str) -> None:
-    """Prompts come in chunks, and whoever starts first ends first."""
+    """Prompts come in chunks; the first sequence to start ends first."""
     workload = Workload.random(5, LengthRange(20, 20), LengthRange(12, 12), 320, seed=0)
     options: dict[str, Any] = {"kv_cache": kv_cache, "enable_prefix_caching": False}
     with LLM(checkpoint, memory=MEMORY, max_num_batched_tokens=30, **options) as llm:

@@ -241,7 +241,7 @@ def test_requests_go_on_after_their_model_was_unloaded(
 
 
 def test_outputs_are_equal_before_and_after(open_world: Open, cases: dict[str, list[Case]]) -> None:
-    """To the last bit of the log probabilities, where nothing is found in a cache."""
+    """Log probabilities are equal to the last bit when prefixes are not cached."""
     models = {name: name for name in TINY_MODELS}
     world = open_world(models=models, enable_prefix_caching=False)
     for name in TINY_MODELS:
@@ -310,7 +310,7 @@ def test_nothing_refers_to_a_model_that_was_removed(
 def test_an_aborted_request_has_no_output_any_more(
     open_world: Open, cases: dict[str, list[Case]]
 ) -> None:
-    """Nor such as came of the steps that were in flight when another model was unloaded."""
+    """Outputs of steps in flight when another model was unloaded are dropped too."""
     world = open_world(models={"a": "llama", "b": "no-kv"}, num_ahead=1, is_behind=True)
     for num_steps in range(2, 20):
         sent = world.send("a", cases["llama"][0])
@@ -369,7 +369,7 @@ def test_a_pinned_prefix_goes_with_its_model(
 def test_a_model_is_removed_while_a_prefix_is_computed(
     open_world: Open, cases: dict[str, list[Case]], num_steps: int
 ) -> None:
-    """No output of that is returned."""
+    """The engine returns no output of that computation."""
     world = open_world(models={"a": "llama"}, num_ahead=1, is_behind=True)
     world.engine.pin_prefix("a", longest_prompt(cases["llama"]).prompt)
     for _ in range(num_steps):

@@ -162,7 +162,7 @@ def test_a_load_without_room_leaves_retained_prefixes_alone(
 def test_a_model_that_leaves_no_room_for_kv_is_not_loaded(
     open_world: Open, cases: dict[str, list[Case]], sizes: dict[str, tuple[int, int]]
 ) -> None:
-    """Neither for its own, nor for that of a model that is loaded."""
+    """Loading is refused if it leaves no KV for the model itself or for a loaded one."""
     world = open_world(sizes["llama"][0] + sizes["no-kv"][0])
     world.add_model("a", "no-kv")
     with pytest.raises(ConfigError, match="for KV, and the first token of c takes"):
@@ -216,7 +216,7 @@ def test_weights_of_all_models_exceed_the_pool(
 def test_a_model_is_loaded_when_others_give_memory_back(
     open_world: Open, cases: dict[str, list[Case]], sizes: dict[str, tuple[int, int]]
 ) -> None:
-    """While they go on: it waits for room, not for the end of all other requests."""
+    """The load waits for room, not until all other requests end."""
     small, large = make_short(cases["llama"]), longest_prompt(cases["llama"])
     memory_bytes = sizes["llama"][0] + sizes["sparse-kv"][0] + 12 * PAGE_BYTES
     world = open_world(memory_bytes, models={"a": "llama"}, enable_prefix_caching=False)
@@ -296,7 +296,7 @@ def test_a_request_ends_if_nothing_can_make_room_for_its_model(
 def test_a_request_of_an_unloaded_model_holds_up_no_others(
     open_world: Open, cases: dict[str, list[Case]], sizes: dict[str, tuple[int, int]]
 ) -> None:
-    """It waited for memory, and later ones waited for it; then its weights' place was taken."""
+    """A request blocks later ones; its model is unloaded and another takes the memory."""
     large = longest_prompt(cases["llama"])
     num_pages = pages_of(large, sizes["llama"][1])
     world = open_world(
