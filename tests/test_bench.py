@@ -17,6 +17,7 @@ from aquifer.bench import latency, offline
 from aquifer.bench.floor import Cost, Rates
 from aquifer.bench.load import made_checkpoint
 from aquifer.bench.workload import LengthRange, Workload
+from aquifer.cache import KV_CACHES
 from aquifer.cli import app
 from aquifer.errors import ConfigError
 from aquifer.llm import LLM
@@ -124,9 +125,9 @@ def test_the_models_that_are_measured_have_their_public_shapes(
 # --- measuring -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kv_cache", ["virtual", "paged"])
+@pytest.mark.parametrize("kv_cache", KV_CACHES)
 def test_only_steps_of_the_whole_batch_are_timed(checkpoint: Path, kv_cache: str) -> None:
-    """Prompts come in chunks, and whoever starts first ends first."""
+    """Prompts come in chunks; the first sequence to start ends first."""
     workload = Workload.random(5, LengthRange(20, 20), LengthRange(12, 12), 320, seed=0)
     options: dict[str, Any] = {"kv_cache": kv_cache, "enable_prefix_caching": False}
     with LLM(checkpoint, memory=MEMORY, max_num_batched_tokens=30, **options) as llm:

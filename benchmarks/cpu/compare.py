@@ -24,7 +24,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from aquifer.bench.result import environment
+from aquifer.bench.result import commit, save
 
 _ROOT = Path(__file__).resolve().parents[2]
 _NAMES = ("steps", "add", "stats", "blocked", "mixed", "replays", "throughput")
@@ -170,17 +170,6 @@ def _rounded(value: float) -> str:
     return f"{value:,.0f}" if value >= 99.5 else f"{value:.3g}"
 
 
-def _commit(tree: Path) -> str:
-    """The checkout's commit, marked if it has changes."""
-    return subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
-        cwd=tree,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
-
-
 def main() -> None:
     """Measure, write the file and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -192,29 +181,29 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options = parser.parse_args()
     trees = {"before": options.before.resolve(), "after": options.after.resolve()}
-    commits = {which: _commit(tree) for which, tree in trees.items()}
+    commits = {which: commit(tree) for which, tree in trees.items()}
+    for which, tree in trees.items():
+        if commits[which] is None:
+            parser.error(f"--{which}: {tree} is no git checkout; give one of the project")
     console = Console(stderr=True)
-    described = {
-        **environment(),
-        # Paths of this machine mean nothing elsewhere; commits do.
-        "command": f"compare.py --before {commits['before']} --after {commits['after']} "
-        f"--rounds {options.rounds} --pairs {options.pairs}",
-        "commit": commits["after"],
-        "omp_num_threads": 1,
-    }
     quantities: dict[str, dict[str, Any]] = {}
     for name in options.only:
         quantities |= figures(measure(trees, name, options.rounds, options.pairs, console))
     Console(width=120).print(table_of(quantities))
     if options.output is not None:
         content = {
-            "environment": described,
             "benchmark": "compare",
+            "omp_num_threads": 1,
             "commits": commits,
             "num_pairs": options.rounds * options.pairs,
             "quantities": quantities,
         }
-        options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        # Paths of this machine mean nothing elsewhere; commits do.
+        command = (
+            f"compare.py --before {commits['before']} --after {commits['after']} "
+            f"--rounds {options.rounds} --pairs {options.pairs}"
+        )
+        save(options.output, content, command=command)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from aquifer.bench.result import save
+from aquifer.bench.timing import replay_seconds
 from aquifer.kernels import _triton
 from aquifer.kernels import linear as linear_module
 from aquifer.kernels.activation import silu_mul_reference
@@ -382,21 +383,6 @@ def compare(model: Model, batches: list[int]) -> None:
         )
 
 
-def seconds_of(graph: torch.cuda.CUDAGraph) -> list[float]:
-    """Measure the seconds of each replay."""
-    for _ in range(3):
-        graph.replay()
-    seconds: list[float] = []
-    for _ in range(REPLAYS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        seconds.append(begin.elapsed_time(end) / 1e3)
-    return seconds
-
-
 def kernels_of(graph: torch.cuda.CUDAGraph) -> dict[str, dict[str, float]]:
     """Profile one replay: count and total microseconds of each kernel, the longest first."""
     torch.cuda.synchronize()
@@ -428,7 +414,9 @@ def measure(shape: Shape, batches: list[int]) -> Iterator[dict[str, Any]]:
     for batch, paged, variant in cases(batches):
         step = Step(model, batch, paged=paged)  # kept, because the graph refers to its tensors
         graph, hidden = capture(step, variant)
-        seconds = seconds_of(graph)
+        for _ in range(3):
+            graph.replay()
+        seconds = replay_seconds(graph, REPLAYS)
         assert torch.isfinite(hidden).all()
         result: dict[str, Any] = {
             "model": shape.name,

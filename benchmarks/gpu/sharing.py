@@ -17,7 +17,8 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,8 @@ class Bench:
     """One engine with one cache manager."""
 
     def __init__(self, kv_cache: str) -> None:
-        self._llm = LLM(
-            _longer_model(),
-            device=DEVICE,
-            load_format="dummy",
-            kv_cache=kv_cache,
-            seed=0,
-        )
+        with _longer_model() as folder:
+            self._llm = LLM(folder, device=DEVICE, load_format="dummy", kv_cache=kv_cache, seed=0)
         (self._info,) = self._llm.engine.models.values()
         self._random = np.random.default_rng(0)
         self._num_requests = 0
@@ -130,14 +126,16 @@ class Bench:
         return time.perf_counter() - start
 
 
-def _longer_model() -> Path:
+@contextmanager
+def _longer_model() -> Iterator[Path]:
     """Copy the model's configuration with a context longer than the longest prompt."""
     source = Path(__file__).resolve().parent / "models" / MODEL / "config.json"
-    folder = Path(tempfile.mkdtemp()) / MODEL
-    folder.mkdir()
     config = {**json.loads(source.read_text()), "max_position_embeddings": 2 * max(LENGTHS)}
-    (folder / source.name).write_text(json.dumps(config))
-    return folder
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / MODEL
+        folder.mkdir()
+        (folder / source.name).write_text(json.dumps(config))
+        yield folder
 
 
 def _timed(run: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:

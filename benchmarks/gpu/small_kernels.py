@@ -11,20 +11,32 @@ takes as long.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from triton.runtime.errors import OutOfResources
 
 from aquifer.bench.floor import device_copy_bandwidth
 from aquifer.bench.result import save
+from aquifer.bench.timing import replay_seconds
 from aquifer.kernels import _triton
 from aquifer.kernels.activation import silu_mul
-from aquifer.kernels.linear import Shape, Tile, best_tile, measure, norm_linear, silu_linear
+from aquifer.kernels.linear import (
+    Shape,
+    Tile,
+    best_tile,
+    linear,
+    norm_linear,
+    silu_linear,
+    tiles,
+)
 from aquifer.kernels.norm import add_rms_norm, rms_norm
 from aquifer.kernels.rotary import qk_norm_rope_write
 from aquifer.kernels.sampling import Variant, sample
@@ -36,6 +48,7 @@ BATCHES = (1, 32, 128, 256)
 LINEAR_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 REPEATS = 20  # runs of a kernel in its graph
 REPLAYS = 15
+PRODUCT_REPLAYS = 5
 
 
 @dataclass(frozen=True)
@@ -70,24 +83,63 @@ MODELS = (
 )
 
 
-def seconds_of(run: Callable[[], object]) -> list[float]:
-    """Measure the seconds of one run, for each replay."""
-    run()  # compiles
+def captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """Capture a function, which has run before, in a CUDA graph, and replay it once."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
+        run()
+    graph.replay()
+    return graph
+
+
+def seconds_of(run: Callable[[], object]) -> list[float]:
+    """Measure the seconds of one run, for each replay."""
+
+    def runs() -> None:
         for _ in range(REPEATS):
             run()
-    graph.replay()
-    seconds = []
-    for _ in range(REPLAYS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        seconds.append(begin.elapsed_time(end) / 1e3 / REPEATS)
-    return seconds
+
+    run()  # compiles
+    return [seconds / REPEATS for seconds in replay_seconds(captured(runs), REPLAYS)]
+
+
+def seconds_of_products(
+    shapes: Sequence[Shape],
+) -> Iterator[tuple[Shape, dict[Tile | None, float]]]:
+    """Measure the seconds of one product with each candidate, the median; None is cuBLAS.
+
+    Each graph has enough weights to overflow the L2 cache, because in a model too every weight
+    comes from memory.
+    """
+    cache_bytes = torch.cuda.get_device_properties(DEVICE).L2_cache_size
+    largest = max(shape.out * shape.in_ for shape in shapes)
+    num_elements = max(3 * cache_bytes // DTYPE.itemsize, largest)
+    pool = torch.empty(num_elements, dtype=DTYPE, device=DEVICE).normal_(std=0.02)
+    for shape in shapes:
+        num_copies = num_elements // (shape.out * shape.in_)
+        weights = pool[: num_copies * shape.out * shape.in_].view(num_copies, shape.out, shape.in_)
+        x = random(shape.tokens, shape.in_)
+        seconds: dict[Tile | None, float] = {}
+        for tile in (None, *tiles(shape)):
+            product = F.linear if tile is None else functools.partial(linear, tile=tile)
+            try:
+                seconds[tile] = _seconds_of_product(product, x, weights)
+            except OutOfResources:
+                continue  # more shared memory than this device has
+        yield shape, seconds
+
+
+def _seconds_of_product(
+    product: Callable[..., object], x: torch.Tensor, weights: torch.Tensor
+) -> float:
+    def products() -> None:
+        for weight in weights:
+            product(x, weight, None)
+
+    product(x, weights[0], None)  # compiles
+    replays = replay_seconds(captured(products), PRODUCT_REPLAYS)
+    return statistics.median(replays) / len(weights)
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -223,7 +275,7 @@ def run_products(bandwidth: float) -> list[dict[str, Any]]:
             shapes = [shape for shape, _ in products.values()]
             best_step = chosen_step = cublas_step = floor_step = 0.0
             for (name, (shape, count)), (_, seconds) in zip(
-                products.items(), measure(shapes, DEVICE, DTYPE), strict=True
+                products.items(), seconds_of_products(shapes), strict=True
             ):
                 best = min(seconds, key=lambda tile, seconds=seconds: seconds[tile])  # type: ignore[misc]
                 floor = shape.out * shape.in_ * DTYPE.itemsize / bandwidth

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aquifer.cache import kv_cache
+from aquifer.cache import KV_CACHES, kv_cache
 from aquifer.cache.base import KVLayout, LayerKV
 from aquifer.cache.footprint import UNLIMITED_TOKENS, Footprint
 from aquifer.memory.driver.host import HostDriver
@@ -197,7 +197,7 @@ def test_a_manager_that_shares_nothing_takes_all_of_it_for_each_sequence():
     assert footprint.needed(100, 80) == 25
 
 
-@pytest.mark.parametrize("name", ["virtual", "paged"])
+@pytest.mark.parametrize("name", KV_CACHES)
 @pytest.mark.parametrize("width", [64, 136, 1100], ids=["aligned", "straddling", "large"])
 def test_managers_take_what_their_footprint_says(name: str, width: int):
     layout = KVLayout((LayerKV(1, width, width),), torch.float32)  # 8, 3.8 and 0.5 to a page

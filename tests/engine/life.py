@@ -11,10 +11,12 @@ from random import Random
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from tests.memory.late_driver import LateDriver, LateFence
 from tests.models.tiny import TinyModel, plan_tiny
 
+from aquifer.cache import KV_CACHES
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.beam import BeamSearch
 from aquifer.engine.engine import Engine
@@ -34,6 +36,8 @@ LEAST_MARGIN = 1e-3
 COMMON_TOKENS = 24
 """Tokens that half of a model's prompts begin with."""
 
+each_kv_cache = pytest.mark.parametrize("kv_cache", KV_CACHES)
+
 
 @dataclass(frozen=True)
 class Case:
@@ -44,6 +48,11 @@ class Case:
     completions: list[list[int]]
     finish_reason: str
     logprobs: list[float] = field(default_factory=list)  # of the first completion's tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and output together, at most."""
+        return len(self.prompt) + NUM_OUTPUT_TOKENS
 
 
 def greedy(tiny: TinyModel, prompt: Sequence[int]) -> tuple[list[int], list[float], float]:
@@ -116,6 +125,11 @@ def make_cases(tiny: TinyModel, seed: int) -> list[Case]:
                 case = make_case(tiny, kind, [*prefix, *tokens(random.randint(*lengths))], random)
             cases.append(case)
     return cases
+
+
+def longest_prompt(cases: Sequence[Case]) -> Case:
+    """The request with the longest prompt."""
+    return max(cases, key=lambda case: len(case.prompt))
 
 
 class BehindDriver(LateDriver):

@@ -12,11 +12,11 @@ import torch
 from tests.architectures import OUR_DECODER, VOCAB_SIZE, save_tiny
 
 from aquifer.bench.soak import check_idle, soak
+from aquifer.cache import KV_CACHES
 from aquifer.engine.params import BeamSearchParams, Request, SamplingParams
 from aquifer.errors import CapacityError, RequestError
 from aquifer.llm import LLM
 
-KV_CACHES = ("virtual", "paged")
 OUTPUT_TOKENS = 20
 OPTIONS: dict[str, Any] = {"memory": "16MiB", "page_size": "4KiB", "block_size": 4, "seed": 0}
 GREEDY = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from random import Random
 
 import pytest
-from tests.engine.life import Case, Open, World
+from tests.engine.life import Case, Open, World, each_kv_cache, longest_prompt
 from tests.models.tiny import TINY_MODELS
 
 from aquifer.engine.params import Request, SamplingParams
@@ -17,7 +17,6 @@ from aquifer.errors import CapacityError, ConfigError, UnknownModelError
 
 NAMES = ("a", "b", "c", "d")
 NUM_OPERATIONS = 300
-KV_CACHES = pytest.mark.parametrize("kv_cache", ["virtual", "paged"])
 
 
 # --- at random -----------------------------------------------------------------------------------
@@ -216,7 +215,7 @@ def test_unknown_models(open_world: Open) -> None:
 
 
 @pytest.mark.parametrize("num_ahead", [0, 1])
-@KV_CACHES
+@each_kv_cache
 def test_requests_go_on_after_their_model_was_unloaded(
     open_world: Open, cases: dict[str, list[Case]], kv_cache: str, num_ahead: int
 ) -> None:
@@ -242,7 +241,7 @@ def test_requests_go_on_after_their_model_was_unloaded(
 
 
 def test_outputs_are_equal_before_and_after(open_world: Open, cases: dict[str, list[Case]]) -> None:
-    """To the last bit of the log probabilities, where nothing is found in a cache."""
+    """Log probabilities are equal to the last bit when prefixes are not cached."""
     models = {name: name for name in TINY_MODELS}
     world = open_world(models=models, enable_prefix_caching=False)
     for name in TINY_MODELS:
@@ -253,12 +252,12 @@ def test_outputs_are_equal_before_and_after(open_world: Open, cases: dict[str, l
         assert world.finished(world.send(name, case)).logprobs == before
 
 
-@KV_CACHES
+@each_kv_cache
 def test_retained_prefixes_outlast_the_weights(
     open_world: Open, cases: dict[str, list[Case]], kv_cache: str
 ) -> None:
     world = open_world(models={"a": "llama"}, kv_cache=kv_cache)
-    case = cases["llama"][3]
+    case = longest_prompt(cases["llama"])
     world.finished(world.send("a", case))
     world.engine.unload_model("a")
     assert world.used_bytes("a") > 0
@@ -298,7 +297,7 @@ def test_nothing_refers_to_a_model_that_was_removed(
     for case in cases["llama"]:
         world.send("a", case)
         world.step()
-    world.engine.pin_prefix("a", cases["llama"][3].prompt)
+    world.engine.pin_prefix("a", longest_prompt(cases["llama"]).prompt)
     lane = world.engine.lanes["a"]
     parts = [weakref.ref(part) for part in (lane.cache, lane.prefixes, lane.slots)]
     del lane
@@ -311,7 +310,7 @@ def test_nothing_refers_to_a_model_that_was_removed(
 def test_an_aborted_request_has_no_output_any_more(
     open_world: Open, cases: dict[str, list[Case]]
 ) -> None:
-    """Nor such as came of the steps that were in flight when another model was unloaded."""
+    """Outputs of steps in flight when another model was unloaded are dropped too."""
     world = open_world(models={"a": "llama", "b": "no-kv"}, num_ahead=1, is_behind=True)
     for num_steps in range(2, 20):
         sent = world.send("a", cases["llama"][0])
@@ -374,25 +373,25 @@ def test_an_engine_is_closed_with_steps_in_flight(
 # --- pins ----------------------------------------------------------------------------------------
 
 
-@KV_CACHES
+@each_kv_cache
 def test_a_pinned_prefix_goes_with_its_model(
     open_world: Open, cases: dict[str, list[Case]], kv_cache: str
 ) -> None:
     world = open_world(models={"a": "llama", "b": "sparse-kv"}, kv_cache=kv_cache)
-    prefix = cases["llama"][3].prompt
+    prefix = longest_prompt(cases["llama"]).prompt
     other = cases["sparse-kv"][1].prompt
     for name, tokens in (("a", prefix), ("b", other)):
         assert world.engine.pin_prefix(name, tokens) > 0
     world.finish()
     world.engine.unload_model("a")  # which keeps it
     world.engine.load_model("a")
-    assert world.finished(world.send("a", cases["llama"][3])).num_cached_tokens > 0
+    assert world.finished(world.send("a", longest_prompt(cases["llama"]))).num_cached_tokens > 0
     world.remove_model("a")
     assert world.used_bytes("a") == 0
     with pytest.raises(UnknownModelError):
         world.engine.unpin_prefix("a", prefix)
     world.add_model("a", "llama")
-    assert world.finished(world.send("a", cases["llama"][3])).num_cached_tokens == 0
+    assert world.finished(world.send("a", longest_prompt(cases["llama"]))).num_cached_tokens == 0
     world.engine.unpin_prefix("a", prefix)
     assert world.finished(world.send("b", cases["sparse-kv"][1])).num_cached_tokens > 0
 
@@ -401,9 +400,9 @@ def test_a_pinned_prefix_goes_with_its_model(
 def test_a_model_is_removed_while_a_prefix_is_computed(
     open_world: Open, cases: dict[str, list[Case]], num_steps: int
 ) -> None:
-    """No output of that is returned."""
+    """The engine returns no output of that computation."""
     world = open_world(models={"a": "llama"}, num_ahead=1, is_behind=True)
-    world.engine.pin_prefix("a", cases["llama"][3].prompt)
+    world.engine.pin_prefix("a", longest_prompt(cases["llama"]).prompt)
     for _ in range(num_steps):
         world.step()
     world.remove_model("a")
@@ -414,7 +413,7 @@ def test_a_model_is_removed_while_a_prefix_is_computed(
 def test_a_model_is_loaded_for_a_prefix(open_world: Open, cases: dict[str, list[Case]]) -> None:
     world = open_world()
     world.add_model("a", "llama", load=False)
-    world.engine.pin_prefix("a", cases["llama"][3].prompt)
+    world.engine.pin_prefix("a", longest_prompt(cases["llama"]).prompt)
     world.finish()
     assert world.is_loaded("a")
-    assert world.finished(world.send("a", cases["llama"][3])).num_cached_tokens > 0
+    assert world.finished(world.send("a", longest_prompt(cases["llama"]))).num_cached_tokens > 0

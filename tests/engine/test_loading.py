@@ -7,14 +7,11 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from tests.engine.life import PAGE_BYTES, Case, Open
+from tests.engine.life import PAGE_BYTES, Case, Open, each_kv_cache, longest_prompt
 from tests.models.tiny import TINY_MODELS
 
 from aquifer.config import ModelSpec
 from aquifer.errors import CapacityError, ConfigError, DriverError, UnknownModelError
-
-KV_CACHES = pytest.mark.parametrize("kv_cache", ["virtual", "paged"])
-
 
 # --- loading that fails --------------------------------------------------------------------------
 
@@ -98,7 +95,7 @@ def test_a_model_that_failed_can_be_loaded_again(
 
 
 @pytest.mark.parametrize("is_behind", [False, True])
-@KV_CACHES
+@each_kv_cache
 def test_the_device_refuses_each_call_of_an_addition(
     open_world: Open, cases: dict[str, list[Case]], kv_cache: str, is_behind: bool
 ) -> None:
@@ -123,7 +120,7 @@ def test_the_device_refuses_each_call_of_an_addition(
     world.finished(world.send("b", cases["sparse-kv"][0]))
 
 
-@KV_CACHES
+@each_kv_cache
 def test_a_warm_up_that_fails_gives_its_pages_back(
     open_world: Open,
     cases: dict[str, list[Case]],
@@ -148,7 +145,7 @@ def test_a_warm_up_that_fails_gives_its_pages_back(
     world.finished(world.send("a", cases["llama"][0]))
 
 
-@KV_CACHES
+@each_kv_cache
 def test_the_device_refuses_each_call_of_a_load(
     open_world: Open, cases: dict[str, list[Case]], kv_cache: str
 ) -> None:
@@ -184,13 +181,13 @@ def test_the_device_refuses_each_call_of_a_load(
     world.finish()
 
 
-@KV_CACHES
+@each_kv_cache
 def test_a_load_without_room_leaves_retained_prefixes_alone(
     open_world: Open, cases: dict[str, list[Case]], sizes: dict[str, tuple[int, int]], kv_cache: str
 ) -> None:
     memory_bytes = sizes["llama"][0] + sizes["llama-tied"][0] - PAGE_BYTES
     world = open_world(memory_bytes, models={"a": "llama"}, kv_cache=kv_cache)
-    case = cases["llama"][3]
+    case = longest_prompt(cases["llama"])
     world.finished(world.send("a", case))
     with pytest.raises(ConfigError, match=r"take 208\.00 KiB and the pool has"):
         world.add_model("b", "llama-tied")
@@ -201,7 +198,7 @@ def test_a_load_without_room_leaves_retained_prefixes_alone(
 def test_a_model_that_leaves_no_room_for_kv_is_not_loaded(
     open_world: Open, cases: dict[str, list[Case]], sizes: dict[str, tuple[int, int]]
 ) -> None:
-    """Neither for its own, nor for that of a model that is loaded."""
+    """Loading is refused if it leaves no KV for the model itself or for a loaded one."""
     world = open_world(sizes["llama"][0] + sizes["no-kv"][0])
     world.add_model("a", "no-kv")
     with pytest.raises(ConfigError, match="for KV, and the first token of c takes"):
@@ -221,13 +218,18 @@ def test_a_model_that_leaves_no_room_for_kv_is_not_loaded(
 
 def make_short(cases: Sequence[Case]) -> Case:
     """The request that needs least memory."""
-    return min(cases, key=lambda case: (len(case.prompt) + 14) * len(case.completions))
+    return min(cases, key=lambda case: case.num_tokens * len(case.completions))
+
+
+def pages_of(case: Case, token_bytes: int) -> int:
+    """Pages that the KV of a request with one completion takes."""
+    return -(-case.num_tokens * token_bytes // PAGE_BYTES)
 
 
 # --- more models than there is room for ----------------------------------------------------------
 
 
-@KV_CACHES
+@each_kv_cache
 def test_weights_of_all_models_exceed_the_pool(
     open_world: Open, cases: dict[str, list[Case]], sizes: dict[str, tuple[int, int]], kv_cache: str
 ) -> None:
@@ -250,8 +252,8 @@ def test_weights_of_all_models_exceed_the_pool(
 def test_a_model_is_loaded_when_others_give_memory_back(
     open_world: Open, cases: dict[str, list[Case]], sizes: dict[str, tuple[int, int]]
 ) -> None:
-    """While they go on: it waits for room, not for the end of all other requests."""
-    small, large = make_short(cases["llama"]), cases["llama"][3]
+    """The load waits for room, not until all other requests end."""
+    small, large = make_short(cases["llama"]), longest_prompt(cases["llama"])
     memory_bytes = sizes["llama"][0] + sizes["sparse-kv"][0] + 12 * PAGE_BYTES
     world = open_world(memory_bytes, models={"a": "llama"}, enable_prefix_caching=False)
     world.add_model("b", "sparse-kv", load=False)
@@ -276,8 +278,8 @@ def test_a_model_that_is_wanted_does_not_take_what_others_were_promised(
     open_world: Open, cases: dict[str, list[Case]], sizes: dict[str, tuple[int, int]]
 ) -> None:
     """A request that was taken in needs the memory later; so the other model is loaded later."""
-    large = cases["llama"][3]
-    num_pages = -(-(len(large.prompt) + 14) * sizes["llama"][1] // PAGE_BYTES)
+    large = longest_prompt(cases["llama"])
+    num_pages = pages_of(large, sizes["llama"][1])
     memory_bytes = sizes["llama"][0] + num_pages * PAGE_BYTES
     world = open_world(memory_bytes, models={"a": "llama"}, enable_prefix_caching=False)
     world.add_model("b", "no-kv", load=False)
@@ -330,9 +332,9 @@ def test_a_request_ends_if_nothing_can_make_room_for_its_model(
 def test_a_request_of_an_unloaded_model_holds_up_no_others(
     open_world: Open, cases: dict[str, list[Case]], sizes: dict[str, tuple[int, int]]
 ) -> None:
-    """It waited for memory, and later ones waited for it; then its weights' place was taken."""
-    large = cases["llama"][3]
-    num_pages = -(-(len(large.prompt) + 14) * sizes["llama"][1] // PAGE_BYTES)
+    """A request blocks later ones; its model is unloaded and another takes the memory."""
+    large = longest_prompt(cases["llama"])
+    num_pages = pages_of(large, sizes["llama"][1])
     world = open_world(
         2 * sizes["llama"][0] + (num_pages + 2) * PAGE_BYTES,
         models={"a": "llama", "b": "llama"},

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from tests.architectures import OUR_DECODER, TRANSFORMERS, VOCAB_SIZE, save_tiny
 
+from aquifer.cache import KV_CACHES
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.engine import Engine
 from aquifer.engine.params import Request, SamplingParams
@@ -22,7 +23,6 @@ from aquifer.memory.driver.faulty import FaultyDriver
 from aquifer.memory.driver.host import HostDriver
 from aquifer.memory.pool import Kind
 
-KV_CACHES = ("virtual", "paged")
 MODELS = ("llama", "gpt2")  # their KV differs in size
 PAGE_BYTES = 4096
 OUTPUT_TOKENS = 24

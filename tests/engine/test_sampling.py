@@ -15,6 +15,7 @@ import transformers
 from tests.checkpoints import EOS_TOKEN_ID, tiny_llama
 from tests.kernels.sampling_batches import check_distribution, expected_probabilities
 
+from aquifer.cache import KV_CACHES
 from aquifer.engine.outputs import RequestOutput
 from aquifer.engine.params import BeamSearchParams, SamplingParams
 from aquifer.engine.sampler import Sampler, SamplingMode
@@ -390,7 +391,7 @@ def test_a_seed_gives_the_same_tokens_in_any_company(checkpoint: Path) -> None:
         *[SamplingParams(seed=s, **common) for s in (2**64 - 1, 0, 123)],
     ]
     results = []
-    for kv_cache in ("virtual", "paged"):
+    for kv_cache in KV_CACHES:
         options: dict[str, Any] = {"kv_cache": kv_cache, "page_size": "4KiB"}
         with LLM(checkpoint, memory="16MiB", **options) as llm:
             (info,) = llm.engine.models.values()

@@ -20,6 +20,7 @@ import torch
 import transformers
 from tests.architectures import OUR_DECODER, TRANSFORMERS, save_tiny
 
+from aquifer.cache import KV_CACHES
 from aquifer.engine.outputs import RequestOutput, TokenOutput
 from aquifer.engine.params import Request, SamplingParams
 from aquifer.llm import LLM
@@ -27,7 +28,6 @@ from aquifer.memory.pool import Kind, Owner
 
 DEVICE = "cuda"
 MEMORY = "16GiB"
-KV_CACHES = ("virtual", "paged")
 SEED = 2
 FLOAT32_ROUNDING = 1e-3
 """Far more than what the order of additions changes in logits of about 4, far less than the usual

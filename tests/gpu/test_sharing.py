@@ -14,6 +14,7 @@ import pytest
 import torch
 from tests.architectures import OUR_DECODER, VOCAB_SIZE, save_tiny
 
+from aquifer.cache import KV_CACHES
 from aquifer.cache.base import KVLayout, LayerKV, Rows, Spans
 from aquifer.cache.virtual import VirtualCache
 from aquifer.engine.engine import Engine
@@ -23,7 +24,6 @@ from aquifer.llm import LLM
 from aquifer.memory.driver.cuda import CudaDriver
 from aquifer.memory.pool import Kind, Owner, Page, PagePool
 
-KV_CACHES = ("virtual", "paged")
 MIB = 1 << 20
 # One layer's K and V of a token are 32 KiB, so that prompts of a few hundred tokens are many pages.
 WIDE = {"num_key_value_heads": 8, "num_attention_heads": 8, "head_dim": 256, "hidden_size": 64}

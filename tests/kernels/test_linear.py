@@ -15,7 +15,6 @@ from aquifer.kernels.linear import (
     best_tile,
     gated_tile,
     linear,
-    measure,
     norm_linear,
     norm_programs,
     norm_tile,
@@ -219,17 +218,6 @@ def test_no_tiles_for_many_tokens() -> None:
     shape = Shape(MAX_TILE_TOKENS + 1, 64, 64)
     assert not tiles(shape)
     assert best_tile(shape) is None
-
-
-@pytest.mark.gpu
-def test_measure(device: torch.device) -> None:
-    shapes = [Shape(tokens, 1024, 512) for tokens in (1, 4, 32, 256)]
-    for (shape, seconds), expected in zip(
-        measure(shapes, device, torch.bfloat16), shapes, strict=True
-    ):
-        assert shape == expected
-        assert set(seconds) <= {None, *tiles(shape)}
-        assert all(value > 0 for value in seconds.values())
 
 
 @pytest.mark.gpu  # for graphs are CUDA's

@@ -54,7 +54,8 @@ GPU = DeviceMemory(
         (CPU, None, 8 * GIB, 10 * GIB),
         (CPU, 3 * GIB, 3 * GIB, 3 * GIB),
         (CPU, 8 * GIB, 3 * GIB, 8 * GIB),
-        (GPU, None, 15 * GIB, int(0.9 * 140 * GIB)),  # a part of the whole, whoever is in it
+        # A share of the total, whatever other processes hold.
+        (GPU, None, 15 * GIB, int(0.9 * 140 * GIB)),
         (GPU, None, 124 * GIB, int(0.9 * 140 * GIB)),
         (GPU, 20 * GIB, 15 * GIB, 20 * GIB),
         (GPU, 15 * GIB + 600 * MIB, 15 * GIB, 15 * GIB + 600 * MIB),

@@ -347,7 +347,7 @@ def _is_readable(address: int) -> bool:
 
 
 def _permissions(address: int) -> str | None:
-    """Of the mapping that holds an address; None if it is not mapped at all."""
+    """Permissions of the mapping that holds an address; None if there is none."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         bounds, permissions = line.split()[:2]
         start, end = (int(bound, 16) for bound in bounds.split("-"))

@@ -36,7 +36,7 @@ def environment() -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join([_program(), *sys.argv[1:]]),
-        "commit": _commit(),
+        "commit": commit(Path(__file__).parent),
         "python": platform.python_version(),
         "kernel": platform.release(),
         "cpu": _cpu_name(),
@@ -78,24 +78,25 @@ def check_writable(file: Path, flag: str) -> None:
         raise ConfigError(f"{flag}: cannot write {file}: {error.strerror}") from error
 
 
-def save(file: Path, figures: dict[str, Any]) -> None:
-    """Write figures and their environment as JSON; creates missing folders."""
+def save(file: Path, figures: dict[str, Any], *, command: str | None = None) -> None:
+    """Write figures and their environment as JSON; creates missing folders.
+
+    Args:
+        file: where to write.
+        figures: what was measured.
+        command: how to measure it again; None for the command line of this process.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
-    content = {"environment": environment(), **figures}
+    described = environment() | ({} if command is None else {"command": command})
+    content = {"environment": described, **figures}
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _program() -> str:
-    name = Path(sys.argv[0]).name
-    return "aquifer" if name == "__main__.py" else name
-
-
-def _commit() -> str | None:
-    """Return the source tree's commit, marked if it has changes; None outside a git tree."""
-    folder = Path(__file__).parent
+def commit(folder: Path) -> str | None:
+    """Return a checkout's commit, marked if it has changes; None outside a git tree."""
     try:
         return subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
             cwd=folder,
             capture_output=True,
             text=True,
@@ -103,6 +104,11 @@ def _commit() -> str | None:
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def _program() -> str:
+    name = Path(sys.argv[0]).name
+    return "aquifer" if name == "__main__.py" else name
 
 
 def _cpu_name() -> str:

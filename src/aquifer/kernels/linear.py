@@ -12,8 +12,6 @@ tile of the weight into registers before they wait.
 from __future__ import annotations
 
 import functools
-import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +30,6 @@ from aquifer.kernels._triton import (
     runs_triton,
     tensor,
     tl,
-    triton,
 )
 from aquifer.kernels.activation import silu_mul
 from aquifer.kernels.norm import _normalised, add_rms_norm, rms_norm
@@ -535,7 +532,7 @@ def _store_tile(
 
 
 def tiles(shape: Shape) -> tuple[Tile, ...]:
-    """Return the tiles that `measure` tries besides cuBLAS."""
+    """Return the tiles that are worth measuring for a shape, besides cuBLAS."""
     if shape.tokens == 1:
         return _VECTOR_TILES
     if shape.tokens > MAX_TILE_TOKENS:
@@ -543,50 +540,3 @@ def tiles(shape: Shape) -> tuple[Tile, ...]:
     # Splitting columns pays only where rows alone are too few to occupy the device.
     is_short = shape.out <= 8192
     return tuple(tile for tile in _MATRIX_TILES if is_short or tile.num_splits == 1)
-
-
-def measure(
-    shapes: Iterable[Shape], device: torch.device, dtype: torch.dtype
-) -> Iterator[tuple[Shape, Mapping[Tile | None, float]]]:
-    """Measure the seconds of one product with each candidate; None is cuBLAS.
-
-    Candidates run in CUDA graphs, each over enough weights to overflow the L2 cache, because in a
-    model too every weight comes from memory.
-    """
-    shapes = list(shapes)
-    cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-    largest = max((shape.out * shape.in_ for shape in shapes), default=0)
-    num_elements = max(3 * cache_bytes // dtype.itemsize, largest)
-    pool = torch.empty(num_elements, dtype=dtype, device=device).normal_(std=0.02)
-    for shape in shapes:
-        num_copies = num_elements // (shape.out * shape.in_)
-        weights = pool[: num_copies * shape.out * shape.in_].view(num_copies, shape.out, shape.in_)
-        x = torch.randn(shape.tokens, shape.in_, dtype=dtype, device=device)
-        seconds: dict[Tile | None, float] = {}
-        for tile in (None, *tiles(shape)):
-            product = F.linear if tile is None else functools.partial(linear, tile=tile)
-            try:
-                seconds[tile] = _seconds(product, x, weights)
-            except triton.runtime.errors.OutOfResources:
-                continue  # more shared memory than this device has
-        yield shape, seconds
-
-
-def _seconds(product: Callable[..., object], x: torch.Tensor, weights: torch.Tensor) -> float:
-    """Return the median time of one product over replays of a CUDA graph."""
-    product(x, weights[0], None)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize(x.device)
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for weight in weights:
-            product(x, weight, None)
-    graph.replay()
-    times: list[float] = []
-    for _ in range(5):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3 / len(weights))
-    return statistics.median(times)
