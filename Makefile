@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint types unit test-gpu bench-cpu bench-compare bench-gpu bench-pagedattention clean
+.PHONY: demo test lint types unit test-gpu bench-cpu bench-serving bench-compare bench-gpu bench-pagedattention clean
 
 demo: $(VENV)/installed
 	$(BIN)/python tools/demo.py
@@ -30,6 +30,10 @@ test-gpu:
 
 bench-cpu: $(VENV)/installed-test
 	$(BIN)/python benchmarks/cpu/run.py
+
+# Streams from a server of the bundled model, by its threads, in about two minutes.
+bench-serving: $(VENV)/installed
+	$(BIN)/python benchmarks/cpu/serving.py --output benchmarks/cpu/serving.json
 
 # This checkout and another one, in turns, in about five minutes; BEFORE is the other one's folder:
 # git worktree add ../before COMMIT.

@@ -1,4 +1,4 @@
-"""CPUs that a process may use: quotas of both versions of control groups, from files."""
+"""CPUs that a process may use, from files of control groups; how long threads wait in a loop."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from aquifer.cpus import cpu_quota, usable_cpus, whole_cpus
+from aquifer.cpus import cpu_quota, limit_spinning, usable_cpus, whole_cpus
 
 
 class Groups:
@@ -130,3 +130,20 @@ def test_whole_cpus(num_allowed: int, quota: float | None, num_cpus: int) -> Non
 def test_cpus_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {3})
     assert usable_cpus() == 1
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"GOMP_SPINCOUNT": "5"}, {"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "PASSIVE"}],
+)
+def test_what_the_user_says_about_waiting_is_left_alone(environment: dict[str, str]) -> None:
+    before = dict(environment)
+    limit_spinning(environment)
+    assert environment == before
+
+
+def test_waiting_threads_sleep_soon() -> None:
+    environment = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": ""}
+    limit_spinning(environment)
+    assert 0 < int(environment.pop("GOMP_SPINCOUNT")) < 300_000  # the default is 300 000
+    assert environment == {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": ""}

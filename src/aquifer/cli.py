@@ -26,6 +26,7 @@ from aquifer import __version__
 from aquifer.bench.cli import app as bench_app
 from aquifer.bench.replay_command import replay
 from aquifer.config import BUNDLED_MODELS, EngineConfig, ModelSpec, field_values
+from aquifer.cpus import limit_spinning
 from aquifer.errors import AquiferError, ConfigError, RequestError
 from aquifer.options import Option, options_of
 from aquifer.parameters import PRECEDENCE, ModelArgument, values_for, with_options
@@ -51,6 +52,7 @@ app.command("replay")(replay)
 
 def main() -> NoReturn:
     """Run the command line; Aquifer's own errors print one line and exit with 2 (options) or 1."""
+    limit_spinning()
     try:
         app()
     except AquiferError as error:

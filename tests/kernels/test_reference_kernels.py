@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from aquifer.engine.threads import torch_threads
 from aquifer.kernels.attention import attention_contiguous, attention_paged
 from aquifer.kernels.linear import linear
 from aquifer.kernels.norm import rms_norm
@@ -153,16 +154,18 @@ def test_rms_norm_of_zeros_is_zero():
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 64, 300])
+@pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 8, 9, 64, 300])
 @pytest.mark.parametrize("num_rows", [64, 30])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_linear(dtype, num_tokens, num_rows, has_bias):
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_linear(dtype, num_tokens, num_rows, has_bias, num_threads):
     """The result does not depend on how the product is split."""
     generator = torch.Generator().manual_seed(4)
     x = torch.randn(num_tokens, 48, generator=generator).to(dtype)
     weight = torch.randn(num_rows, 48, generator=generator).to(dtype)
     bias = torch.randn(num_rows, generator=generator).to(dtype) if has_bias else None
-    out = linear(x, weight, bias)
+    with torch_threads(num_threads):
+        out = linear(x, weight, bias)
     assert out.dtype == dtype
     assert out.is_contiguous()
     expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())

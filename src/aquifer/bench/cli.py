@@ -14,6 +14,7 @@ import numpy as np
 import typer
 
 from aquifer.bench import options as table_of
+from aquifer.bench.options import server_arguments
 from aquifer.bench.report import (
     add_series,
     comparison,
@@ -24,11 +25,12 @@ from aquifer.bench.report import (
     output_rate,
     rates_text,
     run_seconds,
+    serving_table,
     title,
 )
 from aquifer.bench.result import summarize
 from aquifer.bench.workload import LengthRange, Workload
-from aquifer.config import ModelSpec
+from aquifer.config import EngineConfig, ModelSpec
 from aquifer.errors import ConfigError
 from aquifer.parameters import ModelArgument, values_for, with_options
 
@@ -94,7 +96,7 @@ def latency(model: ModelArgument, options: SimpleNamespace) -> None:
     from aquifer.bench.latency import measure_steps
 
     engine = values_for("bench", options)
-    sizes = _batch_sizes(options.batch_size)
+    sizes = _numbers("--batch-size", options.batch_size, least=1)
     inputs, outputs = LengthRange.parse(options.input_len), LengthRange.parse(options.output_len)
     with _open(model, engine, max(sizes), options.seed) as llm:
         (info,) = llm.engine.models.values()
@@ -144,6 +146,39 @@ def latency(model: ModelArgument, options: SimpleNamespace) -> None:
             f"\nbatch {batch['num_prompts']}: {comparison(batch)}" for batch in figures["batches"]
         )
     finish(table, figures, options.output)
+
+
+@app.command()
+@with_options(table_of.SERVE)
+def serve(model: ModelArgument, options: SimpleNamespace) -> None:
+    """Measure concurrent streams from `aquifer serve`, over HTTP, on this machine."""
+    from aquifer.bench import serving
+    from aquifer.engine.model_host import read_model
+    from aquifer.models import plan_model
+
+    engine = values_for("bench", options)
+    spec = ModelSpec.parse(model)
+    config = EngineConfig((spec,), load_format=options.load_format)
+    load = serving.Load(
+        _numbers("--concurrency", options.concurrency, least=1),
+        _numbers("--busy", options.busy, least=0),
+        LengthRange.parse(options.input_len),
+        LengthRange.parse(options.output_len),
+        read_model(spec, plan_model, config)[1].vocab_size,
+        options.seed,
+    )
+    with serving.serving(model, server_arguments(engine)) as url:
+        runs = serving.measure({"aquifer": url}, load, options.repeats)
+    figures = {
+        "benchmark": "serve",
+        "model": model,
+        **engine,
+        "input_len": options.input_len,
+        "output_len": options.output_len,
+        "seed": options.seed,
+        "runs": runs,
+    }
+    finish(serving_table(f"serve: {model}", runs), figures, options.output)
 
 
 @app.command()
@@ -350,11 +385,14 @@ def _open(model: str, engine: dict[str, Any], num_seqs: int, seed: int) -> LLM:
     return LLM(model, **engine, max_num_seqs=max(num_seqs, 256), seed=seed)
 
 
-def _batch_sizes(text: str) -> list[int]:
+def _numbers(flag: str, text: str, least: int) -> list[int]:
+    """Several whole numbers, as in "1,32,128"."""
     try:
-        sizes = [int(part) for part in text.split(",")]
+        numbers = [int(part) for part in text.split(",")]
     except ValueError:
-        sizes = [0]
-    if min(sizes) < 1:
-        raise ConfigError(f"--batch-size is {text!r}; write 1 or 1,32,128")
-    return sizes
+        numbers = [least - 1]
+    if min(numbers) < least:
+        raise ConfigError(
+            f"{flag} is {text!r}; write numbers from {least} up, such as {least},8,32"
+        )
+    return numbers

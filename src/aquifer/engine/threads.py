@@ -26,9 +26,13 @@ _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _OPERATIONS_PER_S = 5e10
 _BYTES_PER_S = 1.5e10
 
-_WORTH_S = 1e-4
-"""Time of a product on one core for each thread that it is worth. Measured on two idle cores, a
-second thread gains nothing where one takes 50 us, and a third of the time or more above 200 us."""
+_ALONE_S = 5e-4
+"""Time of a product on one core below which there is one thread. On two idle cores, a second thread
+gains nothing at 50 us, and a third of the time from 200 us up. But beside other programs it made
+steps of such products ten times as long."""
+
+_PER_THREAD_S = 1e-4
+"""Time of a product on one core for each thread, where there are several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +109,13 @@ def choose_threads(products: Products, num_tokens: int, limit: ThreadLimit) -> i
 
     Returns: the limit, or a power of two below it, into which weights divide evenly.
     """
-    worth = int(products.mean_s(num_tokens) / _WORTH_S)
-    if limit.is_fixed or worth >= limit.most:
+    product_s = products.mean_s(num_tokens)
+    if limit.is_fixed:
         return limit.most
-    return 1 << max(worth, 1).bit_length() - 1
+    if product_s < _ALONE_S:
+        return 1
+    worth = int(product_s / _PER_THREAD_S)
+    return limit.most if worth >= limit.most else 1 << worth.bit_length() - 1
 
 
 @contextmanager

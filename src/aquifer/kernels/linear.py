@@ -35,6 +35,7 @@ from aquifer.kernels.activation import silu_mul
 from aquifer.kernels.norm import _normalised, add_rms_norm, rms_norm
 
 _MAX_VECTORS = 4
+_MAX_SMALL_VECTORS, _SMALL_BYTES = 8, 2 << 20
 _MAX_TOKENS = 256
 
 MAX_TILE_TOKENS = 32
@@ -238,15 +239,18 @@ def linear_reference(
     In float32 on a CPU, one product of few rows leaves most cores idle, or is bound by one core's
     memory bandwidth. Split into groups of weight rows it becomes a batched product, one group per
     core; measured on two cores, that is 1.2 times as fast for 32 to 64 tokens, and 2.7 times for
-    one. For very few tokens the weight is the left factor, and is then read at full bandwidth.
+    one. For very few tokens the weight is the left factor, and is then read at full bandwidth. On
+    one thread that pays for a few tokens more if the weight is small: a step of 8 tokens of a model
+    of 3 million parameters takes a tenth less time.
     """
     num_tokens, num_rows = len(x), len(weight)
+    is_small = weight.nbytes <= _SMALL_BYTES and torch.get_num_threads() == 1
     groups = _groups(num_rows) if x.dtype == torch.float32 and num_tokens <= _MAX_TOKENS else 1
     if groups == 1:
         return F.linear(x, weight, bias)
     parts = weight.view(groups, num_rows // groups, -1)  # [groups, out / groups, in]
     spread = x.expand(groups, *x.shape)  # [groups, tokens, in]
-    if num_tokens <= _MAX_VECTORS:
+    if num_tokens <= (_MAX_SMALL_VECTORS if is_small else _MAX_VECTORS):
         product = torch.bmm(parts, spread.transpose(1, 2)).view(num_rows, num_tokens).t()
     else:
         product = torch.bmm(spread, parts.transpose(1, 2)).transpose(0, 1).flatten(1)
