@@ -27,19 +27,22 @@ JOB = Job("alpaca", "paged", 1.0, 100)
 # --- throughput with a queue -----------------------------------------------------------------
 
 
-def _record(scheduled_s: float, first_token_s: float, finished_s: float) -> RequestRecord:
-    return RequestRecord("m", 0.0, 5, 20, scheduled_s, first_token_s, finished_s)
+def _record(
+    scheduled_s: float, first_token_s: float, finished_s: float, output_tokens: int = 20
+) -> RequestRecord:
+    return RequestRecord("m", 0.0, 5, output_tokens, scheduled_s, first_token_s, finished_s)
 
 
 def test_capacity_is_that_of_the_second_half_until_the_queue_is_empty():
-    """Between 10 s and 14 s: by hand, with outputs of 20 tokens, evenly from first to last."""
+    """Between 10 s and 14 s: by hand, with outputs that come evenly from the first to the last."""
     records = [
-        _record(0.0, 1.0, 9.0),  # before
+        _record(0.0, 1.0, 9.0, 60),  # before
         _record(0.0, 5.0, 15.0),  # 4 of 10 seconds within
         _record(10.0, 10.0, 12.0),  # all of it
         _record(14.0, 15.0, 30.0),  # after
     ]
-    expected = (20 * 4 / 10 + 20) / (14 - 10) / 20
+    mean_tokens = (60 + 20 + 20 + 20) / 4
+    expected = (20 * 4 / 10 + 20) / (14 - 10) / mean_tokens
     assert measures.capacity(ReplayResult(records)) == pytest.approx(expected)
     refused = RequestRecord("m", 0.0, 5, 500)
     assert measures.capacity(ReplayResult([*records, refused])) == pytest.approx(expected)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tests.sim.tiny_replay import MODEL, PAGE_BYTES, STEPS, config_of
 
@@ -30,6 +32,19 @@ def test_all_sequences_of_a_request_have_their_regions_when_it_is_admitted(manag
     region_bytes = REGION_TOKENS[manager] // TOKENS_OF_A_PAGE * PAGE_BYTES
     # The sample that computes the prompt ends a step before the others.
     assert reserved_bytes == pytest.approx(3 * region_bytes, rel=0.01)
+
+
+def test_beams_that_end_leave_their_regions_to_the_beams_that_fork():
+    """Another model, whose steps take turns, gets none of them."""
+    region_pages = REGION_TOKENS["orca-oracle"] // TOKENS_OF_A_PAGE
+    weight_pages = -(-MODEL.weight_bytes // PAGE_BYTES)
+    models = {"tiny": MODEL, "other": replace(MODEL, name="other")}
+    config = config_of("orca-oracle", 4 * region_pages + weight_pages, beam_width=3)
+    requests = [TraceRequest(0.0, 20, 40, name) for name in ("tiny", "other") * 2]
+    result = replay(replace(config, models=models), requests)
+    assert result.num_preemptions == 0
+    starts_s = [record.scheduled_s for record in result.records]
+    assert len(set(starts_s)) == 4, "there is room for one at a time"
 
 
 def test_a_fork_copies_what_it_shares_in_other_caches():
