@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from tools.options_table import with_table
 
+from aquifer.serve.protocol import requests
+
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [*sorted((ROOT / "docs").glob("**/*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 
@@ -111,3 +113,20 @@ def test_the_numbers_of_invariants_that_are_cited_exist():
         for file in (ROOT / "tests" / folder).glob("*.py"):
             cited |= set(re.findall(r"\b[MK]\d\b", file.read_text()))
     assert cited == defined
+
+
+def test_the_guide_names_every_field_of_the_api() -> None:
+    """What is honoured, accepted without effect, or refused; and nothing that there is not."""
+    guide = (ROOT / "docs" / "guide" / "http.md").read_text()
+    named = set(re.findall(r"`([a-z_]+)`", guide.partition("## Limits")[0]))
+    bodies = (
+        requests.CompletionRequest,
+        requests.ChatCompletionRequest,
+        requests.TokenizeRequest,
+        requests.DetokenizeRequest,
+        requests.PrefixRequest,
+        requests.StreamOptions,
+    )
+    fields = {name for body in bodies for name in body.model_fields}
+    fields |= requests.UNSUPPORTED_FIELDS.keys()
+    assert named == fields
