@@ -147,6 +147,7 @@ def test_an_engine_that_crashes(fake_server: RunningServer):
     assert status == 200
     details = answer["usage"]["prompt_tokens_details"]
     assert details["cached_tokens"] == answer["usage"]["prompt_tokens"] - 1
+    assert "\naquifer:engine_restarts_total 1.0\n" in fake_server.call("GET", "/metrics")[1]
     assert fake_server.stop() == 0
     assert "told to crash" in fake_server.stderr
     assert "the engine process died (exit code 1) while it computed 'fake'" in fake_server.stderr

@@ -75,14 +75,18 @@ class Metrics:
             "request_decode_time_seconds", "From the first token to the last.", _REQUEST_S
         )
 
-    def render(self, stats: EngineStats, report: MemoryReport | None) -> bytes:
+    def render(
+        self, stats: EngineStats, report: MemoryReport | None, num_restarts: int = 0
+    ) -> bytes:
         """Render all metrics in Prometheus's exposition format.
 
         Args:
             stats: the engine's counters.
             report: the memory report, or None if the engine does not answer.
+            num_restarts: how often the engine process was started again.
         """
         self._engine.stats, self._engine.report = stats, report
+        self._engine.num_restarts = num_restarts
         return generate_latest(self._registry)
 
     def watch(self, request: Request) -> RequestMetrics:
@@ -185,6 +189,7 @@ class _EngineCollector(Collector):
         self._models = models
         self.stats: EngineStats | None = None
         self.report: MemoryReport | None = None
+        self.num_restarts = 0
 
     def collect(self) -> Iterator[Metric]:
         if self.stats is None:
@@ -222,6 +227,11 @@ class _EngineCollector(Collector):
             hits.add_metric([model], self.stats.num_prefix_hit_tokens.get(model, 0))
             usage.add_metric([model], self.stats.kv_usage)
         yield from (running, waiting, preemptions, queries, hits, usage)
+        yield CounterMetricFamily(
+            "aquifer:engine_restarts",
+            "Times that the engine process died and was started again.",
+            value=self.num_restarts,
+        )
         if self.report is not None:
             yield _pool_bytes(self.report)
 

@@ -31,7 +31,8 @@ async def metrics(service: Served) -> Response:
     """Return the metrics in Prometheus's text format."""
     report = await _memory_report(service.client)
     return Response(
-        service.metrics.render(service.client.stats, report), media_type=CONTENT_TYPE_LATEST
+        service.metrics.render(service.client.stats, report, service.client.num_restarts),
+        media_type=CONTENT_TYPE_LATEST,
     )
 
 
