@@ -7,7 +7,7 @@ request that begins with it gets other tokens than those expected.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,8 @@ from tests.models.wrapped import WrappedModel, plan_wrapped
 
 from aquifer.cache.base import KVView
 from aquifer.engine.params import Request, SamplingParams
-from aquifer.errors import InvariantError
+from aquifer.errors import DriverError, InvariantError
+from aquifer.memory.driver.base import Handle
 from aquifer.models import Model, ModelInput, Planner
 
 KV_CACHES = pytest.mark.parametrize("kv_cache", ["virtual", "paged"])
@@ -97,7 +98,10 @@ class _Fence(LateFence):
 
 
 class FailingDriver(BehindDriver):
-    """A device that runs behind, and of which a wait may fail: once, or always if it is lost."""
+    """A device that runs behind, and of which a wait may fail: once, or always if it is lost.
+
+    A device that is lost refuses to map pages too.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,6 +112,11 @@ class FailingDriver(BehindDriver):
     def is_over(self) -> bool:
         """Whether the wait that fails has been."""
         return self.error is None
+
+    def map(self, address: int, handles: Sequence[Handle]) -> None:
+        if self.is_lost:
+            raise DriverError("LOST", "the device does not answer")
+        super().map(address, handles)
 
     def fence(self) -> LateFence:  # type: ignore[override]
         super().fence()
@@ -368,6 +377,22 @@ def test_the_error_of_a_lost_device_is_raised(
         with pytest.raises(RuntimeError, match="illegal address"):
             world.step()
     device.is_lost, device.error = False, None
+
+
+def test_a_lost_device_is_not_taken_for_a_full_one(
+    open_world: Open, cases: dict[str, list[Case]]
+) -> None:
+    """It refuses memory, and everything else too."""
+    device = FailingDriver()
+    world = open_world(models={"a": "llama"}, device=device, num_ahead=1)
+    sent = world.send("a", cases["llama"][0])
+    world.engine.pool.retired.settle()  # so that a page has to be mapped
+    device.is_lost, device.error = True, RuntimeError("illegal address")
+    with pytest.raises(RuntimeError, match="illegal address"):
+        world.step()
+    device.is_lost, device.error = False, None
+    world.finish()
+    assert "out of memory: LOST" in (sent.error or "")
 
 
 def test_a_request_that_cannot_be_added_leaves_nothing(
