@@ -114,7 +114,7 @@ class Device:
         """Write ids as KV, and compare what attention reads with the tokens of each sequence."""
         cache = self._lane.cache
         cache.upload()
-        view = cache.view(Rows.of(spans, 0, torch.device("cpu")))
+        view = cache.tensors.view(Rows.of(spans, 0, torch.device("cpu")))
         ids = torch.tensor(written).float()
         means_of: list[float] = []
         for i, slot in enumerate(spans.slots.tolist()):

@@ -249,7 +249,7 @@ class World:
         for assigned in plan.assigned:  # tokens that are cached, forked or copied back
             known[assigned.slot] = table.token_ids[assigned.slot]
         cache.upload()
-        view = cache.view(Rows.of(plan.spans, plan.num_single, torch.device("cpu")))
+        view = cache.tensors.view(Rows.of(plan.spans, plan.num_single, torch.device("cpu")))
         ids = torch.from_numpy(known[slots, positions]).float()
         sums = np.cumsum(known, axis=1)
         expected = torch.from_numpy(sums[slots, positions] / (positions + 1)).float()

@@ -256,7 +256,10 @@ class KVTensors:
         self._device_table[device_slots, device_indices] = blocks.int()
 
     def view(self, rows: Rows) -> StepView:
-        """The addresses of one step, with attention over them."""
+        """The addresses of one step, with attention over them. Pre-condition: room was reserved.
+
+        It reads tensors only, so that a captured step stays valid as its rows change.
+        """
         return StepView(self.layers, rows, self._device_table, self._workspaces)
 
     def _require_no_copies(self) -> None:

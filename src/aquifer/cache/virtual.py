@@ -18,10 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from aquifer.cache.base import CacheStats, IntArray, KVLayout, Rows
+from aquifer.cache.base import CacheStats, IntArray, KVLayout
 from aquifer.cache.footprint import UNLIMITED_TOKENS, Footprint
 from aquifer.cache.tensors import KVShape, KVTensors
-from aquifer.cache.view import StepView
 from aquifer.errors import DriverError, InvariantError
 from aquifer.memory.pool import Kind, Owner, Page, PagePool
 
@@ -242,10 +241,6 @@ class VirtualCache:
         self._residency.give_up(windows)
         self._end_use(copied)
         self._residency.release(copied)
-
-    def view(self, rows: Rows) -> StepView:
-        """The view of a step: slots and positions of its tokens give their addresses."""
-        return self.tensors.view(rows)
 
     def stats(self, written_tokens: int) -> CacheStats:
         """Mapped bytes are exact, without retired pages; waste is the tail of each sequence."""
