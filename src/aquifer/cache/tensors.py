@@ -184,7 +184,7 @@ class KVTensors:
     # --- verbs -------------------------------------------------------------------------------
 
     def enter(self, slots: IntArray, indices: IntArray, blocks: IntArray) -> None:
-        """Write blocks into the table. All three arrays have the same length, or broadcast."""
+        """Write blocks into the table. All three arrays have the same length."""
         self.table[slots, indices] = blocks
         if self._is_copied:
             self._entered.append((slots, indices))

@@ -283,8 +283,9 @@ class VirtualCache:
             rank <= _SPREAD_SEQS * (left + 1)
 
         holds for each sequence that is not short, ranked from 1 in order of `left`. Where it does
-        not hold, the largest difference is the number of sequences to map for ahead of need. Only
-        sequences count that would get a page for _AHEAD_TOKENS more tokens.
+        not hold, the largest difference is the number of sequences to map for ahead of need. All
+        sequences count whose pages have no room for _AHEAD_TOKENS - 1 more tokens, also those that
+        will end before they need another page; nothing is mapped for the latter.
 
         Args:
             left: [num_seqs], tokens that fit on the mapped pages beyond those asked for.
