@@ -72,8 +72,10 @@ class Books:
 
     def view(self, plan: Any) -> None:
         """Compute the addresses that a plan's step needs."""
-        self.lane.cache.upload()
-        self.lane.cache.view(Rows.of(plan.spans, plan.num_decodes, _CPU))
+        cache = self.lane.cache
+        cache.upload()
+        source = getattr(cache, "tensors", cache)  # a cache had no device's half of its own
+        source.view(Rows.of(plan.spans, plan.num_decodes, _CPU))
 
     def commit(self, plan: Any) -> None:
         """Commit a plan with the token 1 for every sequence."""

@@ -143,7 +143,7 @@ def _read_file(file: Path, options: Sequence[Option]) -> dict[str, Any]:
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
-    """Whether the command line sets the option: its value is not the default."""
+    """Whether the option is on the command line."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 

@@ -66,7 +66,7 @@ class Harness:
         """Write tokens of several sequences and compare attention over all there is."""
         spans = Spans.make(np.array(slots), self.lengths[slots], np.array(counts))
         self.cache.upload()
-        view = self.cache.view(Rows.of(spans, 0, torch.device("cpu")))
+        view = self.cache.tensors.view(Rows.of(spans, 0, torch.device("cpu")))
         dense_view = self.dense.view(np.array(slots), self.lengths[slots], np.array(counts))
         for index, layer in enumerate(self.layout.layers):
             # Slices of one larger tensor, as the fused projection of a model gives them.
@@ -534,7 +534,7 @@ def test_a_model_without_kv(name):
     assert cache.footprint.block_bytes > 0
     rows = Rows.of(Spans.make(slots, np.zeros(3, np.int64), np.ones(3, np.int64)), 0, CPU)
     cache.upload()
-    cache.view(rows)
+    cache.tensors.view(rows)
     space = SwapSpace(1 << 20, CPU)
     swapped = space.swap_out(cache, [1, 2], [40, 30])
     assert swapped is not None

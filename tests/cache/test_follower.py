@@ -63,7 +63,7 @@ class Pair:
         spans = Spans.make(slots, starts, np.array(list(counts.values())))
         self.sync()
         rows = Rows.of(spans, 0, torch.device("cpu"))
-        views: list[KVView] = [self.cache.view(rows), self.follower.view(rows)]
+        views: list[KVView] = [self.cache.tensors.view(rows), self.follower.view(rows)]
         for index, layer in enumerate(self.layout.layers):
             heads = layer.num_kv_heads
             query, key, value = (

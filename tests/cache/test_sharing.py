@@ -119,7 +119,7 @@ class Harness:
         slots = np.array(list(counts), np.int64)
         starts = np.array([len(self.marks.get(slot, ())) for slot in counts])
         spans = Spans.make(slots, starts, np.array(list(counts.values())))
-        view = self.cache.view(Rows.of(spans, 0, torch.device("cpu")))
+        view = self.cache.tensors.view(Rows.of(spans, 0, torch.device("cpu")))
         marks = torch.arange(self.next_mark, self.next_mark + spans.num_tokens)
         for index, layer in enumerate(self.layout.layers):
             view.write(

@@ -83,7 +83,7 @@ def check_means(
         expected: mean of all ids up to each token, [tokens].
     """
     cache.upload()
-    view = cache.view(Rows.of(spans, 0, torch.device("cpu")))
+    view = cache.tensors.view(Rows.of(spans, 0, torch.device("cpu")))
     for index, layer in enumerate(cache.tensors.shape.layout.layers):
         key = ids[:, None, None].expand(-1, layer.num_kv_heads, layer.key_dim)
         view.write(index, key, key + index)

@@ -86,7 +86,7 @@ def test_the_first_slot_need_not_be_mapped(cache: VirtualCache) -> None:
     for count, num_decodes in ((17, 0), (1, 1)):
         spans = Spans.make(np.array([2]), np.array([0]), np.array([count]))
         rows = Rows.of(spans, num_decodes, torch.device("cuda", 0))
-        view = cache.view(rows)
+        view = cache.tensors.view(rows)
         key = torch.ones((count, 8, 128), dtype=torch.bfloat16, device="cuda")
         view.write(0, key, key)
         query = torch.ones((count, 32, 128), dtype=torch.bfloat16, device="cuda")

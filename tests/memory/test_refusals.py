@@ -158,7 +158,7 @@ def sequences(device: Device, name: str) -> None:
     assert device.attempt(more, has_detour=maps_ahead)
     spans = Spans.make(np.array([3]), np.array([0]), np.array([16]))
     ones = torch.ones(16, 1, 24)
-    view = cache.view(Rows.of(spans, 0, torch.device("cpu")))
+    view = cache.tensors.view(Rows.of(spans, 0, torch.device("cpu")))
     view.write(0, ones, ones)
     assert (view.attend(0, ones, scale=1.0) == 1).all()
     others = device.acquire(B, min(device.pool.free_bytes // PAGE, 4))

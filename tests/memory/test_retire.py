@@ -556,7 +556,7 @@ def test_random_lives_on_a_late_device(name, layout, seed):
             continue
         number[slots[lengths[slots] == 0]] = step
         spans = Spans.make(slots, lengths[slots], counts)
-        view = cache.view(Rows.of(spans, 0, torch.device("cpu")))
+        view = cache.tensors.view(Rows.of(spans, 0, torch.device("cpu")))
         row_slots, positions = spans.rows()
         for index, layer in enumerate(LAYOUTS[layout].layers):
             mark = torch.from_numpy(number[row_slots] * 1000 + positions).float()[:, None, None]

@@ -59,8 +59,9 @@ def test_large_pages_as_far_as_they_are_full():
     assert store.populate()
     assert placement == Placement.plan(store.parameters, PAGE)
     assert pool.usage().in_use_bytes == {OWNER: placement.num_pages * PAGE}
-    page_sizes = sorted(map(pool.pages.page_bytes, pool.pages.numbers))
-    assert page_sizes == [PAGE] * (placement.num_pages - 5 * 4) + [LARGE] * 5
+    # Together these two say how many pages of each size there are: five are large.
+    assert pool.created_bytes == placement.num_pages * PAGE
+    assert len(pool.pages) == placement.num_pages - 5 * LARGE // PAGE + 5
     for value, (name, tensor) in enumerate(store.tensors.items()):
         assert tensor.shape == (sizes[int(name)],)
         tensor.fill_(value)

@@ -110,7 +110,7 @@ def _decode(scheduler: Scheduler, lane: Lane, num_steps: int, stocker: PageStock
         plan = scheduler.plan()
         planned = time.perf_counter()
         assert plan is not None
-        lane.cache.view(Rows.of(plan.spans, plan.num_decodes, _DEVICE))
+        lane.cache.tensors.view(Rows.of(plan.spans, plan.num_decodes, _DEVICE))
         viewed = time.perf_counter()
         sampled = _sampled(plan)
         ready = time.perf_counter()

@@ -164,12 +164,6 @@ class SequenceCache(Blocks, Protocol):
         To be called before each step, and before `copy_in` and `copy_out`.
         """
 
-    def view(self, rows: Rows) -> KVView:
-        """The addresses of one step. Pre-condition: room was reserved for it.
-
-        It reads tensors only, so that a captured step stays valid as its rows change.
-        """
-
     def stats(self, written_tokens: int) -> CacheStats:
         """Memory of the manager, given how many tokens the scheduler counts as written."""
 

@@ -20,10 +20,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aquifer.cache.base import CacheStats, IntArray, KVLayout, Rows
+from aquifer.cache.base import CacheStats, IntArray, KVLayout
 from aquifer.cache.footprint import Footprint
 from aquifer.cache.tensors import KVShape, KVTensors
-from aquifer.cache.view import StepView
 from aquifer.errors import InvariantError
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.memory.runs import runs
@@ -221,10 +220,6 @@ class PagedCache:
         """Launch the copies, and send new table entries to the device."""
         self._make_copies()
         self.tensors.flush()
-
-    def view(self, rows: Rows) -> StepView:
-        """The view of a step: slots and positions of its tokens, and the tables of blocks."""
-        return self.tensors.view(rows)
 
     def stats(self, written_tokens: int) -> CacheStats:
         """Waste is the empty tail of last blocks, and parts of used pages that no sequence uses.

@@ -198,7 +198,7 @@ class KVTensors:
     # --- verbs -------------------------------------------------------------------------------
 
     def enter(self, slots: IntArray, indices: IntArray, blocks: IntArray) -> None:
-        """Write blocks into the table. All three arrays have the same length, or broadcast."""
+        """Write blocks into the table. All three arrays have the same length."""
         self.table[slots, indices] = blocks
         if self._is_copied:
             self._entered.append((slots, indices))
@@ -270,7 +270,10 @@ class KVTensors:
         self._device_table[device_slots, device_indices] = blocks.int()
 
     def view(self, rows: Rows) -> StepView:
-        """The addresses of one step, with attention over them."""
+        """The addresses of one step, with attention over them. Pre-condition: room was reserved.
+
+        It reads tensors only, so that a captured step stays valid as its rows change.
+        """
         return StepView(self.layers, rows, self._device_table, self._workspaces)
 
     def _require_no_copies(self) -> None:

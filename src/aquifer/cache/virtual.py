@@ -18,10 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from aquifer.cache.base import CacheStats, IntArray, KVLayout, Rows
+from aquifer.cache.base import CacheStats, IntArray, KVLayout
 from aquifer.cache.footprint import UNLIMITED_TOKENS, Footprint
 from aquifer.cache.tensors import KVShape, KVTensors
-from aquifer.cache.view import StepView
 from aquifer.errors import DriverError, InvariantError
 from aquifer.memory.pool import Kind, Owner, Page, PagePool
 
@@ -243,10 +242,6 @@ class VirtualCache:
         self._end_use(copied)
         self._residency.release(copied)
 
-    def view(self, rows: Rows) -> StepView:
-        """The view of a step: slots and positions of its tokens give their addresses."""
-        return self.tensors.view(rows)
-
     def stats(self, written_tokens: int) -> CacheStats:
         """Mapped bytes are exact, without retired pages; waste is the tail of each sequence."""
         num_used_pages = self._num_used_pages + len(self._copied)
@@ -288,8 +283,9 @@ class VirtualCache:
             rank <= _SPREAD_SEQS * (left + 1)
 
         holds for each sequence that is not short, ranked from 1 in order of `left`. Where it does
-        not hold, the largest difference is the number of sequences to map for ahead of need. Only
-        sequences count that would get a page for _AHEAD_TOKENS more tokens.
+        not hold, the largest difference is the number of sequences to map for ahead of need. All
+        sequences count whose pages have no room for _AHEAD_TOKENS - 1 more tokens, also those that
+        will end before they need another page; nothing is mapped for the latter.
 
         Args:
             left: [num_seqs], tokens that fit on the mapped pages beyond those asked for.

@@ -41,5 +41,5 @@ class IdlePages:
         return taken
 
     def put(self, owner: Owner, pages: Sequence[Page]) -> None:
-        """Keep pages; they come out again in ascending order, so that neighbours stay so."""
+        """Keep pages; those of one call come out in ascending order, so that neighbours stay so."""
         self.by_owner.setdefault(owner, []).extend(sorted(pages, reverse=True))

@@ -56,8 +56,10 @@ class _Record(NamedTuple):
 class Ledger:
     """Records of all pages of one pool, and the bytes of each state and owner.
 
-    Every method takes `lock`, which is reentrant; a caller holds it around several calls that
-    have to be one step.
+    Methods that change the books take `lock`, which is reentrant; a caller holds it around several
+    calls that have to be one step. Of those that read, `idle_bytes`, `created_bytes`,
+    `excess_bytes`, `num_references`, `is_in_use` and `num_records` do not take it: a caller holds
+    it where the answer has to be of the same moment as another one.
 
     Args:
         budget_bytes: bound of all pages and the overhead together.

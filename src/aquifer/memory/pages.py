@@ -33,7 +33,6 @@ class PageTable:
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self._handles: dict[Page, Handle] = {}
-        self._sizes: dict[Page, int] = {}
         self._num_created = 0
         self._numbering = threading.Lock()
 
@@ -45,10 +44,6 @@ class PageTable:
     def numbers(self) -> list[Page]:
         """Numbers of all pages that exist, oldest first."""
         return list(self._handles)
-
-    def page_bytes(self, page: Page) -> int:
-        """Size of a page."""
-        return self._sizes[page]
 
     def create(self, page_bytes: int, count: int) -> list[Page]:
         """Create `count` pages of zeroed bytes, all or none; their numbers ascend.
@@ -62,7 +57,6 @@ class PageTable:
             self._num_created += count
         pages = [Page(number) for number in range(first, first + count)]
         self._handles.update(zip(pages, handles, strict=True))
-        self._sizes.update(dict.fromkeys(pages, page_bytes))
         return pages
 
     def release(self, pages: Sequence[Page]) -> None:
@@ -70,7 +64,7 @@ class PageTable:
         if pages:
             self.driver.release(self._handles_of(pages))
             for page in pages:
-                del self._handles[page], self._sizes[page]
+                del self._handles[page]
 
     def map(self, address: int, pages: Sequence[Page]) -> None:
         """Map pages of one size one after the other from `address` on, all or none.

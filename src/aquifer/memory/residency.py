@@ -87,7 +87,9 @@ class Residency:
 
         Args:
             stretches: places without a page in use.
-            may_reclaim: whether to wait for retired pages, and to take pages from other tenants.
+            may_reclaim: whether to unmap retired pages of other places, and to take pages from
+                other tenants. Without it, the call waits only where one of these places still has
+                a page that is shared, or that is being unmapped.
 
         Raises:
             DriverError: the device refused; nothing has changed.

@@ -228,7 +228,8 @@ class RetireQueue:
 
         It may be less where a page is at several places; the caller repeats it until it suffices.
 
-        Returns: whether any place was given back; if not, all retired pages are in use elsewhere.
+        Returns: whether any place was given back, by this call or by a `collect` that it waited
+            for; if not, all retired pages are in use elsewhere.
         """
         with self._changed:
             if self._leaving:

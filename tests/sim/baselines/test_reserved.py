@@ -65,7 +65,7 @@ class Harness:
         assert self.cache.reserve(np.array(slots), self.lengths[slots] + counts)
         spans = Spans.make(np.array(slots), self.lengths[slots], np.array(counts))
         self.cache.upload()
-        view = self.cache.view(Rows.of(spans, 0, torch.device("cpu")))
+        view = self.cache.tensors.view(Rows.of(spans, 0, torch.device("cpu")))
         dense = self.dense.view(spans.slots, spans.starts, spans.counts)
         for index, layer in enumerate(LAYOUT.layers):
             query, key, value = (

@@ -29,10 +29,9 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 
-from aquifer.cache.base import CacheStats, IntArray, KVLayout, Rows
+from aquifer.cache.base import CacheStats, IntArray, KVLayout
 from aquifer.cache.footprint import Count, Footprint
 from aquifer.cache.tensors import KVShape, KVTensors
-from aquifer.cache.view import StepView
 from aquifer.errors import ConfigError, InvariantError
 from aquifer.memory.pool import Owner, PagePool
 from aquifer.memory.runs import runs
@@ -254,10 +253,6 @@ class ReservedCache:
     def upload(self) -> None:
         """Send the tables of the slots that have got a region."""
         self.tensors.flush()
-
-    def view(self, rows: Rows) -> StepView:
-        """Slots and positions of the step's tokens, and the tables that lead to their regions."""
-        return self.tensors.view(rows)
 
     def stats(self, written_tokens: int) -> CacheStats:
         """Mapped is all that is reserved."""
