@@ -25,7 +25,14 @@ from rich.table import Table
 from aquifer import __version__
 from aquifer.bench.cli import app as bench_app
 from aquifer.bench.replay_command import replay
-from aquifer.config import BUNDLED_MODELS, EngineConfig, ModelSpec, field_values, format_size
+from aquifer.config import (
+    BUNDLED_MODELS,
+    EngineConfig,
+    ModelSpec,
+    field_values,
+    format_size,
+    parse_models,
+)
 from aquifer.errors import AquiferError, ConfigError, RequestError
 from aquifer.options import Option, options_of
 from aquifer.parameters import PRECEDENCE, ModelArgument, with_options
@@ -97,7 +104,7 @@ def _serve(options: SimpleNamespace) -> None:
     """Serve models over HTTP, with OpenAI's API."""
     if not options.models:
         raise ConfigError("no model given; write aquifer serve PATH, or aquifer serve demo")
-    models = tuple(map(ModelSpec.parse, options.models))
+    models = parse_models(options.models, options.served_model_name)
     engine_config = EngineConfig(models, **field_values(EngineConfig, vars(options)))
     for model in models:
         model.check_path()

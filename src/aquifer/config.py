@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -15,9 +15,11 @@ __all__ = [
     "BUNDLED_MODELS",
     "EngineConfig",
     "ModelSpec",
+    "aliases_of",
     "check_fields",
     "field_values",
     "format_size",
+    "parse_models",
     "parse_size",
 ]
 
@@ -27,24 +29,46 @@ BUNDLED_MODELS = {"demo": Path(__file__).parent / "bundled" / "demo"}
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model to serve: the name clients use, and where its checkpoint is."""
+    """A model to serve: its names, and where its checkpoint is.
+
+    Args:
+        name: the served name, in answers, lists and metrics.
+        path: the checkpoint.
+        aliases: further names by which clients may ask for it.
+
+    Raises:
+        ConfigError: a name is empty.
+    """
 
     name: str
     path: Path
+    aliases: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not all((self.name, *self.aliases)):  # owners without a model have the empty name
+            raise ConfigError(f"the model at {self.path} has an empty name; give it another")
 
     @classmethod
     def parse(cls, text: str) -> ModelSpec:
-        """From "PATH", "NAME=PATH" or the name of a bundled model; PATH alone names itself.
+        """From "PATH", "NAME=PATH" or the name of a bundled model.
+
+        The name of PATH alone is PATH without slashes at its end; its last part and the text as it
+        was written are aliases.
 
         Raises:
             ConfigError: name or path is empty.
         """
-        name, separator, path = text.partition("=")
+        name, separator, written = text.partition("=")
         if not separator:
-            name = path = text
-        if not name or not path:
+            name = written = text
+        if not name or not written:
             raise ConfigError(f"{text!r} names no model; write PATH or NAME=PATH")
-        return cls(name, BUNDLED_MODELS.get(path, Path(path).expanduser()))
+        location = written.rstrip("/") or "/"
+        path = BUNDLED_MODELS.get(location, Path(location).expanduser())
+        if separator:
+            return cls(name, path)
+        aliases = {Path(location).name: None, written: None}
+        return cls(location, path, tuple(alias for alias in aliases if alias not in ("", location)))
 
     def check_path(self) -> None:
         """Check that the path exists, which needs none of the packages that read a checkpoint.
@@ -54,6 +78,51 @@ class ModelSpec:
         """
         if not self.path.exists():
             raise ConfigError(f"no such model: {self.path} does not exist")
+
+
+def parse_models(texts: Sequence[str], served_names: Sequence[str] = ()) -> tuple[ModelSpec, ...]:
+    """Models from text, such as "PATH" and "NAME=PATH".
+
+    Args:
+        texts: one for each model.
+        served_names: names of the only model, in place of those that its path would give it. The
+            first is its served name, the others are aliases.
+
+    Raises:
+        ConfigError: a text names no model; or names are given, and there are several models or the
+            only one has a name.
+    """
+    models = tuple(map(ModelSpec.parse, texts))
+    if not served_names:
+        return models
+    if len(models) > 1:
+        raise ConfigError(
+            f"--served-model-name names one model, and there are {len(models)}; write NAME=PATH "
+            "for each, or repeat the flag for several names of one model"
+        )
+    if "=" in texts[0]:
+        raise ConfigError(
+            f"{texts[0]!r} and --served-model-name both name the model; leave out one of them"
+        )
+    name, *aliases = dict.fromkeys(served_names)
+    return (ModelSpec(name, models[0].path, tuple(aliases)),)
+
+
+def aliases_of(models: Sequence[ModelSpec]) -> dict[str, str]:
+    """The served name that each alias stands for.
+
+    An alias that is another model's name, or that several models have, stands for none of them.
+    """
+    names = {model.name for model in models}
+    found: dict[str, list[str]] = {}
+    for model in models:
+        for alias in model.aliases:
+            found.setdefault(alias, []).append(model.name)
+    return {
+        alias: owners[0]
+        for alias, owners in found.items()
+        if len(owners) == 1 and alias not in names
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +187,6 @@ def field_values(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _options_of_fields(kind: type) -> list[Option]:
-    """The options that are fields of a dataclass; models are made of text, and not among them."""
+    """The options that are fields of a dataclass, without those that make its models."""
     names = {field.name for field in fields(kind)} - {"models"}
     return [option for option in OPTIONS if option.field_name in names]

@@ -41,7 +41,8 @@ class Option:
             "file" is a path everywhere but in Python, and the value is the text of that file. Other
             units only describe.
         scopes: interfaces that have the option.
-        field: field of `EngineConfig` or `ServerConfig`; "" if its name is `name`.
+        field: field of `EngineConfig` or `ServerConfig`; "" if its name is `name`. All options of
+            the field `models` together make the models.
         choices: values allowed, all if empty; N stands for a number.
         minimum: least value allowed.
         above: bound that the value must exceed.
@@ -209,6 +210,16 @@ OPTIONS: tuple[Option, ...] = (
         scopes=("serve",),
         many=True,
         is_argument=True,
+    ),
+    Option(
+        "served_model_name",
+        str,
+        (),
+        "Name of the only model in the API; repeat it for further names of the same model.",
+        scopes=("serve",),
+        field="models",
+        unset="its path, or the last part of it",
+        many=True,
     ),
     Option("host", str, "127.0.0.1", "Address to listen on.", unit="address", scopes=("serve",)),
     Option(

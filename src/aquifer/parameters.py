@@ -164,7 +164,7 @@ def _parameter(option: Option) -> inspect.Parameter:
     if option.type is bool:
         kind, default = bool, option.default
     elif option.many:
-        kind, default = list[str] | None, list(option.default) or None
+        kind, default = list[str], list(option.default)
     else:
         kind, default = str | None, option.default_text or None
     return inspect.Parameter(
