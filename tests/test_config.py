@@ -231,13 +231,13 @@ def test_models_in_a_file(serve_with: Serve, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("models/tiny", ModelSpec("models/tiny", Path("models/tiny"), ("tiny",))),
-        ("models/tiny//", ModelSpec("models/tiny", Path("models/tiny"), ("tiny", "models/tiny//"))),
+        ("m/t", ModelSpec("m/t", Path("m/t"), ("t",), "m/t")),
+        ("m/t//", ModelSpec("m/t", Path("m/t"), ("t", "m/t//"), "m/t")),
         ("/models/tiny", ModelSpec("/models/tiny", Path("/models/tiny"), ("tiny",))),
         ("tiny", ModelSpec("tiny", Path("tiny"))),
         ("tiny/", ModelSpec("tiny", Path("tiny"), ("tiny/",))),
         ("/", ModelSpec("/", Path("/"))),
-        ("a=models/tiny/", ModelSpec("a", Path("models/tiny"))),
+        ("a=m/t/", ModelSpec("a", Path("m/t"), hub_id="m/t")),
         ("~/tiny", ModelSpec("~/tiny", Path.home() / "tiny", ("tiny",))),
     ],
 )
@@ -259,7 +259,7 @@ def test_no_model_has_an_empty_name() -> None:
 
 def test_names_that_the_operator_gives() -> None:
     (model,) = parse_models(["models/tiny/"], ["a", "b", "a"])
-    assert model == ModelSpec("a", Path("models/tiny"), ("b",))
+    assert model == ModelSpec("a", Path("models/tiny"), ("b",), "models/tiny")
     assert parse_models(["models/tiny", "b=/"]) == (
         ModelSpec.parse("models/tiny"),
         ModelSpec.parse("b=/"),

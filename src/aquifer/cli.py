@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -28,12 +29,12 @@ from aquifer.bench.replay_command import replay
 from aquifer.config import (
     BUNDLED_MODELS,
     EngineConfig,
-    ModelSpec,
     field_values,
     format_size,
     parse_models,
 )
 from aquifer.errors import AquiferError, ConfigError, RequestError
+from aquifer.hub import locate
 from aquifer.options import Option, options_of
 from aquifer.parameters import PRECEDENCE, ModelArgument, with_options
 
@@ -104,10 +105,11 @@ def _serve(options: SimpleNamespace) -> None:
     """Serve models over HTTP, with OpenAI's API."""
     if not options.models:
         raise ConfigError("no model given; write aquifer serve PATH, or aquifer serve demo")
-    models = parse_models(options.models, options.served_model_name)
-    engine_config = EngineConfig(models, **field_values(EngineConfig, vars(options)))
-    for model in models:
-        model.check_path()
+    named = parse_models(options.models, options.served_model_name)
+    engine_config = EngineConfig(named, **field_values(EngineConfig, vars(options)))
+    with_weights = engine_config.load_format != "dummy"
+    models = locate(named, options.revision, weights=with_weights)
+    engine_config = replace(engine_config, models=models)
 
     from aquifer.progress import LoadingBar
     from aquifer.serve.server import ServerConfig, serve
@@ -139,17 +141,15 @@ def _run(
     options: SimpleNamespace,
 ) -> None:
     """Talk to a model in the terminal."""
-    ModelSpec.parse(model).check_path()
-
     from aquifer.engine.params import SamplingParams
     from aquifer.llm import LLM
     from aquifer.serve.models import sampling_defaults
 
-    values = sampling_defaults(ModelSpec.parse(model).path)
-    if options.temperature is not None:
-        values["temperature"] = options.temperature
-    params = SamplingParams(**values, max_tokens=options.max_tokens, seed=options.seed)
     with LLM(model, **{o.name: getattr(options, o.name) for o in options_of("run")}) as llm:
+        values = sampling_defaults(llm.path)
+        if options.temperature is not None:
+            values["temperature"] = options.temperature
+        params = SamplingParams(**values, max_tokens=options.max_tokens, seed=options.seed)
         is_chat = (
             not options.raw
             and llm.tokenizer is not None

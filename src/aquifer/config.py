@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,8 @@ __all__ = [
 BUNDLED_MODELS = {"demo": Path(__file__).parent / "bundled" / "demo"}
 """Models that come with the package, by the name that stands for their path."""
 
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # ORG/NAME
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
@@ -35,6 +38,7 @@ class ModelSpec:
         name: the served name, in answers, lists and metrics.
         path: the checkpoint.
         aliases: further names by which clients may ask for it.
+        hub_id: ORG/NAME of the model on the Hugging Face hub, if the path does not exist.
 
     Raises:
         ConfigError: a name is empty.
@@ -43,6 +47,7 @@ class ModelSpec:
     name: str
     path: Path
     aliases: tuple[str, ...] = ()
+    hub_id: str | None = None
 
     def __post_init__(self) -> None:
         if not all((self.name, *self.aliases)):  # owners without a model have the empty name
@@ -50,7 +55,7 @@ class ModelSpec:
 
     @classmethod
     def parse(cls, text: str) -> ModelSpec:
-        """From "PATH", "NAME=PATH" or the name of a bundled model.
+        """From "PATH" or "NAME=PATH", where PATH may be a bundled model's name or ORG/NAME.
 
         The name of PATH alone is PATH without slashes at its end; its last part and the text as it
         was written are aliases.
@@ -65,19 +70,26 @@ class ModelSpec:
             raise ConfigError(f"{text!r} names no model; write PATH or NAME=PATH")
         location = written.rstrip("/") or "/"
         path = BUNDLED_MODELS.get(location, Path(location).expanduser())
+        hub_id = location if _HUB_ID.fullmatch(location) else None
         if separator:
-            return cls(name, path)
-        aliases = {Path(location).name: None, written: None}
-        return cls(location, path, tuple(alias for alias in aliases if alias not in ("", location)))
+            return cls(name, path, hub_id=hub_id)
+        aliases = (Path(location).name, written)
+        unique = tuple(alias for alias in dict.fromkeys(aliases) if alias not in ("", location))
+        return cls(location, path, unique, hub_id)
 
     def check_path(self) -> None:
-        """Check that the path exists, which needs none of the packages that read a checkpoint.
+        """Check that the path exists, or that the model may be on the hub.
+
+        That needs none of the packages that read a checkpoint.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: it does not, and cannot be.
         """
-        if not self.path.exists():
-            raise ConfigError(f"no such model: {self.path} does not exist")
+        if self.hub_id is None and not self.path.exists():
+            raise ConfigError(
+                f"no such model: {self.path} does not exist; give the path of a folder, ORG/NAME "
+                "of the Hugging Face hub, or 'demo'"
+            )
 
 
 def parse_models(texts: Sequence[str], served_names: Sequence[str] = ()) -> tuple[ModelSpec, ...]:
@@ -105,7 +117,7 @@ def parse_models(texts: Sequence[str], served_names: Sequence[str] = ()) -> tupl
             f"{texts[0]!r} and --served-model-name both name the model; leave out one of them"
         )
     name, *aliases = dict.fromkeys(served_names)
-    return (ModelSpec(name, models[0].path, tuple(aliases)),)
+    return (replace(models[0], name=name, aliases=tuple(aliases)),)
 
 
 def aliases_of(models: Sequence[ModelSpec]) -> dict[str, str]:

@@ -205,7 +205,8 @@ OPTIONS: tuple[Option, ...] = (
         "models",
         str,
         (),
-        "Models to serve, all from one pool of memory: PATH, NAME=PATH, or 'demo'.",
+        "Models to serve, all from one pool of memory: PATH, NAME=PATH, ORG/NAME of the Hugging "
+        "Face hub, or 'demo'.",
         unit="model",
         scopes=("serve",),
         many=True,
@@ -220,6 +221,15 @@ OPTIONS: tuple[Option, ...] = (
         field="models",
         unset="its path, or the last part of it",
         many=True,
+    ),
+    Option(
+        "revision",
+        str,
+        None,
+        "Branch, tag or commit of the model, if it is from the Hugging Face hub.",
+        scopes=("serve", "run", "bench", "llm"),
+        field="models",
+        unset="its default branch",
     ),
     Option("host", str, "127.0.0.1", "Address to listen on.", unit="address", scopes=("serve",)),
     Option(
