@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import platform
-import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -26,6 +24,7 @@ from rich.table import Table
 from aquifer import __version__
 from aquifer.bench.cli import app as bench_app
 from aquifer.bench.replay_command import replay
+from aquifer.chat import converse, message, say
 from aquifer.config import (
     BUNDLED_MODELS,
     EngineConfig,
@@ -33,14 +32,12 @@ from aquifer.config import (
     format_size,
     parse_models,
 )
-from aquifer.errors import AquiferError, ConfigError, RequestError
+from aquifer.errors import AquiferError, ConfigError
 from aquifer.hub import locate
 from aquifer.options import Option, options_of
 from aquifer.parameters import PRECEDENCE, ModelArgument, with_options
 
 if TYPE_CHECKING:
-    from aquifer.engine.params import SamplingParams
-    from aquifer.llm import LLM
     from aquifer.memory.driver.base import Driver
 
 _REPEATS = 200  # calls of each driver function that `info` measures
@@ -156,10 +153,10 @@ def _run(
             and llm.tokenizer.chat_template is not None
         )
         if prompt is None and sys.stdin.isatty():
-            _converse(llm, params, is_chat)
+            converse(llm, params, is_chat)
             return
         text = sys.stdin.read() if prompt is None else prompt
-        _, is_whole = _say(llm, [_message("user", text)] if is_chat else text, params)
+        _, is_whole = say(llm, [message("user", text)] if is_chat else text, params)
     if not is_whole:
         raise typer.Exit(_INTERRUPTED)
 
@@ -240,63 +237,3 @@ def _measure_driver(driver: Driver) -> dict[str, float]:
         timed("release", start_s)
     driver.free(address, page_bytes)
     return {name: statistics.median(values) for name, values in seconds.items()}
-
-
-def _message(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
-
-
-def _converse(llm: LLM, params: SamplingParams, is_chat: bool) -> None:
-    """Read lines and answer them until /bye or the end of the input."""
-    print("/bye leaves; Ctrl-C stops an answer.", file=sys.stderr)
-    history: list[dict[str, str]] = []
-    while True:
-        try:
-            line = input(">>> ").strip()
-        except (EOFError, KeyboardInterrupt):
-            print()
-            return
-        if line == "/bye":
-            return
-        if not line:
-            continue
-        history.append(_message("user", line))
-        try:
-            answer, _ = _say(llm, history if is_chat else line, params)
-        except RequestError as error:
-            print(f"error: {error}", file=sys.stderr)
-            history.pop()
-        else:
-            history.append(_message("assistant", answer))
-
-
-def _say(llm: LLM, prompt: str | list[dict[str, str]], params: SamplingParams) -> tuple[str, bool]:
-    """Print an answer as it is generated.
-
-    Returns: its text, and whether it is complete: Ctrl-C ends it early.
-    """
-    pieces: list[str] = []
-    stream = llm.stream(prompt, params)
-    with _interrupts_counted() as interrupts, contextlib.closing(stream):
-        for delta in stream:
-            print(delta.text, end="", flush=True)
-            pieces.append(delta.text)
-            if interrupts:
-                break
-    print()
-    return "".join(pieces), not interrupts
-
-
-@contextlib.contextmanager
-def _interrupts_counted() -> Iterator[list[int]]:
-    """Collect Ctrl-C instead of raising it, which could interrupt the engine during a step."""
-    seen: list[int] = []
-
-    def note(number: int, _: FrameType | None) -> None:
-        seen.append(number)
-
-    previous = signal.signal(signal.SIGINT, note)
-    try:
-        yield seen
-    finally:
-        signal.signal(signal.SIGINT, previous)
