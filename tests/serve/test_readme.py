@@ -45,7 +45,7 @@ def test_the_requests_are_found():
 
 
 def test_the_requests_are_answered(demo_server: RunningServer):
-    ids = []
+    ids: list[str] = []
     for method, path, body in _requests():
         if path.endswith("prefix-..."):
             path = path.replace("prefix-...", ids.pop())
