@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
@@ -100,9 +101,10 @@ def test_errors_are_one_line(arguments: list[str], words: str):
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["serve", "run"])
+@pytest.mark.parametrize("command", ["serve", "run", "bench throughput", "bench start"])
 def test_a_path_that_does_not_exist_is_refused_before_torch_is_imported(command: str):
-    arguments = [sys.executable, "-X", "importtime", "-m", "aquifer", command, "no/such/folder"]
+    arguments = [sys.executable, "-X", "importtime", "-m", "aquifer", *command.split()]
+    arguments.append("no/such/folder")
     result = subprocess.run(
         arguments, env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
@@ -110,7 +112,7 @@ def test_a_path_that_does_not_exist_is_refused_before_torch_is_imported(command:
     assert "no/such/folder does not exist" in result.stderr
     imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
     assert "aquifer.config" in imported
-    assert not imported & {"torch", "transformers", "fastapi", "uvicorn"}
+    assert not imported & {"torch", "transformers", "fastapi", "uvicorn", "huggingface_hub"}
 
 
 def test_options_that_do_not_exist_say_so():
@@ -145,18 +147,30 @@ def test_run_refuses_what_cannot_be_answered(checkpoint: Path):
 def test_run_converses_in_a_terminal(checkpoint: Path):
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "aquifer", "run", str(checkpoint), "--max-tokens", "4"]
+    environment = {**ENVIRONMENT, "TERM": "vt100"}
+    shown = []
     with subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, env=ENVIRONMENT
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment
     ) as process:
         os.close(theirs)
-        for line in (b"hello\n", b"\n", b"again\n", b"/bye\n"):
+        up = b"\x1b[A"
+        for line in (b"hello", b"", b"/help", b"/nothing", up + up + up, b"/clear", b"/bye"):
             output = b""
             while b">>> " not in output:
                 assert select.select([ours], [], [], PATIENCE_S)[0], output
                 output += os.read(ours, 1024)
-            os.write(ours, line)
+            shown.append(output.decode(errors="replace"))
+            os.write(ours, line + b"\n")
         assert process.wait(PATIENCE_S) == 0
     os.close(ours)
+    _, hello, empty, helped, unknown, recalled, cleared = shown
+    assert re.search(r"\[4 tokens, the first after \S+ s, then \S+ tokens/s\]", hello)
+    assert "tokens" not in empty
+    assert "forget the conversation" in helped
+    assert "tokens" not in helped + unknown + cleared
+    assert "no command /nothing; /help lists them" in unknown
+    assert "hello" in recalled  # the first line, three lines up
+    assert "[4 tokens," in recalled
 
 
 def test_info():

@@ -15,7 +15,7 @@ import typer
 from aquifer import LLM, ConfigError
 from aquifer.bench import options as bench_options
 from aquifer.cli import app
-from aquifer.config import EngineConfig, ModelSpec, field_values
+from aquifer.config import EngineConfig, ModelSpec, aliases_of, field_values, parse_models
 from aquifer.llm import LLMOptions
 from aquifer.options import OPTIONS, Option, Scope, default_of, find_option, options_of
 from aquifer.parameters import read_options
@@ -51,6 +51,8 @@ def _parameters(*command: str) -> dict[str, Any]:
 
 def _written(option: Option) -> tuple[str, Any]:
     """A value other than the default, as text and as a value."""
+    if option.many:
+        return "some.text", ("some.text",)
     if option.unit == "file":
         return __file__, Path(__file__).read_text(encoding="utf-8")
     if option.type is bool:
@@ -65,6 +67,7 @@ def _written(option: Option) -> tuple[str, Any]:
 
 
 FLAGS = [option for option in OPTIONS if not option.is_argument]
+FIELDS = [option for option in FLAGS if option.field_name != "models"]
 each_option = pytest.mark.parametrize("option", FLAGS, ids=lambda option: option.name)
 
 
@@ -89,7 +92,7 @@ def test_defaults_and_examples_are_allowed(option: Option) -> None:
 
 
 def test_each_field_is_one_option() -> None:
-    described = [option.field_name for option in OPTIONS]
+    described = [option.field_name for option in FIELDS] + ["models"]
     for kind in (EngineConfig, ServerConfig):
         for field in fields(kind):
             assert described.count(field.name) == 1, field.name
@@ -99,7 +102,7 @@ def test_each_field_is_one_option() -> None:
 
 def test_fields_have_the_defaults_of_the_table() -> None:
     engine, http = EngineConfig(MODELS), ServerConfig()
-    for option in FLAGS:
+    for option in FIELDS:
         owner = engine if hasattr(engine, option.field_name) else http
         assert getattr(owner, option.field_name) == default_of(option.name)
 
@@ -176,11 +179,11 @@ def test_llm_refuses_what_the_table_does_not_have() -> None:
 
 def _values(engine: EngineConfig, http: ServerConfig) -> Mapping[str, Any]:
     owners = {name: config for config in (engine, http) for name in config.__slots__}
-    return {o.name: getattr(owners[o.field_name], o.field_name) for o in FLAGS}
+    return {o.name: getattr(owners[o.field_name], o.field_name) for o in FIELDS}
 
 
 def test_defaults_are_those_of_the_table(serve_with: Serve) -> None:
-    assert _values(*serve_with("/")) == {option.name: option.default for option in FLAGS}
+    assert _values(*serve_with("/")) == {option.name: option.default for option in FIELDS}
 
 
 def test_several_models_and_options(serve_with: Serve) -> None:
@@ -188,17 +191,17 @@ def test_several_models_and_options(serve_with: Serve) -> None:
     engine, http = serve_with(*arguments)
     assert [(model.name, str(model.path)) for model in engine.models] == [("a", "/"), ("b", "/tmp")]
     set_values = {"max_model_len": 32 << 10, "seed": 3, "port": 0}
-    assert _values(engine, http) == {o.name: o.default for o in FLAGS} | set_values
+    assert _values(engine, http) == {o.name: o.default for o in FIELDS} | set_values
 
 
-@each_option
+@pytest.mark.parametrize("option", FIELDS, ids=lambda option: option.name)
 def test_every_source_sets_every_option(
     option: Option, serve_with: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text, value = _written(option)
     flag = option.flag if value is not False else "--no-" + option.flag.removeprefix("--")
     arguments = [flag] if option.type is bool else [flag, text]
-    expected = {o.name: o.default for o in FLAGS} | {option.name: value}
+    expected = {o.name: o.default for o in FIELDS} | {option.name: value}
     assert _values(*serve_with("/", *arguments)) == expected
     for key in (option.name, option.name.replace("_", "-")):
         file = tmp_path / "options.yaml"
@@ -229,6 +232,77 @@ def test_models_in_a_file(serve_with: Serve, tmp_path: Path) -> None:
     assert [m.name for m in serve_with("--config", str(file), "c=/")[0].models] == ["c"]
     file.write_text("model: /tmp\n")
     assert [model.name for model in serve_with("--config", str(file))[0].models] == ["/tmp"]
+
+
+# --- names of models -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("m/t", ModelSpec("m/t", Path("m/t"), ("t",), "m/t")),
+        ("m/t//", ModelSpec("m/t", Path("m/t"), ("t", "m/t//"), "m/t")),
+        ("/models/tiny", ModelSpec("/models/tiny", Path("/models/tiny"), ("tiny",))),
+        ("tiny", ModelSpec("tiny", Path("tiny"))),
+        ("tiny/", ModelSpec("tiny", Path("tiny"), ("tiny/",))),
+        ("/", ModelSpec("/", Path("/"))),
+        ("a=m/t/", ModelSpec("a", Path("m/t"), hub_id="m/t")),
+        ("~/tiny", ModelSpec("~/tiny", Path.home() / "tiny", ("tiny",))),
+    ],
+)
+def test_names_of_a_path(text: str, expected: ModelSpec) -> None:
+    assert ModelSpec.parse(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "=", "a=", "=models/tiny"])
+def test_text_that_names_no_model(text: str) -> None:
+    with pytest.raises(ConfigError, match="names no model; write PATH or NAME=PATH"):
+        ModelSpec.parse(text)
+
+
+def test_no_model_has_an_empty_name() -> None:
+    for name, aliases in [("", ()), ("a", ("b", ""))]:
+        with pytest.raises(ConfigError, match="the model at x has an empty name"):
+            ModelSpec(name, Path("x"), aliases)
+
+
+def test_names_that_the_operator_gives() -> None:
+    (model,) = parse_models(["models/tiny/"], ["a", "b", "a"])
+    assert model == ModelSpec("a", Path("models/tiny"), ("b",), "models/tiny")
+    assert parse_models(["models/tiny", "b=/"]) == (
+        ModelSpec.parse("models/tiny"),
+        ModelSpec.parse("b=/"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("texts", "words"),
+    [
+        (["models/tiny", "b"], "names one model, and there are 2; write NAME=PATH for each"),
+        (["a=models/tiny"], "'a=models/tiny' and --served-model-name both name the model"),
+    ],
+)
+def test_ambiguous_names_are_refused(texts: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_models(texts, ["x"])
+
+
+def test_every_source_sets_the_served_name(
+    serve_with: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flag = "--served-model-name"
+    named = (ModelSpec("a", Path("/"), ("b",)),)
+    assert serve_with("/", flag, "a", flag, "b")[0].models == named
+    file = tmp_path / "x.yaml"
+    file.write_text("model: /\nserved-model-name: [a, b]\n")
+    assert serve_with("--config", str(file))[0].models == named
+    monkeypatch.setenv("AQUIFER_SERVED_MODEL_NAME", "a")
+    assert serve_with("/")[0].models == (ModelSpec("a", Path("/")),)
+
+
+def test_an_alias_stands_for_one_model() -> None:
+    models = parse_models(["x/a", "y/a", "x/b", "c=x/d", "y/c", "x/e/"])
+    assert aliases_of(models) == {"b": "x/b", "e": "x/e", "x/e/": "x/e"}
 
 
 # --- what is refused -------------------------------------------------------------------------

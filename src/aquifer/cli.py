@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import platform
-import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -25,16 +24,16 @@ from rich.table import Table
 from aquifer import __version__
 from aquifer.bench.cli import app as bench_app
 from aquifer.bench.replay_command import replay
-from aquifer.config import BUNDLED_MODELS, EngineConfig, ModelSpec, field_values
+from aquifer.chat import converse, message, say
+from aquifer.config import BUNDLED_MODELS, EngineConfig, field_values, parse_models
 from aquifer.cpus import limit_spinning
-from aquifer.errors import AquiferError, ConfigError, RequestError
+from aquifer.errors import AquiferError, ConfigError
+from aquifer.hub import locate
 from aquifer.options import Option, options_of
 from aquifer.parameters import PRECEDENCE, ModelArgument, values_for, with_options
 from aquifer.sizes import format_size
 
 if TYPE_CHECKING:
-    from aquifer.engine.params import SamplingParams
-    from aquifer.llm import LLM
     from aquifer.memory.driver.base import Driver
 
 _REPEATS = 200  # calls of each driver function that `info` measures
@@ -100,10 +99,11 @@ def _serve(options: SimpleNamespace) -> None:
     """Serve models over HTTP, with OpenAI's API."""
     if not options.models:
         raise ConfigError("no model given; write aquifer serve PATH, or aquifer serve demo")
-    models = tuple(map(ModelSpec.parse, options.models))
-    engine_config = EngineConfig(models, **field_values(EngineConfig, vars(options)))
-    for model in models:
-        model.check_path()
+    named = parse_models(options.models, options.served_model_name)
+    engine_config = EngineConfig(named, **field_values(EngineConfig, vars(options)))
+    with_weights = engine_config.load_format != "dummy"
+    models = locate(named, options.revision, weights=with_weights)
+    engine_config = replace(engine_config, models=models)
 
     from aquifer.progress import LoadingBar
     from aquifer.serve.server import ServerConfig, serve
@@ -135,27 +135,25 @@ def _run(
     options: SimpleNamespace,
 ) -> None:
     """Talk to a model in the terminal."""
-    ModelSpec.parse(model).check_path()
-
     from aquifer.engine.params import SamplingParams
     from aquifer.llm import LLM
     from aquifer.serve.models import sampling_defaults
 
-    values = sampling_defaults(ModelSpec.parse(model).path)
-    if options.temperature is not None:
-        values["temperature"] = options.temperature
-    params = SamplingParams(**values, max_tokens=options.max_tokens, seed=options.seed)
     with LLM(model, **values_for("run", options)) as llm:
+        values = sampling_defaults(llm.path)
+        if options.temperature is not None:
+            values["temperature"] = options.temperature
+        params = SamplingParams(**values, max_tokens=options.max_tokens, seed=options.seed)
         is_chat = (
             not options.raw
             and llm.tokenizer is not None
             and llm.tokenizer.chat_template is not None
         )
         if prompt is None and sys.stdin.isatty():
-            _converse(llm, params, is_chat)
+            converse(llm, params, is_chat)
             return
         text = sys.stdin.read() if prompt is None else prompt
-        _, is_whole = _say(llm, [_message("user", text)] if is_chat else text, params)
+        _, is_whole = say(llm, [message("user", text)] if is_chat else text, params)
     if not is_whole:
         raise typer.Exit(_INTERRUPTED)
 
@@ -236,63 +234,3 @@ def _measure_driver(driver: Driver) -> dict[str, float]:
         timed("release", start_s)
     driver.free(address, page_bytes)
     return {name: statistics.median(values) for name, values in seconds.items()}
-
-
-def _message(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
-
-
-def _converse(llm: LLM, params: SamplingParams, is_chat: bool) -> None:
-    """Read lines and answer them until /bye or the end of the input."""
-    print("/bye leaves; Ctrl-C stops an answer.", file=sys.stderr)
-    history: list[dict[str, str]] = []
-    while True:
-        try:
-            line = input(">>> ").strip()
-        except (EOFError, KeyboardInterrupt):
-            print()
-            return
-        if line == "/bye":
-            return
-        if not line:
-            continue
-        history.append(_message("user", line))
-        try:
-            answer, _ = _say(llm, history if is_chat else line, params)
-        except RequestError as error:
-            print(f"error: {error}", file=sys.stderr)
-            history.pop()
-        else:
-            history.append(_message("assistant", answer))
-
-
-def _say(llm: LLM, prompt: str | list[dict[str, str]], params: SamplingParams) -> tuple[str, bool]:
-    """Print an answer as it is generated.
-
-    Returns: its text, and whether it is complete: Ctrl-C ends it early.
-    """
-    pieces: list[str] = []
-    stream = llm.stream(prompt, params)
-    with _interrupts_counted() as interrupts, contextlib.closing(stream):
-        for delta in stream:
-            print(delta.text, end="", flush=True)
-            pieces.append(delta.text)
-            if interrupts:
-                break
-    print()
-    return "".join(pieces), not interrupts
-
-
-@contextlib.contextmanager
-def _interrupts_counted() -> Iterator[list[int]]:
-    """Collect Ctrl-C instead of raising it, which could interrupt the engine during a step."""
-    seen: list[int] = []
-
-    def note(number: int, _: FrameType | None) -> None:
-        seen.append(number)
-
-    previous = signal.signal(signal.SIGINT, note)
-    try:
-        yield seen
-    finally:
-        signal.signal(signal.SIGINT, previous)

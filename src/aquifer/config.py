@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,44 +16,124 @@ __all__ = [
     "BUNDLED_MODELS",
     "EngineConfig",
     "ModelSpec",
+    "aliases_of",
     "check_fields",
     "field_values",
     "format_size",
+    "parse_models",
 ]
 
 BUNDLED_MODELS = {"demo": Path(__file__).parent / "bundled" / "demo"}
 """Models that come with the package, by the name that stands for their path."""
 
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # ORG/NAME
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model to serve: the name clients use, and where its checkpoint is."""
+    """A model to serve: its names, and where its checkpoint is.
+
+    Args:
+        name: the served name, in answers, lists and metrics.
+        path: the checkpoint.
+        aliases: further names by which clients may ask for it.
+        hub_id: ORG/NAME of the model on the Hugging Face hub, if the path does not exist.
+
+    Raises:
+        ConfigError: a name is empty.
+    """
 
     name: str
     path: Path
+    aliases: tuple[str, ...] = ()
+    hub_id: str | None = None
+
+    def __post_init__(self) -> None:
+        if not all((self.name, *self.aliases)):  # owners without a model have the empty name
+            raise ConfigError(f"the model at {self.path} has an empty name; give it another")
 
     @classmethod
     def parse(cls, text: str) -> ModelSpec:
-        """From "PATH", "NAME=PATH" or the name of a bundled model; PATH alone names itself.
+        """From "PATH" or "NAME=PATH", where PATH may be a bundled model's name or ORG/NAME.
+
+        The name of PATH alone is PATH without slashes at its end; its last part and the text as it
+        was written are aliases.
 
         Raises:
             ConfigError: name or path is empty.
         """
-        name, separator, path = text.partition("=")
+        name, separator, written = text.partition("=")
         if not separator:
-            name = path = text
-        if not name or not path:
+            name = written = text
+        if not name or not written:
             raise ConfigError(f"{text!r} names no model; write PATH or NAME=PATH")
-        return cls(name, BUNDLED_MODELS.get(path, Path(path).expanduser()))
+        location = written.rstrip("/") or "/"
+        path = BUNDLED_MODELS.get(location, Path(location).expanduser())
+        hub_id = location if _HUB_ID.fullmatch(location) else None
+        if separator:
+            return cls(name, path, hub_id=hub_id)
+        aliases = (Path(location).name, written)
+        unique = tuple(alias for alias in dict.fromkeys(aliases) if alias not in ("", location))
+        return cls(location, path, unique, hub_id)
 
     def check_path(self) -> None:
-        """Check that the path exists, which needs none of the packages that read a checkpoint.
+        """Check that the path exists, or that the model may be on the hub.
+
+        That needs none of the packages that read a checkpoint.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: it does not, and cannot be.
         """
-        if not self.path.exists():
-            raise ConfigError(f"no such model: {self.path} does not exist")
+        if self.hub_id is None and not self.path.exists():
+            raise ConfigError(
+                f"no such model: {self.path} does not exist; give the path of a folder, ORG/NAME "
+                "of the Hugging Face hub, or 'demo'"
+            )
+
+
+def parse_models(texts: Sequence[str], served_names: Sequence[str] = ()) -> tuple[ModelSpec, ...]:
+    """Models from text, such as "PATH" and "NAME=PATH".
+
+    Args:
+        texts: one for each model.
+        served_names: names of the only model, in place of those that its path would give it. The
+            first is its served name, the others are aliases.
+
+    Raises:
+        ConfigError: a text names no model; or names are given, and there are several models or the
+            only one has a name.
+    """
+    models = tuple(map(ModelSpec.parse, texts))
+    if not served_names:
+        return models
+    if len(models) > 1:
+        raise ConfigError(
+            f"--served-model-name names one model, and there are {len(models)}; write NAME=PATH "
+            "for each, or repeat the flag for several names of one model"
+        )
+    if "=" in texts[0]:
+        raise ConfigError(
+            f"{texts[0]!r} and --served-model-name both name the model; leave out one of them"
+        )
+    name, *aliases = dict.fromkeys(served_names)
+    return (replace(models[0], name=name, aliases=tuple(aliases)),)
+
+
+def aliases_of(models: Sequence[ModelSpec]) -> dict[str, str]:
+    """The served name that each alias stands for.
+
+    An alias that is another model's name, or that several models have, stands for none of them.
+    """
+    names = {model.name for model in models}
+    found: dict[str, list[str]] = {}
+    for model in models:
+        for alias in model.aliases:
+            found.setdefault(alias, []).append(model.name)
+    return {
+        alias: owners[0]
+        for alias, owners in found.items()
+        if len(owners) == 1 and alias not in names
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +199,6 @@ def field_values(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _options_of_fields(kind: type) -> list[Option]:
-    """The options that are fields of a dataclass; models are made of text, and not among them."""
+    """The options that are fields of a dataclass, without those that make its models."""
     names = {field.name for field in fields(kind)} - {"models"}
     return [option for option in OPTIONS if option.field_name in names]

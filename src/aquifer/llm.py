@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias, TypedDict, Unpack, get_type_hints
 
@@ -20,6 +19,7 @@ from aquifer.engine.outputs import RequestOutput, TokenOutput
 from aquifer.engine.params import BeamSearchParams, Request, SamplingParams
 from aquifer.engine.reports import MemoryReport
 from aquifer.errors import EngineError, RequestError
+from aquifer.hub import locate
 from aquifer.options import options_of
 from aquifer.progress import LoadingBar, counting_bar
 from aquifer.text import Delta, OutputBuilder, Tokenizer
@@ -49,6 +49,7 @@ class _Encoded:
 class LLMOptions(TypedDict, total=False):
     """The options of `LLM`, for type checkers and editors; `OPTIONS` describes them."""
 
+    revision: str | None
     device: str
     load_format: str
     dtype: str
@@ -110,7 +111,8 @@ class LLM:
     Sizes and lengths may be text, such as "4GiB" and "32K".
 
     Args:
-        model: path of a checkpoint, or the name of a bundled model.
+        model: path of a checkpoint, ORG/NAME of the Hugging Face hub, or the name of a bundled
+            model.
         options: see `OPTIONS`.
 
     Raises:
@@ -121,14 +123,19 @@ class LLM:
     __signature__ = _signature()
 
     def __init__(self, model: str | os.PathLike[str], **options: Unpack[LLMOptions]) -> None:
-        spec = ModelSpec.parse(os.fspath(model))
         values = _parse(options)
+        (spec,) = locate(
+            [ModelSpec.parse(os.fspath(model))],
+            values.get("revision"),
+            weights=values.get("load_format") != "dummy",
+        )
         config = EngineConfig(
             (spec,),
             max_num_waiting=2**31,  # generate() has no limit of its own
             **field_values(EngineConfig, values),
         )
-        self.tokenizer = Tokenizer.load(Path(spec.path), values.get("chat_template"))
+        self.path = spec.path
+        self.tokenizer = Tokenizer.load(spec.path, values.get("chat_template"))
         with LoadingBar() as bar:
             self.engine = Engine.open(config, bar.update)
         self._model_name = spec.name

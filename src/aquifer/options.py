@@ -41,7 +41,7 @@ class Option:
             "file" is a path everywhere but in Python, and the value is the text of that file. Other
             units only describe.
         scopes: interfaces that have the option.
-        field: field of `EngineConfig` or `ServerConfig`; "" if its name is `name`.
+        field: field of `EngineConfig` or `ServerConfig`, or `models`; "" if its name is `name`.
         choices: values allowed, all if empty; N stands for a number.
         minimum: least value allowed.
         above: bound that the value must exceed.
@@ -108,7 +108,7 @@ class Option:
     def advice(self) -> str:
         """Which values are allowed, with one that works."""
         if self.choices:
-            return "choose " + _listed(self.choices)
+            return "choose " + " or ".join([", ".join(self.choices[:-1]), self.choices[-1]])
         if self.type is bool:
             return "write true or false"
         noun = "a size" if self.unit == "bytes" else _NOUNS[self.type]
@@ -153,10 +153,8 @@ class Option:
 
     def _parse_one(self, value: object, source: str) -> Any:
         parsed = self._convert(value)
-        if parsed is None:
-            raise self._refusal(value, source)
-        if not self._allows(parsed):
-            raise self._refusal(parsed, source)
+        if parsed is None or not self._allows(parsed):
+            raise self._refusal(value if parsed is None else parsed, source)
         return parsed
 
     def _convert(self, value: object) -> Any:
@@ -195,20 +193,35 @@ class Option:
         return ConfigError(f"{source or self.name} is {value!r}; {self.advice}")
 
 
-def _listed(words: tuple[str, ...]) -> str:
-    return " or ".join([", ".join(words[:-1]), words[-1]])
-
-
 OPTIONS: tuple[Option, ...] = (
     Option(
         "models",
         str,
         (),
-        "Models to serve, all from one pool of memory: PATH, NAME=PATH, or 'demo'.",
+        "Models to serve: PATH, NAME=PATH, ORG/NAME of the Hugging Face hub, or 'demo'.",
         unit="model",
         scopes=("serve",),
         many=True,
         is_argument=True,
+    ),
+    Option(
+        "served_model_name",
+        str,
+        (),
+        "Name of the only model in the API; repeat it for further names of the same model.",
+        scopes=("serve",),
+        field="models",
+        unset="its path, or the last part of it",
+        many=True,
+    ),
+    Option(
+        "revision",
+        str,
+        None,
+        "Branch, tag or commit of the model, if it is from the Hugging Face hub.",
+        scopes=("serve", "run", "bench", "llm"),
+        field="models",
+        unset="its default branch",
     ),
     Option("host", str, "127.0.0.1", "Address to listen on.", unit="address", scopes=("serve",)),
     Option(

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+from aquifer.config import ModelSpec
 from aquifer.errors import ConfigError
 from aquifer.options import Option, Scope, options_of
 
@@ -22,8 +23,20 @@ PRECEDENCE = (
 )
 """Shown at the end of the help of commands that read the environment."""
 
+
+def _check_model(model: str) -> str:
+    """Check that there may be such a model, before a command imports anything heavy."""
+    ModelSpec.parse(model).check_path()
+    return model
+
+
 ModelArgument = Annotated[
-    str, typer.Argument(metavar="MODEL", help="Path of a checkpoint, or 'demo'.")
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="Path of a checkpoint, ORG/NAME of the Hugging Face hub, or 'demo'.",
+        callback=_check_model,
+    ),
 ]
 
 _ALIASES = {"model": "models"}  # other names that a YAML file may use
@@ -170,7 +183,7 @@ def _parameter(option: Option) -> inspect.Parameter:
     if option.type is bool:
         kind, default = bool, option.default
     elif option.many:
-        kind, default = list[str] | None, list(option.default) or None
+        kind, default = list[str], list(option.default)
     else:
         kind, default = str | None, option.default_text or None
     return inspect.Parameter(

@@ -19,7 +19,7 @@ from aquifer.memory.budget import (
     pool_budget,
 )
 from aquifer.memory.driver.host import HostDriver
-from aquifer.memory.pool import PROCESS
+from aquifer.memory.pool import PROCESS, Kind, Owner
 from aquifer.sizes import parse_size
 from aquifer.weights.store import Parameter, placed_bytes
 
@@ -160,6 +160,11 @@ def test_the_pool_knows_of_the_overhead_from_the_start():
     pool = make_pool(config, driver, 4 * MIB, partial(placed_bytes, [parameters]))
     assert (pool.budget_bytes, pool.page_bytes) == (32 * MIB, 64 * KIB)
     assert pool.usage().in_use_bytes == {PROCESS: 3 * MIB + 5}
+    anchor = Owner("process", Kind.OVERHEAD)  # of a model with that name
+    pages = pool.acquire(anchor, 2)
+    assert pages is not None
+    assert pool.usage().in_use_bytes == {PROCESS: 3 * MIB + 5, anchor: 2 * 64 * KIB}
+    pool.release(pages)
     pool.close()
     two = partial(placed_bytes, [parameters, parameters])
     with pytest.raises(ConfigError, match=r"8\.00 MiB, more than the 3\.00 MiB of --mem"):

@@ -32,6 +32,7 @@ from aquifer.bench.result import summarize
 from aquifer.bench.workload import LengthRange, Workload
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.errors import ConfigError
+from aquifer.hub import locate
 from aquifer.parameters import ModelArgument, values_for, with_options
 
 if TYPE_CHECKING:
@@ -230,7 +231,13 @@ def start(model: ModelArgument, options: SimpleNamespace) -> None:
     from aquifer.bench.start import measure_start
 
     engine = values_for("bench", options)
-    starts = [measure_start(model, engine) for _ in range(options.repeats)]
+    found = locate(
+        [ModelSpec.parse(model)],
+        engine.pop("revision"),
+        weights=options.load_format != "dummy",
+    )[0]
+    text = f"{found.name}={found.path}"  # a start does not ask the hub
+    starts = [measure_start(text, engine) for _ in range(options.repeats)]
     figures = {
         "benchmark": "start",
         "model": model,
@@ -256,7 +263,10 @@ def load(model: ModelArgument, options: SimpleNamespace) -> None:
 
     wanted = None if options.dtype == "auto" else getattr(torch, options.dtype)
     with contextlib.ExitStack() as resources:
-        path = ModelSpec.parse(model).path
+        (found,) = locate(
+            [ModelSpec.parse(model)], options.revision, weights=options.make_bytes is None
+        )
+        path = found.path
         if options.make_bytes is not None:
             path = resources.enter_context(made_checkpoint(path, options.make_bytes))
         times = measure_load(
@@ -292,6 +302,7 @@ def soak(model: ModelArgument, options: SimpleNamespace) -> None:
     from aquifer.progress import counting_bar
 
     engine: dict[str, Any] = {
+        "revision": options.revision,
         "device": options.device,
         "load_format": options.load_format,
         "kv_cache": options.kv_cache,

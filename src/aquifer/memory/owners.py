@@ -27,10 +27,10 @@ class Owner(NamedTuple):
         return f"{self.model}/{self.kind}"
 
 
-PROCESS = Owner("process", Kind.OVERHEAD)
+# No model has an empty name, so none of these is an owner that a model has.
+PROCESS = Owner("", Kind.OVERHEAD)
 """Owner of device memory that is not in pages."""
 
-# No model has an empty name, so these two are no tenants.
 UNKNOWN = Owner("", Kind.KV)
 """Last owner of idle pages with unknown contents; they are zeroed before they are handed out."""
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 import uvicorn
 from fastapi import FastAPI
 
-from aquifer.config import EngineConfig, check_fields
+from aquifer.config import EngineConfig, aliases_of, check_fields
 from aquifer.engine.reports import LoadProgress
 from aquifer.errors import ConfigError
 from aquifer.options import default_of
@@ -139,6 +139,7 @@ class _Server:
                 app.state.service = service = Service(
                     self._client,
                     opening.result(),
+                    aliases_of(self._engine.models),
                     trusts_templates=self._config.trust_request_chat_template,
                     salts_by_key=self._config.salts_by_key,
                 )

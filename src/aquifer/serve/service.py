@@ -52,6 +52,7 @@ class Service:
     Args:
         client: the engine. Pre-condition: it is ready.
         models: by served name.
+        aliases: served names by the other names that clients may use.
         trusts_templates: whether clients may send chat templates.
         salts_by_key: whether clients with different API keys share no retained prefixes.
     """
@@ -60,12 +61,14 @@ class Service:
         self,
         client: EngineClient,
         models: Mapping[str, ServedModel],
+        aliases: Mapping[str, str],
         *,
         trusts_templates: bool = False,
         salts_by_key: bool = False,
     ) -> None:
         self.client = client
         self.models = dict(models)
+        self._aliases = dict(aliases)
         self.metrics = Metrics(self.models)
         self.prefixes = PinnedPrefixes(client)
         self.started_s = int(time.time())
@@ -89,6 +92,7 @@ class Service:
             if len(self.models) == 1:
                 return next(iter(self.models.values()))
             raise UnknownModelError(f"name the model: one of {served}", param="model")
+        name = self._aliases.get(name, name)
         if name not in self.models:
             raise UnknownModelError(
                 f"no model {name!r} is served here; served models: {served}", param="model"
