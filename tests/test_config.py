@@ -17,7 +17,8 @@ from aquifer.bench import options as bench_options
 from aquifer.cli import app
 from aquifer.config import EngineConfig, ModelSpec, aliases_of, field_values, parse_models
 from aquifer.llm import LLMOptions
-from aquifer.options import OPTIONS, Option, Scope, default_of, find_option, options_of
+from aquifer.option import Option, Scope
+from aquifer.options import OPTIONS, default_of, find_option, options_of
 from aquifer.parameters import read_options
 from aquifer.serve import server
 from aquifer.serve.server import ServerConfig

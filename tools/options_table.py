@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from aquifer.options import OPTIONS, Option
+from aquifer.option import Option
+from aquifer.options import OPTIONS
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN = "<!-- options: written by tools/options_table.py -->\n"

@@ -29,7 +29,8 @@ from aquifer.config import BUNDLED_MODELS, EngineConfig, field_values, parse_mod
 from aquifer.cpus import limit_spinning
 from aquifer.errors import AquiferError, ConfigError
 from aquifer.hub import locate
-from aquifer.options import Option, options_of
+from aquifer.option import Option
+from aquifer.options import options_of
 from aquifer.parameters import PRECEDENCE, ModelArgument, values_for, with_options
 from aquifer.sizes import format_size
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from aquifer.errors import ConfigError
-from aquifer.options import OPTIONS, Option, default_of
+from aquifer.option import Option
+from aquifer.options import OPTIONS, default_of
 from aquifer.sizes import format_size
 
 __all__ = [

@@ -15,7 +15,8 @@ import yaml
 
 from aquifer.config import ModelSpec
 from aquifer.errors import ConfigError
-from aquifer.options import Option, Scope, options_of
+from aquifer.option import Option, Scope
+from aquifer.options import options_of
 
 PRECEDENCE = (
     "Each option can also be set in the environment, such as AQUIFER_MAX_NUM_SEQS=64. "

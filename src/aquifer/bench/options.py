@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from aquifer.options import Option, find_option, options_of
+from aquifer.option import Option
+from aquifer.options import find_option, options_of
 
 ENGINE = options_of("bench")
 """What `LLM` is opened with."""
