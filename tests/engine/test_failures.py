@@ -336,10 +336,11 @@ def test_what_is_not_a_failure_of_the_step_is_raised(
 def test_an_interrupted_request_may_be_aborted(
     open_world: Open, cases: dict[str, list[Case]]
 ) -> None:
-    fault = Fault(KeyboardInterrupt(), in_calls=1)
+    fault = Fault(KeyboardInterrupt())
     world = open_world(models={"a": "llama"}, planner=fault.planner)
     world.send("a", cases["llama"][0])
     world.step()
+    fault.in_calls = 0
     with pytest.raises(KeyboardInterrupt):
         world.step()
     for request_id in world.open_requests:
