@@ -184,7 +184,9 @@ def test_throughput(checkpoint: Path, tmp_path: Path) -> None:
     assert figures["floor_seconds"] > 0
     assert figures["environment"]["versions"]["torch"]
     with pytest.raises(ConfigError, match="greedy"):
-        bench(tmp_path / "x", "throughput", "x", "--transformers", "--temperature", "0.6")
+        bench(
+            tmp_path / "x", "throughput", str(checkpoint), "--transformers", "--temperature", "0.6"
+        )
 
 
 def test_latency(checkpoint: Path, tmp_path: Path) -> None:
@@ -208,7 +210,7 @@ def test_latency(checkpoint: Path, tmp_path: Path) -> None:
     assert (mapped["kv_cache"], mapped["dtype"], mapped["device"]) == ("paged", "bfloat16", "cpu")
     assert len(mapped["batches"][0]["aquifer"]["step_seconds"][0]) == 4
     with pytest.raises(ConfigError, match="--batch-size"):
-        bench(tmp_path / "x", "latency", "x", "--batch-size", "1,x")
+        bench(tmp_path / "x", "latency", str(checkpoint), "--batch-size", "1,x")
 
 
 def test_prefill(checkpoint: Path, tmp_path: Path) -> None:

@@ -146,7 +146,8 @@ def test_run_refuses_what_cannot_be_answered(checkpoint: Path):
 
 def test_run_converses_in_a_terminal(checkpoint: Path):
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "aquifer", "run", str(checkpoint), "--max-tokens", "4"]
+    options = ["--max-tokens", "4", "--temperature", "0"]
+    command = [sys.executable, "-m", "aquifer", "run", str(checkpoint), *options]
     environment = {**ENVIRONMENT, "TERM": "vt100"}
     shown = []
     with subprocess.Popen(

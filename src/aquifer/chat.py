@@ -110,7 +110,8 @@ def speed(num_tokens: int, first_s: float, others_s: float) -> str:
         others_s: seconds from the first token to the last.
     """
     rate = f", then {(num_tokens - 1) / others_s:.1f} tokens/s" if others_s > 0 else ""
-    return f"[{num_tokens} tokens, the first after {first_s:.2f} s{rate}]"
+    noun = "token" if num_tokens == 1 else "tokens"
+    return f"[{num_tokens} {noun}, the first after {first_s:.2f} s{rate}]"
 
 
 @contextlib.contextmanager

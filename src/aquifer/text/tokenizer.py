@@ -174,6 +174,7 @@ class ChatTemplate:
         Raises:
             RequestError: the template refuses the messages. It runs methods and arithmetic on the
                 client's values, so any exception can come from it.
+            MemoryError: it needs more memory than the process may have.
         """
         try:
             rendered, _ = render_jinja_template(
@@ -183,6 +184,8 @@ class ChatTemplate:
                 **self.special_tokens,
                 **variables,
             )
+        except MemoryError:
+            raise
         except Exception as error:
             raise RequestError(
                 f"the chat template refused the messages: {error}"[:_MAX_MESSAGE_CHARS],
