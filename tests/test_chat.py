@@ -91,4 +91,4 @@ def test_commands_do_not_go_to_the_model(type_lines: Any, capsys: pytest.Capture
 
 def test_speed():
     assert speed(21, 0.25, 0.1) == "[21 tokens, the first after 0.25 s, then 200.0 tokens/s]"
-    assert speed(1, 0.25, 0.0) == "[1 tokens, the first after 0.25 s]"
+    assert speed(1, 0.25, 0.0) == "[1 token, the first after 0.25 s]"
