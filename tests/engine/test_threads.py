@@ -156,6 +156,7 @@ def _threads_of_steps(
         (ModelSpec("m", checkpoint),), device="cpu", memory_bytes=32 << 20, **options
     )
     with closing(Engine.open(config)) as engine:
+        seen.clear()  # of the step that a model runs before it is ready
         prompt = [index % 300 for index in range(PROMPT_TOKENS)]
         params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
         engine.add(Request("r", "m", prompt, params, time.monotonic()))
