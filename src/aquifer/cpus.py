@@ -15,8 +15,10 @@ _GROUPS = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 
 _SPIN_COUNT = "10000"
-"""About 0.1 ms: longer than between two products of a step, so that idle CPUs lose nothing, and far
-less than a program keeps a CPU for. benchmarks/cpu/README.md has the figures."""
+"""Rounds of its loop that a waiting thread of GNU's OpenMP, which torch's packages contain, makes
+before it sleeps: about 0.1 ms, which is longer than between two products of a step. By default it
+makes 300 000. Beside other programs, the thread that it waits for often has no CPU meanwhile.
+benchmarks/cpu/README.md has the figures."""
 _SPIN_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
