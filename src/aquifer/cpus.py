@@ -18,7 +18,7 @@ _SPIN_COUNT = "10000"
 """Rounds of its loop that a waiting thread of GNU's OpenMP, which torch's packages contain, makes
 before it sleeps: about 0.1 ms, which is longer than between two products of a step. By default it
 makes 300 000. Beside other programs, the thread that it waits for often has no CPU meanwhile.
-benchmarks/cpu/README.md has the figures."""
+benchmarks/cpu/serving.py compares the ways of waiting."""
 _SPIN_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
