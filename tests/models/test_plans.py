@@ -9,11 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from tests.architectures import MAX_TOKENS, OUR_DECODER, TRANSFORMERS, save_tiny
+from tests.architectures import (
+    GQA,
+    MAX_TOKENS,
+    OUR_DECODER,
+    TRANSFORMERS,
+    WINDOW_TOKENS,
+    save_tiny,
+)
 
 from aquifer.cache.base import KVLayout, LayerKV
 from aquifer.errors import UnsupportedModelError
+from aquifer.fields import Fields
 from aquifer.models import Planner, StateLayout, StateTensor, plan_model
+from aquifer.models.decoder import DecoderConfig
 from aquifer.models.transformers.layout import read_kv_layout
 from aquifer.weights.checkpoint import Checkpoint
 
@@ -45,6 +54,20 @@ def test_plan_agrees_with_a_run_of_transformers(name: str, tmp_path: Path) -> No
     # A checkpoint may also store buffers, which otherwise have their initial values.
     stored = sum(math.prod(tensor.shape) for tensor in checkpoint.tensors.values())
     assert whole.num_parameters == stored
+
+
+def test_windows_of_mistral_models() -> None:
+    """Every layer has the window, unless the configuration lists the types of its layers."""
+    values = {"model_type": "mistral", **GQA, "sliding_window": WINDOW_TOKENS}
+    types = ["full_attention", "sliding_attention", "full_attention"]
+    table: list[tuple[dict[str, Any], tuple[int | None, ...]]] = [
+        ({}, (WINDOW_TOKENS,) * 3),
+        ({"layer_types": types}, (None, WINDOW_TOKENS, None)),
+        ({"sliding_window": None}, (None,) * 3),
+    ]
+    for extra, windows in table:
+        fields = Fields(Path("config.json"), values | extra)
+        assert DecoderConfig.read(fields, "Mistral").windows_tokens == windows
 
 
 def test_planner_chooses_the_dtype(tmp_path: Path) -> None:

@@ -106,7 +106,8 @@ def _fill(
     for name, pieces in collected.items():
         pattern = next(iter(pieces))
         converter = next(entry for entry in converters if pattern in entry.source_patterns)
-        filled[name] = _convert(converter, pieces, name, state[name], architecture)
+        label = f"{name!r} of {checkpoint.path}"
+        filled[name] = _convert(converter, pieces, label, state[name], architecture)
     return filled
 
 
@@ -124,7 +125,7 @@ class _Piece:
 def _convert(
     converter: Any,
     collected: Mapping[str, list[_Piece]],
-    name: str,
+    label: str,
     parameter: torch.Tensor,
     architecture: str,
 ) -> tuple[Source, ...]:
@@ -138,34 +139,34 @@ def _convert(
     lists = [collected[p] for p in converter.source_patterns if p in collected]
     for operation in converter.operations:
         if type(operation) is MergeModulelist and operation.dim == 0:
-            lists = [[_stack(pieces, name)] for pieces in lists]
+            lists = [[_stack(pieces, label)] for pieces in lists]
         elif type(operation) is Concatenate:
             every = [piece for pieces in lists for piece in pieces]
-            lists = [[_concatenate(every, operation.dim, name)]]
+            lists = [[_concatenate(every, operation.dim, label)]]
         else:
             raise UnsupportedModelError(
-                architecture, f"{name!r} is stored in another form ({operation!r})"
+                architecture, f"{label} is stored in another form ({operation!r})"
             )
     if len(lists) != 1 or len(lists[0]) != 1 or lists[0][0].shape != tuple(parameter.shape):
         raise ConfigError(
-            f"the stored tensors for {name!r} do not add up to the shape {list(parameter.shape)}"
+            f"the stored tensors for {label} do not add up to the shape {list(parameter.shape)}"
         )
     sources = tuple(Source(stored, index) for stored, index in lists[0][0].parts)
     if not all(parameter[source.index].is_contiguous() for source in sources):
-        raise UnsupportedModelError(architecture, f"the parts of {name!r} are not contiguous")
+        raise UnsupportedModelError(architecture, f"the parts of {label} are not contiguous")
     return sources
 
 
-def _stack(pieces: Sequence[_Piece], name: str) -> _Piece:
-    _check_equal([piece.shape for piece in pieces], name)
+def _stack(pieces: Sequence[_Piece], label: str) -> _Piece:
+    _check_equal([piece.shape for piece in pieces], label)
     parts = [
         (stored, (i, *index)) for i, piece in enumerate(pieces) for stored, index in piece.parts
     ]
     return _Piece((len(pieces), *pieces[0].shape), tuple(parts))
 
 
-def _concatenate(pieces: Sequence[_Piece], dim: int, name: str) -> _Piece:
-    _check_equal([piece.shape[:dim] + piece.shape[dim + 1 :] for piece in pieces], name)
+def _concatenate(pieces: Sequence[_Piece], dim: int, label: str) -> _Piece:
+    _check_equal([piece.shape[:dim] + piece.shape[dim + 1 :] for piece in pieces], label)
     parts: list[tuple[str, _Index]] = []
     end = 0
     for piece in pieces:
@@ -185,6 +186,6 @@ def _concatenate(pieces: Sequence[_Piece], dim: int, name: str) -> _Piece:
     return _Piece(tuple(shape), tuple(parts))
 
 
-def _check_equal(shapes: Sequence[tuple[int, ...]], name: str) -> None:
+def _check_equal(shapes: Sequence[tuple[int, ...]], label: str) -> None:
     if len(set(shapes)) > 1:
-        raise ConfigError(f"the stored tensors for {name!r} do not fit together: {set(shapes)}")
+        raise ConfigError(f"the stored tensors for {label} do not fit together: {set(shapes)}")
