@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -20,6 +22,16 @@ from aquifer.memory.runs import num_equal, runs
 )
 def test_runs(numbers, step, expected):
     assert runs(numbers, step) == expected
+
+
+@pytest.mark.parametrize("step", [1, 8])
+def test_runs_of_many_numbers_are_those_of_few(step):
+    numbers = np.cumsum(np.random.default_rng(0).choice([step, step, step, -3, 0], 500)).tolist()
+    ends = [i for i in range(1, 500) if numbers[i] != numbers[i - 1] + step]
+    expected = list(pairwise([0, *ends, 500]))
+    assert runs(numbers, step) == expected
+    one_by_one = [runs(numbers[start:end], step) for start, end in expected]
+    assert one_by_one == [[(0, end - start)] for start, end in expected]
 
 
 @pytest.mark.parametrize("make", [list, lambda numbers: np.array(numbers, np.int32)])

@@ -129,7 +129,18 @@ def test_memory_without_backing():
         pool.pages.map(window.address + 9 * PAGE_BYTES, pages[:1])
     with pytest.raises(DriverError, match="no page is mapped"):
         driver.unmap(window.address, PAGE_BYTES, 1)
+    with pytest.raises(DriverError, match="no page is mapped"):
+        driver.unmap(window.address + 9 * PAGE_BYTES, PAGE_BYTES, 2)
+    end = window.address + window.num_bytes
+    for address in (0, end - PAGE_BYTES, end, window.address + 1):
+        with pytest.raises(DriverError, match="are not reserved"):
+            pool.pages.map(address, pages[:2])
     pool.release(window.unmap(sorted(window.pages)))
     pool.close()
     assert driver.available_bytes() == 5 * PAGE_BYTES
+    second = VirtualRange(pool.pages, PAGE_BYTES, PAGE_BYTES)
     window.close()
+    with pytest.raises(DriverError, match="are not reserved"):
+        driver.unmap(window.address + 7 * PAGE_BYTES, PAGE_BYTES, 1)
+    with pytest.raises(DriverError, match="no page is mapped"):
+        driver.unmap(second.address, PAGE_BYTES, 1)

@@ -374,7 +374,9 @@ class VirtualCache:
         self._residency.share(pages)
         retained = []
         for page in pages:
-            shared = self._shared.setdefault(page, _Shared())
+            shared = self._shared.get(page)
+            if shared is None:
+                shared = self._shared[page] = _Shared()
             if shared.num_users:
                 self._num_saved_pages += 1
             else:

@@ -248,24 +248,27 @@ class Ledger:
         with self.lock:
             done: dict[tuple[int, Owner], list[Page]] = {}
             group: list[Page] = []
-            last: _Record | None = None  # the record of the pages in `group`
-            before: _Record | None = None
-            after: _Record | None = None
             retired: list[Page] = []
+            # The record of the page before, and what becomes of pages with it: mostly thousands in
+            # a row have the same one.
+            last: _Record | None = None
+            after: _Record | None = None
             for page in pages:
-                record = self._in_use(page)
-                if record.num_references == 1:
-                    del self._records[page]
-                    if record is not last:
-                        last = record
+                record = self._records.get(page)
+                if record is None or record is not last:
+                    last = record = self._in_use(page)
+                    after = None
+                    if record.num_references > 1:
+                        after = record.changed(num_references=-1)
+                    else:
                         group = done.setdefault((record.page_bytes, record.owner), [])
+                if after is None:
+                    del self._records[page]
                     group.append(page)
                     continue
-                if after is None or (record is not before and record != before):
-                    before, after = record, record.changed(num_references=-1)
                 self._records[page] = after
                 if after.is_retired:
-                    self._rebook(before, after, 1)
+                    self._rebook(record, after, 1)
                     retired.append(page)
             for (page_bytes, owner), group in done.items():
                 self._in_use_bytes[owner] -= len(group) * page_bytes

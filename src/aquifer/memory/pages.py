@@ -84,6 +84,6 @@ class PageTable:
 
     def _handles_of(self, pages: Sequence[Page]) -> list[Handle]:
         try:
-            return [self._handles[page] for page in pages]
+            return list(map(self._handles.__getitem__, pages))
         except KeyError as error:
             raise InvariantError(f"page {error} does not exist") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
@@ -85,7 +86,7 @@ class VirtualRange:
             InvariantError: nothing is mapped at one of them.
         """
         try:
-            return [self._mapped[i] for i in indices]
+            return list(map(self._mapped.__getitem__, indices))
         except KeyError as error:
             raise InvariantError(f"page {error} of a range is not mapped") from None
 
@@ -98,8 +99,7 @@ class VirtualRange:
         for start, end in _stretches(indices):
             address = self.address + indices[start] * self.page_bytes
             self._driver.unmap(address, self.page_bytes, end - start)
-            for index in indices[start:end]:
-                del self._mapped[index]
+            deque(map(self._mapped.__delitem__, indices[start:end]), maxlen=0)
         return pages
 
     def tensor(

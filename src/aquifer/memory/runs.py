@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
+
+_MANY = 64
+"""Numbers from which on an array operation is faster than a loop."""
 
 
 def runs(numbers: Sequence[int], step: int = 1) -> list[tuple[int, int]]:
@@ -13,6 +17,9 @@ def runs(numbers: Sequence[int], step: int = 1) -> list[tuple[int, int]]:
 
     The stretches cover all positions, in order: `runs([4, 5, 9]) == [(0, 2), (2, 3)]`.
     """
+    if len(numbers) > _MANY:
+        ends = np.flatnonzero(np.diff(np.asarray(numbers)) != step) + 1
+        return list(pairwise([0, *ends.tolist(), len(numbers)]))
     found = []
     start = 0
     for end in range(1, len(numbers) + 1):

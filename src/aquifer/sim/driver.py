@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from aquifer.errors import DriverError
@@ -17,8 +20,8 @@ class ModelledDriver:
     """A `Driver` that keeps books only.
 
     It refuses what a real device would refuse: more pages than there is memory, a page mapped where
-    one is mapped already, an unmapping of nothing. It knows mapped addresses only, and not which
-    page is at each, so that a replay spends no time on it.
+    one is mapped already or where nothing is reserved, an unmapping of nothing. It knows mapped
+    addresses only, and not which page is at each, so that a replay spends no time on it.
 
     Args:
         total_bytes: the device's memory.
@@ -32,7 +35,10 @@ class ModelledDriver:
         self._page_sizes: dict[Handle, int] = {}
         self._num_handles = 0
         self._end_address = page_bytes  # so that no address is 0
-        self._mapped: set[int] = set()  # addresses of pages
+        # First address of each reservation, ascending, and whether something is mapped at each of
+        # its pages. Untouched parts of a fresh array of zeros take no memory.
+        self._starts: list[int] = []
+        self._mapped: list[npt.NDArray[np.bool_]] = []
 
     @property
     def name(self) -> str:
@@ -104,24 +110,28 @@ class ModelledDriver:
         """See `Driver`."""
         address = self._end_address
         self._end_address += num_bytes
+        self._starts.append(address)
+        self._mapped.append(np.zeros(-(-num_bytes // self._page_bytes), np.bool_))
         return address
 
     def free(self, address: int, num_bytes: int) -> None:
-        """Nothing: there are enough addresses."""
+        """See `Driver`. The addresses are not used again: there are enough."""
+        index = self._starts.index(address)
+        del self._starts[index], self._mapped[index]
 
     def map(self, address: int, handles: Sequence[Handle]) -> None:
         """See `Driver`.
 
         Raises:
-            DriverError: something is mapped there.
+            DriverError: something is mapped there, or nothing is reserved.
         """
         if not handles:
             return
-        page_bytes = self._page_sizes[handles[0]]
-        pages = range(address, address + len(handles) * page_bytes, page_bytes)
-        if not self._mapped.isdisjoint(pages):
-            raise DriverError("INVALID_VALUE", f"a page is mapped at one of {pages}")
-        self._mapped.update(pages)
+        num_bytes = len(handles) * self._page_sizes[handles[0]]
+        places = self._places(address, num_bytes)
+        if places.any():
+            raise DriverError("INVALID_VALUE", f"a page is mapped in {num_bytes} from {address}")
+        places[:] = True
 
     def unmap(self, address: int, page_bytes: int, count: int) -> None:
         """See `Driver`.
@@ -129,10 +139,13 @@ class ModelledDriver:
         Raises:
             DriverError: nothing is mapped there.
         """
-        pages = range(address, address + count * page_bytes, page_bytes)
-        if not self._mapped.issuperset(pages):
-            raise DriverError("INVALID_VALUE", f"no page is mapped at one of {pages}")
-        self._mapped.difference_update(pages)
+        num_bytes = count * page_bytes
+        places = self._places(address, num_bytes)
+        if not places.all():
+            raise DriverError(
+                "INVALID_VALUE", f"no page is mapped somewhere in {num_bytes} from {address}"
+            )
+        places[:] = False
 
     def zero(self, handles: Sequence[Handle]) -> None:
         """Nothing: there are no bytes."""
@@ -147,6 +160,15 @@ class ModelledDriver:
 
     def close(self) -> None:
         """Nothing is held."""
+
+    def _places(self, address: int, num_bytes: int) -> npt.NDArray[np.bool_]:
+        """Whether something is mapped at each page of a stretch: a view of the books."""
+        index = bisect_right(self._starts, address) - 1
+        first, rest = divmod(address - self._starts[index], self._page_bytes)
+        end = first + num_bytes // self._page_bytes
+        if index < 0 or rest or end > len(self._mapped[index]):
+            raise DriverError("INVALID_VALUE", f"{num_bytes} from {address} are not reserved")
+        return self._mapped[index][first:end]
 
 
 _: type[Driver] = ModelledDriver
