@@ -45,6 +45,9 @@ _RESERVED_TEMPLATE_ARGS = frozenset(
 )
 
 
+MAX_PROMPTS = 1 << 16
+"""The most prompts of a body; a server accepts fewer, as many as may wait."""
+MAX_PROMPT_TOKENS = 1 << 21
 MAX_MESSAGES = 2048
 MAX_MESSAGE_VALUES = 1 << 16
 """The most JSON values in all messages of a conversation together."""
@@ -114,6 +117,9 @@ def _check_prompt(value: Any, _: ValidatorFunctionWrapHandler) -> Any:
     if isinstance(value, str):
         return value
     if isinstance(value, list):
+        most = MAX_PROMPT_TOKENS if value and isinstance(value[0], int) else MAX_PROMPTS
+        if len(value) > most:
+            raise ValueError(f"has {len(value)} entries; it may have at most {most}")
         types = set(map(type, value))
         if len(types) <= 1 and types <= {str, int}:
             return value
@@ -161,6 +167,7 @@ CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | Non
 """A request finds retained prefixes only of requests with the same salt."""
 StopStrings = Annotated[list[str], AtMost(MAX_STOP_STRINGS)]
 TokenIds = Annotated[list[int], AtMost(MAX_TOKENS_NAMED)]
+Biases = Annotated[dict[int, float], Field(max_length=MAX_TOKENS_NAMED)]
 
 
 class StreamOptions(BaseModel):
@@ -209,7 +216,7 @@ class SamplingFields(BaseModel):
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: Biases | None = None
     allowed_token_ids: TokenIds | None = None
     cache_salt: CacheSalt = None
     stream: bool | None = None
