@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 HAS_GPU: bool = torch.cuda.is_available()
 GPU_FOLDER = Path(__file__).parent / "gpu"
@@ -25,6 +26,10 @@ for variable in [name for name in os.environ if name.startswith("AQUIFER_")]:
 # Triton decides whether to interpret its kernels when it is first imported.
 if not HAS_GPU and importlib.util.find_spec("triton") is not None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# No test depends on time: a busy machine may take any time for an example.
+settings.register_profile("aquifer", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("aquifer")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
