@@ -8,6 +8,7 @@ promises are checked, and that every sequence reads its own tokens through its c
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from random import Random
@@ -93,6 +94,11 @@ def check_means(
         )
 
 
+def fewest_sequences(num_sequences: Mapping[int, int]) -> frozenset[int]:
+    """The client with the fewest sequences; batches here are too small for the default policy."""
+    return frozenset({min(num_sequences, key=lambda client: (num_sequences[client], client))})
+
+
 @dataclass
 class Tracked:
     """A request and its outputs so far."""
@@ -124,10 +130,15 @@ class SchedulerWorld:
         block_size: int | None = None,
         policies: Policies | None = None,
         failure_rate: float = 0.0,
+        clients: tuple[str, ...] = ("",),
+        express_share: float = 0.0,
     ) -> None:
         self.random = random
+        self.clients = clients
         self.failure_rate = failure_rate
         self.is_in_order = policies is None
+        if policies is None:
+            policies = Policies(express=fewest_sequences)
         self.num_ahead = num_ahead
         self.in_flight: deque[tuple[StepInput, StepOutput | None]] = deque()  # None: it fails
         self.faulty = faulty
@@ -144,6 +155,7 @@ class SchedulerWorld:
             restore_mode=preemption_mode,
             clock_s=lambda: self.now_s,
             policies=policies,
+            express_share=express_share,
         )
         self.pool, self.scheduler = assembly.pool, assembly.scheduler
         factory = kv_cache(cache, block_size=block_size or random.choice((1, 3, 4, 16)))
@@ -181,7 +193,14 @@ class SchedulerWorld:
             keeps_prefixes=random.choice((False, True, True)),
             preemption_mode=random.choice(("recompute", "swap", "auto")),
             failure_rate=failure_rate,
+            clients=random.choice((("",), ("", "a", "b"))),
+            express_share=random.choice((0.0, 0.4)),
         )
+
+    def is_of(self, arrival: int, lane: Lane, client: str) -> bool:
+        """Whether a request is of this model and this client."""
+        tracked = self.requests[str(arrival)]
+        return tracked.lane is lane and tracked.group.request.client == client
 
     @property
     def live(self) -> list[Tracked]:
@@ -210,11 +229,15 @@ class SchedulerWorld:
             prompt[i] = self.random.randrange(VOCAB_SIZE)
         return self.add_prompt(lane, prompt, max_total, **options)
 
-    def add_prompt(self, lane: Lane, prompt: list[int], max_total: int, **options) -> Tracked:
+    def add_prompt(
+        self, lane: Lane, prompt: list[int], max_total: int, client: str | None = None, **options
+    ) -> Tracked:
         number = len(self.requests)
+        if client is None:
+            client = self.random.choice(self.clients)
         params = SamplingParams(max_tokens=None, **options)
         group = SequenceGroup.of(
-            Request(str(number), lane.name, prompt, params, 0.0),
+            Request(str(number), lane.name, prompt, params, 0.0, client=client),
             number,
             np.array(prompt, np.int32),
             seed=0,
@@ -276,7 +299,9 @@ class SchedulerWorld:
     def commit_first(self) -> list[TokenOutput]:
         plan, result = self.in_flight.popleft()
         if result is not None:
-            return self.scheduler.commit(plan, result)
+            outputs = self.scheduler.commit(plan, result)
+            self.scheduler.observe(plan, seconds=1)
+            return outputs
         while self.in_flight:
             self.scheduler.drop(self.in_flight.pop()[0], "the step before it failed")
         self.scheduler.drop(plan, "it fails")
@@ -303,6 +328,9 @@ class SchedulerWorld:
         assert plan.num_decodes <= plan.num_single
         assert (spans.counts[: plan.num_single] == 1).all()
         assert (spans.counts[plan.num_single :] > 1).all()
+        if plan.is_express:
+            absent = set(table.in_order.tolist()) - set(spans.slots.tolist())
+            assert absent or self.scheduler.num_waiting, "an express step is for some of many"
         for slot in spans.slots[np.argsort(table.serial[spans.slots])]:
             sequence = table.sequences[slot]
             assert sequence is not None
@@ -375,7 +403,7 @@ class SchedulerWorld:
         in_use = self.pool.usage().in_use_bytes
         arrivals: list[int] = []
         for name, lane in self.scheduler.lanes.items():
-            for queue in (lane.running, lane.waiting):
+            for queue in (lane.running, *map(lane.waiting.of, lane.waiting.clients)):
                 order = [group.arrival for group in queue]
                 assert order == sorted(order) or not self.is_in_order
                 arrivals += order
@@ -388,8 +416,9 @@ class SchedulerWorld:
             stats = lane.cache.stats(lane.written_tokens)
             assert stats.mapped_bytes == in_use.get(Owner(name, Kind.KV), 0)
             assert stats.wasted_bytes >= 0
-            admitted = [a for a in self.admitted if self.requests[str(a)].lane is lane]
-            assert admitted == sorted(admitted) or not self.is_in_order
+            for client in self.clients:
+                admitted = [a for a in self.admitted if self.is_of(a, lane, client)]
+                assert admitted == sorted(admitted) or not self.is_in_order
         assert sorted(arrivals) == [tracked.group.arrival for tracked in self.live]
 
     def check_empty(self) -> None:

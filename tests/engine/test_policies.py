@@ -6,31 +6,41 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from random import Random
 
+import pytest
 from tests.engine.books import LAYOUTS, MAX_TOKENS, PAGE_BYTES, SchedulerWorld
 
 from aquifer.engine.policies import (
+    Admission,
     AdmissionSnapshot,
+    Candidate,
+    ClientState,
+    DisplacementSnapshot,
     ModelState,
     Policies,
     RunningRequest,
     first_come,
     latest_arrival,
+    latest_of_busiest,
+    least_served,
+    place_for_each_client,
     restore_by_copy,
     round_robin,
+    smallest_clients,
 )
-from aquifer.engine.policies.admission import Candidate, static_batches
+from aquifer.engine.policies.admission import static_batches
 
 # --- other policies ------------------------------------------------------------------------------
 
 
-def shortest_prompt(snapshot: AdmissionSnapshot) -> int | None:
+def shortest_prompt(snapshot: AdmissionSnapshot) -> Candidate | None:
     """Preempted requests first, then the shortest prompt that has slots."""
     fitting = [
-        (-request.num_preemptions, request.num_prompt_tokens, index)
-        for index, request in enumerate(snapshot.waiting)
+        request
+        for queue in snapshot.queues.values()
+        for request in queue
         if request.num_sequences <= snapshot.num_free_slots
     ]
-    return min(fitting)[-1] if fitting else None
+    return min(fitting, key=lambda r: (-r.num_preemptions, r.num_prompt_tokens), default=None)
 
 
 def fewest_tokens(running: Sequence[RunningRequest]) -> int:
@@ -110,26 +120,93 @@ def test_another_order_of_models() -> None:
 
 
 def snapshot(
-    *arrivals: int, num_free_slots: int = 4, blocked: int | None = None
+    *arrivals: int,
+    served: tuple[tuple[float, int], tuple[float, int]] = ((0, 0), (0, 0)),
+    blocked: tuple[int, ...] | None = None,
 ) -> AdmissionSnapshot:
-    waiting = [Candidate(arrival, 10, 10, 2, 0) for arrival in arrivals]
-    return AdmissionSnapshot(waiting, 1, num_free_slots, blocked)
+    """The queues of two clients, 0 and 1, with requests of these arrivals in turns."""
+    waiting = [Candidate(arrival, 10, 10, 2, 0, client=i % 2) for i, arrival in enumerate(arrivals)]
+    queues = {client: [w for w in waiting if w.client == client] for client in (0, 1)}
+    return AdmissionSnapshot(
+        {client: queue for client, queue in queues.items() if queue},
+        {0: ClientState(*served[0]), 1: ClientState(*served[1])},
+        1,
+        4,
+        None if blocked is None else Candidate(*blocked),
+    )
 
 
-def test_first_come_first_served() -> None:
-    assert first_come(snapshot()) is None
-    assert first_come(snapshot(5, 6)) == 0
-    assert first_come(snapshot(5, num_free_slots=1)) is None
+def chosen(candidate: Candidate | None) -> int | None:
+    return None if candidate is None else candidate.arrival
+
+
+@pytest.mark.parametrize("policy", [first_come, least_served])
+def test_first_come_first_served(policy: Admission) -> None:
+    only = snapshot(5)._replace(clients={0: ClientState()})
+    assert policy(only._replace(queues={})) is None
+    assert chosen(policy(only)) == 5
     # A request of some model waits for memory: nothing later may overtake it.
-    assert first_come(snapshot(5, blocked=4)) is None
-    assert first_come(snapshot(5, blocked=5)) == 0
-    assert first_come(snapshot(5, blocked=6)) == 0
-    assert static_batches(snapshot(5)) is None
+    for arrival, expected in ((4, None), (5, 5), (6, 5)):
+        blocked = Candidate(arrival, 10, 10, 2, 0)
+        assert chosen(policy(only._replace(blocked=blocked))) == expected
+    assert static_batches(only) is None
+    assert chosen(static_batches(only._replace(num_running=0))) == 5
+
+
+def test_the_client_that_was_served_least_is_next() -> None:
+    assert chosen(first_come(snapshot(5, 6))) == 5
+    assert chosen(least_served(snapshot(5, 6))) == 5
+    assert chosen(least_served(snapshot(5, 6, served=((9, 0), (8, 3))))) == 6
+    assert chosen(least_served(snapshot(5, 6, served=((8, 3), (8, 2))))) == 6
+    assert chosen(least_served(snapshot(5, 6, 7, 8, served=((9, 0), (8, 0))))) == 6
+    assert least_served(snapshot()) is None
+    # A request that waits for memory is overtaken by a client that was served less, and no other.
+    for blocked, expected in (((1, 1, 1, 1, 0, 0), 6), ((1, 1, 1, 1, 0, 1), None)):
+        served = ((9.0, 0), (8.0, 0))
+        assert chosen(least_served(snapshot(5, 6, served=served, blocked=blocked))) == expected
+
+
+def place(
+    *running: tuple[int, int, int], waiting: tuple[int, int] = (1, 10), lacks_slots: bool = True
+) -> int | None:
+    """Who gives way to client 9's request of (sequences, tokens) among (client, seqs, tokens)."""
+    held = [RunningRequest("m", i, tokens, n, 0, c) for i, (c, n, tokens) in enumerate(running)]
+    num_sequences, num_tokens = waiting
+    request = Candidate(99, num_tokens, num_tokens, num_sequences, 0, client=9)
+    return place_for_each_client(DisplacementSnapshot(request, lacks_slots, held))
+
+
+def test_a_client_with_nothing_running_takes_a_place() -> None:
+    assert place() is None
+    assert place((1, 1, 50), (1, 1, 50), (2, 1, 50)) == 1
+    assert place((1, 1, 50), (1, 1, 50), (9, 1, 50)) is None, "it has one already"
+    assert place((1, 1, 50), (2, 1, 50)) is None, "each has just one"
+    assert place((1, 4, 50)) is None, "a client's only request stays"
+    # As long as the other client holds more than the request asks for.
+    assert place((1, 1, 50), (1, 1, 50), waiting=(2, 10)) is None
+    assert place((1, 2, 50), (1, 1, 50), waiting=(2, 10)) == 1
+    assert place((1, 1, 50), (1, 1, 50), waiting=(1, 100), lacks_slots=False) is None
+    assert place((1, 1, 50), (1, 1, 51), waiting=(5, 100), lacks_slots=False) == 1
+
+
+def test_the_smallest_clients_run_alone() -> None:
+    assert smallest_clients({0: 200, 1: 1}) == {1}
+    assert smallest_clients({0: 200, 1: 1, 2: 20, 3: 10}) == {1, 3}
+    assert smallest_clients({0: 7, 1: 1}) == {1}
+    assert smallest_clients({0: 6, 1: 1}) == frozenset()
 
 
 def test_the_latest_arrival_is_the_victim() -> None:
     running = [RunningRequest("m", arrival, 10, 1, 0) for arrival in (3, 9, 4)]
     assert latest_arrival(running) == 1
+    assert latest_of_busiest(running) == 1
+
+
+def test_the_victim_is_of_the_client_with_the_most_requests() -> None:
+    pairs = ((3, 0), (9, 1), (4, 0), (5, 2))
+    running = [RunningRequest("m", arrival, 10, 1, 0, client) for arrival, client in pairs]
+    assert latest_of_busiest(running) == 2
+    assert latest_of_busiest(running[1:]) == 0
 
 
 def test_models_take_turns() -> None:

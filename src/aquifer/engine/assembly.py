@@ -62,6 +62,7 @@ class Assembly:
         restore_mode: how the KV of preempted requests comes back.
         clock_s: tells the time in seconds.
         policies: the scheduler's decisions.
+        express_share: the most of the time that express steps may take, from 0 to 1.
 
     Attributes:
         pool: as given.
@@ -79,12 +80,13 @@ class Assembly:
         restore_mode: RestoreMode = "auto",
         clock_s: Callable[[], float] = time.monotonic,
         policies: Policies | None = None,
+        express_share: float = 0.0,
     ) -> None:
         self.pool = pool
         self.room = Room.of(pool, clock_s)
         self.preemption = None if swap_space is None else Preemption(swap_space, restore_mode)
         self.scheduler = Scheduler(
-            self.room, max_batched_tokens, self.preemption, clock_s, policies
+            self.room, max_batched_tokens, self.preemption, clock_s, policies, express_share
         )
 
     def open_lane(self, spec: LaneSpec) -> Lane:

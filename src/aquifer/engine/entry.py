@@ -120,6 +120,16 @@ def swap_out(lane: Lane, group: SequenceGroup, preemption: Preemption) -> bool:
     return True
 
 
+def discard_swapped(group: SequenceGroup, preemption: Preemption | None) -> None:
+    """Release what a request has on the host; it is computed again when it is admitted."""
+    swapped = [s.swapped for s in group.sequences if s.swapped is not None]
+    if swapped:
+        assert preemption is not None
+        preemption.discard(swapped)
+    for sequence in group.sequences:
+        sequence.swapped = None
+
+
 def _assign_rest(lane: Lane, group: SequenceGroup, undo: ExitStack) -> bool:
     """Assign slots to the sequences of a group that begin later: other samples, beams to come.
 

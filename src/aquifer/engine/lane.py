@@ -11,6 +11,7 @@ from aquifer.cache.base import SequenceCache
 from aquifer.cache.journal import KVOp
 from aquifer.cache.prefix import PrefixCache
 from aquifer.engine.costs import PrefillCost
+from aquifer.engine.queue import Queue
 from aquifer.engine.sequence import Sequence, SequenceGroup
 from aquifer.engine.slots import SlotTable
 from aquifer.engine.step_input import StepInput
@@ -31,7 +32,6 @@ class Lane:
         is_resident: whether the model's weights are there; else nothing of it is planned.
         keeps_journal: whether what happens to the KV cache's memory goes along with each step, for
             a runner in another process.
-        waiting: preempted requests first, the latest preempted one foremost, then by arrival.
         running: by arrival.
         in_flight: plans that are neither committed nor dropped, the earliest first.
     """
@@ -43,7 +43,7 @@ class Lane:
     recompute_s: Callable[[float, float], float] = PrefillCost().seconds
     is_resident: bool = True
     keeps_journal: bool = False
-    waiting: list[SequenceGroup] = field(default_factory=list)
+    waiting: Queue = field(default_factory=Queue)
     running: list[SequenceGroup] = field(default_factory=list)
     in_flight: deque[StepInput] = field(default_factory=deque)
     last_turn: int = -1

@@ -320,7 +320,8 @@ class BeamSearchParams:
 class Request:
     """A prompt to complete. It holds token ids; text is handled at either end of the engine.
 
-    A retained prefix is found only by requests with the same `cache_salt`.
+    A retained prefix is found only by requests with the same `cache_salt`. The requests of several
+    clients share the models fairly (`aquifer.engine.policies`).
     """
 
     request_id: str
@@ -329,6 +330,7 @@ class Request:
     params: SamplingParams
     arrival_s: float  # time.monotonic(), which all processes of a machine share
     cache_salt: str | None = None
+    client: str = ""  # name of the client that it is for
 
 
 def _require(holds: bool, name: str, value: object, instead: str) -> None:

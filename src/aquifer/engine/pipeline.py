@@ -108,9 +108,10 @@ class Pipeline:
         return outputs
 
     def _observe(self, step: _Step) -> None:
-        """Update the prefill cost from a step that did little else than prefill."""
+        """Learn how long a step took: the prefill cost, if it did little else than prefill."""
         now_s = self._clock_s()
         seconds, self._begun_s = now_s - self._begun_s, now_s
+        self._scheduler.observe(step.plan, seconds)
         num_decodes, spans = step.plan.num_decodes, step.plan.spans
         num_prompt = spans.num_tokens - num_decodes
         if num_prompt > 10 * num_decodes:

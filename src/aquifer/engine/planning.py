@@ -37,9 +37,16 @@ def batched_tokens(config: EngineConfig, device_type: str) -> int:
     return _CPU_BATCHED_TOKENS if device_type == "cpu" else _GPU_BATCHED_TOKENS
 
 
-def next_tokens(table: SlotTable, max_batched_tokens: int) -> tuple[IntArray, IntArray]:
-    """Tokens that running sequences have to run, as (slots, counts), cut to the token budget."""
-    slots = table.in_order
+def next_tokens(
+    table: SlotTable, slots: IntArray, max_batched_tokens: int
+) -> tuple[IntArray, IntArray]:
+    """Tokens that running sequences have to run, as (slots, counts), cut to the token budget.
+
+    Args:
+        table: the model's sequences.
+        slots: those that may run, in order of arrival.
+        max_batched_tokens: the token budget.
+    """
     # The very last token is never run.
     known = np.minimum(table.num_tokens[slots], table.max_total[slots] - 1)
     missing = known - table.num_computed[slots]
@@ -74,6 +81,8 @@ def make_step(
     slots: IntArray,
     counts: IntArray,
     kv_ops: tuple[KVOp, ...] = (),
+    *,
+    is_express: bool = False,
 ) -> StepInput:
     """The step that runs these tokens; the table counts it as done from now on.
 
@@ -83,6 +92,7 @@ def make_step(
         slots: [n], which sequences run.
         counts: [n], how many tokens of each, drafts included.
         kv_ops: the journal of the KV cache since the last step.
+        is_express: whether some clients' sequences sit it out.
     """
     starts = table.num_computed[slots]
     decodes = starts >= table.num_given[slots]
@@ -116,6 +126,7 @@ def make_step(
         most_new=most_new,
         assigned=tuple(_assignment(table, slot) for slot in admitted),
         kv_ops=kv_ops,
+        is_express=is_express,
     )
 
 

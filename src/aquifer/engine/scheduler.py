@@ -14,9 +14,15 @@ are in `aquifer.engine.policies`. Its own rules, in this order:
    more for each running sequence to grow by (`aquifer.engine.headroom`). None is admitted in the
    step of a preemption, or the victim would come back at once.
 
-By default requests are admitted in order of arrival, a preempted one before all others, and the
-latest arrival is the victim. So the earliest arrival always ends, and with it all others in turn:
-no deadlock, no starvation. A request that would not fit alone is refused when it arrives.
+By default requests of one client are admitted in order of arrival, a preempted one before all
+others, and the latest arrival is the victim. So the earliest arrival always ends, and with it all
+others in turn: no deadlock, no starvation. A request that would not fit alone is refused when it
+arrives.
+
+Clients, that is API keys, share fairly. The one that was served the fewest tokens comes first; one
+that has nothing running takes a place from the one that holds the most; and for a small share of
+the time, clients with few sequences run in steps of their own, so that they need not wait at each
+token for another one's hundreds. With one client, none of this changes anything.
 
 A request with several sequences computes its prompt once: in the first of them. The others have
 their slots from the start, and fork from it (`Sequence.parent`) when all of the prompt but the last
@@ -36,22 +42,24 @@ ones. Two things follow:
 from __future__ import annotations
 
 import time
-from bisect import insort
 from collections.abc import Callable
 
 import numpy as np
 
 from aquifer.cache.base import IntArray
 from aquifer.engine import entry
+from aquifer.engine.admitter import Admitter
+from aquifer.engine.clients import Clients
 from aquifer.engine.committing import commit_beams, commit_tokens, timing
+from aquifer.engine.express_time import ExpressTime
 from aquifer.engine.headroom import Headroom
 from aquifer.engine.lane import Lane
 from aquifer.engine.outputs import TokenOutput
-from aquifer.engine.planning import all_decode, chunk_tokens, make_step, next_tokens
-from aquifer.engine.policies import AdmissionSnapshot, ModelState, Policies
+from aquifer.engine.planning import all_decode, make_step, next_tokens
+from aquifer.engine.policies import DisplacementSnapshot, ModelState, Policies
 from aquifer.engine.preemption import Preemption
 from aquifer.engine.sequence import SequenceGroup
-from aquifer.engine.snapshots import Candidates, running_request
+from aquifer.engine.snapshots import candidate, running_request, running_sequences
 from aquifer.engine.step_input import StepInput, StepOutput
 from aquifer.errors import DriverError
 from aquifer.memory.room import Room
@@ -66,6 +74,7 @@ class Scheduler:
         preemption: moves the KV of preempted requests; None to compute it again always.
         clock_s: returns the time in seconds.
         policies: the decisions; None for the default ones.
+        express_share: the most of the time that express steps may take, from 0 to 1.
     """
 
     def __init__(
@@ -75,16 +84,25 @@ class Scheduler:
         preemption: Preemption | None = None,
         clock_s: Callable[[], float] = time.monotonic,
         policies: Policies | None = None,
+        express_share: float = 0.0,
     ) -> None:
         self.lanes: dict[str, Lane] = {}
         self._max_batched_tokens = max_batched_tokens
         self._preemption = preemption
         self._clock_s = clock_s
         self._policies = policies or Policies()
-        self._headroom = Headroom(room, self.lanes)
+        self._clients = Clients()
+        self._express_time = ExpressTime(express_share, clock_s)
+        self._admitter = Admitter(
+            self.lanes,
+            Headroom(room, self.lanes),
+            preemption,
+            self._clients,
+            self._policies,
+            clock_s,
+            self._refuse,
+        )
         self._num_turns = 0
-        # Arrival of the request that was last refused memory and is still waiting.
-        self._blocked_arrival: int | None = None
         self._failed: list[TokenOutput] = []
 
     # --- requests ----------------------------------------------------------------------------
@@ -116,19 +134,22 @@ class Scheduler:
         return sum(len(lane.waiting) for lane in self.lanes.values())
 
     def add(self, lane: Lane, group: SequenceGroup) -> None:
-        """Put a new request at the end of its model's queue."""
+        """Put a new request at the end of its client's queue."""
+        group.client = self._clients.number(group.request.client)
+        if len(self._clients) > 1:
+            active = self._active_clients()
+            if group.client not in active:
+                self._clients.arrive(group.client, active)
         lane.waiting.append(group)
 
     def abort(self, lane: Lane, group: SequenceGroup, index: int | None = None) -> None:
         """End a request, or one completion of it; if it runs, its pages are free at once."""
         if index is not None and any(s.index != index for s in group.sequences):
-            self._discard_swapped(group)  # the copies of several refer to each other
+            entry.discard_swapped(group, self._preemption)  # copies of several refer to each other
             for sequence in [s for s in group.sequences if s.index == index]:
                 lane.end(sequence, self._clock_s())
         elif group in lane.waiting:
-            lane.waiting.remove(group)
-            self._discard_swapped(group)
-            self._unblock(group)
+            self._admitter.forget(lane, group)
             group.sequences.clear()
         elif group in lane.running:
             lane.end_all(group, self._clock_s())
@@ -165,23 +186,44 @@ class Scheduler:
         return None
 
     def _plan(self, lane: Lane) -> StepInput | None:
+        """Plan the next step of a model, if it has one."""
+        if len(self._clients) > 1:
+            if not self._make_place(lane):
+                return None
+            chosen = self._express_clients(lane)
+            step = self._plan_for(lane, chosen) if chosen else None
+            if step is not None:
+                return step
+        return self._plan_for(lane, None)
+
+    def _plan_for(self, lane: Lane, clients: frozenset[int] | None) -> StepInput | None:
+        """Plan a step of the sequences of some clients, or of all."""
         num_preemptions = self.num_preemptions
-        grown = self._grow(lane)
+        grown = self._grow(lane, clients)
         if grown is None:
             return None
         slots, counts = grown
         if lane.waiting and self.num_preemptions == num_preemptions:
             budget = self._max_batched_tokens - int(counts.sum())
-            admitted_slots, admitted_counts = self._admit(lane, budget)
+            admitted_slots, admitted_counts = self._admitter.admit(lane, budget, clients)
             if len(admitted_slots):
                 slots = np.append(slots, admitted_slots)
                 counts = np.append(counts, admitted_counts)
         if not len(slots):
             return None
         lane.cache.upload()
-        return make_step(lane.name, lane.slots, slots, counts, lane.take_journal())
+        step = make_step(
+            lane.name,
+            lane.slots,
+            slots,
+            counts,
+            lane.take_journal(),
+            is_express=clients is not None,
+        )
+        self._clients.charge(step, lane.slots.client)
+        return step
 
-    def _grow(self, lane: Lane) -> tuple[IntArray, IntArray] | None:
+    def _grow(self, lane: Lane, clients: frozenset[int] | None) -> tuple[IntArray, IntArray] | None:
         """Running sequences of the next step as (slots, counts), with room for these tokens.
 
         None if the pool is short, and steps in flight have to be committed first.
@@ -191,7 +233,10 @@ class Scheduler:
             refusal: DriverError | None = None
             try:
                 if lane.fork_waiting():
-                    slots, counts = next_tokens(table, self._max_batched_tokens)
+                    running = table.in_order
+                    if clients is not None:
+                        running = running[np.isin(table.client[running], list(clients))]
+                    slots, counts = next_tokens(table, running, self._max_batched_tokens)
                     if lane.cache.reserve(slots, table.num_computed[slots] + counts):
                         return slots, counts
             except DriverError as error:
@@ -226,7 +271,7 @@ class Scheduler:
         for group in reversed(list(lane.running)):
             self._make_wait(lane, group)
         for group in lane.waiting:
-            self._unblock(group)
+            self._admitter.unblock(group)
 
     def _make_wait(self, lane: Lane, group: SequenceGroup) -> None:
         """Take slots and memory of a running request, and put it at the head of the queue."""
@@ -237,7 +282,61 @@ class Scheduler:
         lane.running.remove(group)
         lane.num_preemptions += 1
         group.num_preemptions += 1
-        lane.waiting.insert(0, group)
+        lane.waiting.push(group)
+
+    # --- sharing between clients ---------------------------------------------------------------
+
+    def observe(self, step: StepInput, seconds: float) -> None:
+        """Learn how long a step took."""
+        if step.is_express:
+            self._express_time.take(seconds)
+
+    def _active_clients(self) -> set[int]:
+        """The clients that have requests."""
+        active: set[int] = set()
+        for lane in self.lanes.values():
+            active.update(lane.waiting.clients)
+            active.update(running_sequences(lane, self._clients).nonzero()[0].tolist())
+        return active
+
+    def _make_place(self, lane: Lane) -> bool:
+        """Preempt a request so that the next one gets in, if the policy says so.
+
+        Returns: False if steps in flight have to be committed first.
+        """
+        group = self._admitter.next(lane) if lane.waiting else None
+        if group is None:
+            return True
+        lacks_slots = len(group.sequences) > lane.slots.num_free
+        if not lacks_slots and group is not self._admitter.blocked:
+            return True
+        lanes = [lane] if lacks_slots else list(self.lanes.values())
+        running = [(other, holder) for other in lanes for holder in other.running]
+        index = self._policies.displacement(
+            DisplacementSnapshot(
+                candidate(group), lacks_slots, [running_request(*pair) for pair in running]
+            )
+        )
+        if index is None:
+            return True
+        if self._has_in_flight():
+            return False
+        self._make_wait(*running[index])
+        return True
+
+    def _express_clients(self, lane: Lane) -> frozenset[int]:
+        """The clients that run in the next step of a model alone; none if all run in it."""
+        if not self._express_time.is_left():
+            return frozenset()
+        num_sequences = running_sequences(lane, self._clients)
+        blocked = self._admitter.blocked
+        for client in lane.waiting.clients:
+            if num_sequences[client] == 0 and (blocked is None or blocked.client != client):
+                num_sequences[client] = len(lane.waiting.of(client)[0].sequences)
+        present = num_sequences.nonzero()[0].tolist()
+        if len(present) < 2:
+            return frozenset()
+        return self._policies.express({client: int(num_sequences[client]) for client in present})
 
     # --- steps that repeat -------------------------------------------------------------------
 
@@ -267,98 +366,14 @@ class Scheduler:
         """
         was_tried = plan.spans.num_tokens < self._max_batched_tokens
         adds_prefixes = lane.prefixes is not None and plan.num_decodes < len(plan.spans.slots)
-        return was_tried and not adds_prefixes and lane.waiting[0].num_preemptions == 0
+        first = next(iter(lane.waiting))
+        return was_tried and not adds_prefixes and first.num_preemptions == 0
 
-    # --- admission ---------------------------------------------------------------------------
-
-    def _admit(self, lane: Lane, budget_tokens: int) -> tuple[IntArray, IntArray]:
-        """Admit waiting requests as long as there is room.
-
-        Returns: (slots, counts) of the tokens that they run in this step.
-        """
-        slots: list[int] = []
-        counts: list[int] = []
-        num_running = len(lane.running)
-        while lane.waiting and budget_tokens > 0:
-            index = self._policies.admission(
-                AdmissionSnapshot(
-                    waiting=Candidates(lane.waiting),
-                    num_running=num_running,
-                    num_free_slots=lane.slots.num_free,
-                    blocked_arrival=self._blocked_arrival,
-                )
-            )
-            if index is None or len(lane.waiting[index].sequences) > lane.slots.num_free:
-                break
-            group = lane.waiting[index]
-            was_swapped = group.is_swapped
-            has_room, refusal = self._bring_in(lane, group)
-            is_alone = not self._any_running() and not self._has_in_flight()
-            if not has_room and is_alone and refusal is None:
-                # Retained blocks may be scattered over more pages than there are.
-                self._discard_swapped(group)
-                was_swapped = False
-                has_room, refusal = self._bring_in(lane, group, may_match=False)
-            if not has_room:
-                if is_alone:
-                    del lane.waiting[index]
-                    self._discard_swapped(group)
-                    self._unblock(group)
-                    self._fail(group, _out_of_memory(refusal))
-                    continue
-                self._blocked_arrival = group.arrival
-                break
-            self._unblock(group)
-            del lane.waiting[index]
-            insort(lane.running, group, key=lambda g: g.arrival)
-            lane.note_progress(group)
-            if group.scheduled_s is None:
-                group.scheduled_s = self._clock_s()
-            if was_swapped:
-                continue  # its next tokens run in the next step
-            for slot in [s.slot for s in group.sequences if s.slot is not None]:
-                start = int(lane.slots.num_computed[slot])
-                count = int(lane.slots.num_tokens[slot]) - start
-                if count > 0 and budget_tokens > 0:
-                    slots.append(slot)
-                    counts.append(chunk_tokens(start, count, budget_tokens))
-                    budget_tokens -= counts[-1]
-        return np.array(slots, np.int64), np.array(counts, np.int64)
-
-    def _bring_in(
-        self, lane: Lane, group: SequenceGroup, *, may_match: bool = True
-    ) -> tuple[bool, DriverError | None]:
-        """Try to admit a request; whether it got slots and memory, and the device's error."""
-        try:
-            if group.is_swapped:
-                assert self._preemption is not None
-                return entry.bring_back(lane, group, self._headroom, self._preemption), None
-            now_s = self._clock_s()
-            return (
-                entry.bring_in(lane, group, self._headroom, now_s, may_match=may_match),
-                None,
-            )
-        except DriverError as error:
-            return False, error
-
-    def _unblock(self, group: SequenceGroup) -> None:
-        """The request no longer waits for memory, so it does not block others."""
-        if self._blocked_arrival == group.arrival:
-            self._blocked_arrival = None
-
-    def _any_running(self) -> bool:
-        return any(lane.running for lane in self.lanes.values())
+    def _refuse(self, group: SequenceGroup, refusal: DriverError | None) -> None:
+        self._fail(group, _out_of_memory(refusal))
 
     def _has_in_flight(self) -> bool:
         return any(lane.in_flight for lane in self.lanes.values())
-
-    def _discard_swapped(self, group: SequenceGroup) -> None:
-        swapped = [s.swapped for s in group.sequences if s.swapped is not None]
-        if swapped:
-            assert self._preemption is not None
-            self._preemption.discard(swapped)
-        for sequence in group.sequences:
-            sequence.swapped = None
 
     def _fail(self, group: SequenceGroup, error: str) -> None:
         group.sequences.clear()

@@ -91,6 +91,7 @@ class SequenceGroup:
     """A request in the engine.
 
     Attributes:
+        client: number of the client that it is for.
         sequences: sequences that have not ended. A beam search has one for each of its beams, also
             when fewer beams are live.
     """
@@ -101,6 +102,7 @@ class SequenceGroup:
     max_total: int  # tokens, prompt included, at which a sequence ends
     stop_ids: frozenset[int]
     eos_ids: frozenset[int]
+    client: int = 0
     sequences: list[Sequence] = field(default_factory=list)
     beams: Beams | None = None
     match: Match | None = None  # retained KV found at the last attempt to admit it

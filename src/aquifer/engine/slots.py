@@ -65,6 +65,7 @@ class SlotTable:
         self.min_total = np.zeros(num_slots, np.int64)  # tokens before which no stop token counts
         self.stop_ids = np.full((num_slots, STOP_IDS_PER_SLOT), -1, np.int64)
         self.serial = np.full(num_slots, -1, np.int64)  # the sequence's number; -1: a free slot
+        self.client = np.zeros(num_slots, np.int64)  # number of the client that it is for
         # Position from which on the device knows each token before the host does.
         self.num_given = np.zeros(num_slots, np.int64)
         # The most new tokens of a step; 0 where the host chooses the next token (beam search).
@@ -116,6 +117,7 @@ class SlotTable:
         self.stop_ids[slot] = -1
         self.stop_ids[slot, : len(stop_ids)] = stop_ids
         self.serial[slot] = sequence.serial
+        self.client[slot] = group.client
         # A sequence with logits that the host changes or reports gets one token a step.
         single = 1 if sequence.needs_logits else self._most_new
         self.most_new[slot] = 0 if group.beams is not None else single

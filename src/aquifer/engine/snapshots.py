@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import overload
 
+import numpy as np
+
+from aquifer.cache.base import IntArray
+from aquifer.engine.clients import Clients
 from aquifer.engine.lane import Lane
-from aquifer.engine.policies import Candidate, RunningRequest
+from aquifer.engine.policies import (
+    AdmissionSnapshot,
+    Candidate,
+    ClientState,
+    RunningRequest,
+)
 from aquifer.engine.sequence import SequenceGroup
+
+_ONLY_CLIENT = {0: ClientState()}
 
 
 class Candidates(Sequence[Candidate]):
     """A queue as admission policies see it: read-only, and built only as far as it is read."""
 
-    def __init__(self, waiting: list[SequenceGroup]) -> None:
+    def __init__(self, waiting: Sequence[SequenceGroup]) -> None:
         self._waiting = waiting
 
     def __len__(self) -> int:
@@ -27,26 +38,68 @@ class Candidates(Sequence[Candidate]):
 
     def __getitem__(self, index: int | slice) -> Candidate | Sequence[Candidate]:
         if isinstance(index, slice):
-            return [_candidate(group) for group in self._waiting[index]]
-        return _candidate(self._waiting[index])
+            return [candidate(group) for group in self._waiting[index]]
+        return candidate(self._waiting[index])
 
 
-def _candidate(group: SequenceGroup) -> Candidate:
+def candidate(group: SequenceGroup) -> Candidate:
+    """A waiting request as policies see it."""
     return Candidate(
         arrival=group.arrival,
         num_prompt_tokens=group.num_prompt_tokens,
         num_tokens=max([len(sequence.token_ids) for sequence in group.sequences]),
         num_sequences=len(group.sequences),
         num_preemptions=group.num_preemptions,
+        client=group.client,
     )
 
 
 def running_request(lane: Lane, group: SequenceGroup) -> RunningRequest:
-    """A running request as policies for victims see it."""
+    """A running request as policies see it."""
     return RunningRequest(
         model=lane.name,
         arrival=group.arrival,
         num_tokens=lane.slots.count_tokens(group),
         num_sequences=len(group.sequences),
         num_preemptions=group.num_preemptions,
+        client=group.client,
     )
+
+
+def admission_snapshot(
+    lane: Lane,
+    lanes: Iterable[Lane],
+    clients: Clients,
+    blocked: SequenceGroup | None,
+    num_running: int | None = None,
+) -> AdmissionSnapshot:
+    """The queues of a model, for admission policies.
+
+    Args:
+        lane: the model's lane.
+        lanes: all lanes.
+        clients: the clients.
+        blocked: the request, of any lane, that was refused memory last and is still waiting.
+        num_running: requests of the model that ran before this step; None for those that run now.
+    """
+    return AdmissionSnapshot(
+        queues={client: Candidates(lane.waiting.of(client)) for client in lane.waiting.clients},
+        clients=_ONLY_CLIENT if len(clients) == 1 else _states(lanes, clients),
+        num_running=len(lane.running) if num_running is None else num_running,
+        num_free_slots=lane.slots.num_free,
+        blocked=None if blocked is None else candidate(blocked),
+    )
+
+
+def running_sequences(lane: Lane, clients: Clients) -> IntArray:
+    """Sequences of each client that have a slot of a model, [number of clients]."""
+    table = lane.slots
+    return np.bincount(table.client[table.in_order], minlength=len(clients))
+
+
+def _states(lanes: Iterable[Lane], clients: Clients) -> dict[int, ClientState]:
+    num_running = np.zeros(len(clients), np.int64)
+    for lane in lanes:
+        num_running += running_sequences(lane, clients)
+    pairs = zip(clients.served_tokens.tolist(), num_running.tolist(), strict=True)
+    return {client: ClientState(*pair) for client, pair in enumerate(pairs)}

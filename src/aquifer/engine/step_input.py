@@ -65,6 +65,7 @@ class StepInput:
     assigned: tuple[SlotAssignment, ...] = ()  # sequences that run in their slot for the first time
     # What happened to the KV cache's memory since the last step, where a journal is kept.
     kv_ops: tuple[KVOp, ...] = ()
+    is_express: bool = False  # whether some clients' sequences sit it out
 
 
 def _no_reports() -> dict[int, list[TokenLogprobs]]:

@@ -1,24 +1,42 @@
 """The scheduler's decisions: pure functions from a frozen snapshot, one file each.
 
-    turns       the order in which models are asked for their next step
-    admission   the waiting request that is tried next
-    victims     the running request that is preempted when the pool is short
-    restore     whether its KV is copied to the host or computed again
+    turns           the order in which models are asked for their next step
+    admission       the waiting request that is tried next
+    displacement    the running request that gives its place to another client's waiting one
+    express         the clients that run in a step of their own
+    victims         the running request that is preempted when the pool is short
+    restore         whether its KV is copied to the host or computed again
 
 A policy sees tokens, counts and times, never pages or requests, and changes nothing. To replace
 one, write a function of the same signature and pass it in `Policies`.
 """
 
-from aquifer.engine.policies.admission import Admission, AdmissionSnapshot, Candidate, first_come
+from aquifer.engine.policies.admission import (
+    Admission,
+    AdmissionSnapshot,
+    first_come,
+    least_served,
+)
 from aquifer.engine.policies.bundle import Policies
+from aquifer.engine.policies.displacement import (
+    Displacement,
+    DisplacementSnapshot,
+    place_for_each_client,
+)
+from aquifer.engine.policies.express import Express, smallest_clients
+from aquifer.engine.policies.requests import Candidate, ClientState, RunningRequest
 from aquifer.engine.policies.restore import RestoreMode, restore_by_copy
 from aquifer.engine.policies.turns import ModelState, Turns, round_robin
-from aquifer.engine.policies.victims import RunningRequest, Victims, latest_arrival
+from aquifer.engine.policies.victims import Victims, latest_arrival, latest_of_busiest
 
 __all__ = [
     "Admission",
     "AdmissionSnapshot",
     "Candidate",
+    "ClientState",
+    "Displacement",
+    "DisplacementSnapshot",
+    "Express",
     "ModelState",
     "Policies",
     "RestoreMode",
@@ -27,6 +45,10 @@ __all__ = [
     "Victims",
     "first_come",
     "latest_arrival",
+    "latest_of_busiest",
+    "least_served",
+    "place_for_each_client",
     "restore_by_copy",
     "round_robin",
+    "smallest_clients",
 ]

@@ -2,54 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-
-class Candidate(NamedTuple):
-    """A waiting request."""
-
-    arrival: int  # number in the order of arrival, over all models
-    num_prompt_tokens: int
-    num_tokens: int  # known tokens of its longest sequence, prompt included
-    num_sequences: int  # slots that it needs, all at once
-    num_preemptions: int
+from aquifer.engine.policies.requests import Candidate, ClientState
 
 
 class AdmissionSnapshot(NamedTuple):
-    """A model's queue at the moment of the decision."""
+    """A model's queues at the moment of the decision."""
 
-    # Preempted requests first, the latest preempted one foremost, then in order of arrival.
-    waiting: Sequence[Candidate]
+    # By client; none of them empty. In each, preempted requests come first, the latest preempted
+    # one foremost, then the others in order of arrival.
+    queues: Mapping[int, Sequence[Candidate]]
+    clients: Mapping[int, ClientState]  # at least those that have requests
     num_running: int  # requests of this model that run
     num_free_slots: int
-    # Arrival of the request, of any model, that was refused memory last and is still waiting.
-    blocked_arrival: int | None
+    # The request, of any model, that was refused memory last and is still waiting.
+    blocked: Candidate | None
 
 
-Admission = Callable[[AdmissionSnapshot], int | None]
-"""Gives the index of the request in `waiting` to try next, or None to admit no more in this step.
+Admission = Callable[[AdmissionSnapshot], Candidate | None]
+"""Gives the request to try next, one of the queues', or None to admit no more in this step.
 
-A request that is tried and finds no room ends the step's admissions.
+A request that is tried and finds no slots or no memory ends the step's admissions.
 """
 
 
-def first_come(snapshot: AdmissionSnapshot) -> int | None:
-    """First come, first served, over all models.
+def first_come(snapshot: AdmissionSnapshot) -> Candidate | None:
+    """First come, first served, over all models and clients.
 
     The first in the queue waits until it has slots and memory, and no later arrival is admitted
     before a request that waits for memory. So the earliest request is always served, of any size:
     no starvation. The cost: smaller requests wait behind a large one.
     """
-    if not snapshot.waiting:
+    heads = [queue[0] for queue in snapshot.queues.values()]
+    if not heads:
         return None
-    first = snapshot.waiting[0]
-    if snapshot.blocked_arrival is not None and first.arrival > snapshot.blocked_arrival:
-        return None
-    return 0 if first.num_sequences <= snapshot.num_free_slots else None
+    first = min(heads, key=lambda candidate: candidate.arrival)
+    blocked = snapshot.blocked
+    return None if blocked is not None and first.arrival > blocked.arrival else first
 
 
-def static_batches(snapshot: AdmissionSnapshot) -> int | None:
+def least_served(snapshot: AdmissionSnapshot) -> Candidate | None:
+    """The first request of the client that was served the fewest tokens.
+
+    It is the virtual token counter of Sheng et al. (Fairness in Serving Large Language Models,
+    OSDI 2024, section 4): no client that has requests waiting falls behind another one by more than
+    a bounded number of tokens, however many requests that one sends. The requests of one client are
+    served in order of arrival, and if there is one client, as by `first_come`. Again, nothing
+    overtakes a request that waits for memory, unless its client was served less.
+    """
+    if len(snapshot.clients) == 1:
+        return first_come(snapshot)
+
+    def rank(candidate: Candidate) -> tuple[float, int, int]:
+        client = snapshot.clients[candidate.client]
+        return client.served_tokens, client.num_running, candidate.arrival
+
+    first = min([queue[0] for queue in snapshot.queues.values()], key=rank, default=None)
+    blocked = snapshot.blocked
+    if first is not None and blocked is not None and rank(first) > rank(blocked):
+        return None
+    return first
+
+
+def static_batches(snapshot: AdmissionSnapshot) -> Candidate | None:
     """First come, first served, in batches: none is admitted while the batch before it runs.
 
     The baseline of PagedAttention, section 6.1 (FasterTransformer with static batches). Requests of

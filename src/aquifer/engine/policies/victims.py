@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
-
-class RunningRequest(NamedTuple):
-    """A running request."""
-
-    model: str
-    arrival: int  # number in the order of arrival, over all models
-    num_tokens: int  # known tokens of all its sequences
-    num_sequences: int
-    num_preemptions: int
-
+from aquifer.engine.policies.requests import RunningRequest
 
 Victims = Callable[[Sequence[RunningRequest]], int]
 """Gives the index of the victim among all running requests of all models; there is at least one."""
@@ -27,3 +18,17 @@ def latest_arrival(running: Sequence[RunningRequest]) -> int:
     asked for memory.
     """
     return max(range(len(running)), key=lambda i: running[i].arrival)
+
+
+def latest_of_busiest(running: Sequence[RunningRequest]) -> int:
+    """The latest arrival of the client with the most running requests.
+
+    So a client's many requests do not cost another one its only request. If several clients have
+    that many, it is the latest arrival of them all. Here, too, the earliest request is never the
+    victim unless it runs alone: it is not the latest of a client that has several, and if each has
+    one, the latest of all is another one.
+    """
+    num_running = Counter(request.client for request in running)
+    return max(
+        range(len(running)), key=lambda i: (num_running[running[i].client], running[i].arrival)
+    )
