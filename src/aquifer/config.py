@@ -161,6 +161,8 @@ class EngineConfig:
     max_num_seqs: int = default_of("max_num_seqs")
     max_num_batched_tokens: int | None = default_of("max_num_batched_tokens")
     max_num_waiting: int = default_of("max_num_waiting")
+    max_share_by_key: float = default_of("max_share_by_key")
+    express_share: float = default_of("express_share")
     enable_prefix_caching: bool = default_of("enable_prefix_caching")
     swap_space_bytes: int = default_of("swap_space")
     preemption_mode: Literal["auto", "swap", "recompute"] = default_of("preemption_mode")

@@ -141,6 +141,28 @@ OPTIONS: tuple[Option, ...] = (
         minimum=1,
     ),
     Option(
+        "max_share_by_key",
+        float,
+        0.5,
+        "Most of the waiting requests, and of the memory for pinned prefixes, that one of several "
+        "API keys may have.",
+        unit="fraction",
+        scopes=("serve",),
+        above=0,
+        maximum=1,
+    ),
+    Option(
+        "express_share",
+        float,
+        0.05,
+        "Most of the time for steps that only API keys with few requests take part in, beside one "
+        "with many.",
+        unit="fraction",
+        scopes=("serve",),
+        minimum=0,
+        maximum=0.5,
+    ),
+    Option(
         "memory",
         int,
         None,

@@ -167,4 +167,4 @@ def test_express_time_is_a_share_of_all_time() -> None:
         assert time.is_left(), "saved up, but no more than half a second"
         time.take(0.25)
     assert not time.is_left()
-    assert not ExpressTime(0.0, lambda: now_s).is_left
+    assert not ExpressTime(0.0, lambda: now_s).is_left()

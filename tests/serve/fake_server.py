@@ -89,7 +89,7 @@ class FakeEngine:
         if not running.open:
             del self._running[request_id]
 
-    def pin_prefix(self, model: str, token_ids: list[int], salt: str | None) -> int:
+    def pin_prefix(self, model: str, token_ids: list[int], salt: str | None, client: str) -> int:
         if self._tokenizer.decode(token_ids).startswith("huge"):
             raise CapacityError("that is too much to keep")
         key = (salt, tuple(token_ids))

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from aquifer.cache.footprint import Footprint
 from aquifer.engine.params import Request
 from aquifer.engine.reports import ModelInfo
-from aquifer.errors import CapacityError, ContextLengthError, RequestError
+from aquifer.errors import CapacityError, ContextLengthError, QueueFullError, RequestError
 from aquifer.memory.room import Room
 from aquifer.sizes import format_size
 
@@ -38,6 +38,30 @@ def check_sequences(request: Request, max_num_seqs: int) -> None:
             f"{field} is {params.num_sequences}, and this server runs at most {max_num_seqs} "
             "sequences at once",
             param=field,
+        )
+
+
+def check_waiting(
+    request: Request, num_waiting: int, num_of_client: int, most: int, share_of_client: float
+) -> None:
+    """Refuse a request while too many are waiting.
+
+    Args:
+        request: the request.
+        num_waiting: requests that wait.
+        num_of_client: those of the request's client.
+        most: requests that may wait.
+        share_of_client: the most of these that a client with a name may have.
+
+    Raises:
+        QueueFullError: too many are waiting.
+    """
+    if num_waiting >= most:
+        raise QueueFullError(f"{num_waiting} requests are waiting already; try again later")
+    if request.client and num_of_client >= max(int(share_of_client * most), 1):
+        raise QueueFullError(
+            f"{num_of_client} requests of this API key are waiting already, the most that one key "
+            "may have; try again later"
         )
 
 

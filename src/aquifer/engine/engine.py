@@ -9,7 +9,6 @@ from functools import partial
 
 import numpy as np
 
-from aquifer.cache.prefix import PrefixCache
 from aquifer.cache.swap import SwapSpace
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine import checks
@@ -19,12 +18,13 @@ from aquifer.engine.model_host import ModelHost, State, read_model
 from aquifer.engine.model_set import ModelSet, OnProgress
 from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request, SamplingParams
+from aquifer.engine.pinning import Pinning
 from aquifer.engine.pipeline import Pipeline, require_device
 from aquifer.engine.planning import batched_tokens
 from aquifer.engine.reporting import engine_stats, memory_report
 from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelInfo
 from aquifer.engine.sequence import SequenceGroup
-from aquifer.errors import CapacityError, QueueFullError, RequestError, UnknownModelError
+from aquifer.errors import RequestError, UnknownModelError
 from aquifer.kernels import start_compiler
 from aquifer.memory.budget import make_pool
 from aquifer.memory.driver import open_driver
@@ -32,7 +32,6 @@ from aquifer.memory.driver.base import Driver
 from aquifer.memory.pool import PagePool
 from aquifer.memory.stock import PageStocker
 from aquifer.models import ModelPlan, Planner, plan_model
-from aquifer.sizes import format_size
 from aquifer.weights.checkpoint import Checkpoint
 from aquifer.weights.store import placed_bytes
 
@@ -85,6 +84,7 @@ class Engine:
         self._undelivered: list[TokenOutput] = []  # outputs that the next step returns
         self._accounted_s = time.monotonic()
         self._num_arrivals = 0
+        self._pinning = Pinning(self._models, assembly.room, config.max_share_by_key)
         self._seeds = np.random.default_rng(config.seed)
 
     @classmethod
@@ -123,7 +123,11 @@ class Engine:
             space = SwapSpace(config.swap_space_bytes if swaps else 0, driver.device)
             resources.callback(space.close)
             assembly = Assembly(
-                pool, max_batched_tokens, swap_space=space, restore_mode=config.preemption_mode
+                pool,
+                max_batched_tokens,
+                swap_space=space,
+                restore_mode=config.preemption_mode,
+                express_share=config.express_share,
             )
             stocker = PageStocker(pool)
             stocker.start()
@@ -213,6 +217,7 @@ class Engine:
         self._finish_steps()
         self._end_requests(host, f"model {name!r} was removed")
         self._models.remove(host)
+        self._pinning.remove_model(name)
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -233,10 +238,13 @@ class Engine:
             )
         if request.request_id in self._requests:
             raise RequestError(f"a request {request.request_id!r} is running already")
-        if self._scheduler.num_waiting >= self.config.max_num_waiting:
-            raise QueueFullError(
-                f"{self._scheduler.num_waiting} requests are waiting already; try again later"
-            )
+        checks.check_waiting(
+            request,
+            self._scheduler.num_waiting,
+            self._scheduler.num_waiting_of(request.client),
+            self.config.max_num_waiting,
+            self.config.max_share_by_key,
+        )
         token_ids = checks.check_token_ids(request, host.info.vocab_size)
         checks.check_sequences(request, self.config.max_num_seqs)
         params = request.params
@@ -280,7 +288,9 @@ class Engine:
         if index is None or not group.sequences:
             del self._requests[request_id]
 
-    def pin_prefix(self, model: str, token_ids: list[int], salt: str | None = None) -> int:
+    def pin_prefix(
+        self, model: str, token_ids: list[int], salt: str | None = None, client: str = ""
+    ) -> int:
         """Keep the KV of a prefix until `unpin_prefix`. KV that is not cached yet is computed.
 
         Returns: how many of its tokens are kept; only whole blocks are.
@@ -288,9 +298,9 @@ class Engine:
         Raises:
             UnknownModelError: no such model.
             RequestError: prefixes are not kept by this server, or this one is shorter than a block.
-            CapacityError: pinned prefixes would take more than half of the memory for KV.
+            CapacityError: pinned prefixes would take more than half of the memory for KV, or those
+                of this client more than its share of that.
         """
-        host, prefixes = self._prefixes_of(model)
         request = Request(
             f"pin-{self._num_arrivals}",
             model,
@@ -298,35 +308,16 @@ class Engine:
             SamplingParams(max_tokens=1, ignore_eos=True),
             time.monotonic(),
             cache_salt=salt,
+            client=client,
         )
-        tokens = checks.check_token_ids(request, host.info.vocab_size)
-        cache = host.lane.cache
-        num_blocks = cache.footprint.whole_blocks(len(token_ids))
-        if num_blocks == 0:
-            raise RequestError(
-                f"the prefix has {len(token_ids)} tokens; blocks of KV, which are kept whole, hold "
-                f"{cache.footprint.block_tokens:g}",
-                param="prompt",
-            )
-        more_bytes = prefixes.pin_bytes(tokens, salt)
-        pinned_bytes = self._models.promised_bytes + more_bytes
-        kv_bytes = self._assembly.room.size(self._models.kv_pages(host)) + self._models.pinned_bytes
-        if more_bytes and 2 * pinned_bytes > kv_bytes:
-            raise CapacityError(
-                f"pinned prefixes would take {format_size(pinned_bytes)}, more than half of the "
-                f"{format_size(kv_bytes)} that this server has for KV",
-                param="prompt",
-            )
-        if prefixes.match(tokens, salt).num_tokens < cache.tokens_in(num_blocks) - 1:
+        if self._pinning.check(request):
             self.add(request)
             self._own_requests.add(request.request_id)
-        prefixes.pin(tokens, salt)
-        return cache.tokens_in(num_blocks)
+        return self._pinning.pin(request)
 
     def unpin_prefix(self, model: str, token_ids: list[int], salt: str | None = None) -> None:
         """The opposite of `pin_prefix` of the same tokens; unknown prefixes are ignored."""
-        _, prefixes = self._prefixes_of(model)
-        prefixes.unpin(np.array(token_ids, np.int32), salt)
+        self._pinning.unpin(model, token_ids, salt)
 
     # --- the loop ----------------------------------------------------------------------------
 
@@ -428,12 +419,6 @@ class Engine:
         if output.finish_reason is not None:
             self._own_requests.remove(output.request_id)
         return True
-
-    def _prefixes_of(self, model: str) -> tuple[ModelHost, PrefixCache]:
-        host = self._models.find(model)
-        if host.lane.prefixes is None:
-            raise RequestError("this server was started with --no-enable-prefix-caching")
-        return host, host.lane.prefixes
 
     def _account_overhead(self) -> None:
         """Update the overhead: captured graphs, and anything that grows, leave less for pages."""

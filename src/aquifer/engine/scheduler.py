@@ -133,6 +133,11 @@ class Scheduler:
         """Waiting requests of all models."""
         return sum(len(lane.waiting) for lane in self.lanes.values())
 
+    def num_waiting_of(self, client: str) -> int:
+        """Waiting requests of a client, of all models."""
+        number = self._clients.number(client)
+        return sum(len(lane.waiting.of(number)) for lane in self.lanes.values())
+
     def add(self, lane: Lane, group: SequenceGroup) -> None:
         """Put a new request at the end of its client's queue."""
         group.client = self._clients.number(group.request.client)

@@ -194,7 +194,7 @@ class EngineClient:
         assert isinstance(report, MemoryReport)
         return report
 
-    async def pin(self, model: str, token_ids: list[int], salt: str | None) -> int:
+    async def pin(self, model: str, token_ids: list[int], salt: str | None, client: str) -> int:
         """Pin the KV of a prefix; return how many of its tokens are pinned.
 
         Raises:
@@ -202,7 +202,7 @@ class EngineClient:
             EngineError: the engine has stopped.
         """
         self._check_serving()
-        pin = Pin(model, token_ids, salt)
+        pin = Pin(model, token_ids, salt, client)
         num_tokens = await self._ask(pin)
         self._pins.append(pin)
         assert isinstance(num_tokens, int)
@@ -216,8 +216,8 @@ class EngineClient:
         """
         self._check_serving()
         await self._ask(Unpin(model, token_ids, salt))
-        pin = Pin(model, token_ids, salt)
-        self._pins = [other for other in self._pins if other != pin]
+        prefix = (model, token_ids, salt)
+        self._pins = [pin for pin in self._pins if (pin.model, pin.token_ids, pin.salt) != prefix]
 
     def kill(self) -> None:
         """Kill the engine process at once."""

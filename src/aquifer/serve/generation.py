@@ -40,9 +40,12 @@ class Job:
         request_id: str,
         arrival_s: float,
         cache_salt: str | None,
+        client: str,
     ) -> Job:
         """Create a job; it is not started."""
-        request = Request(request_id, model.name, prompt.token_ids, params, arrival_s, cache_salt)
+        request = Request(
+            request_id, model.name, prompt.token_ids, params, arrival_s, cache_salt, client
+        )
         builder = OutputBuilder(request, prompt.text, model.tokenizer)
         return cls(request, builder, model.tokenizer)
 

@@ -42,6 +42,7 @@ class Pin:
     model: str
     token_ids: list[int]
     salt: str | None
+    client: str  # name of the client that pins it
 
 
 @dataclass(frozen=True, slots=True)

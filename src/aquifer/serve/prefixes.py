@@ -51,9 +51,21 @@ class PinnedPrefixes:
         return [prefix for prefix in self._pinned.values() if prefix.owner == owner]
 
     async def pin(
-        self, owner: str | None, model: str, token_ids: list[int], cache_salt: str | None
+        self,
+        owner: str | None,
+        client: str,
+        model: str,
+        token_ids: list[int],
+        cache_salt: str | None,
     ) -> PinnedPrefix:
         """Pin the KV of a prefix until `unpin`.
+
+        Args:
+            owner: the only client that will see it; None for all clients.
+            client: name of the client that pins it.
+            model: served name of the model.
+            token_ids: the prefix.
+            cache_salt: the salt in the request.
 
         Raises:
             RequestError: it cannot be pinned.
@@ -64,7 +76,7 @@ class PinnedPrefixes:
             for prefix in self._pinned.values():
                 if (prefix.model, prefix.salt, prefix.token_ids) == (model, salt, token_ids):
                     return prefix
-            num_tokens = await self._client.pin(model, token_ids, salt)
+            num_tokens = await self._client.pin(model, token_ids, salt, client)
             prefix = PinnedPrefix(
                 f"prefix-{uuid4().hex}", int(time.time()), owner, model, token_ids, salt, num_tokens
             )

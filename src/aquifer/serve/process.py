@@ -71,7 +71,7 @@ class EngineLike(Protocol):
     def memory(self) -> MemoryReport:
         """Return the breakdown of the pool's budget."""
 
-    def pin_prefix(self, model: str, token_ids: list[int], salt: str | None) -> int:
+    def pin_prefix(self, model: str, token_ids: list[int], salt: str | None, client: str) -> int:
         """Pin the KV of a prefix; return the tokens pinned, or raise a `RequestError`."""
 
     def unpin_prefix(self, model: str, token_ids: list[int], salt: str | None) -> None:
@@ -194,7 +194,7 @@ def _pin(engine: EngineLike, message: Pin | Unpin) -> int | RequestError:
     """Pin or unpin; return the number of tokens pinned, or the error."""
     try:
         if isinstance(message, Pin):
-            return engine.pin_prefix(message.model, message.token_ids, message.salt)
+            return engine.pin_prefix(message.model, message.token_ids, message.salt, message.client)
         engine.unpin_prefix(message.model, message.token_ids, message.salt)
     except RequestError as error:
         return error

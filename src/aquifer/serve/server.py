@@ -142,6 +142,7 @@ class _Server:
                     aliases_of(self._engine.models),
                     trusts_templates=self._config.trust_request_chat_template,
                     salts_by_key=self._config.salts_by_key,
+                    shares_by_key=len(self._config.api_keys) > 1,
                 )
                 on_ready()
                 await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)

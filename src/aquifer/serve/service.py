@@ -55,6 +55,7 @@ class Service:
         aliases: served names by the other names that clients may use.
         trusts_templates: whether clients may send chat templates.
         salts_by_key: whether clients with different API keys share no retained prefixes.
+        shares_by_key: whether clients with different API keys share the models fairly.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Service:
         *,
         trusts_templates: bool = False,
         salts_by_key: bool = False,
+        shares_by_key: bool = False,
     ) -> None:
         self.client = client
         self.models = dict(models)
@@ -74,6 +76,7 @@ class Service:
         self.started_s = int(time.time())
         self.bodies = BodyReader()
         self._salts_by_key = salts_by_key
+        self._shares_by_key = shares_by_key
         self._trusts_templates = trusts_templates
         self._sandbox = Sandbox([parse_body, *([ChatTemplate.render] if trusts_templates else [])])
 
@@ -111,6 +114,10 @@ class Service:
     def owner(self, request: Request) -> str | None:
         """Return the owner of a request's prefixes; None where clients share them."""
         return key_name_of(request) if self._salts_by_key else None
+
+    def client_name(self, request: Request) -> str:
+        """Return the name of a request's client; empty where all requests are of one client."""
+        return (key_name_of(request) or "") if self._shares_by_key else ""
 
     async def parse(self, kind: type[_Body], content: bytes) -> _Body:
         """Parse a body.
@@ -181,6 +188,7 @@ class Service:
         response_id: str,
         arrival_s: float,
         cache_salt: str | None,
+        client: str,
     ) -> list[Job]:
         """Prepare a job for each prompt.
 
@@ -194,7 +202,9 @@ class Service:
                 param="stop",
             )
         return [
-            Job.prepare(model.text, prompt, params, f"{response_id}-{index}", arrival_s, cache_salt)
+            Job.prepare(
+                model.text, prompt, params, f"{response_id}-{index}", arrival_s, cache_salt, client
+            )
             for index, prompt in enumerate(prompts)
         ]
 

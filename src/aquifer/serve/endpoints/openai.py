@@ -41,7 +41,8 @@ async def completions(
     prompts = await service.prompts(model, body)
     response_id = f"cmpl-{uuid4().hex}"
     salt = joined_salt(service.owner(request), body.cache_salt)
-    jobs = service.jobs(model, prompts, params, response_id, arrival_s, salt)
+    client = service.client_name(request)
+    jobs = service.jobs(model, prompts, params, response_id, arrival_s, salt, client)
     echoes = [_echo_of(job) if body.echo else None for job in jobs]
     writer = CompletionWriter(response_id, model.info.name, jobs)
     if not body.stream:
@@ -72,8 +73,9 @@ async def chat_completions(
     check_prompt(model, token_ids, "messages")
     response_id = f"chatcmpl-{uuid4().hex}"
     salt = joined_salt(service.owner(request), body.cache_salt)
+    client = service.client_name(request)
     jobs = service.jobs(
-        model, [EncodedPrompt(None, token_ids)], params, response_id, arrival_s, salt
+        model, [EncodedPrompt(None, token_ids)], params, response_id, arrival_s, salt, client
     )
     writer = ChatWriter(response_id, model.info.name, jobs[0])
     if not body.stream:

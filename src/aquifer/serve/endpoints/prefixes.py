@@ -27,7 +27,11 @@ async def pin_prefix(
         token_ids, param = body.prompt or [], "prompt"
     check_prompt(model, token_ids, param)
     prefix = await service.prefixes.pin(
-        service.owner(request), model.info.name, token_ids, body.cache_salt
+        service.owner(request),
+        service.client_name(request),
+        model.info.name,
+        token_ids,
+        body.cache_salt,
     )
     return _prefix_card(prefix)
 
