@@ -29,7 +29,9 @@ from aquifer.bench.result import save
 
 _KILLS = 10
 _STREAMS = 64
-_PATIENCE_S = 300.0
+_GREEDY_REQUESTS, _GREEDY_TOKENS = 200, 300
+_VISITS = 8  # of the other key
+_PATIENCE_S = 600.0
 
 
 class Server:
@@ -158,6 +160,94 @@ def killed_engine(model: str) -> dict[str, Any]:
         }
 
 
+def greedy_key(model: str) -> dict[str, Any]:
+    """Two keys: one sends 200 long requests at once, the other a short one now and then.
+
+    Then the same requests to a server that knows both as one key, and so serves them in order of
+    arrival.
+    """
+    shared = _two_clients(model, "--api-key", "a,b")
+    print(shared, flush=True)
+    in_order = _two_clients(model, "--api-key", "a")
+    print(in_order, flush=True)
+    return {
+        "greedy_requests": _GREEDY_REQUESTS,
+        "greedy_tokens": _GREEDY_TOKENS,
+        "two_keys": shared,
+        "one_key": in_order,
+        "throughput_ratio": round(shared["tokens_per_s"] / in_order["tokens_per_s"], 3),
+    }
+
+
+def _two_clients(model: str, *options: str) -> dict[str, Any]:
+    """The visits of the modest client, alone and beside the greedy one, and the throughput."""
+    greedy = {"prompt": "Once", "max_tokens": _GREEDY_TOKENS, "ignore_eos": True}
+    with serving(model, *options) as server, ThreadPoolExecutor(_GREEDY_REQUESTS + 1) as threads:
+        modest = "b" if "a,b" in options else "a"
+        alone = [_visit(server, modest, None) for _ in range(_VISITS)]
+        steps = _Counter()
+        begin_s = time.monotonic()
+        requests = [threads.submit(_complete, server, "a", greedy, steps)]
+        requests += [
+            threads.submit(_complete, server, "a", greedy, None)
+            for _ in range(_GREEDY_REQUESTS - 1)
+        ]
+        while steps.count < 20:
+            time.sleep(0.01)
+        beside = [_visit(server, modest, steps) for _ in range(_VISITS)]
+        for request in requests:
+            request.result()
+        seconds = time.monotonic() - begin_s
+    num_tokens = _GREEDY_REQUESTS * _GREEDY_TOKENS + _VISITS * 17
+    figures: dict[str, Any] = {"tokens_per_s": round(num_tokens / seconds)}
+    for name, visits in (("alone", alone), ("beside", beside)):
+        figures[name] = {
+            key: [visit[key] for visit in visits] for key in visits[0] if visits[0][key] is not None
+        }
+    medians = [statistics.median(v["16_tokens_s"] for v in visits) for visits in (beside, alone)]
+    figures["16_tokens_ratio"] = round(medians[0] / medians[1], 2)
+    return figures
+
+
+def _visit(server: Server, key: str, steps: _Counter | None) -> dict[str, Any]:
+    """A request for one token, then one for 16; seconds, and the steps that the first one took."""
+    before = steps.count if steps is not None else 0
+    seconds = []
+    num_steps = None
+    for max_tokens in (1, 16):
+        begin_s = time.monotonic()
+        body = {"prompt": "There was", "max_tokens": max_tokens, "ignore_eos": True}
+        _complete(server, key, body, None)
+        seconds.append(round(time.monotonic() - begin_s, 4))
+        if steps is not None and num_steps is None:
+            num_steps = steps.count - before
+    time.sleep(0.5)
+    return {"1_token_s": seconds[0], "1_token_steps": num_steps, "16_tokens_s": seconds[1]}
+
+
+class _Counter:
+    """Chunks of a stream so far: one for each step that it takes part in."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+def _complete(server: Server, key: str, body: dict[str, Any], chunks: _Counter | None) -> None:
+    """Send a request and read its answer; as a stream, if its chunks are to be counted."""
+    is_stream = chunks is not None
+    with httpx.stream(
+        "POST",
+        server.url + "/v1/completions",
+        json={**body, "stream": is_stream},
+        headers={"Authorization": f"Bearer {key}"},
+        timeout=_PATIENCE_S,
+    ) as answer:
+        answer.raise_for_status()
+        for line in answer.iter_lines():
+            if chunks is not None and line:
+                chunks.count += 1
+
+
 def _read_stream(server: Server, begun: threading.Semaphore, ended_s: list[float]) -> None:
     """Read a stream until it ends."""
     body = {"prompt": "Once", "max_tokens": 1000, "stream": True, "ignore_eos": True}
@@ -258,6 +348,7 @@ def _resident_bytes(process_id: int) -> int:
 PARTS: dict[str, Callable[[str], dict[str, Any]]] = {
     "hostile_bodies": hostile_bodies,
     "killed_engine": killed_engine,
+    "greedy_key": greedy_key,
 }
 
 

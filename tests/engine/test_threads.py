@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,13 @@ from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine import threads
 from aquifer.engine.engine import Engine
 from aquifer.engine.params import Request, SamplingParams
-from aquifer.engine.threads import Products, ThreadLimit, choose_threads, torch_threads
+from aquifer.engine.threads import (
+    Products,
+    ThreadControl,
+    ThreadLimit,
+    choose_threads,
+    torch_threads,
+)
 from aquifer.models.base import ModelInput
 from aquifer.models.decoder import Decoder
 from aquifer.weights.store import Parameter
@@ -99,6 +105,54 @@ def test_the_option_wins_over_the_environment_and_that_over_the_machine(
 
 def test_no_more_threads_than_torch_would_use() -> None:
     assert ThreadLimit.of(None, {}, num_torch_threads=4, num_cpus=8) == ThreadLimit(4, False)
+
+
+# --- trials ----------------------------------------------------------------------------------
+
+
+def paces(control: ThreadControl, num_steps: int, seconds_of: Callable[[int], float]) -> list[int]:
+    """Threads of steps that take as long as given for each number of threads."""
+    chosen = []
+    for _ in range(num_steps):
+        num_threads = control.choose(2048)
+        chosen.append(num_threads)
+        seconds = seconds_of(num_threads)
+        # Threads are interrupted where there are more of them than free CPUs.
+        is_contended = num_threads > 1 and seconds > 1
+        control.observe(2048, seconds, 1000 if is_contended else 0)
+    return chosen
+
+
+def test_fewer_threads_where_others_are_busy_and_more_when_they_are_gone() -> None:
+    control = ThreadControl(LLAMA_8B, ThreadLimit(4, False))
+    idle = paces(control, 100, lambda num_threads: 1 / num_threads)
+    assert set(idle) == {4}, "nothing is tried on an idle machine"
+    busy = paces(control, 400, lambda num_threads: {4: 8.0, 2: 4.0, 1: 1.0}[num_threads])
+    assert busy[-1] == 1
+    assert busy.count(1) > 300
+    # What is tried costs little: two threads now and then.
+    assert busy[100:].count(2) <= 300 / 20
+    assert 4 not in busy[100:]
+    idle = paces(control, 200, lambda num_threads: 1 / num_threads)
+    assert idle[-1] == 4
+    assert idle.count(4) > 100
+
+
+def test_trials_that_bring_nothing_are_not_kept() -> None:
+    """The process is interrupted often, and fewer threads are still slower."""
+    control = ThreadControl(LLAMA_8B, ThreadLimit(2, False))
+    chosen = paces(control, 200, lambda num_threads: 4.0 / num_threads)
+    assert chosen.count(1) <= 200 / 20
+    assert chosen.count(1) > 1, "it is tried again, as others may come"
+
+
+def test_nothing_is_tried_where_the_user_set_the_number_or_steps_are_small() -> None:
+    control = ThreadControl(LLAMA_8B, ThreadLimit(3, True))
+    assert set(paces(control, 100, lambda num_threads: 8.0)) == {3}
+    control = ThreadControl(DEMO, ThreadLimit(8, False))
+    for _ in range(100):
+        assert control.choose(1) == 1
+        control.observe(1, 8.0, 1000)
 
 
 # --- torch -----------------------------------------------------------------------------------

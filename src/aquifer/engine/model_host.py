@@ -25,7 +25,7 @@ from aquifer.engine.reporting import model_info
 from aquifer.engine.reports import LoadProgress
 from aquifer.engine.runner import InFlight, Runner
 from aquifer.engine.step_input import StepInput
-from aquifer.engine.threads import Products, ThreadLimit, choose_threads, torch_threads
+from aquifer.engine.threads import Products, ThreadControl, ThreadLimit, torch_threads
 from aquifer.errors import ConfigError, as_config_error
 from aquifer.fields import read_fields
 from aquifer.memory.pool import Kind, Owner
@@ -91,8 +91,8 @@ class ModelHost:
         self._pool = assembly.pool
         self._max_batched_tokens = max_batched_tokens
         self._runner: Runner | None = None
-        self._products = Products.of(plan.parameters)
         self._thread_limit = ThreadLimit.of_process(config.threads)
+        self._thread_control = ThreadControl(Products.of(plan.parameters), self._thread_limit)
         max_model_len = config.max_model_len or plan.max_model_len
         if max_model_len > plan.max_model_len:
             raise ConfigError(
@@ -143,8 +143,7 @@ class ModelHost:
 
     def launch(self, step: StepInput) -> InFlight:
         """Launch a step, with as many threads as it is worth. Pre-condition: it is resident."""
-        num_threads = choose_threads(self._products, step.spans.num_tokens, self._thread_limit)
-        with torch_threads(num_threads):
+        with self._thread_control.threads_for(step.spans.num_tokens):
             return self.runner.launch(step)
 
     def load(self, on_progress: Callable[[LoadProgress], None]) -> bool:
