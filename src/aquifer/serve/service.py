@@ -27,8 +27,9 @@ from aquifer.serve.prefixes import PinnedPrefixes
 from aquifer.serve.protocol.parsing import parse_body
 from aquifer.serve.protocol.requests import CompletionRequest, TemplateFields
 from aquifer.serve.protocol.responses import ModelCard
+from aquifer.serve.request_log import RequestLog
 from aquifer.serve.sandbox import Sandbox
-from aquifer.text import ChatTemplate
+from aquifer.text import ChatTemplate, Delta
 
 _INLINE_CHARS = 4096  # longer texts are tokenised in a thread
 _INLINE_BYTES = 64 << 10
@@ -55,6 +56,7 @@ class Service:
         aliases: served names by the other names that clients may use.
         trusts_templates: whether clients may send chat templates.
         salts_by_key: whether clients with different API keys share no retained prefixes.
+        request_log: logs each request; None if they are not logged.
     """
 
     def __init__(
@@ -65,11 +67,16 @@ class Service:
         *,
         trusts_templates: bool = False,
         salts_by_key: bool = False,
+        request_log: RequestLog | None = None,
     ) -> None:
         self.client = client
         self.models = dict(models)
         self._aliases = dict(aliases)
-        self.metrics = Metrics(self.models)
+        self.metrics = Metrics(
+            {name: model.info.max_model_len for name, model in self.models.items()}
+        )
+        client.on_launch = self.metrics.launched
+        self._request_log = request_log
         self.prefixes = PinnedPrefixes(client)
         self.started_s = int(time.time())
         self.bodies = BodyReader()
@@ -181,8 +188,10 @@ class Service:
         response_id: str,
         arrival_s: float,
         cache_salt: str | None,
+        *,
+        only_scores: bool = False,
     ) -> list[Job]:
-        """Prepare a job for each prompt.
+        """Prepare a job for each prompt; with `only_scores`, none has any output of its own.
 
         Raises:
             RequestError: the parameters need a tokenizer, and there is none.
@@ -194,7 +203,15 @@ class Service:
                 param="stop",
             )
         return [
-            Job.prepare(model.text, prompt, params, f"{response_id}-{index}", arrival_s, cache_salt)
+            Job.prepare(
+                model.text,
+                prompt,
+                params,
+                f"{response_id}-{index}",
+                arrival_s,
+                cache_salt,
+                only_scores=only_scores,
+            )
             for index, prompt in enumerate(prompts)
         ]
 
@@ -202,7 +219,7 @@ class Service:
         self, jobs: Sequence[Job], buffers: Sequence[Sequence[PieceBuffer]]
     ) -> AsyncGenerator[tuple[int, int, Piece], None]:
         """Run jobs; yield (index of the job, index of the completion, next piece to send)."""
-        async with aclosing(run_jobs(self.client, self.metrics, jobs)) as deltas:
+        async with aclosing(self._run(jobs)) as deltas:
             async for index, delta in deltas:
                 piece = buffers[index][delta.index].add(delta)
                 if piece is not None:
@@ -210,9 +227,12 @@ class Service:
 
     async def finish(self, jobs: Sequence[Job]) -> None:
         """Run jobs until all are finished."""
-        async with aclosing(run_jobs(self.client, self.metrics, jobs)) as deltas:
+        async with aclosing(self._run(jobs)) as deltas:
             async for _ in deltas:
                 pass
+
+    def _run(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, Delta], None]:
+        return run_jobs(self.client, self.metrics, self._request_log, jobs)
 
 
 async def _client(request: Request) -> EngineClient:

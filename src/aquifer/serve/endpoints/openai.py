@@ -41,7 +41,9 @@ async def completions(
     prompts = await service.prompts(model, body)
     response_id = f"cmpl-{uuid4().hex}"
     salt = joined_salt(service.owner(request), body.cache_salt)
-    jobs = service.jobs(model, prompts, params, response_id, arrival_s, salt)
+    jobs = service.jobs(
+        model, prompts, params, response_id, arrival_s, salt, only_scores=body.only_scores
+    )
     echoes = [_echo_of(job) if body.echo else None for job in jobs]
     writer = CompletionWriter(response_id, model.info.name, jobs)
     if not body.stream:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, WrapValidator
 
-from aquifer.engine.params import MAX_LOGPROBS, SamplingParams
+from aquifer.engine.params import BOUNDS, MAX_LOGPROBS, SamplingParams
 from aquifer.errors import RequestError
 from aquifer.serve.protocol.fields import (
     AtMost,
@@ -176,6 +176,11 @@ class CompletionRequest(SamplingFields, ClientFields):
     suffix: str | None = None
     best_of: int | None = None
 
+    @property
+    def only_scores(self) -> bool:
+        """Whether only the prompt is wanted, with its log probabilities, and no output."""
+        return self.max_tokens == 0 and bool(self.echo)
+
     def prompts(self) -> list[str] | list[list[int]]:
         """Return the prompts, each a text or a list of token ids.
 
@@ -200,12 +205,35 @@ class CompletionRequest(SamplingFields, ClientFields):
         """
         if self.suffix:
             raise RequestError("suffix is not supported; leave it out", param="suffix")
+        max_tokens = {}
+        if self.max_tokens == 0:
+            max_tokens = {"max_tokens": self._least_tokens()}
         return self._params(
             defaults,
             best_of=self.best_of,
             logprobs=self.logprobs,
             prompt_logprobs=self.logprobs if self.echo else None,
+            **max_tokens,
         )
+
+    def _least_tokens(self) -> int:
+        """The number of tokens that the engine generates for a request with max_tokens 0.
+
+        Raises:
+            RequestError: the request would have an empty answer, or asks for more tokens.
+        """
+        if not self.only_scores:
+            raise RequestError(
+                "max_tokens is 0, which is for scoring a prompt and needs echo to be true; set "
+                "echo, or ask for at least 1 token",
+                param="max_tokens",
+            )
+        if self.min_tokens:
+            raise RequestError(
+                f"min_tokens is {self.min_tokens}; it must be at most max_tokens, which is 0",
+                param="min_tokens",
+            )
+        return 1
 
 
 class ChatMessage(BaseModel):
@@ -279,7 +307,12 @@ class ChatCompletionRequest(SamplingFields, TemplateFields, ClientFields):
                     f"top_logprobs is {self.top_logprobs}; it must be from 0 to {MAX_LOGPROBS}",
                     param="top_logprobs",
                 )
-        max_tokens = self.max_completion_tokens
+        max_tokens, bound = self.max_completion_tokens, BOUNDS["max_tokens"]
+        if max_tokens is not None and not bound.allows(max_tokens):
+            raise RequestError(
+                f"max_completion_tokens is {max_tokens}; it must be {bound.description}",
+                param="max_completion_tokens",
+            )
         return self._params(
             defaults,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
