@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -64,7 +65,8 @@ def _written(option: Option) -> tuple[str, Any]:
         return "0.25", 0.25
     if option.type is int:
         return ("3G", 3 << 30) if option.unit == "bytes" else ("37", 37)
-    return "some.text", "some.text"
+    text = option.example or "some.text"
+    return text, text
 
 
 FLAGS = [option for option in OPTIONS if not option.is_argument]
@@ -195,6 +197,16 @@ def test_several_models_and_options(serve_with: Serve) -> None:
     assert _values(engine, http) == {o.name: o.default for o in FIELDS} | set_values
 
 
+_ORIGIN = {"allowed_origins": "https://chat.example.org"}
+NEEDED = {
+    "allowed_methods": _ORIGIN,
+    "allowed_headers": _ORIGIN,
+    "allow_credentials": _ORIGIN,
+    "max_log_len": {"enable_log_requests": "true"},
+}
+"""Options that are refused without others, with values of these as they are written."""
+
+
 @pytest.mark.parametrize("option", FIELDS, ids=lambda option: option.name)
 def test_every_source_sets_every_option(
     option: Option, serve_with: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -202,14 +214,18 @@ def test_every_source_sets_every_option(
     text, value = _written(option)
     flag = option.flag if value is not False else "--no-" + option.flag.removeprefix("--")
     arguments = [flag] if option.type is bool else [flag, text]
-    expected = {o.name: o.default for o in FIELDS} | {option.name: value}
-    assert _values(*serve_with("/", *arguments)) == expected
+    needed = NEEDED.get(option.name, {})
+    others = [part for name, given in needed.items() for part in (find_option(name).flag, given)]
+    others = [part for part in others if part != "true"]
+    values = {name: find_option(name).parse(given) for name, given in needed.items()}
+    expected = {o.name: o.default for o in FIELDS} | values | {option.name: value}
+    assert _values(*serve_with("/", *others, *arguments)) == expected
     for key in (option.name, option.name.replace("_", "-")):
         file = tmp_path / "options.yaml"
         file.write_text(f"{key}: {text}\n")
-        assert _values(*serve_with("/", "--config", str(file))) == expected
+        assert _values(*serve_with("/", *others, "--config", str(file))) == expected
     monkeypatch.setenv(option.variable, text)
-    assert _values(*serve_with("/")) == expected
+    assert _values(*serve_with("/", *others)) == expected
 
 
 def test_the_command_line_wins_over_the_environment_and_that_over_the_file(
@@ -312,7 +328,7 @@ def test_an_alias_stands_for_one_model() -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("prot: 8000\n", r"x.yaml: unknown key 'prot'; there is api_key, .*, port, "),
+        ("prot: 8000\n", r"x.yaml: unknown key 'prot'; there is .*, api_key, .*, port, "),
         ("- port\n", "must hold"),
         ("a: [\n", "cannot read"),
         ("port: 1\nport : 1.5\n", "x.yaml: port is 1.5; it must be a whole number from 0 to 65535"),
@@ -424,3 +440,42 @@ def test_there_may_be_several_keys() -> None:
     assert ServerConfig(api_key="k, l,").api_keys == ("k", "l")
     with pytest.raises(ConfigError, match="api_key contains no key"):
         ServerConfig(api_key=" ,")
+
+
+# --- options of the HTTP side ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"allowed_origins": " ,"}, "contains no origin"),
+        ({"allowed_origins": "https://a.example/"}, "without a path"),
+        ({"allowed_origins": "a.example"}, "scheme, host and port"),
+        ({"allowed_origins": '["https://a.example"]'}, "separated by commas"),
+        ({"allowed_origins": "https://*.example"}, "scheme, host and port"),
+        ({"allowed_origins": "*", "allow_credentials": True}, "name the origins"),
+        ({"allowed_origins": "*", "allowed_methods": "GET POST"}, "separated by commas"),
+        ({"allowed_origins": "*", "allowed_headers": "x:y"}, "separated by commas"),
+        ({"allowed_methods": "GET"}, "allowed_methods needs allowed_origins"),
+        ({"allowed_headers": "authorization"}, "allowed_headers needs allowed_origins"),
+        ({"allow_credentials": True}, "allow_credentials needs allowed_origins"),
+        ({"enable_log_requests": True, "log_level": "warning"}, "set log_level to info"),
+        ({"max_log_len": 10}, "needs enable_log_requests"),
+    ],
+)
+def test_options_that_would_have_no_effect_are_refused(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        ServerConfig(**values)
+
+
+def test_origins_are_those_that_browsers_send() -> None:
+    origins = "HTTPS://A.example:443, http://b.example:80,http://[::1]:3000 ,app://obsidian.md"
+    cors = ServerConfig(allowed_origins=origins, allowed_methods="get, post").cors
+    assert cors is not None
+    assert cors.origins == (
+        *("https://a.example", "http://b.example", "http://[::1]:3000", "app://obsidian.md"),
+    )
+    assert cors.methods == ("GET", "POST")
+    assert cors.headers == ("*",)
+    assert ServerConfig(allowed_origins="*").cors is not None
+    assert ServerConfig().cors is None

@@ -245,6 +245,29 @@ def test_requests_are_refused_with_a_reason_when_overhead_takes_all(
 # --- several pins --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kv_cache", KV_CACHES)
+def test_the_kv_capacity_is_what_requests_may_take(folders: dict[str, Path], kv_cache: str) -> None:
+    """The longest request that is accepted has KV for all of its tokens but the last."""
+    one = {"llama": folders["llama"]}
+    with closing(open_engine(one, tight_memory(one, 100), kv_cache=kv_cache)) as engine:
+        capacity = engine.memory().models["llama"].kv_capacity
+        context_tokens = engine.models["llama"].max_model_len
+        assert 0 < capacity.num_tokens < context_tokens
+        assert 0 < capacity.num_sequences < 1
+        prompt = random_prompts(0, 5)[0]
+        longest = capacity.num_tokens + 1 - len(prompt)
+        for max_tokens, is_accepted in ((longest, True), (longest + 1, False)):
+            params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0)
+            request = Request(f"{max_tokens}", "llama", prompt, params, 0.0)
+            if is_accepted:
+                engine.add(request)
+                assert len(finish(engine)[request.request_id].token_ids) == max_tokens
+            else:
+                with pytest.raises(CapacityError, match=f"enough for {capacity.num_tokens} tokens"):
+                    engine.add(request)
+        assert_idle(engine)
+
+
 def cached_tokens(engine: Engine, model: str, prompt: Sequence[int]) -> int:
     add(engine, model, prompt)
     (answer,) = finish(engine).values()

@@ -18,11 +18,12 @@ def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """Two models in one pool, shared by all tests that do not stop the server."""
     other = tiny_llama(tmp_path_factory.mktemp("checkpoints") / "other", seed=1)
     command = ["-m", "aquifer", "serve", f"tiny={checkpoint}", f"other={other}"]
-    options = ["--port", "0", "--memory", "64M", "--seed", "1", "--trust-request-chat-template"]
-    with running([*command, *options]) as server:
+    options = ["--port", "0", "--memory", "64M", "--seed", "1"]
+    endpoints = ["--trust-request-chat-template", "--enable-tokenizer-info-endpoint"]
+    with running([*command, *options, *endpoints]) as server:
         yield server
     assert server.process.returncode == 0
-    assert server.stderr == ""
+    assert server.problems == ""
 
 
 @pytest.fixture

@@ -26,7 +26,14 @@ from typing import Any
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.outputs import TokenLogprobs, TokenOutput
 from aquifer.engine.params import Request
-from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelInfo, ModelMemory
+from aquifer.engine.reports import (
+    EngineStats,
+    KVCapacity,
+    LoadProgress,
+    MemoryReport,
+    ModelInfo,
+    ModelMemory,
+)
 from aquifer.errors import AquiferError, CapacityError, InvariantError, QueueFullError
 from aquifer.memory.pool import Kind
 from aquifer.serve.process import EngineLike
@@ -52,7 +59,7 @@ class FakeEngine:
     def __init__(self, spec: ModelSpec) -> None:
         tokenizer = Tokenizer.load(spec.path)
         assert tokenizer is not None
-        self.on_launch: Callable[[str], None] = lambda _: None
+        self.on_launch: Callable[[str, int], None] = lambda _, __: None
         self._tokenizer = tokenizer
         self._name = spec.name
         self._running: dict[str, _Running] = {}
@@ -104,7 +111,7 @@ class FakeEngine:
 
     def step(self) -> list[TokenOutput]:
         time.sleep(_STEP_S)
-        self.on_launch(self._name)
+        self.on_launch(self._name, sum(len(running.open) for running in self._running.values()))
         outputs = []
         for request_id, running in list(self._running.items()):
             running.num_steps += 1
@@ -169,7 +176,8 @@ class FakeEngine:
         """A report in which each completion has one page of KV."""
         used = sum(len(running.open) for running in self._running.values())
         kinds = dict.fromkeys(Kind, 0) | {Kind.KV: used * _PAGE_BYTES}
-        model = ModelMemory(kinds, len(self._running), 0, 0, 0, kinds[Kind.KV], 0)
+        capacity = KVCapacity(1000 * _PAGE_BYTES, 1000 * _PAGE_BYTES / 10**6)
+        model = ModelMemory(kinds, len(self._running), 0, 0, 0, kinds[Kind.KV], 0, capacity)
         free = 1000 - used
         return MemoryReport(
             device="fake",
@@ -193,7 +201,7 @@ class EmptyEngine(FakeEngine):
     """An engine whose models are all out of service."""
 
     def __init__(self) -> None:
-        self.on_launch = lambda _: None
+        self.on_launch = lambda _, __: None
         self._running = {}
 
     @property

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import openai
 
 ROOT = Path(__file__).parents[2]
+_INFO = re.compile(r"^[\d-]+ [\d:]+ INFO aquifer\..*\n", re.MULTILINE)
 PATIENCE_S = 300.0  # for what must happen; only a failing test waits that long
 
 
@@ -73,6 +74,11 @@ class RunningServer:
                 self.url = match[1]
                 self.host, self.port = urlsplit(self.url).hostname, urlsplit(self.url).port
                 return
+
+    @property
+    def problems(self) -> str:
+        """What it wrote to standard error, without messages of level info."""
+        return _INFO.sub("", self.stderr)
 
     def openai(self, **options: Any) -> openai.OpenAI:
         """The official client."""

@@ -19,7 +19,7 @@ HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 def server(checkpoint: Path) -> Iterator[RunningServer]:
     with running(["-m", "tests.serve.fake_server", str(checkpoint), "0"]) as server:
         yield server
-    assert server.stderr == ""
+    assert server.problems == ""
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def server_with_keys(checkpoint: Path) -> Iterator[RunningServer]:
         ["-m", "tests.serve.fake_server", str(checkpoint), "0", "--keys", "one, two"]
     ) as server:
         yield server
-    assert server.stderr == ""
+    assert server.problems == ""
 
 
 @pytest.fixture

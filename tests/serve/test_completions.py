@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 import pytest
-from tests.checkpoints import VOCAB_SIZE
+from tests.checkpoints import CHAT_TEMPLATE, EOS_TOKEN_ID, VOCAB_SIZE
 from tests.serve.running import RunningServer
 
 # Token ids of letters: greedy outputs over these have no partial characters.
@@ -130,6 +130,39 @@ def test_logprobs_of_an_echoed_prompt(client: openai.OpenAI):
     assert choice.logprobs.tokens == [*"Once", *choice.text[4:]]
     assert choice.logprobs.token_logprobs[0] is None
     assert all(logprob < 0 for logprob in choice.logprobs.token_logprobs[1:])
+
+
+def test_a_prompt_is_scored_without_any_output(client: openai.OpenAI):
+    options = {"logprobs": 1, "echo": True, "temperature": 0}
+    longer = _complete(client, "Once upon", **options, max_tokens=1).choices[0].logprobs
+    num_tokens = len(longer.tokens) - 1
+    answer = _complete(client, "Once upon", **options, max_tokens=0)
+    (choice,) = answer.choices
+    assert choice.text == "Once upon"
+    assert choice.finish_reason == "length"
+    assert choice.logprobs.tokens == longer.tokens[:-1]
+    assert "".join(choice.logprobs.tokens) == "Once upon"
+    assert choice.logprobs.token_logprobs == longer.token_logprobs[:-1]
+    assert choice.logprobs.top_logprobs == longer.top_logprobs[:-1]
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens == num_tokens
+    assert answer.usage.completion_tokens == 0
+    usage = {"stream": True, "stream_options": {"include_usage": True}}
+    chunk, last = _complete(client, "Once upon", **options, max_tokens=0, **usage)
+    assert chunk.choices[0] == choice
+    assert last.usage.completion_tokens == 0
+
+
+def test_what_would_end_an_output_does_not_matter_to_a_score(client: openai.OpenAI):
+    every = {"stop_token_ids": list(range(VOCAB_SIZE))}
+    stopped = _complete(client, max_tokens=1, extra_body=every)
+    assert stopped.choices[0].finish_reason == "stop"
+    answer = _complete(client, ["Once", "upon"], max_tokens=0, echo=True, n=2, extra_body=every)
+    assert [choice.text for choice in answer.choices] == ["Once"] * 2 + ["upon"] * 2
+    assert {choice.finish_reason for choice in answer.choices} == {"length"}
+    assert {choice.stop_reason for choice in answer.choices} == {None}
+    assert answer.usage.completion_tokens == 0
+    with pytest.raises(openai.BadRequestError, match="min_tokens is 1"):
+        _complete(client, max_tokens=0, echo=True, extra_body={"min_tokens": 1})
 
 
 def test_held_back_tokens_bring_their_logprobs_later(client: openai.OpenAI):
@@ -266,6 +299,18 @@ def test_64_streams_at_once(idle_server: RunningServer):
     counts = idle_server.token_counts()
     assert counts[0] - before[0] == sum(prompt_lengths)
     assert counts[1] - before[1] == sum(lengths)
+
+
+def test_what_lm_eval_asks_of_a_tokenizer(idle_server: RunningServer):
+    status, info, _ = idle_server.call("GET", "/tokenizer_info?model=tiny")
+    assert status == 200
+    assert isinstance(info["tokenizer_class"], str)
+    assert (info["bos_token"], info["eos_token"], info["pad_token"]) == ("<s>", "</s>", None)
+    assert info["chat_template"] == CHAT_TEMPLATE
+    body = {"model": "tiny", "prompt": info["eos_token"], "add_special_tokens": False}
+    assert idle_server.call("POST", "/tokenize", body)[1]["tokens"] == [EOS_TOKEN_ID]
+    assert idle_server.call("GET", "/tokenizer_info")[0] == 404  # two models are served
+    assert idle_server.call("GET", "/tokenizer_info?model=gpt-5")[0] == 404
 
 
 def test_tokenize_and_back(idle_server: RunningServer):

@@ -100,7 +100,7 @@ def test_answers_are_those_of_the_document(
         status_code_conformance,
     ]
     operations = [x.ok() for x in schema.get_all_operations() if isinstance(x, Ok)]
-    assert len(operations) == 13
+    assert len(operations) == 14
 
     for operation in operations:
 

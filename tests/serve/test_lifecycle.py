@@ -112,7 +112,7 @@ def test_a_stream_goes_on_after_sigterm(checkpoint: Path):
         server.process.send_signal(signal.SIGTERM)
         assert _drain(stream) == "length"
         assert server.wait() == 0
-    assert server.stderr == ""
+    assert server.problems == ""
 
 
 def test_full_queue_says_when_to_retry(lasting_server: RunningServer):
@@ -229,7 +229,7 @@ def test_a_stream_that_outlasts_the_timeout_gets_an_error(impatient_server: Runn
     with pytest.raises(openai.APIError, match="shut down before the request finished"):
         _drain(stream)
     assert impatient_server.wait() == 0
-    assert impatient_server.stderr == ""
+    assert impatient_server.problems == ""
 
 
 def test_no_new_requests_while_stopping_and_a_second_signal_ends_at_once(

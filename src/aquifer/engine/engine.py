@@ -40,7 +40,7 @@ def _ignore(_: LoadProgress) -> None:
     """Ignore progress."""
 
 
-def _ignore_launch(_: str) -> None:
+def _ignore_launch(_: str, __: int) -> None:
     """Ignore that a step is launched."""
 
 
@@ -53,7 +53,8 @@ class Engine:
         config: its options.
         pool: its memory.
         num_ahead: steps that may be in flight while the next one is planned.
-        on_launch: called with the model of each step before it is launched.
+        on_launch: called with the model of each step, and its number of tokens, before it is
+            launched.
         account_every_s: seconds between two readings of the driver's overhead, each of which takes
             about 0.1 ms.
     """
@@ -71,7 +72,7 @@ class Engine:
         self.pool: PagePool = assembly.pool
         # On a synchronous device, running ahead would only compute sequences that have ended.
         self.num_ahead = 1 if assembly.pool.driver.runs_ahead else 0
-        self.on_launch: Callable[[str], None] = _ignore_launch
+        self.on_launch: Callable[[str, int], None] = _ignore_launch
         self.account_every_s = 1.0
         self._assembly = assembly
         self._scheduler = assembly.scheduler
@@ -333,7 +334,7 @@ class Engine:
         try:
             if plan is not None:
                 self._stocker.wake()
-                self.on_launch(plan.model)
+                self.on_launch(plan.model, plan.spans.num_tokens)
                 host = self._models[plan.model]
                 self._steps.launch(plan, host, host.prefill_cost)
         finally:
@@ -353,7 +354,8 @@ class Engine:
 
     def memory(self) -> MemoryReport:
         """Breakdown of the pool's budget by owner, now."""
-        return memory_report(self._scheduler.lanes, self.pool)
+        capacities = {host.info.name: self._models.kv_capacity(host) for host in self._models}
+        return memory_report(self._scheduler.lanes, self.pool, capacities)
 
     def close(self) -> None:
         """End all requests and release everything."""

@@ -10,7 +10,7 @@ from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.assembly import Assembly
 from aquifer.engine.lane import Lane
 from aquifer.engine.model_host import ModelHost, State, read_model
-from aquifer.engine.reports import LoadProgress
+from aquifer.engine.reports import KVCapacity, LoadProgress
 from aquifer.errors import ConfigError, DriverError, UnknownModelError
 from aquifer.memory.pool import PoolUsage
 from aquifer.models import ModelPlan, Planner
@@ -189,6 +189,14 @@ class ModelSet:
         """The most pages that a model's KV can have, with the model's weights in the pool."""
         missing_bytes = host.info.weight_bytes - host.resident_bytes
         return self._room.budget_pages(self.fixed_bytes(self._pool.usage()) + missing_bytes)
+
+    def kv_capacity(self, host: ModelHost) -> KVCapacity:
+        """What fits into the KV cache if a model has all of it."""
+        footprint, num_pages = host.lane.cache.footprint, self.kv_pages(host)
+        most_pages = footprint.most(1, host.info.max_model_len)
+        if not most_pages:
+            return KVCapacity(0, 0.0)
+        return KVCapacity(footprint.longest(num_pages) - 1, num_pages / most_pages)
 
     def _check_room(self, host: ModelHost) -> None:
         """Refuse a model of which no request could ever run; warn where long ones cannot.

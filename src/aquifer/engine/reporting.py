@@ -6,7 +6,13 @@ from collections.abc import Mapping
 
 from aquifer.config import ModelSpec
 from aquifer.engine.lane import Lane
-from aquifer.engine.reports import EngineStats, MemoryReport, ModelInfo, ModelMemory
+from aquifer.engine.reports import (
+    EngineStats,
+    KVCapacity,
+    MemoryReport,
+    ModelInfo,
+    ModelMemory,
+)
 from aquifer.memory.pool import Kind, Owner, PagePool, PoolUsage
 from aquifer.memory.proc import proc_bytes
 from aquifer.models import ModelPlan
@@ -69,8 +75,16 @@ def engine_stats(lanes: Mapping[str, Lane], usage: PoolUsage, fixed_bytes: int) 
     )
 
 
-def memory_report(lanes: Mapping[str, Lane], pool: PagePool) -> MemoryReport:
-    """Breakdown of the pool's budget by owner, now."""
+def memory_report(
+    lanes: Mapping[str, Lane], pool: PagePool, capacities: Mapping[str, KVCapacity]
+) -> MemoryReport:
+    """Breakdown of the pool's budget by owner, now.
+
+    Args:
+        lanes: the lanes of all models.
+        pool: the memory.
+        capacities: by model.
+    """
     usage = pool.usage()
     models = {}
     for name, lane in lanes.items():
@@ -87,6 +101,7 @@ def memory_report(lanes: Mapping[str, Lane], pool: PagePool) -> MemoryReport:
             kv_written_bytes=kv.written_bytes,
             kv_mapped_bytes=kv.mapped_bytes,
             kv_wasted_bytes=kv.wasted_bytes,
+            kv_capacity=capacities[name],
         )
     return MemoryReport(
         device=str(pool.driver.device),

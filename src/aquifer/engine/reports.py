@@ -32,6 +32,17 @@ class LoadProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class KVCapacity:
+    """What fits into the KV cache if one model has all of it; zeros for a model without KV.
+
+    It changes with the weights that are loaded and the prefixes that are pinned.
+    """
+
+    num_tokens: int  # of one sequence, if the model's context had no limit
+    num_sequences: float  # of the model's context length each
+
+
+@dataclass(frozen=True, slots=True)
 class ModelMemory:
     """Memory of one model in the pool, and the usage of its KV cache."""
 
@@ -42,6 +53,7 @@ class ModelMemory:
     kv_written_bytes: int
     kv_mapped_bytes: int
     kv_wasted_bytes: int
+    kv_capacity: KVCapacity
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from fastapi import FastAPI
 
 from aquifer import __version__
 from aquifer.serve.client import EngineClient
+from aquifer.serve.cors import CorsPolicy
 from aquifer.serve.endpoints import openai, operators, prefixes, tokens
 from aquifer.serve.http import ApiKeyMiddleware, install_error_handlers
 from aquifer.serve.openapi import Operation, document
@@ -31,13 +32,16 @@ from aquifer.serve.protocol.responses import (
     PrefixDeleted,
     PrefixList,
     TokenizeResponse,
+    TokenizerInfo,
     Version,
 )
 
 _GONE = (404, 503)
 _OPEN = Operation(is_guarded=False)
 
-_ROUTES: tuple[tuple[str, str, Callable[..., Awaitable[object]], Operation], ...] = (
+_Route = tuple[str, str, Callable[..., Awaitable[object]], Operation]
+
+_ROUTES: tuple[_Route, ...] = (
     ("/v1/models", "GET", openai.list_models, Operation(ModelList)),
     ("/v1/models/{model_id:path}", "GET", openai.get_model, Operation(ModelCard, statuses=_GONE)),
     (
@@ -67,13 +71,23 @@ _ROUTES: tuple[tuple[str, str, Callable[..., Awaitable[object]], Operation], ...
     ("/version", "GET", operators.version, Operation(Version, statuses=(), is_guarded=False)),
     ("/memory", "GET", operators.memory, Operation(Memory)),
 )
-
+_TOKENIZER_INFO: _Route = (
+    "/tokenizer_info",
+    "GET",
+    tokens.tokenizer_info,
+    Operation(TokenizerInfo, statuses=(400, *_GONE)),
+)
 
 _DOCUMENTS = ("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
 
 
 def create_app(
-    client: EngineClient, api_keys: Sequence[str] = (), *, guards_all: bool = False
+    client: EngineClient,
+    api_keys: Sequence[str] = (),
+    *,
+    guards_all: bool = False,
+    cors: CorsPolicy | None = None,
+    has_tokenizer_info: bool = False,
 ) -> FastAPI:
     """Create the ASGI application.
 
@@ -83,17 +97,22 @@ def create_app(
         client: the engine, ready or not.
         api_keys: if not empty, clients must send one of them as their bearer token.
         guards_all: require it for everything but /health.
+        cors: what web pages of other origins may do; None for nothing.
+        has_tokenizer_info: whether there is /tokenizer_info.
     """
+    routes = (*_ROUTES, _TOKENIZER_INFO) if has_tokenizer_info else _ROUTES
     app = FastAPI(title="Aquifer", version=__version__)
     app.state.client = client
     app.state.service = None
     install_error_handlers(app)
     if api_keys:
-        is_open = [path for path, *_, operation in _ROUTES if not operation.is_guarded]
+        is_open = [path for path, *_, operation in routes if not operation.is_guarded]
         open_paths = ["/health"] if guards_all else [*is_open, *_DOCUMENTS]
         app.add_middleware(ApiKeyMiddleware, api_keys=api_keys, open_paths=open_paths)
-    for path, method, endpoint, _ in _ROUTES:
+    if cors is not None:
+        cors.install(app)
+    for path, method, endpoint, _ in routes:
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
-    operations = [(path, method, operation) for path, method, _, operation in _ROUTES]
+    operations = [(path, method, operation) for path, method, _, operation in routes]
     app.openapi = cache(partial(document, app, operations))  # type: ignore[method-assign]
     return app

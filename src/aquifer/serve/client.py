@@ -16,6 +16,7 @@ from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request
 from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelInfo
 from aquifer.errors import AquiferError, ConfigError, EngineError, UnavailableError
+from aquifer.options import default_of
 from aquifer.serve.link import EngineLink
 from aquifer.serve.messages import (
     Abort,
@@ -51,6 +52,10 @@ _NO_MODEL = "no model is left in service; restart the server"
 _logger = logging.getLogger(__name__)
 
 
+def _ignore_launch(_: str, __: int) -> None:
+    """Ignore that a step was launched."""
+
+
 class _State(Enum):
     NEW = auto()
     LOADING = auto()  # for the first time
@@ -76,13 +81,24 @@ class EngineClient:
     Args:
         config: the engine's options.
         open_it: opens the engine, in the engine process.
+        log_level: least level of messages that the engine process logs.
+
+    Attributes:
+        on_launch: called with the model and the number of tokens of each step that was launched.
     """
 
-    def __init__(self, config: EngineConfig, open_it: OpenEngine = open_engine) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        open_it: OpenEngine = open_engine,
+        log_level: str = default_of("log_level"),
+    ) -> None:
+        self.on_launch: Callable[[str, int], None] = _ignore_launch
         self._config = config
         self._open_it = open_it
         self._supervisor = Supervisor(config.models)
-        self._link = EngineLink(config, open_it)
+        self._log_level = log_level
+        self._link = EngineLink(config, open_it, log_level)
         self._state = _State.NEW
         self._routes: dict[str, _Route] = {}
         self._waiters: deque[asyncio.Future[Any]] = deque()
@@ -290,8 +306,10 @@ class EngineClient:
         if link is not self._link:
             return  # of a process that is gone
         match message:
-            case Step(token_ids, outputs, refused, stats):
+            case Step(token_ids, outputs, refused, stats, launched):
                 self._stats = stats
+                if launched is not None:
+                    self.on_launch(*launched)
                 for request_id, error in refused.items():
                     if (route := self._routes.pop(request_id, None)) is not None:
                         route.stream.put(error)
@@ -398,5 +416,5 @@ class EngineClient:
             )
         await asyncio.sleep(pause_s)
         config = replace(self._config, models=self._supervisor.models)
-        self._link = link = EngineLink(config, self._open_it)
+        self._link = link = EngineLink(config, self._open_it, self._log_level)
         await asyncio.to_thread(link.start, self._loop, partial(self._handle, link))

@@ -29,11 +29,13 @@ class EngineLink:
     Args:
         config: the engine's options.
         open_it: opens the engine, in the engine process.
+        log_level: least level of messages that the engine process logs.
     """
 
-    def __init__(self, config: EngineConfig, open_it: OpenEngine) -> None:
+    def __init__(self, config: EngineConfig, open_it: OpenEngine, log_level: str) -> None:
         self._config = config
         self._open_it = open_it
+        self._log_level = log_level
         self._outbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
 
     def start(
@@ -51,7 +53,7 @@ class EngineLink:
         self._current = CurrentModel(names, context.RawValue(ctypes.c_int))
         self._process = context.Process(
             target=run_engine_process,
-            args=(theirs, self._config, self._open_it, self._current),
+            args=(theirs, self._config, self._open_it, self._current, self._log_level),
             name="aquifer-engine",
             daemon=True,
         )

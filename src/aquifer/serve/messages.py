@@ -98,6 +98,7 @@ class Step:
     outputs: list[TokenOutput]  # all others
     refused: dict[str, RequestError]  # by request id
     stats: EngineStats
+    launched: tuple[str, int] | None = None  # model and tokens of the step that was launched
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,12 @@
-"""Prometheus metrics with vLLM's names, prefixed `aquifer:`."""
+"""Prometheus metrics with vLLM's names, prefixed `aquifer:`. docs/guide/metrics.md has them all."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -27,53 +29,41 @@ _REQUEST_S = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_COMPLETIONS = (1, 2, 5, 10, 20, 50, 100)
 
 
 class Metrics:
     """All metrics of one server, in a separate registry.
 
-    Its public attributes are the counters and histograms (`_s`) that `RequestMetrics` fills.
-
     Args:
-        models: the served names, so that every series exists from the start.
+        context_tokens: context length of each served model, by name. Every series of theirs exists
+            from the start.
+
+    Attributes:
+        models: what is measured of each model, by name.
     """
 
-    def __init__(self, models: Iterable[str]) -> None:
+    def __init__(self, context_tokens: Mapping[str, int]) -> None:
         self._registry = CollectorRegistry()
-        self._models = tuple(models)
-        self._engine = _EngineCollector(self._models)
-        self._registry.register(self._engine)
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens processed.")
-        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
-        self.finished = Counter(
+        self._histograms: dict[str, Histogram] = {}
+        self._finished = Counter(
             "aquifer:request_success",
             "Finished completions, of which a request may have several, by why they finished.",
             ["model_name", "finished_reason"],
             registry=self._registry,
         )
-        self.first_token_s = self._histogram(
-            "time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN_S
-        )
-        self.inter_token_s = self._histogram(
-            "inter_token_latency_seconds", "Between two outputs of a completion.", _TOKEN_S
-        )
-        self.per_token_s = self._histogram(
-            "request_time_per_output_token_seconds",
-            "Mean time of a completion's tokens after the first.",
-            _TOKEN_S,
-        )
-        self.end_to_end_s = self._histogram(
-            "e2e_request_latency_seconds", "From arrival to the last token.", _REQUEST_S
-        )
-        self.queue_s = self._histogram(
-            "request_queue_time_seconds", "From arrival to scheduling.", _REQUEST_S
-        )
-        self.prefill_s = self._histogram(
-            "request_prefill_time_seconds", "From scheduling to the first token.", _REQUEST_S
-        )
-        self.decode_s = self._histogram(
-            "request_decode_time_seconds", "From the first token to the last.", _REQUEST_S
-        )
+        token_buckets = _up_to(max(context_tokens.values(), default=1))
+        self.models = {
+            name: ModelMetrics(
+                partial(self._histogram, name),
+                {reason: self._finished.labels(name, reason) for reason in get_args(FinishReason)},
+                token_buckets,
+            )
+            for name in context_tokens
+        }
+        self._engine = _EngineCollector(self.models)
+        self._registry.register(self._engine)
 
     def render(
         self, stats: EngineStats, report: MemoryReport | None, num_restarts: int = 0
@@ -89,23 +79,96 @@ class Metrics:
         self._engine.num_restarts = num_restarts
         return generate_latest(self._registry)
 
+    def launched(self, model: str, num_tokens: int) -> None:
+        """Record that a step was launched.
+
+        Args:
+            model: the model.
+            num_tokens: tokens that the step computes, of prompts and of outputs.
+        """
+        self.models[model].step_tokens.observe(num_tokens)
+
     def watch(self, request: Request) -> RequestMetrics:
         """Start measuring a request."""
-        return RequestMetrics(self, request)
+        return RequestMetrics(self.models[request.model], request)
 
-    def _counter(self, name: str, text: str) -> Counter:
-        counter = Counter(f"aquifer:{name}", text, ["model_name"], registry=self._registry)
-        for model in self._models:
-            counter.labels(model)
-        return counter
+    def _histogram(self, model: str, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        """A model's series of a histogram, which is made for the first model that asks for it."""
+        if name not in self._histograms:
+            self._histograms[name] = Histogram(
+                f"aquifer:{name}", text, ["model_name"], registry=self._registry, buckets=buckets
+            )
+        return self._histograms[name].labels(model)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(
-            f"aquifer:{name}", text, ["model_name"], registry=self._registry, buckets=buckets
+
+class ModelMetrics:
+    """Counters and histograms of one model, which `RequestMetrics` fills.
+
+    They are a model's own objects, so that nothing is looked up for a token.
+
+    Args:
+        histogram: makes a histogram from its name, its help and its buckets.
+        finished: counters of finished completions, by reason.
+        token_buckets: buckets for tokens of a request.
+    """
+
+    def __init__(
+        self,
+        histogram: Callable[[str, str, tuple[float, ...]], Histogram],
+        finished: Mapping[FinishReason, Counter],
+        token_buckets: tuple[float, ...],
+    ) -> None:
+        self.num_prompt_tokens = 0
+        self.num_generation_tokens = 0
+        self.finished = dict(finished)
+        self.first_token_s = histogram(
+            "time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN_S
         )
-        for model in self._models:
-            histogram.labels(model)
-        return histogram
+        self.inter_token_s = histogram(
+            "inter_token_latency_seconds", "Between two outputs of a completion.", _TOKEN_S
+        )
+        self.per_token_s = histogram(
+            "request_time_per_output_token_seconds",
+            "Mean time of a completion's tokens after the first.",
+            _TOKEN_S,
+        )
+        self.end_to_end_s = histogram(
+            "e2e_request_latency_seconds", "From arrival to the last token.", _REQUEST_S
+        )
+        self.queue_s = histogram(
+            "request_queue_time_seconds", "From arrival to scheduling.", _REQUEST_S
+        )
+        self.inference_s = histogram(
+            "request_inference_time_seconds", "From scheduling to the last token.", _REQUEST_S
+        )
+        self.prefill_s = histogram(
+            "request_prefill_time_seconds", "From scheduling to the first token.", _REQUEST_S
+        )
+        self.decode_s = histogram(
+            "request_decode_time_seconds", "From the first token to the last.", _REQUEST_S
+        )
+        self.prompt_tokens = histogram(
+            "request_prompt_tokens", "Tokens of a request's prompt.", token_buckets
+        )
+        self.generation_tokens = histogram(
+            "request_generation_tokens", "Tokens generated for a completion.", token_buckets
+        )
+        self.max_generation_tokens = histogram(
+            "request_max_num_generation_tokens",
+            "Tokens of the longest completion of a request.",
+            token_buckets,
+        )
+        self.params_n = histogram("request_params_n", "Parameter n of a request.", _COMPLETIONS)
+        self.params_max_tokens = histogram(
+            "request_params_max_tokens",
+            "Parameter max_tokens of a request, if it has one.",
+            token_buckets,
+        )
+        self.step_tokens = histogram(
+            "iteration_tokens_total",
+            "Tokens that a step of the engine computes, of prompts and outputs.",
+            _STEP_TOKENS,
+        )
 
 
 @dataclass(slots=True)
@@ -122,42 +185,44 @@ class _Watched:
 class RequestMetrics:
     """Measurements of one request, output by output.
 
-    As in vLLM, each completion counts as a request of its own. The prompt, which all completions
-    share, is counted once.
+    As in vLLM, times are measured for each completion. The prompt, which all completions share, is
+    counted once.
     """
 
-    def __init__(self, metrics: Metrics, request: Request) -> None:
+    def __init__(self, metrics: ModelMetrics, request: Request) -> None:
         self._metrics = metrics
-        self._model = request.model
+        self._params = request.params
         self._num_prompt_tokens = len(request.prompt_token_ids)
         self._arrival_s = request.arrival_s
         self._completions = [_Watched() for _ in range(request.params.num_completions)]
+        self._num_open = len(self._completions)
         self._has_begun = False
 
     def output(self, output: TokenOutput) -> None:
         """Record one output."""
-        metrics, model = self._metrics, self._model
+        metrics = self._metrics
         now_s = time.monotonic()
         if output.token_ids:
             watched = self._completions[output.index]
             if not self._has_begun:
                 self._has_begun = True
-                metrics.prompt_tokens.labels(model).inc(self._num_prompt_tokens)
+                metrics.num_prompt_tokens += self._num_prompt_tokens
             if watched.first_s is None:
                 watched.first_s = now_s
-                metrics.first_token_s.labels(model).observe(now_s - self._arrival_s)
+                metrics.first_token_s.observe(now_s - self._arrival_s)
             else:
-                metrics.inter_token_s.labels(model).observe(now_s - watched.last_s)
+                metrics.inter_token_s.observe(now_s - watched.last_s)
             watched.last_s = now_s
             watched.num_tokens += len(output.token_ids)
             watched.num_outputs += 1
-            metrics.generation_tokens.labels(model).inc(len(output.token_ids))
+            metrics.num_generation_tokens += len(output.token_ids)
         timing = output.timing
         if timing is not None and timing.scheduled_s is not None:
-            metrics.queue_s.labels(model).observe(timing.scheduled_s - timing.arrival_s)
+            metrics.queue_s.observe(timing.scheduled_s - timing.arrival_s)
             if timing.first_token_s is not None:
-                prefill_s = timing.first_token_s - timing.scheduled_s
-                metrics.prefill_s.labels(model).observe(prefill_s)
+                metrics.prefill_s.observe(timing.first_token_s - timing.scheduled_s)
+            if timing.last_token_s is not None:
+                metrics.inference_s.observe(timing.last_token_s - timing.scheduled_s)
 
     def finish(self, index: int, reason: FinishReason) -> None:
         """Record the end of a completion; later calls for it have no effect."""
@@ -165,27 +230,44 @@ class RequestMetrics:
         if watched.is_finished:
             return
         watched.is_finished = True
-        metrics, model = self._metrics, self._model
-        metrics.finished.labels(model, reason).inc()
+        self._metrics.finished[reason].inc()
+        self._metrics.generation_tokens.observe(watched.num_tokens)
         if reason in ("stop", "length") and watched.first_s is not None:
-            metrics.end_to_end_s.labels(model).observe(watched.last_s - self._arrival_s)
-            if watched.num_tokens > 1 and watched.num_outputs == 1:
-                return  # a beam arrives whole: the times of its tokens are unknown
-            decode_s = watched.last_s - watched.first_s
-            metrics.decode_s.labels(model).observe(decode_s)
-            if watched.num_tokens > 1:
-                metrics.per_token_s.labels(model).observe(decode_s / (watched.num_tokens - 1))
+            self._observe_times(watched, watched.first_s)
+        self._num_open -= 1
+        if self._num_open == 0:
+            self._finish_request()
 
     def finish_all(self, reason: FinishReason) -> None:
         """Record the end of all completions that have not ended."""
         for index in range(len(self._completions)):
             self.finish(index, reason)
 
+    def _observe_times(self, watched: _Watched, first_s: float) -> None:
+        metrics = self._metrics
+        metrics.end_to_end_s.observe(watched.last_s - self._arrival_s)
+        if watched.num_tokens > 1 and watched.num_outputs == 1:
+            return  # a beam arrives whole: the times of its tokens are unknown
+        decode_s = watched.last_s - first_s
+        metrics.decode_s.observe(decode_s)
+        if watched.num_tokens > 1:
+            metrics.per_token_s.observe(decode_s / (watched.num_tokens - 1))
+
+    def _finish_request(self) -> None:
+        """Record what a request has once, when all of its completions have ended."""
+        metrics, params = self._metrics, self._params
+        metrics.prompt_tokens.observe(self._num_prompt_tokens)
+        longest = max(watched.num_tokens for watched in self._completions)
+        metrics.max_generation_tokens.observe(longest)
+        metrics.params_n.observe(params.n)
+        if params.max_tokens is not None:
+            metrics.params_max_tokens.observe(params.max_tokens)
+
 
 class _EngineCollector(Collector):
-    """Collector of the engine's own counters, read at each scrape."""
+    """Collector of the engine's counters and of counted tokens, read at each scrape."""
 
-    def __init__(self, models: tuple[str, ...]) -> None:
+    def __init__(self, models: Mapping[str, ModelMetrics]) -> None:
         self._models = models
         self.stats: EngineStats | None = None
         self.report: MemoryReport | None = None
@@ -219,14 +301,22 @@ class _EngineCollector(Collector):
             "KV bytes in use / bytes that KV could have, 0 to 1.",
             labels=label,
         )
-        for model in self._models:
+        prompts = CounterMetricFamily(
+            "aquifer:prompt_tokens", "Prompt tokens processed.", labels=label
+        )
+        generated = CounterMetricFamily(
+            "aquifer:generation_tokens", "Tokens generated.", labels=label
+        )
+        for model, metrics in self._models.items():
+            prompts.add_metric([model], metrics.num_prompt_tokens)
+            generated.add_metric([model], metrics.num_generation_tokens)
             running.add_metric([model], self.stats.num_running.get(model, 0))
             waiting.add_metric([model], self.stats.num_waiting.get(model, 0))
             preemptions.add_metric([model], self.stats.num_preemptions.get(model, 0))
             queries.add_metric([model], self.stats.num_prefix_queried_tokens.get(model, 0))
             hits.add_metric([model], self.stats.num_prefix_hit_tokens.get(model, 0))
             usage.add_metric([model], self.stats.kv_usage)
-        yield from (running, waiting, preemptions, queries, hits, usage)
+        yield from (running, waiting, preemptions, queries, hits, usage, prompts, generated)
         yield CounterMetricFamily(
             "aquifer:engine_restarts",
             "Times that the engine process died and was started again.",
@@ -255,3 +345,13 @@ def _pool_bytes(report: MemoryReport) -> Metric:
     uncreated_bytes = max(report.free_bytes - retained_bytes, 0)
     family.add_metric([report.device, "", "free", "uncreated"], uncreated_bytes)
     return family
+
+
+def _up_to(most: int) -> tuple[float, ...]:
+    """Buckets of 1, 2, 5, 10, 20, 50 and so on, up to a number of tokens."""
+    buckets: list[float] = []
+    power = 1
+    while power <= most:
+        buckets += [step * power for step in (1, 2, 5) if step * power <= most]
+        power *= 10
+    return tuple(buckets)

@@ -18,6 +18,7 @@ from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request
 from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelInfo
 from aquifer.errors import ConfigError, DriverError, RequestError
+from aquifer.serve.logs import configure_logging
 from aquifer.serve.messages import (
     Abort,
     Add,
@@ -43,10 +44,11 @@ class EngineLike(Protocol):
     """Interface of the engine to this loop; `aquifer.engine.engine.Engine` implements it.
 
     Attributes:
-        on_launch: called with the model of each step before it is launched.
+        on_launch: called with the model of each step, and its number of tokens, before it is
+            launched.
     """
 
-    on_launch: Callable[[str], None]
+    on_launch: Callable[[str, int], None]
 
     @property
     def models(self) -> dict[str, ModelInfo]:
@@ -122,7 +124,11 @@ class CurrentModel:
 
 
 def run_engine_process(
-    connection: Connection, config: EngineConfig, open_it: OpenEngine, current: CurrentModel
+    connection: Connection,
+    config: EngineConfig,
+    open_it: OpenEngine,
+    current: CurrentModel,
+    log_level: str,
 ) -> None:
     """Run the engine process: open the engine, serve the pipe, close.
 
@@ -131,7 +137,9 @@ def run_engine_process(
         config: the engine's options.
         open_it: opens the engine.
         current: is told which model is loaded or computed.
+        log_level: least level of messages to log.
     """
+    configure_logging(log_level)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # the web process decides when to stop
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -146,7 +154,6 @@ def run_engine_process(
         except (ConfigError, DriverError) as error:
             _send(connection, OpenFailed(str(error), isinstance(error, ConfigError)))
             return
-        engine.on_launch = current.set
         _send(connection, Ready(engine.models, engine.stats()))
         _run(engine, connection, current)
         engine.close()
@@ -156,7 +163,16 @@ def run_engine_process(
 
 def _run(engine: EngineLike, connection: Connection, current: CurrentModel) -> None:
     """Handle messages and step the engine until a `Close` arrives."""
+    launched: tuple[str, int] | None = None
+
+    def on_launch(model: str, num_tokens: int) -> None:
+        nonlocal launched
+        current.set(model)
+        launched = model, num_tokens
+
+    engine.on_launch = on_launch
     while True:
+        launched = None
         refused: dict[str, RequestError] = {}
         may_block = not engine.has_work
         if may_block:
@@ -187,7 +203,7 @@ def _run(engine: EngineLike, connection: Connection, current: CurrentModel) -> N
                 token_ids[output.request_id] = output.token_ids[0]
             else:
                 others.append(output)
-        _send(connection, Step(token_ids, others, refused, engine.stats()))
+        _send(connection, Step(token_ids, others, refused, engine.stats(), launched))
 
 
 def _pin(engine: EngineLike, message: Pin | Unpin) -> int | RequestError:

@@ -27,8 +27,9 @@ from aquifer.serve.prefixes import PinnedPrefixes
 from aquifer.serve.protocol.parsing import parse_body
 from aquifer.serve.protocol.requests import CompletionRequest, TemplateFields
 from aquifer.serve.protocol.responses import ModelCard
+from aquifer.serve.request_log import RequestLog
 from aquifer.serve.sandbox import Sandbox
-from aquifer.text import ChatTemplate
+from aquifer.text import ChatTemplate, Delta
 
 _INLINE_CHARS = 4096  # longer texts are tokenised in a thread
 _INLINE_BYTES = 64 << 10
@@ -56,6 +57,7 @@ class Service:
         trusts_templates: whether clients may send chat templates.
         salts_by_key: whether clients with different API keys share no retained prefixes.
         shares_by_key: whether clients with different API keys share the models fairly.
+        request_log: logs each request; None if they are not logged.
     """
 
     def __init__(
@@ -67,11 +69,16 @@ class Service:
         trusts_templates: bool = False,
         salts_by_key: bool = False,
         shares_by_key: bool = False,
+        request_log: RequestLog | None = None,
     ) -> None:
         self.client = client
         self.models = dict(models)
         self._aliases = dict(aliases)
-        self.metrics = Metrics(self.models)
+        self.metrics = Metrics(
+            {name: model.info.max_model_len for name, model in self.models.items()}
+        )
+        client.on_launch = self.metrics.launched
+        self._request_log = request_log
         self.prefixes = PinnedPrefixes(client)
         self.started_s = int(time.time())
         self.bodies = BodyReader()
@@ -189,8 +196,10 @@ class Service:
         arrival_s: float,
         cache_salt: str | None,
         client: str,
+        *,
+        only_scores: bool = False,
     ) -> list[Job]:
-        """Prepare a job for each prompt.
+        """Prepare a job for each prompt; with `only_scores`, none has any output of its own.
 
         Raises:
             RequestError: the parameters need a tokenizer, and there is none.
@@ -203,7 +212,14 @@ class Service:
             )
         return [
             Job.prepare(
-                model.text, prompt, params, f"{response_id}-{index}", arrival_s, cache_salt, client
+                model.text,
+                prompt,
+                params,
+                f"{response_id}-{index}",
+                arrival_s,
+                cache_salt,
+                client,
+                only_scores=only_scores,
             )
             for index, prompt in enumerate(prompts)
         ]
@@ -212,7 +228,7 @@ class Service:
         self, jobs: Sequence[Job], buffers: Sequence[Sequence[PieceBuffer]]
     ) -> AsyncGenerator[tuple[int, int, Piece], None]:
         """Run jobs; yield (index of the job, index of the completion, next piece to send)."""
-        async with aclosing(run_jobs(self.client, self.metrics, jobs)) as deltas:
+        async with aclosing(self._run(jobs)) as deltas:
             async for index, delta in deltas:
                 piece = buffers[index][delta.index].add(delta)
                 if piece is not None:
@@ -220,9 +236,12 @@ class Service:
 
     async def finish(self, jobs: Sequence[Job]) -> None:
         """Run jobs until all are finished."""
-        async with aclosing(run_jobs(self.client, self.metrics, jobs)) as deltas:
+        async with aclosing(self._run(jobs)) as deltas:
             async for _ in deltas:
                 pass
+
+    def _run(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, Delta], None]:
+        return run_jobs(self.client, self.metrics, self._request_log, jobs)
 
 
 async def _client(request: Request) -> EngineClient:

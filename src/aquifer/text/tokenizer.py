@@ -33,6 +33,7 @@ class Tokenizer:
         backend: the tokenizer of the `tokenizers` package.
         chat_template: Jinja source, or None if the model has none.
         special_tokens: variables of the template, such as `bos_token`.
+        config: fields of the checkpoint's `tokenizer_config.json`, for `info`.
     """
 
     def __init__(
@@ -40,10 +41,12 @@ class Tokenizer:
         backend: BackendTokenizer,
         chat_template: str | None,
         special_tokens: Mapping[str, str],
+        config: Mapping[str, Any] | None = None,
     ) -> None:
         self.backend = backend
         self.chat_template = chat_template
         self._special_tokens = dict(special_tokens)
+        self._config = dict(config or {})
         self._max_token_chars = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
 
     @classmethod
@@ -72,7 +75,22 @@ class Tokenizer:
         template_file = folder / "chat_template.jinja"
         if chat_template is None and template_file.is_file():
             chat_template = read_text(template_file, LIST_BYTES)
-        return cls(backend, chat_template or default_template, special_tokens)
+        return cls(backend, chat_template or default_template, special_tokens, fields.values)
+
+    def info(self) -> dict[str, Any]:
+        """The tokenizer's configuration as vLLM's server shows it.
+
+        Returns: the fields of `tokenizer_config.json`, with special tokens as text, and with the
+            chat template that is used. A class, a special token or a template that the checkpoint
+            does not name is there too: the class of tokenizers read from `tokenizer.json`, or None.
+        """
+        return {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **dict.fromkeys(sorted(_SPECIAL_TOKENS)),
+            **{name: value for name, value in self._config.items() if value is not None},
+            **self._special_tokens,
+            "chat_template": self.chat_template,
+        }
 
     def encode(
         self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None

@@ -42,7 +42,9 @@ async def completions(
     response_id = f"cmpl-{uuid4().hex}"
     salt = joined_salt(service.owner(request), body.cache_salt)
     client = service.client_name(request)
-    jobs = service.jobs(model, prompts, params, response_id, arrival_s, salt, client)
+    jobs = service.jobs(
+        model, prompts, params, response_id, arrival_s, salt, client, only_scores=body.only_scores
+    )
     echoes = [_echo_of(job) if body.echo else None for job in jobs]
     writer = CompletionWriter(response_id, model.info.name, jobs)
     if not body.stream:

@@ -76,6 +76,8 @@ def _memory_dict(report: MemoryReport) -> dict[str, Any]:
                     kv_wasted=model.kv_wasted_bytes,
                 ),
                 "kv_written_tokens": model.kv_written_tokens,
+                "kv_capacity_tokens": model.kv_capacity.num_tokens,
+                "max_concurrency": round(model.kv_capacity.num_sequences, 2),
                 "requests_running": model.num_running,
                 "requests_waiting": model.num_waiting,
             }

@@ -1,13 +1,16 @@
-"""Endpoints that encode and decode text."""
+"""Endpoints that encode and decode text, and describe the tokenizer."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Annotated
 
+from fastapi import Response
+
+from aquifer.serve.http import json_response
 from aquifer.serve.models import check_token_ids
 from aquifer.serve.protocol.requests import DetokenizeRequest, TokenizeRequest
-from aquifer.serve.protocol.responses import DetokenizeResponse, TokenizeResponse
+from aquifer.serve.protocol.responses import DetokenizeResponse, TokenizeResponse, TokenizerInfo
 from aquifer.serve.service import Served, encode, off_loop, parsed
 
 
@@ -43,3 +46,9 @@ async def detokenize(
         check_token_ids(body.tokens, model.info.vocab_size, "tokens")
     decode = partial(tokenizer.decode, body.tokens, skip_special_tokens=False)
     return DetokenizeResponse(prompt=await off_loop(len(body.tokens), decode))
+
+
+async def tokenizer_info(service: Served, model: str | None = None) -> Response:
+    """Describe a model's tokenizer; `model` may be left out if there is only one."""
+    tokenizer = service.model(model).text.need_tokenizer()
+    return json_response(TokenizerInfo(tokenizer.info()))

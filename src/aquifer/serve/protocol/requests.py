@@ -6,28 +6,23 @@ A null field counts as not given; a field that is not listed here is refused by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, ValuesView
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    StrictInt,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-)
-from pydantic_core import core_schema
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, WrapValidator
 
-from aquifer.engine.params import (
-    MAX_LOGPROBS,
-    MAX_STOP_STRINGS,
-    MAX_TOKENS_NAMED,
-    SamplingParams,
-)
+from aquifer.engine.params import BOUNDS, MAX_LOGPROBS, SamplingParams
 from aquifer.errors import RequestError
+from aquifer.serve.protocol.fields import (
+    AtMost,
+    Biases,
+    CacheSalt,
+    OnePromptField,
+    PromptField,
+    StopStrings,
+    TokenIds,
+    limited,
+)
 
 # Variables that the template gets anyway, or arguments of the function that renders it.
 _RESERVED_TEMPLATE_ARGS = frozenset(
@@ -45,15 +40,11 @@ _RESERVED_TEMPLATE_ARGS = frozenset(
 )
 
 
-MAX_PROMPTS = 1 << 16
-"""The most prompts of a body; a server accepts fewer, as many as may wait."""
-MAX_PROMPT_TOKENS = 1 << 21
 MAX_MESSAGES = 2048
 MAX_MESSAGE_VALUES = 1 << 16
 """The most JSON values in all messages of a conversation together."""
 MAX_TEMPLATE_VALUES = 4096
 """The most JSON values in `chat_template_kwargs`."""
-MAX_SALT_CHARS = 256
 MAX_TOKENS_DECODED = 1 << 18
 """The most tokens of one request to /detokenize."""
 
@@ -95,79 +86,6 @@ UNSUPPORTED_FIELDS: dict[str, tuple[object, ...]] = {
     "truncate_prompt_tokens": (None,),
 }
 """Known fields that are refused, each with the values that ask for nothing."""
-
-
-@dataclass(frozen=True)
-class AtMost:
-    """Limit of a list's length; the first wrong element ends its validation."""
-
-    num_items: int
-
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> core_schema.CoreSchema:
-        """Add the limit to the list's schema."""
-        schema = handler(source)
-        assert schema["type"] == "list"
-        return {**schema, "max_length": self.num_items, "fail_fast": True}
-
-
-def _check_prompt(value: Any, _: ValidatorFunctionWrapHandler) -> Any:
-    """Check the type at once; pydantic would try each type, and report an error per token."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list):
-        most = MAX_PROMPT_TOKENS if value and isinstance(value[0], int) else MAX_PROMPTS
-        if len(value) > most:
-            raise ValueError(f"has {len(value)} entries; it may have at most {most}")
-        types = set(map(type, value))
-        if len(types) <= 1 and types <= {str, int}:
-            return value
-        if types == {list} and {type(i) for token_ids in value for i in token_ids} <= {int}:
-            return value
-    raise ValueError("must be a text, a list of texts, a list of token ids or a list of such lists")
-
-
-def _limited(max_values: int) -> Callable[[Any, ValidatorFunctionWrapHandler], Any]:
-    """A validator that refuses a value made of too many JSON values, before it is looked at."""
-
-    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        if not _is_small(value, max_values):
-            raise ValueError(f"has more than {max_values} values in all; send fewer")
-        return handler(value)
-
-    return check
-
-
-def _is_small(value: object, max_values: int) -> bool:
-    """Whether a JSON value consists of at most so many values, itself and containers included."""
-    num_values, rest = 1, [value]
-    while rest:
-        container = rest.pop()
-        parts = container.values() if isinstance(container, dict) else container
-        if isinstance(parts, (list, ValuesView)):
-            num_values += len(parts)
-            if num_values > max_values:
-                return False
-            rest += [part for part in parts if isinstance(part, (dict, list))]
-    return True
-
-
-def _check_one_prompt(value: Any, _: ValidatorFunctionWrapHandler) -> Any:
-    if value is None or isinstance(value, str):
-        return value
-    if isinstance(value, list) and set(map(type, value)) <= {int}:
-        return value
-    raise ValueError("must be a text or a list of token ids")
-
-
-PromptField = Annotated[str | list[str] | list[int] | list[list[int]], WrapValidator(_check_prompt)]
-OnePromptField = Annotated[str | list[int] | None, WrapValidator(_check_one_prompt)]
-CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None
-"""A request finds retained prefixes only of requests with the same salt."""
-StopStrings = Annotated[list[str], AtMost(MAX_STOP_STRINGS)]
-TokenIds = Annotated[list[int], AtMost(MAX_TOKENS_NAMED)]
-Biases = Annotated[dict[int, float], Field(max_length=MAX_TOKENS_NAMED)]
 
 
 class StreamOptions(BaseModel):
@@ -258,6 +176,11 @@ class CompletionRequest(SamplingFields, ClientFields):
     suffix: str | None = None
     best_of: int | None = None
 
+    @property
+    def only_scores(self) -> bool:
+        """Whether only the prompt is wanted, with its log probabilities, and no output."""
+        return self.max_tokens == 0 and bool(self.echo)
+
     def prompts(self) -> list[str] | list[list[int]]:
         """Return the prompts, each a text or a list of token ids.
 
@@ -282,12 +205,35 @@ class CompletionRequest(SamplingFields, ClientFields):
         """
         if self.suffix:
             raise RequestError("suffix is not supported; leave it out", param="suffix")
+        max_tokens = {}
+        if self.max_tokens == 0:
+            max_tokens = {"max_tokens": self._least_tokens()}
         return self._params(
             defaults,
             best_of=self.best_of,
             logprobs=self.logprobs,
             prompt_logprobs=self.logprobs if self.echo else None,
+            **max_tokens,
         )
+
+    def _least_tokens(self) -> int:
+        """The number of tokens that the engine generates for a request with max_tokens 0.
+
+        Raises:
+            RequestError: the request would have an empty answer, or asks for more tokens.
+        """
+        if not self.only_scores:
+            raise RequestError(
+                "max_tokens is 0, which is for scoring a prompt and needs echo to be true; set "
+                "echo, or ask for at least 1 token",
+                param="max_tokens",
+            )
+        if self.min_tokens:
+            raise RequestError(
+                f"min_tokens is {self.min_tokens}; it must be at most max_tokens, which is 0",
+                param="min_tokens",
+            )
+        return 1
 
 
 class ChatMessage(BaseModel):
@@ -311,9 +257,9 @@ class ChatMessage(BaseModel):
 
 
 Messages = Annotated[
-    list[ChatMessage], AtMost(MAX_MESSAGES), WrapValidator(_limited(MAX_MESSAGE_VALUES))
+    list[ChatMessage], AtMost(MAX_MESSAGES), WrapValidator(limited(MAX_MESSAGE_VALUES))
 ]
-TemplateArgs = Annotated[dict[str, Any], WrapValidator(_limited(MAX_TEMPLATE_VALUES))]
+TemplateArgs = Annotated[dict[str, Any], WrapValidator(limited(MAX_TEMPLATE_VALUES))]
 
 
 class TemplateFields(BaseModel):
@@ -361,7 +307,12 @@ class ChatCompletionRequest(SamplingFields, TemplateFields, ClientFields):
                     f"top_logprobs is {self.top_logprobs}; it must be from 0 to {MAX_LOGPROBS}",
                     param="top_logprobs",
                 )
-        max_tokens = self.max_completion_tokens
+        max_tokens, bound = self.max_completion_tokens, BOUNDS["max_tokens"]
+        if max_tokens is not None and not bound.allows(max_tokens):
+            raise RequestError(
+                f"max_completion_tokens is {max_tokens}; it must be {bound.description}",
+                param="max_completion_tokens",
+            )
         return self._params(
             defaults,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,

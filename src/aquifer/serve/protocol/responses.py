@@ -154,6 +154,10 @@ class DetokenizeResponse(BaseModel):
     prompt: str
 
 
+class TokenizerInfo(RootModel[dict[str, Any]]):
+    """Response to GET /tokenizer_info: fields of `tokenizer_config.json`, and the chat template."""
+
+
 class PrefixCard(BaseModel):
     """A pinned prefix."""
 

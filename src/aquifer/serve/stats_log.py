@@ -1,0 +1,143 @@
+"""Messages about the models and their load, in the words of vLLM's log."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from aquifer import __version__
+from aquifer.engine.reports import EngineStats, MemoryReport, ModelInfo
+from aquifer.serve.metrics import Metrics
+from aquifer.sizes import format_size
+
+INTERVAL_S = 10.0
+
+_log = logging.getLogger(__name__)
+
+
+def log_start(infos: Sequence[ModelInfo], aliases: Mapping[str, str], report: MemoryReport) -> None:
+    """Log what is served, and how much fits into memory.
+
+    Args:
+        infos: the models.
+        aliases: served names by the other names that clients may use.
+        report: the memory when the models are loaded.
+    """
+    cache = cache_name(report.device)
+    lines = [
+        f"Aquifer {__version__} on {report.device}: memory budget "
+        f"{format_size(report.budget_bytes)} in {report.budget_bytes // report.page_bytes} pages "
+        f"of {format_size(report.page_bytes)}",
+        f"Available KV cache memory: {format_size(report.free_bytes)}",
+    ]
+    for info in infos:
+        capacity = report.models[info.name].kv_capacity
+        names = ", ".join((info.name, *(alias for alias in aliases if aliases[alias] == info.name)))
+        lines.append(
+            f"Model {info.name}: served as {names}; {info.architecture}, {info.dtype}, "
+            f"{info.num_parameters:,} parameters, weights {format_size(info.weight_bytes)}, "
+            f"KV {format_size(info.kv_bytes_per_token)} per token, "
+            f"max_model_len {info.max_model_len:,}"
+        )
+        if capacity.num_tokens:
+            lines += [
+                f"Model {info.name}: {cache} size: {capacity.num_tokens:,} tokens",
+                f"Model {info.name}: Maximum concurrency for {info.max_model_len:,} tokens per "
+                f"request: {capacity.num_sequences:.2f}x",
+            ]
+    if len(infos) > 1:
+        lines.append(
+            "The models share the KV cache memory; each size is that of one model with all of it"
+        )
+    for line in lines:
+        _log.info(line)
+
+
+def cache_name(device: str | None) -> str:
+    """The KV cache in messages, named after the device of a memory report; None if unknown."""
+    if device is None:
+        return "KV cache"
+    return "GPU KV cache" if device.startswith("cuda") else "CPU KV cache"
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Counters of one model at some time."""
+
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+
+
+class StatsLog:
+    """Throughput, queue and cache of each model, logged at regular intervals.
+
+    A line is at level info if there was traffic since the line before, or if that line showed some;
+    otherwise at level debug.
+
+    Args:
+        metrics: where tokens are counted.
+        device: the device, as in a memory report; None if unknown.
+    """
+
+    def __init__(self, metrics: Metrics, device: str | None) -> None:
+        self._metrics = metrics
+        self._cache = cache_name(device)
+        self._before = {name: _Counts() for name in metrics.models}
+        self._hit_rates = dict.fromkeys(metrics.models, 0.0)
+        self._had_traffic = dict.fromkeys(metrics.models, False)
+
+    async def run(self, stats: Callable[[], EngineStats]) -> None:
+        """Log every `INTERVAL_S` seconds until cancelled; `stats` has the engine's counters."""
+        before_s = time.monotonic()
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            now_s = time.monotonic()
+            self.log(stats(), now_s - before_s)
+            before_s = now_s
+
+    def log(self, stats: EngineStats, elapsed_s: float) -> None:
+        """Log a line for each model.
+
+        Args:
+            stats: the engine's counters.
+            elapsed_s: seconds since the last call.
+        """
+        for name in self._metrics.models:
+            has_traffic, line = self._line(name, stats, elapsed_s)
+            is_shown = has_traffic or self._had_traffic[name]
+            _log.log(logging.INFO if is_shown else logging.DEBUG, line)
+            self._had_traffic[name] = has_traffic
+
+    def _line(self, name: str, stats: EngineStats, elapsed_s: float) -> tuple[bool, str]:
+        """Whether a model had traffic since the last call, and its line."""
+        metrics, before = self._metrics.models[name], self._before[name]
+        now = self._before[name] = _Counts(
+            metrics.num_prompt_tokens,
+            metrics.num_generation_tokens,
+            stats.num_prefix_queried_tokens.get(name, 0),
+            stats.num_prefix_hit_tokens.get(name, 0),
+        )
+        if (
+            now.queried_tokens < before.queried_tokens
+        ):  # of an engine process that was started again
+            before.queried_tokens = before.hit_tokens = 0
+        num_queried = now.queried_tokens - before.queried_tokens
+        if num_queried:
+            self._hit_rates[name] = (now.hit_tokens - before.hit_tokens) / num_queried
+        num_prompt = now.prompt_tokens - before.prompt_tokens
+        num_generated = now.generation_tokens - before.generation_tokens
+        num_running = stats.num_running.get(name, 0)
+        num_waiting = stats.num_waiting.get(name, 0)
+        line = (
+            f"Model {name}: Avg prompt throughput: {num_prompt / elapsed_s:.1f} tokens/s, "
+            f"Avg generation throughput: {num_generated / elapsed_s:.1f} tokens/s, "
+            f"Running: {num_running} reqs, Waiting: {num_waiting} reqs, "
+            f"{self._cache} usage: {stats.kv_usage:.1%}, "
+            f"Prefix cache hit rate: {self._hit_rates[name]:.1%}"
+        )
+        return any((num_prompt, num_generated, num_running, num_waiting)), line
