@@ -250,7 +250,7 @@ def _complete(server: Server, key: str, body: dict[str, Any], chunks: _Counter |
 
 def _read_stream(server: Server, begun: threading.Semaphore, ended_s: list[float]) -> None:
     """Read a stream until it ends."""
-    body = {"prompt": "Once", "max_tokens": 1000, "stream": True, "ignore_eos": True}
+    body = {"prompt": [1, 2, 3], "max_tokens": 1000, "stream": True, "ignore_eos": True}
     is_begun = False
     try:
         with httpx.stream(
@@ -269,7 +269,7 @@ def _read_stream(server: Server, begun: threading.Semaphore, ended_s: list[float
 def _first_success_s(server: Server) -> float:
     """When the server has answered a request again."""
     while True:
-        body = {"prompt": "a", "max_tokens": 1}
+        body = {"prompt": [1, 2, 3], "max_tokens": 1}
         answer = httpx.post(server.url + "/v1/completions", json=body, timeout=_PATIENCE_S)
         if answer.status_code == 200:
             return time.monotonic()
