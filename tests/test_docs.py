@@ -15,13 +15,17 @@ from tools.options_table import with_table
 from aquifer.serve.protocol import requests
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [*sorted((ROOT / "docs").glob("**/*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+GUIDES = sorted((ROOT / "docs" / "guide").glob("*.md"))
+DOCUMENTS = [
+    *sorted((ROOT / "docs").glob("**/*.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")),
+]
 
 _CODE = re.compile(r"`([^`\n]+)`")
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _DOTTED = re.compile(r"aquifer(\.\w+)+")
 _CLASS = re.compile(r"[A-Z][a-z]\w*[A-Z]\w*|[A-Z]{2,}[a-z]\w*")
-_PATH = re.compile(r"(?:src|docs|tests|tools|benchmarks)/[\w./-]*")
+_PATH = re.compile(r"(?:src|docs|tests|tools|benchmarks|examples|contrib)/[\w./-]*")
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
