@@ -2,9 +2,10 @@
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c '' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+EXAMPLES := .venv-examples
 
-.PHONY: demo test lint types unit test-gpu bench-cpu bench-serving bench-compare bench-gpu bench-pagedattention clean
+.PHONY: demo test lint types unit examples test-gpu bench-cpu bench-serving bench-compare bench-gpu bench-pagedattention clean
 
 demo: $(VENV)/installed
 	$(BIN)/python tools/demo.py
@@ -21,8 +22,12 @@ types: $(VENV)/installed-test
 
 # One process a core, and so one thread in each. Each begins with tests of neighbouring files, which
 # share what they set up, and takes over some of the other's when it has done its own.
-unit: $(VENV)/installed-test
+unit: $(VENV)/installed-test $(EXAMPLES)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
+
+# Against a server of the bundled model; `unit` runs them too.
+examples: $(VENV)/installed-test $(EXAMPLES)/installed
+	$(BIN)/python -m pytest tests/serve/test_examples.py
 
 # On a GPU machine: with its own Python, whose torch, triton and cuda-bindings fit its driver.
 test-gpu:
@@ -54,12 +59,21 @@ $(VENV)/created:
 
 $(VENV)/installed: $(VENV)/created pyproject.toml constraints.txt
 	@echo 'Installing Aquifer and what it needs into $(VENV): mostly torch, a few minutes, only once.'
-	$(PIP_INSTALL) -c constraints.txt -e .
+	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e .
 	touch $@
 
 $(VENV)/installed-test: $(VENV)/installed
-	$(PIP_INSTALL) -c constraints.txt -e '.[test]'
+	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[test]'
+	touch $@
+
+# The clients of examples/, without torch and without Aquifer: litellm wants other versions than
+# constraints.txt has, and Transformers would import some of the rest in every test.
+$(EXAMPLES)/installed: examples/constraints.txt
+	@echo 'Installing the clients of examples/ into $(EXAMPLES): about a minute, only once.'
+	$(PYTHON) -m venv --clear $(EXAMPLES)
+	$(EXAMPLES)/bin/python $(PIP_INSTALL) --no-deps --no-compile -r examples/constraints.txt
+	$(EXAMPLES)/bin/python -m pip check
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(EXAMPLES) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,11 +1,13 @@
 """Write README's table of options, from `aquifer.options.OPTIONS`.
 
-python tools/options_table.py
+python -m tools.options_table
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+
+from tools.generated import with_part
 
 from aquifer.option import Option
 from aquifer.options import OPTIONS
@@ -35,9 +37,7 @@ def _row(option: Option) -> str:
 
 def with_table(readme: str) -> str:
     """README with its table written anew."""
-    before, _, rest = readme.partition(BEGIN)
-    after = rest.partition(END)[2]
-    return before + BEGIN + options_table() + END + after
+    return with_part(readme, BEGIN, END, options_table())
 
 
 if __name__ == "__main__":
