@@ -230,7 +230,13 @@ def _main() -> None:
         print(f"Aquifer is ready on {url}", flush=True)
 
     def on_listening(url: str) -> None:
+        urls.append(url)
         print(f"Aquifer listens on {url}", flush=True)
+
+    def on_progress(_: LoadProgress) -> None:
+        print(f"Aquifer loads on {urls[0]}", flush=True)
+
+    urls: list[str] = []
 
     parser = argparse.ArgumentParser()
     parser.add_argument("path", type=Path)
@@ -247,7 +253,7 @@ def _main() -> None:
                 api_key=options.keys,
                 shutdown_timeout_s=options.shutdown_timeout,
             ),
-            on_progress=lambda _: None,
+            on_progress=on_progress,
             on_ready=on_ready,
             on_listening=on_listening,
             open_it=open_slowly if options.load else open_fake,

@@ -59,6 +59,10 @@ class RunningServer:
         """Wait until it listens, which only the fake server says."""
         self._wait_for("listens")
 
+    def wait_loading(self) -> None:
+        """Wait until its engine process loads, which only the fake server with --load says."""
+        self._wait_for("loads")
+
     def _wait_for(self, state: str) -> None:
         """Wait for the line that says where the server is."""
         while True:

@@ -67,6 +67,14 @@ def test_fields_of_memory(demo_server: RunningServer) -> None:
     assert answer["used_bytes"] + answer["free_bytes"] == answer["budget_bytes"]
 
 
+def test_lines_at_the_start(demo_server: RunningServer) -> None:
+    section = GUIDES["sizing.md"].partition("`aquifer serve demo --memory 64M`:")[2]
+    lines = section.split("```")[1].strip().splitlines()
+    assert len(lines) == 5
+    for line in lines:
+        assert f": {line}\n" in demo_server.stderr
+
+
 def test_metrics_exist(demo_server: RunningServer) -> None:
     text = str(_get(demo_server, "/metrics"))
     given = set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))

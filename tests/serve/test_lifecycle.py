@@ -217,9 +217,8 @@ def test_requests_are_refused_while_models_load(checkpoint: Path):
         second = RunningServer([*command, "--port", str(server.port)])
         assert second.wait() == 1
         assert "choose another with --port" in second.stderr
-        engine = _engine_process(server)
-        eventually(lambda: _blocks(engine, signal.SIGUSR1), "the engine process loads")
-        os.kill(engine, signal.SIGUSR1)
+        server.wait_loading()  # earlier, the signal would end the engine process
+        os.kill(_engine_process(server), signal.SIGUSR1)
         _until_healthy(server)
     finally:
         assert server.stop() == 0
@@ -282,12 +281,6 @@ def _accepts(server: RunningServer) -> bool:
     except ConnectionRefusedError:
         return False
     return True
-
-
-def _blocks(process: int, number: signal.Signals) -> bool:
-    """Whether a process waits for a signal that would end it otherwise."""
-    mask = int(_status(process).get("SigBlk", "0"), 16)
-    return bool(mask >> (number - 1) & 1)
 
 
 def _engine_process(server: RunningServer) -> int:
