@@ -40,7 +40,12 @@ def test_what_a_command_prints(command: str, output: str, tmp_path: Path) -> Non
     result = subprocess.run(
         [sys.executable, "-m", "aquifer", *command.split()],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT / "src"),
+            "OMP_NUM_THREADS": "1",
+            "AQUIFER_PORT": "0",  # another program may listen on the default one
+        },
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,

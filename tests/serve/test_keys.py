@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 from tests.checkpoints import tiny_llama
-from tests.serve.running import RunningServer, running
+from tests.serve.running import RunningServer, eventually, running
 
 LONG_TOKENS = 30_000  # an output that lasts far longer than the test that needs it
 PREFIX = list(range(40, 60)) * 60
@@ -37,6 +37,12 @@ def begin(server: RunningServer, key: str, max_tokens: int = LONG_TOKENS) -> ope
     )
 
 
+def is_idle(server: RunningServer) -> bool:
+    """Whether no request runs or waits."""
+    _, memory, _ = server.call("GET", "/memory", headers={"Authorization": "Bearer a"})
+    return bool(memory["requests_running"] == memory["requests_waiting"] == 0)
+
+
 def test_a_key_takes_a_place_and_may_not_fill_the_queue(shared_server: RunningServer):
     streams = [begin(shared_server, "a") for _ in range(2)]
     for stream in streams:
@@ -54,6 +60,7 @@ def test_a_key_takes_a_place_and_may_not_fill_the_queue(shared_server: RunningSe
     assert "of this API key are waiting already" in answer["error"]["message"]
     for stream in (*streams, other):
         stream.close()
+    eventually(lambda: is_idle(shared_server), "the closed streams have ended")
 
 
 def test_a_key_may_pin_its_share(shared_server: RunningServer):
