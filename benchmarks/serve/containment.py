@@ -1,4 +1,4 @@
-"""How far one client can hurt others: hostile bodies, a killed engine process, a greedy key.
+"""How far one client can hurt others: hostile bodies, dying processes, slow clients, a greedy key.
 
     python benchmarks/serve/containment.py [--model demo] [--output FILE] [--only PART]
 
@@ -8,10 +8,12 @@ Each part starts a server of its own, on this machine, and measures what a bysta
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -31,6 +33,8 @@ _KILLS = 10
 _STREAMS = 64
 _GREEDY_REQUESTS, _GREEDY_TOKENS = 200, 300
 _VISITS = 8  # of the other key
+_SLOW_CONNECTIONS = 660
+_FAT_REQUESTS = 60
 _PATIENCE_S = 600.0
 
 
@@ -158,6 +162,57 @@ def killed_engine(model: str) -> dict[str, Any]:
             "web_mib_before": first_bytes >> 20,
             "web_mib_after": server.web_bytes >> 20,
         }
+
+
+def slow_clients(model: str) -> dict[str, Any]:
+    """Open connections that send hardly anything, and requests with bodies where none belongs."""
+    result: dict[str, Any] = {}
+    with serving(model) as server:
+        host, _, port = server.url.removeprefix("http://").partition(":")
+        before_bytes = server.web_bytes
+        with _Watch(server) as watch:
+            begin_s = time.monotonic()
+            slow = [_connect(host, int(port), b"POST /v1/comp") for _ in range(_SLOW_CONNECTIONS)]
+            opened_s = time.monotonic() - begin_s
+            for connection in slow:
+                connection.settimeout(_PATIENCE_S)
+                connection.recv(1)  # nothing: the server closes it
+            result["slow headers"] = {
+                "connections": len(slow),
+                "opened_s": round(opened_s, 3),
+                "all_closed_s": round(time.monotonic() - begin_s, 3),
+                **watch.figures(),
+            }
+            print(result["slow headers"], flush=True)
+            watch.start("bodies")
+            head = b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (15 << 20)
+            fat = [_connect(host, int(port), head) for _ in range(_FAT_REQUESTS)]
+            with ThreadPoolExecutor(_FAT_REQUESTS) as threads:
+                list(threads.map(_send_much, fat))
+            time.sleep(1)
+            result["bodies of GET"] = {
+                "requests": len(fat),
+                "web_mib_more": (server.web_bytes - before_bytes) >> 20,
+                **watch.figures(),
+            }
+            print(result["bodies of GET"], flush=True)
+            for connection in (*slow, *fat):
+                connection.close()
+    return result
+
+
+def _connect(host: str, port: int, begin: bytes) -> socket.socket:
+    """A connection that has sent the beginning of a request."""
+    connection = socket.create_connection((host, port), _PATIENCE_S)
+    connection.sendall(begin)
+    return connection
+
+
+def _send_much(connection: socket.socket) -> None:
+    """Send a body of 15 MiB, as far as the server takes it."""
+    connection.settimeout(5)
+    with contextlib.suppress(OSError):
+        connection.sendall(b"x" * (15 << 20))
 
 
 def greedy_key(model: str) -> dict[str, Any]:
@@ -348,6 +403,7 @@ def _resident_bytes(process_id: int) -> int:
 PARTS: dict[str, Callable[[str], dict[str, Any]]] = {
     "hostile_bodies": hostile_bodies,
     "killed_engine": killed_engine,
+    "slow_clients": slow_clients,
     "greedy_key": greedy_key,
 }
 

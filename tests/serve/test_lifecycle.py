@@ -161,6 +161,8 @@ def test_an_engine_process_that_is_killed(fake_server: RunningServer):
         os.kill(engine, signal.SIGKILL)
         with pytest.raises(openai.APIError, match="the engine process died"):
             _drain(stream)
+        _, metrics, _ = fake_server.call("GET", "/metrics")
+        assert 'aquifer:num_requests_running{model_name="fake"} 0.0' in metrics
         _until_healthy(fake_server)
         assert fake_server.call("POST", "/v1/completions", {"prompt": "x"})[0] == 200
         assert not _status(engine)

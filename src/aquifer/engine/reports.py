@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aquifer.memory.owners import Kind
 
@@ -87,3 +87,8 @@ class EngineStats:
     # Prompt tokens looked up among retained prefixes, and hits; by model, since the start.
     num_prefix_queried_tokens: dict[str, int]
     num_prefix_hit_tokens: dict[str, int]
+
+    def without_requests(self) -> EngineStats:
+        """The same counters of an engine that has lost its requests."""
+        none = dict.fromkeys(self.num_running, 0)
+        return replace(self, num_running=none, num_waiting=none, kv_usage=0.0)

@@ -391,6 +391,8 @@ class EngineClient:
             self._beating.cancel()
         self._state = _State.RESTARTING
         self._progress = None
+        if self._stats is not None:
+            self._stats = self._stats.without_requests()
         self._restarting = self._loop.create_task(self._restart(self._link))
         self._fail_everyone(
             UnavailableError("the engine process died before the request finished", _RETRY_S)
