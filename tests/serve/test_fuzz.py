@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -101,6 +102,7 @@ def test_answers_are_those_of_the_document(
     ]
     operations = [x.ok() for x in schema.get_all_operations() if isinstance(x, Ok)]
     assert len(operations) == 14
+    sent: Counter[str] = Counter()
 
     for operation in operations:
 
@@ -114,8 +116,10 @@ def test_answers_are_those_of_the_document(
         )
         def check(case: schemathesis.Case[Any]) -> None:
             case.call_and_validate(checks=checks, timeout=300)
+            sent[operation.label] += 1  # noqa: B023
 
         check()
+    print(f"{sent.total()} cases: {dict(sent)}")
     status, prefixes, _ = idle_server.call("GET", "/v1/prefixes")
     assert status == 200
     for prefix in prefixes["data"]:
