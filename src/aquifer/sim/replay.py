@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import lru_cache
 
 import torch
 
@@ -196,12 +197,7 @@ class _Replay:
             self._num_ended += 1  # refused
             return
         prompt = self._prompts.ids(request)
-        params = SamplingParams(
-            n=config.num_sequences,
-            use_beam_search=config.beam_width > 0,
-            max_tokens=request.output_tokens,
-            ignore_eos=True,
-        )
+        params = _params(config.num_sequences, config.beam_width > 0, request.output_tokens)
         asked = Request(str(number), name, prompt.tolist(), params, record.arrival_s)
         group = SequenceGroup.of(asked, number, prompt, seed=0, max_total=max_total)
         self._outputs_left[asked.request_id] = config.num_sequences
@@ -275,3 +271,17 @@ def _take_weights(config: ReplayConfig, pool: PagePool, resources: ExitStack) ->
                 f"is left of {format_size(config.budget_bytes)}; give more --memory"
             )
         resources.callback(pool.release, pages)
+
+
+@lru_cache(maxsize=4096)
+def _params(num_sequences: int, uses_beams: bool, max_tokens: int) -> SamplingParams:
+    """Parameters of a request; those of an earlier one are used again, as to check them takes time.
+
+    Args:
+        num_sequences: completions, or beams.
+        uses_beams: whether it is a beam search.
+        max_tokens: tokens of each completion.
+    """
+    return SamplingParams(
+        n=num_sequences, use_beam_search=uses_beams, max_tokens=max_tokens, ignore_eos=True
+    )
