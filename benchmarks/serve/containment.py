@@ -43,7 +43,8 @@ class Server:
 
     def __init__(self, model: str, *options: str) -> None:
         command = [sys.executable, "-m", "aquifer", "serve", model, "--port", "0", *options]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        environment = {**os.environ, "AQUIFER_LOG_LEVEL": "error"}
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if (match := re.search(r"ready on (http\S+)", line)) is not None:

@@ -119,7 +119,7 @@ def serving(
     command = [sys.executable, "-m", "aquifer", "serve", model, "--port", "0", *arguments]
     server = subprocess.Popen(
         command,
-        env={**os.environ, **(environment or {})},
+        env={**os.environ, "AQUIFER_LOG_LEVEL": "error", **(environment or {})},
         stdout=subprocess.PIPE,
         text=True,
     )
