@@ -49,7 +49,7 @@ bench-compare: $(VENV)/installed-test
 bench-gpu:
 	PYTHONPATH=src python3 benchmarks/gpu/run.py --output benchmarks/gpu
 
-# PagedAttention's figures, replayed; DATA is the folder of the traces.
+# PagedAttention's figures, replayed in an hour or two; DATA is the folder of the traces.
 bench-pagedattention: $(VENV)/installed-test
 	$(BIN)/python benchmarks/pagedattention/run.py --data $(DATA) --output benchmarks/pagedattention
 
