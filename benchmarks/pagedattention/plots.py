@@ -38,7 +38,7 @@ _PARTS = {
 }
 _WIDE = ("paged",)
 _VARIANT_COLOUR = "#e377c2"
-"""Of `virtual` with KV that is kept, which may be equal to `virtual` without."""
+"""Colour of the line for `virtual` with retained KV. It may lie on the line without retained KV."""
 
 _DPI = 90
 

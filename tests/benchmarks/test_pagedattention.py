@@ -127,7 +127,7 @@ class ScriptedReplays(Replays):
 
 
 def test_a_length_is_doubled_until_that_changes_the_figure_by_less_than_two_percent():
-    """Of a transient that fades with the length, 1 + 12 / length: by 5.7, 2.9 and 1.5 %."""
+    """The figure has a transient of 12 / length; doublings change it by 5.7, 2.9 and 1.5 %."""
     replays = ScriptedReplays(lambda job: 1 + 12 / job.num_requests)
     figures = replays.saturated("test", {"paged": JOB})["paged"]
     assert figures["num_requests"] == 800

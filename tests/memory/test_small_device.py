@@ -87,7 +87,7 @@ def test_tenants_give_up_what_the_device_does_not_have(pool):
 
 
 def test_idle_pages_of_others_come_before_new_ones_that_the_device_refuses(driver, pool):
-    """Of the same size they are zeroed, of other sizes destroyed; neither is reclaiming."""
+    """Idle pages of the same size are zeroed, of other sizes destroyed; neither is reclaiming."""
     range_ = VirtualRange(pool.pages, 4 * PAGE, PAGE)
     _fill(pool, range_, 4)
     others = _acquire(pool, A, 4)

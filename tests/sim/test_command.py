@@ -164,7 +164,7 @@ def test_nonsense_is_an_error_before_the_run(trace, monkeypatch, arguments, mess
 
 
 def test_requests_that_the_memory_is_too_small_for_are_told(trace):
-    """Of two managers: one that could serve them all, and one that has to reserve 2048 tokens."""
+    """One of two managers could serve all requests; the other has to reserve 2048 tokens each."""
     output = _replay(trace, "--memory", "25GiB", "--kv-cache", "virtual,orca-max")
     assert "orca-max: 30 of 30 requests could not be served" in " ".join(output.split())
     assert "virtual: 30" not in output

@@ -11,9 +11,9 @@ _BURST_S = 0.5
 class ExpressTime:
     """A token bucket of seconds: it fills at a share of the time, up to half a second.
 
-    So express steps (`aquifer.engine.policies.express`) delay the steps of all by that share at
-    most, whoever asks for them, and a client that has not had any for a while gets its first tokens
-    nearly as fast as an idle server gives them.
+    Express steps (`aquifer.engine.policies.express`) take at most that share of the time, for all
+    clients together, so other steps are delayed by no more than that. If none ran for a while, the
+    bucket is full, and a small client gets its first tokens nearly as fast as from an idle server.
 
     Args:
         share: of the time, from 0 (none) to 1.

@@ -153,6 +153,7 @@ class ThreadControl:
     def __init__(self, products: Products, limit: ThreadLimit) -> None:
         self._products = products
         self._limit = limit
+        self._learns = False  # whether the threads of the current step are a matter of choice
         self._halvings = 0
         self._trial: int | None = None  # halvings that are tried in the current step
         # Seconds for each second of predicted work, by halvings; recent steps count more.
@@ -165,7 +166,8 @@ class ThreadControl:
         """The number of threads for a step, which `observe` is told of afterwards."""
         worth = choose_threads(self._products, num_tokens, self._limit)
         self._trial = None
-        if worth == 1 or self._limit.is_fixed:
+        self._learns = worth > 1 and not self._limit.is_fixed
+        if not self._learns:
             return worth
         if self._halvings in self._pace and self._untried_s >= _PAUSE * self._last_trial_s:
             is_contended = self._interruptions_per_s > _CONTENDED_PER_S
@@ -183,7 +185,7 @@ class ThreadControl:
             seconds: time that it took.
             num_interruptions: how often a thread of this process lost its CPU meanwhile.
         """
-        if self._limit.is_fixed or choose_threads(self._products, num_tokens, self._limit) == 1:
+        if not self._learns:
             return
         pace = seconds / (self._products.mean_s(num_tokens) * self._products.count)
         if self._trial is None:
@@ -206,6 +208,10 @@ class ThreadControl:
     def threads_for(self, num_tokens: int) -> Iterator[None]:
         """Let torch use the threads of a step within the context, which runs the step."""
         num_threads = self.choose(num_tokens)
+        if not self._learns:
+            with torch_threads(num_threads):
+                yield
+            return
         begin_s, interruptions = time.monotonic(), _interruptions()
         with torch_threads(num_threads):
             yield

@@ -9,7 +9,7 @@ from __future__ import annotations
 MOST_LAYERS = 4096
 MOST_HEADS = 1 << 14
 MOST_WIDTH = 1 << 20
-"""Of hidden states, of the intermediate ones of an MLP, and of a head."""
+"""The largest width of hidden states, of the intermediate states of an MLP, and of a head."""
 
 MOST_VOCAB = 1 << 24
 MOST_POSITIONS = 1 << 24
@@ -19,11 +19,11 @@ LEAST_POSITIONS = 2
 """A request has a token of prompt and one of output."""
 
 MOST_OTHER = 1 << 24
-"""Of any other whole number that a configuration class of Transformers declares, up or down."""
+"""The largest absolute value of any other whole number in a configuration of Transformers."""
 
 MOST_PARTS = 1 << 18
-"""Of modules, parameters and buffers of a model of Transformers, each of which takes a few
+"""The most modules, parameters and buffers of a model of Transformers, together. Each takes a few
 kilobytes. A mixture of experts with modules for each expert has some 100 000."""
 
 MOST_CONSTANT_BYTES = 1 << 30
-"""Of the buffers of a model of Transformers, such as masks; most models have a few kilobytes."""
+"""The most bytes of buffers of a model of Transformers, such as masks; usual are kilobytes."""
