@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.serve.running import PATIENCE_S, ROOT, RunningServer, running
+from tests.serve.running import PATIENCE_S, ROOT, RunningServer, eventually, running
 
 GUIDES = {file.name: file.read_text() for file in sorted((ROOT / "docs/guide").glob("*.md"))}
 _CONSOLE = re.compile(r"^```console\n\$ aquifer (.*)\n(.*)\n```$", re.MULTILINE)
@@ -76,6 +76,7 @@ def test_lines_at_the_start(demo_server: RunningServer) -> None:
     section = GUIDES["sizing.md"].partition("`aquifer serve demo --memory 64M`:")[2]
     lines = section.split("```")[1].strip().splitlines()
     assert len(lines) == 5
+    eventually(lambda: f": {lines[-1]}\n" in demo_server.stderr, "the last line is logged")
     for line in lines:
         assert f": {line}\n" in demo_server.stderr
 
