@@ -41,19 +41,25 @@ def attention_contiguous(
         window_tokens: see `KVView.attend`.
         softcap: see `KVView.attend`.
     """
+    # [slots, kv_heads, max_tokens, dim]
+    all_keys, all_values = keys.transpose(1, 2), values.transpose(1, 2)
+    results = []
     for i, (slot, start) in enumerate(zip(slots, starts, strict=True)):
         begin, end = offsets[i], offsets[i + 1]
         first = _first_key(start, window_tokens)
         length = start + end - begin
-        out[begin:end] = _attend(
-            query[begin:end],
-            keys[slot, first:length],
-            values[slot, first:length],
-            start - first,
-            scale,
-            window_tokens,
-            softcap,
+        results.append(
+            _attend(
+                query[begin:end],
+                all_keys[slot : slot + 1, :, first:length],
+                all_values[slot : slot + 1, :, first:length],
+                start - first,
+                scale,
+                window_tokens,
+                softcap,
+            )
         )
+    torch.cat(results, out=out[offsets[0] : offsets[-1]])
 
 
 def attention_paged(
@@ -86,6 +92,7 @@ def attention_paged(
         softcap: see `KVView.attend`.
     """
     block_size = keys.shape[1]
+    results = []
     for i, (slot, start) in enumerate(zip(slots, starts, strict=True)):
         begin, end = offsets[i], offsets[i + 1]
         first = _first_key(start, window_tokens)
@@ -94,15 +101,18 @@ def attention_paged(
         blocks = tables[slot, first_block : -(-length // block_size)]
         # Tokens [first, length), relative to the first gathered block.
         tokens = slice(first - first_block * block_size, length - first_block * block_size)
-        out[begin:end] = _attend(
-            query[begin:end],
-            keys[blocks].flatten(0, 1)[tokens],
-            values[blocks].flatten(0, 1)[tokens],
-            start - first,
-            scale,
-            window_tokens,
-            softcap,
+        results.append(
+            _attend(
+                query[begin:end],
+                keys[blocks].flatten(0, 1)[tokens].transpose(0, 1).unsqueeze(0),
+                values[blocks].flatten(0, 1)[tokens].transpose(0, 1).unsqueeze(0),
+                start - first,
+                scale,
+                window_tokens,
+                softcap,
+            )
         )
+    torch.cat(results, out=out[offsets[0] : offsets[-1]])
 
 
 def _first_key(start: int, window_tokens: int | None) -> int:
@@ -119,22 +129,22 @@ def _attend(
     window_tokens: int | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Attend for one sequence: query [tokens, heads, d] at `start`, keys [length, kv_heads, d]."""
+    """Attend for one sequence: query [tokens, heads, d] at `start`, keys [1, kv_heads, length, d].
+
+    Returns: [tokens, heads, value_dim].
+    """
     num_tokens, num_heads, key_dim = query.shape
-    length, num_kv_heads, value_dim = values.shape
+    _, num_kv_heads, length, value_dim = values.shape
     group = num_heads // num_kv_heads
     if num_tokens == 1 and softcap is None:
         # One token sees all keys, so the heads of a group can take the place of query positions.
-        return F.scaled_dot_product_attention(
-            query.view(1, num_kv_heads, group, key_dim),
-            keys.transpose(0, 1).unsqueeze(0),
-            values.transpose(0, 1).unsqueeze(0),
-            scale=scale,
-        ).reshape(1, num_heads, value_dim)
+        grouped = query.view(1, num_kv_heads, group, key_dim)
+        return F.scaled_dot_product_attention(grouped, keys, values, scale=scale).reshape(
+            1, num_heads, value_dim
+        )
     # [kv_heads, group, tokens, d] over [kv_heads, 1 -> group, length, d]: no KV head is copied.
     q = query.view(num_tokens, num_kv_heads, group, key_dim).permute(1, 2, 0, 3)
-    k = keys.transpose(0, 1).unsqueeze(1)
-    v = values.transpose(0, 1).unsqueeze(1)
+    k, v = keys.transpose(0, 1), values.transpose(0, 1)
     if softcap is not None:
         scores = torch.tanh(q @ k.transpose(-1, -2) * (scale / softcap)) * softcap
         mask = _mask(num_tokens, length, start, window_tokens)
