@@ -160,6 +160,7 @@ class EngineConfig:
     max_model_len: int | None = default_of("max_model_len")
     max_num_seqs: int = default_of("max_num_seqs")
     max_num_batched_tokens: int | None = default_of("max_num_batched_tokens")
+    max_prefill_ms: int | None = default_of("max_prefill_ms")
     max_num_waiting: int = default_of("max_num_waiting")
     max_share_by_key: float = default_of("max_share_by_key")
     express_share: float = default_of("express_share")

@@ -206,6 +206,18 @@ OPTIONS: tuple[Option, ...] = (
         unset="2048, or 8192 on a GPU",
     ),
     Option(
+        "max_prefill_ms",
+        int,
+        None,
+        "Most milliseconds of a step that go to prompts while other requests decode, which get no "
+        "token meanwhile; 0 for no limit.",
+        unit="milliseconds",
+        scopes=("serve", "run", "bench", "llm"),
+        minimum=0,
+        example="20",
+        unset="no limit, or 40 on a GPU",
+    ),
+    Option(
         "max_num_waiting",
         int,
         1024,

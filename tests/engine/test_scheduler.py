@@ -71,7 +71,8 @@ def test_steps_fail_at_random(seed: int, cache: str) -> None:
     ],
 )
 def test_prompts_are_cut_at_round_places(start: int, count: int, room: int, expected: int) -> None:
-    assert chunk_tokens(start, count, room) == expected
+    assert chunk_tokens(start, count, room, is_round=True) == expected
+    assert chunk_tokens(start, count, room, is_round=False) == min(count, room)
 
 
 @pytest.mark.parametrize(("device_type", "tokens"), [("cpu", 2048), ("cuda", 8192)])

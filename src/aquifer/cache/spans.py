@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,22 +64,26 @@ class Rows:
         """
         if device.type == "cpu":
             num_decodes = 0
-        slots, positions = spans.rows()
+        arrays = cls.arrays(spans, num_decodes)
+        packed = upload(np.concatenate(arrays), device)  # one copy for all
+        return cls.over(spans, num_decodes, packed.split([len(array) for array in arrays]))
+
+    @staticmethod
+    def arrays(spans: Spans, num_decodes: int) -> tuple[IntArray, ...]:
+        """What the device has to know of a step, for `over`: slots and positions of its tokens, and
+        slots, starts and offsets of its chunks."""
         chunks = slice(num_decodes, None)
-        num_chunks = len(spans.slots) - num_decodes
-        # One copy for all.
-        packed = upload(
-            np.concatenate(
-                (slots, positions, spans.slots[chunks], spans.starts[chunks], spans.offsets[chunks])
-            ),
-            device,
-        )
-        sizes = (len(slots), len(slots), num_chunks, num_chunks, num_chunks + 1)
-        row_slots, row_positions, chunk_slots, chunk_starts, chunk_offsets = packed.split(sizes)
+        return *spans.rows(), spans.slots[chunks], spans.starts[chunks], spans.offsets[chunks]
+
+    @classmethod
+    def over(cls, spans: Spans, num_decodes: int, tensors: Sequence[torch.Tensor]) -> Rows:
+        """The rows of `spans`, given `arrays` on the device."""
+        slots, positions, chunk_slots, chunk_starts, chunk_offsets = tensors
+        chunks = slice(num_decodes, None)
         return cls(
-            row_slots,
-            row_positions,
-            row_positions[:num_decodes] + 1,
+            slots,
+            positions,
+            positions[:num_decodes] + 1,
             PrefillSpans(
                 slots=spans.slots[chunks].tolist(),
                 starts=spans.starts[chunks].tolist(),
@@ -87,7 +92,7 @@ class Rows:
                 device_starts=chunk_starts,
                 device_offsets=chunk_offsets,
             )
-            if num_chunks
+            if num_decodes < len(spans.slots)
             else None,
         )
 

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from aquifer.cache.spans import Rows
+from aquifer.kernels import Recording
 from aquifer.kernels.decode_attention import DecodeWorkspaces, decode_attention
 from aquifer.kernels.prefill_attention import prefill_attention
 
@@ -63,7 +64,7 @@ class KVView(Protocol):
 class KVSource(Protocol):
     """Gives the addresses of a step's KV: `KVTensors`, or a `KVFollower` of another process."""
 
-    def view(self, rows: Rows) -> KVView:
+    def view(self, rows: Rows) -> StepView:
         """The addresses of one step. Pre-condition: room was reserved for it."""
 
 
@@ -89,26 +90,36 @@ class StepView:
         self._rows = rows
         self._tables = tables
         self._workspaces = workspaces
-        if tables is None:
-            self._first, self._second = rows.slots, rows.positions
-        else:
-            block_size = layers[0][0].shape[1]
-            blocks = tables[rows.slots, rows.positions // block_size].long()
-            self._first = torch.where(rows.slots < 0, -1, blocks)
-            self._second = rows.positions % block_size
+        self._places: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._recordings: dict[tuple[float, int | None, float | None], Recording] = {}
+
+    @property
+    def _row_places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first and second index of each row's KV; see `destination`."""
+        if self._places is None:
+            rows = self._rows
+            if self._tables is None:
+                self._places = rows.slots, rows.positions
+            else:
+                block_size = self._layers[0][0].shape[1]
+                blocks = self._tables[rows.slots, rows.positions // block_size].long()
+                self._places = (
+                    torch.where(rows.slots < 0, -1, blocks),
+                    rows.positions % block_size,
+                )
+        return self._places
 
     def destination(
         self, layer: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `KVView.destination`."""
-        keys, values = self._layers[layer]
-        return keys, values, self._first, self._second
+        return *self._layers[layer], *self._row_places
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """See `KVView.write`. Not for padded rows."""
         keys, values = self._layers[layer]
-        keys[self._first, self._second] = key
-        values[self._first, self._second] = value
+        keys[self._row_places] = key
+        values[self._row_places] = value
 
     def attend(
         self,
@@ -125,23 +136,7 @@ class StepView:
         out: torch.Tensor | None = None
         if num_decodes:
             out = query.new_empty(*query.shape[:2], values.shape[-1])
-            workspace, config = self._workspaces.get(
-                query[:num_decodes], values, paged=self._tables is not None
-            )
-            decode_attention(
-                query[:num_decodes],
-                keys,
-                values,
-                self._tables,
-                self._rows.slots[:num_decodes],
-                self._rows.decode_lengths,
-                out[:num_decodes],
-                workspace,
-                config=config,
-                scale=scale,
-                window_tokens=window_tokens,
-                softcap=softcap,
-            )
+            self._attend_decodes(query, keys, values, out, scale, window_tokens, softcap)
         if chunks is None:
             assert out is not None, "a step has rows"
             return out
@@ -152,6 +147,75 @@ class StepView:
             self._tables,
             chunks,
             out,
+            scale=scale,
+            window_tokens=window_tokens,
+            softcap=softcap,
+        )
+
+    def attend_into(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        scale: float,
+        window_tokens: int | None = None,
+        softcap: float | None = None,
+    ) -> None:
+        """The same as `attend`, with less work on the host from the second layer on.
+
+        Args:
+            layer: as in `attend`, like all others but `out`.
+            out: [tokens, heads, value_dim], overwritten.
+        """
+        keys, values = self._layers[layer]
+        key = (scale, window_tokens, softcap)
+        recording = self._recordings.get(key)
+        if recording is not None and recording.fits(query, keys, values, out):
+            recording.repeat(query, keys, values, out)
+            return
+        with Recording(query, keys, values, out) as recording:
+            if self._rows.num_decodes:
+                self._attend_decodes(query, keys, values, out, scale, window_tokens, softcap)
+            if self._rows.chunks is not None:
+                prefill_attention(
+                    query,
+                    keys,
+                    values,
+                    self._tables,
+                    self._rows.chunks,
+                    out,
+                    scale=scale,
+                    window_tokens=window_tokens,
+                    softcap=softcap,
+                )
+        self._recordings[key] = recording
+
+    def _attend_decodes(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        out: torch.Tensor,
+        scale: float,
+        window_tokens: int | None,
+        softcap: float | None,
+    ) -> None:
+        """Write the rows of `out` that decode."""
+        num_decodes = self._rows.num_decodes
+        workspace, config = self._workspaces.get(
+            query[:num_decodes], values, paged=self._tables is not None
+        )
+        decode_attention(
+            query[:num_decodes],
+            keys,
+            values,
+            self._tables,
+            self._rows.slots[:num_decodes],
+            self._rows.decode_lengths,
+            out[:num_decodes],
+            workspace,
+            config=config,
             scale=scale,
             window_tokens=window_tokens,
             softcap=softcap,

@@ -73,7 +73,7 @@ class Admitter:
         return None if chosen is None else lane.waiting.find(chosen.client, chosen.arrival)
 
     def admit(
-        self, lane: Lane, budget_tokens: int, only: Collection[int] | None
+        self, lane: Lane, budget_tokens: int, only: Collection[int] | None, *, is_round: bool
     ) -> tuple[IntArray, IntArray]:
         """Admit requests as long as there is room.
 
@@ -81,6 +81,7 @@ class Admitter:
             lane: the model's lane.
             budget_tokens: tokens that they may run in this step.
             only: clients that the step is for; None for all.
+            is_round: see `chunk_tokens`.
 
         Returns: (slots, counts) of the tokens that they run in this step.
         """
@@ -121,7 +122,7 @@ class Admitter:
                 count = int(lane.slots.num_tokens[slot]) - start
                 if count > 0 and budget_tokens > 0:
                     slots.append(slot)
-                    counts.append(chunk_tokens(start, count, budget_tokens))
+                    counts.append(chunk_tokens(start, count, budget_tokens, is_round=is_round))
                     budget_tokens -= counts[-1]
         return np.array(slots, np.int64), np.array(counts, np.int64)
 

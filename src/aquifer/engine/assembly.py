@@ -63,6 +63,7 @@ class Assembly:
         clock_s: tells the time in seconds.
         policies: the scheduler's decisions.
         express_share: the most of the time that express steps may take, from 0 to 1.
+        max_prefill_s: time limit of the prompts in a step in which sequences decode; None for none.
 
     Attributes:
         pool: as given.
@@ -81,12 +82,19 @@ class Assembly:
         clock_s: Callable[[], float] = time.monotonic,
         policies: Policies | None = None,
         express_share: float = 0.0,
+        max_prefill_s: float | None = None,
     ) -> None:
         self.pool = pool
         self.room = Room.of(pool, clock_s)
         self.preemption = None if swap_space is None else Preemption(swap_space, restore_mode)
         self.scheduler = Scheduler(
-            self.room, max_batched_tokens, self.preemption, clock_s, policies, express_share
+            self.room,
+            max_batched_tokens,
+            self.preemption,
+            clock_s,
+            policies,
+            express_share,
+            max_prefill_s,
         )
 
     def open_lane(self, spec: LaneSpec) -> Lane:

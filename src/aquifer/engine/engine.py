@@ -20,7 +20,7 @@ from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request, SamplingParams
 from aquifer.engine.pinning import Pinning
 from aquifer.engine.pipeline import Pipeline, require_device
-from aquifer.engine.planning import batched_tokens
+from aquifer.engine.planning import batched_tokens, prefill_limit_s
 from aquifer.engine.reporting import engine_stats, memory_report
 from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelInfo
 from aquifer.engine.sequence import SequenceGroup
@@ -129,6 +129,7 @@ class Engine:
                 swap_space=space,
                 restore_mode=config.preemption_mode,
                 express_share=config.express_share,
+                max_prefill_s=prefill_limit_s(config, driver.device.type),
             )
             stocker = PageStocker(pool)
             stocker.start()

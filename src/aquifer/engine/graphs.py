@@ -1,39 +1,26 @@
-"""Decode steps as CUDA graphs.
+"""CUDA graphs: capturing a stretch of work, and the batch sizes for which that is done.
 
-A step of one token for each sequence is hundreds of kernels, which take longer to launch than to
-run. Captured as a graph they are one launch. Everything that changes from step to step is on the
-device: the host writes the slots that run to one tensor, and everything else is found by slot. So a
-graph stays valid while sequences grow, and while pages come and go under its addresses.
+Launching the kernels of a step one by one takes longer than running them. Captured as a graph they
+are one launch. What is captured: steps in which each sequence decodes one token
+(`aquifer.engine.decode_graphs`), the parts of all other steps between attention
+(`aquifer.engine.chunk_graphs`), and logits and sampling (`aquifer.engine.sample_graphs`). All are
+captured before the model serves, so that no request waits for one.
 
-There is a graph for each padded batch size and each way of choosing tokens, captured when it is
-first needed, and kept. Rows of padding have slot -1; they read and write no cache. Where the host
-needs the logits of some rows, another graph keeps the logits and samples all other rows.
+A graph knows addresses. So what one graph leaves for the next is in tensors that stay
+(`StepBuffers`), and everything else is found by slot on the device: a graph stays valid while
+sequences grow, and while pages come and go under its addresses. Rows that only pad a batch have
+slot -1; they read and write no cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 
-import numpy as np
 import torch
 
-from aquifer.cache.base import IntArray
-from aquifer.engine.sampler import SamplingMode
-from aquifer.kernels import compiled_together
-from aquifer.memory.transfer import upload
-
-Step = Callable[[torch.Tensor, torch.Tensor, SamplingMode], tuple[torch.Tensor, torch.Tensor]]
-"""Runs (slots [n], sampled slots [n], mode); gives (logits [n, vocab], token ids [n])."""
-
-_Key = tuple[int, SamplingMode, bool]  # padded batch size, mode, whether logits are kept
-
-
-@cache
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream for all models: torch keeps 32 MiB for cuBLAS for each until the process ends."""
-    return torch.cuda.Stream(device)
+from aquifer.memory.driver.dlpack import tensor_over
 
 
 def padded_size(num_seqs: int) -> int:
@@ -44,90 +31,98 @@ def padded_size(num_seqs: int) -> int:
     return -(-num_seqs // multiple) * multiple
 
 
-@dataclass(frozen=True, slots=True)
-class _Captured:
-    graph: torch.cuda.CUDAGraph
-    logits: torch.Tensor | None  # kept only where the host needs them
-    token_ids: torch.Tensor
+def padded_sizes(max_seqs: int) -> list[int]:
+    """All values of `padded_size` for up to `max_seqs` sequences, ascending."""
+    return sorted({padded_size(num_seqs) for num_seqs in range(1, max_seqs + 1)})
 
 
-class DecodeGraphs:
-    """The captured steps of one model.
+class StepBuffers:
+    """Tensors on the device that captured graphs read and write, one step after the other.
 
     Args:
-        step: the step to capture. It must launch the same kernels for any rows, padding included.
-        max_seqs: sequences of the largest step.
-        device: the device that it runs on.
+        max_rows: sequences of the largest step.
+        device: the device.
+
+    Attributes:
+        slots: [rows] int64, slots of the rows that get a token; -1 for padding.
+        sampled_slots: [rows] int64, the same but -1 for rows that the host samples.
+        num_tokens: [rows] int64, tokens of each row's sequence.
+        token_ids: [rows] int64, the new tokens.
     """
 
-    def __init__(self, step: Step, max_seqs: int, device: torch.device) -> None:
-        self._step = step
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self.max_rows = padded_size(max_rows)
+        rows = torch.zeros(4, self.max_rows, dtype=torch.int64, device=device)
+        rows[:2] = -1
+        self.inputs = rows[:3]
+        self.slots, self.sampled_slots, self.num_tokens, self.token_ids = rows
+        self._hidden: torch.Tensor | None = None
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        """[rows, hidden], the hidden state of each row. Pre-condition: `make_hidden` was called."""
+        assert self._hidden is not None
+        return self._hidden
+
+    def make_hidden(self, like: torch.Tensor) -> None:
+        """Allocate `hidden` for a model with such hidden states, [tokens, hidden]."""
+        self._hidden = like.new_zeros(self.max_rows, like.shape[1])
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One stream for all models: torch keeps 32 MiB for cuBLAS for each until the process ends."""
+    return torch.cuda.Stream(device)
+
+
+class GraphPool:
+    """Captures graphs that share memory for intermediate results.
+
+    A graph may overwrite the intermediate results of all others. So what outlives its run is copied
+    to tensors that exist beforehand, or read by `lasting` before the next graph runs.
+
+    Args:
+        device: the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-        # Read by every graph from the first entry on: slots of its rows, and of those it samples.
-        size = padded_size(max_seqs)
-        self._slots = torch.full((2, size), -1, dtype=torch.int64, device=device)
-        self._uploaded = np.full((2, size), -1, np.int64)
-        self._captured: dict[_Key, _Captured] = {}
+        self._handle = torch.cuda.graph_pool_handle()
 
-    def run(
-        self, slots: IntArray, mode: SamplingMode, sampled_slots: IntArray | None = None
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Replay the step of these slots.
-
-        Nothing is copied to the device if the same slots ran before.
-
-        Args:
-            slots: [n].
-            mode: what the rows need that are sampled.
-            sampled_slots: [n], the same but -1 for rows that are not to be sampled; None to sample
-                all.
-
-        Returns:
-            (logits [n, vocab] if some rows are not sampled, token ids [n]), both overwritten by
-            the next run.
-        """
-        size = padded_size(len(slots))
-        key = (size, mode, sampled_slots is not None)
-        captured = self._captured.get(key)
-        if captured is None:
-            captured = self._captured[key] = self._capture(*key)
-        padded = np.full((2, size), -1, np.int64)
-        padded[0, : len(slots)] = slots
-        padded[1, : len(slots)] = slots if sampled_slots is None else sampled_slots
-        if not np.array_equal(padded, self._uploaded[:, :size]):
-            self._slots[:, :size].copy_(upload(padded, self._device))
-            self._uploaded[:, :size] = padded  # only now: the upload may fail
-        captured.graph.replay()
-        logits = captured.logits
-        return None if logits is None else logits[: len(slots)], captured.token_ids[: len(slots)]
-
-    def forget_counts(self) -> None:
-        """Drop the graphs that read counts of tokens, because these are at another address now.
-
-        They are captured again when needed.
-        """
-        for key in [key for key in self._captured if key[1] == SamplingMode.FULL]:
-            del self._captured[key]
-
-    def _capture(self, size: int, mode: SamplingMode, keeps_logits: bool) -> _Captured:
-        self._uploaded[:] = -1
-        self._slots.fill_(-1)
-        slots, sampled_slots = self._slots[0, :size], self._slots[1, :size]
-        # Once without capturing, over padding alone: kernels must be compiled before.
-        with compiled_together(self._device):
-            self._step(slots, sampled_slots, mode)
-        self._step(slots, sampled_slots, mode)
-        graph = torch.cuda.CUDAGraph()
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Make the body's stream one that can be captured, after the work launched so far."""
         current = torch.cuda.current_stream(self._device)
-        capturing = _capture_stream(self._device)
-        capturing.wait_stream(current)
-        with torch.cuda.stream(capturing):
-            # Other threads map and zero pages meanwhile.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        stream = _capture_stream(self._device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            yield
+        current.wait_stream(stream)
+
+    def begin(self) -> torch.cuda.CUDAGraph:
+        """Begin a graph. Pre-condition: within `capturing`, and no graph is being captured."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads map and zero pages meanwhile.
+        graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
+        return graph
+
+    def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Capture what `work` launches. Its kernels must have been loaded before."""
+        with self.capturing():
+            graph = self.begin()
             try:
-                logits, token_ids = self._step(slots, sampled_slots, mode)
+                work()
             finally:
                 graph.capture_end()
-        current.wait_stream(capturing)
-        return _Captured(graph, logits if keeps_logits else None, token_ids)
+        return graph
+
+
+def lasting(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor at the same address, which does not keep its memory from other graphs.
+
+    Its content lasts until another graph of the pool runs.
+    """
+    assert tensor.is_contiguous()
+    num_bytes = tensor.numel() * tensor.dtype.itemsize
+    flat = tensor_over(tensor.data_ptr(), num_bytes, tensor.device)
+    return flat.view(tensor.dtype).view(tensor.shape)

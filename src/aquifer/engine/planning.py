@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable
+
 import numpy as np
+import numpy.typing as npt
 
 from aquifer.cache.journal import KVOp
 from aquifer.cache.spans import IntArray, Spans
@@ -11,20 +15,36 @@ from aquifer.engine.slots import SlotTable
 from aquifer.engine.step_input import SlotAssignment, StepInput
 
 _CHUNK_MULTIPLE_TOKENS = 256
-"""Prompts are cut at multiples of this: attention has a faster kernel for chunks of few different
-shapes (`aquifer.kernels.prefill_attention`)."""
+"""In steps without a sequence that decodes, prompts are cut at multiples of this: attention has a
+faster kernel for chunks of few different shapes (`aquifer.kernels.prefill_attention`)."""
 
 _CPU_BATCHED_TOKENS, _GPU_BATCHED_TOKENS = 2048, 8192
 """Default token budget of a step. A GPU takes several thousand tokens to reach its full rate; on a
 CPU larger values only delay decodes."""
 
+_GPU_PREFILL_S = 0.04
+"""Default time limit of the prompts in a step in which sequences decode, on a GPU. On the host a
+step of few tokens takes as long."""
+
+_LEAST_PROMPT_TOKENS = 64
+"""Prompt tokens that a step may always have beside sequences that decode, so that prompts end."""
+
 _NO_TOKENS = np.zeros(0, np.int32)
 
 
-def chunk_tokens(start: int, count: int, room: int) -> int:
-    """How many of the `count` tokens from `start` on to run, of at most `room`."""
+def chunk_tokens(start: int, count: int, room: int, *, is_round: bool) -> int:
+    """How many of the `count` tokens from `start` on to run, of at most `room`.
+
+    Args:
+        start: the first token's position.
+        count: tokens that the prompt has left.
+        room: what is left of the step's token budget.
+        is_round: whether to end at a round position if the prompt does not fit.
+    """
     if count <= room:
         return count
+    if not is_round:
+        return room
     end = start + room
     round_end = end - end % _CHUNK_MULTIPLE_TOKENS
     return round_end - start if round_end > start else room
@@ -35,6 +55,42 @@ def batched_tokens(config: EngineConfig, device_type: str) -> int:
     if config.max_num_batched_tokens is not None:
         return config.max_num_batched_tokens
     return _CPU_BATCHED_TOKENS if device_type == "cpu" else _GPU_BATCHED_TOKENS
+
+
+def prefill_limit_s(config: EngineConfig, device_type: str) -> float | None:
+    """Time limit of the prompts in a step in which sequences decode: as configured, or the default
+    of the device type; None is no limit."""
+    if config.max_prefill_ms is not None:
+        return config.max_prefill_ms / 1e3 or None
+    return None if device_type == "cpu" else _GPU_PREFILL_S
+
+
+def tokens_beside_decodes(
+    table: SlotTable,
+    max_batched_tokens: int,
+    limit_s: float,
+    prefill_s: Callable[[float, float], float],
+) -> int:
+    """Token budget of the next step, if its prompts may take so long while sequences decode.
+
+    Without a sequence that decodes it is `max_batched_tokens`.
+
+    Args:
+        table: the model's sequences, of which some run in the step.
+        max_batched_tokens: most tokens of a step.
+        limit_s: time limit of prompts, in seconds.
+        prefill_s: seconds to compute a stretch of a prompt, given its first position and length.
+    """
+    slots = table.in_order
+    is_reading = _is_reading(table, slots)
+    num_decodes = len(slots) - int(np.count_nonzero(is_reading))
+    if not num_decodes:
+        return max_batched_tokens
+    first = int(table.num_computed[slots[is_reading.argmax()]]) if num_decodes < len(slots) else 0
+    num_prompt = bisect_right(
+        range(1, max_batched_tokens + 1), limit_s, key=lambda count: prefill_s(first, count)
+    )
+    return min(max_batched_tokens, num_decodes + max(num_prompt, _LEAST_PROMPT_TOKENS))
 
 
 def next_tokens(
@@ -55,15 +111,22 @@ def next_tokens(
     if missing.sum() <= max_batched_tokens:
         runs = missing > 0
         return slots[runs], missing[runs]
-    is_reading = table.num_computed[slots] < table.num_given[slots]
-    order = np.argsort(is_reading & (missing > 1), kind="stable")
+    is_reading = _is_reading(table, slots)
+    order = np.argsort(is_reading, kind="stable")
     slots, missing = slots[order], missing[order]
     before = np.cumsum(missing) - missing
     counts = np.clip(max_batched_tokens - before, 0, missing)
     slots, missing, counts = (part[counts > 0] for part in (slots, missing, counts))
     start = int(table.num_computed[slots[-1]])  # the last one may be cut
-    counts[-1] = chunk_tokens(start, int(missing[-1]), int(counts[-1]))
+    is_round = bool(is_reading.all())
+    counts[-1] = chunk_tokens(start, int(missing[-1]), int(counts[-1]), is_round=is_round)
     return slots, counts
+
+
+def _is_reading(table: SlotTable, slots: IntArray) -> npt.NDArray[np.bool_]:
+    """Whether each sequence has more than one token to compute of what it was given."""
+    computed = table.num_computed[slots]
+    return (computed < table.num_given[slots]) & (table.num_tokens[slots] - computed > 1)
 
 
 def all_decode(table: SlotTable) -> bool:

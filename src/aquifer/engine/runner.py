@@ -7,6 +7,7 @@ samples is the next one's input without host synchronisation.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,8 +16,9 @@ import torch
 
 from aquifer.cache.layout import KVLayout
 from aquifer.cache.spans import IntArray, Rows, Spans
-from aquifer.cache.view import KVSource
-from aquifer.engine.graphs import DecodeGraphs
+from aquifer.cache.view import KVSource, KVView
+from aquifer.engine.captured import CapturedSteps
+from aquifer.engine.graphs import StepBuffers
 from aquifer.engine.outputs import TokenLogprobs
 from aquifer.engine.sampler import Sampler, SamplingMode, token_logprobs
 from aquifer.engine.step_input import SlotAssignment, StepInput, StepOutput
@@ -145,9 +147,8 @@ class Runner:
         # [slots], whether log probabilities of the prompt are still to be reported.
         self._reports_prompt = np.zeros(max_seqs + 1, np.bool_)
         self._sampler = Sampler(max_seqs, model.vocab_size, self._device)
-        self._graphs: DecodeGraphs | None = None
-        if self._device.type == "cuda" and model.is_capturable:
-            self._graphs = DecodeGraphs(self._decode, max_seqs, self._device)
+        self._buffers = StepBuffers(max_seqs, self._device)
+        self._captured: CapturedSteps | None = None
 
     def warm_up_chunk(self, num_tokens: int) -> Spans:
         """The chunk of a prompt to warm up with, in slot 1: after a prefix that is long enough for
@@ -162,55 +163,73 @@ class Runner:
 
     @torch.inference_mode()
     def warm_up(self, num_tokens: int, chunk: Spans | None, *, decodes: bool) -> None:
-        """Run the largest step there can be, of no sequence at all, and the smallest.
+        """Run the largest step there can be, of no sequence at all, and capture steps.
 
         The device's memory for activations is taken now, so that it is known what pages can have,
-        and kernels for prompts are compiled or loaded.
+        and all kernels are compiled or loaded.
 
         Args:
             num_tokens: of the largest step.
             chunk: `warm_up_chunk`, if there is room for it in the cache.
-            decodes: whether the cache's first addresses are mapped, which a decode step needs.
+            decodes: whether the cache's first addresses are mapped, which captured steps need.
         """
         with compiled_together(self._device):
-            self._run_largest_and_smallest(num_tokens, chunk, decodes)
-        self._run_largest_and_smallest(num_tokens, chunk, decodes)
+            self._run_padding(num_tokens, chunk)
+        step_s = self._run_padding(num_tokens, chunk)
+        if decodes and self._device.type == "cuda" and self._model.is_capturable:
+            captured = CapturedSteps(
+                self._decode,
+                self._read,
+                self._sample,
+                self._kv.view,
+                self._buffers,
+                self._max_seqs,
+                num_tokens,
+                self._device,
+            )
+            captured.capture(step_s / num_tokens)
+            self._captured = captured
 
-    def _run_largest_and_smallest(
-        self, num_tokens: int, chunk: Spans | None, decodes: bool
-    ) -> None:
+    def _run_padding(self, num_tokens: int, chunk: Spans | None) -> float:
+        """Run a step of padding alone, and one of a small chunk; seconds of the former."""
         padding = torch.full((num_tokens,), -1, dtype=torch.int64, device=self._device)
         zeros = torch.zeros_like(padding)
         view = _NoCache(self._model.kv_layout, padding)
+        self._wait()
+        begun_s = time.perf_counter()
         hidden = self._model.forward(ModelInput(zeros, zeros, zeros), view)
+        self._wait()
+        step_s = time.perf_counter() - begun_s
+        self._buffers.make_hidden(hidden)
         num_seqs = min(self._max_seqs + 1, num_tokens)
         logits = self._model.logits(hidden[:num_seqs])
-        self._sampler.sample(
-            logits, padding[:num_seqs], zeros[:num_seqs], zeros[:num_seqs], SamplingMode.PLAIN
-        )
+        for mode in SamplingMode:
+            self._sampler.sample(
+                logits, padding[:num_seqs], zeros[:num_seqs], zeros[:num_seqs], mode
+            )
         del hidden, logits
         if chunk is not None:
             rows = Rows.of(chunk, 0, self._device)
             few = zeros[: chunk.num_tokens]
             self._model.forward(ModelInput(few, rows.positions, few), self._kv.view(rows))
-        if self._graphs is not None and decodes:
-            for mode in (SamplingMode.GREEDY, SamplingMode.PLAIN):
-                self._decode(padding[:1], padding[:1], mode)
+        return step_s
+
+    def _wait(self) -> None:
+        """Wait for everything that has been launched."""
+        fence = self._driver.fence()
+        if fence is not None:
+            fence.wait()
 
     def close(self) -> None:
         """Drop the captured steps, so that the device's driver can give back their memory."""
-        self._graphs = None
+        self._captured = None
 
     @torch.inference_mode()
     def launch(self, step: StepInput) -> InFlight:
         """Launch a step: write its KV, and sample for the sequences that are due."""
         if step.assigned:
             self._assign(step.assigned)
-        num_seqs = len(step.spans.slots)
-        if self._graphs is not None and step.num_single == len(step.sampled) == num_seqs:
-            scores = self._replay(self._graphs, step)
-        else:
-            scores = self._forward(step)
+        scores = self._run(step)
         reported, logprobs = _NO_ROWS, None
         if scores.extras.shape[1]:
             reported, logprobs = self._sample_extras(scores)
@@ -219,12 +238,7 @@ class Runner:
         return InFlight(step.most_new, token_ids, fence, reported, logprobs, scores.prompt_logprobs)
 
     def _assign(self, assigned: tuple[SlotAssignment, ...]) -> None:
-        columns = self._sampler.columns
-        try:
-            self._sampler.assign(assigned)
-        finally:  # also if it failed half-way
-            if self._sampler.columns is not columns and self._graphs is not None:
-                self._graphs.forget_counts()
+        self._sampler.assign(assigned)
         slots = np.array([one.slot for one in assigned], np.int64)
         self._num_prompt[slots] = [one.num_prompt_tokens for one in assigned]
         self._reports_prompt[slots] = [one.num_prompt_logprobs is not None for one in assigned]
@@ -233,13 +247,45 @@ class Runner:
 
     # --- forward -----------------------------------------------------------------------------
 
-    def _replay(self, graphs: DecodeGraphs, step: StepInput) -> _Scores:
-        """Run a step in which each span is one token, and all are sampled, as a captured graph."""
+    def _run(self, step: StepInput) -> _Scores:
+        """Run a step up to its logits, and sample the rows without extras."""
+        captured, spans = self._captured, step.spans
+        if captured is None:
+            return self._forward(step)
+        if step.num_single == len(step.sampled) == len(spans.slots):
+            return self._run_decodes(captured, step)
+        if self._reports_prompt[spans.slots].any() or not captured.chunk_size(spans.num_tokens):
+            return self._forward(step)
+        return self._run_chunks(captured, step)
+
+    def _run_decodes(self, captured: CapturedSteps, step: StepInput) -> _Scores:
+        """Run a step in which each span is one token, and all are sampled, as captured graphs."""
         slots, ends = step.spans.slots, step.spans.starts + 1
         self._set_inputs(step)
         extras, others, mode = self._split(slots, ends)
-        logits, token_ids = graphs.run(slots, mode, others if extras.shape[1] else None)
+        captured.decode(slots, others)
+        logits, token_ids = captured.sample_decoded(len(slots), mode)
         return _Scores(logits, token_ids, extras)
+
+    def _run_chunks(self, captured: CapturedSteps, step: StepInput) -> _Scores:
+        """Run a step that reads prompts, as captured graphs with attention between them."""
+        spans, sampled = step.spans, step.sampled
+        slots, positions = spans.rows()
+        token_ids = step.token_ids.copy()
+        token_ids[: step.num_decodes] = -1  # the host may not know these tokens yet
+        captured.run_chunks(
+            spans,
+            step.num_single,
+            token_ids,
+            np.maximum(self._num_prompt[slots], positions + 1),
+            spans.offsets[1:][sampled] - 1,
+        )
+        slots, ends = spans.slots[sampled], (spans.starts + spans.counts)[sampled]
+        extras, others, mode = self._split(slots, ends)
+        if not len(slots):
+            return _Scores(None, self._buffers.token_ids[:0], extras)
+        logits, out = captured.sample_chunks(slots, others, ends, mode)
+        return _Scores(logits, out, extras)
 
     def _set_inputs(self, step: StepInput) -> None:
         """Send input tokens that the device did not sample: of beams and of cached prompts."""
@@ -252,27 +298,48 @@ class Runner:
         self._columns.num_computed[on_device] = num_computed
         self._columns.last_token[on_device] = last_token
 
-    def _decode(
-        self, slots: torch.Tensor, sampled_slots: torch.Tensor, mode: SamplingMode
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The step that graphs capture; every value of it is found by slot, on the device.
+    def _decode(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The decode step that is captured; every value of it is found by slot, on the device.
 
         Args:
             slots: [n] int64, -1 for padding.
-            sampled_slots: [n] int64, the same but -1 where the host samples.
-            mode: what the rows need.
+
+        Returns: hidden states [n, hidden], and tokens that each sequence has then, [n].
         """
         columns = self._columns
         token_ids, positions, lengths, contexts = decode_inputs(
             slots, columns.num_prompt, columns.num_computed, columns.last_token
         )
         batch = ModelInput(token_ids, positions, contexts)
-        rows = Rows(slots, positions, lengths, None)
-        logits = self._model.logits(self._model.forward(batch, self._kv.view(rows)))
-        out = torch.empty_like(slots)
-        self._sampler.sample(logits, sampled_slots, lengths, out, mode)
-        advance(slots, lengths, out, columns.num_computed, columns.last_token)
-        return logits, out
+        view = self._kv.view(Rows(slots, positions, lengths, None))
+        return self._model.forward(batch, view), lengths
+
+    def _read(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        contexts: torch.Tensor,
+        view: KVView,
+    ) -> torch.Tensor:
+        """The step of any tokens that is captured; see `chunk_graphs.Forward`."""
+        token_ids = torch.where(token_ids < 0, self._columns.last_token[slots], token_ids)
+        return self._model.forward(ModelInput(token_ids, positions, contexts), view)
+
+    def _sample(self, num_rows: int, mode: SamplingMode) -> torch.Tensor:
+        """The sampling that is captured; see `sample_graphs.Sample`."""
+        buffers, columns = self._buffers, self._columns
+        num_tokens, token_ids = buffers.num_tokens[:num_rows], buffers.token_ids[:num_rows]
+        logits = self._model.logits(buffers.hidden[:num_rows])
+        self._sampler.sample(logits, buffers.sampled_slots[:num_rows], num_tokens, token_ids, mode)
+        advance(
+            buffers.slots[:num_rows],
+            num_tokens,
+            token_ids,
+            columns.num_computed,
+            columns.last_token,
+        )
+        return logits
 
     def _forward(self, step: StepInput) -> _Scores:
         """Run any step kernel by kernel."""

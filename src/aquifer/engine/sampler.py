@@ -31,12 +31,15 @@ class SamplingMode(IntEnum):
 
     GREEDY = 0
     PLAIN = 1  # by temperature alone
-    FULL = 2  # with penalties, top-k, top-p or min-p
+    FULL = 2  # with top-k, top-p or min-p
+    PENALIZED = 3  # with penalties
 
     @classmethod
     def of(cls, params: SamplingParams) -> SamplingMode:
         """The least that does for these parameters."""
-        if params.has_penalties or params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
+        if params.has_penalties:
+            return cls.PENALIZED
+        if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
             return cls.FULL
         return cls.PLAIN if params.temperature > 0 else cls.GREEDY
 
@@ -45,6 +48,7 @@ _VARIANTS: dict[SamplingMode, Variant] = {
     SamplingMode.GREEDY: "greedy",
     SamplingMode.PLAIN: "plain",
     SamplingMode.FULL: "full",
+    SamplingMode.PENALIZED: "full",
 }
 
 
@@ -81,7 +85,7 @@ class Sampler:
     def assign(self, assigned: Sequence[SlotAssignment]) -> None:
         """Store the parameters of sequences that got a slot.
 
-        It may replace `columns`; steps captured before then refer to the old ones.
+        It may replace the counts of `columns`, so steps with penalties cannot be captured.
         """
         for one in assigned:
             self._assigned[one.slot] = one

@@ -55,7 +55,7 @@ from aquifer.engine.express_time import ExpressTime
 from aquifer.engine.headroom import Headroom
 from aquifer.engine.lane import Lane
 from aquifer.engine.outputs import TokenOutput
-from aquifer.engine.planning import all_decode, make_step, next_tokens
+from aquifer.engine.planning import all_decode, make_step, next_tokens, tokens_beside_decodes
 from aquifer.engine.policies import DisplacementSnapshot, ModelState, Policies
 from aquifer.engine.preemption import Preemption
 from aquifer.engine.sequence import SequenceGroup
@@ -75,6 +75,8 @@ class Scheduler:
         clock_s: returns the time in seconds.
         policies: the decisions; None for the default ones.
         express_share: the most of the time that express steps may take, from 0 to 1.
+        max_prefill_s: time limit of the prompts in a step in which sequences decode, in seconds;
+            None for none.
     """
 
     def __init__(
@@ -85,9 +87,11 @@ class Scheduler:
         clock_s: Callable[[], float] = time.monotonic,
         policies: Policies | None = None,
         express_share: float = 0.0,
+        max_prefill_s: float | None = None,
     ) -> None:
         self.lanes: dict[str, Lane] = {}
         self._max_batched_tokens = max_batched_tokens
+        self._max_prefill_s = max_prefill_s
         self._preemption = preemption
         self._clock_s = clock_s
         self._policies = policies or Policies()
@@ -204,13 +208,16 @@ class Scheduler:
     def _plan_for(self, lane: Lane, clients: frozenset[int] | None) -> StepInput | None:
         """Plan a step of the sequences of some clients, or of all."""
         num_preemptions = self.num_preemptions
-        grown = self._grow(lane, clients)
+        most_tokens = self._most_tokens(lane)
+        grown = self._grow(lane, clients, most_tokens)
         if grown is None:
             return None
         slots, counts = grown
         if lane.waiting and self.num_preemptions == num_preemptions:
-            budget = self._max_batched_tokens - int(counts.sum())
-            admitted_slots, admitted_counts = self._admitter.admit(lane, budget, clients)
+            budget = most_tokens - int(counts.sum())
+            admitted_slots, admitted_counts = self._admitter.admit(
+                lane, budget, clients, is_round=not len(slots)
+            )
             if len(admitted_slots):
                 slots = np.append(slots, admitted_slots)
                 counts = np.append(counts, admitted_counts)
@@ -228,7 +235,17 @@ class Scheduler:
         self._clients.charge(step, lane.slots.client)
         return step
 
-    def _grow(self, lane: Lane, clients: frozenset[int] | None) -> tuple[IntArray, IntArray] | None:
+    def _most_tokens(self, lane: Lane) -> int:
+        """Token budget of a model's next step."""
+        if self._max_prefill_s is None:
+            return self._max_batched_tokens
+        return tokens_beside_decodes(
+            lane.slots, self._max_batched_tokens, self._max_prefill_s, lane.recompute_s
+        )
+
+    def _grow(
+        self, lane: Lane, clients: frozenset[int] | None, most_tokens: int
+    ) -> tuple[IntArray, IntArray] | None:
         """Running sequences of the next step as (slots, counts), with room for these tokens.
 
         None if the pool is short, and steps in flight have to be committed first.
@@ -241,7 +258,7 @@ class Scheduler:
                     running = table.in_order
                     if clients is not None:
                         running = running[np.isin(table.client[running], list(clients))]
-                    slots, counts = next_tokens(table, running, self._max_batched_tokens)
+                    slots, counts = next_tokens(table, running, most_tokens)
                     if lane.cache.reserve(slots, table.num_computed[slots] + counts):
                         return slots, counts
             except DriverError as error:

@@ -39,6 +39,7 @@ from aquifer.kernels._triton import (
     count_multiprocessors,
     jit,
     jit_once,
+    launch,
     launch_options,
     pow2,
     release_successor,
@@ -322,7 +323,9 @@ def decode_attention(
     heads_pow2 = pow2(group * config.kv_heads_per_program)
     merge_elements = config.num_warps * _WARP_MERGE_ELEMENTS * (4 if batch <= _FEW_ROWS else 1)
     merge_shares = merge_elements // (heads_pow2 * pow2(value_dim))
-    _decode_attention_kernel[(num_kv_heads // config.kv_heads_per_program, config.num_shares)](
+    launch(
+        _decode_attention_kernel,
+        (num_kv_heads // config.kv_heads_per_program, config.num_shares),
         query,
         keys,
         values,
@@ -375,7 +378,9 @@ def decode_attention(
     merge_shares = min(pow2(config.num_shares // batch + 2), 64)
     merge_heads = max(_MERGE_ELEMENTS // (merge_shares * value_dim_pow2), 1)
     merge_heads = min(merge_heads, pow2(num_heads))
-    _merge_kernel[(-(-num_heads // merge_heads), batch)](
+    launch(
+        _merge_kernel,
+        (-(-num_heads // merge_heads), batch),
         lengths,
         out,
         workspace.partials,

@@ -47,6 +47,8 @@ from aquifer.kernels._triton import (
     count_multiprocessors,
     jit,
     jit_once,
+    launch,
+    not_recorded,
     pow2,
     runs_triton,
     tensor,
@@ -480,6 +482,7 @@ def cudnn_attention(
 
     cuDNN supports grouped-query attention: `keys` and `values` may have fewer heads.
     """
+    not_recorded()
     result = torch.ops.aten._scaled_dot_product_cudnn_attention(
         query, keys, values, None, with_lse, 0.0, is_causal, False, scale=scale
     )
@@ -593,7 +596,9 @@ def run_triton(
         "window_tokens": window_tokens,
     }
     # Neighbouring programs read the same tokens; the heaviest programs of all spans come first.
-    _prefill_attention_kernel[(num_groups, len(spans.slots), num_blocks * num_splits)](
+    launch(
+        _prefill_attention_kernel,
+        (num_groups, len(spans.slots), num_blocks * num_splits),
         query,
         keys,
         values,
@@ -634,7 +639,9 @@ def run_triton(
         return
     merge_rows = min(_MERGE_ROWS, config.block_rows)
     row_parts = config.block_rows // merge_rows
-    _merge_splits_kernel[(num_groups * row_parts, len(spans.slots), num_blocks)](
+    launch(
+        _merge_splits_kernel,
+        (num_groups * row_parts, len(spans.slots), num_blocks),
         partials,
         lse,
         spans.device_starts,

@@ -20,6 +20,11 @@ def upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def upload_into(target: torch.Tensor, array: npt.NDArray[Any]) -> None:
+    """Copy an array to a tensor of its shape on a device, like `upload`."""
+    target.copy_(torch.from_numpy(array).pin_memory(), non_blocking=True)
+
+
 def download(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor to page-locked memory; complete once a fence made after this call has passed.
 

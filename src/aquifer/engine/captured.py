@@ -1,0 +1,186 @@
+"""All captured steps of one model, made before it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from aquifer.cache.base import IntArray
+from aquifer.cache.spans import Rows, Spans
+from aquifer.cache.view import StepView
+from aquifer.engine import chunk_graphs, decode_graphs, sample_graphs
+from aquifer.engine.chunk_graphs import ChunkGraphs, ChunkInputs, chunk_sizes
+from aquifer.engine.decode_graphs import DecodeGraphs
+from aquifer.engine.graphs import GraphPool, StepBuffers, padded_size, padded_sizes
+from aquifer.engine.sample_graphs import CAPTURED_MODES, SampleGraphs
+from aquifer.engine.sampler import SamplingMode
+from aquifer.kernels import compiled_together
+from aquifer.memory.transfer import upload, upload_into
+
+LONG_STEP_S = 0.03
+"""Steps that take longer than this on the device are not captured: launching their kernels one by
+one takes 10 to 20 ms of the host, while the step before runs."""
+
+
+class CapturedSteps:
+    """The captured steps of one model.
+
+    Args:
+        decode: one token of each sequence.
+        forward: any tokens.
+        sample: logits and sampling.
+        view: makes the view of a step's KV.
+        buffers: what the three read and write.
+        max_seqs: sequences of the largest step.
+        max_tokens: tokens of the largest step.
+        device: the device.
+    """
+
+    def __init__(
+        self,
+        decode: decode_graphs.Forward,
+        forward: chunk_graphs.Forward,
+        sample: sample_graphs.Sample,
+        view: Callable[[Rows], StepView],
+        buffers: StepBuffers,
+        max_seqs: int,
+        max_tokens: int,
+        device: torch.device,
+    ) -> None:
+        self._device = device
+        self._buffers = buffers
+        self._view = view
+        self._sizes = padded_sizes(max_seqs)
+        self._chunk_sizes = chunk_sizes(max_tokens)
+        self._inputs = ChunkInputs(max_tokens, buffers.max_rows, max_seqs, device)
+        pool = GraphPool(device)
+        self._decodes = DecodeGraphs(decode, buffers, pool)
+        self._samples = SampleGraphs(sample, buffers, pool)
+        self._chunks = ChunkGraphs(forward, view, self._inputs, buffers, pool)
+        self._uploaded = np.full((2, buffers.max_rows), -1, np.int64)
+
+    @property
+    def num_graphs(self) -> tuple[int, int, int]:
+        """Numbers of sizes: of decode steps, of samplings, and of steps that read prompts."""
+        return len(self._sizes), len(self._sizes) * len(CAPTURED_MODES), len(self._chunks.sizes)
+
+    def capture(self, token_s: float) -> None:
+        """Compile what the steps need, and capture them.
+
+        Args:
+            token_s: seconds a token of a large step.
+        """
+        self._clear()
+        sizes = [size for size in self._chunk_sizes if size * token_s <= LONG_STEP_S]
+        with compiled_together(self._device):
+            for size in reversed(sizes):
+                self._chunks.run_kernels(size)
+            for size in reversed(self._sizes):
+                self._decodes.run_kernels(size)
+                for mode in CAPTURED_MODES:
+                    self._samples.run_kernels(size, mode)
+        for size in reversed(sizes):
+            self._chunks.capture(size)
+        for size in reversed(self._sizes):
+            self._decodes.capture(size)
+            for mode in CAPTURED_MODES:
+                self._samples.capture(size, mode)
+
+    def chunk_size(self, num_tokens: int) -> int | None:
+        """The captured number of tokens for a step of this many; None if there is none."""
+        return self._chunks.size_of(num_tokens)
+
+    def decode(self, slots: IntArray, sampled_slots: IntArray) -> None:
+        """Run a step of one token for each sequence, up to the hidden states.
+
+        Nothing is copied to the device if the same slots ran before.
+
+        Args:
+            slots: [n].
+            sampled_slots: [n], the same but -1 for rows that `sample` is to leave alone.
+        """
+        size = padded_size(len(slots))
+        padded = np.full((2, size), -1, np.int64)
+        padded[0, : len(slots)] = slots
+        padded[1, : len(slots)] = sampled_slots
+        if not np.array_equal(padded, self._uploaded[:, :size]):
+            self._buffers.inputs[:2, :size].copy_(upload(padded, self._device))
+            self._uploaded[:, :size] = padded  # only now: the upload may fail
+        self._decodes.run(size)
+
+    def run_chunks(
+        self,
+        spans: Spans,
+        num_decodes: int,
+        token_ids: IntArray,
+        context_lengths: IntArray,
+        rows: IntArray,
+    ) -> None:
+        """Run any step, up to the hidden states. Pre-condition: `chunk_size` of its tokens.
+
+        Args:
+            spans: its tokens.
+            num_decodes: number of spans, from the first, that are one token each.
+            token_ids: [tokens]; -1 for the last token that the device sampled for the sequence.
+            context_lengths: [tokens], see `ModelInput`.
+            rows: [n], rows of which the hidden state is wanted.
+        """
+        size = self._chunks.size_of(spans.num_tokens)
+        assert size is not None
+        num_tokens = spans.num_tokens
+        slots, positions, *chunks = Rows.arrays(spans, num_decodes)
+        first_chunk = 4 * size + self._buffers.max_rows
+        packed = np.zeros(first_chunk + sum(map(len, chunks)), np.int64)
+        packed[:num_tokens] = token_ids
+        packed[size : size + num_tokens] = positions
+        packed[2 * size : 3 * size] = -1
+        packed[2 * size : 2 * size + num_tokens] = slots
+        packed[3 * size : 3 * size + num_tokens] = context_lengths
+        packed[4 * size : 4 * size + len(rows)] = rows
+        np.concatenate(chunks, out=packed[first_chunk:])
+        upload_into(self._inputs.flat[: len(packed)], packed)
+        _, row_positions, row_slots, _, _, others = self._inputs.of(size)
+        lengths = list(map(len, chunks))
+        tensors = [
+            row_slots[:num_tokens],
+            row_positions[:num_tokens],
+            *others[: sum(lengths)].split(lengths),
+        ]
+        self._chunks.run(size, num_tokens, self._view(Rows.over(spans, num_decodes, tensors)))
+
+    def sample_decoded(
+        self, num_rows: int, mode: SamplingMode
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sample the rows of `decode`; see `SampleGraphs.run`."""
+        return self._samples.run(num_rows, mode)
+
+    def sample_chunks(
+        self,
+        slots: IntArray,
+        sampled_slots: IntArray,
+        num_tokens: IntArray,
+        mode: SamplingMode,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sample the rows that `run_chunks` was to hand on; see `SampleGraphs.run`.
+
+        Args:
+            slots: [n].
+            sampled_slots: [n], the same but -1 for rows that are left alone.
+            num_tokens: [n], tokens that each row's sequence has.
+            mode: at least what any of the sampled rows needs.
+        """
+        padded = np.full((3, padded_size(len(slots))), -1, np.int64)
+        padded[0, : len(slots)] = slots
+        padded[1, : len(slots)] = sampled_slots
+        padded[2, : len(slots)] = num_tokens
+        self._uploaded[:] = -2  # no slot: `decode` must upload its own
+        self._buffers.inputs[:, : padded.shape[1]].copy_(upload(padded, self._device))
+        return self._samples.run(len(slots), mode)
+
+    def _clear(self) -> None:
+        """Make all inputs padding: slot -1, where any other number will do."""
+        self._uploaded[:] = -1
+        self._buffers.inputs.fill_(-1)
+        self._inputs.flat.fill_(-1)

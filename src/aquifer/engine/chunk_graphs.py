@@ -1,0 +1,248 @@
+"""Steps that read prompts, captured in pieces: everything but attention.
+
+Which sequences run, and how many tokens of each, changes the shape of attention only. All else
+depends on the number of tokens alone. So the parts of a step between the layers' attention are
+captured for some numbers of tokens, to which others are padded, and attention is launched between
+them as the step needs it. Pieces of one step:
+
+    embedding, first norm, QKV, rotation, KV written | attention | output, MLP, next QKV, ... | ...
+
+The model's code is not cut: while a step is captured, its calls of `KVView.attend` end one piece
+and begin the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from aquifer.cache.spans import Rows
+from aquifer.cache.view import KVView, StepView
+from aquifer.engine.graphs import GraphPool, StepBuffers, lasting
+
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, KVView], torch.Tensor]
+"""Runs (token ids, positions, slots, context lengths, each [tokens], and a view of their KV); gives
+hidden states [tokens, hidden]. A token id below 0 stands for the last token of the row's slot."""
+
+_PER_OCTAVE = 4
+_LEAST_TOKENS = 16
+_EVEN_TOKENS = 256  # up to here, sizes are multiples of 64: steps are bound by reading weights
+
+
+def chunk_sizes(max_tokens: int) -> list[int]:
+    """Numbers of tokens to capture, ascending: from 256 on four for each doubling.
+
+    Args:
+        max_tokens: tokens of the largest step, which is one of them.
+    """
+    sizes = {16, 32, 64, 128, 192, 256, max_tokens}
+    octave = _EVEN_TOKENS
+    while octave < max_tokens:
+        sizes.update(octave + octave * part // _PER_OCTAVE for part in range(1, _PER_OCTAVE + 1))
+        octave *= 2
+    return sorted(size for size in sizes if size <= max_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    """One call of `KVView.attend` in a captured step."""
+
+    layer: int
+    query: torch.Tensor  # [size, heads, key_dim], as the piece before leaves it
+    out: torch.Tensor  # [size, heads, value_dim], read by the piece after it
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """A captured step: a piece, then attention and another piece for each layer with KV."""
+
+    pieces: list[torch.cuda.CUDAGraph] = field(default_factory=list)
+    attentions: list[_Attention] = field(default_factory=list)
+
+
+class ChunkInputs:
+    """The inputs of a captured step on the device, in one tensor that one copy fills.
+
+    Args:
+        max_tokens: tokens of the largest step.
+        max_rows: hidden states that a step hands on.
+        max_chunks: prompts that a step reads parts of.
+        device: the device.
+    """
+
+    def __init__(
+        self, max_tokens: int, max_rows: int, max_chunks: int, device: torch.device
+    ) -> None:
+        self.max_rows = max_rows
+        self.flat = torch.zeros(
+            4 * max_tokens + max_rows + 3 * max_chunks + 1, dtype=torch.int64, device=device
+        )
+
+    def of(self, size: int) -> list[torch.Tensor]:
+        """Token ids, positions, slots and context lengths, each [size]; rows to hand on [max_rows];
+        and all that follows them."""
+        sizes = [size] * 4 + [self.max_rows]
+        return list(self.flat.split([*sizes, len(self.flat) - sum(sizes)]))
+
+
+class ChunkGraphs:
+    """The captured steps of one model that read prompts.
+
+    Args:
+        forward: the model.
+        view: makes the view of a step's KV.
+        inputs: where it reads.
+        buffers: where it leaves the hidden states of the rows to hand on.
+        pool: the graphs' memory.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        view: Callable[[Rows], StepView],
+        inputs: ChunkInputs,
+        buffers: StepBuffers,
+        pool: GraphPool,
+    ) -> None:
+        self._forward = forward
+        self._view = view
+        self._inputs = inputs
+        self._buffers = buffers
+        self._pool = pool
+        self._captured: dict[int, _Captured] = {}
+        self._out: torch.Tensor | None = None  # for the results of attention, of any layer
+
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of tokens that are captured."""
+        return sorted(self._captured)
+
+    def size_of(self, num_tokens: int) -> int | None:
+        """The least captured number of tokens that these fit in; None if they do not."""
+        return min((size for size in self._captured if size >= num_tokens), default=None)
+
+    def run(self, size: int, num_tokens: int, view: StepView) -> None:
+        """Run the step in the inputs.
+
+        Args:
+            size: a captured number of tokens.
+            num_tokens: those that are no padding.
+            view: of the KV of these.
+        """
+        captured = self._captured[size]
+        first, *others = captured.pieces
+        first.replay()
+        for attention, piece in zip(captured.attentions, others, strict=True):
+            view.attend_into(
+                attention.layer,
+                attention.query[:num_tokens],
+                attention.out[:num_tokens],
+                **attention.options,
+            )
+            piece.replay()
+
+    def run_kernels(self, size: int) -> None:
+        """Run the inputs as padding alone, kernel by kernel, without attention."""
+        self._run(size, _Uncut(self._padding(size), self._out_of))
+
+    def capture(self, size: int) -> None:
+        """Capture the step of that many tokens; the largest comes first, so that all share its
+        memory. Pre-condition: `run_kernels` was called for the largest."""
+        cut = _Cut(self._padding(size), self._out_of, self._pool)
+        with self._pool.capturing():
+            cut.begin()
+            try:
+                self._run(size, cut)
+            finally:
+                cut.end()
+        self._captured[size] = cut.captured
+
+    def _padding(self, size: int) -> StepView:
+        """View of the rows in the inputs. Which of them decode is for attention alone to know."""
+        _, positions, slots, *_ = self._inputs.of(size)
+        return self._view(Rows(slots, positions, positions[:0], None))
+
+    def _run(self, size: int, view: KVView) -> None:
+        token_ids, positions, slots, contexts, rows, _ = self._inputs.of(size)
+        hidden = self._forward(token_ids, positions, slots, contexts, view)
+        self._buffers.hidden.copy_(hidden[rows])
+
+    def _out_of(self, query: torch.Tensor, value_dim: int) -> torch.Tensor:
+        """Where attention of this query leaves its results."""
+        shape = (*query.shape[:2], value_dim)
+        num_elements = query.shape[0] * query.shape[1] * value_dim
+        if self._out is None or self._out.numel() < num_elements:
+            assert not self._captured, "run the largest step before one is captured"
+            self._out = query.new_zeros(num_elements)
+        return self._out[:num_elements].view(shape)
+
+
+_OutOf = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+class _Uncut:
+    """A `KVView` that leaves out attention."""
+
+    def __init__(self, view: StepView, out_of: _OutOf) -> None:
+        self._view = view
+        self._out_of = out_of
+
+    def destination(
+        self, layer: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self._view.destination(layer)
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        self._view.write(layer, key, value)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        *,
+        scale: float,
+        window_tokens: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        return self._out_of(query, self._view.destination(layer)[1].shape[-1])
+
+
+class _Cut(_Uncut):
+    """The same while a step is captured: where attention would be, a piece ends.
+
+    Attributes:
+        captured: what has been captured.
+    """
+
+    def __init__(self, view: StepView, out_of: _OutOf, pool: GraphPool) -> None:
+        super().__init__(view, out_of)
+        self._pool = pool
+        self.captured = _Captured()
+
+    def begin(self) -> None:
+        """Begin a piece."""
+        self.captured.pieces.append(self._pool.begin())
+
+    def end(self) -> None:
+        """End the piece."""
+        self.captured.pieces[-1].capture_end()
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        *,
+        scale: float,
+        window_tokens: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        options = {"scale": scale, "window_tokens": window_tokens, "softcap": softcap}
+        out = self._out_of(query, self._view.destination(layer)[1].shape[-1])
+        self.captured.attentions.append(_Attention(layer, lasting(query), out, options))
+        self.end()
+        self.begin()
+        return out

@@ -1,0 +1,48 @@
+"""Steps in which each sequence decodes one token, as captured graphs.
+
+The host writes the slots that run to one tensor, and everything else is found by slot. There is a
+graph for each padded batch size, which ends with the hidden states; `SampleGraphs` goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from aquifer.engine.graphs import GraphPool, StepBuffers
+
+Forward = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Runs slots [n]; gives (hidden states [n, hidden], tokens that each sequence has then [n])."""
+
+
+class DecodeGraphs:
+    """The captured decode steps of one model.
+
+    Args:
+        forward: the step to capture. It must launch the same kernels for any rows, padding
+            included.
+        buffers: where it reads the slots, and leaves hidden states and lengths.
+        pool: the graphs' memory.
+    """
+
+    def __init__(self, forward: Forward, buffers: StepBuffers, pool: GraphPool) -> None:
+        self._forward = forward
+        self._buffers = buffers
+        self._pool = pool
+        self._captured: dict[int, torch.cuda.CUDAGraph] = {}
+
+    def run(self, size: int) -> None:
+        """Run the step of the slots in the buffers, as many as `size`, a padded size."""
+        self._captured[size].replay()
+
+    def run_kernels(self, size: int) -> None:
+        """The same, kernel by kernel."""
+        buffers = self._buffers
+        hidden, num_tokens = self._forward(buffers.slots[:size])
+        buffers.hidden[:size].copy_(hidden)
+        buffers.num_tokens[:size].copy_(num_tokens)
+
+    def capture(self, size: int) -> None:
+        """Capture the step of that size."""
+        self._captured[size] = self._pool.capture(lambda: self.run_kernels(size))

@@ -1,0 +1,67 @@
+"""Logits and sampling of a step, as captured graphs: what follows the hidden states.
+
+There is a graph for each padded number of rows and each way of choosing tokens. Steps in which a
+request has penalties are not captured: the counts of tokens that they need move as more requests
+have some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from aquifer.engine.graphs import GraphPool, StepBuffers, lasting, padded_size
+from aquifer.engine.sampler import SamplingMode
+
+Sample = Callable[[int, SamplingMode], torch.Tensor]
+"""Samples the first n rows of the buffers into the buffers, and updates the columns; gives their
+logits, [n, vocab]."""
+
+CAPTURED_MODES = (SamplingMode.GREEDY, SamplingMode.PLAIN, SamplingMode.FULL)
+
+
+class SampleGraphs:
+    """The captured samplings of one model.
+
+    Args:
+        sample: what to capture.
+        buffers: its inputs and outputs.
+        pool: the graphs' memory.
+    """
+
+    def __init__(self, sample: Sample, buffers: StepBuffers, pool: GraphPool) -> None:
+        self._sample = sample
+        self._buffers = buffers
+        self._pool = pool
+        self._captured: dict[
+            tuple[int, SamplingMode], tuple[torch.cuda.CUDAGraph, torch.Tensor]
+        ] = {}
+
+    def run(self, num_rows: int, mode: SamplingMode) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sample the first rows of the buffers.
+
+        Args:
+            num_rows: number of rows; those after them up to the padded size have slot -1.
+            mode: at least what any of the rows needs.
+
+        Returns: (logits [num_rows, vocab], token ids [num_rows]), both overwritten by later runs.
+        """
+        size = padded_size(num_rows)
+        captured = self._captured.get((size, mode))
+        if captured is None:
+            logits = self._sample(size, mode)
+        else:
+            graph, logits = captured
+            graph.replay()
+        return logits[:num_rows], self._buffers.token_ids[:num_rows]
+
+    def run_kernels(self, size: int, mode: SamplingMode) -> None:
+        """Sample kernel by kernel."""
+        self._sample(size, mode)
+
+    def capture(self, size: int, mode: SamplingMode) -> None:
+        """Capture the sampling of that many rows."""
+        found: list[torch.Tensor] = []
+        graph = self._pool.capture(lambda: found.append(lasting(self._sample(size, mode))))
+        self._captured[size, mode] = graph, found[0]
