@@ -99,7 +99,7 @@ def test_a_server_that_is_gone_is_a_failure() -> None:
 
 def test_requests_do_not_wait_for_each_other() -> None:
     """The server answers nothing until all requests are there."""
-    barrier = threading.Barrier(5)
+    barrier = threading.Barrier(5, timeout=60)
 
     def answer(_: dict[str, Any]) -> Answer:
         barrier.wait()
@@ -116,7 +116,7 @@ def test_requests_do_not_wait_for_each_other() -> None:
 
 def test_no_more_than_max_concurrency_at_once() -> None:
     lock, running, most = threading.Lock(), 0, 0
-    pairs = threading.Barrier(2)
+    pairs = threading.Barrier(2, timeout=60)
 
     def answer(_: dict[str, Any]) -> Answer:
         nonlocal running, most

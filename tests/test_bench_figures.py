@@ -113,8 +113,8 @@ def test_lines_are_those_of_vllm() -> None:
     assert "P99 Worst Gap (ms):                      1588.00   " in lines
     assert lines[-3:] == [
         "=" * 50,
-        "failed, 2 times: HTTP 503: busy",
-        "failed, 1 times: gone",
+        "2 failed: HTTP 503: busy",
+        "1 failed: gone",
     ]
     labels = [line.partition(":")[0] for line in lines if line[0].isupper()]
     assert labels[:13] == [

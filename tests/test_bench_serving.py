@@ -111,7 +111,7 @@ def test_requests_that_the_server_refuses_are_counted(
     assert result["failed"] == 8 - result["completed"] > 0
     assert result["total_output_tokens"] == 2 * result["completed"]
     assert sum(result["error_counts"].values()) == result["failed"]
-    assert "failed, 1 times: HTTP 400: " in capfd.readouterr().out
+    assert "1 failed: HTTP 400: " in capfd.readouterr().out
     with pytest.raises(EngineError, match="no request succeeded: HTTP 400: "):
         bench(*common, "--num-prompts", "2", "--input-len", "3000")
 

@@ -37,6 +37,7 @@ from aquifer.config import ModelSpec
 from aquifer.errors import ConfigError, EngineError
 from aquifer.hub import locate
 from aquifer.parameters import values_for, with_options
+from aquifer.progress import counting_bar
 
 if TYPE_CHECKING:
     from aquifer.text import Tokenizer
@@ -66,7 +67,7 @@ def serve(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="[MODEL]",
+            metavar="MODEL",
             help="Model to start a server with; of a running server, the name that it has there.",
             show_default=False,
         ),
@@ -132,8 +133,6 @@ def _measure(
     target: Target, maker: RequestMaker, settings: Settings, options: SimpleNamespace
 ) -> list[dict[str, Any]]:
     """Run warm-up and passes, and print each; returns their figures."""
-    from aquifer.progress import counting_bar
-
     limit = options.max_concurrency
     if options.num_warmups:
         bodies = maker.bodies(options.passes, options.num_warmups)

@@ -13,7 +13,7 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 
 _SERVER = (
-    Option("model", str, None, "As MODEL.", unset="MODEL"),
+    Option("model", str, None, "The same as MODEL.", unset="MODEL"),
     Option(
         "base_url",
         str,

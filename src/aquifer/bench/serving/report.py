@@ -60,7 +60,7 @@ def result_lines(
     yield "=" * _WIDTH
     errors = list(figures["error_counts"].items())
     for message, count in errors[:_MOST_ERRORS]:
-        yield f"failed, {count} times: {message}"
+        yield f"{count} failed: {message}"
     if len(errors) > _MOST_ERRORS:
         yield f"and {len(errors) - _MOST_ERRORS} other errors"
 
