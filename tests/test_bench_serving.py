@@ -1,184 +1,257 @@
-"""`aquifer bench serve`: its client, its figures, and streams from a real server."""
+"""`aquifer bench serve`: the command, with a real server and with one that is made up."""
 
 from __future__ import annotations
 
 import json
 import os
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.checkpoints import tiny_llama
+from tests.fake_openai import DONE, Answer, FakeServer, fake_server, text, usage
 
-from aquifer.bench.serving import Load, Run, Stream, busy, figures, measure, run_streams
-from aquifer.bench.workload import LengthRange, Workload
+from aquifer.bench.serving.server import serving
 from aquifer.cli import app
 from aquifer.errors import ConfigError, EngineError
 
 ROOT = Path(__file__).parents[1]
-
-Answers = Callable[..., str]
-
-
-class Handler(BaseHTTPRequestHandler):
-    """Answers with the chunks that the server has, and remembers the requests."""
-
-    protocol_version = "HTTP/1.1"
-    server: Fake
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.requests.append(json.loads(body))
-        self.send_response(self.server.status)
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        for chunk in (*self.server.chunks, b""):
-            self.wfile.write(f"{len(chunk):x}\r\n".encode() + chunk + b"\r\n")
-
-    def log_message(self, *_: object) -> None:
-        pass
+ANSWER = Answer((text("a", "b"), usage(7), DONE))
 
 
-class Fake(HTTPServer):
-    """A server that answers each request alike."""
-
-    def __init__(self, status: int, chunks: tuple[bytes, ...]) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.status = status
-        self.chunks = chunks
-        self.requests: list[dict[str, Any]] = []
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama(tmp_path_factory.mktemp("served") / "tiny")
 
 
-@pytest.fixture
-def answers() -> Iterator[Answers]:
-    """Starts a server with its answer; returns its URL."""
-    running = []
-
-    def start(*chunks: bytes, status: int = 200) -> str:
-        fake = Fake(status, chunks)
-        thread = threading.Thread(target=fake.serve_forever)
-        thread.start()
-        running.append((fake, thread))
-        return f"http://127.0.0.1:{fake.server_port}"
-
-    yield start
-    for fake, thread in running:
-        fake.shutdown()
-        thread.join()
-        fake.server_close()
+@pytest.fixture(scope="module")
+def real_url(checkpoint: Path) -> Iterator[str]:
+    """A running server of the tiny checkpoint."""
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    with serving(str(checkpoint), ["--memory", "64MiB"], {"PYTHONPATH": path}) as url:
+        yield url
 
 
-USAGE = b'data: {"choices": [], "usage": {"completion_tokens": 7}}\n\n'
-DONE = b"data: [DONE]\n\n"
-ONE = Workload([[1, 2, 3]], [7])
+@pytest.fixture(autouse=True)
+def _no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
 
 
-# --- the client ------------------------------------------------------------------------------
+def bench(*arguments: str) -> None:
+    app(["bench", "serve", *arguments], standalone_mode=False)
+
+
+def result_of(file: Path, *arguments: str) -> dict[str, Any]:
+    bench(*arguments, "--output", str(file))
+    result: dict[str, Any] = json.loads(file.read_text())
+    return result
+
+
+# --- a real server ---------------------------------------------------------------------------
+
+
+def test_a_server_is_started_for_a_model(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    options = ("--num-prompts", "5", "--input-len", "5-9", "--output-len", "6", "--threads", "2")
+    result = result_of(tmp_path / "s.json", str(checkpoint), *options, "--memory", "64MiB")
+    assert (result["threads"], result["memory"]) == (2, 64 << 20)
+    assert result["model_id"] == str(checkpoint)
+    assert (result["completed"], result["failed"]) == (5, 0)
+    assert result["total_output_tokens"] == 30
+    assert 25 <= result["total_input_tokens"] <= 45
+    assert 0 < result["median_ttft_ms"] < result["median_e2el_ms"]
+
+
+def test_passes_of_a_running_server(
+    real_url: str, checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    result = result_of(
+        tmp_path / "s.json",
+        *("--base-url", real_url, "--tokenizer", str(checkpoint), "--num-prompts", "6"),
+        *("--input-len", "4-8", "--output-len", "3-9", "--request-rate", "100", "--passes", "2"),
+        *("--num-warmups", "2", "--max-concurrency", "3", "--temperature", "0"),
+        *("--goodput", "ttft:60000", "tpot:60000", "--metric-percentiles", "50,90"),
+    )
+    assert len(result["passes"]) == 2
+    assert result["passes"][-1].items() <= result.items()
+    first, second = result["passes"]
+    for key in ("completed", "total_input_tokens", "total_output_tokens", "request_rate"):
+        assert first[key] == second[key]
+    assert (first["completed"], first["failed"], first["max_concurrency"]) == (6, 0, 3)
+    assert first["max_concurrent_requests"] <= 3
+    assert first["request_goodput"] == first["request_throughput"]
+    assert {"p50_ttft_ms", "p90_worst_gap_ms", "max_send_lag_ms"} <= first.keys()
+    assert "memory" not in result  # of a server that is started
+    printed = capfd.readouterr().out
+    assert printed.count("Successful requests:                     6") == 2
+    assert "pass 2 of 2" in printed
+
+
+def test_chats_with_a_real_server(real_url: str, checkpoint: Path, tmp_path: Path) -> None:
+    result = result_of(
+        tmp_path / "s.json",
+        *(str(checkpoint), "--base-url", real_url, "--backend", "openai-chat"),
+        *("--num-prompts", "3", "--input-len", "8", "--output-len", "5"),
+    )
+    assert result["endpoint"] == "/v1/chat/completions"
+    assert (result["completed"], result["total_output_tokens"]) == (3, 15)
+
+
+def test_requests_that_the_server_refuses_are_counted(
+    real_url: str, checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Some of these prompts are longer than the model's context."""
+    common = ("--base-url", real_url, "--tokenizer", str(checkpoint), "--output-len", "2")
+    result = result_of(
+        tmp_path / "s.json", *common, "--num-prompts", "8", "--input-len", "1500-2600"
+    )
+    assert result["failed"] == 8 - result["completed"] > 0
+    assert result["total_output_tokens"] == 2 * result["completed"]
+    assert sum(result["error_counts"].values()) == result["failed"]
+    assert "1 failed: HTTP 400: " in capfd.readouterr().out
+    with pytest.raises(EngineError, match="no request succeeded: HTTP 400: "):
+        bench(*common, "--num-prompts", "2", "--input-len", "3000")
+
+
+# --- what is sent ----------------------------------------------------------------------------
+
+
+def _sent(server: FakeServer, *arguments: str) -> list[dict[str, Any]]:
+    server.requests.clear()
+    bench("--base-url", server.url, *arguments)
+    return server.requests
+
+
+def test_what_requests_have(tmp_path: Path) -> None:
+    with fake_server(ANSWER) as server:
+        (body,) = _sent(server, "--num-prompts", "1")
+        assert (len(body["prompt"]), body["max_tokens"]) == (1024, 128)
+        assert (body["model"], body["ignore_eos"]) == ("tiny", True)
+        assert "temperature" not in body
+        (body,) = _sent(
+            server,
+            *("--num-prompts", "1", "--no-ignore-eos", "--temperature", "0.5"),
+            *("--random-input-len", "10", "--random-output-len", "20"),
+            *("--random-range-ratio", "0.5", "--dataset-name", "random", "--request-rate", "inf"),
+        )
+        assert "ignore_eos" not in body
+        assert body["temperature"] == 0.5
+        assert 5 <= len(body["prompt"]) <= 15
+        assert 10 <= body["max_tokens"] <= 30
+        bodies = _sent(server, "--num-prompts", "2", "--passes", "2", "--num-warmups", "3")
+        assert len({tuple(body["prompt"]) for body in bodies[3:]}) == 4
+        assert server.paths[-1] == "/v1/completions"
+
+
+def test_names_of_models() -> None:
+    with fake_server(ANSWER, models=("a", "b")) as server:
+        assert _sent(server, "--num-prompts", "1")[0]["model"] == "a"
+        assert _sent(server, "b", "--num-prompts", "1")[0]["model"] == "b"
+        assert _sent(server, "--model", "b", "--num-prompts", "1")[0]["model"] == "b"
+        named = ("demo", "--served-model-name", "b", "--num-prompts", "1")
+        assert _sent(server, *named)[0]["model"] == "b"
+        with pytest.raises(ConfigError, match="no model 'c'; it has a, b"):
+            bench("c", "--base-url", server.url)
+        with pytest.raises(ConfigError, match="no model 'c'"):
+            bench("demo", "--served-model-name", "c", "--base-url", server.url)
+    with fake_server(ANSWER, models=None) as server:
+        assert _sent(server, "c", "--num-prompts", "1")[0]["model"] == "c"
+        with pytest.raises(ConfigError, match="has no list of models"):
+            bench("--base-url", server.url)
+    with fake_server(ANSWER, models=()) as server, pytest.raises(ConfigError, match="no model"):
+        bench("--base-url", server.url)
+
+
+def test_host_and_port() -> None:
+    with fake_server(ANSWER) as server:
+        bench("--port", str(server.server_port), "--num-prompts", "1")
+        bench("--host", "localhost", "--port", str(server.server_port), "--num-prompts", "1")
+        assert len(server.requests) == 2
+
+
+# --- results ---------------------------------------------------------------------------------
+
+
+def test_files_of_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["aquifer", "bench", "serve", "--num-prompts", "1", "--api-key", "secret"]
+    monkeypatch.setattr("sys.argv", arguments)
+    folder = tmp_path / "results"
+    with fake_server(ANSWER, key="secret") as server:
+        common = ("--base-url", server.url, *arguments[3:], "--save-result")
+        bench(*common, "--result-dir", str(folder))
+        (file,) = folder.iterdir()
+        assert file.name.startswith("openai-infqps-")
+        bench(*common, "--result-dir", str(folder), "--result-filename", "r.json")
+        monkeypatch.setenv("OPENAI_API_KEY", "secret")
+        bench("--base-url", server.url, "--num-prompts", "1")
+    content = (folder / "r.json").read_text()
+    assert "secret" not in content
+    result = json.loads(content)
+    assert result["request_rate"] == "inf"
+    assert "--api-key ..." in result["environment"]["command"]
+
+
+def test_several_tokens_in_an_event(tmp_path: Path) -> None:
+    with fake_server(ANSWER) as server:
+        result = result_of(tmp_path / "r.json", "--base-url", server.url, "--num-prompts", "4")
+    assert (result["total_output_tokens"], result["total_input_tokens"]) == (28, 12)
+    # One gap, in which all tokens after the first came.
+    assert result["mean_tpot_ms"] == pytest.approx(result["mean_itl_ms"] / 6)
+
+
+# --- bad input -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "chunks",
+    ("arguments", "message"),
     [
-        (b"data: 1\n\n", b"data: 2\n\n", b"data: 3\n\n", USAGE, DONE),
-        (b"data: 1\n\ndata: 2\n\ndata: 3\n\n" + USAGE + DONE,),
-        (b"data: 1\n\nda", b"ta: 2\n", b"\ndata: 3\n\n" + USAGE[:30], USAGE[30:] + DONE),
+        ((), "give --base-url of a running one, or a MODEL"),
+        (("demo", "--model", "other"), "leave out one of them"),
+        (("nowhere",), "no such model"),
+        (("--base-url", "x"), "--base-url is 'x'; write the server's address"),
+        (("--base-url", "http://127.0.0.1:1"), "cannot connect to http://127.0.0.1:1: "),
+        (("--base-url", "http://x", "--port", "1"), "leave out --host and --port"),
+        (("--port", "1", "--memory", "1GiB"), "--memory is for a server that is started here"),
+        (("demo", "--num-prompts", "0"), "--num-prompts"),
+        (("demo", "--request-rate", "0"), "--request-rate is 0.0; it must be a number above 0"),
+        (("demo", "--request-rate", "-inf"), "--request-rate"),
+        (("demo", "--request-rate", "nan"), "--request-rate"),
+        (("demo", "--burstiness", "0"), "--burstiness"),
+        (("demo", "--max-concurrency", "0"), "--max-concurrency"),
+        (("demo", "--passes", "0"), "--passes"),
+        (("demo", "--input-len", "9-1"), "'9-1' is not a range of lengths"),
+        (("demo", "--input-len", "9", "--random-input-len", "9"), "leave out one of them"),
+        (("demo", "--random-range-ratio", "0.5"), "--random-range-ratio is of"),
+        (("demo", "--backend", "tgi"), "choose openai, vllm or openai-chat"),
+        (("demo", "--dataset-name", "sharegpt"), "choose random"),
+        (("demo", "--endpoint", "/v1/chat/completions"), "add --backend openai-chat"),
+        (("demo", "--endpoint", "x"), "--endpoint is 'x'; write a path"),
+        (("demo", "--goodput", "ttft:500", "tpot:x"), "--goodput"),
+        (("demo", "--percentile-metrics", "ttft,x"), "--percentile-metrics"),
+        (("demo", "--metric-percentiles", "101"), "--metric-percentiles"),
+        (("demo", "--result-dir", "x"), "are for --save-result"),
+        (("demo", "--save-result", "--output", "x.json"), "leave out one"),
+        (("demo", "--temperature", "-1"), "--temperature"),
     ],
 )
-def test_events_are_found_however_they_are_divided(
-    answers: Answers, chunks: tuple[bytes, ...]
-) -> None:
-    (stream,) = run_streams(answers(*chunks), ONE).streams
-    assert stream.num_tokens == 7
-    assert len(stream.events_s) == 3
-    assert stream.sent_s <= stream.events_s[0] <= stream.events_s[1] <= stream.events_s[2]
+def test_bad_input_is_refused_in_a_line(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        bench(*arguments)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
-def test_all_prompts_are_requested(answers: Answers) -> None:
-    workload = Workload([[1, 2], [3], [4, 5, 6]], [4, 5, 6])
-    run = run_streams(answers(b"data: 1\n\n", USAGE, DONE), workload)
-    assert [stream.num_tokens for stream in run.streams] == [7, 7, 7]
-
-
-def test_a_refusal_is_an_error(answers: Answers) -> None:
-    url = answers(b'{"error": {"message": "too many requests"}}', status=429)
-    with pytest.raises(EngineError, match=r"(?s)429.*too many requests"):
-        run_streams(url, ONE)
-
-
-@pytest.mark.parametrize("chunks", [(), (b"data: 1\n\n",), (b'event: error\ndata: {"e": 1}\n\n',)])
-def test_a_stream_that_ends_early_is_an_error(answers: Answers, chunks: tuple[bytes, ...]) -> None:
-    with pytest.raises(EngineError, match="ended a stream early"):
-        run_streams(answers(*chunks), ONE)
-
-
-def test_servers_take_turns_and_no_prompt_comes_twice(answers: Answers) -> None:
-    urls = {name: answers(b"data: 1\n\n", USAGE, DONE) for name in ("a", "b")}
-    load = Load([1, 2], [0, 0], LengthRange(4, 4), LengthRange(7, 7), vocab_size=99, seed=3)
-    results = measure(urls, load, repeats=2)
-    assert [(r["concurrency"], r["server"]) for r in results] == 2 * [
-        *((1, "a"), (1, "b"), (2, "a"), (2, "b")),
-    ]
-    assert [r["completed"] for r in results] == 2 * [2, 2, 4, 4]
-    prompts = [load.workload(2, repeat).prompts for repeat in range(4)]
-    assert len({tuple(prompt) for two in prompts for prompt in two}) == 8
-
-
-def test_busy_processes_end_with_their_context() -> None:
-    def children() -> set[str]:
-        return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
-
-    before = children()
-    with busy(2):
-        assert len(children() - before) == 2
-    assert children() == before
-
-
-# --- the figures -----------------------------------------------------------------------------
-
-
-def test_figures_by_hand() -> None:
-    first = Run([Stream(5, 10.0, [10.5, 10.6, 11.0]), Stream(3, 10.1, [10.4, 12.0])])
-    second = Run([Stream(5, 20.0, [20.1, 20.5]), Stream(3, 20.0, [21.0])])
-    assert (first.seconds, second.seconds) == pytest.approx((2.0, 1.0))
-    result = figures([first, second])
-    assert (result["completed"], result["total_output_tokens"]) == (4, 16)
-    assert result["output_throughputs"] == pytest.approx([4.0, 8.0])
-    assert result["output_throughput"] == pytest.approx(6.0)
-    assert result["request_throughput"] == pytest.approx(2 / 1.5)
-    assert result["median_ttft_ms"] == pytest.approx(400)
-    assert result["mean_tpot_ms"] == pytest.approx((125 + 800 + 100 + 0) / 4)
-    assert result["mean_itl_ms"] == pytest.approx((100 + 400 + 1600 + 400) / 4)
-    assert result["mean_e2el_ms"] == pytest.approx((1000 + 1900 + 500 + 1000) / 4)
-
-
-# --- the command -----------------------------------------------------------------------------
-
-
-def test_streams_from_a_real_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
-    checkpoint, output = tiny_llama(tmp_path / "tiny"), tmp_path / "s.json"
-    options = ("--input-len", "5-9", "--output-len", "6", "--repeats", "2", "--threads", "2")
-    app(
-        [
-            *("bench", "serve", str(checkpoint), "--concurrency", "1,3", *options),
-            *("--memory", "64MiB", "--output", str(output)),
-        ],
-        standalone_mode=False,
-    )
-    result = json.loads(output.read_text())
-    assert (result["threads"], result["memory"]) == (2, 64 << 20)
-    assert [run["concurrency"] for run in result["runs"]] == [1, 3]
-    for run in result["runs"]:
-        assert run["completed"] == 2 * run["concurrency"]
-        assert run["total_output_tokens"] == 6 * run["completed"]
-        assert len(run["output_throughputs"]) == 2
-        assert 0 < run["median_ttft_ms"] < run["median_e2el_ms"]
-
-
-def test_bad_numbers_are_refused() -> None:
-    for options in (("--concurrency", "0"), ("--busy", "-1"), ("--busy", "x")):
-        with pytest.raises(ConfigError, match=options[0]):
-            app(["bench", "serve", "demo", *options], standalone_mode=False)
+def test_servers_that_do_not_fit_are_named() -> None:
+    with fake_server(ANSWER, key="secret") as server:
+        with pytest.raises(ConfigError, match="refused the API key: HTTP 401: wrong key"):
+            bench("--base-url", server.url)
+        chat = ("--base-url", server.url, "--api-key", "secret", "--backend", "openai-chat")
+        with pytest.raises(ConfigError, match="its ORG/NAME with --tokenizer"):
+            bench(*chat)
+    with fake_server(Answer((), 404)) as server:
+        with pytest.raises(EngineError, match="no request succeeded: HTTP 404"):
+            bench("--base-url", server.url, "--endpoint", "/nowhere")
+        assert server.requests

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import pickle
 import re
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ import typer
 
 from aquifer import LLM, ConfigError
 from aquifer.bench import options as bench_options
+from aquifer.bench.serving.options import SERVE
 from aquifer.cli import app
 from aquifer.config import EngineConfig, ModelSpec, aliases_of, field_values, parse_models
 from aquifer.llm import LLMOptions
@@ -115,6 +117,20 @@ def test_sizes_are_read_as_they_are_written(num_bytes: int) -> None:
     assert parse_size(exact_size(num_bytes)) == num_bytes
 
 
+def test_infinite_numbers_are_allowed_where_they_mean_something() -> None:
+    bounded = Option("rate", float, 1.0, "", above=0)
+    infinite = Option("rate", float, 1.0, "", above=0, may_be_infinite=True)
+    assert infinite.parse("inf") == math.inf
+    for option, text in ((bounded, "inf"), (infinite, "-inf"), (infinite, "nan")):
+        with pytest.raises(ConfigError, match=r"above 0, such as 1\.0"):
+            option.parse(text)
+
+
+def test_a_single_choice_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"choose only$"):
+        Option("kind", str, "only", "", choices=("only",)).parse("other")
+
+
 # --- interfaces ------------------------------------------------------------------------------
 
 
@@ -126,6 +142,7 @@ def test_sizes_are_read_as_they_are_written(num_bytes: int) -> None:
         (("replay",), bench_options.REPLAY, {"trace"}),
         (("bench", "throughput"), bench_options.THROUGHPUT, {"model"}),
         (("bench", "latency"), bench_options.LATENCY, {"model"}),
+        (("bench", "serve"), SERVE, {"name"}),
         (("bench", "prefill"), bench_options.PREFILL, {"model"}),
         (("bench", "start"), bench_options.START, {"model"}),
         (("bench", "load"), bench_options.LOAD, {"model"}),

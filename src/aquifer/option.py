@@ -39,6 +39,7 @@ class Option:
         minimum: least value allowed.
         above: bound that the value must exceed.
         maximum: greatest value allowed.
+        may_be_infinite: whether an infinite number is allowed.
         example: a value that works; "" for the default.
         unset: what None means, where it is the default.
         many: whether there may be several values; they make a tuple.
@@ -56,6 +57,7 @@ class Option:
     minimum: float | None = None
     above: float | None = None
     maximum: float | None = None
+    may_be_infinite: bool = False
     example: str = ""
     unset: str = ""
     many: bool = False
@@ -101,7 +103,8 @@ class Option:
     def advice(self) -> str:
         """Which values are allowed, with one that works."""
         if self.choices:
-            return "choose " + " or ".join([", ".join(self.choices[:-1]), self.choices[-1]])
+            *others, last = self.choices
+            return "choose " + (f"{', '.join(others)} or {last}" if others else last)
         if self.type is bool:
             return "write true or false"
         noun = "a size" if self.unit == "bytes" else _NOUNS[self.type]
@@ -173,7 +176,7 @@ class Option:
         if self.choices:
             return any(re.fullmatch(choice.replace("N", r"\d+"), value) for choice in self.choices)
         if isinstance(value, float) and not math.isfinite(value):
-            return False
+            return self.may_be_infinite and value > 0
         return (
             (self.minimum is None or value >= self.minimum)
             and (self.above is None or value > self.above)

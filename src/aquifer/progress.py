@@ -17,10 +17,13 @@ from rich.progress import (
 
 from aquifer.engine.reports import LoadProgress
 
+_REFRESH_HZ = 10
 
-def counting_bar(show: bool = True) -> Progress:
-    """A bar that counts items."""
-    return _bar(show, MofNCompleteColumn(), TimeRemainingColumn())
+
+def counting_bar(show: bool = True, refresh_hz: float = _REFRESH_HZ) -> Progress:
+    """A bar that counts items, drawn so many times a second."""
+    columns = (MofNCompleteColumn(), TimeRemainingColumn())
+    return _bar(show, *columns, refresh_hz=refresh_hz)
 
 
 class LoadingBar:
@@ -49,13 +52,14 @@ class LoadingBar:
         self._bar.stop()
 
 
-def _bar(show: bool, *columns: ProgressColumn) -> Progress:
+def _bar(show: bool, *columns: ProgressColumn, refresh_hz: float = _REFRESH_HZ) -> Progress:
     console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         *columns,
         console=console,
+        refresh_per_second=refresh_hz,
         disable=not (show and console.is_terminal),
         transient=True,
     )

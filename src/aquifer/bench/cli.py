@@ -14,7 +14,6 @@ import numpy as np
 import typer
 
 from aquifer.bench import options as table_of
-from aquifer.bench.options import server_arguments
 from aquifer.bench.report import (
     add_series,
     comparison,
@@ -25,12 +24,12 @@ from aquifer.bench.report import (
     output_rate,
     rates_text,
     run_seconds,
-    serving_table,
     title,
 )
 from aquifer.bench.result import summarize
+from aquifer.bench.serving.command import ServeCommand, serve
 from aquifer.bench.workload import LengthRange, Workload
-from aquifer.config import EngineConfig, ModelSpec
+from aquifer.config import ModelSpec
 from aquifer.errors import ConfigError
 from aquifer.hub import locate
 from aquifer.parameters import ModelArgument, values_for, with_options
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from aquifer.llm import LLM
 
 app = typer.Typer(no_args_is_help=True, help="Measure the engine; each result is also a file.")
+app.command("serve", cls=ServeCommand)(serve)
 
 
 @app.command()
@@ -147,39 +147,6 @@ def latency(model: ModelArgument, options: SimpleNamespace) -> None:
             f"\nbatch {batch['num_prompts']}: {comparison(batch)}" for batch in figures["batches"]
         )
     finish(table, figures, options.output)
-
-
-@app.command()
-@with_options(table_of.SERVE)
-def serve(model: ModelArgument, options: SimpleNamespace) -> None:
-    """Measure concurrent streams from `aquifer serve`, over HTTP, on this machine."""
-    from aquifer.bench import serving
-    from aquifer.engine.model_host import read_model
-    from aquifer.models import plan_model
-
-    engine = values_for("bench", options)
-    spec = ModelSpec.parse(model)
-    config = EngineConfig((spec,), load_format=options.load_format)
-    load = serving.Load(
-        _numbers("--concurrency", options.concurrency, least=1),
-        _numbers("--busy", options.busy, least=0),
-        LengthRange.parse(options.input_len),
-        LengthRange.parse(options.output_len),
-        read_model(spec, plan_model, config)[1].vocab_size,
-        options.seed,
-    )
-    with serving.serving(model, server_arguments(engine)) as url:
-        runs = serving.measure({"aquifer": url}, load, options.repeats)
-    figures = {
-        "benchmark": "serve",
-        "model": model,
-        **engine,
-        "input_len": options.input_len,
-        "output_len": options.output_len,
-        "seed": options.seed,
-        "runs": runs,
-    }
-    finish(serving_table(f"serve: {model}", runs), figures, options.output)
 
 
 @app.command()

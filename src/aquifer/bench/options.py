@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from aquifer.option import Option
 from aquifer.options import find_option, options_of
@@ -55,17 +53,6 @@ LATENCY = (
     SEED,
     _repeats(5),
     _TRANSFORMERS,
-    OUTPUT,
-)
-
-SERVE = (
-    Option("concurrency", str, "1,8", "Requests at once, such as 1,8,32."),
-    Option("busy", str, "0", "Other processes that each keep a core busy, such as 0,1."),
-    _length("input_len", "prompt", "32"),
-    _length("output_len", "output", "128"),
-    *ENGINE,
-    SEED,
-    _repeats(5, "Timed runs of each kind, in turns; the median counts."),
     OUTPUT,
 )
 
@@ -242,13 +229,3 @@ REPLAY = (
     Option("save_requests", bool, False, "Write the times of each request to the result too."),
     Option("plot", Path, None, "Write a plot, such as out.png."),
 )
-
-
-def server_arguments(engine: Mapping[str, Any]) -> list[str]:
-    """The options of `LLM` as arguments of `aquifer serve`."""
-    return [
-        argument
-        for option in ENGINE
-        if engine.get(option.name) is not None
-        for argument in (option.flag, str(engine[option.name]))
-    ]

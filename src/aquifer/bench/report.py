@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +13,6 @@ from aquifer.bench.result import save
 if TYPE_CHECKING:
     from aquifer.bench.floor import Rates
     from aquifer.llm import LLM
-
-_STATISTICS = ("median", "p99")
 
 
 def describe(benchmark: str, llm: LLM, options: dict[str, Any]) -> dict[str, Any]:
@@ -65,29 +62,6 @@ def add_series(table: Table, name: str, series: dict[str, Any]) -> None:
     table.add_row(
         name, output_rate(series), prompt_rate, f"{series['duration']:.2f}", run_seconds(series)
     )
-
-
-def serving_table(title: str, runs: Sequence[dict[str, Any]]) -> Table:
-    """A row for each measurement of a server, as `aquifer.bench.serving.measure` returns them."""
-    table = new_table(title)
-    table.add_column("", no_wrap=True)
-    columns = ("streams", "busy", "tok/s", "lowest", "highest", "TTFT", "p99", "TPOT", "p99")
-    for column in columns:
-        table.add_column(column, justify="right")
-    for run in runs:
-        rates = run["output_throughputs"]
-        latencies_ms = [
-            run[f"{statistic}_{name}_ms"] for name in ("ttft", "tpot") for statistic in _STATISTICS
-        ]
-        table.add_row(
-            run["server"],
-            str(run["concurrency"]),
-            str(run["busy"]),
-            *(f"{rate:.0f}" for rate in (run["output_throughput"], min(rates), max(rates))),
-            *(f"{milliseconds:.1f}" for milliseconds in latencies_ms),
-        )
-    table.caption = "tok/s: output tokens of all streams, the median run; TTFT and TPOT in ms"
-    return table
 
 
 def output_rate(series: dict[str, Any]) -> str:

@@ -22,13 +22,18 @@ from aquifer.errors import ConfigError
 _PACKAGES = ("aquifer", "torch", "triton", "cuda-bindings", "transformers", "numpy", "tokenizers")
 
 
-def summarize(values: Sequence[float]) -> dict[str, float]:
-    """Return mean, median and 99th percentile, with the names of `vllm bench`."""
+def summarize(values: Sequence[float], percentiles: Sequence[float] = (99,)) -> dict[str, float]:
+    """Return mean, median and percentiles, with the names of `vllm bench`: mean, median, p99."""
     return {
         "mean": float(np.mean(values)),
         "median": float(np.median(values)),
-        "p99": float(np.percentile(values, 99)),
+        **{percentile_name(p): float(np.percentile(values, p)) for p in percentiles},
     }
+
+
+def percentile_name(percentile: float) -> str:
+    """The name of a percentile in results, such as p99 or p99.9."""
+    return f"p{percentile:g}"
 
 
 def environment() -> dict[str, Any]:
@@ -58,6 +63,16 @@ def gpu() -> dict[str, str | None] | None:
         "driver": driver.read_text().splitlines()[0] if driver.is_file() else None,
         "cuda": torch.version.cuda,
     }
+
+
+def gpus() -> list[str]:
+    """Name and driver of each NVIDIA GPU of this machine, for a server in other processes."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return done.stdout.splitlines()
 
 
 def check_writable(file: Path, flag: str) -> None:

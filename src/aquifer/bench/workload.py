@@ -63,6 +63,17 @@ class Workload:
         ]
         return cls(prompts, [outputs.draw(rng) for _ in range(count)])
 
+    def shifted(self, by: int, vocab_size: int) -> Workload:
+        """The same lengths with other tokens, so that no prompt of this workload is found cached.
+
+        Args:
+            by: what is added to each token id; 0 gives this workload.
+            vocab_size: that of `random`.
+        """
+        num_tokens = min(_TOKEN_LIMIT, vocab_size - 1) + 1
+        prompts = [[(token + by) % num_tokens for token in prompt] for prompt in self.prompts]
+        return Workload(prompts, self.output_lengths)
+
     @property
     def num_input_tokens(self) -> int:
         """Tokens of all prompts."""

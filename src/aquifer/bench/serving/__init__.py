@@ -1,0 +1,1 @@
+"""Benchmark of an OpenAI-compatible server: `aquifer bench serve`."""
