@@ -57,16 +57,25 @@ class Rows:
     chunks: PrefillSpans | None  # all other rows: several tokens of a sequence each
 
     @classmethod
-    def of(cls, spans: Spans, num_decodes: int, device: torch.device) -> Rows:
+    def of(
+        cls, spans: Spans, num_decodes: int, device: torch.device, *, uses_cudnn: bool = True
+    ) -> Rows:
         """The rows of `spans`, of which the first `num_decodes` have one token each.
 
         On the host, rows that decode are treated as chunks of one token, which is faster there.
+
+        Args:
+            spans: the step's tokens.
+            num_decodes: spans that decode.
+            device: where they run.
+            uses_cudnn: whether attention may use cuDNN, which builds a plan for each new shape.
         """
         if device.type == "cpu":
             num_decodes = 0
         arrays = cls.arrays(spans, num_decodes)
         packed = upload(np.concatenate(arrays), device)  # one copy for all
-        return cls.over(spans, num_decodes, packed.split([len(array) for array in arrays]))
+        tensors = packed.split([len(array) for array in arrays])
+        return cls.over(spans, num_decodes, tensors, uses_cudnn=uses_cudnn)
 
     @staticmethod
     def arrays(spans: Spans, num_decodes: int) -> tuple[IntArray, ...]:
@@ -76,8 +85,15 @@ class Rows:
         return *spans.rows(), spans.slots[chunks], spans.starts[chunks], spans.offsets[chunks]
 
     @classmethod
-    def over(cls, spans: Spans, num_decodes: int, tensors: Sequence[torch.Tensor]) -> Rows:
-        """The rows of `spans`, given `arrays` on the device."""
+    def over(
+        cls,
+        spans: Spans,
+        num_decodes: int,
+        tensors: Sequence[torch.Tensor],
+        *,
+        uses_cudnn: bool = True,
+    ) -> Rows:
+        """The rows of `spans`, given `arrays` on the device; see `of`."""
         slots, positions, chunk_slots, chunk_starts, chunk_offsets = tensors
         chunks = slice(num_decodes, None)
         return cls(
@@ -91,6 +107,7 @@ class Rows:
                 device_slots=chunk_slots,
                 device_starts=chunk_starts,
                 device_offsets=chunk_offsets,
+                uses_cudnn=uses_cudnn,
             )
             if num_decodes < len(spans.slots)
             else None,

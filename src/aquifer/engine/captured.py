@@ -148,7 +148,9 @@ class CapturedSteps:
             row_positions[:num_tokens],
             *others[: sum(lengths)].split(lengths),
         ]
-        self._chunks.run(size, num_tokens, self._view(Rows.over(spans, num_decodes, tensors)))
+        # Launches of cuDNN cannot be repeated from layer to layer.
+        rows_of_step = Rows.over(spans, num_decodes, tensors, uses_cudnn=False)
+        self._chunks.run(size, num_tokens, self._view(rows_of_step))
 
     def sample_decoded(
         self, num_rows: int, mode: SamplingMode

@@ -351,7 +351,12 @@ class Engine:
     def stats(self) -> EngineStats:
         """Current counters. Cheap: it is called with every step."""
         usage = self.pool.usage()
-        return engine_stats(self._scheduler.lanes, usage, self._models.fixed_bytes(usage))
+        return engine_stats(
+            self._scheduler.lanes,
+            usage,
+            self._models.fixed_bytes(usage),
+            sum(host.num_late for host in self._models),
+        )
 
     def memory(self) -> MemoryReport:
         """Breakdown of the pool's budget by owner, now."""

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from enum import StrEnum
 
+import numpy as np
 import torch
 
 from aquifer.cache import kv_cache
@@ -136,6 +137,11 @@ class ModelHost:
         return self._weights.resident_bytes
 
     @property
+    def num_late(self) -> int:
+        """Kernels that were compiled while a step of it waited."""
+        return 0 if self._runner is None else self._runner.num_late
+
+    @property
     def runner(self) -> Runner:
         """The runner of its steps. Pre-condition: it is resident."""
         assert self._runner is not None
@@ -213,19 +219,32 @@ class ModelHost:
         return runner
 
     def _warm_up(self, runner: Runner) -> None:
-        """Take a device's memory for activations, and compile its kernels.
+        """Take a device's memory for activations, compile its kernels and capture steps.
 
-        The host needs neither.
+        The host needs none of it.
         """
         cache, num_tokens = self.lane.cache, self._max_batched_tokens
-        chunk = runner.warm_up_chunk(num_tokens)
-        has_room = cache.reserve(chunk.slots, chunk.starts + chunk.counts)
+        warm_up = runner.warm_up_of(num_tokens)
+        slots: list[int] = []
+        for lengths in warm_up.lengths():
+            wanted = np.arange(1, min(len(lengths), self._config.max_num_seqs) + 1)
+            tokens = np.array(lengths)[: len(wanted)]
+            num_bytes = int(tokens.sum()) * self.info.kv_bytes_per_token
+            is_least = len(lengths) == 1
+            # The most are not worth what other models retain.
+            if not is_least and 2 * num_bytes > self._pool.free_bytes:
+                continue
+            if cache.reserve(wanted, tokens):
+                slots = wanted.tolist()
+                break
         try:
             cache.upload()
-            runner.warm_up(num_tokens, chunk if has_room else None, decodes=cache.tensors.open())
+            captures = cache.tensors.open()
+            token_s = runner.warm_up(warm_up, num_tokens, len(slots), captures=captures)
         finally:
-            for slot in chunk.slots.tolist() if has_room else ():
+            for slot in slots:
                 cache.release(slot)
+        self.prefill_cost.observe(0, num_tokens, num_tokens * token_s)
 
     def _fill(self, on_progress: Callable[[LoadProgress], None]) -> None:
         """Read the weights, or fill them with random numbers."""

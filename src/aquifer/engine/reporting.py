@@ -48,13 +48,16 @@ def model_info(
     )
 
 
-def engine_stats(lanes: Mapping[str, Lane], usage: PoolUsage, fixed_bytes: int) -> EngineStats:
+def engine_stats(
+    lanes: Mapping[str, Lane], usage: PoolUsage, fixed_bytes: int, num_late_compilations: int
+) -> EngineStats:
     """Current counters, in time proportional to the number of models.
 
     Args:
         lanes: the lanes of all models.
         usage: usage of the pool.
         fixed_bytes: bytes of the budget that KV cannot have.
+        num_late_compilations: kernels that were compiled while a step waited.
     """
     kv_bytes = sum(n for owner, n in usage.in_use_bytes.items() if owner.kind == Kind.KV)
     stats = {
@@ -72,6 +75,7 @@ def engine_stats(lanes: Mapping[str, Lane], usage: PoolUsage, fixed_bytes: int) 
         num_prefix_hit_tokens={
             name: 0 if prefixes is None else prefixes.hit_tokens for name, prefixes in stats.items()
         },
+        num_late_compilations=num_late_compilations,
     )
 
 

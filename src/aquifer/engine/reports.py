@@ -87,6 +87,7 @@ class EngineStats:
     # Prompt tokens looked up among retained prefixes, and hits; by model, since the start.
     num_prefix_queried_tokens: dict[str, int]
     num_prefix_hit_tokens: dict[str, int]
+    num_late_compilations: int = 0  # kernels that were compiled while a step waited
 
     def without_requests(self) -> EngineStats:
         """The same counters of an engine that has lost its requests."""

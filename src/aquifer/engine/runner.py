@@ -7,30 +7,29 @@ samples is the next one's input without host synchronisation.
 
 from __future__ import annotations
 
-import time
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from aquifer.cache.layout import KVLayout
-from aquifer.cache.spans import IntArray, Rows, Spans
+from aquifer.cache.spans import IntArray, Rows
 from aquifer.cache.view import KVSource, KVView
 from aquifer.engine.captured import CapturedSteps
 from aquifer.engine.graphs import StepBuffers
 from aquifer.engine.outputs import TokenLogprobs
+from aquifer.engine.round_prompts import RoundPrompts
 from aquifer.engine.sampler import Sampler, SamplingMode, token_logprobs
 from aquifer.engine.step_input import SlotAssignment, StepInput, StepOutput
-from aquifer.kernels import compiled_together
-from aquifer.kernels.prefill_attention import MIN_SPLIT_KEYS
+from aquifer.engine.warm_up import WarmUp
+from aquifer.kernels import compilations
 from aquifer.kernels.step import advance, decode_inputs
 from aquifer.memory.driver.base import Driver, Fence
 from aquifer.memory.transfer import download, upload
 from aquifer.models import Model, ModelInput
 
-_WARM_UP_TOKENS = 8
-_WARM_UP_PREFIX_TOKENS = 2 * MIN_SPLIT_KEYS
+_log = logging.getLogger(__name__)
 
 _NO_ROWS = np.zeros(0, np.int64)
 _NO_EXTRAS = np.zeros((3, 0), np.int64)
@@ -48,34 +47,6 @@ class _Columns:
         self.num_prompt = column()
         self.num_computed = column()  # tokens in the cache: the position of the next
         self.last_token = column()  # the token that was sampled last
-
-
-class _NoCache:
-    """A `KVView` of padding alone: nothing is written, and nothing is attended to."""
-
-    def __init__(self, layout: KVLayout, padding: torch.Tensor) -> None:
-        self._padding = padding
-        token = padding.new_zeros((1, 1, layout.token_elements), dtype=layout.dtype)
-        self._layers = layout.split(token)
-
-    def destination(
-        self, layer: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        return *self._layers[layer], self._padding, self._padding
-
-    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        pass
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        *,
-        scale: float,
-        window_tokens: int | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
-        return query.new_zeros(*query.shape[:2], self._layers[layer][1].shape[-1])
 
 
 @dataclass(slots=True)
@@ -131,6 +102,9 @@ class Runner:
         driver: of the device.
         max_seqs: slots, which are numbered from 1.
         max_tokens: length of the longest sequence.
+
+    Attributes:
+        num_late: kernels that were compiled while a step waited.
     """
 
     def __init__(
@@ -149,34 +123,39 @@ class Runner:
         self._sampler = Sampler(max_seqs, model.vocab_size, self._device)
         self._buffers = StepBuffers(max_seqs, self._device)
         self._captured: CapturedSteps | None = None
+        self.num_late = 0
+        self._round_prompts = RoundPrompts(0, 0)
 
-    def warm_up_chunk(self, num_tokens: int) -> Spans:
-        """The chunk of a prompt to warm up with, in slot 1: after a prefix that is long enough for
-        attention to be split.
-
-        Args:
-            num_tokens: of the largest step.
-        """
-        count = min(_WARM_UP_TOKENS, num_tokens, self._max_tokens)
-        start = min(_WARM_UP_PREFIX_TOKENS, self._max_tokens - count)
-        return Spans.make(np.array([1]), np.array([start]), np.array([count]))
+    def warm_up_of(self, num_tokens: int) -> WarmUp:
+        """What to run before the model serves, with steps of up to `num_tokens` tokens."""
+        return WarmUp(
+            self._model,
+            self._kv,
+            self._sampler,
+            self._buffers,
+            self._driver,
+            self._max_seqs,
+            self._max_tokens,
+            num_tokens,
+        )
 
     @torch.inference_mode()
-    def warm_up(self, num_tokens: int, chunk: Spans | None, *, decodes: bool) -> None:
-        """Run the largest step there can be, of no sequence at all, and capture steps.
+    def warm_up(self, warm_up: WarmUp, num_tokens: int, num_slots: int, *, captures: bool) -> float:
+        """Run everything once that steps may run, and capture steps.
 
-        The device's memory for activations is taken now, so that it is known what pages can have,
-        and all kernels are compiled or loaded.
+        The device's memory for activations is taken now, so that it is known what pages can have;
+        all kernels are compiled or loaded, so that no request waits for that.
 
         Args:
-            num_tokens: of the largest step.
-            chunk: `warm_up_chunk`, if there is room for it in the cache.
-            decodes: whether the cache's first addresses are mapped, which captured steps need.
+            warm_up: made by `warm_up_of`.
+            num_tokens: tokens of the largest step.
+            num_slots: slots that have KV as `WarmUp.lengths` says.
+            captures: whether the cache's first addresses are mapped, which captured steps need.
+
+        Returns: seconds that a token of the largest step takes.
         """
-        with compiled_together(self._device):
-            self._run_padding(num_tokens, chunk)
-        step_s = self._run_padding(num_tokens, chunk)
-        if decodes and self._device.type == "cuda" and self._model.is_capturable:
+        token_s = warm_up.run(num_slots)
+        if captures and self._device.type == "cuda" and self._model.is_capturable:
             captured = CapturedSteps(
                 self._decode,
                 self._read,
@@ -187,38 +166,11 @@ class Runner:
                 num_tokens,
                 self._device,
             )
-            captured.capture(step_s / num_tokens)
+            captured.capture(token_s)
             self._captured = captured
-
-    def _run_padding(self, num_tokens: int, chunk: Spans | None) -> float:
-        """Run a step of padding alone, and one of a small chunk; seconds of the former."""
-        padding = torch.full((num_tokens,), -1, dtype=torch.int64, device=self._device)
-        zeros = torch.zeros_like(padding)
-        view = _NoCache(self._model.kv_layout, padding)
-        self._wait()
-        begun_s = time.perf_counter()
-        hidden = self._model.forward(ModelInput(zeros, zeros, zeros), view)
-        self._wait()
-        step_s = time.perf_counter() - begun_s
-        self._buffers.make_hidden(hidden)
-        num_seqs = min(self._max_seqs + 1, num_tokens)
-        logits = self._model.logits(hidden[:num_seqs])
-        for mode in SamplingMode:
-            self._sampler.sample(
-                logits, padding[:num_seqs], zeros[:num_seqs], zeros[:num_seqs], mode
-            )
-        del hidden, logits
-        if chunk is not None:
-            rows = Rows.of(chunk, 0, self._device)
-            few = zeros[: chunk.num_tokens]
-            self._model.forward(ModelInput(few, rows.positions, few), self._kv.view(rows))
-        return step_s
-
-    def _wait(self) -> None:
-        """Wait for everything that has been launched."""
-        fence = self._driver.fence()
-        if fence is not None:
-            fence.wait()
+        warm_up.plan_round_prompts(num_slots)
+        self._round_prompts = warm_up.round_prompts
+        return token_s
 
     def close(self) -> None:
         """Drop the captured steps, so that the device's driver can give back their memory."""
@@ -227,15 +179,30 @@ class Runner:
     @torch.inference_mode()
     def launch(self, step: StepInput) -> InFlight:
         """Launch a step: write its KV, and sample for the sequences that are due."""
+        num_compiled = compilations.count
         if step.assigned:
             self._assign(step.assigned)
         scores = self._run(step)
         reported, logprobs = _NO_ROWS, None
         if scores.extras.shape[1]:
             reported, logprobs = self._sample_extras(scores)
+        if compilations.count > num_compiled:
+            self._note_late(step, compilations.count - num_compiled)
         token_ids = download(scores.out)
         fence = self._driver.fence()  # after the last copy to the host
         return InFlight(step.most_new, token_ids, fence, reported, logprobs, scores.prompt_logprobs)
+
+    def _note_late(self, step: StepInput, num_compiled: int) -> None:
+        """Report that a step waited for kernels, which `warm_up` should have compiled."""
+        self.num_late += num_compiled
+        _log.warning(
+            "%d kernels of %s were compiled while a step waited, of %d sequences and %d tokens; "
+            "please report this",
+            num_compiled,
+            step.model,
+            len(step.spans.slots),
+            step.spans.num_tokens,
+        )
 
     def _assign(self, assigned: tuple[SlotAssignment, ...]) -> None:
         self._sampler.assign(assigned)
@@ -250,12 +217,15 @@ class Runner:
     def _run(self, step: StepInput) -> _Scores:
         """Run a step up to its logits, and sample the rows without extras."""
         captured, spans = self._captured, step.spans
+        # Beside decodes, prompts take too short for the host to launch kernels one by one.
+        uses_cudnn = not step.num_single and self._round_prompts.has_all(spans)
         if captured is None:
-            return self._forward(step)
+            return self._forward(step, uses_cudnn=uses_cudnn)
         if step.num_single == len(step.sampled) == len(spans.slots):
             return self._run_decodes(captured, step)
-        if self._reports_prompt[spans.slots].any() or not captured.chunk_size(spans.num_tokens):
-            return self._forward(step)
+        is_captured = captured.chunk_size(spans.num_tokens) is not None
+        if uses_cudnn or not is_captured or self._reports_prompt[spans.slots].any():
+            return self._forward(step, uses_cudnn=uses_cudnn)
         return self._run_chunks(captured, step)
 
     def _run_decodes(self, captured: CapturedSteps, step: StepInput) -> _Scores:
@@ -341,7 +311,7 @@ class Runner:
         )
         return logits
 
-    def _forward(self, step: StepInput) -> _Scores:
+    def _forward(self, step: StepInput, *, uses_cudnn: bool) -> _Scores:
         """Run any step kernel by kernel."""
         spans, columns, sampled = step.spans, self._columns, step.sampled
         slots, positions = spans.rows()
@@ -361,7 +331,7 @@ class Runner:
         token_ids, contexts, span_slots, span_ends, last_rows, sampled_slots, num_tokens = (
             packed.split([len(part) for part in parts])
         )
-        rows = Rows.of(spans, step.num_single, self._device)
+        rows = Rows.of(spans, step.num_single, self._device, uses_cudnn=uses_cudnn)
         # The host may not know these tokens yet.
         token_ids[: step.num_decodes] = columns.last_token[span_slots[: step.num_decodes]]
         batch = ModelInput(token_ids, rows.positions, contexts)

@@ -1,5 +1,5 @@
 """Triton kernels, each beside a plain torch reference that specifies it and runs on the CPU."""
 
-from aquifer.kernels._triton import Recording, compiled_together, start_compiler
+from aquifer.kernels._triton import Recording, compilations, compiled_together, start_compiler
 
-__all__ = ["Recording", "compiled_together", "start_compiler"]
+__all__ = ["Recording", "compilations", "compiled_together", "start_compiler"]

@@ -90,6 +90,26 @@ later). Read at each launch; a captured CUDA graph keeps it."""
 _modules: set[str] = set()
 """Modules with Aquifer's kernels."""
 
+
+class Compilations:
+    """Count of our kernels that were compiled, or read from Triton's cache on disk.
+
+    Either way a launch waited for it.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        if triton is not None:
+            triton.knobs.runtime.jit_post_compile_hook = self._note
+
+    def _note(self, **launch: Any) -> None:
+        """Called by Triton when a kernel has been compiled."""
+        if launch["fn"].module in _modules:
+            self.count += 1
+
+
+compilations = Compilations()
+
 _EMPTY = (torch.empty, torch.empty_like, torch.Tensor.new_empty)
 
 

@@ -91,6 +91,7 @@ class PrefillSpans:
     device_slots: torch.Tensor  # [n] int64
     device_starts: torch.Tensor  # [n] int64
     device_offsets: torch.Tensor  # [n + 1] int64
+    uses_cudnn: bool = True  # for round spans, where cuDNN takes them
 
     @classmethod
     def of(
@@ -98,8 +99,8 @@ class PrefillSpans:
     ) -> PrefillSpans:
         """The chunks in these lists, copied to a device."""
         lists = slots, starts, offsets
-        tensors = (torch.tensor(part, dtype=torch.int64, device=device) for part in lists)
-        return cls(*lists, *tensors)
+        on_device = [torch.tensor(part, dtype=torch.int64, device=device) for part in lists]
+        return cls(*lists, on_device[0], on_device[1], on_device[2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +207,9 @@ def prefill_attention(
     Returns:
         `out`, or the new tensor, in which rows outside the spans are undefined.
     """
-    skips_round = tables is None and softcap is None and cudnn_takes(query, keys, values)
+    skips_round = (
+        spans.uses_cudnn and tables is None and softcap is None and cudnn_takes(query, keys, values)
+    )
     calls: list[Call] = []
     if skips_round:
         calls = list(calls_of(spans, window_tokens, max(keys.stride(0), values.stride(0))))
@@ -352,6 +355,11 @@ class Call:
     is_round: bool
 
 
+def is_round_span(start: int, count: int) -> bool:
+    """Whether cuDNN may take a chunk of `count` tokens after `start`, without a window."""
+    return count >= CUDNN_MIN_TOKENS and count % CUDNN_MULTIPLE == 0 and start % CUDNN_MULTIPLE == 0
+
+
 def calls_of(
     spans: PrefillSpans, window_tokens: int | None, max_batch_stride: int
 ) -> Iterator[Call]:
@@ -370,11 +378,8 @@ def calls_of(
         spans.slots, spans.starts, _pairs(spans.offsets), strict=True
     ):
         count = end - begin
-        is_round = (
-            count >= CUDNN_MIN_TOKENS
-            and count % CUDNN_MULTIPLE == 0
-            and start % CUDNN_MULTIPLE == 0
-            and (window_tokens is None or start + count <= window_tokens)
+        is_round = is_round_span(start, count) and (
+            window_tokens is None or start + count <= window_tokens
         )
         num_before = 0
         if pending is not None:

@@ -322,6 +322,11 @@ class _EngineCollector(Collector):
             "Times that the engine process died and was started again.",
             value=self.num_restarts,
         )
+        yield CounterMetricFamily(
+            "aquifer:late_compilations",
+            "Kernels compiled while a step waited, after the models were ready.",
+            value=self.stats.num_late_compilations,
+        )
         if self.report is not None:
             yield _pool_bytes(self.report)
 

@@ -1,0 +1,195 @@
+"""Warm-up of a model on a device: its memory for activations, its kernels and cuDNN's plans."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from aquifer.cache.layout import KVLayout
+from aquifer.cache.spans import Rows, Spans
+from aquifer.cache.view import KVSource
+from aquifer.engine.graphs import StepBuffers
+from aquifer.engine.round_prompts import RoundPrompts
+from aquifer.engine.sampler import Sampler, SamplingMode
+from aquifer.kernels import compiled_together
+from aquifer.kernels.prefill_attention import MIN_SPLIT_KEYS
+from aquifer.memory.driver.base import Driver
+from aquifer.models import Model, ModelInput
+
+_CHUNK_TOKENS = 8
+_PREFIX_TOKENS = 2 * MIN_SPLIT_KEYS
+
+
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    """How a model's layers attend."""
+
+    layer: int
+    num_heads: int
+    key_dim: int
+    dtype: torch.dtype
+    scale: float
+    window_tokens: int | None
+    softcap: float | None
+
+
+class _NoCache:
+    """A `KVView` of padding alone: nothing is written, and nothing is attended to.
+
+    Attributes:
+        attentions: the ways in which the layers attend, with the first layer of each.
+    """
+
+    def __init__(self, layout: KVLayout, padding: torch.Tensor) -> None:
+        self._padding = padding
+        token = padding.new_zeros((1, 1, layout.token_elements), dtype=layout.dtype)
+        self._layers = layout.split(token)
+        self._attentions: dict[tuple[object, ...], _Attention] = {}
+
+    @property
+    def attentions(self) -> list[_Attention]:
+        """The ways in which the layers have attended, with the first layer of each."""
+        return list(self._attentions.values())
+
+    def destination(
+        self, layer: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        return *self._layers[layer], self._padding, self._padding
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        pass
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        *,
+        scale: float,
+        window_tokens: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        shape = (*query.shape[1:], query.dtype, scale, window_tokens, softcap)
+        kv_shape = self._layers[layer][1].shape
+        self._attentions.setdefault((*shape, kv_shape), _Attention(layer, *shape))
+        return query.new_zeros(*query.shape[:2], kv_shape[-1])
+
+
+class WarmUp:
+    """Runs everything once that a model's steps may run, of no sequence at all.
+
+    Args:
+        model: the model.
+        kv: gives the addresses of its KV.
+        sampler: its sampler.
+        buffers: its buffers; hidden states are allocated.
+        driver: of the device.
+        max_seqs: sequences of the largest step.
+        max_tokens: length of the longest sequence.
+        num_tokens: tokens of the largest step.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        kv: KVSource,
+        sampler: Sampler,
+        buffers: StepBuffers,
+        driver: Driver,
+        max_seqs: int,
+        max_tokens: int,
+        num_tokens: int,
+    ) -> None:
+        self._model = model
+        self._kv = kv
+        self._sampler = sampler
+        self._buffers = buffers
+        self._driver = driver
+        self._device = driver.device
+        self._max_seqs = max_seqs
+        self._num_tokens = num_tokens
+        self.round_prompts = RoundPrompts(num_tokens, max_tokens)
+        # A chunk of a prompt, after a prefix that is long enough for attention to be split.
+        count = min(_CHUNK_TOKENS, num_tokens, max_tokens)
+        start = min(_PREFIX_TOKENS, max_tokens - count)
+        self._chunk = Spans.make(np.array([1]), np.array([start]), np.array([count]))
+        self._attentions: list[_Attention] = []
+
+    def lengths(self) -> tuple[list[int], list[int]]:
+        """Tokens of KV that slots 1, 2, ... should have for all of it, and the least that does for
+        all but prompts that cuDNN computes."""
+        least = int(self._chunk.starts[0] + self._chunk.counts[0])
+        most = self.round_prompts.lengths() or [0]
+        return [max(most[0], least), *most[1:]], [least]
+
+    def run(self, num_slots: int) -> float:
+        """Compile or load the kernels, and take the device's memory for activations.
+
+        Args:
+            num_slots: slots that have KV as `lengths` says; none for no attention at all.
+
+        Returns: seconds that a token of the largest step takes.
+        """
+        with compiled_together(self._device):
+            self._run_padding()
+            self._attend_chunk(num_slots)
+        step_s = self._run_padding()
+        self._attend_chunk(num_slots)
+        return step_s / self._num_tokens
+
+    def plan_round_prompts(self, num_slots: int) -> None:
+        """Have cuDNN build its plans; steps with shapes that have none are not handed to it."""
+        steps = self.round_prompts.steps() if num_slots >= len(self.lengths()[0]) else []
+        if not steps:
+            self.round_prompts = RoundPrompts(0, 0)
+        for spans in steps:
+            self._attend(spans, uses_cudnn=True)
+
+    def _run_padding(self) -> float:
+        """Run the largest step, and sample in every way; seconds of the former."""
+        padding = torch.full((self._num_tokens,), -1, dtype=torch.int64, device=self._device)
+        zeros = torch.zeros_like(padding)
+        view = _NoCache(self._model.kv_layout, padding)
+        self._wait()
+        begun_s = time.perf_counter()
+        hidden = self._model.forward(ModelInput(zeros, zeros, zeros), view)
+        self._wait()
+        step_s = time.perf_counter() - begun_s
+        self._attentions = view.attentions
+        self._buffers.make_hidden(hidden)
+        num_seqs = min(self._max_seqs + 1, self._num_tokens)
+        logits = self._model.logits(hidden[:num_seqs])
+        for mode in SamplingMode:
+            self._sampler.sample(
+                logits, padding[:num_seqs], zeros[:num_seqs], zeros[:num_seqs], mode
+            )
+        return step_s
+
+    def _attend_chunk(self, num_slots: int) -> None:
+        """Run the chunk, and attention alone as steps without cuDNN do."""
+        if not num_slots:
+            return
+        rows = Rows.of(self._chunk, 0, self._device)
+        few = torch.zeros_like(rows.positions)
+        self._model.forward(ModelInput(few, rows.positions, few), self._kv.view(rows))
+        self._attend(self._chunk, uses_cudnn=False)
+
+    def _attend(self, spans: Spans, *, uses_cudnn: bool) -> None:
+        view = self._kv.view(Rows.of(spans, 0, self._device, uses_cudnn=uses_cudnn))
+        for attention in self._attentions:
+            shape = (spans.num_tokens, attention.num_heads, attention.key_dim)
+            view.attend(
+                attention.layer,
+                torch.zeros(shape, dtype=attention.dtype, device=self._device),
+                scale=attention.scale,
+                window_tokens=attention.window_tokens,
+                softcap=attention.softcap,
+            )
+
+    def _wait(self) -> None:
+        """Wait for everything that has been launched."""
+        fence = self._driver.fence()
+        if fence is not None:
+            fence.wait()
