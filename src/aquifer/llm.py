@@ -57,6 +57,7 @@ class LLMOptions(TypedDict, total=False):
     max_model_len: str | int | None
     max_num_seqs: int
     max_num_batched_tokens: str | int | None
+    max_prefill_ms: int | None
     memory: str | int | None
     gpu_memory_utilization: float
     kv_cache: str

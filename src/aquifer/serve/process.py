@@ -8,6 +8,7 @@ and a non-zero exit code. The web process sees the end of the pipe, and starts a
 from __future__ import annotations
 
 import ctypes
+import gc
 import signal
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -154,6 +155,9 @@ def run_engine_process(
         except (ConfigError, DriverError) as error:
             _send(connection, OpenFailed(str(error), isinstance(error, ConfigError)))
             return
+        # What is there now stays: to look for cycles in it takes a step 100 ms every few seconds.
+        gc.collect()
+        gc.freeze()
         _send(connection, Ready(engine.models, engine.stats()))
         _run(engine, connection, current)
         engine.close()

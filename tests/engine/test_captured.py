@@ -1,0 +1,66 @@
+"""What is captured, and what cuDNN is prepared for: the parts that need no GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from aquifer.cache.spans import Spans
+from aquifer.engine.chunk_graphs import chunk_sizes
+from aquifer.engine.graphs import padded_size, padded_sizes
+from aquifer.engine.round_prompts import RoundPrompts
+
+
+@pytest.mark.parametrize("max_seqs", [1, 5, 256, 1000])
+def test_every_batch_has_a_captured_size(max_seqs: int) -> None:
+    sizes = padded_sizes(max_seqs)
+    assert sizes == sorted(set(sizes))
+    for num_seqs in range(1, max_seqs + 1):
+        assert padded_size(num_seqs) == min(size for size in sizes if size >= num_seqs)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 16, 100, 256, 2048, 8192, 10_000])
+def test_steps_that_read_prompts_are_padded_by_a_quarter_at_most(max_tokens: int) -> None:
+    sizes = chunk_sizes(max_tokens)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == max_tokens
+    for num_tokens in range(256, max_tokens + 1):
+        size = min(size for size in sizes if size >= num_tokens)
+        assert size <= 1.25 * num_tokens
+
+
+def _spans(*chunks: tuple[int, int]) -> Spans:
+    starts, counts = np.array(chunks).T
+    return Spans.make(np.arange(1, len(chunks) + 1), starts, counts)
+
+
+def test_prompts_that_cudnn_computes() -> None:
+    prompts = RoundPrompts(8192, 100_000)
+    assert prompts.has_all(_spans((0, 2048), (0, 2048), (0, 500), (300, 77)))
+    assert prompts.has_all(_spans((0, 8192)))
+    assert prompts.has_all(_spans((16384, 8192)))
+    assert prompts.has_all(_spans((81920, 8192)))  # its plan is built while it computes
+    assert not prompts.has_all(_spans((0, 2048), (0, 512)))  # cuDNN would take both
+    assert not prompts.has_all(_spans((0, 500)))  # nothing for cuDNN
+    assert not prompts.has_all(_spans((2048, 2048)))
+    assert not prompts.has_all(_spans((8192, 4096)))
+
+
+@pytest.mark.parametrize(
+    ("max_batched_tokens", "max_tokens"),
+    [(8192, 100_000), (8192, 8192), (8192, 3000), (5000, 40_000), (2048, 8192), (512, 8192)],
+)
+def test_every_such_step_is_prepared_and_has_room(max_batched_tokens: int, max_tokens: int) -> None:
+    prompts = RoundPrompts(max_batched_tokens, max_tokens)
+    lengths, steps = prompts.lengths(), prompts.steps()
+    assert bool(lengths) == bool(steps)
+    for spans in steps:
+        assert prompts.has_all(spans)
+        assert spans.num_tokens <= max_batched_tokens
+        ends = spans.starts + spans.counts
+        assert (ends <= np.array(lengths)[spans.slots - 1]).all()
+        assert ends.max() <= max_tokens
+    # As many prompts of a length as a step can have, which attention joins.
+    for count in {int(spans.counts[0]) for spans in steps if not spans.starts.any()}:
+        numbers = {len(s.slots) for s in steps if s.counts[0] == count and not s.starts.any()}
+        assert numbers == set(range(1, max_batched_tokens // count + 1))

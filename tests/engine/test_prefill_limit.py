@@ -1,0 +1,122 @@
+"""How many prompt tokens a step has while other sequences decode."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+from tests.engine.books import LAYOUTS, open_assembly, open_lane
+
+from aquifer.cache import kv_cache
+from aquifer.cache.swap import SwapSpace
+from aquifer.config import EngineConfig
+from aquifer.engine.assembly import LaneSpec
+from aquifer.engine.lane import Lane
+from aquifer.engine.params import Request, SamplingParams
+from aquifer.engine.planning import prefill_limit_s
+from aquifer.engine.scheduler import Scheduler
+from aquifer.engine.sequence import SequenceGroup
+from aquifer.engine.step_input import StepOutput
+from aquifer.memory.driver import open_driver
+
+MOST_TOKENS = 1000
+TOKEN_S = 1e-4  # of a prompt
+
+
+class World:
+    """A scheduler whose steps take no time, and count their tokens."""
+
+    def __init__(self, resources: ExitStack, max_prefill_s: float | None) -> None:
+        driver = open_driver("cpu")
+        space = SwapSpace(0, driver.device)
+        assembly = open_assembly(
+            resources, driver, 64 << 20, MOST_TOKENS, space, max_prefill_s=max_prefill_s
+        )
+        self.scheduler: Scheduler = assembly.scheduler
+        spec = LaneSpec(
+            "m",
+            LAYOUTS["small"],
+            8,
+            4000,
+            kv_cache("virtual"),
+            recompute_s=lambda first, count: count * TOKEN_S * (1 + first / 1000),
+        )
+        self.lane: Lane = open_lane(resources, assembly, spec)
+        self.num_requests = 0
+
+    def send(self, num_tokens: int) -> None:
+        prompt = np.ones(num_tokens, np.int32)
+        params = SamplingParams(max_tokens=500, ignore_eos=True)
+        number = self.num_requests
+        self.num_requests += 1
+        group = SequenceGroup.of(
+            Request(str(number), "m", prompt.tolist(), params, time.monotonic()),
+            number,
+            prompt,
+            seed=0,
+            max_total=num_tokens + 500,
+            stop_ids=frozenset(),
+            eos_ids=frozenset(),
+        )
+        self.scheduler.add(self.lane, group)
+
+    def step(self) -> list[int]:
+        """Run a step: tokens of each of its sequences."""
+        plan = self.scheduler.plan()
+        assert plan is not None
+        self.scheduler.commit(plan, StepOutput.of_single(np.ones(len(plan.sampled), np.int64)))
+        return plan.spans.counts.tolist()
+
+
+@pytest.fixture
+def resources() -> Iterator[ExitStack]:
+    with ExitStack() as resources:
+        yield resources
+
+
+def test_prompts_take_no_longer_than_the_limit_beside_a_decode(resources: ExitStack) -> None:
+    world = World(resources, max_prefill_s=0.02)  # 200 tokens at the start of a prompt
+    world.send(1500)
+    assert world.step() == [768]  # nothing decodes, and 1000 is not round
+    assert world.step() == [732]
+    world.send(500)
+    assert world.step() == [1, 200]
+    assert world.step() == [1, 166]  # 200 / 1.2
+    assert world.step() == [1, 134]
+    assert world.step() == [1, 1]
+
+
+def test_what_a_prompt_leaves_of_a_step_is_filled(resources: ExitStack) -> None:
+    world = World(resources, max_prefill_s=0.02)
+    world.send(10)
+    world.step()
+    world.send(150)
+    world.send(300)
+    assert world.step() == [1, 150, 50]
+
+
+def test_a_step_always_reads_some_of_a_prompt(resources: ExitStack) -> None:
+    world = World(resources, max_prefill_s=1e-9)
+    world.send(10)
+    world.step()
+    world.send(100)
+    assert world.step() == [1, 64]
+    assert world.step() == [1, 36]
+
+
+def test_without_a_limit_prompts_fill_the_step(resources: ExitStack) -> None:
+    world = World(resources, max_prefill_s=None)
+    world.send(10)
+    world.step()
+    world.send(2000)
+    assert world.step() == [1, 999]
+
+
+def test_the_default_limit() -> None:
+    assert prefill_limit_s(EngineConfig(()), "cpu") is None
+    assert prefill_limit_s(EngineConfig(()), "cuda") == 0.04
+    assert prefill_limit_s(EngineConfig((), max_prefill_ms=25), "cpu") == 0.025
+    assert prefill_limit_s(EngineConfig((), max_prefill_ms=0), "cuda") is None

@@ -1,0 +1,102 @@
+"""Launches that are repeated for the next layer, with a stand-in for Triton's compiled kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from aquifer.kernels import Recording
+from aquifer.kernels._triton import launch, not_recorded
+
+
+class Kernel:
+    """Adds `number` to `source` and writes to `target`; counts the ways of launching it."""
+
+    arg_names = ("source", "target", "number", "shift")
+
+    def __init__(self) -> None:
+        self.num_first = 0
+        self.repeated: list[tuple[int, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Kernel]:
+        def run(*arguments: Any, num_warps: int, **others: Any) -> Kernel:
+            self.num_first += 1
+            _compute(*arguments, *(others[name] for name in self.arg_names[len(arguments) :]))
+            return _Compiled(self)  # type: ignore[return-value]
+
+        return run
+
+
+class _Compiled:
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def run(*arguments: Any) -> None:
+            self._kernel.repeated.append(grid)
+            _compute(*arguments)
+
+        return run
+
+
+def _compute(source: torch.Tensor, target: torch.Tensor, number: int, shift: int) -> None:
+    target.copy_(source + number + shift)
+
+
+def _record(kernel: Kernel, *tensors: torch.Tensor) -> Recording:
+    with Recording(*tensors) as recording:
+        launch(kernel, (3,), *tensors, 5, num_warps=4, shift=2)
+    return recording
+
+
+def test_a_launch_is_repeated_with_other_tensors():
+    kernel = Kernel()
+    first, second = torch.zeros(2, 64), torch.zeros(2, 64)
+    recording = _record(kernel, first[0], first[1])
+    assert first[1].eq(7).all()
+    assert recording.fits(second[0], second[1])
+    recording.repeat(second[0], second[1])
+    assert second[1].eq(7).all()
+    assert kernel.num_first == 1
+    assert kernel.repeated == [(3, 1, 1)]
+
+
+def test_tensors_of_the_operation_itself_stay():
+    kernel = Kernel()
+    first, second, own = torch.zeros(64), torch.zeros(64), torch.ones(64)
+    with Recording(first) as recording:
+        launch(kernel, (1, 2), own, first, 0, shift=0, num_warps=1)
+    recording.repeat(second)
+    assert second.eq(1).all()
+
+
+def test_parts_of_a_tensor_from_its_start_are_replaced_too():
+    kernel = Kernel()
+    first, second, source = torch.zeros(8, 8), torch.zeros(8, 8), torch.ones(2, 8)
+    with Recording(first) as recording:
+        launch(kernel, (1,), source, first[:2], 0, shift=0, num_warps=1)
+    # The kernel knows the part's shape; a repetition gives it the address alone.
+    recording.repeat(second[:2])
+    assert second[:2].eq(1).all()
+
+
+def test_what_cannot_be_repeated():
+    kernel = Kernel()
+    tensors = torch.zeros(64), torch.zeros(64)
+    recording = _record(kernel, *tensors)
+    assert not recording.fits(tensors[0], torch.zeros(128)[::2])  # other strides
+    assert not recording.fits(tensors[0], torch.zeros(65)[1:])  # not aligned as before
+    with Recording(*tensors) as recording:
+        not_recorded()
+    assert not recording.fits(*tensors)
+
+
+def test_launches_outside_of_a_recording_are_not_recorded():
+    kernel = Kernel()
+    tensors = torch.zeros(64), torch.zeros(64)
+    recording = _record(kernel, *tensors)
+    launch(kernel, (1,), *tensors, 0, shift=0, num_warps=1)
+    recording.repeat(*tensors)
+    assert kernel.repeated == [(3, 1, 1)]
