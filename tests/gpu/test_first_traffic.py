@@ -31,7 +31,7 @@ def test_nothing_is_compiled_under_traffic(kv_cache: str, dtype: str, tmp_path: 
     llm = LLM(
         tmp_path,
         device="cuda",
-        memory="2GiB",
+        memory="16GiB",
         kv_cache=kv_cache,
         dtype=dtype,
         max_num_batched_tokens=4096,

@@ -165,8 +165,9 @@ class StepView:
         """The same as `attend`, with less work on the host from the second layer on.
 
         Args:
-            layer: as in `attend`, like all others but `out`.
-            out: [tokens, heads, value_dim], overwritten.
+            layer: as in `attend`, like all others but these two.
+            query: [at least tokens, heads, key_dim].
+            out: [at least tokens, heads, value_dim]; its first rows are overwritten.
         """
         keys, values = self._layers[layer]
         key = (scale, window_tokens, softcap)
@@ -174,6 +175,8 @@ class StepView:
         if recording is not None and recording.fits(query, keys, values, out):
             recording.repeat(query, keys, values, out)
             return
+        num_tokens = len(self._rows.slots)
+        query, out = query[:num_tokens], out[:num_tokens]
         with Recording(query, keys, values, out) as recording:
             if self._rows.num_decodes:
                 self._attend_decodes(query, keys, values, out, scale, window_tokens, softcap)

@@ -19,7 +19,7 @@ from aquifer.engine.sampler import SamplingMode
 from aquifer.kernels import compiled_together
 from aquifer.memory.transfer import upload, upload_into
 
-LONG_STEP_S = 0.03
+LONG_STEP_S = 0.05
 """Steps that take longer than this on the device are not captured: launching their kernels one by
 one takes 10 to 20 ms of the host, while the step before runs."""
 
@@ -150,7 +150,7 @@ class CapturedSteps:
         ]
         # Launches of cuDNN cannot be repeated from layer to layer.
         rows_of_step = Rows.over(spans, num_decodes, tensors, uses_cudnn=False)
-        self._chunks.run(size, num_tokens, self._view(rows_of_step))
+        self._chunks.run(size, self._view(rows_of_step))
 
     def sample_decoded(
         self, num_rows: int, mode: SamplingMode

@@ -125,24 +125,18 @@ class ChunkGraphs:
         """The least captured number of tokens that these fit in; None if they do not."""
         return min((size for size in self._captured if size >= num_tokens), default=None)
 
-    def run(self, size: int, num_tokens: int, view: StepView) -> None:
+    def run(self, size: int, view: StepView) -> None:
         """Run the step in the inputs.
 
         Args:
             size: a captured number of tokens.
-            num_tokens: those that are no padding.
-            view: of the KV of these.
+            view: of the KV of those that are no padding.
         """
         captured = self._captured[size]
         first, *others = captured.pieces
         first.replay()
         for attention, piece in zip(captured.attentions, others, strict=True):
-            view.attend_into(
-                attention.layer,
-                attention.query[:num_tokens],
-                attention.out[:num_tokens],
-                **attention.options,
-            )
+            view.attend_into(attention.layer, attention.query, attention.out, **attention.options)
             piece.replay()
 
     def run_kernels(self, size: int) -> None:

@@ -145,8 +145,8 @@ class Recording:
     """The launches of an operation, to be repeated with other tensors of the same shapes.
 
     At each launch Triton works out from the arguments which compiled kernel they need, and that
-    takes 30 to 50 us on the host. A repeated launch takes a fifth of that. The layers of a model
-    are such repetitions: they differ in addresses only.
+    takes 30 to 50 us on the host. A repeated launch takes a fifth of that: it hands Triton's
+    launcher addresses. The layers of a model are such repetitions: they differ in addresses only.
 
     A context manager: `launch` adds what is launched in its body, by the same thread. Tensors that
     the operation allocates are kept, and used again by each repetition.
@@ -159,9 +159,10 @@ class Recording:
         self._strides = [tensor.stride() for tensor in tensors]
         self._addresses = [tensor.data_ptr() for tensor in tensors]
         self._is_repeatable = True
-        # For each launch: the kernel with its grid, its arguments, and (argument, tensor) for each
-        # argument that is one of the tensors.
+        # For each launch: the kernel with its grid, its arguments with addresses in place of
+        # tensors, and (argument, tensor) for each argument that is one of `tensors`.
         self._launches: list[tuple[Any, list[Any], list[tuple[int, int]]]] = []
+        self._kept: list[Any] = []  # the arguments as they were, so that their memory stays
 
     def __enter__(self) -> Recording:
         _recorded.by = self
@@ -175,12 +176,17 @@ class Recording:
         if compiled is None:
             self._is_repeatable = False
             return
-        places = [
-            (index, self._addresses.index(argument.data_ptr()))
-            for index, argument in enumerate(arguments)
-            if isinstance(argument, torch.Tensor) and argument.data_ptr() in self._addresses
+        self._kept.append(arguments)
+        values = [
+            argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
+            for argument in arguments
         ]
-        self._launches.append((compiled[(*grid, 1, 1)[:3]], arguments, places))
+        places = [
+            (index, self._addresses.index(value))
+            for index, (value, argument) in enumerate(zip(values, arguments, strict=True))
+            if isinstance(argument, torch.Tensor) and value in self._addresses
+        ]
+        self._launches.append((compiled[(*grid, 1, 1)[:3]], values, places))
 
     def stop(self) -> None:
         """Something else was launched than `launch` adds, so that this cannot be repeated."""
@@ -189,7 +195,8 @@ class Recording:
     def fits(self, *tensors: torch.Tensor) -> bool:
         """Whether `repeat` does what the operation would do with these tensors.
 
-        Their shapes are not compared: the caller knows that they are the same.
+        Their shapes are not compared: the caller knows that the operation's are the same. Tensors
+        may have more rows.
         """
         # Triton compiles differently for addresses that are not multiples of 16 bytes.
         return self._is_repeatable and all(
@@ -199,9 +206,10 @@ class Recording:
 
     def repeat(self, *tensors: torch.Tensor) -> None:
         """Launch everything again. Pre-condition: `fits`."""
+        addresses = [tensor.data_ptr() for tensor in tensors]
         for launcher, arguments, places in self._launches:
             for index, which in places:
-                arguments[index] = tensors[which]
+                arguments[index] = addresses[which]
             launcher(*arguments)
 
 
