@@ -13,6 +13,7 @@ from aquifer.serve.client import EngineClient
 from aquifer.serve.metrics import Metrics
 from aquifer.serve.models import TextModel
 from aquifer.serve.request_log import RequestLog
+from aquifer.serve.streams import Tokens
 from aquifer.text import Delta, OutputBuilder, Tokenizer
 
 
@@ -70,6 +71,22 @@ class Job:
             )
         return self.builder.push(output)
 
+    def push_tokens(self, tokens: Tokens) -> tuple[int, list[Delta]]:
+        """Add outputs that are a token each.
+
+        Returns: how many of them were added, which are all unless a stop string ended the
+            completion; and what they add for the client.
+        """
+        if self.builder.takes_tokens and not self.only_scores:
+            delta = self.builder.push_tokens(tokens.index, tokens.token_ids)
+            return len(tokens.token_ids), [delta]
+        deltas: list[Delta] = []
+        for token_id in tokens.token_ids:
+            deltas.append(self.push(TokenOutput(tokens.request_id, [token_id], tokens.index)))
+            if deltas[-1].finish_reason is not None:
+                break
+        return len(deltas), deltas
+
     def text_of_token(self, token_id: int) -> str:
         """Decode a single token; empty if there is no tokenizer."""
         if self.tokenizer is None:
@@ -79,8 +96,8 @@ class Job:
 
 async def run_jobs(
     client: EngineClient, metrics: Metrics, log: RequestLog | None, jobs: Sequence[Job]
-) -> AsyncGenerator[tuple[int, Delta], None]:
-    """Run jobs; yield (index of the job, delta of one of its completions) until all finish.
+) -> AsyncGenerator[list[tuple[int, Delta]], None]:
+    """Run jobs until all finish; yield lists of (index of the job, delta of a completion).
 
     Closing the generator aborts unfinished jobs.
 
@@ -102,22 +119,32 @@ async def run_jobs(
             log.received(job.request, job.builder.output.prompt)
     try:
         async with aclosing(client.generate([job.request for job in jobs])) as outputs:
-            async for output in outputs:
-                index = indexes[output.request_id]
-                job, watch = jobs[index], watches[index]
-                watch.output(output)
-                if output.finish_reason == "error":
-                    raise EngineError(output.error or "the engine lost the request")
-                delta = job.push(output)
-                if delta.needs_abort:
-                    outputs.abort(output.request_id, delta.index)
-                if delta.finish_reason is not None:
-                    watch.finish(delta.index, delta.finish_reason)
-                    if log is not None and job.builder.finished:
-                        log.ended(
-                            job.request, job.builder.num_generated_tokens, delta.finish_reason
-                        )
-                yield index, delta
+            async for arrived in outputs:
+                deltas: list[tuple[int, Delta]] = []
+                for item in arrived:
+                    if not outputs.accepts(item):
+                        continue
+                    index = indexes[item.request_id]
+                    job, watch = jobs[index], watches[index]
+                    if isinstance(item, Tokens):
+                        num_added, added = job.push_tokens(item)
+                        watch.tokens(item.index, item.arrived_s[:num_added])
+                    else:
+                        watch.output(item.output, item.arrived_s)
+                        if item.output.finish_reason == "error":
+                            yield deltas
+                            raise EngineError(item.output.error or "the engine lost the request")
+                        added = [job.push(item.output)]
+                    for delta in added:
+                        deltas.append((index, delta))
+                        if delta.needs_abort:
+                            outputs.abort(item.request_id, delta.index)
+                        if delta.finish_reason is not None:
+                            watch.finish(delta.index, delta.finish_reason)
+                            if log is not None and job.builder.finished:
+                                num_tokens = job.builder.num_generated_tokens
+                                log.ended(job.request, num_tokens, delta.finish_reason)
+                yield deltas
     except RequestError:
         reason_of_the_rest = None  # it was never accepted
         raise

@@ -8,10 +8,14 @@ import resource
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import h11
 from fastapi import HTTPException, Request
+from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from aquifer.serve.chunked import ChunkedConnection
 from aquifer.sizes import format_size
 
 MAX_CONNECTIONS = 4096
@@ -19,6 +23,7 @@ MAX_CONNECTIONS = 4096
 MAX_BODY_BYTES = 16 << 20
 HEADERS_S = 15.0
 """How long a client may take for the headers of a request; then its connection is closed."""
+MAX_HEADER_BYTES = 64 << 10
 _BODY_S = 120.0
 _BODY_PAUSE_S = 15.0
 _SMALL_BODY_BYTES = 64 << 10
@@ -41,9 +46,13 @@ def allow_connections() -> None:
 
 
 class TimedProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1, which closes a connection when headers take too long."""
+    """uvicorn's HTTP/1.1, which frames streams cheaply and limits the time that headers take."""
 
     _headers_timer: asyncio.TimerHandle | None = None
+
+    def __init__(self, config: Config, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.conn = ChunkedConnection(h11.SERVER, MAX_HEADER_BYTES)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for the first headers."""

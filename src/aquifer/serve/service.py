@@ -226,13 +226,17 @@ class Service:
 
     async def pieces(
         self, jobs: Sequence[Job], buffers: Sequence[Sequence[PieceBuffer]]
-    ) -> AsyncGenerator[tuple[int, int, Piece], None]:
-        """Run jobs; yield (index of the job, index of the completion, next piece to send)."""
-        async with aclosing(self._run(jobs)) as deltas:
-            async for index, delta in deltas:
-                piece = buffers[index][delta.index].add(delta)
-                if piece is not None:
-                    yield index, delta.index, piece
+    ) -> AsyncGenerator[list[tuple[int, int, Piece]], None]:
+        """Run jobs; yield lists of (index of the job, of the completion, next piece to send)."""
+        async with aclosing(self._run(jobs)) as batches:
+            async for batch in batches:
+                pieces = []
+                for index, delta in batch:
+                    piece = buffers[index][delta.index].add(delta)
+                    if piece is not None:
+                        pieces.append((index, delta.index, piece))
+                if pieces:
+                    yield pieces
 
     async def finish(self, jobs: Sequence[Job]) -> None:
         """Run jobs until all are finished."""
@@ -240,7 +244,7 @@ class Service:
             async for _ in deltas:
                 pass
 
-    def _run(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, Delta], None]:
+    def _run(self, jobs: Sequence[Job]) -> AsyncGenerator[list[tuple[int, Delta]], None]:
         return run_jobs(self.client, self.metrics, self._request_log, jobs)
 
 

@@ -12,7 +12,14 @@ from fastapi import Request, Response
 from pydantic import BaseModel
 
 from aquifer.errors import EngineError, RequestError
-from aquifer.serve.answers import ChatWriter, CompletionWriter, Piece, PieceBuffer, whole_pieces
+from aquifer.serve.answers import (
+    ChatWriter,
+    CompletionWriter,
+    Piece,
+    PieceBuffer,
+    event_of,
+    whole_pieces,
+)
 from aquifer.serve.generation import EncodedPrompt, Job
 from aquifer.serve.http import EventStream, json_response, response_to, unless_disconnected
 from aquifer.serve.prefixes import joined_salt
@@ -57,7 +64,7 @@ async def completions(
     return await _stream(
         request,
         service.pieces(jobs, buffers),
-        writer.chunk,
+        writer.events,
         writer.usage_chunk if body.include_usage else None,
     )
 
@@ -87,37 +94,40 @@ async def chat_completions(
     return await _stream(
         request,
         service.pieces(jobs, buffers),
-        lambda _, index, piece: writer.chunk(index, piece),
+        lambda _, index, piece: writer.events(index, piece),
         writer.usage_chunk if body.include_usage else None,
     )
 
 
 async def _stream(
     request: Request,
-    pieces: AsyncGenerator[tuple[int, int, Piece], None],
-    chunk: Callable[[int, int, Piece], BaseModel],
+    batches: AsyncGenerator[list[tuple[int, int, Piece]], None],
+    events_of: Callable[[int, int, Piece], bytes],
     usage_chunk: Callable[[], BaseModel] | None,
 ) -> Response:
-    """Stream pieces as server-sent events; a failure before the first one is an HTTP error."""
+    """Stream pieces as server-sent events; a failure before the first one is an HTTP error.
 
-    async def first_piece() -> tuple[int, int, Piece]:
-        return await anext(pieces)
+    Pieces that arrive together are events of one write.
+    """
 
-    async def events(first: tuple[int, int, Piece]) -> AsyncGenerator[bytes, None]:
-        yield _event(chunk(*first))
+    async def first_batch() -> list[tuple[int, int, Piece]]:
+        return await anext(batches)
+
+    async def events(first: list[tuple[int, int, Piece]]) -> AsyncGenerator[bytes, None]:
+        yield b"".join([events_of(*piece) for piece in first])
         try:
-            async for job_index, index, piece in pieces:
-                yield _event(chunk(job_index, index, piece))
+            async for pieces in batches:
+                yield b"".join([events_of(*piece) for piece in pieces])
         except (RequestError, EngineError) as error:
             yield b"event: error\ndata: " + bytes(response_to(error).body) + b"\n\n"
             return
         if usage_chunk is not None:
-            yield _event(usage_chunk())
+            yield event_of(usage_chunk())
         yield b"data: [DONE]\n\n"
 
     async with AsyncExitStack() as resources:
-        await resources.enter_async_context(aclosing(pieces))
-        first = await unless_disconnected(request.receive, first_piece())
+        await resources.enter_async_context(aclosing(batches))
+        first = await unless_disconnected(request.receive, first_batch())
         return EventStream(events(first), resources.pop_all())
 
 
@@ -127,7 +137,3 @@ def _echo_of(job: Job) -> str:
     if text is None and job.tokenizer is not None:
         text = job.tokenizer.decode(job.request.prompt_token_ids, skip_special_tokens=False)
     return text or ""
-
-
-def _event(body: BaseModel) -> bytes:
-    return b"data: " + body.model_dump_json().encode() + b"\n\n"
