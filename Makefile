@@ -41,7 +41,7 @@ bench-serving: $(VENV)/installed
 	$(BIN)/python benchmarks/cpu/serving.py --output benchmarks/cpu/serving.json
 
 # CPU time of the web process for a streamed token, here and in another checkout (BEFORE, as below),
-# in turns, in about eight minutes.
+# in turns, in about nine minutes.
 bench-web: $(VENV)/installed
 	PYTHONPATH=src $(BIN)/python benchmarks/cpu/web.py --before $(BEFORE) --output benchmarks/cpu/web.json
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import h11
 import pytest
 
-from aquifer.serve.chunked import ChunkedConnection
+from aquifer.serve.chunked import ChunkedConnection, framed
 
 SIZED = (b"Content-Length", b"6")
 
@@ -47,6 +47,22 @@ def test_the_bytes_are_those_of_h11(
     ours = sent(ChunkedConnection, asked, headers)
     assert ours == sent(h11.Connection, asked, headers)
     assert (b"3\r\nabc\r\n" in ours) == (version == "1.1" and not headers)
+
+
+def test_a_body_is_chunked_from_its_begin_to_its_end():
+    connection = ChunkedConnection(h11.SERVER)
+    connection.receive_data(request("1.1", "keep-alive"))
+    connection.next_event()
+    was_chunked = [connection.is_chunked]
+    for event in (
+        h11.Response(status_code=200, headers=[]),
+        h11.Data(data=b"abc"),
+        h11.EndOfMessage(),
+    ):
+        sent = connection.send(event)
+        assert (sent == framed(b"abc")) == isinstance(event, h11.Data)
+        was_chunked.append(connection.is_chunked)
+    assert was_chunked == [False, True, True, False]
 
 
 def test_data_after_the_end_is_refused():

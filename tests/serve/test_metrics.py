@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -69,13 +70,16 @@ def test_histograms_count_requests_completions_and_steps(idle_server: RunningSer
 
 
 def test_a_histogram_of_tokens_is_one_of_prometheus():
-    bounds, values = (0.01, 0.1, 1.0, 10.0), (0.0, 0.01, 0.02, 0.1, 0.5, 10.0, 11.0, 500.0)
+    bounds, values = (0.25, 0.5, 1.0, 8.0), (0.0, 0.25, 0.375, 0.5, 0.75, 8.0, 11.0, 500.0)
     theirs = CollectorRegistry()
     histogram = Histogram("x", "help", ["model"], buckets=bounds, registry=theirs).labels("a")
     ours = TokenHistogram(bounds)
     for value in values:
         histogram.observe(value)
         ours.observe(value)
+    for value in values:
+        histogram.observe(value)
+    ours.observe_between(4.0, list(accumulate(values, initial=4.0))[1:])
     family = HistogramMetricFamily("x", "help", labels=["model"])
     ours.add_to(family, ["a"])
     (expected,) = theirs.collect()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import pytest
 from aquifer.engine.outputs import FinishReason, TokenOutput
 from aquifer.engine.params import Request, SamplingParams
 from aquifer.errors import EngineError
-from aquifer.serve.streams import MOST_PAUSE_S, Output, Pacer, Tokens, TokenStream
+from aquifer.serve.streams import MOST_PAUSE_S, Arrival, Output, Pacer, Tokens, TokenStream
 
 MANY = 1000  # streams: the pause is the longest one
 
@@ -163,6 +163,65 @@ def test_outputs_of_an_aborted_completion_are_not_accepted():
         assert bench.stream.accepts(Tokens("r", 1, [3], [0.0]))
 
     run(test, params=SamplingParams(n=2))
+
+
+class Shortcut:
+    """Takes batches of tokens while it is open."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+        self.error: Exception | None = None
+        self.batches: list[list[int]] = []
+
+    def __call__(self, arrived: Sequence[Arrival]) -> bool:
+        if self.error is not None:
+            raise self.error
+        if self.is_open:
+            assert all(isinstance(item, Tokens) for item in arrived)
+            self.batches.append(
+                [
+                    token_id
+                    for item in arrived
+                    if isinstance(item, Tokens)
+                    for token_id in item.token_ids
+                ]
+            )
+        return self.is_open
+
+
+def test_a_shortcut_gets_tokens_and_the_consumer_what_else_there_is():
+    async def test(bench: Bench) -> None:
+        await bench.put(1, is_first=True)
+        bench.stream.shortcut = shortcut = Shortcut()
+        await bench.put(2)
+        await bench.put(3)
+        assert shortcut.batches == []  # there is a pause before the shortcut, too
+        await bench.pass_s(MOST_PAUSE_S)
+        assert shortcut.batches == [[2, 3]]
+        shortcut.is_open = False
+        await bench.pass_s(MOST_PAUSE_S)
+        await bench.put(4)
+        shortcut.is_open = True
+        await bench.put(5)
+        await bench.finish(6)
+        assert shortcut.batches == [[2, 3]]
+        assert bench.batches == [[[1]], [[4]], [[5], [6]]]
+        assert bench.consumer.done()
+
+    run(test)
+
+
+def test_an_exception_of_a_shortcut_is_one_of_its_stream():
+    async def test(bench: Bench) -> None:
+        await bench.put(1, is_first=True)
+        bench.stream.shortcut = shortcut = Shortcut()
+        shortcut.error = ZeroDivisionError()
+        await bench.pass_s(MOST_PAUSE_S)
+        await bench.put(2)
+        with pytest.raises(ZeroDivisionError):
+            await bench.consumer
+
+    run(test)
 
 
 def test_a_closed_stream_aborts_once():

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic_core import to_json
 
 from aquifer.engine.outputs import FinishReason, Logprob
-from aquifer.serve.generation import Job
+from aquifer.serve.generation import Deltas, Job
 from aquifer.serve.protocol.responses import (
     AssistantMessage,
     ChatChoice,
@@ -113,6 +113,25 @@ class PieceBuffer:
             if not texts:
                 return None
         return Piece(delta.text, texts=texts)
+
+
+Pieces = list[tuple[int, int, Piece]]
+"""What to send: (index of the job, index of the completion, its next piece)."""
+
+
+def pieces_of(deltas: Deltas, buffers: Sequence[Sequence[PieceBuffer]]) -> Pieces:
+    """Return the pieces that are complete with these deltas.
+
+    Args:
+        deltas: the deltas.
+        buffers: of the completions of each job.
+    """
+    pieces = []
+    for job_index, delta in deltas:
+        piece = buffers[job_index][delta.index].add(delta)
+        if piece is not None:
+            pieces.append((job_index, delta.index, piece))
+    return pieces
 
 
 def _precede(piece: Piece, job: Job, echo: str) -> None:

@@ -7,13 +7,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
 from typing import Any
 
 from aquifer.config import EngineConfig
-from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request
 from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelInfo
 from aquifer.errors import AquiferError, ConfigError, EngineError, UnavailableError
@@ -36,7 +35,8 @@ from aquifer.serve.messages import (
     Unpin,
 )
 from aquifer.serve.process import OpenEngine, open_engine
-from aquifer.serve.streams import Output, Pacer, Tokens, TokenStream, indexes_of
+from aquifer.serve.routes import Routes
+from aquifer.serve.streams import Pacer, TokenStream
 from aquifer.serve.supervisor import MAX_DEATHS, Supervisor
 
 _RETRY_S = 5
@@ -63,28 +63,6 @@ class _State(Enum):
     SERVING = auto()
     RESTARTING = auto()
     STOPPING = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class _Route:
-    """Destination of a request's outputs, kept until the last one has arrived."""
-
-    stream: TokenStream
-    model: str
-    number: int  # of the first completion; the next ones have the next numbers
-    indexes: set[int]  # completions that have not received their last output
-
-
-@dataclass(slots=True)
-class _Completion:
-    """Destination of a completion's tokens, kept as long as its route."""
-
-    stream: TokenStream
-    request_id: str
-    index: int
-    has_begun: bool = False
-    tokens: Tokens | None = None  # the last ones, to which others may be added ...
-    num_batches: int = 0  # ... as long as the stream's consumer has taken no more batches
 
 
 class EngineClient:
@@ -114,9 +92,7 @@ class EngineClient:
         self._log_level = log_level
         self._link = EngineLink(config, open_it, log_level)
         self._state = _State.NEW
-        self._routes: dict[str, _Route] = {}
-        self._completions: dict[int, _Completion] = {}  # by number
-        self._next_number = 0
+        self._routes = Routes(self._supervisor.completed)
         self._pacer = Pacer()
         self._waiters: deque[asyncio.Future[Any]] = deque()
         self._stats: EngineStats | None = None
@@ -204,22 +180,13 @@ class EngineClient:
                 )
         stream = TokenStream(requests, self.abort, self._pacer)
         for request in requests:
-            number, indexes = self._next_number, indexes_of(request)
-            self._next_number += len(indexes)
-            self._routes[request.request_id] = _Route(stream, request.model, number, indexes)
-            for index in indexes:
-                completion = _Completion(stream, request.request_id, index)
-                self._completions[number + index] = completion
-            self._link.send(Add(request, number))
+            self._link.send(Add(request, self._routes.add(request, stream)))
         return stream
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Abort a request, or one completion of it; unknown ones are ignored."""
-        route = self._routes.get(request_id)
-        if route is None or (index is not None and index not in route.indexes):
-            return
-        self._end(request_id, route, index)
-        self._link.send(Abort(request_id, index))
+        if self._routes.end(request_id, index):
+            self._link.send(Abort(request_id, index))
 
     async def memory(self) -> MemoryReport:
         """Ask the engine for its memory report, which includes the effect of all earlier aborts.
@@ -308,21 +275,9 @@ class EngineClient:
         else:
             waiter.set_result(answer)
 
-    def _end(self, request_id: str, route: _Route, index: int | None) -> None:
-        """Stop expecting outputs of a request, or of one completion."""
-        for ended in [*route.indexes] if index is None else [index]:
-            route.indexes.discard(ended)
-            self._completions.pop(route.number + ended, None)
-        if not route.indexes:
-            self._routes.pop(request_id, None)
-
     def _fail_everyone(self, error: EngineError) -> None:
-        routes, self._routes = self._routes, {}
-        self._completions.clear()
-        for request_id in routes:
+        for request_id in self._routes.fail(error):
             self._link.send(Abort(request_id))
-        for stream in {route.stream for route in routes.values()}:
-            stream.fail(error)
         while self._waiters:
             self._answer(error)
 
@@ -331,7 +286,10 @@ class EngineClient:
             return  # of a process that is gone
         match message:
             case Step():
-                self._handle_step(message)
+                self._stats = message.stats
+                if message.launched is not None:
+                    self.on_launch(*message.launched)
+                self._routes.deliver(message, time.monotonic())
             case Memory(answer) | Pinned(answer):
                 self._answer(answer)
             case Pong():
@@ -382,63 +340,6 @@ class EngineClient:
                 self._asked_s = self._loop.time()
                 self._link.send(Ping())
             await asyncio.sleep(_BEAT_S)
-
-    def _handle_step(self, step: Step) -> None:
-        now_s = time.monotonic()
-        self._stats = step.stats
-        if step.launched is not None:
-            self.on_launch(*step.launched)
-        for request_id, error in step.refused.items():
-            if (route := self._routes.get(request_id)) is not None:
-                self._end(request_id, route, None)
-                route.stream.fail(error)
-        if step.counts:
-            for number, token_ids in step.tokens():
-                completion = self._completions.get(number)
-                if completion is not None:
-                    output = TokenOutput(completion.request_id, token_ids, completion.index)
-                    self._deliver(output, now_s)
-        else:
-            self._deliver_tokens(step, now_s)
-        for output in step.outputs:
-            self._deliver(output, now_s)
-
-    def _deliver_tokens(self, step: Step, now_s: float) -> None:
-        """Deliver the outputs of a step that are one token each."""
-        completions = self._completions
-        for number, token_id in zip(step.numbers, step.token_ids, strict=True):
-            completion = completions.get(number)
-            if completion is None:
-                continue  # it was in flight when the completion was aborted
-            stream, tokens = completion.stream, completion.tokens
-            if tokens is not None and completion.num_batches == stream.num_batches:
-                tokens.token_ids.append(token_id)
-                tokens.arrived_s.append(now_s)
-                continue
-            completion.tokens = tokens = Tokens(
-                completion.request_id, completion.index, [token_id], [now_s]
-            )
-            completion.num_batches = stream.num_batches
-            stream.put(tokens, now_s, not completion.has_begun)
-            completion.has_begun = True
-
-    def _deliver(self, output: TokenOutput, now_s: float) -> None:
-        """Deliver an output that is more than tokens."""
-        route = self._routes.get(output.request_id)
-        if route is None:
-            return
-        completion = self._completions.get(route.number + output.index)
-        is_urgent = output.finish_reason is not None
-        if completion is not None:
-            completion.tokens = None  # tokens that follow come after this output
-            if not completion.has_begun:
-                is_urgent = completion.has_begun = True
-        if output.finish_reason is not None:
-            is_error = output.finish_reason == "error"  # ends the whole request
-            if not is_error:
-                self._supervisor.completed(route.model)
-            self._end(output.request_id, route, None if is_error else output.index)
-        route.stream.put(Output(output, now_s), now_s, is_urgent)
 
     def _handle_end(self) -> None:
         """Handle the end of the pipe: a regular stop, or the death of the process."""

@@ -127,6 +127,14 @@ class TokenHistogram:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
+    def observe_between(self, last: float, values: Sequence[float]) -> None:
+        """Record the difference of each value to the one before it, which is first `last`."""
+        counts, bounds = self._counts, self._bounds
+        self._sum += values[-1] - last
+        for value in values:
+            counts[bisect_left(bounds, value - last)] += 1
+            last = value
+
     def add_to(self, family: HistogramMetricFamily, labels: list[str]) -> None:
         """Add the buckets and the sum to a family, with these values of its labels."""
         names = [*map(floatToGoString, self._bounds), "+Inf"]
@@ -236,8 +244,16 @@ class RequestMetrics:
             index: the completion's index.
             arrived_s: when each of them arrived, in seconds of time.monotonic().
         """
-        for now_s in arrived_s:
-            self._tokens(index, 1, now_s)
+        metrics, watched = self._metrics, self._completions[index]
+        if watched.first_s is None:
+            self._tokens(index, 1, arrived_s[0])
+            arrived_s = arrived_s[1:]
+        if arrived_s:
+            metrics.inter_token_s.observe_between(watched.last_s, arrived_s)
+            watched.last_s = arrived_s[-1]
+            watched.num_tokens += len(arrived_s)
+            watched.num_outputs += len(arrived_s)
+            metrics.num_generation_tokens += len(arrived_s)
 
     def output(self, output: TokenOutput, now_s: float) -> None:
         """Record one output that arrived at `now_s`, in seconds of time.monotonic()."""

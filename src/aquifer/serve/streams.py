@@ -18,7 +18,7 @@ _EARLY_S = 0.001
 """Streams that are due within this time are woken together."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Tokens:
     """Outputs of one completion that are a token each, of one step or of several ones."""
 
@@ -55,6 +55,7 @@ class Pacer:
 
     def __init__(self) -> None:
         self._num_open = 0
+        self._awake: list[TokenStream] = []
         self._late: list[TokenStream] = []
         self._timer: asyncio.TimerHandle | None = None
 
@@ -70,6 +71,17 @@ class Pacer:
     def close(self) -> None:
         """Count a stream no more."""
         self._num_open -= 1
+
+    def flush_soon(self, stream: TokenStream) -> None:
+        """Flush a stream once everything that has arrived with its outputs is delivered."""
+        if not self._awake:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._awake.append(stream)
+
+    def _flush(self) -> None:
+        awake, self._awake = self._awake, []
+        for stream in awake:
+            stream.flush()
 
     def wake_later(self, stream: TokenStream) -> None:
         """Wake a stream when it is due."""
@@ -105,6 +117,9 @@ class TokenStream(AsyncIterator[list[Arrival]]):
     completion, the last one and an error wake the consumer at once, others after the pause. Of each
     batch, the consumer must handle only the outputs that `accepts` lets through, in order.
 
+    Most batches are `Tokens` and nothing else. While there is a `shortcut`, such a batch goes to it
+    without waking the consumer's task, which costs more than all other work for a token.
+
     Closing it aborts unfinished requests.
 
     Args:
@@ -115,7 +130,9 @@ class TokenStream(AsyncIterator[list[Arrival]]):
     Attributes:
         due_s: when the pause after the last batch ends, in seconds of time.monotonic().
         is_late: whether the pacer will wake the consumer then.
-        num_batches: how many the consumer has taken.
+        num_batches: how many were taken.
+        shortcut: handles a batch in place of the consumer, which waits for its next one; False if
+            it cannot now. Its exceptions are raised in the consumer.
     """
 
     def __init__(
@@ -129,23 +146,22 @@ class TokenStream(AsyncIterator[list[Arrival]]):
         # A stop string is found by the consumer, so each output may be the last one.
         self._has_pause = not any(request.params.stop_strings for request in requests)
         self._arrived: list[Arrival] = []
-        self._error: AquiferError | None = None
+        self._has_only_tokens = True  # what has arrived
+        self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._is_awake = False  # the consumer has been woken, and has not taken a batch since
         self.due_s = 0.0
         self.is_late = False
         self.num_batches = 0
+        self.shortcut: Callable[[Sequence[Arrival]], bool] | None = None
 
     async def __anext__(self) -> list[Arrival]:
         while self._open:
             if self._is_awake or self._error is not None:
-                self._is_awake = False
-                arrived, self._arrived = self._arrived, []
-                if arrived:
-                    self.num_batches += 1
-                    if self._has_pause:
-                        self.due_s = asyncio.get_running_loop().time() + self._pacer.pause_s
+                if arrived := self._arrived:
+                    self._taken()
                     return arrived
+                self._is_awake = False
                 if self._error is not None:
                     raise self._error
             self._waiter = asyncio.get_running_loop().create_future()
@@ -164,6 +180,8 @@ class TokenStream(AsyncIterator[list[Arrival]]):
             is_urgent: the consumer is woken whether its pause has ended or not.
         """
         self._arrived.append(arrival)
+        if isinstance(arrival, Output):
+            self._has_only_tokens = False
         if self._is_awake:
             return
         if is_urgent or now_s >= self.due_s:
@@ -179,8 +197,36 @@ class TokenStream(AsyncIterator[list[Arrival]]):
     def wake(self) -> None:
         """Wake the consumer, or tell it not to wait when it asks for the next batch."""
         self._is_awake = True
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if self._waiter is not None:
+            self._pacer.flush_soon(self)
+
+    def flush(self) -> None:
+        """Hand the batch to the shortcut, or else to the consumer."""
+        if self._waiter is None or self._waiter.done():
+            return  # it runs, and will take the batch
+        if (
+            self.shortcut is not None
+            and self._has_only_tokens
+            and self._arrived
+            and self._error is None
+        ):
+            try:
+                if self.shortcut(self._arrived):
+                    self._taken()
+                    return
+            except Exception as error:  # of this stream, which must not harm the others
+                self._arrived = []
+                self._error = error
+        self._waiter.set_result(None)
+
+    def _taken(self) -> None:
+        """Begin the next batch, and the pause before it."""
+        self._arrived = []
+        self._has_only_tokens = True
+        self._is_awake = False
+        self.num_batches += 1
+        if self._has_pause:
+            self.due_s = asyncio.get_running_loop().time() + self._pacer.pause_s
 
     def accepts(self, arrival: Arrival) -> bool:
         """Whether the completion of outputs is open; if one is its last one, it is closed.
@@ -193,11 +239,14 @@ class TokenStream(AsyncIterator[list[Arrival]]):
         if isinstance(arrival, Tokens):
             return arrival.index in indexes
         output = arrival.output
+        if output.finish_reason == "error":  # of the whole request
+            del self._open[output.request_id]
+            return True
         if output.index not in indexes:
             return False
         if output.finish_reason is not None:
             indexes.discard(output.index)
-            if not indexes or output.finish_reason == "error":
+            if not indexes:
                 del self._open[output.request_id]
         return True
 

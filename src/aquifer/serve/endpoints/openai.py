@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, aclosing
+from functools import partial
 from typing import Annotated
 from uuid import uuid4
 
@@ -17,11 +18,18 @@ from aquifer.serve.answers import (
     CompletionWriter,
     Piece,
     PieceBuffer,
+    Pieces,
     event_of,
     whole_pieces,
 )
 from aquifer.serve.generation import EncodedPrompt, Job
-from aquifer.serve.http import EventStream, json_response, response_to, unless_disconnected
+from aquifer.serve.http import (
+    EventShortcut,
+    EventStream,
+    json_response,
+    response_to,
+    unless_disconnected,
+)
 from aquifer.serve.prefixes import joined_salt
 from aquifer.serve.protocol.requests import ChatCompletionRequest, CompletionRequest
 from aquifer.serve.protocol.responses import ModelCard, ModelList
@@ -63,7 +71,7 @@ async def completions(
     ]
     return await _stream(
         request,
-        service.pieces(jobs, buffers),
+        partial(service.pieces, jobs, buffers),
         writer.events,
         writer.usage_chunk if body.include_usage else None,
     )
@@ -93,7 +101,7 @@ async def chat_completions(
     buffers = [[PieceBuffer(jobs[0]) for _ in range(params.n)]]
     return await _stream(
         request,
-        service.pieces(jobs, buffers),
+        partial(service.pieces, jobs, buffers),
         lambda _, index, piece: writer.events(index, piece),
         writer.usage_chunk if body.include_usage else None,
     )
@@ -101,23 +109,35 @@ async def chat_completions(
 
 async def _stream(
     request: Request,
-    batches: AsyncGenerator[list[tuple[int, int, Piece]], None],
+    run: Callable[..., AsyncGenerator[Pieces, None]],
     events_of: Callable[[int, int, Piece], bytes],
     usage_chunk: Callable[[], BaseModel] | None,
 ) -> Response:
     """Stream pieces as server-sent events; a failure before the first one is an HTTP error.
 
     Pieces that arrive together are events of one write.
-    """
 
-    async def first_batch() -> list[tuple[int, int, Piece]]:
+    Args:
+        request: the request.
+        run: runs it, as `Service.pieces` does with its last two arguments.
+        events_of: makes the events of a piece.
+        usage_chunk: makes the last chunk but one; None for none.
+    """
+    shortcut = EventShortcut()
+
+    def joined(pieces: Pieces) -> bytes:
+        return b"".join([events_of(*piece) for piece in pieces])
+
+    batches = run(lambda pieces: shortcut.write(joined(pieces)), lambda: shortcut.is_open)
+
+    async def first_batch() -> Pieces:
         return await anext(batches)
 
-    async def events(first: list[tuple[int, int, Piece]]) -> AsyncGenerator[bytes, None]:
-        yield b"".join([events_of(*piece) for piece in first])
+    async def events(first: Pieces) -> AsyncGenerator[bytes, None]:
+        yield joined(first)
         try:
             async for pieces in batches:
-                yield b"".join([events_of(*piece) for piece in pieces])
+                yield joined(pieces)
         except (RequestError, EngineError) as error:
             yield b"event: error\ndata: " + bytes(response_to(error).body) + b"\n\n"
             return
@@ -128,7 +148,7 @@ async def _stream(
     async with AsyncExitStack() as resources:
         await resources.enter_async_context(aclosing(batches))
         first = await unless_disconnected(request.receive, first_batch())
-        return EventStream(events(first), resources.pop_all())
+        return EventStream(events(first), resources.pop_all(), shortcut)
 
 
 def _echo_of(job: Job) -> str:
