@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 EXAMPLES := .venv-examples
 
-.PHONY: demo test lint types unit examples test-gpu bench-cpu bench-serving bench-compare bench-gpu bench-pagedattention clean
+.PHONY: demo test lint types unit examples test-gpu bench-cpu bench-serving bench-web bench-compare bench-gpu bench-pagedattention clean
 
 demo: $(VENV)/installed
 	$(BIN)/python tools/demo.py
@@ -39,6 +39,11 @@ bench-cpu: $(VENV)/installed-test
 # Streams from a server of the bundled model, by its threads, in about two minutes.
 bench-serving: $(VENV)/installed
 	$(BIN)/python benchmarks/cpu/serving.py --output benchmarks/cpu/serving.json
+
+# CPU time of the web process for a streamed token, here and in another checkout (BEFORE, as below),
+# in turns, in about nine minutes.
+bench-web: $(VENV)/installed
+	PYTHONPATH=src $(BIN)/python benchmarks/cpu/web.py --before $(BEFORE) --output benchmarks/cpu/web.json
 
 # This checkout and another one, in turns, in about five minutes; BEFORE is the other one's folder:
 # git worktree add ../before COMMIT.

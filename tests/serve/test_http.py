@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from aquifer.serve.http import EventStream
+from aquifer.serve.chunked import CHUNKS
+from aquifer.serve.http import EventShortcut, EventStream
 
 
 @pytest.mark.parametrize("num_events", [0, 3, 4, 5, 100])
@@ -48,3 +49,31 @@ async def _most_writes_in_a_pass(num_events: int) -> int:
     await EventStream(events(), AsyncExitStack())({"type": "http"}, receive, send)
     assert num_sent == num_events
     return most_writes
+
+
+class Writer:
+    """A connection whose chunks can be written at some times."""
+
+    def __init__(self) -> None:
+        self.can_write_chunk = True
+        self.written: list[bytes] = []
+
+    def write_chunk(self, data: bytes) -> None:
+        self.written.append(data)
+
+
+@pytest.mark.parametrize("has_writer", [True, False])
+def test_a_shortcut_is_open_while_the_stream_runs_and_can_be_written(has_writer: bool):
+    writer, shortcut = Writer(), EventShortcut()
+    scope = {"type": "http", "extensions": {CHUNKS: {"protocol": writer}} if has_writer else {}}
+    was_open = [shortcut.is_open]
+    with shortcut.of(scope):
+        was_open.append(shortcut.is_open)
+        if has_writer:
+            shortcut.write(b"data")
+        writer.can_write_chunk = False
+        was_open.append(shortcut.is_open)
+        writer.can_write_chunk = True
+    was_open.append(shortcut.is_open)
+    assert was_open == [False, has_writer, False, False]
+    assert writer.written == [b"data"] * has_writer

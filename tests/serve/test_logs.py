@@ -79,9 +79,8 @@ def test_a_line_has_what_happened_since_the_line_before(caplog: pytest.LogCaptur
     log = StatsLog(metrics, "cuda:0")
     request = Request("r", "m", [1] * 30, SamplingParams(), 0.0)
     watch = metrics.watch(request)
-    watch.output(TokenOutput("r", [1]))
-    for _ in range(9):
-        watch.output(TokenOutput("r", [1]))
+    watch.output(TokenOutput("r", [1]), 1.0)
+    watch.tokens(0, [2.0] * 9)
     log.log(_stats(2, 3, queried=40, hits=10), 5.0)
     log.log(_stats(2, 3, queried=40, hits=10), 5.0)
     log.log(_stats(queried=60, hits=30), 5.0)

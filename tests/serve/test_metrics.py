@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import accumulate
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 from tests.serve.running import ROOT, RunningServer, eventually
+
+from aquifer.serve.metrics import TokenHistogram
 
 COMPLETIONS = "/v1/completions"
 BOARD = ROOT / "contrib" / "grafana" / "aquifer.json"
@@ -62,6 +67,25 @@ def test_histograms_count_requests_completions_and_steps(idle_server: RunningSer
     assert added["aquifer:iteration_tokens_total_sum"] == 4 + 2 * 3
     assert added["aquifer:prompt_tokens_total"] == 5
     assert added["aquifer:generation_tokens_total"] == 6
+
+
+def test_a_histogram_of_tokens_is_one_of_prometheus():
+    bounds, values = (0.25, 0.5, 1.0, 8.0), (0.0, 0.25, 0.375, 0.5, 0.75, 8.0, 11.0, 500.0)
+    theirs = CollectorRegistry()
+    histogram = Histogram("x", "help", ["model"], buckets=bounds, registry=theirs).labels("a")
+    ours = TokenHistogram(bounds)
+    for value in values:
+        histogram.observe(value)
+        ours.observe(value)
+    for value in values:
+        histogram.observe(value)
+    ours.observe_between(4.0, list(accumulate(values, initial=4.0))[1:])
+    family = HistogramMetricFamily("x", "help", labels=["model"])
+    ours.add_to(family, ["a"])
+    (expected,) = theirs.collect()
+    samples = [sample for sample in expected.samples if sample.name != "x_created"]
+    found = {(s.name, tuple(sorted(s.labels.items()))): s.value for s in family.samples}
+    assert found == {(s.name, tuple(sorted(s.labels.items()))): s.value for s in samples}
 
 
 def test_a_request_without_max_tokens_has_no_such_parameter(idle_server: RunningServer):

@@ -205,6 +205,35 @@ def test_output_ends_at_a_stop_string(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(completion.token_ids) == "one. Two"
 
 
+@settings(deadline=None)
+@given(
+    tokens=st.lists(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=6), max_size=6),
+    has_tokenizer=st.booleans(),
+)
+def test_tokens_of_several_steps_are_what_each_of_them_is(
+    tokenizer: Tokenizer, tokens: list[list[int]], has_tokenizer: bool
+) -> None:
+    single, together = (builder_of(tokenizer if has_tokenizer else None, n=2) for _ in range(2))
+    for position, token_ids in enumerate(tokens):
+        index = position % 2
+        outputs = [TokenOutput("0", [token_id], index) for token_id in token_ids]
+        expected = [single.push(output).text for output in outputs]
+        delta = together.push_tokens(index, token_ids)
+        assert list(delta.texts) == expected
+        assert (delta.text, delta.token_ids, delta.index) == ("".join(expected), token_ids, index)
+        assert delta.finish_reason is None
+    assert together.output == single.output
+    assert together.num_generated_tokens == sum(map(len, tokens))
+
+
+@pytest.mark.parametrize("params", [{"stop": "x"}, {"logprobs": 0}, {"best_of": 2}])
+def test_what_needs_each_output_takes_no_tokens(
+    tokenizer: Tokenizer, params: dict[str, Any]
+) -> None:
+    assert builder_of(tokenizer).takes_tokens
+    assert not builder_of(tokenizer, **params).takes_tokens
+
+
 def test_text_held_back_comes_with_the_end(tokenizer: Tokenizer) -> None:
     *first, last = tokenizer.encode("one Tw")
     builder = builder_of(tokenizer, stop="Two", max_tokens=None)

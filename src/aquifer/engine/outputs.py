@@ -52,15 +52,17 @@ class TokenOutput:
     timing: RequestTiming | None = None  # with the last output of a completion
 
     @property
-    def is_one_token(self) -> bool:
-        """Whether this is one token id alone, as in most steps of most requests."""
+    def has_only_tokens(self) -> bool:
+        """Whether this is token ids and nothing else, as in most steps of most requests."""
         return (
-            self.index == 0
-            and self.finish_reason is None
+            self.finish_reason is None
             and self.logprobs is None
             and self.prompt_logprobs is None
             and not self.num_cached_tokens
-            and len(self.token_ids) == 1
+            and self.cumulative_logprob is None
+            and self.timing is None
+            and self.error is None
+            and bool(self.token_ids)
         )
 
 

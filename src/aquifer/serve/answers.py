@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
+from uuid import uuid4
+
+from pydantic import BaseModel
+from pydantic_core import to_json
 
 from aquifer.engine.outputs import FinishReason, Logprob
-from aquifer.serve.generation import Job
+from aquifer.serve.generation import Deltas, Job
 from aquifer.serve.protocol.responses import (
     AssistantMessage,
     ChatChoice,
@@ -39,6 +43,7 @@ class Piece:
     logprobs: Sequence[dict[int, Logprob] | None] = ()  # one a token, or none
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    texts: Sequence[str] = ()  # if not empty: parts of the text that are an event each
 
 
 def whole_pieces(job: Job, echo: str | None = None) -> list[Piece]:
@@ -84,6 +89,8 @@ class PieceBuffer:
 
         Returns: everything since the last piece; None if a client would see nothing new.
         """
+        if delta.texts and self._echo is None:
+            return self._add_texts(delta)
         piece = self._piece
         piece.text += delta.text
         piece.token_ids += delta.token_ids
@@ -98,6 +105,34 @@ class PieceBuffer:
         self._piece = Piece()
         return piece
 
+    def _add_texts(self, delta: Delta) -> Piece | None:
+        """Add the output of several steps: tokens without log probabilities."""
+        texts = delta.texts
+        if self._job.tokenizer is not None:
+            texts = [text for text in texts if text]
+            if not texts:
+                return None
+        return Piece(delta.text, texts=texts)
+
+
+Pieces = list[tuple[int, int, Piece]]
+"""What to send: (index of the job, index of the completion, its next piece)."""
+
+
+def pieces_of(deltas: Deltas, buffers: Sequence[Sequence[PieceBuffer]]) -> Pieces:
+    """Return the pieces that are complete with these deltas.
+
+    Args:
+        deltas: the deltas.
+        buffers: of the completions of each job.
+    """
+    pieces = []
+    for job_index, delta in deltas:
+        piece = buffers[job_index][delta.index].add(delta)
+        if piece is not None:
+            pieces.append((job_index, delta.index, piece))
+    return pieces
+
 
 def _precede(piece: Piece, job: Job, echo: str) -> None:
     """Put the prompt before the first piece of a completion."""
@@ -105,6 +140,28 @@ def _precede(piece: Piece, job: Job, echo: str) -> None:
     if job.request.params.logprobs is not None:
         piece.token_ids = [*job.request.prompt_token_ids, *piece.token_ids]
         piece.logprobs = [*(job.builder.output.prompt_logprobs or ()), *piece.logprobs]
+
+
+class _Template:
+    """Event of a stream, of which only the text changes.
+
+    Args:
+        chunk: makes the chunk with a text. Two calls must differ in the text alone.
+    """
+
+    def __init__(self, chunk: Callable[[str], BaseModel]) -> None:
+        marker = uuid4().hex
+        self._before, self._after = event_of(chunk(marker)).split(f'"{marker}"'.encode())
+
+    def events(self, texts: Sequence[str]) -> bytes:
+        """Return the events with these texts, one after the other."""
+        before, after = self._before, self._after
+        return b"".join([before + to_json(text) + after for text in texts])
+
+
+def event_of(body: BaseModel) -> bytes:
+    """Return a server-sent event with a body as its data."""
+    return b"data: " + body.model_dump_json().encode() + b"\n\n"
 
 
 class CompletionWriter:
@@ -123,6 +180,19 @@ class CompletionWriter:
         self._created = int(time.time())
         # Characters of the tokens written so far, by choice; for text_offset.
         self._num_chars: defaultdict[int, int] = defaultdict(int)
+        self._templates: dict[int, _Template] = {}  # by choice
+
+    def events(self, job_index: int, index: int, piece: Piece) -> bytes:
+        """Return the events with a part of one completion of one prompt."""
+        params = self._jobs[job_index].request.params
+        if not piece.texts:
+            return event_of(self.chunk(job_index, index, piece))
+        number = job_index * params.n + index
+        if number not in self._templates:
+            self._templates[number] = _Template(
+                lambda text: self.chunk(job_index, index, Piece(text))
+            )
+        return self._templates[number].events(piece.texts)
 
     def chunk(self, job_index: int, index: int, piece: Piece) -> CompletionResponse:
         """Return a part of one completion of one prompt."""
@@ -204,6 +274,23 @@ class ChatWriter:
         self._job = job
         self._created = int(time.time())
         self._begun: set[int] = set()  # indexes of choices
+        self._templates: dict[int, _Template] = {}  # by choice
+
+    def events(self, index: int, piece: Piece) -> bytes:
+        """Return the events with a part of one choice; the first part of each has the role."""
+        if not piece.texts:
+            return event_of(self.chunk(index, piece))
+        if index not in self._begun:
+            first, *texts = piece.texts
+            event = event_of(self.chunk(index, Piece(first)))
+            return event + self._template(index).events(texts)
+        return self._template(index).events(piece.texts)
+
+    def _template(self, index: int) -> _Template:
+        """The event of a choice that has begun."""
+        if index not in self._templates:
+            self._templates[index] = _Template(lambda text: self.chunk(index, Piece(text)))
+        return self._templates[index]
 
     def chunk(self, index: int, piece: Piece) -> ChatCompletionChunk:
         """Return a part of one choice; the first part of each has the role."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
 from typing import Any
 
 from aquifer.config import EngineConfig
-from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request
 from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelInfo
 from aquifer.errors import AquiferError, ConfigError, EngineError, UnavailableError
@@ -35,7 +35,8 @@ from aquifer.serve.messages import (
     Unpin,
 )
 from aquifer.serve.process import OpenEngine, open_engine
-from aquifer.serve.streams import TokenStream, indexes_of
+from aquifer.serve.routes import Routes
+from aquifer.serve.streams import Pacer, TokenStream
 from aquifer.serve.supervisor import MAX_DEATHS, Supervisor
 
 _RETRY_S = 5
@@ -62,15 +63,6 @@ class _State(Enum):
     SERVING = auto()
     RESTARTING = auto()
     STOPPING = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class _Route:
-    """Destination of a request's outputs, kept until the last one has arrived."""
-
-    stream: TokenStream
-    model: str
-    indexes: set[int]  # completions that have not received their last output
 
 
 class EngineClient:
@@ -100,7 +92,8 @@ class EngineClient:
         self._log_level = log_level
         self._link = EngineLink(config, open_it, log_level)
         self._state = _State.NEW
-        self._routes: dict[str, _Route] = {}
+        self._routes = Routes(self._supervisor.completed)
+        self._pacer = Pacer()
         self._waiters: deque[asyncio.Future[Any]] = deque()
         self._stats: EngineStats | None = None
         self._progress: LoadProgress | None = None
@@ -185,19 +178,15 @@ class EngineClient:
                     f"model {request.model!r} is out of service: it ended the engine process "
                     f"{MAX_DEATHS} times in a row; restart the server to try it again"
                 )
-        stream = TokenStream(requests, self.abort)
+        stream = TokenStream(requests, self.abort, self._pacer)
         for request in requests:
-            self._routes[request.request_id] = _Route(stream, request.model, indexes_of(request))
-            self._link.send(Add(request))
+            self._link.send(Add(request, self._routes.add(request, stream)))
         return stream
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Abort a request, or one completion of it; unknown ones are ignored."""
-        route = self._routes.get(request_id)
-        if route is None or (index is not None and index not in route.indexes):
-            return
-        self._end(request_id, route, index)
-        self._link.send(Abort(request_id, index))
+        if self._routes.end(request_id, index):
+            self._link.send(Abort(request_id, index))
 
     async def memory(self) -> MemoryReport:
         """Ask the engine for its memory report, which includes the effect of all earlier aborts.
@@ -286,19 +275,9 @@ class EngineClient:
         else:
             waiter.set_result(answer)
 
-    def _end(self, request_id: str, route: _Route, index: int | None) -> None:
-        """Stop expecting outputs of a request, or of one completion."""
-        if index is not None:
-            route.indexes.discard(index)
-        if index is None or not route.indexes:
-            del self._routes[request_id]
-
     def _fail_everyone(self, error: EngineError) -> None:
-        routes, self._routes = self._routes, {}
-        for request_id in routes:
+        for request_id in self._routes.fail(error):
             self._link.send(Abort(request_id))
-        for stream in {route.stream for route in routes.values()}:
-            stream.put(error)
         while self._waiters:
             self._answer(error)
 
@@ -306,17 +285,11 @@ class EngineClient:
         if link is not self._link:
             return  # of a process that is gone
         match message:
-            case Step(token_ids, outputs, refused, stats, launched):
-                self._stats = stats
-                if launched is not None:
-                    self.on_launch(*launched)
-                for request_id, error in refused.items():
-                    if (route := self._routes.pop(request_id, None)) is not None:
-                        route.stream.put(error)
-                for request_id, token_id in token_ids.items():
-                    self._deliver(TokenOutput(request_id, [token_id]))
-                for output in outputs:
-                    self._deliver(output)
+            case Step():
+                self._stats = message.stats
+                if message.launched is not None:
+                    self.on_launch(*message.launched)
+                self._routes.deliver(message, time.monotonic())
             case Memory(answer) | Pinned(answer):
                 self._answer(answer)
             case Pong():
@@ -367,16 +340,6 @@ class EngineClient:
                 self._asked_s = self._loop.time()
                 self._link.send(Ping())
             await asyncio.sleep(_BEAT_S)
-
-    def _deliver(self, output: TokenOutput) -> None:
-        route = self._routes.get(output.request_id)
-        if route is not None:
-            if output.finish_reason is not None:
-                is_error = output.finish_reason == "error"  # ends the whole request
-                if not is_error:
-                    self._supervisor.completed(route.model)
-                self._end(output.request_id, route, None if is_error else output.index)
-            route.stream.put(output)
 
     def _handle_end(self) -> None:
         """Handle the end of the pipe: a regular stop, or the death of the process."""

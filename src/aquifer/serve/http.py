@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from aquifer.errors import (
     UnavailableError,
     UnknownModelError,
 )
+from aquifer.serve.chunked import CHUNKS, ChunkWriter
 from aquifer.serve.protocol.responses import ErrorInfo, ErrorResponse
 
 _EVENTS_AT_ONCE = 4
@@ -193,26 +194,62 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
+class EventShortcut:
+    """Writes events of a stream that waits for its next ones, without waking its task.
+
+    It is closed until the stream begins, and where the server cannot write this way.
+    """
+
+    def __init__(self) -> None:
+        self._writer: ChunkWriter | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether events may be written now."""
+        return self._writer is not None and self._writer.can_write_chunk
+
+    def write(self, events: bytes) -> None:
+        """Write events. Pre-condition: `is_open`."""
+        assert self._writer is not None
+        self._writer.write_chunk(events)
+
+    @contextlib.contextmanager
+    def of(self, scope: Scope) -> Iterator[None]:
+        """Use the connection of a request within this context."""
+        self._writer = scope.get("extensions", {}).get(CHUNKS, {}).get("protocol")
+        try:
+            yield
+        finally:
+            self._writer = None
+
+
 class EventStream(Response):
     """Stream of server-sent events; it closes their source when the client disconnects.
 
     Args:
         events: the events, including their framing.
         resources: closed with the stream, started or not.
+        shortcut: is open while the stream waits for its next events.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], resources: AsyncExitStack) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        resources: AsyncExitStack,
+        shortcut: EventShortcut | None = None,
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._resources = resources
+        self._shortcut = shortcut or EventShortcut()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events as they arrive."""
         async with self._resources, aclosing(self._events):
-            with contextlib.suppress(ClientDisconnect):
+            with contextlib.suppress(ClientDisconnect), self._shortcut.of(scope):
                 await unless_disconnected(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> None:

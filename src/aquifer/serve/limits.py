@@ -8,10 +8,14 @@ import resource
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import h11
 from fastapi import HTTPException, Request
+from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from aquifer.serve.chunked import CHUNKS, ChunkedConnection, framed
 from aquifer.sizes import format_size
 
 MAX_CONNECTIONS = 4096
@@ -19,6 +23,7 @@ MAX_CONNECTIONS = 4096
 MAX_BODY_BYTES = 16 << 20
 HEADERS_S = 15.0
 """How long a client may take for the headers of a request; then its connection is closed."""
+_HEADER_BYTES = 16 << 10  # of one request, and uvicorn's own limit
 _BODY_S = 120.0
 _BODY_PAUSE_S = 15.0
 _SMALL_BODY_BYTES = 64 << 10
@@ -41,9 +46,24 @@ def allow_connections() -> None:
 
 
 class TimedProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1, which closes a connection when headers take too long."""
+    """uvicorn's HTTP/1.1, which frames streams cheaply and limits the time that headers take."""
 
     _headers_timer: asyncio.TimerHandle | None = None
+
+    def __init__(self, config: Config, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.conn: ChunkedConnection = ChunkedConnection(h11.SERVER, _HEADER_BYTES)
+
+    @property
+    def can_write_chunk(self) -> bool:
+        """Whether a chunk of the running response may be written without waiting."""
+        return (
+            self.conn.is_chunked and not self.flow.write_paused and not self.transport.is_closing()
+        )
+
+    def write_chunk(self, data: bytes) -> None:
+        """Write a chunk of the running response. Pre-condition: `can_write_chunk`."""
+        self.transport.write(framed(data))
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for the first headers."""
@@ -53,6 +73,8 @@ class TimedProtocol(H11Protocol):
     def handle_events(self) -> None:
         """Handle what has arrived; wait for the rest of the headers if a part of them has."""
         super().handle_events()
+        if self.scope is not None:
+            self.scope.setdefault("extensions", {})[CHUNKS] = {"protocol": self}
         self._time_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:

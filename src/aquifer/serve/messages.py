@@ -5,6 +5,7 @@ All can be unpickled without importing torch, which the web process never import
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from aquifer.engine.outputs import TokenOutput
@@ -17,9 +18,16 @@ from aquifer.errors import RequestError
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Start a request."""
+    """Start a request.
+
+    Args:
+        request: the request.
+        number: of its first completion; the next ones have the next numbers. No other completion of
+            this pipe has them.
+    """
 
     request: Request
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +97,28 @@ class OpenFailed:
 class Step:
     """Output of one iteration of the engine loop.
 
-    Hundreds of sequences get a token every few milliseconds. Pickling an object for each would take
-    longer than a step of a small model.
+    Hundreds of completions get a token every few milliseconds. To pickle an object for each would
+    take longer than a step of a small model, so outputs that are tokens and nothing else are three
+    lists of integers.
     """
 
-    # By request id: outputs that are one token of completion 0 and nothing else.
-    token_ids: dict[str, int]
+    numbers: list[int]  # of completions, as in `Add`
+    counts: list[int]  # tokens of each of them; empty if all have one
+    token_ids: list[int]  # of all of them, one after the other
     outputs: list[TokenOutput]  # all others
     refused: dict[str, RequestError]  # by request id
     stats: EngineStats
     launched: tuple[str, int] | None = None  # model and tokens of the step that was launched
+
+    def tokens(self) -> Iterator[tuple[int, list[int]]]:
+        """Yield the numbers and the tokens, each, of outputs that are tokens and nothing else.
+
+        Pre-condition: `counts` is not empty.
+        """
+        begin = 0
+        for number, count in zip(self.numbers, self.counts, strict=True):
+            yield number, self.token_ids[begin : begin + count]
+            begin += count
 
 
 @dataclass(frozen=True, slots=True)

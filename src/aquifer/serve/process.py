@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
 from typing import Protocol
 
@@ -124,6 +124,61 @@ class CurrentModel:
         return None if index < 0 else self._names[index]
 
 
+class Numbers:
+    """Numbers of running completions, which stand for them in messages to the web process."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, int] = {}  # by request id: number of its first completion
+        self._open: dict[str, set[int]] = {}  # by request id: indexes of running completions
+
+    def __len__(self) -> int:
+        """Requests that have a running completion."""
+        return len(self._first)
+
+    def add(self, request: Request, number: int) -> None:
+        """Number the completions of a request, from `number` on."""
+        self._first[request.request_id] = number
+        self._open[request.request_id] = set(range(request.params.num_completions))
+
+    def end(self, request_id: str, index: int | None) -> None:
+        """Forget a completion that has ended, or with None all of a request; others are ignored."""
+        indexes = self._open.get(request_id)
+        if indexes is None:
+            return
+        if index is not None:
+            indexes.discard(index)
+        if index is None or not indexes:
+            del self._first[request_id], self._open[request_id]
+
+    def pack(
+        self, outputs: Iterable[TokenOutput]
+    ) -> tuple[list[int], list[int], list[int], list[TokenOutput]]:
+        """Pack the outputs of a step.
+
+        Returns: the first fields of `Step`: numbers, counts, token ids, and all other outputs.
+        """
+        numbers: list[int] = []
+        counts: list[int] = []
+        token_ids: list[int] = []
+        others: list[TokenOutput] = []
+        for output in outputs:
+            if output.has_only_tokens:
+                first = self._first.get(output.request_id)
+                if first is None:
+                    continue  # it was in flight when the request was aborted
+                numbers.append(first + output.index)
+                counts.append(len(output.token_ids))
+                token_ids += output.token_ids
+            else:
+                others.append(output)
+                if output.finish_reason is not None:
+                    is_error = output.finish_reason == "error"  # ends the whole request
+                    self.end(output.request_id, None if is_error else output.index)
+        if len(token_ids) == len(numbers):
+            counts = []
+        return numbers, counts, token_ids, others
+
+
 def run_engine_process(
     connection: Connection,
     config: EngineConfig,
@@ -175,6 +230,7 @@ def _run(engine: EngineLike, connection: Connection, current: CurrentModel) -> N
         launched = model, num_tokens
 
     engine.on_launch = on_launch
+    numbers = Numbers()
     while True:
         launched = None
         refused: dict[str, RequestError] = {}
@@ -185,13 +241,16 @@ def _run(engine: EngineLike, connection: Connection, current: CurrentModel) -> N
             may_block = False
             message: ToEngine = connection.recv()
             match message:
-                case Add(request):
+                case Add(request, number):
                     try:
                         engine.add(request)
                     except RequestError as error:
                         refused[request.request_id] = error
+                    else:
+                        numbers.add(request, number)
                 case Abort(request_id, index):
                     engine.abort(request_id, index)
+                    numbers.end(request_id, index)
                 case GetMemory():
                     _send(connection, Memory(engine.memory()))
                 case Pin() | Unpin():
@@ -200,14 +259,8 @@ def _run(engine: EngineLike, connection: Connection, current: CurrentModel) -> N
                     _send(connection, Pong())
                 case Close():
                     return
-        token_ids: dict[str, int] = {}
-        others: list[TokenOutput] = []
-        for output in engine.step() if engine.has_work else ():
-            if output.is_one_token:
-                token_ids[output.request_id] = output.token_ids[0]
-            else:
-                others.append(output)
-        _send(connection, Step(token_ids, others, refused, engine.stats(), launched))
+        step = numbers.pack(engine.step() if engine.has_work else ())
+        _send(connection, Step(*step, refused, engine.stats(), launched))
 
 
 def _pin(engine: EngineLike, message: Pin | Unpin) -> int | RequestError:

@@ -16,9 +16,9 @@ from pydantic import BaseModel
 from aquifer.engine.params import SamplingParams
 from aquifer.engine.reports import ModelInfo
 from aquifer.errors import ContextLengthError, RequestError, UnavailableError, UnknownModelError
-from aquifer.serve.answers import Piece, PieceBuffer
+from aquifer.serve.answers import PieceBuffer, Pieces, pieces_of
 from aquifer.serve.client import EngineClient
-from aquifer.serve.generation import EncodedPrompt, Job, run_jobs
+from aquifer.serve.generation import Deltas, EncodedPrompt, Job, Shortcut, run_jobs
 from aquifer.serve.http import key_name_of
 from aquifer.serve.limits import BodyReader
 from aquifer.serve.metrics import Metrics
@@ -29,7 +29,7 @@ from aquifer.serve.protocol.requests import CompletionRequest, TemplateFields
 from aquifer.serve.protocol.responses import ModelCard
 from aquifer.serve.request_log import RequestLog
 from aquifer.serve.sandbox import Sandbox
-from aquifer.text import ChatTemplate, Delta
+from aquifer.text import ChatTemplate
 
 _INLINE_CHARS = 4096  # longer texts are tokenised in a thread
 _INLINE_BYTES = 64 << 10
@@ -225,14 +225,25 @@ class Service:
         ]
 
     async def pieces(
-        self, jobs: Sequence[Job], buffers: Sequence[Sequence[PieceBuffer]]
-    ) -> AsyncGenerator[tuple[int, int, Piece], None]:
-        """Run jobs; yield (index of the job, index of the completion, next piece to send)."""
-        async with aclosing(self._run(jobs)) as deltas:
-            async for index, delta in deltas:
-                piece = buffers[index][delta.index].add(delta)
-                if piece is not None:
-                    yield index, delta.index, piece
+        self,
+        jobs: Sequence[Job],
+        buffers: Sequence[Sequence[PieceBuffer]],
+        take: Callable[[Pieces], None],
+        can_take: Callable[[], bool],
+    ) -> AsyncGenerator[Pieces, None]:
+        """Run jobs; yield the next pieces to send that have arrived together.
+
+        Args:
+            jobs: the jobs.
+            buffers: of the completions of each.
+            take: takes pieces in place of the generator's consumer, while that waits.
+            can_take: whether `take` may be called now.
+        """
+        shortcut = _PieceShortcut(buffers, take, can_take)
+        async with aclosing(self._run(jobs, shortcut)) as batches:
+            async for deltas in batches:
+                if pieces := pieces_of(deltas, buffers):
+                    yield pieces
 
     async def finish(self, jobs: Sequence[Job]) -> None:
         """Run jobs until all are finished."""
@@ -240,8 +251,32 @@ class Service:
             async for _ in deltas:
                 pass
 
-    def _run(self, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, Delta], None]:
-        return run_jobs(self.client, self.metrics, self._request_log, jobs)
+    def _run(
+        self, jobs: Sequence[Job], shortcut: Shortcut | None = None
+    ) -> AsyncGenerator[Deltas, None]:
+        return run_jobs(self.client, self.metrics, self._request_log, jobs, shortcut)
+
+
+class _PieceShortcut:
+    """Shortcut from the outputs of jobs to what takes the pieces of a stream."""
+
+    def __init__(
+        self,
+        buffers: Sequence[Sequence[PieceBuffer]],
+        take: Callable[[Pieces], None],
+        can_take: Callable[[], bool],
+    ) -> None:
+        self._buffers = buffers
+        self._take = take
+        self._can_take = can_take
+
+    @property
+    def is_open(self) -> bool:
+        return self._can_take()
+
+    def take(self, deltas: Deltas) -> None:
+        if pieces := pieces_of(deltas, self._buffers):
+            self._take(pieces)
 
 
 async def _client(request: Request) -> EngineClient:

@@ -91,7 +91,10 @@ class StopStrings:
 
 @dataclass(slots=True)
 class Delta:
-    """Text and tokens that one step added to a completion, as a streaming client sees them."""
+    """Text and tokens that one step added to a completion, as a streaming client sees them.
+
+    `OutputBuilder.push_tokens` adds those of several steps at once, which `texts` keeps apart.
+    """
 
     text: str
     token_ids: list[int]
@@ -99,6 +102,7 @@ class Delta:
     index: int = 0  # the completion's index
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    texts: Sequence[str] = ()  # of several steps: what each of them added; together, the text
 
     @property
     def needs_abort(self) -> bool:
@@ -120,10 +124,17 @@ class OutputBuilder:
         request: the request.
         prompt: the prompt's text, if it was text.
         tokenizer: the model's, or None for a checkpoint without one: then `text` stays empty.
+
+    Attributes:
+        takes_tokens: whether `push_tokens` may be called.
     """
 
     def __init__(self, request: Request, prompt: str | None, tokenizer: Tokenizer | None) -> None:
-        self._num_wanted = request.params.n
+        params = request.params
+        self.takes_tokens = not (
+            params.stop_strings or params.logprobs is not None or params.is_ranked
+        )
+        self._num_wanted = params.n
         self._tokenizer = tokenizer
         self._completions = [
             _CompletionBuilder(request, index, tokenizer)
@@ -175,6 +186,13 @@ class OutputBuilder:
                 self.output.finished = True
                 self._choose()
         return delta
+
+    def push_tokens(self, index: int, token_ids: list[int]) -> Delta:
+        """Add tokens of one completion, each of which is all that a step output for it.
+
+        Does what `push` does for one after the other. Pre-condition: `takes_tokens`.
+        """
+        return self._completions[index].push_tokens(token_ids)
 
     def _choose(self) -> None:
         """Keep the most probable completions, as many as were requested."""
@@ -234,6 +252,17 @@ class _CompletionBuilder:
         completion.text += delta.text
         completion.finish_reason, completion.stop_reason = delta.finish_reason, delta.stop_reason
         return delta
+
+    def push_tokens(self, token_ids: list[int]) -> Delta:
+        completion = self.completion
+        completion.token_ids += token_ids
+        if self._detokenizer is None:
+            texts = [""] * len(token_ids)
+        else:
+            texts = [self._detokenizer.push(token_id) for token_id in token_ids]
+        text = "".join(texts)
+        completion.text += text
+        return Delta(text, token_ids, None, completion.index, texts=texts)
 
     def _add_logprobs(self, entry: TokenLogprobs, delta: Delta) -> None:
         """Add one token's log probability; its entries only if the client requested them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, aclosing
+from functools import partial
 from typing import Annotated
 from uuid import uuid4
 
@@ -12,9 +13,23 @@ from fastapi import Request, Response
 from pydantic import BaseModel
 
 from aquifer.errors import EngineError, RequestError
-from aquifer.serve.answers import ChatWriter, CompletionWriter, Piece, PieceBuffer, whole_pieces
+from aquifer.serve.answers import (
+    ChatWriter,
+    CompletionWriter,
+    Piece,
+    PieceBuffer,
+    Pieces,
+    event_of,
+    whole_pieces,
+)
 from aquifer.serve.generation import EncodedPrompt, Job
-from aquifer.serve.http import EventStream, json_response, response_to, unless_disconnected
+from aquifer.serve.http import (
+    EventShortcut,
+    EventStream,
+    json_response,
+    response_to,
+    unless_disconnected,
+)
 from aquifer.serve.prefixes import joined_salt
 from aquifer.serve.protocol.requests import ChatCompletionRequest, CompletionRequest
 from aquifer.serve.protocol.responses import ModelCard, ModelList
@@ -56,8 +71,8 @@ async def completions(
     ]
     return await _stream(
         request,
-        service.pieces(jobs, buffers),
-        writer.chunk,
+        partial(service.pieces, jobs, buffers),
+        writer.events,
         writer.usage_chunk if body.include_usage else None,
     )
 
@@ -86,39 +101,54 @@ async def chat_completions(
     buffers = [[PieceBuffer(jobs[0]) for _ in range(params.n)]]
     return await _stream(
         request,
-        service.pieces(jobs, buffers),
-        lambda _, index, piece: writer.chunk(index, piece),
+        partial(service.pieces, jobs, buffers),
+        lambda _, index, piece: writer.events(index, piece),
         writer.usage_chunk if body.include_usage else None,
     )
 
 
 async def _stream(
     request: Request,
-    pieces: AsyncGenerator[tuple[int, int, Piece], None],
-    chunk: Callable[[int, int, Piece], BaseModel],
+    run: Callable[..., AsyncGenerator[Pieces, None]],
+    events_of: Callable[[int, int, Piece], bytes],
     usage_chunk: Callable[[], BaseModel] | None,
 ) -> Response:
-    """Stream pieces as server-sent events; a failure before the first one is an HTTP error."""
+    """Stream pieces as server-sent events; a failure before the first one is an HTTP error.
 
-    async def first_piece() -> tuple[int, int, Piece]:
-        return await anext(pieces)
+    Pieces that arrive together are events of one write.
 
-    async def events(first: tuple[int, int, Piece]) -> AsyncGenerator[bytes, None]:
-        yield _event(chunk(*first))
+    Args:
+        request: the request.
+        run: runs it, as `Service.pieces` does with its last two arguments.
+        events_of: makes the events of a piece.
+        usage_chunk: makes the last chunk but one; None for none.
+    """
+    shortcut = EventShortcut()
+
+    def joined(pieces: Pieces) -> bytes:
+        return b"".join([events_of(*piece) for piece in pieces])
+
+    batches = run(lambda pieces: shortcut.write(joined(pieces)), lambda: shortcut.is_open)
+
+    async def first_batch() -> Pieces:
+        return await anext(batches)
+
+    async def events(first: Pieces) -> AsyncGenerator[bytes, None]:
+        yield joined(first)
         try:
-            async for job_index, index, piece in pieces:
-                yield _event(chunk(job_index, index, piece))
+            async for pieces in batches:
+                yield joined(pieces)
         except (RequestError, EngineError) as error:
             yield b"event: error\ndata: " + bytes(response_to(error).body) + b"\n\n"
             return
         if usage_chunk is not None:
-            yield _event(usage_chunk())
+            yield event_of(usage_chunk())
         yield b"data: [DONE]\n\n"
 
     async with AsyncExitStack() as resources:
-        await resources.enter_async_context(aclosing(pieces))
-        first = await unless_disconnected(request.receive, first_piece())
-        return EventStream(events(first), resources.pop_all())
+        await resources.enter_async_context(aclosing(batches))
+        first = await unless_disconnected(request.receive, first_batch())
+        return EventStream(events(first), resources.pop_all(), shortcut)
 
 
 def _echo_of(job: Job) -> str:
@@ -127,7 +157,3 @@ def _echo_of(job: Job) -> str:
     if text is None and job.tokenizer is not None:
         text = job.tokenizer.decode(job.request.prompt_token_ids, skip_special_tokens=False)
     return text or ""
-
-
-def _event(body: BaseModel) -> bytes:
-    return b"data: " + body.model_dump_json().encode() + b"\n\n"
