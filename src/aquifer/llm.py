@@ -19,6 +19,7 @@ from aquifer.engine.outputs import RequestOutput, TokenOutput
 from aquifer.engine.params import BeamSearchParams, Request, SamplingParams
 from aquifer.engine.reports import MemoryReport
 from aquifer.errors import EngineError, RequestError
+from aquifer.garbage import old_objects_left_out
 from aquifer.hub import locate
 from aquifer.options import options_of
 from aquifer.progress import LoadingBar, counting_bar
@@ -304,7 +305,7 @@ class LLM:
             for prompt, params in zip(prompts, sampling_params, strict=True):
                 builder = self._add(prompt, params, inbox)
                 builders[builder.output.request_id] = builder
-            with counting_bar(use_tqdm) as progress:
+            with old_objects_left_out(), counting_bar(use_tqdm) as progress:
                 task = progress.add_task("requests", total=len(builders))
                 num_left = len(builders)
                 while num_left:

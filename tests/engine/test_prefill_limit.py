@@ -68,7 +68,7 @@ class World:
         plan = self.scheduler.plan()
         assert plan is not None
         self.scheduler.commit(plan, StepOutput.of_single(np.ones(len(plan.sampled), np.int64)))
-        return plan.spans.counts.tolist()
+        return [int(count) for count in plan.spans.counts]
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from aquifer.cache.prefix import PrefixCache
 from aquifer.cache.swap import SwapSpace
 from aquifer.engine.costs import PrefillCost
 from aquifer.engine.lane import Lane
+from aquifer.engine.planning import StepBudget
 from aquifer.engine.policies import Policies, RestoreMode
 from aquifer.engine.preemption import Preemption
 from aquifer.engine.scheduler import Scheduler
@@ -89,12 +90,11 @@ class Assembly:
         self.preemption = None if swap_space is None else Preemption(swap_space, restore_mode)
         self.scheduler = Scheduler(
             self.room,
-            max_batched_tokens,
+            StepBudget(max_batched_tokens, max_prefill_s),
             self.preemption,
             clock_s,
             policies,
             express_share,
-            max_prefill_s,
         )
 
     def open_lane(self, spec: LaneSpec) -> Lane:

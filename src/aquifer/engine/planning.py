@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -65,32 +66,41 @@ def prefill_limit_s(config: EngineConfig, device_type: str) -> float | None:
     return None if device_type == "cpu" else _GPU_PREFILL_S
 
 
-def tokens_beside_decodes(
-    table: SlotTable,
-    max_batched_tokens: int,
-    limit_s: float,
-    prefill_s: Callable[[float, float], float],
-) -> int:
-    """Token budget of the next step, if its prompts may take so long while sequences decode.
-
-    Without a sequence that decodes it is `max_batched_tokens`.
+@dataclass(frozen=True, slots=True)
+class StepBudget:
+    """Tokens that a step may have.
 
     Args:
-        table: the model's sequences, of which some run in the step.
-        max_batched_tokens: most tokens of a step.
-        limit_s: time limit of prompts, in seconds.
-        prefill_s: seconds to compute a stretch of a prompt, given its first position and length.
+        max_batched_tokens: most tokens of any step.
+        max_prefill_s: time limit of the prompts in a step in which sequences decode, in seconds;
+            None for none.
     """
-    slots = table.in_order
-    is_reading = _is_reading(table, slots)
-    num_decodes = len(slots) - int(np.count_nonzero(is_reading))
-    if not num_decodes:
-        return max_batched_tokens
-    first = int(table.num_computed[slots[is_reading.argmax()]]) if num_decodes < len(slots) else 0
-    num_prompt = bisect_right(
-        range(1, max_batched_tokens + 1), limit_s, key=lambda count: prefill_s(first, count)
-    )
-    return min(max_batched_tokens, num_decodes + max(num_prompt, _LEAST_PROMPT_TOKENS))
+
+    max_batched_tokens: int
+    max_prefill_s: float | None = None
+
+    def tokens(self, table: SlotTable, prefill_s: Callable[[float, float], float]) -> int:
+        """Token budget of a model's next step.
+
+        Args:
+            table: its sequences, of which some run in the step.
+            prefill_s: seconds to compute a stretch of a prompt, given its first position and
+                length.
+        """
+        if self.max_prefill_s is None:
+            return self.max_batched_tokens
+        slots = table.in_order
+        is_reading = _is_reading(table, slots)
+        num_decodes = len(slots) - int(np.count_nonzero(is_reading))
+        if not num_decodes:
+            return self.max_batched_tokens
+        first = 0 if is_reading.sum() == 0 else int(table.num_computed[slots[is_reading.argmax()]])
+        num_prompt = bisect_right(
+            range(1, self.max_batched_tokens + 1),
+            self.max_prefill_s,
+            key=lambda count: prefill_s(first, count),
+        )
+        return min(self.max_batched_tokens, num_decodes + max(num_prompt, _LEAST_PROMPT_TOKENS))
 
 
 def next_tokens(

@@ -55,7 +55,7 @@ from aquifer.engine.express_time import ExpressTime
 from aquifer.engine.headroom import Headroom
 from aquifer.engine.lane import Lane
 from aquifer.engine.outputs import TokenOutput
-from aquifer.engine.planning import all_decode, make_step, next_tokens, tokens_beside_decodes
+from aquifer.engine.planning import StepBudget, all_decode, make_step, next_tokens
 from aquifer.engine.policies import DisplacementSnapshot, ModelState, Policies
 from aquifer.engine.preemption import Preemption
 from aquifer.engine.sequence import SequenceGroup
@@ -70,28 +70,24 @@ class Scheduler:
 
     Args:
         room: room of the pool that all lanes share.
-        max_batched_tokens: most tokens of one step.
+        budget: tokens of a step.
         preemption: moves the KV of preempted requests; None to compute it again always.
         clock_s: returns the time in seconds.
         policies: the decisions; None for the default ones.
         express_share: the most of the time that express steps may take, from 0 to 1.
-        max_prefill_s: time limit of the prompts in a step in which sequences decode, in seconds;
-            None for none.
     """
 
     def __init__(
         self,
         room: Room,
-        max_batched_tokens: int,
+        budget: StepBudget,
         preemption: Preemption | None = None,
         clock_s: Callable[[], float] = time.monotonic,
         policies: Policies | None = None,
         express_share: float = 0.0,
-        max_prefill_s: float | None = None,
     ) -> None:
         self.lanes: dict[str, Lane] = {}
-        self._max_batched_tokens = max_batched_tokens
-        self._max_prefill_s = max_prefill_s
+        self._budget = budget
         self._preemption = preemption
         self._clock_s = clock_s
         self._policies = policies or Policies()
@@ -208,7 +204,7 @@ class Scheduler:
     def _plan_for(self, lane: Lane, clients: frozenset[int] | None) -> StepInput | None:
         """Plan a step of the sequences of some clients, or of all."""
         num_preemptions = self.num_preemptions
-        most_tokens = self._most_tokens(lane)
+        most_tokens = self._budget.tokens(lane.slots, lane.recompute_s)
         grown = self._grow(lane, clients, most_tokens)
         if grown is None:
             return None
@@ -224,24 +220,10 @@ class Scheduler:
         if not len(slots):
             return None
         lane.cache.upload()
-        step = make_step(
-            lane.name,
-            lane.slots,
-            slots,
-            counts,
-            lane.take_journal(),
-            is_express=clients is not None,
-        )
+        journal = lane.take_journal()
+        step = make_step(lane.name, lane.slots, slots, counts, journal, is_express=bool(clients))
         self._clients.charge(step, lane.slots.client)
         return step
-
-    def _most_tokens(self, lane: Lane) -> int:
-        """Token budget of a model's next step."""
-        if self._max_prefill_s is None:
-            return self._max_batched_tokens
-        return tokens_beside_decodes(
-            lane.slots, self._max_batched_tokens, self._max_prefill_s, lane.recompute_s
-        )
 
     def _grow(
         self, lane: Lane, clients: frozenset[int] | None, most_tokens: int
@@ -386,7 +368,8 @@ class Scheduler:
         request that was preempted may find room later: what must be left for all others
         (`aquifer.engine.headroom`) shrinks as they approach their ends.
         """
-        was_tried = plan.spans.num_tokens < self._max_batched_tokens
+        most_tokens = self._budget.tokens(lane.slots, lane.recompute_s)
+        was_tried = plan.spans.num_tokens < most_tokens
         adds_prefixes = lane.prefixes is not None and plan.num_decodes < len(plan.spans.slots)
         first = next(iter(lane.waiting))
         return was_tried and not adds_prefixes and first.num_preemptions == 0

@@ -8,7 +8,6 @@ and a non-zero exit code. The web process sees the end of the pipe, and starts a
 from __future__ import annotations
 
 import ctypes
-import gc
 import signal
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
@@ -19,6 +18,7 @@ from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request
 from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelInfo
 from aquifer.errors import ConfigError, DriverError, RequestError
+from aquifer.garbage import collect_less
 from aquifer.serve.logs import configure_logging
 from aquifer.serve.messages import (
     Abort,
@@ -210,9 +210,7 @@ def run_engine_process(
         except (ConfigError, DriverError) as error:
             _send(connection, OpenFailed(str(error), isinstance(error, ConfigError)))
             return
-        # What is there now stays: to look for cycles in it takes a step 100 ms every few seconds.
-        gc.collect()
-        gc.freeze()
+        collect_less()
         _send(connection, Ready(engine.models, engine.stats()))
         _run(engine, connection, current)
         engine.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import socket
 import threading
@@ -18,6 +17,7 @@ from fastapi import FastAPI
 from aquifer.config import EngineConfig, aliases_of, check_fields
 from aquifer.engine.reports import LoadProgress
 from aquifer.errors import ConfigError, EngineError
+from aquifer.garbage import collect_less
 from aquifer.options import default_of
 from aquifer.serve.app import create_app
 from aquifer.serve.client import EngineClient
@@ -31,7 +31,6 @@ from aquifer.serve.service import ServedModel, Service
 from aquifer.serve.stats_log import StatsLog, log_start
 
 _BACKLOG = 2048
-_GARBAGE_OBJECTS = 20_000  # new objects until the next search for unreachable ones
 _KEEP_ALIVE_S = 60  # longer than most clients keep a connection, so that they close it first
 _LAST_BYTES_S = 5  # after the last request ended, for its response to reach a slow client
 
@@ -203,7 +202,7 @@ class _Server:
                 if not self._config.disable_log_stats:
                     stats_log = StatsLog(service.metrics, device)
                     logging_stats = asyncio.create_task(stats_log.run(lambda: self._client.stats))
-                _collect_garbage_less()
+                collect_less()
                 on_ready()
                 await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
                 service.close()
@@ -265,17 +264,6 @@ class _Server:
     def _exit(self) -> NoReturn:
         self._client.kill()
         os._exit(1)
-
-
-def _collect_garbage_less() -> None:
-    """Leave what was made at the start out of garbage collection, and collect less often.
-
-    Tokens make many small objects that reference counts free. Python would look for cycles every
-    700 of them, in the objects of all streams.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_GARBAGE_OBJECTS, 20, 50)
 
 
 class _Uvicorn(uvicorn.Server):
