@@ -226,6 +226,8 @@ def figure_15(replays: Replays) -> Figures:
             for width in WIDTHS:
                 for name in OURS if workload == "alpaca" else ("paged",):
                     job = replace(_wide(workload, name, kind, width), rate=rate)
+                    if kind == "samples":  # what they share depends much on the lengths drawn
+                        job = replace(job, num_requests=_NUM_REQUESTS)
                     if kind == "beams" and "alpaca" not in workload:  # ten times as many steps
                         job = replace(job, num_requests=16)
                     jobs.append(job)
