@@ -250,7 +250,7 @@ def figure_17(replays: Replays) -> Figures:
     """A chatbot, without and with KV retained between rounds."""
     jobs = _basic("chatbot", "opt-13b", (*ORCAS, *OURS))
     jobs["virtual, rounds kept"] = replace(jobs["virtual"], prefix_caching=True)
-    return {"figure": "17", **_curves(replays, "17", jobs, replays.saturated("17", jobs))}
+    return {"figure": "17", **_few(replays, "17", jobs, _FRACTIONS)}
 
 
 def figure_18(replays: Replays, kernels: Path) -> Figures:
@@ -397,17 +397,20 @@ def _curves(
     }
 
 
-def _few(replays: Replays, what: str, jobs: Mapping[str, Job]) -> Figures:
+def _few(
+    replays: Replays,
+    what: str,
+    jobs: Mapping[str, Job],
+    fractions: Sequence[float] = _FEW_FRACTIONS,
+) -> Figures:
     """Find each job's capacity, and run it at a few fractions of that, with a fixed length."""
     queued = {name: replace(job, num_requests=_NUM_REQUESTS) for name, job in jobs.items()}
     saturated = replays.saturated(what, queued)
     rated = [
-        _at(job, saturated[name], fraction)
-        for name, job in jobs.items()
-        for fraction in _FEW_FRACTIONS
+        _at(job, saturated[name], fraction) for name, job in jobs.items() for fraction in fractions
     ]
     runs = replays.run(what, rated)
-    count = len(_FEW_FRACTIONS)
+    count = len(fractions)
     return {
         "capacities": {name: figures["capacity"] for name, figures in saturated.items()},
         "convergence": {name: figures["convergence"] for name, figures in saturated.items()},

@@ -7,6 +7,7 @@ length that was tried.
 
 from __future__ import annotations
 
+import json
 import math
 import multiprocessing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,6 +37,10 @@ CONVERGED = 0.02
 """Relative change by a doubling of the length below which a figure counts as independent of it."""
 
 MOST_DOUBLINGS = 5
+
+MOST_BEAM_DOUBLINGS = 1
+"""The same for beam search, of which each step is replayed: 1600 requests of four beams take
+minutes, and 3200 a quarter of an hour."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +131,12 @@ class Case:
     jobs: Sequence[Job]
     value: Callable[[Sequence[Figures]], float | None]
 
+    @property
+    def most_doublings(self) -> int:
+        """How often the length may be doubled."""
+        has_beams = any(job.beam_width for job in self.jobs)
+        return MOST_BEAM_DOUBLINGS if has_beams else MOST_DOUBLINGS
+
 
 @dataclass(slots=True)
 class Converged:
@@ -169,12 +180,19 @@ class Replays:
     Args:
         data: the folder of the traces.
         num_processes: number of processes.
+        kept: file to which the result of each job is added, and from which those of an earlier run
+            of the same code are read; None to keep none.
     """
 
-    def __init__(self, data: Path, num_processes: int) -> None:
+    def __init__(self, data: Path, num_processes: int, kept: Path | None = None) -> None:
         self._data = data
         self._num_processes = num_processes
+        self._kept = kept
         self._results: dict[Job, Figures] = {}
+        if kept is not None and kept.exists():
+            for line in kept.read_text(encoding="utf-8").splitlines():
+                entry = json.loads(line)
+                self._results[Job(**entry["job"])] = entry["figures"]
         self._pool: Pool | None = None
 
     def __enter__(self) -> Replays:
@@ -189,10 +207,10 @@ class Replays:
 
     def run(self, what: str, jobs: Iterable[Job]) -> list[Figures]:
         """Return the figures of each job, in order; run missing ones with a progress bar."""
-        assert self._pool is not None
         jobs = list(jobs)
         missing = [job for job in dict.fromkeys(jobs) if job not in self._results]
         if missing:
+            assert self._pool is not None
             columns = (
                 TextColumn("{task.description}"),
                 BarColumn(),
@@ -202,16 +220,27 @@ class Replays:
             with Progress(*columns, console=Console(stderr=True)) as progress:
                 task = progress.add_task(what, total=len(missing))
                 for job, figures in self._pool.imap_unordered(_execute, missing):
-                    self._results[job] = figures
+                    self.keep(job, figures)
                     progress.advance(task)
         return [self._results[job] for job in jobs]
 
+    def keep(self, job: Job, figures: Figures) -> None:
+        """Store the result of a job."""
+        self._results[job] = figures
+        if self._kept is not None:
+            with self._kept.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"job": asdict(job), "figures": figures}) + "\n")
+
     def converge(self, what: str, cases: Iterable[Case]) -> list[Converged]:
-        """Double the lengths of each case's replays until its figure has converged."""
+        """Double the lengths of each case's replays until its figure has converged.
+
+        Or until they have been doubled as often as they may be; the record of the result says so.
+        """
         cases = list(cases)
         results = [Converged() for _ in cases]
         pending = list(zip(cases, results, strict=True))
-        for factor in (2**doubling for doubling in range(MOST_DOUBLINGS + 1)):
+        for doubling in range(MOST_DOUBLINGS + 1):
+            factor = 2**doubling
             jobs = [
                 [replace(job, num_requests=factor * job.num_requests) for job in case.jobs]
                 for case, _ in pending
@@ -221,7 +250,11 @@ class Replays:
                 result.runs = self.run(what, group)
                 result.lengths.append(group[0].num_requests)
                 result.values.append(case.value(result.runs))
-            pending = [entry for entry in pending if entry[1].change >= CONVERGED]
+            pending = [
+                (case, result)
+                for case, result in pending
+                if result.change >= CONVERGED and doubling < case.most_doublings
+            ]
             if not pending:
                 break
         return results

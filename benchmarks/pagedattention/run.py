@@ -32,11 +32,12 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of the traces")
     parser.add_argument("--output", type=Path, default=_HERE, help="folder of the results")
     parser.add_argument("--jobs", type=int, default=2, help="number of processes")
+    parser.add_argument("--keep", type=Path, help="file of finished jobs, to go on after a stop")
     parser.add_argument("--only", nargs="*", choices=list(figures), help="replay these figures")
     arguments = parser.parse_args()
     # The result files record the command; the user's data folder does not belong there.
     sys.argv = [sys.argv[0], "--data", "FOLDER"]
-    with Replays(arguments.data, arguments.jobs) as replays:
+    with Replays(arguments.data, arguments.jobs, arguments.keep) as replays:
         for name in arguments.only or figures:
             begin_s = time.perf_counter()
             content = figures[name](replays)

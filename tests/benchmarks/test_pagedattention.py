@@ -201,3 +201,18 @@ def test_each_block_of_a_workload_is_like_all_of_it():
     for values in (outputs, outputs * (prompts + outputs / 2)):
         error = values.std() / 400**0.5
         assert np.std([values[block].mean() for block in blocks]) < 0.4 * error
+
+
+def test_beam_searches_are_doubled_once():
+    replays = ScriptedReplays(lambda job: 1 + 12 / job.num_requests)
+    job = Job("alpaca", "virtual", None, 100, beam_width=4)
+    convergence = replays.saturated("test", {"a": job})["a"]["convergence"]
+    assert convergence["num_requests"] == [100, 200]
+    assert not convergence["is_converged"]
+
+
+def test_finished_jobs_are_kept_for_the_next_run(tmp_path):
+    job = Job("alpaca", "virtual", 2.5, 100)
+    kept = tmp_path / "jobs"
+    Replays(tmp_path, 1, kept).keep(job, {"capacity": 2.5})
+    assert Replays(tmp_path, 1, kept).run("test", [job]) == [{"capacity": 2.5}]
