@@ -61,11 +61,6 @@ class CapturedSteps:
         self._chunks = ChunkGraphs(forward, view, self._inputs, buffers, pool)
         self._uploaded = np.full((2, buffers.max_rows), -1, np.int64)
 
-    @property
-    def num_graphs(self) -> tuple[int, int, int]:
-        """Numbers of sizes: of decode steps, of samplings, and of steps that read prompts."""
-        return len(self._sizes), len(self._sizes) * len(CAPTURED_MODES), len(self._chunks.sizes)
-
     def capture(self, token_s: float) -> None:
         """Compile what the steps need, and capture them.
 

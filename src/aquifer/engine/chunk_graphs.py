@@ -116,11 +116,6 @@ class ChunkGraphs:
         self._captured: dict[int, _Captured] = {}
         self._out: torch.Tensor | None = None  # for the results of attention, of any layer
 
-    @property
-    def sizes(self) -> list[int]:
-        """The numbers of tokens that are captured."""
-        return sorted(self._captured)
-
     def size_of(self, num_tokens: int) -> int | None:
         """The least captured number of tokens that these fit in; None if they do not."""
         return min((size for size in self._captured if size >= num_tokens), default=None)

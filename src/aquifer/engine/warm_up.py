@@ -37,11 +37,7 @@ class _Attention:
 
 
 class _NoCache:
-    """A `KVView` of padding alone: nothing is written, and nothing is attended to.
-
-    Attributes:
-        attentions: the ways in which the layers attend, with the first layer of each.
-    """
+    """A `KVView` of padding alone: nothing is written, and nothing is attended to."""
 
     def __init__(self, layout: KVLayout, padding: torch.Tensor) -> None:
         self._padding = padding
