@@ -253,5 +253,5 @@ def test_servers_that_do_not_fit_are_named() -> None:
             bench(*chat)
     with fake_server(Answer((), 404)) as server:
         with pytest.raises(EngineError, match="no request succeeded: HTTP 404"):
-            bench("--base-url", server.url, "--endpoint", "/nowhere")
+            bench("--base-url", server.url, "--endpoint", "/nowhere", "--num-prompts", "3")
         assert server.requests
