@@ -415,7 +415,7 @@ def test_bad_flags_name_the_flag_and_a_value_that_works() -> None:
         ),
         ({"max_num_seqs": "9"}, "max_num_seqs is '9'; it must be a whole number"),
         ({"max_num_seqs": True}, "max_num_seqs is True"),
-        ({"max_num_seqs": None}, "max_num_seqs is None"),
+        ({"max_num_waiting": None}, "max_num_waiting is None"),
         ({"device": "cuda:x"}, "device is 'cuda:x'; choose auto, cpu, cuda or cuda:N"),
         ({"device": "cuda:"}, "device is 'cuda:'; choose auto"),
         ({"device": "gpu"}, "device is 'gpu'; choose auto"),

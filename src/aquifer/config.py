@@ -158,7 +158,7 @@ class EngineConfig:
     kv_cache: str = default_of("kv_cache")
     block_size: int = default_of("block_size")
     max_model_len: int | None = default_of("max_model_len")
-    max_num_seqs: int = default_of("max_num_seqs")
+    max_num_seqs: int | None = default_of("max_num_seqs")
     max_num_batched_tokens: int | None = default_of("max_num_batched_tokens")
     max_prefill_ms: int | None = default_of("max_prefill_ms")
     max_num_waiting: int = default_of("max_num_waiting")

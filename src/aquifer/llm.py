@@ -56,7 +56,7 @@ class LLMOptions(TypedDict, total=False):
     dtype: str
     threads: int | None
     max_model_len: str | int | None
-    max_num_seqs: int
+    max_num_seqs: int | None
     max_num_batched_tokens: str | int | None
     max_prefill_ms: int | None
     memory: str | int | None

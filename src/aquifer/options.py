@@ -189,10 +189,12 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "max_num_seqs",
         int,
-        256,
+        None,
         "Sequences of one model that run at once.",
         scopes=("serve", "llm"),
         minimum=1,
+        example="256",
+        unset="256, or 512 on a GPU",
     ),
     Option(
         "max_num_batched_tokens",

@@ -12,11 +12,9 @@ from tests.engine.books import LAYOUTS, open_assembly, open_lane
 
 from aquifer.cache import kv_cache
 from aquifer.cache.swap import SwapSpace
-from aquifer.config import EngineConfig
 from aquifer.engine.assembly import LaneSpec
 from aquifer.engine.lane import Lane
 from aquifer.engine.params import Request, SamplingParams
-from aquifer.engine.planning import prefill_limit_s
 from aquifer.engine.scheduler import Scheduler
 from aquifer.engine.sequence import SequenceGroup
 from aquifer.engine.step_input import StepOutput
@@ -113,10 +111,3 @@ def test_without_a_limit_prompts_fill_the_step(resources: ExitStack) -> None:
     world.step()
     world.send(2000)
     assert world.step() == [1, 999]
-
-
-def test_the_default_limit() -> None:
-    assert prefill_limit_s(EngineConfig(()), "cpu") is None
-    assert prefill_limit_s(EngineConfig(()), "cuda") == 0.04
-    assert prefill_limit_s(EngineConfig((), max_prefill_ms=25), "cpu") == 0.025
-    assert prefill_limit_s(EngineConfig((), max_prefill_ms=0), "cuda") is None

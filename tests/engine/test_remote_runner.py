@@ -53,7 +53,7 @@ def runner_process(connection: Connection, folder: Path, shape: KVShape) -> None
     with loaded_model(Checkpoint.open(folder), plan_tiny) as model:
         follower = KVFollower(pool, Owner("m", Kind.KV), shape)
         host_memory = torch.empty(SWAP_BYTES, dtype=torch.uint8)
-        runner = Runner(model, follower, pool.driver, MAX_SEQS, MAX_TOKENS)
+        runner = Runner(model, follower, pool.driver, MAX_SEQS, MAX_SEQS, MAX_TOKENS)
         while message := connection.recv_bytes():
             step: StepInput = pickle.loads(message)
             follower.execute(step.kv_ops, host_memory)

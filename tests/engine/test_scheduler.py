@@ -13,8 +13,7 @@ import pytest
 from tests.engine.books import MAX_TOKENS, PAGE_BYTES, SchedulerWorld
 
 from aquifer.cache import KV_CACHES
-from aquifer.config import EngineConfig
-from aquifer.engine.planning import batched_tokens, chunk_tokens
+from aquifer.engine.planning import chunk_tokens
 from aquifer.memory.pool import Kind, Owner
 
 
@@ -73,12 +72,6 @@ def test_steps_fail_at_random(seed: int, cache: str) -> None:
 def test_prompts_are_cut_at_round_places(start: int, count: int, room: int, expected: int) -> None:
     assert chunk_tokens(start, count, room, is_round=True) == expected
     assert chunk_tokens(start, count, room, is_round=False) == min(count, room)
-
-
-@pytest.mark.parametrize(("device_type", "tokens"), [("cpu", 2048), ("cuda", 8192)])
-def test_tokens_of_a_step(device_type: str, tokens: int) -> None:
-    assert batched_tokens(EngineConfig(()), device_type) == tokens
-    assert batched_tokens(EngineConfig((), max_num_batched_tokens=77), device_type) == 77
 
 
 def test_the_worlds_are_crowded() -> None:

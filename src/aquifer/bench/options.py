@@ -214,7 +214,7 @@ REPLAY = (
     find_option("block_size"),
     replace(find_option("page_size"), default=2 << 20, minimum=4 << 10),
     find_option("max_model_len"),
-    find_option("max_num_seqs"),
+    replace(find_option("max_num_seqs"), default=256),
     replace(find_option("max_num_batched_tokens"), default=8192),
     Option("cut", bool, False, "Cut requests that are too long, instead of leaving them out."),
     Option(

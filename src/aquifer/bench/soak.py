@@ -117,7 +117,7 @@ def soak(
     engine = llm.engine
     ((name, info),) = engine.models.items()
     (lane,) = engine.lanes.values()
-    crowd = _Crowd(info.vocab_size, max_tokens, engine.config.max_num_seqs, seed)
+    crowd = _Crowd(info.vocab_size, max_tokens, engine.limits.max_seqs, seed)
     result = SoakResult(num_requests)
     due: dict[str, set[int]] = {}  # unfinished completions of each request
     left: set[str] = set()

@@ -144,7 +144,8 @@ class SequenceCache(Blocks, Protocol):
         """
 
     def preferred_slot(self, blocks: Sequence[int], free_slots: Sequence[int]) -> int | None:
-        """The free slot that adopts these blocks at the least cost; None if all cost the same."""
+        """The free slot that adopts these blocks at the least cost, or begins at the least cost if
+        there are none; None if all cost the same."""
 
     def copy_out(self, slot: int, tokens: range, target: torch.Tensor) -> None:
         """Copy the KV of a stretch of tokens to host memory, after all work launched so far.

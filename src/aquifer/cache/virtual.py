@@ -20,20 +20,14 @@ import torch
 
 from aquifer.cache.base import CacheStats, IntArray, KVLayout
 from aquifer.cache.footprint import UNLIMITED_TOKENS, Footprint
+from aquifer.cache.growth import AHEAD_TOKENS, GrowthTurns
 from aquifer.cache.tensors import KVShape, KVTensors
 from aquifer.errors import DriverError, InvariantError
 from aquifer.memory.pool import Kind, Owner, Page, PagePool
 
-_AHEAD_TOKENS = 16
-"""Tokens to map for beyond what is requested, where the pool has room. Mapping costs by the call,
-so a sequence of tokens larger than a page grows by several tokens at a time. The waste is that of a
-usual block of PagedAttention."""
-
-_SPREAD_SEQS = 24
-"""Sequences to map for in one call, as long as no others need a page now. Sequences that started
-together need their next page in the same step: for 256 of them, at 27 us a page on an H200, that is
-a stall of 7 ms. Spread evenly, 16 of them need a page in each step where a page holds 16 tokens;
-the limit is half as many again, for sequences that come in clusters."""
+_CLEAN_SLOTS = 8
+"""Free slots to keep without pages that are in use elsewhere, if there are as many. Sequences that
+are admitted together take some of them, and each takes milliseconds to be vacated."""
 
 
 @dataclass(slots=True)
@@ -95,8 +89,10 @@ class VirtualCache:
         self._copied_to: set[Page] = set()
         self._open_windows: dict[Page, int] = {}  # where some of `_copied` are mapped to be read
         self._next_window = 0
-        # Ranks from 1 on, less what the next call will map for. See `_choose`.
-        self._ranks = np.arange(1, num_slots + 1) - _SPREAD_SEQS
+        # Free slots where pages are still mapped that are held, oldest first, and how many pages.
+        # Before others can be mapped there, these are unmapped, after the steps in flight.
+        self._occupied: dict[int, int] = {}
+        self._turns = GrowthTurns(num_slots)
 
     def expect(self, slot: int, num_prompt: int, num_total: int) -> None:
         """Bound how far to map ahead; the very last token needs no KV."""
@@ -108,7 +104,7 @@ class VirtualCache:
         Where more sequences will be short in some later call than should be mapped for in one call,
         a part of them is mapped for now, those that will be short first.
         """
-        chosen = self._choose(self._room_tokens[slots] - num_tokens)
+        chosen = self._turns.choose(self._room_tokens[slots] - num_tokens)
         if not len(chosen):
             return True
         if not self.tensors.open():
@@ -118,7 +114,7 @@ class VirtualCache:
         growing, tokens = slots.tolist(), num_tokens[chosen].tolist()
         held, most = self._num_pages[slots].tolist(), self._max_pages[slots].tolist()
         ahead = [
-            max(min(self.footprint.pages(count + _AHEAD_TOKENS - 1), limit), has)
+            max(min(self.footprint.pages(count + AHEAD_TOKENS - 1), limit), has)
             for count, limit, has in zip(tokens, most, held, strict=True)
         ]
         now = [
@@ -140,6 +136,8 @@ class VirtualCache:
                 if page in self._shared:
                     self._shared[page].left_at = index
             self._end_use(pages)
+            if pages and pages[0] in self._shared and self._retired.defers:
+                self._occupied[slot] = count
         self._set_pages(slot, 0)
         self._residency.give_up(range(first, first + count))
 
@@ -210,6 +208,9 @@ class VirtualCache:
 
         It checks these two only: sequences give up all of their pages at once, and the next
         sequence of the slot takes the places from the first on.
+
+        Without such a slot, it is the first that has no pages of others. So that there is one next
+        time too, the slot that was left first is vacated in the background.
         """
         left = {}
         for position in {0, len(blocks) - 1} if blocks else ():
@@ -219,7 +220,18 @@ class VirtualCache:
                 if index == position and slot in free_slots:
                     left[slot] = [self._is_left(blocks[i], slot, i) for i in (0, len(blocks) - 1)]
         best = max(left, key=left.__getitem__, default=None)
-        return best if best is not None and any(left[best]) else None
+        if best is not None and any(left[best]):
+            return best
+        occupied = self._occupied
+        if not occupied:
+            return None
+        chosen = min((slot for slot in free_slots if slot not in occupied), default=None)
+        if len(free_slots) - len(occupied) <= _CLEAN_SLOTS:
+            oldest = next(iter(occupied))
+            first = oldest * self._slot_pages
+            indices = range(first, first + occupied.pop(oldest))
+            self._retired.vacate_soon(self.tensors.range, indices)
+        return chosen
 
     def copy_out(self, slot: int, tokens: range, target: torch.Tensor) -> None:
         """Make one copy, since the tokens are one stretch of addresses."""
@@ -273,36 +285,6 @@ class VirtualCache:
         """Offset in the range at which a token begins."""
         return slot * self._slot_pages * self._page_bytes + self.footprint.kv_bytes(position)
 
-    def _choose(self, left: IntArray) -> IntArray:
-        """Indices of the sequences to map for in this call: those that are short, or will be soon.
-
-        A sequence with a negative `left` is short now. One with `left` tokens can wait for
-        `left + 1` calls, if each adds a token. Each of these calls maps for _SPREAD_SEQS sequences.
-        So no call has to map for more, as long as
-
-            rank <= _SPREAD_SEQS * (left + 1)
-
-        holds for each sequence that is not short, ranked from 1 in order of `left`. Where it does
-        not hold, the largest difference is the number of sequences to map for ahead of need. All
-        sequences count whose pages have no room for _AHEAD_TOKENS - 1 more tokens, also those that
-        will end before they need another page; nothing is mapped for the latter.
-
-        Args:
-            left: [num_seqs], tokens that fit on the mapped pages beyond those asked for.
-        """
-        soon = left[left < _AHEAD_TOKENS - 1]
-        if len(soon) > _SPREAD_SEQS:
-            soon.sort()
-            num_short = int(soon.searchsorted(0))
-            waiting = soon[num_short:]
-            if len(waiting) > _SPREAD_SEQS:
-                surplus = (self._ranks[: len(waiting)] - _SPREAD_SEQS * waiting).max()
-                num_ahead = min(int(surplus), _SPREAD_SEQS - num_short)
-                if num_ahead > 0:
-                    # Pages are handed out in the order of the call.
-                    return np.sort(np.argsort(left, kind="stable")[: num_short + num_ahead])
-        return (left < 0).nonzero()[0]
-
     def _grow(
         self, slots: list[int], held: list[int], needed: list[int], *, may_reclaim: bool
     ) -> bool:
@@ -320,6 +302,8 @@ class VirtualCache:
     def _set_pages(self, slot: int, num_pages: int) -> None:
         self._num_used_pages += num_pages - int(self._num_pages[slot])
         self._num_pages[slot] = num_pages
+        if num_pages:
+            self._occupied.pop(slot, None)
         self._room_tokens[slot] = (
             num_pages * self._page_bytes // self._token_bytes
             if num_pages < self._slot_pages

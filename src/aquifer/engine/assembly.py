@@ -38,6 +38,7 @@ class LaneSpec:
         keeps_prefixes: whether KV is retained for later requests, if the manager can share.
         recompute_s: seconds to compute a stretch of KV, given its first position and its length.
         most_new: the most new tokens that a step brings to a sequence.
+        num_spare_slots: slots beyond `max_seqs`, so that the cache has a choice for a sequence.
         keeps_journal: whether steps carry what happens to the KV cache's memory, for a runner in
             another process.
     """
@@ -50,6 +51,7 @@ class LaneSpec:
     keeps_prefixes: bool = False
     recompute_s: Callable[[float, float], float] = PrefillCost().seconds
     most_new: int = 1
+    num_spare_slots: int = 0
     keeps_journal: bool = False
 
 
@@ -105,14 +107,18 @@ class Assembly:
             ConfigError: its sequences are too many or too long to keep track of them.
         """
         try:
-            table = SlotTable(spec.max_seqs, spec.max_tokens, spec.most_new)
+            table = SlotTable(spec.max_seqs, spec.max_tokens, spec.most_new, spec.num_spare_slots)
         except MemoryError as error:
             raise ConfigError(
                 f"this machine has no memory for the token ids of {spec.max_seqs} sequences of "
                 f"{spec.max_tokens} tokens; give a lower --max-model-len or --max-num-seqs"
             ) from error
         cache = spec.cache(
-            self.pool, Owner(spec.name, Kind.KV), spec.kv_layout, spec.max_seqs, spec.max_tokens
+            self.pool,
+            Owner(spec.name, Kind.KV),
+            spec.kv_layout,
+            spec.max_seqs + spec.num_spare_slots,
+            spec.max_tokens,
         )
         lane = Lane(spec.name, cache, table, recompute_s=spec.recompute_s)
         if spec.keeps_journal:

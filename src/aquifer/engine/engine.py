@@ -20,10 +20,10 @@ from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request, SamplingParams
 from aquifer.engine.pinning import Pinning
 from aquifer.engine.pipeline import Pipeline, require_device
-from aquifer.engine.planning import batched_tokens, prefill_limit_s
 from aquifer.engine.reporting import engine_stats, memory_report
 from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelInfo
 from aquifer.engine.sequence import SequenceGroup
+from aquifer.engine.step_limits import StepLimits
 from aquifer.errors import RequestError, UnknownModelError
 from aquifer.kernels import start_compiler
 from aquifer.memory.budget import make_pool
@@ -51,6 +51,7 @@ class Engine:
 
     Attributes:
         config: its options.
+        limits: the limits of a step.
         pool: its memory.
         num_ahead: steps that may be in flight while the next one is planned.
         on_launch: called with the model of each step, and its number of tokens, before it is
@@ -65,10 +66,11 @@ class Engine:
         assembly: Assembly,
         stocker: PageStocker,
         planner: Planner,
-        max_batched_tokens: int,
+        limits: StepLimits,
         resources: ExitStack,
     ) -> None:
         self.config = config
+        self.limits = limits
         self.pool: PagePool = assembly.pool
         # On a synchronous device, running ahead would only compute sequences that have ended.
         self.num_ahead = 1 if assembly.pool.driver.runs_ahead else 0
@@ -78,7 +80,7 @@ class Engine:
         self._scheduler = assembly.scheduler
         self._stocker = stocker
         self._resources = resources
-        self._models = ModelSet(config, assembly, planner, max_batched_tokens)
+        self._models = ModelSet(config, assembly, planner, limits)
         self._requests: dict[str, tuple[ModelHost, SequenceGroup]] = {}
         self._own_requests: set[str] = set()  # the engine's own requests: outputs are dropped
         self._steps = Pipeline(assembly.scheduler, assembly.pool.driver)
@@ -119,24 +121,22 @@ class Engine:
             weight_bytes = sum(part.num_bytes for parts in parameters for part in parts)
             pool = make_pool(config, driver, weight_bytes, partial(placed_bytes, parameters))
             resources.callback(pool.close)
-            max_batched_tokens = batched_tokens(config, driver.device.type)
+            limits = StepLimits.of(config, driver.device.type)
             swaps = config.preemption_mode != "recompute"
             space = SwapSpace(config.swap_space_bytes if swaps else 0, driver.device)
             resources.callback(space.close)
             assembly = Assembly(
                 pool,
-                max_batched_tokens,
+                limits.max_batched_tokens,
                 swap_space=space,
                 restore_mode=config.preemption_mode,
                 express_share=config.express_share,
-                max_prefill_s=prefill_limit_s(config, driver.device.type),
+                max_prefill_s=limits.max_prefill_s,
             )
             stocker = PageStocker(pool)
             stocker.start()
             resources.callback(stocker.close)
-            engine = cls(
-                config, assembly, stocker, planner, max_batched_tokens, resources.pop_all()
-            )
+            engine = cls(config, assembly, stocker, planner, limits, resources.pop_all())
         try:
             engine._load_first(models, on_progress)
         except BaseException:
@@ -248,7 +248,7 @@ class Engine:
             self.config.max_share_by_key,
         )
         token_ids = checks.check_token_ids(request, host.info.vocab_size)
-        checks.check_sequences(request, self.config.max_num_seqs)
+        checks.check_sequences(request, self.limits.max_seqs)
         params = request.params
         group = SequenceGroup.of(
             request,

@@ -43,13 +43,11 @@ def bring_in(
         if lane.prefixes is not None and match is not None:
             first.lease = lane.prefixes.lock(match)
             undo.callback(lane.unlock, first, None)
-        slot = None
-        if match is not None and num_cached:
-            slot = cache.preferred_slot(match.blocks, table.free)
-        slot = lane.assign_slot(first, slot)
+        adopted = match.blocks if match is not None and num_cached else []
+        slot = lane.assign_slot(first, adopted)
         undo.callback(table.release, first)
         undo.callback(cache.release, slot)
-        if match is not None and num_cached and not cache.adopt(slot, match.blocks, num_cached):
+        if adopted and not cache.adopt(slot, adopted, num_cached):
             return False
         if not cache.reserve(np.array([slot]), np.array([len(first.token_ids)])):
             return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -66,9 +66,15 @@ class Lane:
 
     # --- slots -------------------------------------------------------------------------------
 
-    def assign_slot(self, sequence: Sequence, slot: int | None = None) -> int:
-        """Give a waiting sequence a slot, by default the lowest, and tell the cache its length."""
-        slot = self.slots.assign(sequence, slot)
+    def assign_slot(self, sequence: Sequence, blocks: Iterable[int] = ()) -> int:
+        """Give a waiting sequence a slot, and tell the cache its length.
+
+        Args:
+            sequence: the sequence.
+            blocks: blocks that it will adopt.
+        """
+        preferred = self.cache.preferred_slot(tuple(blocks), self.slots.free)
+        slot = self.slots.assign(sequence, preferred)
         group = sequence.group
         self.cache.expect(slot, group.num_prompt_tokens, group.max_total)
         return slot

@@ -26,6 +26,7 @@ from aquifer.engine.reporting import model_info
 from aquifer.engine.reports import LoadProgress
 from aquifer.engine.runner import InFlight, Runner
 from aquifer.engine.step_input import StepInput
+from aquifer.engine.step_limits import StepLimits
 from aquifer.engine.threads import Products, ThreadControl, ThreadLimit, torch_threads
 from aquifer.errors import ConfigError, as_config_error
 from aquifer.fields import read_fields
@@ -39,6 +40,10 @@ _log = logging.getLogger(__name__)
 
 _EOS = "eos_token_id"
 _MOST_TOKEN_ID = 2**31 - 1
+
+_SPARE_SLOTS = 16
+"""Slots beyond the sequences that run at once, on a device that runs ahead, so that others can be
+taken while a slot is vacated."""
 
 
 class State(StrEnum):
@@ -60,7 +65,7 @@ class ModelHost:
         checkpoint: its checkpoint.
         config: the engine's options.
         assembly: pool and scheduler.
-        max_batched_tokens: tokens of the largest step.
+        limits: the limits of a step.
 
     Attributes:
         info: description of the model for other processes.
@@ -82,7 +87,7 @@ class ModelHost:
         checkpoint: Checkpoint,
         config: EngineConfig,
         assembly: Assembly,
-        max_batched_tokens: int,
+        limits: StepLimits,
     ) -> None:
         self.state = State.REGISTERED
         self.error: str | None = None
@@ -90,7 +95,7 @@ class ModelHost:
         self._checkpoint = checkpoint
         self._config = config
         self._pool = assembly.pool
-        self._max_batched_tokens = max_batched_tokens
+        self._limits = limits
         self._runner: Runner | None = None
         self._thread_limit = ThreadLimit.of_process(config.threads)
         self._thread_control = ThreadControl(Products.of(plan.parameters), self._thread_limit)
@@ -100,6 +105,7 @@ class ModelHost:
                 f"max_model_len is {max_model_len}; {spec.name} allows at most {plan.max_model_len}"
             )
         check_fits(assembly.pool, spec.name, plan.parameters)
+        self._num_spare_slots = _SPARE_SLOTS if assembly.pool.driver.runs_ahead else 0
         self.eos_ids = _eos_ids(spec.name, checkpoint, plan.vocab_size)
         self.prefill_cost = PrefillCost(_even_tokens(checkpoint, plan))
         with ExitStack() as resources:
@@ -111,11 +117,12 @@ class ModelHost:
                 LaneSpec(
                     name=spec.name,
                     kv_layout=plan.kv_layout,
-                    max_seqs=config.max_num_seqs,
+                    max_seqs=limits.max_seqs,
                     max_tokens=max_model_len,
                     cache=kv_cache(config.kv_cache, config.block_size),
                     keeps_prefixes=config.enable_prefix_caching,
                     recompute_s=self.prefill_cost.seconds,
+                    num_spare_slots=self._num_spare_slots,
                 )
             )
             self.lane.is_resident = False
@@ -210,12 +217,13 @@ class ModelHost:
             model,
             self.lane.cache.tensors,
             self._pool.driver,
-            self._config.max_num_seqs,
+            self._limits.max_seqs,
+            self._limits.max_seqs + self._num_spare_slots,
             self.info.max_model_len,
         )
         if self._pool.driver.runs_ahead:
             self._warm_up(runner)
-        run_first_step(self.lane, runner, model.vocab_size, self._max_batched_tokens)
+        run_first_step(self.lane, runner, model.vocab_size, self._limits.max_batched_tokens)
         return runner
 
     def _warm_up(self, runner: Runner) -> None:
@@ -223,11 +231,11 @@ class ModelHost:
 
         The host needs none of it.
         """
-        cache, num_tokens = self.lane.cache, self._max_batched_tokens
+        cache, num_tokens = self.lane.cache, self._limits.max_batched_tokens
         warm_up = runner.warm_up_of(num_tokens)
         slots: list[int] = []
         for lengths in warm_up.lengths():
-            wanted = np.arange(1, min(len(lengths), self._config.max_num_seqs) + 1)
+            wanted = np.arange(1, min(len(lengths), self._limits.max_seqs) + 1)
             tokens = np.array(lengths)[: len(wanted)]
             num_bytes = int(tokens.sum()) * self.info.kv_bytes_per_token
             is_least = len(lengths) == 1

@@ -11,6 +11,7 @@ from aquifer.engine.assembly import Assembly
 from aquifer.engine.lane import Lane
 from aquifer.engine.model_host import ModelHost, State, read_model
 from aquifer.engine.reports import KVCapacity, LoadProgress
+from aquifer.engine.step_limits import StepLimits
 from aquifer.errors import ConfigError, DriverError, UnknownModelError
 from aquifer.memory.pool import PoolUsage
 from aquifer.models import ModelPlan, Planner
@@ -29,18 +30,18 @@ class ModelSet:
         config: the engine's options.
         assembly: pool and scheduler.
         planner: finds the implementation of a checkpoint.
-        max_batched_tokens: tokens of the largest step.
+        limits: the limits of a step.
     """
 
     def __init__(
-        self, config: EngineConfig, assembly: Assembly, planner: Planner, max_batched_tokens: int
+        self, config: EngineConfig, assembly: Assembly, planner: Planner, limits: StepLimits
     ) -> None:
         self._config = config
         self._pool = assembly.pool
         self._room = assembly.room
         self._assembly = assembly
         self._planner = planner
-        self._max_batched_tokens = max_batched_tokens
+        self._limits = limits
         self._hosts: dict[str, ModelHost] = {}
 
     def __iter__(self) -> Iterator[ModelHost]:
@@ -79,9 +80,7 @@ class ModelSet:
         if spec.name in self._hosts:
             raise ConfigError(f"a model named {spec.name!r} is registered already")
         checkpoint, plan = read or read_model(spec, self._planner, self._config)
-        host = ModelHost(
-            spec, plan, checkpoint, self._config, self._assembly, self._max_batched_tokens
-        )
+        host = ModelHost(spec, plan, checkpoint, self._config, self._assembly, self._limits)
         self._hosts[spec.name] = host
         return host
 

@@ -11,21 +11,12 @@ import numpy.typing as npt
 
 from aquifer.cache.journal import KVOp
 from aquifer.cache.spans import IntArray, Spans
-from aquifer.config import EngineConfig
 from aquifer.engine.slots import SlotTable
 from aquifer.engine.step_input import SlotAssignment, StepInput
 
 _CHUNK_MULTIPLE_TOKENS = 256
 """In steps without a sequence that decodes, prompts are cut at multiples of this: attention has a
 faster kernel for chunks of few different shapes (`aquifer.kernels.prefill_attention`)."""
-
-_CPU_BATCHED_TOKENS, _GPU_BATCHED_TOKENS = 2048, 8192
-"""Default token budget of a step. A GPU takes several thousand tokens to reach its full rate; on a
-CPU larger values only delay decodes."""
-
-_GPU_PREFILL_S = 0.04
-"""Default time limit of the prompts in a step in which sequences decode, on a GPU. On the host a
-step of few tokens takes as long."""
 
 _LEAST_PROMPT_TOKENS = 64
 """Prompt tokens that a step may always have beside sequences that decode, so that prompts end."""
@@ -49,21 +40,6 @@ def chunk_tokens(start: int, count: int, room: int, *, is_round: bool) -> int:
     end = start + room
     round_end = end - end % _CHUNK_MULTIPLE_TOKENS
     return round_end - start if round_end > start else room
-
-
-def batched_tokens(config: EngineConfig, device_type: str) -> int:
-    """Token budget of a step: as configured, or the default of the device type."""
-    if config.max_num_batched_tokens is not None:
-        return config.max_num_batched_tokens
-    return _CPU_BATCHED_TOKENS if device_type == "cpu" else _GPU_BATCHED_TOKENS
-
-
-def prefill_limit_s(config: EngineConfig, device_type: str) -> float | None:
-    """Time limit of the prompts in a step in which sequences decode: as configured, or the default
-    of the device type; None is no limit."""
-    if config.max_prefill_ms is not None:
-        return config.max_prefill_ms / 1e3 or None
-    return None if device_type == "cpu" else _GPU_PREFILL_S
 
 
 @dataclass(frozen=True, slots=True)

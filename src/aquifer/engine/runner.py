@@ -40,9 +40,9 @@ _Entries = Callable[[], list[TokenLogprobs]]
 class _Columns:
     """State of each sequence on the device. Slot -1, which is padding, has the last row."""
 
-    def __init__(self, max_seqs: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, device: torch.device) -> None:
         def column() -> torch.Tensor:
-            return torch.zeros(max_seqs + 2, dtype=torch.int64, device=device)
+            return torch.zeros(num_slots + 2, dtype=torch.int64, device=device)
 
         self.num_prompt = column()
         self.num_computed = column()  # tokens in the cache: the position of the next
@@ -100,7 +100,8 @@ class Runner:
         kv: gives the addresses of its KV; what the scheduler has done to the cache for a step must
             have been done before the step is launched.
         driver: of the device.
-        max_seqs: slots, which are numbered from 1.
+        max_seqs: sequences of the largest step.
+        num_slots: slots, which are numbered from 1.
         max_tokens: length of the longest sequence.
 
     Attributes:
@@ -108,7 +109,13 @@ class Runner:
     """
 
     def __init__(
-        self, model: Model, kv: KVSource, driver: Driver, max_seqs: int, max_tokens: int
+        self,
+        model: Model,
+        kv: KVSource,
+        driver: Driver,
+        max_seqs: int,
+        num_slots: int,
+        max_tokens: int,
     ) -> None:
         self._model = model
         self._kv = kv
@@ -116,11 +123,11 @@ class Runner:
         self._device = driver.device
         self._max_seqs = max_seqs
         self._max_tokens = max_tokens
-        self._columns = _Columns(max_seqs, self._device)
-        self._num_prompt = np.zeros(max_seqs + 1, np.int64)
+        self._columns = _Columns(num_slots, self._device)
+        self._num_prompt = np.zeros(num_slots + 1, np.int64)
         # [slots], whether log probabilities of the prompt are still to be reported.
-        self._reports_prompt = np.zeros(max_seqs + 1, np.bool_)
-        self._sampler = Sampler(max_seqs, model.vocab_size, self._device)
+        self._reports_prompt = np.zeros(num_slots + 1, np.bool_)
+        self._sampler = Sampler(num_slots, model.vocab_size, self._device)
         self._buffers = StepBuffers(max_seqs, self._device)
         self._captured: CapturedSteps | None = None
         self.num_late = 0

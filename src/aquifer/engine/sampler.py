@@ -62,24 +62,24 @@ class Sampler:
     stop token yet) or to report.
 
     Args:
-        max_seqs: slots, which are numbered from 1.
+        num_slots: slots, which are numbered from 1.
         vocab_size: columns of the logits.
         device: device of the logits.
     """
 
-    def __init__(self, max_seqs: int, vocab_size: int, device: torch.device) -> None:
-        num_slots = max_seqs + 1
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        num_rows = num_slots + 1
         self._device = device
-        self.columns = SamplingColumns.empty(num_slots, 0, vocab_size, device)
-        self._assigned: list[SlotAssignment | None] = [None] * num_slots
-        self._mode = np.zeros(num_slots, np.int8)
-        self._changes_logits = np.zeros(num_slots, np.bool_)
-        self._num_logprobs = np.full(num_slots, -1, np.int64)  # -1 is none
-        self._min_total = np.zeros(num_slots, np.int64)
-        self._may_have_extras = np.zeros(num_slots, np.bool_)
+        self.columns = SamplingColumns.empty(num_rows, 0, vocab_size, device)
+        self._assigned: list[SlotAssignment | None] = [None] * num_rows
+        self._mode = np.zeros(num_rows, np.int8)
+        self._changes_logits = np.zeros(num_rows, np.bool_)
+        self._num_logprobs = np.full(num_rows, -1, np.int64)  # -1 is none
+        self._min_total = np.zeros(num_rows, np.int64)
+        self._may_have_extras = np.zeros(num_rows, np.bool_)
         # The row of counts of each slot, -1 for none, and the rows that no slot has. Since few
         # requests need one, there are fewer rows than slots.
-        self._counts_row = np.full(num_slots, -1, np.int64)
+        self._counts_row = np.full(num_rows, -1, np.int64)
         self._free_rows: list[int] = []
 
     def assign(self, assigned: Sequence[SlotAssignment]) -> None:

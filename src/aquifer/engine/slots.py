@@ -43,11 +43,15 @@ class SlotTable:
         max_seqs: sequences that have a slot at the same time.
         max_tokens: length of the longest sequence.
         most_new: the most new tokens that a step brings to a sequence.
+        num_spare: slots beyond those, so that there is a choice for the next sequence.
     """
 
-    def __init__(self, max_seqs: int, max_tokens: int, most_new: int = 1) -> None:
-        num_slots = max_seqs + 1
+    def __init__(
+        self, max_seqs: int, max_tokens: int, most_new: int = 1, num_spare: int = 0
+    ) -> None:
+        num_slots = max_seqs + num_spare + 1
         self.max_seqs = max_seqs
+        self._num_spare = num_spare
         self.drafts = most_new > 1  # whether a step may bring several tokens of a sequence
         self._most_new = most_new
         self.sequences: list[Sequence | None] = [None] * num_slots
@@ -76,8 +80,8 @@ class SlotTable:
 
     @property
     def num_free(self) -> int:
-        """Number of free slots."""
-        return len(self._free)
+        """Number of sequences that can get a slot."""
+        return len(self._free) - self._num_spare
 
     @property
     def free(self) -> list[int]:
@@ -87,7 +91,7 @@ class SlotTable:
     @property
     def num_taken(self) -> int:
         """Number of slots in use."""
-        return self.max_seqs - len(self._free)
+        return self.max_seqs - self.num_free
 
     @property
     def in_order(self) -> npt.NDArray[np.int64]:

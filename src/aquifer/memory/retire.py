@@ -15,15 +15,16 @@ long as other pages are available. A retired place is left in one of five ways:
   virtual cache this is deferred reclamation (vAttention, section 5.4.2): no unmapping, no mapping.
 - `reuse_pages`: likewise, to read that very page, which may have other users too.
 - `collect`: its fence has passed, and the stocker's thread unmaps it, off the critical path.
-  `stock.py` decides when: as late as possible, so that more places can be reused.
+  `stock.py` decides when: as late as possible, so that more places can be reused. A tenant that
+  wants to use a place otherwise says so with `vacate_soon`.
 - `reclaim`: the pool is short and waits for the fence. It is at most as far away as the work in
   flight, so this comes before pages that are in use are taken.
 - `settle`: the fences of a range are waited for, before its addresses are given back.
 
 A page may be retired at one place and in use at another, or held by the prefix cache. To unmap it
 at the first frees nothing, so such places are "parked": `collect` and `reclaim` skip them until the
-last use of the page ends. So a request that continues a cached conversation finds its pages where
-they were, also in a full pool.
+last use of the page ends, or `vacate_soon` names them. So a request that continues a cached
+conversation finds its pages where they were, also in a full pool.
 
 On a device that does not run ahead (`Driver.runs_ahead`) a page is never retired: it goes at once.
 
@@ -78,6 +79,7 @@ class RetireQueue:
         self._fences: dict[_Place, Fence] = {}  # all places that are retired and not leaving
         self._waiting: dict[_Place, None] = {}  # their part with pages out of use, oldest first
         self._parked: dict[Page, dict[_Place, None]] = {}  # the other places, by their page
+        self._unwanted: dict[_Place, None] = {}  # those of `vacate_soon`, oldest first
         self._leaving: set[_Place] = set()  # being unmapped by `collect` right now
 
     def __len__(self) -> int:
@@ -86,10 +88,20 @@ class RetireQueue:
             return len(self._waiting) + len(self._leaving)
 
     @property
+    def defers(self) -> bool:
+        """Whether pages that are given up stay mapped for a time."""
+        return self._driver.runs_ahead
+
+    @property
     def num_places(self) -> int:
         """Places that were given up and still have their page."""
         with self._changed:  # else a place could be missed between the two
             return len(self._fences) + len(self._leaving)
+
+    @property
+    def has_unwanted(self) -> bool:
+        """Whether places are to be vacated soon, and still have their page."""
+        return bool(self._unwanted)
 
     def indices(self, range_: VirtualRange) -> set[int]:
         """Indices of the places in a range that were given up and still have their page."""
@@ -201,13 +213,29 @@ class RetireQueue:
         with self._changed:
             return (range_, index) in self._parked.get(page, ())
 
-    def collect(self) -> bool:
+    def vacate_soon(self, range_: VirtualRange, indices: Iterable[int]) -> None:
+        """Have `collect` unmap these places before all others, also where pages are in use.
+
+        Those that have no retired page are left alone, as are those that are used again before.
+        """
+        with self._changed:
+            places = [(range_, index) for index in indices]
+            self._unwanted.update(dict.fromkeys(each for each in places if each in self._fences))
+        if self.on_retire is not None:
+            self.on_retire()
+
+    def collect(self, *, frees_memory: bool = True) -> bool:
         """Unmap and give back some pages after their fences have passed; never waits.
+
+        Args:
+            frees_memory: False for places of `vacate_soon` alone.
 
         Returns: whether there may be more of them.
         """
         with self._changed:
-            batch = self._oldest(_COLLECT_PAGES)
+            batch = self._passed(self._unwanted, _COLLECT_PAGES)
+            if not batch and frees_memory:
+                batch = self._passed(self._waiting, _COLLECT_PAGES)
             for place in batch:
                 self._forget(place)
             self._leaving.update(batch)
@@ -239,7 +267,7 @@ class RetireQueue:
                 return False
             oldest = next(iter(self._waiting))
             self._fences[oldest].wait()
-            self._give_back(self._oldest(-(-num_bytes // oldest[0].page_bytes)))
+            self._give_back(self._passed(self._waiting, -(-num_bytes // oldest[0].page_bytes)))
             return True
 
     def settle(self, range_: VirtualRange | None = None) -> None:
@@ -263,11 +291,11 @@ class RetireQueue:
             self._changed.wait()
         return places
 
-    def _oldest(self, max_pages: int) -> list[_Place]:
-        """The oldest places that free memory and have passed their fences."""
+    def _passed(self, places: Iterable[_Place], max_pages: int) -> list[_Place]:
+        """The first of these places that have passed their fences, up to one that has not."""
         batch: list[_Place] = []
         passed: Fence | None = None
-        for place in self._waiting:
+        for place in places:
             fence = self._fences[place]
             if len(batch) == max_pages or (fence is not passed and not fence.passed()):
                 break
@@ -282,6 +310,7 @@ class RetireQueue:
     def _forget(self, place: _Place) -> None:
         """Remove a place, which is no longer retired. Pre-condition: its page is still mapped."""
         del self._fences[place]
+        self._unwanted.pop(place, None)
         if place in self._waiting:
             del self._waiting[place]
             return

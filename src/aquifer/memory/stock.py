@@ -24,8 +24,7 @@ _POLL_S = 0.002
 """Interval at which the fences of retired pages are checked, while some of these are wanted."""
 
 STOCK_PAGES = 256
-"""Untouched pages to keep: as many as sequences run at once by default. So no page has to be
-created in a step in which all of them grow."""
+"""Untouched pages to keep: enough for several prompts and a step in which all sequences grow."""
 
 _MAX_STOCK_BYTES = 1 << 30
 """Largest stock in bytes, which matters where large pages were chosen."""
@@ -67,7 +66,7 @@ class PageStocker:
         To be called whenever pages may have been taken. It is checked here, because a thread that
         finds nothing to do still takes the interpreter's lock from the caller in the meantime.
         """
-        if self._pool.num_to_stock(self._target_bytes) or self.wants_retired:
+        if self._pool.num_to_stock(self._target_bytes) or self._has_to_collect:
             self._wanted.set()
 
     def close(self) -> None:
@@ -79,7 +78,7 @@ class PageStocker:
 
     def _run(self) -> None:
         while True:
-            self._wanted.wait(_POLL_S if self.wants_retired else None)
+            self._wanted.wait(_POLL_S if self._has_to_collect else None)
             self._wanted.clear()
             if self._closing:
                 return
@@ -92,8 +91,13 @@ class PageStocker:
                 if not self._is_refused:
                     _log.warning("could not create pages ahead of need: %s", error)
                 self._is_refused = True
-            while self.wants_retired and self._pool.retired.collect() and not self._closing:
+            retired = self._pool.retired
+            while not self._closing and retired.collect(frees_memory=self.wants_retired):
                 pass
+
+    @property
+    def _has_to_collect(self) -> bool:
+        return self._pool.retired.has_unwanted or self.wants_retired
 
     @property
     def wants_retired(self) -> bool:
