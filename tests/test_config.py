@@ -24,7 +24,7 @@ from aquifer.option import Option, Scope
 from aquifer.options import OPTIONS, default_of, find_option, options_of
 from aquifer.parameters import read_options
 from aquifer.serve import server
-from aquifer.serve.server import ServerConfig
+from aquifer.serve.config import ServerConfig
 from aquifer.sizes import exact_size, parse_size
 
 MODELS = (ModelSpec("m", Path("/")),)

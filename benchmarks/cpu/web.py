@@ -49,8 +49,9 @@ from aquifer.engine.reports import (
     ModelMemory,
 )
 from aquifer.memory.owners import Kind
+from aquifer.serve.config import ServerConfig
 from aquifer.serve.process import EngineLike
-from aquifer.serve.server import ServerConfig, serve
+from aquifer.serve.server import serve
 from aquifer.text import Tokenizer
 
 _ROOT = Path(__file__).resolve().parents[2]

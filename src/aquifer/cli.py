@@ -107,7 +107,8 @@ def _serve(options: SimpleNamespace) -> None:
     engine_config = replace(engine_config, models=models)
 
     from aquifer.progress import LoadingBar
-    from aquifer.serve.server import ServerConfig, serve
+    from aquifer.serve.config import ServerConfig
+    from aquifer.serve.server import serve
 
     server_config = ServerConfig(**field_values(ServerConfig, vars(options)))
     with LoadingBar() as bar:

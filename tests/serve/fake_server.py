@@ -36,8 +36,9 @@ from aquifer.engine.reports import (
 )
 from aquifer.errors import AquiferError, CapacityError, InvariantError, QueueFullError
 from aquifer.memory.pool import Kind
+from aquifer.serve.config import ServerConfig
 from aquifer.serve.process import EngineLike
-from aquifer.serve.server import ServerConfig, serve
+from aquifer.serve.server import serve
 from aquifer.text import Tokenizer
 
 _STEP_S = 0.002

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import cache, partial
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from aquifer import __version__
 from aquifer.serve.client import EngineClient
@@ -78,6 +79,9 @@ _TOKENIZER_INFO: _Route = (
     Operation(TokenizerInfo, statuses=(400, *_GONE)),
 )
 
+_READABLE = ("Retry-After",)
+"""Headers of answers that pages of other origins may read, beside those that are always shown."""
+
 _DOCUMENTS = ("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
 
 
@@ -110,9 +114,24 @@ def create_app(
         open_paths = ["/health"] if guards_all else [*is_open, *_DOCUMENTS]
         app.add_middleware(ApiKeyMiddleware, api_keys=api_keys, open_paths=open_paths)
     if cors is not None:
-        cors.install(app)
+        _add_cors(app, cors)
     for path, method, endpoint, _ in routes:
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
     operations = [(path, method, operation) for path, method, _, operation in routes]
     app.openapi = cache(partial(document, app, operations))  # type: ignore[method-assign]
     return app
+
+
+def _add_cors(app: FastAPI, policy: CorsPolicy) -> None:
+    """Add the middleware of the policy, outside of those that were added before.
+
+    Preflights are answered before an API key is asked for.
+    """
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=policy.origins,
+        allow_methods=policy.methods,
+        allow_headers=policy.headers,
+        allow_credentials=policy.allows_credentials,
+        expose_headers=_READABLE,
+    )

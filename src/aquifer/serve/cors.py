@@ -10,16 +10,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from fastapi import FastAPI
-from starlette.middleware.cors import CORSMiddleware
-
 from aquifer.errors import ConfigError
 
 ANY = "*"
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s,'\"\[\]*]+|[a-z]+://\[[0-9a-f:]+\](:\d+)?", re.I)
 _TOKEN = re.compile(r"[\w!#$%&'+.^`|~-]+", re.ASCII)  # RFC 9110, section 5.6.2
-_READABLE = ("Retry-After",)
-"""Headers of answers that pages may read, beside those that browsers always show them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +54,6 @@ class CorsPolicy:
                 "allow_credentials with the origin * would let any page use the cookies of its "
                 "visitors; name the origins in allowed_origins"
             )
-
-    def install(self, app: FastAPI) -> None:
-        """Add the middleware, outside of those that were added before.
-
-        Preflights are answered before an API key is asked for.
-        """
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=self.origins,
-            allow_methods=self.methods,
-            allow_headers=self.headers,
-            allow_credentials=self.allows_credentials,
-            expose_headers=_READABLE,
-        )
 
 
 def as_browsers_send_it(origin: str) -> str:

@@ -1,114 +1,27 @@
-"""Server life cycle: start, run and stop the engine process and uvicorn."""
+"""Server life cycle: start, run and stop the engine process and the HTTP half."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import NoReturn
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
 
-import uvicorn
-from fastapi import FastAPI
-
-from aquifer.config import EngineConfig, aliases_of, check_fields
+from aquifer.config import EngineConfig
 from aquifer.engine.reports import LoadProgress
-from aquifer.errors import ConfigError, EngineError
+from aquifer.errors import ConfigError
 from aquifer.garbage import collect_less
-from aquifer.options import default_of
-from aquifer.serve.app import create_app
 from aquifer.serve.client import EngineClient
-from aquifer.serve.cors import ANY, CorsPolicy, as_browsers_send_it, comma_separated
-from aquifer.serve.limits import MAX_CONNECTIONS, TimedProtocol, allow_connections
+from aquifer.serve.config import LAST_BYTES_S, ServerConfig
 from aquifer.serve.logs import configure_logging
-from aquifer.serve.models import TextModel
 from aquifer.serve.process import STOP_SIGNALS, OpenEngine, open_engine
-from aquifer.serve.request_log import RequestLog
-from aquifer.serve.service import ServedModel, Service
-from aquifer.serve.stats_log import StatsLog, log_start
+
+if TYPE_CHECKING:
+    from aquifer.serve.web import Web
 
 _BACKLOG = 2048
-_KEEP_ALIVE_S = 60  # longer than most clients keep a connection, so that they close it first
-_LAST_BYTES_S = 5  # after the last request ended, for its response to reach a slow client
-
-
-@dataclass(frozen=True, slots=True)
-class ServerConfig:
-    """The options of the HTTP side; `OPTIONS` describes them.
-
-    Raises:
-        ConfigError: a value is not allowed.
-    """
-
-    host: str = default_of("host")
-    port: int = default_of("port")
-    api_key: str | None = default_of("api_key")
-    api_key_for_all: bool = default_of("api_key_for_all")
-    prefix_cache_salt_by_key: bool | None = default_of("prefix_cache_salt_by_key")
-    chat_template: str | None = default_of("chat_template")
-    trust_request_chat_template: bool = default_of("trust_request_chat_template")
-    allowed_origins: str | None = default_of("allowed_origins")
-    allowed_methods: str | None = default_of("allowed_methods")
-    allowed_headers: str | None = default_of("allowed_headers")
-    allow_credentials: bool = default_of("allow_credentials")
-    enable_tokenizer_info_endpoint: bool = default_of("enable_tokenizer_info_endpoint")
-    log_level: str = default_of("log_level")
-    disable_log_stats: bool = default_of("disable_log_stats")
-    enable_log_requests: bool = default_of("enable_log_requests")
-    max_log_len: int | None = default_of("max_log_len")
-    shutdown_timeout_s: float = default_of("shutdown_timeout")
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if self.api_key is not None and not self.api_keys:
-            raise ConfigError("api_key contains no key; leave it out to require none")
-        self._check_cors()
-        if self.enable_log_requests and self.log_level in ("warning", "error"):
-            raise ConfigError(
-                f"enable_log_requests logs at level info, and log_level is {self.log_level}; set "
-                "log_level to info or debug"
-            )
-        if self.max_log_len is not None and not self.enable_log_requests:
-            raise ConfigError("max_log_len needs enable_log_requests")
-
-    def _check_cors(self) -> None:
-        if self.cors is not None:
-            return
-        for name in ("allowed_methods", "allowed_headers", "allow_credentials"):
-            if getattr(self, name) != default_of(name):
-                raise ConfigError(f"{name} needs allowed_origins, such as https://chat.example.org")
-
-    @property
-    def api_keys(self) -> tuple[str, ...]:
-        """The valid API keys; empty if no key is required."""
-        return comma_separated(self.api_key or "")
-
-    @property
-    def cors(self) -> CorsPolicy | None:
-        """What web pages of other origins may do; None for nothing."""
-        if self.allowed_origins is None:
-            return None
-        origins = tuple(map(as_browsers_send_it, comma_separated(self.allowed_origins)))
-        if not origins:
-            raise ConfigError("allowed_origins contains no origin; leave it out to allow none")
-        methods = comma_separated((self.allowed_methods or ANY).upper())
-        headers = comma_separated(self.allowed_headers or ANY)
-        return CorsPolicy(origins, methods, headers, self.allow_credentials)
-
-    @property
-    def request_log(self) -> RequestLog | None:
-        """The log of requests; None if they are not logged."""
-        return RequestLog(self.max_log_len) if self.enable_log_requests else None
-
-    @property
-    def salts_by_key(self) -> bool:
-        """Whether clients with different API keys share no retained prefixes."""
-        if self.prefix_cache_salt_by_key is None:
-            return len(self.api_keys) > 1
-        return self.prefix_cache_salt_by_key
 
 
 def serve(
@@ -138,7 +51,6 @@ def serve(
         EngineError: the engine could not start.
     """
     configure_logging(server.log_level)
-    allow_connections()
     with _listen(server.host, server.port) as listener:
         url = _url(server.host, listener.getsockname()[1])
 
@@ -173,105 +85,43 @@ class _Server:
         for number in STOP_SIGNALS:
             loop.add_signal_handler(number, self._on_signal)
         self._client.start()
-        app = create_app(
-            self._client,
-            self._config.api_keys,
-            guards_all=self._config.api_key_for_all,
-            cors=self._config.cors,
-            has_tokenizer_info=self._config.enable_tokenizer_info_endpoint,
-        )
-        uvicorn_server = self._uvicorn(app)
+        from aquifer.serve import web as http  # while the engine process imports its own half
+
+        web = http.Web(self._client, self._engine, self._config)
         stopping = asyncio.create_task(self._stopping.wait())
-        serving = asyncio.create_task(uvicorn_server.serve(sockets=[self._listener]))
-        opening = asyncio.create_task(self._open(on_progress))
-        logging_stats: asyncio.Task[None] | None = None
+        serving = asyncio.create_task(web.run(self._listener))
+        opening = asyncio.create_task(self._open(web, on_progress))
         try:
             await asyncio.wait({opening, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
             if opening.done():
-                aliases = aliases_of(self._engine.models)
-                app.state.service = service = Service(
-                    self._client,
-                    opening.result(),
-                    aliases,
-                    trusts_templates=self._config.trust_request_chat_template,
-                    salts_by_key=self._config.salts_by_key,
-                    shares_by_key=len(self._config.api_keys) > 1,
-                    request_log=self._config.request_log,
-                )
-                device = await self._log_start(opening.result(), aliases)
-                if not self._config.disable_log_stats:
-                    stats_log = StatsLog(service.metrics, device)
-                    logging_stats = asyncio.create_task(stats_log.run(lambda: self._client.stats))
+                opening.result()
                 collect_less()
                 on_ready()
                 await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-                service.close()
         finally:
-            uvicorn_server.should_exit = True  # accept no more; let running requests finish
+            web.stop()  # accept no more; let running requests finish
             stopping.cancel()
             opening.cancel()
-            if logging_stats is not None:
-                logging_stats.cancel()
             await self._client.stop(self._config.shutdown_timeout_s)
             await serving
 
-    async def _open(self, on_progress: Callable[[LoadProgress], None]) -> dict[str, ServedModel]:
+    async def _open(self, web: Web, on_progress: Callable[[LoadProgress], None]) -> None:
         """Load the tokenizers while the engine process loads the weights."""
-        texts = await asyncio.to_thread(
-            lambda: [
-                TextModel.load(spec, self._config.chat_template) for spec in self._engine.models
-            ]
-        )
-        infos = await self._client.ready(on_progress)
-        return {text.name: ServedModel(text, infos[text.name]) for text in texts}
-
-    async def _log_start(
-        self, served: Mapping[str, ServedModel], aliases: Mapping[str, str]
-    ) -> str | None:
-        """Log what is served; return the device, or None if the engine does not say it."""
-        try:
-            report = await self._client.memory()
-        except EngineError:
-            return None  # the engine process has died, which the client logs
-        log_start([model.info for model in served.values()], aliases, report)
-        return report.device
-
-    def _uvicorn(self, app: FastAPI) -> uvicorn.Server:
-        return _Uvicorn(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                ws="none",
-                http=TimedProtocol,
-                limit_concurrency=MAX_CONNECTIONS,
-                timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=int(self._config.shutdown_timeout_s) + _LAST_BYTES_S,
-            )
-        )
+        texts = await web.load_texts()
+        await web.open(texts, await self._client.ready(on_progress))
 
     def _on_signal(self) -> None:
         if self._stopping.is_set():
             self._exit()
         self._stopping.set()
         # Whatever still runs then, in this thread or another one, ends with the process.
-        deadline = threading.Timer(self._config.shutdown_timeout_s + _LAST_BYTES_S, self._exit)
+        deadline = threading.Timer(self._config.shutdown_timeout_s + LAST_BYTES_S, self._exit)
         deadline.daemon = True
         deadline.start()
 
     def _exit(self) -> NoReturn:
         self._client.kill()
         os._exit(1)
-
-
-class _Uvicorn(uvicorn.Server):
-    """uvicorn without its own signal handlers: a shutdown stops the engine first."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def _listen(host: str, port: int) -> socket.socket:

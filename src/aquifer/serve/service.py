@@ -29,7 +29,7 @@ from aquifer.serve.protocol.requests import CompletionRequest, TemplateFields
 from aquifer.serve.protocol.responses import ModelCard
 from aquifer.serve.request_log import RequestLog
 from aquifer.serve.sandbox import Sandbox
-from aquifer.text import ChatTemplate
+from aquifer.text.chat_template import ChatTemplate
 
 _INLINE_CHARS = 4096  # longer texts are tokenised in a thread
 _INLINE_BYTES = 64 << 10

@@ -6,22 +6,22 @@ Nothing here uses the engine or torch, so a server can do all of it in another p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as BackendTokenizer
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from aquifer.errors import ConfigError, ContextLengthError, RequestError, one_line
 from aquifer.fields import LIST_BYTES, Fields, read_fields, read_text
+
+if TYPE_CHECKING:
+    from aquifer.text.chat_template import ChatTemplate
 
 _SPECIAL_TOKENS = frozenset(
     f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
 _TEMPLATES = 'a text, or a list of objects, each with a "name" and a "template" as text'
 
-_MAX_MESSAGE_CHARS = 1000
 _MANY_TOKENS = 256
 """From here on, decoding is worth to let other threads run meanwhile."""
 
@@ -139,6 +139,9 @@ class Tokenizer:
         Raises:
             RequestError: the model has none.
         """
+        # Imported here, as it takes a second and more; a server does so while its models load.
+        from aquifer.text.chat_template import ChatTemplate
+
         source = template or self.chat_template
         if source is None:
             raise RequestError(
@@ -162,54 +165,6 @@ class Tokenizer:
         """
         text = self.chat(chat_template).render(messages, add_generation_prompt, template_args)
         return self.encode(text, add_special_tokens=False)
-
-
-@dataclass(frozen=True, slots=True)
-class ChatTemplate:
-    """A chat template with the variables that a tokenizer gives it.
-
-    Args:
-        source: Jinja.
-        special_tokens: variables such as `bos_token`.
-    """
-
-    source: str
-    special_tokens: Mapping[str, str]
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool,
-        variables: Mapping[str, Any],
-    ) -> str:
-        """Render a conversation.
-
-        Args:
-            messages: the conversation.
-            add_generation_prompt: whether the text ends with the beginning of an answer.
-            variables: further variables of the template.
-
-        Raises:
-            RequestError: the template refuses the messages. It runs methods and arithmetic on the
-                client's values, so any exception can come from it.
-            MemoryError: it needs more memory than the process may have.
-        """
-        try:
-            rendered, _ = render_jinja_template(
-                conversations=[list(messages)],
-                chat_template=self.source,
-                add_generation_prompt=add_generation_prompt,
-                **self.special_tokens,
-                **variables,
-            )
-        except MemoryError:
-            raise
-        except Exception as error:
-            raise RequestError(
-                f"the chat template refused the messages: {error}"[:_MAX_MESSAGE_CHARS],
-                param="messages",
-            ) from error
-        return str(rendered[0])
 
 
 def _special_tokens(fields: Fields) -> dict[str, str]:
