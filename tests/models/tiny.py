@@ -121,6 +121,9 @@ class NoKVModel:
     def forward(self, batch: ModelInput, kv: KVView) -> torch.Tensor:
         return _no_kv_hidden(self._tensors, batch.token_ids, batch.positions)
 
+    def rehearsal(self) -> NoKVModel:
+        return self
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return F.linear(hidden, self._tensors["head"])
 
@@ -146,6 +149,9 @@ class SparseKVModel:
         return _sparse_kv_hidden(
             self._config, self._tensors, batch.token_ids, batch.positions, attend
         )
+
+    def rehearsal(self) -> SparseKVModel:
+        return self
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return F.linear(hidden, self._tensors["head"])

@@ -56,6 +56,17 @@ class KVLayout:
             for layer in self.layers
         )
 
+    def alignments(self, num_bytes: int) -> list[tuple[int, int]]:
+        """For each layer, by how many bytes its K and V are off a multiple of so many bytes."""
+        found = []
+        offset = 0
+        for layer in self.layers:
+            middle = offset + layer.num_kv_heads * layer.key_dim
+            places = (offset * self.dtype.itemsize, middle * self.dtype.itemsize)
+            found.append((places[0] % num_bytes, places[1] % num_bytes))
+            offset += layer.num_elements
+        return found
+
     def split(self, tokens: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Views of K and V for each layer.
 

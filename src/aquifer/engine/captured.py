@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,15 +25,23 @@ LONG_STEP_S = 0.05
 one takes 10 to 20 ms of the host, while the step before runs."""
 
 
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The two kinds of step of a model, up to the hidden states."""
+
+    decode: decode_graphs.Forward  # one token of each sequence
+    forward: chunk_graphs.Forward  # any tokens
+
+
 class CapturedSteps:
     """The captured steps of one model.
 
     Args:
-        decode: one token of each sequence.
-        forward: any tokens.
+        steps: what to capture.
+        rehearsals: launch the same kernels, each at least once, and give no results.
         sample: logits and sampling.
         view: makes the view of a step's KV.
-        buffers: what the three read and write.
+        buffers: what they read and write.
         max_seqs: sequences of the largest step.
         max_tokens: tokens of the largest step.
         device: the device.
@@ -40,8 +49,8 @@ class CapturedSteps:
 
     def __init__(
         self,
-        decode: decode_graphs.Forward,
-        forward: chunk_graphs.Forward,
+        steps: Steps,
+        rehearsals: Steps,
         sample: sample_graphs.Sample,
         view: Callable[[Rows], StepView],
         buffers: StepBuffers,
@@ -56,9 +65,11 @@ class CapturedSteps:
         self._chunk_sizes = chunk_sizes(max_tokens)
         self._inputs = ChunkInputs(max_tokens, buffers.max_rows, max_seqs, device)
         pool = GraphPool(device)
-        self._decodes = DecodeGraphs(decode, buffers, pool)
+        self._decodes = DecodeGraphs(steps.decode, rehearsals.decode, buffers, pool)
         self._samples = SampleGraphs(sample, buffers, pool)
-        self._chunks = ChunkGraphs(forward, view, self._inputs, buffers, pool)
+        self._chunks = ChunkGraphs(
+            steps.forward, rehearsals.forward, view, self._inputs, buffers, pool
+        )
         self._uploaded = np.full((2, buffers.max_rows), -1, np.int64)
 
     def capture(self, token_s: float) -> None:
@@ -71,11 +82,11 @@ class CapturedSteps:
         sizes = [size for size in self._chunk_sizes if size * token_s <= LONG_STEP_S]
         with compiled_together(self._device):
             for size in reversed(sizes):
-                self._chunks.run_kernels(size)
+                self._chunks.rehearse(size)
             for size in reversed(self._sizes):
-                self._decodes.run_kernels(size)
+                self._decodes.rehearse(size)
                 for mode in CAPTURED_MODES:
-                    self._samples.run_kernels(size, mode)
+                    self._samples.rehearse(size, mode)
         for size in reversed(sizes):
             self._chunks.capture(size)
         for size in reversed(self._sizes):

@@ -94,6 +94,7 @@ class ChunkGraphs:
 
     Args:
         forward: the model.
+        rehearsal: launches the same kernels, each at least once, and gives no results.
         view: makes the view of a step's KV.
         inputs: where it reads.
         buffers: where it leaves the hidden states of the rows to hand on.
@@ -103,12 +104,14 @@ class ChunkGraphs:
     def __init__(
         self,
         forward: Forward,
+        rehearsal: Forward,
         view: Callable[[Rows], StepView],
         inputs: ChunkInputs,
         buffers: StepBuffers,
         pool: GraphPool,
     ) -> None:
         self._forward = forward
+        self._rehearsal = rehearsal
         self._view = view
         self._inputs = inputs
         self._buffers = buffers
@@ -134,18 +137,18 @@ class ChunkGraphs:
             view.attend_into(attention.layer, attention.query, attention.out, **attention.options)
             piece.replay()
 
-    def run_kernels(self, size: int) -> None:
-        """Run the inputs as padding alone, kernel by kernel, without attention."""
-        self._run(size, _Uncut(self._padding(size), self._out_of))
+    def rehearse(self, size: int) -> None:
+        """Launch the kernels of the step of that many tokens, without attention and results."""
+        self._run(size, self._rehearsal, _Uncut(self._padding(size), self._out_of))
 
     def capture(self, size: int) -> None:
         """Capture the step of that many tokens; the largest comes first, so that all share its
-        memory. Pre-condition: `run_kernels` was called for the largest."""
+        memory. Pre-condition: `rehearse` was called for the largest."""
         cut = _Cut(self._padding(size), self._out_of, self._pool)
         with self._pool.capturing():
             cut.begin()
             try:
-                self._run(size, cut)
+                self._run(size, self._forward, cut)
             finally:
                 cut.end()
         self._captured[size] = cut.captured
@@ -155,9 +158,9 @@ class ChunkGraphs:
         _, positions, slots, *_ = self._inputs.of(size)
         return self._view(Rows(slots, positions, positions[:0], None))
 
-    def _run(self, size: int, view: KVView) -> None:
+    def _run(self, size: int, forward: Forward, view: KVView) -> None:
         token_ids, positions, slots, contexts, rows, _ = self._inputs.of(size)
-        hidden = self._forward(token_ids, positions, slots, contexts, view)
+        hidden = forward(token_ids, positions, slots, contexts, view)
         self._buffers.hidden.copy_(hidden[rows])
 
     def _out_of(self, query: torch.Tensor, value_dim: int) -> torch.Tensor:
@@ -165,7 +168,7 @@ class ChunkGraphs:
         shape = (*query.shape[:2], value_dim)
         num_elements = query.shape[0] * query.shape[1] * value_dim
         if self._out is None or self._out.numel() < num_elements:
-            assert not self._captured, "run the largest step before one is captured"
+            assert not self._captured, "rehearse the largest step before one is captured"
             self._out = query.new_zeros(num_elements)
         return self._out[:num_elements].view(shape)
 

@@ -22,12 +22,16 @@ class DecodeGraphs:
     Args:
         forward: the step to capture. It must launch the same kernels for any rows, padding
             included.
+        rehearsal: launches the same kernels, each at least once, and gives no results.
         buffers: where it reads the slots, and leaves hidden states and lengths.
         pool: the graphs' memory.
     """
 
-    def __init__(self, forward: Forward, buffers: StepBuffers, pool: GraphPool) -> None:
+    def __init__(
+        self, forward: Forward, rehearsal: Forward, buffers: StepBuffers, pool: GraphPool
+    ) -> None:
         self._forward = forward
+        self._rehearsal = rehearsal
         self._buffers = buffers
         self._pool = pool
         self._captured: dict[int, torch.cuda.CUDAGraph] = {}
@@ -36,13 +40,16 @@ class DecodeGraphs:
         """Run the step of the slots in the buffers, as many as `size`, a padded size."""
         self._captured[size].replay()
 
-    def run_kernels(self, size: int) -> None:
-        """The same, kernel by kernel."""
-        buffers = self._buffers
-        hidden, num_tokens = self._forward(buffers.slots[:size])
-        buffers.hidden[:size].copy_(hidden)
-        buffers.num_tokens[:size].copy_(num_tokens)
+    def rehearse(self, size: int) -> None:
+        """Launch the kernels of the step of that size, without results."""
+        self._launch(size, self._rehearsal)
 
     def capture(self, size: int) -> None:
         """Capture the step of that size."""
-        self._captured[size] = self._pool.capture(lambda: self.run_kernels(size))
+        self._captured[size] = self._pool.capture(lambda: self._launch(size, self._forward))
+
+    def _launch(self, size: int, forward: Forward) -> None:
+        buffers = self._buffers
+        hidden, num_tokens = forward(buffers.slots[:size])
+        buffers.hidden[:size].copy_(hidden)
+        buffers.num_tokens[:size].copy_(num_tokens)

@@ -29,6 +29,7 @@ from aquifer.kernels import start_compiler
 from aquifer.memory.budget import make_pool
 from aquifer.memory.driver import open_driver
 from aquifer.memory.driver.base import Driver
+from aquifer.memory.meter import OverheadMeter
 from aquifer.memory.pool import PagePool
 from aquifer.memory.stock import PageStocker
 from aquifer.models import ModelPlan, Planner, plan_model
@@ -56,8 +57,7 @@ class Engine:
         num_ahead: steps that may be in flight while the next one is planned.
         on_launch: called with the model of each step, and its number of tokens, before it is
             launched.
-        account_every_s: seconds between two readings of the driver's overhead, each of which takes
-            about 0.1 ms.
+        account_every_s: seconds between two measurements of the driver's overhead.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class Engine:
         config: EngineConfig,
         assembly: Assembly,
         stocker: PageStocker,
+        meter: OverheadMeter,
         planner: Planner,
         limits: StepLimits,
         resources: ExitStack,
@@ -79,13 +80,14 @@ class Engine:
         self._assembly = assembly
         self._scheduler = assembly.scheduler
         self._stocker = stocker
+        self._meter = meter
         self._resources = resources
         self._models = ModelSet(config, assembly, planner, limits)
         self._requests: dict[str, tuple[ModelHost, SequenceGroup]] = {}
         self._own_requests: set[str] = set()  # the engine's own requests: outputs are dropped
         self._steps = Pipeline(assembly.scheduler, assembly.pool.driver)
         self._undelivered: list[TokenOutput] = []  # outputs that the next step returns
-        self._accounted_s = time.monotonic()
+        self._asked_s = time.monotonic()
         self._num_arrivals = 0
         self._pinning = Pinning(self._models, assembly.room, config.max_share_by_key)
         self._seeds = np.random.default_rng(config.seed)
@@ -136,7 +138,10 @@ class Engine:
             stocker = PageStocker(pool)
             stocker.start()
             resources.callback(stocker.close)
-            engine = cls(config, assembly, stocker, planner, limits, resources.pop_all())
+            meter = OverheadMeter(driver)
+            meter.start()
+            resources.callback(meter.close)
+            engine = cls(config, assembly, stocker, meter, planner, limits, resources.pop_all())
         try:
             engine._load_first(models, on_progress)
         except BaseException:
@@ -340,7 +345,7 @@ class Engine:
                 self._steps.launch(plan, host, host.prefill_cost)
         finally:
             self._deliver_failed()
-        if plan is not None and time.monotonic() - self._accounted_s >= self.account_every_s:
+        if plan is not None:
             self._account_overhead()
         # Without another step to launch, nothing is left in flight.
         if len(self._steps) > (0 if plan is None else self.num_ahead):
@@ -430,5 +435,9 @@ class Engine:
 
     def _account_overhead(self) -> None:
         """Update the overhead: captured graphs, and anything that grows, leave less for pages."""
-        self._accounted_s = time.monotonic()
-        self.pool.account_overhead(self.pool.driver.overhead_bytes())
+        if time.monotonic() - self._asked_s >= self.account_every_s:
+            self._asked_s = time.monotonic()
+            self._meter.ask()
+        overhead_bytes = self._meter.take()
+        if overhead_bytes is not None:
+            self.pool.account_overhead(overhead_bytes)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 
 from aquifer.cache.spans import IntArray, Rows
 from aquifer.cache.view import KVSource, KVView
-from aquifer.engine.captured import CapturedSteps
+from aquifer.engine.captured import CapturedSteps, Steps
 from aquifer.engine.graphs import StepBuffers
 from aquifer.engine.outputs import TokenLogprobs
 from aquifer.engine.round_prompts import RoundPrompts
@@ -164,8 +165,8 @@ class Runner:
         token_s = warm_up.run(num_slots)
         if captures and self._device.type == "cuda" and self._model.is_capturable:
             captured = CapturedSteps(
-                self._decode,
-                self._read,
+                self._steps_of(self._model),
+                self._steps_of(self._model.rehearsal()),
                 self._sample,
                 self._kv.view,
                 self._buffers,
@@ -275,10 +276,15 @@ class Runner:
         self._columns.num_computed[on_device] = num_computed
         self._columns.last_token[on_device] = last_token
 
-    def _decode(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _steps_of(self, model: Model) -> Steps:
+        """The steps that are captured, by this model."""
+        return Steps(partial(self._decode, model), partial(self._read, model))
+
+    def _decode(self, model: Model, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The decode step that is captured; every value of it is found by slot, on the device.
 
         Args:
+            model: the model.
             slots: [n] int64, -1 for padding.
 
         Returns: hidden states [n, hidden], and tokens that each sequence has then, [n].
@@ -289,10 +295,11 @@ class Runner:
         )
         batch = ModelInput(token_ids, positions, contexts)
         view = self._kv.view(Rows(slots, positions, lengths, None))
-        return self._model.forward(batch, view), lengths
+        return model.forward(batch, view), lengths
 
     def _read(
         self,
+        model: Model,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
@@ -301,7 +308,7 @@ class Runner:
     ) -> torch.Tensor:
         """The step of any tokens that is captured; see `chunk_graphs.Forward`."""
         token_ids = torch.where(token_ids < 0, self._columns.last_token[slots], token_ids)
-        return self._model.forward(ModelInput(token_ids, positions, contexts), view)
+        return model.forward(ModelInput(token_ids, positions, contexts), view)
 
     def _sample(self, num_rows: int, mode: SamplingMode) -> torch.Tensor:
         """The sampling that is captured; see `sample_graphs.Sample`."""

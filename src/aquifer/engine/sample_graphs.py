@@ -56,8 +56,8 @@ class SampleGraphs:
             graph.replay()
         return logits[:num_rows], self._buffers.token_ids[:num_rows]
 
-    def run_kernels(self, size: int, mode: SamplingMode) -> None:
-        """Sample kernel by kernel."""
+    def rehearse(self, size: int, mode: SamplingMode) -> None:
+        """Launch the kernels of sampling that many rows."""
         self._sample(size, mode)
 
     def capture(self, size: int, mode: SamplingMode) -> None:

@@ -129,9 +129,9 @@ class WarmUp:
         Returns: seconds that a token of the largest step takes.
         """
         with compiled_together(self._device):
-            self._run_padding()
+            self._run_padding(self._model.rehearsal())
             self._attend_chunk(num_slots)
-        step_s = self._run_padding()
+        step_s = self._run_padding(self._model)
         self._attend_chunk(num_slots)
         return step_s / self._num_tokens
 
@@ -143,20 +143,20 @@ class WarmUp:
         for spans in steps:
             self._attend(spans, uses_cudnn=True)
 
-    def _run_padding(self) -> float:
+    def _run_padding(self, model: Model) -> float:
         """Run the largest step, and sample in every way; seconds of the former."""
         padding = torch.full((self._num_tokens,), -1, dtype=torch.int64, device=self._device)
         zeros = torch.zeros_like(padding)
         view = _NoCache(self._model.kv_layout, padding)
         self._wait()
         begun_s = time.perf_counter()
-        hidden = self._model.forward(ModelInput(zeros, zeros, zeros), view)
+        hidden = model.forward(ModelInput(zeros, zeros, zeros), view)
         self._wait()
         step_s = time.perf_counter() - begun_s
         self._attentions = view.attentions
         self._buffers.make_hidden(hidden)
         num_seqs = min(self._max_seqs + 1, self._num_tokens)
-        logits = self._model.logits(hidden[:num_seqs])
+        logits = model.logits(hidden[:num_seqs])
         for mode in SamplingMode:
             self._sampler.sample(
                 logits, padding[:num_seqs], zeros[:num_seqs], zeros[:num_seqs], mode

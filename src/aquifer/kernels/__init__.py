@@ -1,5 +1,17 @@
 """Triton kernels, each beside a plain torch reference that specifies it and runs on the CPU."""
 
-from aquifer.kernels._triton import Recording, compilations, compiled_together, start_compiler
+from aquifer.kernels._triton import (
+    KERNEL_ALIGNMENT_BYTES,
+    Recording,
+    compilations,
+    compiled_together,
+    start_compiler,
+)
 
-__all__ = ["Recording", "compilations", "compiled_together", "start_compiler"]
+__all__ = [
+    "KERNEL_ALIGNMENT_BYTES",
+    "Recording",
+    "compilations",
+    "compiled_together",
+    "start_compiler",
+]

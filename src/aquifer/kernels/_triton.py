@@ -329,6 +329,9 @@ def start_compiler(device: torch.device) -> threading.Thread:
     return thread
 
 
+KERNEL_ALIGNMENT_BYTES = 16
+"""Triton compiles a kernel for addresses that are multiples of this, and again for others."""
+
 MIN_DOT = 16
 """The smallest side of a matrix product in Triton."""
 

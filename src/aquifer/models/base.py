@@ -78,6 +78,12 @@ class Model(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Scores of the next token: [n, hidden] -> [n, vocab_size], in the model's dtype."""
 
+    def rehearsal(self) -> Model:
+        """The same model with as few layers as launch every kernel that all of them do.
+
+        To compile the kernels; its results are of no use. It may be the model itself.
+        """
+
 
 class ModelPlan(Protocol):
     """Everything about a model that is known before any of its weights is read.

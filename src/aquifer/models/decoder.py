@@ -6,7 +6,7 @@ products. Stored tensors are read straight into their rows, so fusing costs noth
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from aquifer.cache.base import KVLayout, KVView, LayerKV
 from aquifer.errors import UnsupportedModelError
 from aquifer.fields import Fields
+from aquifer.kernels import KERNEL_ALIGNMENT_BYTES
 from aquifer.kernels.linear import linear, norm_linear, silu_linear
 from aquifer.kernels.norm import add_rms_norm
 from aquifer.kernels.rotary import qk_norm_rope_write
@@ -286,16 +287,23 @@ class Decoder:
     is_capturable = True
 
     def __init__(
-        self, config: DecoderConfig, kv_layout: KVLayout, tensors: Mapping[str, torch.Tensor]
+        self,
+        config: DecoderConfig,
+        kv_layout: KVLayout,
+        tensors: Mapping[str, torch.Tensor],
+        layers: Sequence[int] | None = None,
     ) -> None:
         c = self._config = config
+        self._tensors = tensors
         self.kv_layout = kv_layout
         self.vocab_size = c.vocab_size
         self._angles = RotaryAngles(c.rope, tensors["embed"].device)
         self._scale = c.head_dim**-0.5
         self._embed = tensors["embed"]
+        # With their numbers, by which their KV is found.
         self._layers = [
-            _Layer.of(tensors, f"layers.{i}", window) for i, window in enumerate(c.windows_tokens)
+            (i, _Layer.of(tensors, f"layers.{i}", c.windows_tokens[i]))
+            for i in (range(len(c.windows_tokens)) if layers is None else layers)
         ]
         self._norm = tensors["norm"]
         self._head = tensors.get("head", self._embed)
@@ -306,7 +314,7 @@ class Decoder:
         residual = F.embedding(batch.token_ids, self._embed)  # [tokens, hidden]
         delta: torch.Tensor | None = None  # output of the last sub-layer, not yet added to it
         cos, sin = self._angles(batch.positions, batch.context_lengths)
-        for i, layer in enumerate(self._layers):
+        for i, layer in self._layers:
             qkv, residual = norm_linear(
                 delta, residual, layer.norm1, eps, layer.qkv.weight, layer.qkv.bias
             )
@@ -321,6 +329,19 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Model.logits`."""
         return linear(hidden, self._head, None)
+
+    def rehearsal(self) -> Decoder:
+        """The first layer, before which nothing is added to the residual, and one of each kind."""
+        # A kernel is compiled for aligned addresses and for others.
+        kinds = list(
+            zip(
+                self._config.windows_tokens,
+                self.kv_layout.alignments(KERNEL_ALIGNMENT_BYTES),
+                strict=True,
+            )
+        )
+        layers = [0, *(i for i, kind in enumerate(kinds) if i and kind not in kinds[1:i])]
+        return Decoder(self._config, self.kv_layout, self._tensors, layers)
 
     def _attention(
         self,

@@ -60,6 +60,10 @@ class TransformersModel:
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
 
+    def rehearsal(self) -> TransformersModel:
+        """See `Model.rehearsal`: itself, since none of its steps is captured."""
+        return self
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Model.logits`.
 

@@ -1,0 +1,75 @@
+"""The layers that are enough to compile every kernel of a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.architectures import OUR_DECODER, save_tiny
+
+from aquifer.cache.layout import KVLayout
+from aquifer.kernels import KERNEL_ALIGNMENT_BYTES
+from aquifer.models import Model, ModelInput, plan_model
+from aquifer.weights.checkpoint import Checkpoint
+
+
+class Visited:
+    """A `KVView` that notes in which ways layers attend, and where their KV begins."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        self._layers = layout.split(torch.zeros(1, 1, layout.token_elements, dtype=layout.dtype))
+        self._alignments = layout.alignments(KERNEL_ALIGNMENT_BYTES)
+        self._padding = torch.tensor([-1])
+        self.layers: list[int] = []
+        self.kinds: set[tuple[object, ...]] = set()
+
+    def destination(
+        self, layer: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        return *self._layers[layer], self._padding, self._padding
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        raise AssertionError("our decoder writes where `destination` says")
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        *,
+        scale: float,
+        window_tokens: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        self.layers.append(layer)
+        self.kinds.add((window_tokens, self._alignments[layer]))
+        return query.new_zeros(*query.shape[:2], self._layers[layer][1].shape[-1])
+
+
+def visit(model: Model) -> Visited:
+    view = Visited(model.kv_layout)
+    one = torch.zeros(1, dtype=torch.int64)
+    hidden = model.forward(ModelInput(one, one, one + 1), view)
+    assert model.logits(hidden).shape == (1, model.vocab_size)
+    return view
+
+
+@pytest.mark.parametrize("family", sorted(OUR_DECODER))
+def test_a_rehearsal_has_every_kind_of_layer(family: str, tmp_path: Path) -> None:
+    config = OUR_DECODER[family]()
+    config.num_hidden_layers = 6
+    if getattr(config, "layer_types", None):
+        config.layer_types = (config.layer_types * 6)[:6]
+    save_tiny(config, tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    plan = plan_model(checkpoint, None)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        parameter.name: torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        for parameter in plan.parameters
+    }
+    model = plan.build(tensors)
+    whole, rehearsal = visit(model), visit(model.rehearsal())
+    assert whole.layers == list(range(6))
+    assert rehearsal.kinds == whole.kinds
+    assert {0} < set(rehearsal.layers) < set(whole.layers)
