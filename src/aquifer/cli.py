@@ -1,4 +1,4 @@
-"""The command line: serve, run, info, bench, replay.
+"""The command line: serve, run, compile, info, bench, replay.
 
 Heavy packages are imported inside the commands, so that `--help` and `--version` are quick, and a
 wrong option or path is reported at once.
@@ -30,7 +30,7 @@ from aquifer.cpus import limit_spinning
 from aquifer.errors import AquiferError, ConfigError
 from aquifer.hub import locate
 from aquifer.option import Option
-from aquifer.options import options_of
+from aquifer.options import COMPILE, options_of
 from aquifer.parameters import PRECEDENCE, ModelArgument, values_for, with_options
 from aquifer.sizes import format_size
 
@@ -158,6 +158,39 @@ def _run(
         _, is_whole = say(llm, [message("user", text)] if is_chat else text, params)
     if not is_whole:
         raise typer.Exit(_INTERRUPTED)
+
+
+@app.command("compile", epilog=f"{PRECEDENCE}, and the environment over the file of --config.")
+@with_options(COMPILE, environment=True, config_file=True)
+def _compile(options: SimpleNamespace) -> None:
+    """Compile the GPU kernels that models need, so that `serve` with the same options finds them.
+
+    It needs a GPU and no weights. Kernels are kept in TRITON_CACHE_DIR, or ~/.triton/cache, by
+    GPU type, source code, and versions of Triton and its compiler.
+    """
+    if not options.models:
+        raise ConfigError("no model given; write aquifer compile PATH")
+    values = field_values(EngineConfig, vars(options)) | {"load_format": "dummy"}
+    named = locate(parse_models(options.models), options.revision, weights=False)
+    config = EngineConfig(named, **values)
+
+    from aquifer.engine.engine import Engine
+    from aquifer.kernels import compilations, kernel_folder
+    from aquifer.memory.driver import open_driver
+    from aquifer.progress import LoadingBar
+
+    with contextlib.closing(open_driver(config.device)) as driver:
+        if driver.device.type == "cpu":
+            raise ConfigError(
+                "kernels are compiled for a GPU, and this device is the CPU; run it on a machine "
+                "with one, with --device cuda"
+            )
+    begun_s = time.perf_counter()
+    with LoadingBar() as bar:
+        for model in config.models:  # one after the other, as all may not fit
+            Engine.open(replace(config, models=(model,)), bar.update).close()
+    seconds = time.perf_counter() - begun_s
+    print(f"{compilations.count} kernels are ready after {seconds:.1f} s, in {kernel_folder()}")
 
 
 @app.command("info")

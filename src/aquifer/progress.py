@@ -5,19 +5,20 @@ from __future__ import annotations
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    DownloadColumn,
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
     TaskID,
     TextColumn,
     TimeRemainingColumn,
-    TransferSpeedColumn,
 )
 
-from aquifer.engine.reports import LoadProgress
+from aquifer.engine.reports import LoadProgress, Stage
+from aquifer.sizes import format_size
 
 _REFRESH_HZ = 10
+
+_STAGES: dict[Stage, str] = {"weights": "loading", "kernels": "compiling", "steps": "capturing"}
 
 
 def counting_bar(show: bool = True, refresh_hz: float = _REFRESH_HZ) -> Progress:
@@ -27,11 +28,11 @@ def counting_bar(show: bool = True, refresh_hz: float = _REFRESH_HZ) -> Progress
 
 
 class LoadingBar:
-    """A context manager that shows a bar for each model that is loading."""
+    """A context manager that shows a bar for each model that is loading, and for each stage."""
 
     def __init__(self) -> None:
-        self._bar = _bar(True, DownloadColumn(binary_units=True), TransferSpeedColumn())
-        self._tasks: dict[str, TaskID] = {}
+        self._bar = _bar(True, TextColumn("{task.fields[amount]}"))
+        self._tasks: dict[tuple[str, Stage], TaskID] = {}
 
     def __enter__(self) -> LoadingBar:
         self._bar.start()
@@ -41,11 +42,17 @@ class LoadingBar:
         self.stop()
 
     def update(self, progress: LoadProgress) -> None:
-        """Update the bar of a model."""
-        if progress.model not in self._tasks:
-            self._tasks[progress.model] = self._bar.add_task(f"loading {progress.model}")
-        task = self._tasks[progress.model]
-        self._bar.update(task, total=progress.total_bytes, completed=progress.loaded_bytes)
+        """Update the bar of a model's stage."""
+        key = progress.model, progress.stage
+        if key not in self._tasks:
+            text = f"{_STAGES[progress.stage]} {progress.model}"
+            self._tasks[key] = self._bar.add_task(text, amount="")
+        amount = f"{progress.done} of {progress.total} {progress.stage}"
+        if progress.stage == "weights":
+            amount = f"{format_size(progress.done)} of {format_size(progress.total)}"
+        self._bar.update(
+            self._tasks[key], total=progress.total, completed=progress.done, amount=amount
+        )
 
     def stop(self) -> None:
         """Remove the bars; a second call does nothing."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from aquifer.engine import chunk_graphs, decode_graphs, sample_graphs
 from aquifer.engine.chunk_graphs import ChunkGraphs, ChunkInputs, chunk_sizes
 from aquifer.engine.decode_graphs import DecodeGraphs
 from aquifer.engine.graphs import GraphPool, StepBuffers, padded_size, padded_sizes
+from aquifer.engine.reports import OnStage
 from aquifer.engine.sample_graphs import CAPTURED_MODES, SampleGraphs
 from aquifer.engine.sampler import SamplingMode
 from aquifer.kernels import compiled_together
@@ -72,25 +74,29 @@ class CapturedSteps:
         )
         self._uploaded = np.full((2, buffers.max_rows), -1, np.int64)
 
-    def capture(self, token_s: float) -> None:
+    def capture(self, token_s: float, on_stage: OnStage) -> None:
         """Compile what the steps need, and capture them.
 
         Args:
             token_s: seconds a token of a large step.
+            on_stage: told how many kernels are compiled and how many steps are captured.
         """
         self._clear()
         sizes = [size for size in self._chunk_sizes if size * token_s <= LONG_STEP_S]
-        with compiled_together(self._device):
+        with compiled_together(self._device, partial(on_stage, "kernels")):
             for size in reversed(sizes):
                 self._chunks.rehearse(size)
             for size in reversed(self._sizes):
                 self._decodes.rehearse(size)
                 for mode in CAPTURED_MODES:
                     self._samples.rehearse(size, mode)
-        for size in reversed(sizes):
+        total = len(sizes) + len(self._sizes)
+        for num_done, size in enumerate(reversed(sizes), 1):
             self._chunks.capture(size)
-        for size in reversed(self._sizes):
+            on_stage("steps", num_done, total)
+        for num_done, size in enumerate(reversed(self._sizes), len(sizes) + 1):
             self._decodes.capture(size)
+            on_stage("steps", num_done, total)
             for mode in CAPTURED_MODES:
                 self._samples.capture(size, mode)
 

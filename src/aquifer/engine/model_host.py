@@ -23,7 +23,7 @@ from aquifer.engine.assembly import Assembly, LaneSpec
 from aquifer.engine.costs import PrefillCost
 from aquifer.engine.first_step import run_first_step
 from aquifer.engine.reporting import model_info
-from aquifer.engine.reports import LoadProgress
+from aquifer.engine.reports import LoadProgress, Stage
 from aquifer.engine.runner import InFlight, Runner
 from aquifer.engine.step_input import StepInput
 from aquifer.engine.step_limits import StepLimits
@@ -180,7 +180,7 @@ class ModelHost:
                     file = self._checkpoint.fields.file
                     with as_config_error(f"{self.info.name} cannot run; check {file}"):
                         # One that fails to warm up is not kept for the next load.
-                        self._runner = self._make_runner()
+                        self._runner = self._make_runner(on_progress)
         except BaseException as error:
             self._weights.evict()
             self.state, self.error = State.FAILED, str(error)
@@ -205,7 +205,7 @@ class ModelHost:
         if self._runner is not None:
             self._runner.close()
 
-    def _make_runner(self) -> Runner:
+    def _make_runner(self, on_progress: Callable[[LoadProgress], None]) -> Runner:
         """Build the model over its weights, and run it before it is reported as resident.
 
         Raises:
@@ -222,11 +222,11 @@ class ModelHost:
             self.info.max_model_len,
         )
         if self._pool.driver.runs_ahead:
-            self._warm_up(runner)
+            self._warm_up(runner, on_progress)
         run_first_step(self.lane, runner, model.vocab_size, self._limits.max_batched_tokens)
         return runner
 
-    def _warm_up(self, runner: Runner) -> None:
+    def _warm_up(self, runner: Runner, on_progress: Callable[[LoadProgress], None]) -> None:
         """Take a device's memory for activations, compile its kernels and capture steps.
 
         The host needs none of it.
@@ -245,10 +245,14 @@ class ModelHost:
             if cache.reserve(wanted, tokens):
                 slots = wanted.tolist()
                 break
+
+        def on_stage(stage: Stage, done: int, total: int) -> None:
+            on_progress(LoadProgress(self.info.name, done, total, stage))
+
         try:
             cache.upload()
             captures = cache.tensors.open()
-            token_s = runner.warm_up(warm_up, num_tokens, len(slots), captures=captures)
+            token_s = runner.warm_up(warm_up, num_tokens, len(slots), on_stage, captures=captures)
         finally:
             for slot in slots:
                 cache.release(slot)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from aquifer.memory.owners import Kind
+
+Stage = Literal["weights", "kernels", "steps"]
+"""What is done to load a model: weights are read, kernels compiled, steps captured."""
+
+OnStage = Callable[[Stage, int, int], None]
+"""Called with a stage, how much of it is done, and all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +32,12 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """Progress of loading a model."""
+    """Progress of loading a model: how much of a stage is done."""
 
     model: str
-    loaded_bytes: int
-    total_bytes: int
+    done: int  # bytes of weights; kernels that are compiled or read from disk; captured steps
+    total: int
+    stage: Stage = "weights"
 
 
 @dataclass(frozen=True, slots=True)

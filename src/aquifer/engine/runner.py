@@ -20,6 +20,7 @@ from aquifer.cache.view import KVSource, KVView
 from aquifer.engine.captured import CapturedSteps, Steps
 from aquifer.engine.graphs import StepBuffers
 from aquifer.engine.outputs import TokenLogprobs
+from aquifer.engine.reports import OnStage
 from aquifer.engine.round_prompts import RoundPrompts
 from aquifer.engine.sampler import Sampler, SamplingMode, token_logprobs
 from aquifer.engine.step_input import SlotAssignment, StepInput, StepOutput
@@ -148,7 +149,15 @@ class Runner:
         )
 
     @torch.inference_mode()
-    def warm_up(self, warm_up: WarmUp, num_tokens: int, num_slots: int, *, captures: bool) -> float:
+    def warm_up(
+        self,
+        warm_up: WarmUp,
+        num_tokens: int,
+        num_slots: int,
+        on_stage: OnStage,
+        *,
+        captures: bool,
+    ) -> float:
         """Run everything once that steps may run, and capture steps.
 
         The device's memory for activations is taken now, so that it is known what pages can have;
@@ -158,11 +167,12 @@ class Runner:
             warm_up: made by `warm_up_of`.
             num_tokens: tokens of the largest step.
             num_slots: slots that have KV as `WarmUp.lengths` says.
+            on_stage: told of the progress.
             captures: whether the cache's first addresses are mapped, which captured steps need.
 
         Returns: seconds that a token of the largest step takes.
         """
-        token_s = warm_up.run(num_slots)
+        token_s = warm_up.run(num_slots, on_stage)
         if captures and self._device.type == "cuda" and self._model.is_capturable:
             captured = CapturedSteps(
                 self._steps_of(self._model),
@@ -174,7 +184,7 @@ class Runner:
                 num_tokens,
                 self._device,
             )
-            captured.capture(token_s)
+            captured.capture(token_s, on_stage)
             self._captured = captured
         warm_up.plan_round_prompts(num_slots)
         self._round_prompts = warm_up.round_prompts

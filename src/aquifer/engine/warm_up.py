@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from aquifer.cache.layout import KVLayout
 from aquifer.cache.spans import Rows, Spans
 from aquifer.cache.view import KVSource
 from aquifer.engine.graphs import StepBuffers
+from aquifer.engine.reports import OnStage
 from aquifer.engine.round_prompts import RoundPrompts
 from aquifer.engine.sampler import Sampler, SamplingMode
 from aquifer.kernels import compiled_together
@@ -120,15 +122,16 @@ class WarmUp:
         most = self.round_prompts.lengths() or [0]
         return [max(most[0], least), *most[1:]], [least]
 
-    def run(self, num_slots: int) -> float:
+    def run(self, num_slots: int, on_stage: OnStage) -> float:
         """Compile or load the kernels, and take the device's memory for activations.
 
         Args:
             num_slots: slots that have KV as `lengths` says; none for no attention at all.
+            on_stage: told how many kernels are compiled.
 
         Returns: seconds that a token of the largest step takes.
         """
-        with compiled_together(self._device):
+        with compiled_together(self._device, partial(on_stage, "kernels")):
             self._run_padding(self._model.rehearsal())
             self._attend_chunk(num_slots)
         step_s = self._run_padding(self._model)

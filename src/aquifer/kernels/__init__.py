@@ -5,6 +5,7 @@ from aquifer.kernels._triton import (
     Recording,
     compilations,
     compiled_together,
+    kernel_folder,
     start_compiler,
 )
 
@@ -13,5 +14,6 @@ __all__ = [
     "Recording",
     "compilations",
     "compiled_together",
+    "kernel_folder",
     "start_compiler",
 ]

@@ -58,7 +58,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -256,7 +256,9 @@ class _Zeros(TorchFunctionMode):
 
 
 @contextmanager
-def compiled_together(device: torch.device) -> Iterator[None]:
+def compiled_together(
+    device: torch.device, on_compiled: Callable[[int, int], None] = lambda _, __: None
+) -> Iterator[None]:
     """Compile the kernels launched in the body, in parallel, when the body ends.
 
     In the body, a kernel of ours that is not compiled yet is not launched: its outputs keep their
@@ -268,6 +270,7 @@ def compiled_together(device: torch.device) -> Iterator[None]:
 
     Args:
         device: the device that kernels run on.
+        on_compiled: called with the number of kernels that are ready, and of all.
     """
     if device.type != "cuda":
         yield
@@ -300,8 +303,14 @@ def compiled_together(device: torch.device) -> Iterator[None]:
     with ThreadPoolExecutor(
         thread_name_prefix="compile", initializer=torch.cuda.set_device, initargs=(device,)
     ) as threads:
-        for description in wanted:
-            threads.submit(prepare, description)
+        jobs = [threads.submit(prepare, description) for description in wanted]
+        for num_done, _ in enumerate(as_completed(jobs), 1):
+            on_compiled(num_done, len(jobs))
+
+
+def kernel_folder() -> str:
+    """Where Triton keeps what it has compiled."""
+    return str(triton.knobs.cache.dir)
 
 
 @jit

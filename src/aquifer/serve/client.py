@@ -127,8 +127,8 @@ class EngineClient:
             case _:
                 reason = "the server is starting"
         if self._progress is not None:
-            share = self._progress.loaded_bytes / max(self._progress.total_bytes, 1)
-            reason += f"; {share:.0%} of {self._progress.model} is loaded"
+            share = self._progress.done / max(self._progress.total, 1)
+            reason += f"; {share:.0%} of {self._progress.model}'s {self._progress.stage} are ready"
         return UnavailableError(reason, _RETRY_S)
 
     @property
