@@ -93,6 +93,8 @@ def test_no_command_shows_help():
         (["serve", "demo", "--log-level", "loud"], "choose debug, info, warning or error"),
         (["serve", "demo", "--allowed-origins", "example.org"], "such as https://chat.example.org"),
         (["run", "no/such/folder", "hello"], "no/such/folder does not exist"),
+        (["compile"], "no model given; write aquifer compile PATH"),
+        (["compile", "demo", "--device", "cpu"], "kernels are compiled for a GPU"),
     ],
 )
 def test_errors_are_one_line(arguments: list[str], words: str):
@@ -103,7 +105,7 @@ def test_errors_are_one_line(arguments: list[str], words: str):
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["serve", "run", "bench throughput", "bench start"])
+@pytest.mark.parametrize("command", ["serve", "run", "compile", "bench throughput", "bench start"])
 def test_a_path_that_does_not_exist_is_refused_before_torch_is_imported(command: str):
     arguments = [sys.executable, "-X", "importtime", "-m", "aquifer", *command.split()]
     arguments.append("no/such/folder")

@@ -31,7 +31,11 @@ def test_a_start_after_it_compiles_nothing(tmp_path: Path) -> None:
 
     def run(*arguments: str) -> str:
         return subprocess.run(
-            [sys.executable, *arguments], env=environment, check=True, capture_output=True, text=True
+            [sys.executable, *arguments],
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
         ).stdout
 
     said = run("-m", "aquifer", "compile", str(model), "--memory", "8GiB")
