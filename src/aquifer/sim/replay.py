@@ -29,7 +29,7 @@ from aquifer.engine.policies.admission import static_batches
 from aquifer.engine.sequence import SequenceGroup
 from aquifer.engine.step_input import StepInput
 from aquifer.errors import ConfigError, InvariantError
-from aquifer.memory.pool import Kind, Owner, PagePool
+from aquifer.memory.pool import PagePool
 from aquifer.sim.averages import Averages
 from aquifer.sim.baselines.reserved import ReservedCache
 from aquifer.sim.clock import Arrivals, Clock
@@ -97,7 +97,7 @@ class _Replay:
         # Keep all idle pages, so that pages are not created again.
         pool = PagePool(driver, config.budget_bytes, keep_idle_bytes=config.budget_bytes)
         resources.callback(pool.close)
-        _take_weights(config, pool, resources)
+        pool.account_overhead(_weight_bytes(config, pool.budget_bytes))
         self._kv_budget_bytes = pool.free_bytes
         # Without physical memory, like the KV.
         space = SwapSpace(
@@ -261,16 +261,23 @@ class _Replay:
             self._num_ended += 1
 
 
-def _take_weights(config: ReplayConfig, pool: PagePool, resources: ExitStack) -> None:
-    """Take the pages of all models' weights from the pool; `resources` gives them back."""
+def _weight_bytes(config: ReplayConfig, budget_bytes: int) -> int:
+    """Return the size of all models' weights, each in whole pages.
+
+    The pages themselves are left out: there would be hundreds of thousands, and none ever moves.
+
+    Raises:
+        ConfigError: the weights do not fit.
+    """
+    left_bytes = budget_bytes
     for name, model in config.models.items():
-        pages = pool.acquire(Owner(name, Kind.WEIGHTS), -(-model.weight_bytes // pool.page_bytes))
-        if pages is None:
+        left_bytes -= -(-model.weight_bytes // config.page_bytes) * config.page_bytes
+        if left_bytes < 0:
             raise ConfigError(
                 f"the weights of {name} take {format_size(model.weight_bytes)}, more than what "
                 f"is left of {format_size(config.budget_bytes)}; give more --memory"
             )
-        resources.callback(pool.release, pages)
+    return budget_bytes - left_bytes
 
 
 @lru_cache(maxsize=4096)
