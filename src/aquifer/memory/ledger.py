@@ -22,6 +22,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from aquifer.errors import InvariantError
@@ -215,7 +216,9 @@ class Ledger:
     def hand_out(self, pages: Sequence[Page], owner: Owner, page_bytes: int) -> None:
         """Enter pages without a record as in use, with one reference each."""
         with self.lock:
-            self._records.update(dict.fromkeys(pages, _Record(page_bytes, owner)))
+            record = _Record(page_bytes, owner)
+            for page in pages:
+                self._records[page] = record
             self._in_use_bytes[owner] += len(pages) * page_bytes
 
     def share(self, pages: Sequence[Page]) -> None:
@@ -246,33 +249,28 @@ class Ledger:
         Returns: the pages that have only retired references left.
         """
         with self.lock:
-            done: dict[tuple[int, Owner], list[Page]] = {}
-            group: list[Page] = []
+            done: dict[_Record, list[Page]] = {}
             retired: list[Page] = []
-            # The record of the page before, and what becomes of pages with it: mostly thousands in
-            # a row have the same one.
-            last: _Record | None = None
-            after: _Record | None = None
-            for page in pages:
-                record = self._records.get(page)
-                if record is None or record is not last:
-                    last = record = self._in_use(page)
-                    after = None
-                    if record.num_references > 1:
-                        after = record.changed(num_references=-1)
-                    else:
-                        group = done.setdefault((record.page_bytes, record.owner), [])
-                if after is None:
-                    del self._records[page]
-                    group.append(page)
-                    continue
-                self._records[page] = after
-                if after.is_retired:
-                    self._rebook(record, after, 1)
-                    retired.append(page)
-            for (page_bytes, owner), group in done.items():
-                self._in_use_bytes[owner] -= len(group) * page_bytes
-                self.put_idle(group, owner, page_bytes)
+            # Mostly thousands of pages in a row have the same record. A record is read when the
+            # loop gets to its page, so a page that is named twice has its new one then.
+            for record, group in groupby(pages, self._records.get):
+                if record is None or record.is_retired:
+                    raise InvariantError(_not_in_use(next(group)))
+                if record.num_references == 1:
+                    idle = done.setdefault(record, [])
+                    for page in group:
+                        del self._records[page]
+                        idle.append(page)
+                else:
+                    after = record.changed(num_references=-1)
+                    for page in group:
+                        self._records[page] = after
+                        if after.is_retired:
+                            self._rebook(record, after, 1)
+                            retired.append(page)
+            for record, idle in done.items():
+                self._in_use_bytes[record.owner] -= len(idle) * record.page_bytes
+                self.put_idle(idle, record.owner, record.page_bytes)
             return retired
 
     def check(self) -> None:
@@ -332,7 +330,7 @@ class Ledger:
     def _in_use(self, page: Page) -> _Record:
         record = self._records.get(page)
         if record is None or record.is_retired:
-            raise InvariantError(f"page {page} is not in use: the caller does not hold it")
+            raise InvariantError(_not_in_use(page))
         return record
 
     def _change(
@@ -381,3 +379,7 @@ class Ledger:
                 self._retired_bytes += sign * count * record.page_bytes
             else:
                 self._in_use_bytes[record.owner] += sign * count * record.page_bytes
+
+
+def _not_in_use(page: Page) -> str:
+    return f"page {page} is not in use: the caller does not hold it"

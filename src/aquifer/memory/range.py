@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
@@ -73,7 +72,8 @@ class VirtualRange:
         if not self._mapped.keys().isdisjoint(indices):
             raise InvariantError(f"a page of [{index}, {index + len(pages)}) is mapped already")
         self._table.map(self.address + index * self.page_bytes, pages)
-        self._mapped.update(zip(indices, pages, strict=True))
+        for place, page in zip(indices, pages, strict=True):
+            self._mapped[place] = page
 
     def page(self, index: int) -> Page:
         """The page at an index."""
@@ -99,7 +99,8 @@ class VirtualRange:
         for start, end in _stretches(indices):
             address = self.address + indices[start] * self.page_bytes
             self._driver.unmap(address, self.page_bytes, end - start)
-            deque(map(self._mapped.__delitem__, indices[start:end]), maxlen=0)
+            for index in indices[start:end]:
+                del self._mapped[index]
         return pages
 
     def tensor(
