@@ -117,12 +117,12 @@ class VirtualCache:
             max(min(self.footprint.pages(count + AHEAD_TOKENS - 1), limit), has)
             for count, limit, has in zip(tokens, most, held, strict=True)
         ]
-        now = [
-            max(self.footprint.pages(count), has) for count, has in zip(tokens, held, strict=True)
-        ]
         with suppress(DriverError):  # nothing depends on mapping ahead
             if self._grow(growing, held, ahead, may_reclaim=False):
                 return True
+        now = [
+            max(self.footprint.pages(count), has) for count, has in zip(tokens, held, strict=True)
+        ]
         return self._grow(growing, held, now, may_reclaim=True)
 
     def release(self, slot: int) -> None:
