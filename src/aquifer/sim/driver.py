@@ -129,7 +129,7 @@ class ModelledDriver:
             return
         num_bytes = len(handles) * self._page_sizes[handles[0]]
         places = self._places(address, num_bytes)
-        if places.any():
+        if np.count_nonzero(places):
             raise DriverError("INVALID_VALUE", f"a page is mapped in {num_bytes} from {address}")
         places[:] = True
 
@@ -141,7 +141,7 @@ class ModelledDriver:
         """
         num_bytes = count * page_bytes
         places = self._places(address, num_bytes)
-        if not places.all():
+        if np.count_nonzero(places) < len(places):
             raise DriverError(
                 "INVALID_VALUE", f"no page is mapped somewhere in {num_bytes} from {address}"
             )
