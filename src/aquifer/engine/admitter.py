@@ -96,14 +96,14 @@ class Admitter:
                 break
             was_swapped = group.is_swapped
             has_room, refusal = self._bring_in(lane, group)
-            is_alone = not any(other.running or other.in_flight for other in self._lanes.values())
-            if not has_room and is_alone and refusal is None:
+            lacks_room_alone = not has_room and not self._is_any_running()
+            if lacks_room_alone and refusal is None:
                 # Retained blocks may be scattered over more pages than there are.
                 entry.discard_swapped(group, self._preemption)
                 was_swapped = False
                 has_room, refusal = self._bring_in(lane, group, may_match=False)
             if not has_room:
-                if is_alone:
+                if lacks_room_alone:
                     self.forget(lane, group)
                     self._on_refusal(group, refusal)
                     continue
@@ -136,6 +136,10 @@ class Admitter:
         """The request no longer waits for memory, so it does not block others."""
         if self.blocked is group:
             self.blocked = None
+
+    def _is_any_running(self) -> bool:
+        """Whether a request of any model runs, or a step of one is in flight."""
+        return any(lane.running or lane.in_flight for lane in self._lanes.values())
 
     def _bring_in(
         self, lane: Lane, group: SequenceGroup, *, may_match: bool = True

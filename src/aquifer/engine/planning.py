@@ -121,7 +121,7 @@ def all_decode(table: SlotTable) -> bool:
     slots = table.in_order
     computed = table.num_computed[slots]
     decodes = (table.num_tokens[slots] - computed == 1) & (computed >= table.num_given[slots])
-    return len(slots) > 0 and bool(decodes.all())
+    return 0 < len(slots) == np.count_nonzero(decodes)
 
 
 def make_step(

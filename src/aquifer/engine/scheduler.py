@@ -215,8 +215,8 @@ class Scheduler:
                 lane, budget, clients, is_round=not len(slots)
             )
             if len(admitted_slots):
-                slots = np.append(slots, admitted_slots)
-                counts = np.append(counts, admitted_counts)
+                slots = np.concatenate((slots, admitted_slots))
+                counts = np.concatenate((counts, admitted_counts))
         if not len(slots):
             return None
         lane.cache.upload()

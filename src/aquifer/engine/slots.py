@@ -97,8 +97,8 @@ class SlotTable:
     def in_order(self) -> npt.NDArray[np.int64]:
         """The slots in use, in order of their sequences' arrival; read-only."""
         if self._in_order is None:
-            taken = np.flatnonzero(self.serial >= 0)
-            self._in_order = taken[np.argsort(self.serial[taken])]
+            taken = (self.serial >= 0).nonzero()[0]
+            self._in_order = taken[self.serial[taken].argsort()]
             self._in_order.flags.writeable = False
         return self._in_order
 
