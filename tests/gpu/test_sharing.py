@@ -67,7 +67,7 @@ def run(
     folder: Path, prompts: list[list[int]], params: Any, **options: Any
 ) -> list[list[list[int]]]:
     """Token ids of all completions."""
-    options = {"memory": "4GiB", "dtype": "float32", "seed": 0, **options}
+    options = {"memory": "8GiB", "dtype": "float32", "seed": 0, **options}
     with LLM(folder, device="cuda", **options) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         llm.engine.pool.check()
@@ -112,7 +112,7 @@ def test_preempted_groups_lose_nothing(
     folder: Path, prompts: list[list[int]], kv_cache: str, mode: Any
 ) -> None:
     params = [replace(each, max_tokens=96) for each in (GREEDY, SAMPLES, BEAMS)] * 2
-    options: dict[str, Any] = {"memory": "4GiB", "dtype": "float32", "kv_cache": kv_cache}
+    options: dict[str, Any] = {"memory": "8GiB", "dtype": "float32", "kv_cache": kv_cache}
     with LLM(folder, device="cuda", seed=0, preemption_mode=mode, **options) as llm:
         (lane,) = llm.engine.lanes.values()
         expected = token_ids(llm.generate(prompts, params, use_tqdm=False))
@@ -153,7 +153,7 @@ def squeezed(engine: Engine) -> Iterator[None]:
 
 def test_a_cached_prompt_maps_nothing(folder: Path, prompts: list[list[int]]) -> None:
     """The slot that a conversation ran in is the one where it goes on."""
-    with LLM(folder, device="cuda", memory="4GiB", dtype="float32", seed=0) as llm:
+    with LLM(folder, device="cuda", memory="8GiB", dtype="float32", seed=0) as llm:
         for prompt in prompts[:3]:
             llm.generate([prompt], GREEDY, use_tqdm=False)
         calls: list[int] = []
