@@ -45,9 +45,9 @@ class World:
         self.lane: Lane = open_lane(resources, assembly, spec)
         self.num_requests = 0
 
-    def send(self, num_tokens: int) -> None:
+    def send(self, num_tokens: int, max_tokens: int = 500) -> None:
         prompt = np.ones(num_tokens, np.int32)
-        params = SamplingParams(max_tokens=500, ignore_eos=True)
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         number = self.num_requests
         self.num_requests += 1
         group = SequenceGroup.of(
@@ -55,7 +55,7 @@ class World:
             number,
             prompt,
             seed=0,
-            max_total=num_tokens + 500,
+            max_total=num_tokens + max_tokens,
             stop_ids=frozenset(),
             eos_ids=frozenset(),
         )
@@ -94,6 +94,14 @@ def test_what_a_prompt_leaves_of_a_step_is_filled(resources: ExitStack) -> None:
     world.send(150)
     world.send(300)
     assert world.step() == [1, 150, 50]
+
+
+def test_a_sequence_with_its_last_token_in_flight_does_not_decode(resources: ExitStack) -> None:
+    world = World(resources, max_prefill_s=0.02)
+    for _ in range(3):
+        world.send(900, max_tokens=1)
+    plans = [world.scheduler.plan() for _ in range(3)]
+    assert [plan.spans.num_tokens for plan in plans if plan is not None] == [1000, 1000, 700]
 
 
 def test_a_step_always_reads_some_of_a_prompt(resources: ExitStack) -> None:

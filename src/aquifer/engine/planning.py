@@ -67,7 +67,8 @@ class StepBudget:
             return self.max_batched_tokens
         slots = table.in_order
         is_reading = _is_reading(table, slots)
-        num_decodes = len(slots) - int(np.count_nonzero(is_reading))
+        # Those that a step in flight may end with their last token run no more.
+        num_decodes = int(np.count_nonzero(_missing(table, slots)[~is_reading]))
         if not num_decodes:
             return self.max_batched_tokens
         first = 0 if is_reading.sum() == 0 else int(table.num_computed[slots[is_reading.argmax()]])
@@ -89,9 +90,7 @@ def next_tokens(
         slots: those that may run, in order of arrival.
         max_batched_tokens: the token budget.
     """
-    # The very last token is never run.
-    known = np.minimum(table.num_tokens[slots], table.max_total[slots] - 1)
-    missing = known - table.num_computed[slots]
+    missing = _missing(table, slots)
     if table.drafts:
         missing = _with_drafts(table, slots, missing)
     if missing.sum() <= max_batched_tokens:
@@ -107,6 +106,12 @@ def next_tokens(
     is_round = bool(is_reading.all())
     counts[-1] = chunk_tokens(start, int(missing[-1]), int(counts[-1]), is_round=is_round)
     return slots, counts
+
+
+def _missing(table: SlotTable, slots: IntArray) -> IntArray:
+    """Tokens that each sequence has to run; its very last one is never run."""
+    known = np.minimum(table.num_tokens[slots], table.max_total[slots] - 1)
+    return known - table.num_computed[slots]
 
 
 def _is_reading(table: SlotTable, slots: IntArray) -> npt.NDArray[np.bool_]:
