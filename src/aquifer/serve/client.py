@@ -161,6 +161,8 @@ class EngineClient:
             EngineError: the driver refused a call, or the process died.
         """
         self._on_progress = on_progress
+        if on_progress is not None and self._progress is not None:
+            on_progress(self._progress)  # it came before
         return await self._opened
 
     def generate(self, requests: Sequence[Request]) -> TokenStream:
