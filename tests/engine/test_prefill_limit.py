@@ -119,3 +119,24 @@ def test_without_a_limit_prompts_fill_the_step(resources: ExitStack) -> None:
     world.step()
     world.send(2000)
     assert world.step() == [1, 999]
+
+
+@pytest.mark.parametrize(
+    ("captured_sizes", "num_tokens"),
+    [
+        ((128, 192, 256), 191),  # the next smaller of 201
+        ((128,), 200),  # too far below
+        ((128, 256), 200),  # likewise
+        ((256, 512), 200),  # all are larger
+        ((201, 256), 200),
+    ],
+)
+def test_a_step_beside_a_decode_ends_at_a_captured_size(
+    resources: ExitStack, captured_sizes: tuple[int, ...], num_tokens: int
+) -> None:
+    world = World(resources, max_prefill_s=0.02)
+    world.lane.captured_sizes = captured_sizes
+    world.send(10)
+    world.step()
+    world.send(500)
+    assert world.step() == [1, num_tokens]

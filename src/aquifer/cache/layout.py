@@ -57,7 +57,7 @@ class KVLayout:
         )
 
     def alignments(self, num_bytes: int) -> list[tuple[int, int]]:
-        """For each layer, by how many bytes its K and V are off a multiple of so many bytes."""
+        """The byte offsets of each layer's K and V in a token, modulo `num_bytes`."""
         found = []
         offset = 0
         for layer in self.layers:

@@ -100,6 +100,11 @@ class CapturedSteps:
             for mode in CAPTURED_MODES:
                 self._samples.capture(size, mode)
 
+    @property
+    def chunk_sizes(self) -> tuple[int, ...]:
+        """Numbers of tokens for which steps that read prompts are captured, ascending."""
+        return self._chunks.sizes
+
     def chunk_size(self, num_tokens: int) -> int | None:
         """The captured number of tokens for a step of this many; None if there is none."""
         return self._chunks.size_of(num_tokens)

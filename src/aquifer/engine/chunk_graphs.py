@@ -119,6 +119,11 @@ class ChunkGraphs:
         self._captured: dict[int, _Captured] = {}
         self._out: torch.Tensor | None = None  # for the results of attention, of any layer
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The captured numbers of tokens, ascending."""
+        return tuple(sorted(self._captured))
+
     def size_of(self, num_tokens: int) -> int | None:
         """The least captured number of tokens that these fit in; None if they do not."""
         return min((size for size in self._captured if size >= num_tokens), default=None)

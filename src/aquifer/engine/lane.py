@@ -29,6 +29,7 @@ class Lane:
     Attributes:
         prefixes: cache of the KV of earlier requests; None if it is not kept.
         recompute_s: seconds to compute a stretch of KV, given its first position and its length.
+        captured_sizes: numbers of tokens for which its steps are captured, ascending.
         is_resident: whether the model's weights are there; else nothing of it is planned.
         keeps_journal: whether what happens to the KV cache's memory goes along with each step, for
             a runner in another process.
@@ -41,6 +42,7 @@ class Lane:
     slots: SlotTable
     prefixes: PrefixCache | None = None
     recompute_s: Callable[[float, float], float] = PrefillCost().seconds
+    captured_sizes: tuple[int, ...] = ()
     is_resident: bool = True
     keeps_journal: bool = False
     waiting: Queue = field(default_factory=Queue)

@@ -181,6 +181,7 @@ class ModelHost:
                     with as_config_error(f"{self.info.name} cannot run; check {file}"):
                         # One that fails to warm up is not kept for the next load.
                         self._runner = self._make_runner(on_progress)
+                        self.lane.captured_sizes = self._runner.captured_sizes
         except BaseException as error:
             self._weights.evict()
             self.state, self.error = State.FAILED, str(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,10 @@ faster kernel for chunks of few different shapes (`aquifer.kernels.prefill_atten
 
 _LEAST_PROMPT_TOKENS = 64
 """Prompt tokens that a step may always have beside sequences that decode, so that prompts end."""
+
+_LEAST_CUT = 0.75
+"""The least part of a budget that it may be cut to for the sake of a captured step: these are up to
+a quarter apart. Beyond the largest, steps run kernel by kernel, and take as long as they need."""
 
 _NO_TOKENS = np.zeros(0, np.int32)
 
@@ -55,13 +59,21 @@ class StepBudget:
     max_batched_tokens: int
     max_prefill_s: float | None = None
 
-    def tokens(self, table: SlotTable, prefill_s: Callable[[float, float], float]) -> int:
+    def tokens(
+        self,
+        table: SlotTable,
+        prefill_s: Callable[[float, float], float],
+        captured_sizes: Sequence[int] = (),
+    ) -> int:
         """Token budget of a model's next step.
 
         Args:
             table: its sequences, of which some run in the step.
             prefill_s: seconds to compute a stretch of a prompt, given its first position and
                 length.
+            captured_sizes: numbers of tokens for which its steps are captured, ascending. A step
+                of another number takes as long as one of the next larger, so a budget is cut to the
+                next smaller, if that is near.
         """
         if self.max_prefill_s is None:
             return self.max_batched_tokens
@@ -77,7 +89,12 @@ class StepBudget:
             self.max_prefill_s,
             key=lambda count: prefill_s(first, count),
         )
-        return min(self.max_batched_tokens, num_decodes + max(num_prompt, _LEAST_PROMPT_TOKENS))
+        least = num_decodes + _LEAST_PROMPT_TOKENS
+        budget = min(self.max_batched_tokens, max(num_decodes + num_prompt, least))
+        below = bisect_right(captured_sizes, budget) - 1
+        if below >= 0 and captured_sizes[below] >= max(least, _LEAST_CUT * budget):
+            return captured_sizes[below]
+        return budget
 
 
 def next_tokens(

@@ -190,6 +190,11 @@ class Runner:
         self._round_prompts = warm_up.round_prompts
         return token_s
 
+    @property
+    def captured_sizes(self) -> tuple[int, ...]:
+        """Numbers of tokens for which steps that read prompts are captured, ascending."""
+        return () if self._captured is None else self._captured.chunk_sizes
+
     def close(self) -> None:
         """Drop the captured steps, so that the device's driver can give back their memory."""
         self._captured = None

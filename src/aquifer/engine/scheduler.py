@@ -204,7 +204,7 @@ class Scheduler:
     def _plan_for(self, lane: Lane, clients: frozenset[int] | None) -> StepInput | None:
         """Plan a step of the sequences of some clients, or of all."""
         num_preemptions = self.num_preemptions
-        most_tokens = self._budget.tokens(lane.slots, lane.recompute_s)
+        most_tokens = self._budget.tokens(lane.slots, lane.recompute_s, lane.captured_sizes)
         grown = self._grow(lane, clients, most_tokens)
         if grown is None:
             return None
