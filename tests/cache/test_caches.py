@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,14 @@ from tests.memory.small_driver import SmallDriver
 from tests.models.dense_kv import DenseKV
 
 from aquifer.cache import KV_CACHES, kv_cache
-from aquifer.cache.base import KVLayout, LayerKV, Rows, SequenceCache, Spans
+from aquifer.cache.base import (
+    AttentionOptions,
+    KVLayout,
+    LayerKV,
+    Rows,
+    SequenceCache,
+    Spans,
+)
 from aquifer.cache.swap import SwapSpace
 from aquifer.cache.virtual import VirtualCache
 from aquifer.errors import ConfigError, DriverError
@@ -81,15 +87,11 @@ class Harness:
                     strict=True,
                 )
             )
-            kwargs: dict[str, Any] = {
-                "scale": 0.2,
-                "window_tokens": window_tokens,
-                "softcap": softcap,
-            }
+            how = AttentionOptions(0.2, window_tokens, softcap)
             for each in (view, dense_view):
                 each.write(index, key, value)
-            actual = view.attend(index, query, **kwargs)
-            expected = dense_view.attend(index, query, **kwargs)
+            actual = view.attend(index, query, how)
+            expected = dense_view.attend(index, query, how)
             assert actual.shape == (sum(counts), 2 * heads, layer.value_dim)
             torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
         self.lengths[slots] += counts

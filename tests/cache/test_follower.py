@@ -11,7 +11,15 @@ import torch
 from tests.memory.late_driver import LateDriver
 
 from aquifer.cache import KV_CACHES, kv_cache
-from aquifer.cache.base import KVLayout, KVView, LayerKV, Rows, SequenceCache, Spans
+from aquifer.cache.base import (
+    AttentionOptions,
+    KVLayout,
+    KVView,
+    LayerKV,
+    Rows,
+    SequenceCache,
+    Spans,
+)
 from aquifer.cache.follower import KVFollower
 from aquifer.cache.swap import SwappedKV, SwapSpace
 from aquifer.errors import InvariantError
@@ -72,7 +80,7 @@ class Pair:
             )
             for view in views:
                 view.write(index, key, value)
-            read = [view.attend(index, query, scale=0.3) for view in views]
+            read = [view.attend(index, query, AttentionOptions(0.3)) for view in views]
             assert torch.equal(*read)
         for slot, count in counts.items():
             self.lengths[slot] = self.lengths.get(slot, 0) + count

@@ -18,7 +18,14 @@ import numpy as np
 import torch
 
 from aquifer.cache import kv_cache
-from aquifer.cache.base import KVLayout, LayerKV, Rows, SequenceCache, Spans
+from aquifer.cache.base import (
+    AttentionOptions,
+    KVLayout,
+    LayerKV,
+    Rows,
+    SequenceCache,
+    Spans,
+)
 from aquifer.cache.swap import SwapSpace
 from aquifer.engine.assembly import Assembly, LaneSpec
 from aquifer.engine.lane import Lane
@@ -88,7 +95,7 @@ def check_means(
     for index, layer in enumerate(cache.tensors.shape.layout.layers):
         key = ids[:, None, None].expand(-1, layer.num_kv_heads, layer.key_dim)
         view.write(index, key, key + index)
-        means = view.attend(index, torch.zeros(key.shape), scale=1.0)
+        means = view.attend(index, torch.zeros(key.shape), AttentionOptions(1.0))
         torch.testing.assert_close(
             means, (expected + index)[:, None, None].expand_as(means), rtol=1e-4, atol=1e-4
         )

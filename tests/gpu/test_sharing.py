@@ -15,7 +15,7 @@ import torch
 from tests.architectures import OUR_DECODER, VOCAB_SIZE, save_tiny
 
 from aquifer.cache import KV_CACHES
-from aquifer.cache.base import KVLayout, LayerKV, Rows, Spans
+from aquifer.cache.base import AttentionOptions, KVLayout, LayerKV, Rows, Spans
 from aquifer.cache.virtual import VirtualCache
 from aquifer.engine.engine import Engine
 from aquifer.engine.outputs import RequestOutput, TokenOutput
@@ -90,7 +90,7 @@ def test_the_first_slot_need_not_be_mapped(cache: VirtualCache) -> None:
         key = torch.ones((count, 8, 128), dtype=torch.bfloat16, device="cuda")
         view.write(0, key, key)
         query = torch.ones((count, 32, 128), dtype=torch.bfloat16, device="cuda")
-        out = view.attend(0, query, scale=1.0)
+        out = view.attend(0, query, AttentionOptions(1.0))
         torch.testing.assert_close(out, torch.ones_like(out))
     cache.release(2)
 

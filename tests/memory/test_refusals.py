@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from aquifer.cache import KV_CACHES, kv_cache
-from aquifer.cache.base import KVLayout, LayerKV, Rows, Spans
+from aquifer.cache.base import AttentionOptions, KVLayout, LayerKV, Rows, Spans
 from aquifer.errors import DriverError
 from aquifer.memory.driver.faulty import FaultyDriver
 from aquifer.memory.driver.host import HostDriver
@@ -160,7 +160,7 @@ def sequences(device: Device, name: str) -> None:
     ones = torch.ones(16, 1, 24)
     view = cache.tensors.view(Rows.of(spans, 0, torch.device("cpu")))
     view.write(0, ones, ones)
-    assert (view.attend(0, ones, scale=1.0) == 1).all()
+    assert (view.attend(0, ones, AttentionOptions(1.0)) == 1).all()
     others = device.acquire(B, min(device.pool.free_bytes // PAGE, 4))
     assert not device.attempt(lambda: cache.reserve(np.array([0, 2]), np.array([64, 64])))
     device.pool.release(others)

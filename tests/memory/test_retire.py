@@ -16,7 +16,7 @@ import torch
 from tests.memory.late_driver import LateDriver, LateFence
 
 from aquifer.cache import KV_CACHES, kv_cache
-from aquifer.cache.base import KVLayout, LayerKV, Rows, Spans
+from aquifer.cache.base import AttentionOptions, KVLayout, LayerKV, Rows, Spans
 from aquifer.cache.virtual import VirtualCache
 from aquifer.errors import InvariantError
 from aquifer.memory.driver.host import HostDriver
@@ -564,7 +564,7 @@ def test_random_lives_on_a_late_device(name, layout, seed):
             values = mark.expand(-1, layer.num_kv_heads, layer.value_dim)
             # The mean of all values so far, as no query prefers any key.
             view.write(index, keys, values)
-            attended = view.attend(index, torch.zeros_like(keys), scale=1.0)
+            attended = view.attend(index, torch.zeros_like(keys), AttentionOptions(1.0))
             mean = number[row_slots] * 1000 + positions / 2
             expected = torch.from_numpy(mean).float()[:, None, None].expand_as(attended)
             torch.testing.assert_close(attended, expected, rtol=1e-4, atol=1e-2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from aquifer.cache.base import IntArray, KVLayout, KVView, Spans
+from aquifer.cache.base import AttentionOptions, IntArray, KVLayout, KVView, Spans
 
 
 class DenseKV:
@@ -38,25 +38,16 @@ class _DenseView:
         keys[slots, positions] = key
         values[slots, positions] = value
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        *,
-        scale: float,
-        window_tokens: int | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: torch.Tensor, how: AttentionOptions) -> torch.Tensor:
         keys, values = self._layers[layer]
         slots, positions = self._spans.rows()
         assert query.shape[0] == len(slots)
         rows = [
             _attend_one(
                 query[row],
-                keys[slot, _first(position, window_tokens) : position + 1],
-                values[slot, _first(position, window_tokens) : position + 1],
-                scale,
-                softcap,
+                keys[slot, _first(position, how.window_tokens) : position + 1],
+                values[slot, _first(position, how.window_tokens) : position + 1],
+                how,
             )
             for row, (slot, position) in enumerate(zip(slots, positions, strict=True))
         ]
@@ -71,11 +62,10 @@ def _attend_one(
     query: torch.Tensor,  # [heads, key_dim]
     keys: torch.Tensor,  # [length, kv_heads, key_dim]
     values: torch.Tensor,  # [length, kv_heads, value_dim]
-    scale: float,
-    softcap: float | None,
+    how: AttentionOptions,
 ) -> torch.Tensor:
     group = query.shape[0] // keys.shape[1]
-    scores = torch.einsum("hd,lhd->hl", query, keys.repeat_interleave(group, 1)) * scale
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
+    scores = torch.einsum("hd,lhd->hl", query, keys.repeat_interleave(group, 1)) * how.scale
+    if how.softcap is not None:
+        scores = torch.tanh(scores / how.softcap) * how.softcap
     return torch.einsum("hl,lhd->hd", scores.softmax(-1), values.repeat_interleave(group, 1))

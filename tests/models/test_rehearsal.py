@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.architectures import OUR_DECODER, save_tiny
 
+from aquifer.cache.base import AttentionOptions
 from aquifer.cache.layout import KVLayout
 from aquifer.kernels import KERNEL_ALIGNMENT_BYTES
 from aquifer.models import Model, ModelInput, plan_model
@@ -32,17 +33,9 @@ class Visited:
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         raise AssertionError("our decoder writes where `destination` says")
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        *,
-        scale: float,
-        window_tokens: int | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: torch.Tensor, how: AttentionOptions) -> torch.Tensor:
         self.layers.append(layer)
-        self.kinds.add((window_tokens, self._alignments[layer]))
+        self.kinds.add((how, self._alignments[layer]))
         return query.new_zeros(*query.shape[:2], self._layers[layer][1].shape[-1])
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from tests.checkpoints import llama_config, llama_weights, save_checkpoint
 
-from aquifer.cache.base import KVLayout, KVView, LayerKV
+from aquifer.cache.base import AttentionOptions, KVLayout, KVView, LayerKV
 from aquifer.models import ModelInput, ModelPlan, StateLayout, plan_model
 from aquifer.models.base import num_elements
 from aquifer.weights.checkpoint import Checkpoint, stored_dtype
@@ -144,7 +144,7 @@ class SparseKVModel:
             kv_layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
         ) -> torch.Tensor:
             kv.write(kv_layer, key, value)
-            return kv.attend(kv_layer, query, scale=query.shape[-1] ** -0.5)
+            return kv.attend(kv_layer, query, AttentionOptions(query.shape[-1] ** -0.5))
 
         return _sparse_kv_hidden(
             self._config, self._tensors, batch.token_ids, batch.positions, attend

@@ -16,10 +16,11 @@ from aquifer.cache.footprint import Footprint
 from aquifer.cache.layout import KVLayout, LayerKV
 from aquifer.cache.spans import IntArray, Rows, Spans
 from aquifer.cache.tensors import KVTensors
-from aquifer.cache.view import KVView
+from aquifer.cache.view import AttentionOptions, KVView
 from aquifer.memory.pool import Owner, PagePool
 
 __all__ = [
+    "AttentionOptions",
     "Blocks",
     "CacheFactory",
     "CacheStats",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, TypedDict
 
 import torch
 
@@ -11,6 +12,35 @@ from aquifer.cache.spans import Rows
 from aquifer.kernels import Recording
 from aquifer.kernels.decode_attention import DecodeWorkspaces, decode_attention
 from aquifer.kernels.prefill_attention import prefill_attention
+
+
+class _Arguments(TypedDict):
+    scale: float
+    window_tokens: int | None
+    softcap: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """How a layer attends.
+
+    Args:
+        scale: factor on the dot products.
+        window_tokens: attend only to this many latest tokens, the row's own included; None for all.
+        softcap: squash scores to (-softcap, softcap) with tanh before the softmax; None for not.
+    """
+
+    scale: float
+    window_tokens: int | None = None
+    softcap: float | None = None
+
+    def arguments(self) -> _Arguments:
+        """Arguments of the attention kernels."""
+        return {
+            "scale": self.scale,
+            "window_tokens": self.window_tokens,
+            "softcap": self.softcap,
+        }
 
 
 class KVView(Protocol):
@@ -38,23 +68,13 @@ class KVView(Protocol):
             value: [tokens, kv_heads, value_dim].
         """
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        *,
-        scale: float,
-        window_tokens: int | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: torch.Tensor, how: AttentionOptions) -> torch.Tensor:
         """Attend causally over all KV of one layer, this step's included.
 
         Args:
             layer: index into `KVLayout.layers`.
             query: [tokens, heads, key_dim], rotated already.
-            scale: factor on the dot products.
-            window_tokens: attend only to this many latest tokens, the row's own included.
-            softcap: squash scores to (-softcap, softcap) with tanh before the softmax.
+            how: scale, window and the like.
 
         Returns:
             [tokens, heads, value_dim].
@@ -91,7 +111,7 @@ class StepView:
         self._tables = tables
         self._workspaces = workspaces
         self._places: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._recordings: dict[tuple[float, int | None, float | None], Recording] = {}
+        self._recordings: dict[AttentionOptions, Recording] = {}
 
     @property
     def _row_places(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,57 +141,32 @@ class StepView:
         keys[self._row_places] = key
         values[self._row_places] = value
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        *,
-        scale: float,
-        window_tokens: int | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: torch.Tensor, how: AttentionOptions) -> torch.Tensor:
         """See `KVView.attend`."""
         keys, values = self._layers[layer]
         num_decodes, chunks = self._rows.num_decodes, self._rows.chunks
         out: torch.Tensor | None = None
         if num_decodes:
             out = query.new_empty(*query.shape[:2], values.shape[-1])
-            self._attend_decodes(query, keys, values, out, scale, window_tokens, softcap)
+            self._attend_decodes(query, keys, values, out, how)
         if chunks is None:
             assert out is not None, "a step has rows"
             return out
-        return prefill_attention(
-            query,
-            keys,
-            values,
-            self._tables,
-            chunks,
-            out,
-            scale=scale,
-            window_tokens=window_tokens,
-            softcap=softcap,
-        )
+        return prefill_attention(query, keys, values, self._tables, chunks, out, **how.arguments())
 
     def attend_into(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        scale: float,
-        window_tokens: int | None = None,
-        softcap: float | None = None,
+        self, layer: int, query: torch.Tensor, out: torch.Tensor, how: AttentionOptions
     ) -> None:
         """The same as `attend`, with less work on the host from the second layer on.
 
         Args:
-            layer: as in `attend`, like all others but these two.
+            layer: as in `attend`.
             query: [at least tokens, heads, key_dim].
             out: [at least tokens, heads, value_dim]; its first rows are overwritten.
+            how: as in `attend`.
         """
         keys, values = self._layers[layer]
-        key = (scale, window_tokens, softcap)
-        recording = self._recordings.get(key)
+        recording = self._recordings.get(how)
         if recording is not None and recording.fits(query, keys, values, out):
             recording.repeat(query, keys, values, out)
             return
@@ -179,20 +174,12 @@ class StepView:
         query, out = query[:num_tokens], out[:num_tokens]
         with Recording(query, keys, values, out) as recording:
             if self._rows.num_decodes:
-                self._attend_decodes(query, keys, values, out, scale, window_tokens, softcap)
+                self._attend_decodes(query, keys, values, out, how)
             if self._rows.chunks is not None:
                 prefill_attention(
-                    query,
-                    keys,
-                    values,
-                    self._tables,
-                    self._rows.chunks,
-                    out,
-                    scale=scale,
-                    window_tokens=window_tokens,
-                    softcap=softcap,
+                    query, keys, values, self._tables, self._rows.chunks, out, **how.arguments()
                 )
-        self._recordings[key] = recording
+        self._recordings[how] = recording
 
     def _attend_decodes(
         self,
@@ -200,9 +187,7 @@ class StepView:
         keys: torch.Tensor,
         values: torch.Tensor,
         out: torch.Tensor,
-        scale: float,
-        window_tokens: int | None,
-        softcap: float | None,
+        how: AttentionOptions,
     ) -> None:
         """Write the rows of `out` that decode."""
         num_decodes = self._rows.num_decodes
@@ -219,7 +204,5 @@ class StepView:
             out[:num_decodes],
             workspace,
             config=config,
-            scale=scale,
-            window_tokens=window_tokens,
-            softcap=softcap,
+            **how.arguments(),
         )

@@ -13,14 +13,13 @@ and begin the next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from aquifer.cache.spans import Rows
-from aquifer.cache.view import KVView, StepView
+from aquifer.cache.view import AttentionOptions, KVView, StepView
 from aquifer.engine.graphs import GraphPool, StepBuffers, lasting
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, KVView], torch.Tensor]
@@ -53,7 +52,7 @@ class _Attention:
     layer: int
     query: torch.Tensor  # [size, heads, key_dim], as the piece before leaves it
     out: torch.Tensor  # [size, heads, value_dim], read by the piece after it
-    options: Mapping[str, Any]
+    how: AttentionOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +138,7 @@ class ChunkGraphs:
         first, *others = captured.pieces
         first.replay()
         for attention, piece in zip(captured.attentions, others, strict=True):
-            view.attend_into(attention.layer, attention.query, attention.out, **attention.options)
+            view.attend_into(attention.layer, attention.query, attention.out, attention.how)
             piece.replay()
 
     def rehearse(self, size: int) -> None:
@@ -196,15 +195,7 @@ class _Uncut:
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self._view.write(layer, key, value)
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        *,
-        scale: float,
-        window_tokens: int | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
+    def attend(self, layer: int, query: torch.Tensor, how: AttentionOptions) -> torch.Tensor:
         return self._out_of(query, self._view.destination(layer)[1].shape[-1])
 
 
@@ -228,18 +219,9 @@ class _Cut(_Uncut):
         """End the piece."""
         self.captured.pieces[-1].capture_end()
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        *,
-        scale: float,
-        window_tokens: int | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
-        options = {"scale": scale, "window_tokens": window_tokens, "softcap": softcap}
+    def attend(self, layer: int, query: torch.Tensor, how: AttentionOptions) -> torch.Tensor:
         out = self._out_of(query, self._view.destination(layer)[1].shape[-1])
-        self.captured.attentions.append(_Attention(layer, lasting(query), out, options))
+        self.captured.attentions.append(_Attention(layer, lasting(query), out, how))
         self.end()
         self.begin()
         return out

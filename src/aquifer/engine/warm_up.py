@@ -11,7 +11,7 @@ import torch
 
 from aquifer.cache.layout import KVLayout
 from aquifer.cache.spans import Rows, Spans
-from aquifer.cache.view import KVSource
+from aquifer.cache.view import AttentionOptions, KVSource
 from aquifer.engine.graphs import StepBuffers
 from aquifer.engine.reports import OnStage
 from aquifer.engine.round_prompts import RoundPrompts
@@ -33,9 +33,7 @@ class _Attention:
     num_heads: int
     key_dim: int
     dtype: torch.dtype
-    scale: float
-    window_tokens: int | None
-    softcap: float | None
+    how: AttentionOptions
 
 
 class _NoCache:
@@ -60,16 +58,8 @@ class _NoCache:
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         pass
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        *,
-        scale: float,
-        window_tokens: int | None = None,
-        softcap: float | None = None,
-    ) -> torch.Tensor:
-        shape = (*query.shape[1:], query.dtype, scale, window_tokens, softcap)
+    def attend(self, layer: int, query: torch.Tensor, how: AttentionOptions) -> torch.Tensor:
+        shape = (*query.shape[1:], query.dtype, how)
         kv_shape = self._layers[layer][1].shape
         self._attentions.setdefault((*shape, kv_shape), _Attention(layer, *shape))
         return query.new_zeros(*query.shape[:2], kv_shape[-1])
@@ -182,9 +172,7 @@ class WarmUp:
             view.attend(
                 attention.layer,
                 torch.zeros(shape, dtype=attention.dtype, device=self._device),
-                scale=attention.scale,
-                window_tokens=attention.window_tokens,
-                softcap=attention.softcap,
+                attention.how,
             )
 
     def _wait(self) -> None:

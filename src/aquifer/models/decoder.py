@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from aquifer.cache.base import KVLayout, KVView, LayerKV
+from aquifer.cache.base import AttentionOptions, KVLayout, KVView, LayerKV
 from aquifer.errors import UnsupportedModelError
 from aquifer.fields import Fields
 from aquifer.kernels import KERNEL_ALIGNMENT_BYTES
@@ -358,6 +358,5 @@ class Decoder:
         qk_norm_rope_write(
             qkv, layer.q_norm, layer.k_norm, cos, sin, query, *kv.destination(index), eps=c.norm_eps
         )
-        return kv.attend(
-            index, query, scale=self._scale, window_tokens=layer.window_tokens
-        ).flatten(1)
+        how = AttentionOptions(self._scale, layer.window_tokens)
+        return kv.attend(index, query, how).flatten(1)

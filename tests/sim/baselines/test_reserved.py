@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.models.dense_kv import DenseKV
 
-from aquifer.cache.base import KVLayout, LayerKV, Rows, Spans
+from aquifer.cache.base import AttentionOptions, KVLayout, LayerKV, Rows, Spans
 from aquifer.errors import ConfigError, DriverError, InvariantError
 from aquifer.memory.driver.faulty import FaultyDriver
 from aquifer.memory.driver.host import HostDriver
@@ -78,9 +78,9 @@ class Harness:
             )
             for each in (view, dense):
                 each.write(index, key, value)
-            actual = view.attend(index, query, scale=0.2)
+            actual = view.attend(index, query, AttentionOptions(0.2))
             torch.testing.assert_close(
-                actual, dense.attend(index, query, scale=0.2), rtol=1e-5, atol=1e-5
+                actual, dense.attend(index, query, AttentionOptions(0.2)), rtol=1e-5, atol=1e-5
             )
         self.lengths[slots] += counts
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from aquifer.cache.base import KVLayout, KVView
+from aquifer.cache.base import AttentionOptions, KVLayout, KVView
 from aquifer.models.base import ModelInput
 
 SERVE = "aquifer"
@@ -103,9 +103,11 @@ def _serve_attention(
     attended = step.kv.attend(
         module.layer_idx,
         query[0].transpose(0, 1),
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window_tokens=step.windows_tokens[module.layer_idx],
-        softcap=softcap,
+        AttentionOptions(
+            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            window_tokens=step.windows_tokens[module.layer_idx],
+            softcap=softcap,
+        ),
     )
     return attended[None], None
 
