@@ -46,6 +46,12 @@ class PendingCopies:
         """
         self._pieces.append((source_byte, destination_byte, num_bytes))
 
+    def rehearse(self) -> None:
+        """Launch the kernel over no bytes, to compile it. The range's first page must be mapped."""
+        if not self._memory.is_meta:
+            nothing = torch.zeros((3, 1), dtype=torch.int64, device=self._memory.device)
+            block_copy(self._memory, nothing, 1)
+
     def launch(self) -> None:
         """Make all copies, after all work handed to the device so far. Does not wait for them."""
         if not self._memory.is_meta:  # a modelled device has no bytes

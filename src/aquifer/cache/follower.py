@@ -61,6 +61,10 @@ class KVFollower:
         """The addresses of one step."""
         return self.tensors.view(rows)
 
+    def rehearse(self) -> None:
+        """Launch the kernels that `execute` may launch over nothing, to compile or load them."""
+        self.tensors.rehearse()
+
     def close(self) -> None:
         """Give up all pages and the addresses."""
         residency = self.tensors.residency

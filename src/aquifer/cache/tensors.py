@@ -231,6 +231,15 @@ class KVTensors:
                 self._journal.append(Copies(self._copies.pieces))
             self._copies.launch()
 
+    def rehearse(self) -> None:
+        """Launch the kernels of copies and tables over nothing, to compile or load them."""
+        if not self._is_open:
+            return
+        self._copies.rehearse()
+        if self._device_table is not None:
+            nothing = torch.zeros((3, 0), dtype=torch.int64, device=self._device_table.device)
+            self._device_table[nothing[0], nothing[1]] = nothing[2].int()
+
     def copy_out(self, offset_bytes: int, target: torch.Tensor) -> None:
         """Copy bytes of the range to host memory, after the work launched so far.
 

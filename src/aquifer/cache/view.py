@@ -87,6 +87,9 @@ class KVSource(Protocol):
     def view(self, rows: Rows) -> StepView:
         """The addresses of one step. Pre-condition: room was reserved for it."""
 
+    def rehearse(self) -> None:
+        """Launch the kernels that change KV or tables over nothing, to compile or load them."""
+
 
 class StepView:
     """The `KVView` of both layouts, which differ only in whether a token is found by a table.

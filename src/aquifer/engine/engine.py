@@ -14,6 +14,7 @@ from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine import checks
 from aquifer.engine.assembly import Assembly
 from aquifer.engine.lane import Lane
+from aquifer.engine.late_compilations import LateCompilations
 from aquifer.engine.model_host import ModelHost, State, read_model
 from aquifer.engine.model_set import ModelSet, OnProgress
 from aquifer.engine.outputs import TokenOutput
@@ -88,6 +89,7 @@ class Engine:
         self._steps = Pipeline(assembly.scheduler, assembly.pool.driver)
         self._undelivered: list[TokenOutput] = []  # outputs that the next step returns
         self._asked_s = time.monotonic()
+        self._late = LateCompilations()
         self._num_arrivals = 0
         self._pinning = Pinning(self._models, assembly.room, config.max_share_by_key)
         self._seeds = np.random.default_rng(config.seed)
@@ -336,6 +338,7 @@ class Engine:
         failure of the device itself, a bug or an interrupt is raised (`aquifer.engine.pipeline`).
         """
         self._models.load_wanted(self._end_requests)
+        self._late.begin()
         plan = self._scheduler.plan()
         try:
             if plan is not None:
@@ -350,6 +353,7 @@ class Engine:
         # Without another step to launch, nothing is left in flight.
         if len(self._steps) > (0 if plan is None else self.num_ahead):
             self._commit_first()
+        self._late.end(plan)
         outputs, self._undelivered = self._undelivered, []
         return outputs
 
@@ -360,7 +364,7 @@ class Engine:
             self._scheduler.lanes,
             usage,
             self._models.fixed_bytes(usage),
-            sum(host.num_late for host in self._models),
+            self._late.count,
         )
 
     def memory(self) -> MemoryReport:

@@ -144,11 +144,6 @@ class ModelHost:
         return self._weights.resident_bytes
 
     @property
-    def num_late(self) -> int:
-        """Kernels that were compiled while a step of it waited."""
-        return 0 if self._runner is None else self._runner.num_late
-
-    @property
     def runner(self) -> Runner:
         """The runner of its steps. Pre-condition: it is resident."""
         assert self._runner is not None

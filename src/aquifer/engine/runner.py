@@ -7,7 +7,6 @@ samples is the next one's input without host synchronisation.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,13 +24,10 @@ from aquifer.engine.round_prompts import RoundPrompts
 from aquifer.engine.sampler import Sampler, SamplingMode, token_logprobs
 from aquifer.engine.step_input import SlotAssignment, StepInput, StepOutput
 from aquifer.engine.warm_up import WarmUp
-from aquifer.kernels import compilations
 from aquifer.kernels.step import advance, decode_inputs
 from aquifer.memory.driver.base import Driver, Fence
 from aquifer.memory.transfer import download, upload
 from aquifer.models import Model, ModelInput
-
-_log = logging.getLogger(__name__)
 
 _NO_ROWS = np.zeros(0, np.int64)
 _NO_EXTRAS = np.zeros((3, 0), np.int64)
@@ -105,9 +101,6 @@ class Runner:
         max_seqs: sequences of the largest step.
         num_slots: slots, which are numbered from 1.
         max_tokens: length of the longest sequence.
-
-    Attributes:
-        num_late: kernels that were compiled while a step waited.
     """
 
     def __init__(
@@ -132,7 +125,6 @@ class Runner:
         self._sampler = Sampler(num_slots, model.vocab_size, self._device)
         self._buffers = StepBuffers(max_seqs, self._device)
         self._captured: CapturedSteps | None = None
-        self.num_late = 0
         self._round_prompts = RoundPrompts(0, 0)
 
     def warm_up_of(self, num_tokens: int) -> WarmUp:
@@ -202,30 +194,15 @@ class Runner:
     @torch.inference_mode()
     def launch(self, step: StepInput) -> InFlight:
         """Launch a step: write its KV, and sample for the sequences that are due."""
-        num_compiled = compilations.count
         if step.assigned:
             self._assign(step.assigned)
         scores = self._run(step)
         reported, logprobs = _NO_ROWS, None
         if scores.extras.shape[1]:
             reported, logprobs = self._sample_extras(scores)
-        if compilations.count > num_compiled:
-            self._note_late(step, compilations.count - num_compiled)
         token_ids = download(scores.out)
         fence = self._driver.fence()  # after the last copy to the host
         return InFlight(step.most_new, token_ids, fence, reported, logprobs, scores.prompt_logprobs)
-
-    def _note_late(self, step: StepInput, num_compiled: int) -> None:
-        """Report that a step waited for kernels, which `warm_up` should have compiled."""
-        self.num_late += num_compiled
-        _log.warning(
-            "%d kernels of %s were compiled while a step waited, of %d sequences and %d tokens; "
-            "please report this",
-            num_compiled,
-            step.model,
-            len(step.spans.slots),
-            step.spans.num_tokens,
-        )
 
     def _assign(self, assigned: tuple[SlotAssignment, ...]) -> None:
         self._sampler.assign(assigned)

@@ -122,8 +122,10 @@ class WarmUp:
         Returns: seconds that a token of the largest step takes.
         """
         with compiled_together(self._device, partial(on_stage, "kernels")):
+            self._kv.rehearse()
             self._run_padding(self._model.rehearsal())
             self._attend_chunk(num_slots)
+        self._kv.rehearse()
         step_s = self._run_padding(self._model)
         self._attend_chunk(num_slots)
         return step_s / self._num_tokens

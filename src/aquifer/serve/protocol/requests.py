@@ -7,7 +7,7 @@ A null field counts as not given; a field that is not listed here is refused by
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, WrapValidator
 
@@ -194,7 +194,7 @@ class CompletionRequest(SamplingFields, ClientFields):
             raise RequestError("prompt is empty; it must have at least one token", param="prompt")
         # Validation has checked that all elements have the type of the first.
         if isinstance(prompt[0], int):
-            return [cast(list[int], prompt)]
+            return [prompt]
         return prompt
 
     def params(self, defaults: Mapping[str, Any]) -> SamplingParams:
