@@ -217,16 +217,15 @@ class Runner:
     def _run(self, step: StepInput) -> _Scores:
         """Run a step up to its logits, and sample the rows without extras."""
         captured, spans = self._captured, step.spans
-        # Beside decodes, prompts take too short for the host to launch kernels one by one.
-        uses_cudnn = not step.num_single and self._round_prompts.has_all(spans)
+        uses_cudnn = self._round_prompts.has_all(spans)
         if captured is None:
             return self._forward(step, uses_cudnn=uses_cudnn)
         if step.num_single == len(step.sampled) == len(spans.slots):
             return self._run_decodes(captured, step)
         is_captured = captured.chunk_size(spans.num_tokens) is not None
-        if uses_cudnn or not is_captured or self._reports_prompt[spans.slots].any():
+        if not is_captured or self._reports_prompt[spans.slots].any():
             return self._forward(step, uses_cudnn=uses_cudnn)
-        return self._run_chunks(captured, step)
+        return self._run_chunks(captured, step, uses_cudnn=uses_cudnn)
 
     def _run_decodes(self, captured: CapturedSteps, step: StepInput) -> _Scores:
         """Run a step in which each span is one token, and all are sampled, as captured graphs."""
@@ -237,7 +236,7 @@ class Runner:
         logits, token_ids = captured.sample_decoded(len(slots), mode)
         return _Scores(logits, token_ids, extras)
 
-    def _run_chunks(self, captured: CapturedSteps, step: StepInput) -> _Scores:
+    def _run_chunks(self, captured: CapturedSteps, step: StepInput, *, uses_cudnn: bool) -> _Scores:
         """Run a step that reads prompts, as captured graphs with attention between them."""
         spans, sampled = step.spans, step.sampled
         slots, positions = spans.rows()
@@ -249,6 +248,7 @@ class Runner:
             token_ids,
             np.maximum(self._num_prompt[slots], positions + 1),
             spans.offsets[1:][sampled] - 1,
+            uses_cudnn=uses_cudnn,
         )
         slots, ends = spans.slots[sampled], (spans.starts + spans.counts)[sampled]
         extras, others, mode = self._split(slots, ends)

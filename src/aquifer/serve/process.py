@@ -18,7 +18,7 @@ from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request
 from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelInfo
 from aquifer.errors import ConfigError, DriverError, RequestError
-from aquifer.garbage import collect_less
+from aquifer.garbage import collect_less, collect_nothing
 from aquifer.serve.logs import configure_logging
 from aquifer.serve.messages import (
     Abort,
@@ -195,6 +195,7 @@ def run_engine_process(
         current: is told which model is loaded or computed.
         log_level: least level of messages to log.
     """
+    collect_nothing()
     configure_logging(log_level)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # the web process decides when to stop

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 from aquifer.config import EngineConfig
 from aquifer.engine.reports import LoadProgress
 from aquifer.errors import ConfigError
-from aquifer.garbage import collect_less
+from aquifer.garbage import collect_less, collect_nothing
 from aquifer.serve.client import EngineClient
 from aquifer.serve.config import LAST_BYTES_S, ServerConfig
 from aquifer.serve.logs import configure_logging
@@ -50,6 +50,7 @@ def serve(
         ConfigError: an option or a checkpoint cannot be used.
         EngineError: the engine could not start.
     """
+    collect_nothing()
     configure_logging(server.log_level)
     with _listen(server.host, server.port) as listener:
         url = _url(server.host, listener.getsockname()[1])
