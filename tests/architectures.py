@@ -71,24 +71,24 @@ OUR_DECODER: dict[str, Callable[[], Any]] = {
         **GQA, use_sliding_window=True, sliding_window=WINDOW_TOKENS, max_window_layers=1
     ),
     "qwen3": lambda: transformers.Qwen3Config(**GQA, head_dim=20),
-}
-"""Architectures that `aquifer.models.decoder` serves."""
-
-TRANSFORMERS: dict[str, Callable[[], Any]] = {
-    "opt": lambda: transformers.OPTConfig(**_MHA, ffn_dim=96, word_embed_proj_dim=64),
-    "opt-350m-style": lambda: transformers.OPTConfig(
-        **_MHA, ffn_dim=96, word_embed_proj_dim=16, do_layer_norm_before=False
+    "ministral": lambda: transformers.MinistralConfig(
+        **GQA, head_dim=16, sliding_window=WINDOW_TOKENS
     ),
-    "gpt2": lambda: transformers.GPT2Config(
-        vocab_size=VOCAB_SIZE,
-        n_embd=64,
-        n_layer=2,
-        n_head=4,
-        n_positions=MAX_TOKENS,
-        scale_attn_by_inverse_layer_idx=True,
-        pad_token_id=0,
+    "smollm3": lambda: transformers.SmolLM3Config(
+        **{**GQA, "num_hidden_layers": 4},
+        no_rope_layer_interval=2,
+        use_sliding_window=True,
+        sliding_window=WINDOW_TOKENS,
     ),
-    "gpt_neox": lambda: transformers.GPTNeoXConfig(**_MHA, intermediate_size=96),
+    "seed_oss": lambda: transformers.SeedOssConfig(**GQA, head_dim=20, attention_out_bias=True),
+    "granite": lambda: transformers.GraniteConfig(
+        **GQA,
+        logits_scaling=4.0,
+        attention_multiplier=0.3,
+        embedding_multiplier=2.0,
+        residual_multiplier=0.4,
+    ),
+    "gemma": lambda: transformers.GemmaConfig(**GQA, head_dim=16),
     "gemma2": lambda: transformers.Gemma2Config(
         **GQA,
         head_dim=16,
@@ -100,7 +100,79 @@ TRANSFORMERS: dict[str, Callable[[], Any]] = {
     "gemma3_text": lambda: transformers.Gemma3TextConfig(
         **{**GQA, "num_hidden_layers": 6}, head_dim=16, sliding_window=WINDOW_TOKENS
     ),
+    "gemma3_text-linear": lambda: transformers.Gemma3TextConfig(
+        **{**GQA, "num_hidden_layers": 4},
+        head_dim=16,
+        sliding_window=WINDOW_TOKENS,
+        sliding_window_pattern=2,
+        query_pre_attn_scalar=24,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        },
+    ),
+    "phi": lambda: transformers.PhiConfig(**GQA),
+    "phi-qk-norm": lambda: transformers.PhiConfig(
+        **GQA,
+        qk_layernorm=True,
+        rope_parameters={**_rope("default"), "partial_rotary_factor": 0.25},
+    ),
     "phi3": lambda: transformers.Phi3Config(**GQA, sliding_window=WINDOW_TOKENS),
+    "olmo2": lambda: transformers.Olmo2Config(**GQA),
+    "olmo3": lambda: transformers.Olmo3Config(
+        **{**GQA, "num_hidden_layers": 4}, sliding_window=WINDOW_TOKENS
+    ),
+    "exaone4": lambda: transformers.Exaone4Config(
+        **{**GQA, "num_hidden_layers": 4}, sliding_window=WINDOW_TOKENS
+    ),
+    "exaone4-full": lambda: transformers.Exaone4Config(
+        **GQA, sliding_window=None, layer_types=["full_attention"] * 3
+    ),
+    "cohere": lambda: transformers.CohereConfig(**GQA, logit_scale=0.25),
+    "cohere-qk-norm": lambda: transformers.CohereConfig(**GQA, use_qk_norm=True),
+    "cohere2": lambda: transformers.Cohere2Config(
+        **{**GQA, "num_hidden_layers": 4}, sliding_window=WINDOW_TOKENS, attention_bias=True
+    ),
+    "glm4": lambda: transformers.Glm4Config(**GQA, head_dim=16),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=VOCAB_SIZE,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        n_positions=MAX_TOKENS,
+        scale_attn_by_inverse_layer_idx=True,
+        pad_token_id=0,
+    ),
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(**_MHA, intermediate_size=96),
+    "gpt_neox-serial": lambda: transformers.GPTNeoXConfig(
+        **_MHA, intermediate_size=96, use_parallel_residual=False, attention_bias=False
+    ),
+    "opt": lambda: transformers.OPTConfig(**_MHA, ffn_dim=96, word_embed_proj_dim=64),
+    "starcoder2": lambda: transformers.Starcoder2Config(**GQA, sliding_window=WINDOW_TOKENS),
+    "stablelm": lambda: transformers.StableLmConfig(
+        **GQA, rope_parameters={**_rope("default"), "partial_rotary_factor": 0.25}
+    ),
+    "stablelm-parallel": lambda: transformers.StableLmConfig(
+        **GQA,
+        use_parallel_residual=True,
+        qk_layernorm=True,
+        use_qkv_bias=True,
+        rope_parameters={**_rope("default"), "partial_rotary_factor": 0.5},
+    ),
+    "falcon": lambda: transformers.FalconConfig(
+        **_MHA, new_decoder_architecture=True, num_kv_heads=2, bias=True
+    ),
+    "falcon-one-norm": lambda: transformers.FalconConfig(
+        **_MHA, new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1
+    ),
+}
+"""Architectures that `aquifer.models.decoder` serves."""
+
+TRANSFORMERS: dict[str, Callable[[], Any]] = {
+    "helium": lambda: transformers.HeliumConfig(**GQA, head_dim=16),
+    "opt-350m-style": lambda: transformers.OPTConfig(
+        **_MHA, ffn_dim=96, word_embed_proj_dim=16, do_layer_norm_before=False
+    ),
     "phi3-longrope": lambda: transformers.Phi3Config(
         **GQA,
         original_max_position_embeddings=ORIGINAL_TOKENS,
@@ -110,7 +182,6 @@ TRANSFORMERS: dict[str, Callable[[], Any]] = {
             long_factor=[2.0 + i for i in range(8)],
         ),
     ),
-    "olmo2": lambda: transformers.Olmo2Config(**GQA),
     "mixtral": lambda: transformers.MixtralConfig(
         **GQA, num_local_experts=4, sliding_window=WINDOW_TOKENS, output_router_logits=True
     ),
@@ -123,10 +194,6 @@ TRANSFORMERS: dict[str, Callable[[], Any]] = {
         use_sliding_window=True,
         sliding_window=WINDOW_TOKENS,
         norm_topk_prob=True,
-    ),
-    "cohere": lambda: transformers.CohereConfig(**GQA, logit_scale=0.25),
-    "granite": lambda: transformers.GraniteConfig(
-        **GQA, logits_scaling=4.0, attention_multiplier=0.3, embedding_multiplier=2.0
     ),
     "gpt_bigcode": lambda: transformers.GPTBigCodeConfig(
         vocab_size=VOCAB_SIZE,
@@ -152,6 +219,22 @@ TRANSFORMERS: dict[str, Callable[[], Any]] = {
     ),
 }
 """Architectures that `aquifer.models.transformers` serves."""
+
+BOTH: dict[str, Callable[[], Any]] = {
+    name: OUR_DECODER[name]
+    for name in (
+        "cohere",
+        "gemma2",
+        "gemma3_text",
+        "gpt2",
+        "gpt_neox",
+        "granite",
+        "olmo2",
+        "opt",
+        "phi3",
+    )
+}
+"""Architectures of our decoder that `aquifer.models.transformers` could serve as well."""
 
 
 def save_tiny(config: Any, folder: Path, seed: int = 1) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import typer
+from tools import support_table
 from tools.options_table import with_table
 from tools.sizing_tables import with_tables
 
@@ -116,6 +117,11 @@ def test_the_tree_names_every_module_and_package():
     packages = {file.parent for file in root.glob("*/**/__init__.py")}
     names = {file.name for file in modules} | {f"{folder.name}/" for folder in packages}
     assert set(re.findall(r"\w+\.py|\w+/", tree)) - {"src/", "aquifer/"} == names
+
+
+def test_readme_has_the_table_of_models():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert readme == support_table.with_table(readme), "run python -m tools.support_table"
 
 
 def test_readme_has_the_table_of_options():

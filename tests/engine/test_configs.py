@@ -52,9 +52,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("whole")
     config = llama_config(**SMALL)
     save_checkpoint(folder / "llama", config, llama_weights(config, 0))
-    for name in ("olmo2", "gpt2"):
+    for name in ("helium", "gpt_bigcode"):
         save_tiny(TRANSFORMERS[name](), folder / name)
-    return {name: folder / name for name in ("llama", "olmo2", "gpt2")}
+    return {name: folder / name for name in ("llama", "helium", "gpt_bigcode")}
 
 
 def edited(whole: Path, folder: Path, name: str = "config.json", /, **fields: Any) -> Path:
@@ -161,7 +161,7 @@ BAD: list[Bad] = [
     ({"model_type": ABSENT}, r"config\.json lacks model_type"),
     ({"model_type": None}, r"config\.json: model_type is null"),
     ({"hidden_act": "\ud800"}, r"config\.json: hidden_act is no valid Unicode"),
-    ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not silu"),
+    ({"hidden_act": "spiral"}, r"make LlamaForCausalLM from .*config\.json: .*spiral"),
     ({"partial_rotary_factor": "x"}, r"config\.json: partial_rotary_factor is \"x\""),
     # Sizes that do not fit together.
     ({"num_key_value_heads": 3}, r"num_key_value_heads is 3; it must be a divisor of the 2 heads"),
@@ -237,20 +237,20 @@ def test_a_bad_configuration(
 
 
 BAD_TRANSFORMERS: dict[str, list[Bad]] = {
-    "olmo2": [
+    "helium": [
         *each(sorted(SIZES.keys() - {"intermediate_size"}), [0, -5, "x", 1.5, True], IS + WHOLE),
         *each(SIZES, [10**9, 10**30], IS + WHOLE),
         *each(SIZES, [LONG], r"config\.json: NAME is a number of 5000 digits"),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3; .* a divisor of the 4"),
-        ({"rms_norm_eps": "a"}, r"config\.json is not a valid olmo2 .*'rms_norm_eps'"),
-        ({"hidden_act": "spiral"}, r"make Olmo2ForCausalLM from .*config\.json: .*spiral"),
+        ({"rms_norm_eps": "a"}, r"config\.json is not a valid helium .*'rms_norm_eps'"),
+        ({"hidden_act": "spiral"}, r"make HeliumForCausalLM from .*config\.json: .*spiral"),
         ({"eos_token_id": [-1, "x"]}, r"config\.json.*eos_token_id"),
         ({"intermediate_size": -4}, r"config\.json"),
         ({"rope_parameters": {"rope_type": "spiral"}}, r"config\.json.*spiral"),
         ({"rope_parameters": [1]}, r"config\.json"),
     ],
     # The same sizes, under the names of this architecture.
-    "gpt2": each(
+    "gpt_bigcode": each(
         ("n_layer", "n_head", "n_embd", "n_positions", "vocab_size"),
         [0, -5, 10**9, "x"],
         IS + WHOLE,
@@ -286,7 +286,7 @@ def test_modules_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_constants_without_end(whole: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers are allocated while a plan is made, unlike weights."""
     monkeypatch.setattr(limits, "MOST_CONSTANT_BYTES", 60)  # two frequencies of 32 bytes
-    check_refused(whole["olmo2"], r"config\.json: .* constants of 64 B, and at most 60 B")
+    check_refused(whole["helium"], r"config\.json: .* constants of 64 B, and at most 60 B")
 
 
 @pytest.mark.parametrize("value", [[-1, "x"], -1, "x", 1.5, True, [LONG]])
@@ -461,6 +461,6 @@ def test_any_value_in_a_field_of_our_decoder(
 def test_any_value_in_a_field_of_transformers(
     whole: dict[str, Path], tmp_path: Path, data: st.DataObject, value: Any, load_format: str
 ) -> None:
-    names = sorted(json.loads((whole["olmo2"] / "config.json").read_text()))
+    names = sorted(json.loads((whole["helium"] / "config.json").read_text()))
     name = data.draw(st.sampled_from(names))
-    check_any(edited(whole["olmo2"], tmp_path / "tiny", **{name: value}), load_format)
+    check_any(edited(whole["helium"], tmp_path / "tiny", **{name: value}), load_format)

@@ -152,7 +152,9 @@ def _free_memory() -> Iterator[None]:
 
 ARCHITECTURES = {
     **{name: OUR_DECODER[name] for name in ("llama", "qwen3", "mistral")},
-    "gpt2": TRANSFORMERS["gpt2"],
+    **{name: OUR_DECODER[name] for name in ("gemma2", "gemma3_text", "phi", "olmo2", "cohere2")},
+    **{name: OUR_DECODER[name] for name in ("gpt2", "gpt_neox", "opt", "glm4", "stablelm")},
+    "gpt_bigcode": TRANSFORMERS["gpt_bigcode"],
 }
 
 

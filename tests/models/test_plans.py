@@ -22,13 +22,17 @@ from aquifer.cache.base import KVLayout, LayerKV
 from aquifer.errors import UnsupportedModelError
 from aquifer.fields import Fields
 from aquifer.models import Planner, StateLayout, StateTensor, plan_model
-from aquifer.models.decoder import DecoderConfig
+from aquifer.models.families import FAMILIES
 from aquifer.models.transformers.layout import read_kv_layout
 from aquifer.weights.checkpoint import Checkpoint
 
 ARCHITECTURES = OUR_DECODER | TRANSFORMERS
-LATENT = {"deepseek_v3": LayerKV(4, 24, 12)}
-"""Layers whose keys and values are expanded from what Transformers caches."""
+OTHER_KV = {
+    "deepseek_v3": LayerKV(4, 24, 12),  # expanded from what Transformers caches
+    "falcon": LayerKV(2, 16, 16),  # Transformers caches a copy of them for each query head
+    "falcon-one-norm": LayerKV(2, 16, 16),
+}
+"""KV of layers that is not what Transformers caches."""
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -41,7 +45,8 @@ def test_plan_agrees_with_a_run_of_transformers(name: str, tmp_path: Path) -> No
     with torch.no_grad():
         output = reference(torch.arange(4)[None], use_cache=True)
     layers = tuple(
-        LATENT.get(name) or LayerKV(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3])
+        OTHER_KV.get(name)
+        or LayerKV(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3])
         for layer in output.past_key_values.layers
     )
     assert plan.kv_layout == KVLayout(layers, torch.float32)
@@ -67,12 +72,13 @@ def test_windows_of_mistral_models() -> None:
     ]
     for extra, windows in table:
         fields = Fields(Path("config.json"), values | extra)
-        assert DecoderConfig.read(fields, "Mistral").windows_tokens == windows
+        spec = FAMILIES["mistral"](fields, "Mistral")
+        assert tuple(layer.window_tokens for layer in spec.layers) == windows
 
 
 def test_planner_chooses_the_dtype(tmp_path: Path) -> None:
     save_tiny(OUR_DECODER["llama"](), tmp_path / "llama")
-    save_tiny(TRANSFORMERS["olmo2"](), tmp_path / "olmo2")
+    save_tiny(TRANSFORMERS["gpt_bigcode"](), tmp_path / "gpt_bigcode")
     planner: Planner = plan_model
     for folder in tmp_path.iterdir():
         for dtype in (torch.float16, torch.bfloat16):

@@ -35,7 +35,7 @@ class Visited:
 
     def attend(self, layer: int, query: torch.Tensor, how: AttentionOptions) -> torch.Tensor:
         self.layers.append(layer)
-        self.kinds.add((how, self._alignments[layer]))
+        self.kinds.add((how.window_tokens, how.softcap, self._alignments[layer]))
         return query.new_zeros(*query.shape[:2], self._layers[layer][1].shape[-1])
 
 
@@ -53,6 +53,8 @@ def test_a_rehearsal_has_every_kind_of_layer(family: str, tmp_path: Path) -> Non
     config.num_hidden_layers = 6
     if getattr(config, "layer_types", None):
         config.layer_types = (config.layer_types * 6)[:6]
+    if getattr(config, "no_rope_layers", None):
+        config.no_rope_layers = (config.no_rope_layers * 6)[:6]
     save_tiny(config, tmp_path)
     checkpoint = Checkpoint.open(tmp_path)
     plan = plan_model(checkpoint, None)

@@ -12,6 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tests.architectures import (
+    BOTH,
     GQA,
     MAX_TOKENS,
     ORIGINAL_TOKENS,
@@ -28,14 +29,15 @@ from aquifer.models.base import Model
 from aquifer.models.transformers import TransformersPlan
 from aquifer.weights.checkpoint import Checkpoint
 
+ARCHITECTURES = TRANSFORMERS | BOTH
 LENGTHS = (17, 4, 11)
 
 
-@pytest.fixture(scope="module", params=TRANSFORMERS)
+@pytest.fixture(scope="module", params=ARCHITECTURES)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(directory, Transformers' own model) of each architecture."""
     folder = tmp_path_factory.mktemp(request.param)
-    return folder, save_tiny(TRANSFORMERS[request.param](), folder)
+    return folder, save_tiny(ARCHITECTURES[request.param](), folder)
 
 
 def loaded(folder: Path, dtype: torch.dtype | None = None) -> AbstractContextManager[Model]:
@@ -88,7 +90,7 @@ def test_planning_reads_no_weights_and_takes_no_memory_for_them(saved: Any) -> N
 @pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "phi3", "mixtral", "qwen3_moe"])
 def test_windows_matter(name: str, tmp_path: Path) -> None:
     """Without its window, each of these gives other logits, so the tests above can fail."""
-    config = TRANSFORMERS[name]()
+    config = ARCHITECTURES[name]()
     reference = save_tiny(config, tmp_path)
     ids = random_ids(LENGTHS[0], 0)
     windowed = own_logits(reference, [ids])[0]
@@ -105,7 +107,7 @@ def test_windows_matter(name: str, tmp_path: Path) -> None:
 
 
 def test_half_precision_and_dtype_choice(tmp_path: Path) -> None:
-    reference = save_tiny(TRANSFORMERS["qwen3_moe"](), tmp_path)
+    reference = save_tiny(ARCHITECTURES["qwen3_moe"](), tmp_path)
     with loaded(tmp_path, torch.bfloat16) as model:
         assert model.kv_layout.dtype == torch.bfloat16
         ids = random_ids(8, 0)
@@ -138,7 +140,7 @@ def rename_tensors(folder: Path, rename: Any, **extra: torch.Tensor) -> None:
 
 def test_gpt2_without_prefix_and_with_old_masks(tmp_path: Path) -> None:
     """The hub's gpt2: names of the base model, and masks that are no longer parameters."""
-    reference = save_tiny(TRANSFORMERS["gpt2"](), tmp_path)
+    reference = save_tiny(ARCHITECTURES["gpt2"](), tmp_path)
     rename_tensors(
         tmp_path,
         lambda name, tensor: [(name.removeprefix("transformer."), tensor)],
@@ -153,7 +155,7 @@ def test_gpt2_without_prefix_and_with_old_masks(tmp_path: Path) -> None:
 
 
 def test_tied_head_under_its_other_name(tmp_path: Path) -> None:
-    reference = save_tiny(TRANSFORMERS["gpt2"](), tmp_path)
+    reference = save_tiny(ARCHITECTURES["gpt2"](), tmp_path)
     other_names = {"transformer.wte.weight": "lm_head.weight"}
     rename_tensors(tmp_path, lambda name, tensor: [(other_names.get(name, name), tensor)])
     with loaded(tmp_path) as model:
@@ -196,7 +198,7 @@ def test_experts_stored_singly_or_fused(
     name: str, split: Any, stored: str, layout: str, tmp_path: Path
 ) -> None:
     """Twelve experts, because alphabetical order puts 10 before 2."""
-    config = TRANSFORMERS[name]()
+    config = ARCHITECTURES[name]()
     setattr(config, "num_local_experts" if name == "mixtral" else "num_experts", 12)
     reference = save_tiny(config, tmp_path)
     state = reference.state_dict()
@@ -211,14 +213,14 @@ def test_experts_stored_singly_or_fused(
 def test_contexts_end_where_rotary_scaling_would_depend_on_the_batch(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save_tiny(TRANSFORMERS["phi3-longrope"](), tmp_path)
+    save_tiny(ARCHITECTURES["phi3-longrope"](), tmp_path)
     plan = TransformersPlan(Checkpoint.open(tmp_path), None)
     assert plan.max_model_len == ORIGINAL_TOKENS
     assert f"{ORIGINAL_TOKENS} of {MAX_TOKENS}" in caplog.text
 
 
 def test_invalid_configuration_is_not_reported_as_unsupported(tmp_path: Path) -> None:
-    save_tiny(TRANSFORMERS["olmo2"](), tmp_path)
+    save_tiny(ARCHITECTURES["olmo2"](), tmp_path)
     edit_config(tmp_path, attention_dropout="high")
     with pytest.raises(
         ConfigError, match=r"config\.json is not a valid olmo2 configuration: .*'attention_dropout'"
@@ -228,7 +230,7 @@ def test_invalid_configuration_is_not_reported_as_unsupported(tmp_path: Path) ->
 
 
 def test_missing_tensor_is_named(tmp_path: Path) -> None:
-    save_tiny(TRANSFORMERS["olmo2"](), tmp_path)
+    save_tiny(ARCHITECTURES["olmo2"](), tmp_path)
     rename_tensors(
         tmp_path, lambda name, tensor: [] if name == "lm_head.weight" else [(name, tensor)]
     )
@@ -237,7 +239,7 @@ def test_missing_tensor_is_named(tmp_path: Path) -> None:
 
 
 def test_missing_expert_is_noticed(tmp_path: Path) -> None:
-    reference = save_tiny(TRANSFORMERS["mixtral"](), tmp_path)
+    reference = save_tiny(ARCHITECTURES["mixtral"](), tmp_path)
     state = dict(pair for item in reference.state_dict().items() for pair in mixtral_experts(*item))
     del state["model.layers.1.block_sparse_moe.experts.2.w3.weight"]
     save_file({key: t.contiguous() for key, t in state.items()}, tmp_path / "model.safetensors")
@@ -295,7 +297,7 @@ def test_refused_before_weights_are_read(architecture: str, tmp_path: Path) -> N
 
 
 def test_bidirectional_mask_is_refused_by_the_probe(tmp_path: Path) -> None:
-    save_tiny(TRANSFORMERS["gemma3_text"](), tmp_path)
+    save_tiny(ARCHITECTURES["gemma3_text"](), tmp_path)
     edit_config(tmp_path, use_bidirectional_attention=True)
     with pytest.raises(UnsupportedModelError, match=r"mask|causal"), loaded(tmp_path):
         pass
@@ -324,7 +326,7 @@ def test_chunked_attention_is_refused_unless_one_chunk_holds_the_context(tmp_pat
 
 
 def test_two_models_from_one_plan_do_not_share_state(tmp_path: Path) -> None:
-    save_tiny(TRANSFORMERS["olmo2"](), tmp_path)
+    save_tiny(ARCHITECTURES["olmo2"](), tmp_path)
     checkpoint = Checkpoint.open(tmp_path)
     plan = TransformersPlan(checkpoint, None)
     with loaded_weights(checkpoint, plan) as tensors:
@@ -345,7 +347,7 @@ def test_two_models_from_one_plan_do_not_share_state(tmp_path: Path) -> None:
 def test_layout_other_than_planned_is_refused(
     layer: LayerKV, dtype: torch.dtype, reason: str, tmp_path: Path
 ) -> None:
-    save_tiny(TRANSFORMERS["olmo2"](), tmp_path)
+    save_tiny(ARCHITECTURES["olmo2"](), tmp_path)
     checkpoint = Checkpoint.open(tmp_path)
     plan = TransformersPlan(checkpoint, None)
     planned = plan.kv_layout

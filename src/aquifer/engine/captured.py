@@ -90,8 +90,6 @@ class CapturedSteps:
                 self._decodes.rehearse(size)
                 for mode in CAPTURED_MODES:
                     self._samples.rehearse(size, mode)
-        # Graphs that are captured after hundreds of others run slower: kernels of a decode step
-        # follow each other 0.5 us later. So decode steps, of many small kernels, come first.
         total = len(sizes) + len(self._sizes)
         for num_done, size in enumerate(reversed(self._sizes), 1):
             self._decodes.capture(size)

@@ -1,4 +1,4 @@
-"""SwiGLU activation between the two matrix products of a feed-forward layer."""
+"""Activations between the two matrix products of a feed-forward layer, gated (SwiGLU) or not."""
 
 from __future__ import annotations
 
@@ -17,6 +17,50 @@ from aquifer.kernels._triton import (
 )
 
 _COLUMNS = 1024  # columns of one program
+
+
+ACTIVATIONS: dict[str, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+"""Activations by name, with their numbers in the kernel. "gelu" is exact, "gelu_tanh" its
+approximation."""
+
+
+def activate_reference(x: torch.Tensor, name: str, *, is_gated: bool) -> torch.Tensor:
+    """`activate` in plain torch."""
+    gate, up = x.chunk(2, dim=1) if is_gated else (x, None)
+    if name == "silu":
+        result = F.silu(gate)
+    elif name == "relu":
+        result = F.relu(gate)
+    else:
+        result = F.gelu(gate, approximate="tanh" if name == "gelu_tanh" else "none")
+    return result if up is None else result * up
+
+
+def activate(x: torch.Tensor, name: str, *, is_gated: bool) -> torch.Tensor:
+    """Apply an activation, with each operation rounded to the dtype as in torch.
+
+    Args:
+        x: [tokens, n], contiguous; gated: [tokens, 2n], the gate before what it multiplies.
+        name: one of `ACTIVATIONS`.
+        is_gated: whether to multiply by the second half.
+
+    Returns:
+        [tokens, n], contiguous.
+    """
+    if not runs_triton(x):
+        return activate_reference(x, name, is_gated=is_gated)
+    num_tokens, width = x.shape
+    assert x.stride(1) == 1
+    if is_gated:
+        assert width % 2 == 0
+        width //= 2
+    out = x.new_empty(num_tokens, width)
+    if num_tokens:
+        _activation_kernel[(num_tokens, -(-width // _COLUMNS))](
+            x, out, x.stride(0), width, block=_COLUMNS, kind=ACTIVATIONS[name], is_gated=is_gated,
+            num_warps=4, **launch_options(x.device),
+        )  # fmt: skip
+    return out
 
 
 def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
@@ -70,3 +114,38 @@ def _silu_mul_kernel(
     activated = (wide * tl.sigmoid(wide)).to(gate.dtype)
     product = activated.to(tl.float32) * up.to(tl.float32)
     tl.store(out + token * n + columns, product.to(gate.dtype), mask=inside)
+
+
+@jit
+def _activation_kernel(
+    x: tensor,
+    out: tensor,
+    x_stride: tensor,
+    n: tensor,
+    block: constexpr,
+    kind: constexpr,
+    is_gated: constexpr,
+    overlaps: constexpr,
+) -> None:
+    """A program handles `block` columns of one token; `kind` as in `ACTIVATIONS`."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < n
+    await_predecessor(overlaps)
+    release_successor(overlaps)
+    gate = tl.load(x + token * x_stride + column, mask=inside, other=0.0)
+    wide = gate.to(tl.float32)
+    if kind == 0:
+        wide = wide * tl.sigmoid(wide)
+    elif kind == 1:
+        wide = 0.5 * wide * (1.0 + tl.erf(wide * 0.7071067811865476))
+    elif kind == 2:
+        inner = 0.7978845608028654 * (wide + 0.044715 * wide * wide * wide)
+        wide = 0.5 * wide * (2.0 * tl.sigmoid(2.0 * inner))  # 1 + tanh(inner)
+    else:
+        wide = tl.maximum(wide, 0.0)
+    result = wide.to(gate.dtype)
+    if is_gated:
+        up = tl.load(x + token * x_stride + n + column, mask=inside, other=0.0)
+        result = (result.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+    tl.store(out + token * n + column, result, mask=inside)

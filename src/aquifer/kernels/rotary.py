@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoPE, RoFormer), which rotates the halves of a head as pairs."""
+"""Rotary position embedding (RoPE, RoFormer), which rotates pairs of dimensions of a head."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aquifer.kernels._triton import (
     tensor,
     tl,
 )
-from aquifer.kernels.norm import rms_norm_reference
+from aquifer.kernels.norm import NormWeights, norm_reference
 
 _HEADS = 8  # heads of one program
 _TOKENS = 16  # tokens of one program of `_rotary_angles_kernel`
@@ -86,28 +86,59 @@ def _rotary_angles_kernel(
     tl.store(sin + place, tl.sin(angle) * magnitude, mask=inside)
 
 
-def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate each head by its token's angles.
+def rotary(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_interleaved: bool = False
+) -> torch.Tensor:
+    """Rotate the first dimensions of each head by its token's angles; the others stay.
 
     Args:
         x: [tokens, heads, head_dim].
-        cos: [tokens, head_dim / 2], times the attention factor if the scaling has one.
-        sin: [tokens, head_dim / 2], likewise.
+        cos: [tokens, rotated / 2], times the attention factor if the scaling has one.
+        sin: [tokens, rotated / 2], likewise.
+        is_interleaved: whether a pair is two neighbours; else one of each half of those rotated.
 
     Returns:
         [tokens, heads, head_dim] of x's dtype.
     """
+    num_rotated = 2 * cos.shape[1]
     cos, sin = cos.to(x.dtype).unsqueeze(1), sin.to(x.dtype).unsqueeze(1)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    part, rest = x[..., :num_rotated], x[..., num_rotated:]
+    if is_interleaved:
+        first, second = part[..., 0::2], part[..., 1::2]
+        pair = (first * cos - second * sin, second * cos + first * sin)
+        return torch.cat((torch.stack(pair, dim=-1).flatten(-2), rest), dim=-1)
+    first, second = part.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def split_heads(
+    qkv: torch.Tensor, num_heads: int, num_kv_heads: int, *, is_grouped: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Heads of queries, keys and values of a fused projection.
+
+    Args:
+        qkv: [tokens, (heads + 2 kv_heads) * dim].
+        num_heads: query heads.
+        num_kv_heads: heads of keys and values.
+        is_grouped: see `qk_norm_rope_write`.
+
+    Returns:
+        [tokens, heads, dim], and twice [tokens, kv_heads, dim].
+    """
+    if not is_grouped:
+        heads = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, -1))
+        q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        return q, k, v
+    groups = qkv.unflatten(1, (num_kv_heads, num_heads // num_kv_heads + 2, -1))
+    return groups[:, :, :-2].flatten(1, 2), groups[:, :, -2], groups[:, :, -1]
 
 
 def qk_norm_rope_write_reference(
     qkv: torch.Tensor,
     q_weight: torch.Tensor | None,
     k_weight: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -115,18 +146,19 @@ def qk_norm_rope_write_reference(
     row_second: torch.Tensor,
     *,
     eps: float,
+    plus_one: bool = False,
+    is_interleaved: bool = False,
+    is_grouped: bool = False,
 ) -> None:
     """`qk_norm_rope_write` in plain torch."""
-    num_heads, dim = query.shape[1:]
-    num_kv_heads = keys.shape[2]
-    heads = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, dim))
-    values_from = num_heads + num_kv_heads
-    rotated, v = heads[:, :values_from], heads[:, values_from:]
+    q, k, v = split_heads(qkv, query.shape[1], keys.shape[2], is_grouped=is_grouped)
     if q_weight is not None and k_weight is not None:
-        q, k = rotated.split((num_heads, num_kv_heads), dim=1)
-        q, k = rms_norm_reference(q, q_weight, eps), rms_norm_reference(k, k_weight, eps)
-        rotated = torch.cat((q, k), dim=1)
-    q, k = rotary(rotated, cos, sin).split((num_heads, num_kv_heads), dim=1)
+        q_norm, k_norm = (
+            NormWeights(weight, None, eps, plus_one=plus_one) for weight in (q_weight, k_weight)
+        )
+        q, k = norm_reference(q, q_norm), norm_reference(k, k_norm)
+    if cos is not None and sin is not None:
+        q, k = (rotary(part, cos, sin, is_interleaved=is_interleaved) for part in (q, k))
     query.copy_(q)
     written = row_first >= 0
     if not written.all():
@@ -139,8 +171,8 @@ def qk_norm_rope_write(
     qkv: torch.Tensor,
     q_weight: torch.Tensor | None,
     k_weight: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -148,6 +180,9 @@ def qk_norm_rope_write(
     row_second: torch.Tensor,
     *,
     eps: float = 0.0,
+    plus_one: bool = False,
+    is_interleaved: bool = False,
+    is_grouped: bool = False,
 ) -> None:
     """Normalise and rotate queries and keys, and write K and V into the KV cache.
 
@@ -158,8 +193,8 @@ def qk_norm_rope_write(
         qkv: [tokens, (heads + 2 kv_heads) * dim], the fused projection; any row stride.
         q_weight: [dim], weight of the norm of query heads; None for no norm.
         k_weight: [dim], weight of the norm of key heads; None exactly if `q_weight` is.
-        cos: [tokens, dim / 2] float32, contiguous, see `rotary`.
-        sin: [tokens, dim / 2] float32, contiguous.
+        cos: [tokens, rotated / 2] float32, contiguous, see `rotary`; None for no rotation.
+        sin: [tokens, rotated / 2] float32, contiguous; None exactly if `cos` is.
         query: [tokens, heads, dim], contiguous, overwritten.
         keys: [slots, max_tokens, kv_heads, dim] or [blocks, block_size, kv_heads, dim]; last
             stride 1, others any.
@@ -168,28 +203,40 @@ def qk_norm_rope_write(
             nothing is written there.
         row_second: [tokens] int64, second index.
         eps: added to the mean square of the norm.
+        plus_one: whether the norm's weights are one more than what is stored.
+        is_interleaved: see `rotary`.
+        is_grouped: whether the heads of a KV head are together: its queries, its key, its value;
+            else all queries come first, then all keys, then all values.
     """
     num_tokens, num_heads, dim = query.shape
     num_kv_heads = keys.shape[2]
     assert qkv.shape == (num_tokens, (num_heads + 2 * num_kv_heads) * dim)
     assert keys.shape == values.shape
     assert keys.shape[3] == dim
-    assert cos.shape == sin.shape == (num_tokens, dim // 2)
+    assert cos is None or cos.shape[1] <= dim // 2
     assert row_first.shape == row_second.shape == (num_tokens,)
     assert (q_weight is None) == (k_weight is None)
+    assert (cos is None) == (sin is None)
     if not runs_triton(qkv):
         qk_norm_rope_write_reference(
-            qkv, q_weight, k_weight, cos, sin, query, keys, values, row_first, row_second, eps=eps
-        )
+            qkv, q_weight, k_weight, cos, sin, query, keys, values, row_first, row_second, eps=eps,
+            plus_one=plus_one, is_interleaved=is_interleaved, is_grouped=is_grouped,
+        )  # fmt: skip
         return
-    assert cos.dtype == sin.dtype == torch.float32
-    assert cos.is_contiguous()
-    assert sin.is_contiguous()
+    half = 0
+    if cos is not None and sin is not None:
+        assert cos.shape == sin.shape
+        assert len(cos) == num_tokens
+        assert cos.dtype == sin.dtype == torch.float32
+        assert cos.is_contiguous()
+        assert sin.is_contiguous()
+        half = cos.shape[1]
     assert query.is_contiguous()
     assert qkv.stride(1) == keys.stride(3) == values.stride(3) == 1
     q_blocks, kv_blocks = -(-num_heads // _HEADS), -(-num_kv_heads // _HEADS)
     if num_tokens == 0:
         return
+    pairs = half or dim // 2  # a program holds pairs of dimensions, rotated or not
     _qk_norm_rope_write_kernel[(num_tokens, q_blocks + 2 * kv_blocks)](
         qkv,
         q_weight,
@@ -207,12 +254,17 @@ def qk_norm_rope_write(
         eps,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        half=dim // 2,
-        half_pow2=1 << (dim // 2 - 1).bit_length(),
+        dim=dim,
+        half=pairs,
+        half_pow2=1 << (pairs - 1).bit_length(),
+        rest_pow2=1 << (dim - 2 * pairs - 1).bit_length() if dim > 2 * pairs else 0,
         block_heads=_HEADS,
         q_blocks=q_blocks,
         kv_blocks=kv_blocks,
-        has_norm=q_weight is not None,
+        norm_kind=0 if q_weight is None else 2 if plus_one else 1,
+        rotates=cos is not None,
+        is_interleaved=is_interleaved,
+        is_grouped=is_grouped,
         num_warps=4,
         **launch_options(qkv.device),
     )
@@ -240,85 +292,142 @@ def _qk_norm_rope_write_kernel(
     eps: tensor,
     num_heads: constexpr,
     num_kv_heads: constexpr,
+    dim: constexpr,
     half: constexpr,
     half_pow2: constexpr,
+    rest_pow2: constexpr,
     block_heads: constexpr,
     q_blocks: constexpr,
     kv_blocks: constexpr,
-    has_norm: constexpr,
+    norm_kind: constexpr,
+    rotates: constexpr,
+    is_interleaved: constexpr,
+    is_grouped: constexpr,
     overlaps: constexpr,
 ) -> None:
-    """A program handles up to `block_heads` heads of one token, all of q, or of k, or of v."""
+    """A program handles up to `block_heads` heads of one token, all of q, or of k, or of v.
+
+    It holds the first `2 * half` dimensions as pairs that rotate together, and the rest apart.
+    """
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     await_predecessor(overlaps)
     release_successor(overlaps)
     first = tl.load(row_first + token)
     second = tl.load(row_second + token)
-    lane = tl.arange(0, half_pow2)[None, :]
     head = tl.arange(0, block_heads)[:, None]
     num_written = tl.where(first >= 0, num_kv_heads, 0)  # KV heads to write; 0 for padding
-    source = qkv + token * qkv_stride + lane
-    angle = token * half + lane
+    source = qkv + token * qkv_stride
+    angle = token * half
+    group = num_heads // num_kv_heads
     if block < q_blocks:
         q_head = head + block * block_heads
-        is_q = (q_head < num_heads) & (lane < half)
-        q_source = source + q_head * (2 * half)
-        q_low, q_high = _rotated(
-            q_source, q_weight, cos, sin, angle, lane, is_q, eps, half, has_norm
-        )
-        q_target = query + (token * num_heads + q_head) * (2 * half) + lane
-        tl.store(q_target, q_low, mask=is_q)
-        tl.store(q_target + half, q_high, mask=is_q)
+        q_row = q_head
+        if is_grouped:
+            q_row = q_head // group * (group + 2) + q_head % group
+        q_target = query + (token * num_heads + q_head) * dim
+        _write_heads(
+            source + q_row * dim, q_target, q_head < num_heads, q_weight, cos, sin, angle, eps,
+            dim, half, half_pow2, rest_pow2, norm_kind, rotates, is_interleaved,
+        )  # fmt: skip
     elif block < q_blocks + kv_blocks:
         k_head = head + (block - q_blocks) * block_heads
-        is_k = (k_head < num_written) & (lane < half)
-        k_source = source + (num_heads + k_head) * (2 * half)
-        k_low, k_high = _rotated(
-            k_source, k_weight, cos, sin, angle, lane, is_k, eps, half, has_norm
-        )
+        k_row = num_heads + k_head
+        if is_grouped:
+            k_row = k_head * (group + 2) + group
         k_token = keys + (first * key_first_stride + second * key_second_stride)
-        k_target = k_token + k_head * key_head_stride + lane
-        tl.store(k_target, k_low, mask=is_k)
-        tl.store(k_target + half, k_high, mask=is_k)
+        _write_heads(
+            source + k_row * dim, k_token + k_head * key_head_stride, k_head < num_written,
+            k_weight, cos, sin, angle, eps,
+            dim, half, half_pow2, rest_pow2, norm_kind, rotates, is_interleaved,
+        )  # fmt: skip
     else:
         v_head = head + (block - q_blocks - kv_blocks) * block_heads
-        is_v = (v_head < num_written) & (lane < half)
-        v_source = source + (num_heads + num_kv_heads + v_head) * (2 * half)
+        v_row = num_heads + num_kv_heads + v_head
+        if is_grouped:
+            v_row = v_head * (group + 2) + group + 1
         v_token = values + (first * value_first_stride + second * value_second_stride)
-        v_target = v_token + v_head * value_head_stride + lane
-        tl.store(v_target, tl.load(v_source, mask=is_v), mask=is_v)
-        tl.store(v_target + half, tl.load(v_source + half, mask=is_v), mask=is_v)
+        _write_heads(
+            source + v_row * dim, v_token + v_head * value_head_stride, v_head < num_written,
+            k_weight, cos, sin, angle, eps,
+            dim, half, half_pow2, rest_pow2, 0, False, False,
+        )  # fmt: skip
 
 
 @jit
-def _rotated(
+def _write_heads(
     source: tensor,
+    target: tensor,
+    is_head: tensor,
     weight: tensor,
     cos: tensor,
     sin: tensor,
     angle: tensor,
-    lane: tensor,
-    inside: tensor,
     eps: tensor,
+    dim: constexpr,
     half: constexpr,
-    has_norm: constexpr,
-) -> tensor:
-    """Return both halves of some heads, [heads, half] each, rounded where the reference rounds."""
+    half_pow2: constexpr,
+    rest_pow2: constexpr,
+    norm_kind: constexpr,
+    rotates: constexpr,
+    is_interleaved: constexpr,
+) -> None:
+    """Normalise, rotate and store some heads, rounded where the reference rounds.
+
+    Args:
+        source: [heads, 1], where each begins.
+        target: likewise.
+        is_head: [heads, 1].
+        norm_kind: 0 for no norm, 1 for RMSNorm, 2 for one with a weight one more than stored.
+    """
+    pair = tl.arange(0, half_pow2)[None, :]
+    if is_interleaved:
+        low, high = 2 * pair, 2 * pair + 1
+    else:
+        low, high = pair, pair + half
+    is_pair = pair < half
+    inside = is_head & is_pair
     # All loads come first, so that they overlap.
-    low = tl.load(source, mask=inside, other=0.0)
-    high = tl.load(source + half, mask=inside, other=0.0)
-    dtype = low.dtype
-    c = tl.load(cos + angle, mask=lane < half, other=0.0).to(dtype).to(tl.float32)
-    s = tl.load(sin + angle, mask=lane < half, other=0.0).to(dtype).to(tl.float32)
-    a, b = low.to(tl.float32), high.to(tl.float32)
-    if has_norm:
-        weight_a = tl.load(weight + lane, mask=lane < half, other=0.0).to(tl.float32)
-        weight_b = tl.load(weight + half + lane, mask=lane < half, other=0.0).to(tl.float32)
-        mean_square = (tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / (2 * half)
-        scale = tl.rsqrt(mean_square + eps)[:, None]
-        a = (weight_a * (a * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-        b = (weight_b * (b * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-    a_c, a_s = (a * c).to(dtype).to(tl.float32), (a * s).to(dtype).to(tl.float32)
-    b_c, b_s = (b * c).to(dtype).to(tl.float32), (b * s).to(dtype).to(tl.float32)
-    return (a_c - b_s).to(dtype), (b_c + a_s).to(dtype)
+    a_stored = tl.load(source + low, mask=inside, other=0.0)
+    b_stored = tl.load(source + high, mask=inside, other=0.0)
+    dtype = a_stored.dtype
+    a, b = a_stored.to(tl.float32), b_stored.to(tl.float32)
+    if rotates:
+        c = tl.load(cos + angle + pair, mask=is_pair, other=0.0).to(dtype).to(tl.float32)
+        s = tl.load(sin + angle + pair, mask=is_pair, other=0.0).to(dtype).to(tl.float32)
+    if rest_pow2 > 0:
+        other = 2 * half + tl.arange(0, rest_pow2)[None, :]
+        is_other = other < dim
+        rest = tl.load(source + other, mask=is_head & is_other, other=0.0).to(tl.float32)
+    if norm_kind > 0:
+        squares = tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)
+        if rest_pow2 > 0:
+            squares += tl.sum(rest * rest, axis=1)
+        factor = tl.rsqrt(squares / dim + eps)[:, None]
+        a = _weighed(a * factor, weight + low, is_pair, a_stored, norm_kind)
+        b = _weighed(b * factor, weight + high, is_pair, a_stored, norm_kind)
+        if rest_pow2 > 0:
+            rest = _weighed(rest * factor, weight + other, is_other, a_stored, norm_kind)
+    if rotates:
+        a_c, a_s = (a * c).to(dtype).to(tl.float32), (a * s).to(dtype).to(tl.float32)
+        b_c, b_s = (b * c).to(dtype).to(tl.float32), (b * s).to(dtype).to(tl.float32)
+        a, b = a_c - b_s, b_c + a_s
+    tl.store(target + low, a.to(dtype), mask=inside)
+    tl.store(target + high, b.to(dtype), mask=inside)
+    if rest_pow2 > 0:
+        tl.store(target + other, rest.to(dtype), mask=is_head & is_other)
+
+
+@jit
+def _weighed(
+    wide: tensor, weight: tensor, inside: tensor, stored: tensor, norm_kind: constexpr
+) -> tensor:
+    """Multiply normalised values by the norm's weight; rounded as torch does to `stored`'s dtype,
+    in float32."""
+    dtype = stored.dtype
+    scale = tl.load(weight, mask=inside, other=0.0).to(tl.float32)
+    if norm_kind == 1:
+        wide = wide.to(dtype).to(tl.float32)
+    else:
+        scale += 1.0
+    return (wide * scale).to(dtype).to(tl.float32)

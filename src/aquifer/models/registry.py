@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeAlias
 
 import torch
 
+from aquifer.errors import UnsupportedModelError
 from aquifer.models.base import ModelPlan
 from aquifer.weights.checkpoint import Checkpoint
 
@@ -16,8 +18,6 @@ Planner: TypeAlias = Callable[[Checkpoint, torch.dtype | None], ModelPlan]
 To serve models that this package does not know, give the engine a planner that recognises them and
 calls `plan_model` for all others. It raises what `plan_model` raises.
 """
-
-_DECODER_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 
 def plan_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> ModelPlan:
@@ -31,10 +31,16 @@ def plan_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> Mode
         UnsupportedModelError: no implementation can serve the architecture.
         ConfigError: a field of the configuration is missing or impossible.
     """
-    if checkpoint.fields.text("model_type") in _DECODER_MODEL_TYPES:
-        from aquifer.models.decoder import DecoderPlan
+    from aquifer.models.families import FAMILIES
 
-        return DecoderPlan(checkpoint, dtype)
+    family = FAMILIES.get(checkpoint.fields.text("model_type"))
+    if family is not None:
+        from aquifer.models.decoder_plan import DecoderPlan
+
+        # What our decoder does not implement, Transformers may.
+        with suppress(UnsupportedModelError):
+            spec = family(checkpoint.fields, checkpoint.architecture)
+            return DecoderPlan(spec, checkpoint, dtype)
     from aquifer.models.transformers import TransformersPlan
 
     return TransformersPlan(checkpoint, dtype)

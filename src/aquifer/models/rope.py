@@ -32,26 +32,37 @@ class RotarySettings:
     max_model_len: int  # longest context in tokens, with scaling
     theta: float  # base of the frequencies
     partial_factor: float  # part of each head that is rotated
-    frequencies: torch.Tensor  # [head_dim / 2] float32, on the host
+    frequencies: torch.Tensor  # [rotated / 2] float32, on the host
     magnitude: float  # factor on cosines and sines
     dynamic_factor: (
         float | None
     )  # of a base that grows with the context length; None if it is fixed
 
     @classmethod
-    def read(cls, config: Fields, head_dim: int, max_positions: int) -> RotarySettings:
+    def read(
+        cls,
+        config: Fields,
+        head_dim: int,
+        max_positions: int,
+        *,
+        fields: Fields | None = None,
+        default_partial: float = 1.0,
+    ) -> RotarySettings:
         """Read the settings as written by Transformers 4 or 5.
 
         Args:
             config: the configuration.
             head_dim: dimensions of a head, an even number.
             max_positions: its `max_position_embeddings`.
+            fields: the settings, if they are not those of the whole model.
+            default_partial: part of each head that is rotated, unless it is given.
 
         Raises:
             ConfigError: the kind of scaling is unknown, or a parameter is missing or impossible.
         """
-        is_new = bool(config.values.get("rope_parameters"))
-        fields = config.section("rope_parameters" if is_new else "rope_scaling")
+        if fields is None:
+            is_new = bool(config.values.get("rope_parameters"))
+            fields = config.section("rope_parameters" if is_new else "rope_scaling")
         for name in fields:
             if isinstance(fields.values[name], dict):
                 raise fields.error(name, "a number or a text, as all layers have the same settings")
@@ -62,8 +73,14 @@ class RotarySettings:
         if kind == "dynamic" and head_dim == 2:
             raise fields.error(kind_name, "of another kind for heads of 2 dimensions")
         partial = (fields if "partial_rotary_factor" in fields else config).number(
-            "partial_rotary_factor", _LEAST, 1.0, default=1.0
+            "partial_rotary_factor", _LEAST, 1.0, default=default_partial
         )
+        head_dim = int(head_dim * partial)
+        if head_dim < 2 or head_dim % 2:
+            raise fields.error(
+                "partial_rotary_factor",
+                f"such that it rotates an even number of dimensions, not {head_dim}",
+            )
         theta = (fields if "rope_theta" in fields else config).number(
             "rope_theta", _LEAST_THETA, _MOST_THETA, default=10000.0
         )
@@ -106,7 +123,7 @@ class RotaryAngles:
     def __call__(
         self, positions: torch.Tensor, context_lengths: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute (cos, sin), each [tokens, head_dim / 2] float32.
+        """Compute (cos, sin), each [tokens, rotated / 2] float32.
 
         Args:
             positions: [tokens].

@@ -1,0 +1,138 @@
+"""Parameters of a decoder, and the stored tensors that fill them.
+
+The Q, K and V projections are one matrix, the gate and up projections another: fewer and larger
+products. Stored tensors are read straight into their rows, so fusing costs nothing at load time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from aquifer.models.base import StateLayout, num_elements
+from aquifer.models.decoder import Decoder
+from aquifer.models.spec import DecoderSpec, HeadSpan, Norm
+from aquifer.weights.checkpoint import Checkpoint, stored_dtype
+from aquifer.weights.store import Parameter, Source
+
+
+class DecoderPlan:
+    """`ModelPlan` of a decoder.
+
+    Args:
+        spec: the decoder.
+        checkpoint: the opened checkpoint that it was read from.
+        dtype: dtype of weights and KV; None means the checkpoint's own.
+    """
+
+    state_layout: StateLayout | None = None
+
+    def __init__(
+        self, spec: DecoderSpec, checkpoint: Checkpoint, dtype: torch.dtype | None
+    ) -> None:
+        self.spec = spec
+        self.vocab_size = spec.vocab_size
+        self.max_model_len = spec.max_model_len
+        self.kv_layout = spec.kv_layout(dtype or stored_dtype(checkpoint))
+        # Names in a checkpoint of the base model, saved without its head, have no prefix.
+        is_bare = f"{spec.names.embed}.weight" in checkpoint.tensors
+        self._prefix = "" if is_bare else spec.names.prefix
+        self.parameters = list(self._parameters())
+        self.num_parameters = num_elements(self.parameters)
+
+    def build(self, tensors: Mapping[str, torch.Tensor]) -> Decoder:
+        """See `ModelPlan.build`."""
+        return Decoder(self.spec, self.kv_layout, tensors)
+
+    def _parameters(self) -> Iterator[Parameter]:
+        spec, names = self.spec, self.spec.names
+        hidden = spec.hidden_size
+        yield self._one("embed", (spec.vocab_size, hidden), f"{self._prefix}{names.embed}.weight")
+        if spec.positions is not None:
+            stored = f"{self._prefix}{names.positions}.weight"
+            yield self._one("positions", (spec.positions.num_rows, hidden), stored)
+        for index in range(len(spec.layers)):
+            yield from self._layer(
+                f"layers.{index}.", self._prefix + names.layer.format(index) + "."
+            )
+        yield from self._norm("norm", f"{self._prefix}{names.norm}", spec.norm, hidden)
+        if not spec.head.is_tied:
+            yield self._one("head", (spec.vocab_size, hidden), f"{names.head}.weight")
+        if spec.head.has_bias:
+            yield self._one("head_bias", (spec.vocab_size,), f"{names.head}.bias")
+
+    def _layer(self, name: str, stored: str) -> Iterator[Parameter]:
+        spec, names, block = self.spec, self.spec.names, self.spec.block
+        attention, mlp, hidden = spec.attention, spec.mlp, spec.hidden_size
+        for place in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
+            norm: Norm | None = getattr(block, place)
+            yield from self._norm(name + place, stored + getattr(names, place), norm, hidden)
+        rows = attention.qkv_rows
+        yield from self._linear(
+            f"{name}qkv", [stored + part for part in names.qkv], rows, hidden, attention.qkv_bias
+        )
+        if attention.head_norm is not None:
+            for kind, num_heads in (("q", attention.num_heads), ("k", attention.num_kv_heads)):
+                yield from self._head_norm(
+                    f"{name}{kind}_norm", stored + getattr(names, f"{kind}_norm"), num_heads
+                )
+        yield from self._linear(
+            f"{name}out", [stored + names.out], (hidden,), rows[0], attention.out_bias
+        )
+        widths = (mlp.width,) * (2 if mlp.is_gated else 1)
+        yield from self._linear(
+            f"{name}up", [stored + part for part in names.up], widths, hidden, mlp.has_bias
+        )
+        yield from self._linear(
+            f"{name}down", [stored + names.down], (hidden,), mlp.width, mlp.has_bias
+        )
+
+    def _linear(
+        self, name: str, stored: Sequence[str], rows: Sequence[int], columns: int, has_bias: bool
+    ) -> Iterator[Parameter]:
+        """A matrix of several stored ones, one below the other, or one that is stored as it is."""
+        num_rows = sum(rows)
+        shape = (columns, num_rows) if self.spec.names.are_transposed else (num_rows, columns)
+        yield self._rows(f"{name}.weight", shape, stored, rows, "weight")
+        if has_bias:
+            yield self._rows(f"{name}.bias", (num_rows,), stored, rows, "bias")
+
+    def _rows(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        stored: Sequence[str],
+        rows: Sequence[int],
+        kind: str,
+    ) -> Parameter:
+        if len(stored) == 1:
+            return self._one(name, shape, f"{stored[0]}.{kind}")
+        sources, row = [], 0
+        for part, count in zip(stored, rows, strict=True):
+            sources.append(Source(f"{part}.{kind}", (slice(row, row + count),)))
+            row += count
+        return Parameter(name, shape, self.kv_layout.dtype, tuple(sources))
+
+    def _norm(self, name: str, stored: str, norm: Norm | None, width: int) -> Iterator[Parameter]:
+        if norm is None:
+            return
+        yield self._one(f"{name}.weight", (width,), f"{stored}.weight")
+        if norm.has_bias:
+            yield self._one(f"{name}.bias", (width,), f"{stored}.bias")
+
+    def _head_norm(self, name: str, stored: str, num_heads: int) -> Iterator[Parameter]:
+        head_norm, dim = self.spec.attention.head_norm, self.spec.attention.head_dim
+        assert head_norm is not None
+        if head_norm.span is HeadSpan.HEAD:
+            yield from self._norm(name, stored, head_norm.norm, dim)
+        elif head_norm.span is HeadSpan.ALL_HEADS:
+            yield from self._norm(name, stored, head_norm.norm, num_heads * dim)
+        elif "{}" in stored:  # a tensor for each head
+            sources = tuple(Source(f"{stored.format(i)}.weight", (i,)) for i in range(num_heads))
+            yield Parameter(f"{name}.weight", (num_heads, dim), self.kv_layout.dtype, sources)
+        else:
+            yield self._one(f"{name}.weight", (num_heads, dim), f"{stored}.weight")
+
+    def _one(self, name: str, shape: tuple[int, ...], stored: str) -> Parameter:
+        return Parameter(name, shape, self.kv_layout.dtype, (Source(stored),))

@@ -1,0 +1,64 @@
+"""The families that our own decoder serves: how their configurations are read.
+
+A family is a function from a configuration to a `DecoderSpec`. To add one, write it beside its
+kin, and name its model type here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from aquifer.fields import Fields
+from aquifer.models.families import (
+    cohere,
+    falcon,
+    gemma,
+    glm,
+    gpt2,
+    gpt_neox,
+    llama,
+    olmo,
+    opt,
+    phi,
+    stablelm,
+    starcoder2,
+)
+from aquifer.models.spec import DecoderSpec
+
+Family = Callable[[Fields, str], DecoderSpec]
+"""Reads a configuration, given its fields and the name of the architecture for messages.
+
+It raises `ConfigError` if a field is missing or impossible, and `UnsupportedModelError` if it asks
+for something that the decoder does not implement.
+"""
+
+FAMILIES: dict[str, Family] = {
+    "cohere": cohere.read,
+    "cohere2": cohere.read,
+    "exaone4": olmo.read_exaone,
+    "falcon": falcon.read,
+    "gemma": gemma.read,
+    "gemma2": gemma.read,
+    "gemma3_text": gemma.read_third,
+    "glm4": glm.read,
+    "gpt2": gpt2.read,
+    "gpt_neox": gpt_neox.read,
+    "granite": llama.read,
+    "llama": llama.read,
+    "ministral": llama.read,
+    "mistral": llama.read,
+    "olmo2": olmo.read_second,
+    "olmo3": olmo.read_third,
+    "opt": opt.read,
+    "phi": phi.read,
+    "phi3": phi.read_third,
+    "qwen2": llama.read,
+    "qwen3": llama.read,
+    "seed_oss": llama.read,
+    "smollm3": llama.read,
+    "stablelm": stablelm.read,
+    "starcoder2": starcoder2.read,
+}
+"""By model type, the `model_type` of a configuration."""
+
+__all__ = ["FAMILIES", "Family"]

@@ -1,0 +1,234 @@
+"""Description of a decoder-only transformer: what differs between families, as data.
+
+A family (`aquifer.models.families`) reads a `config.json` into a `DecoderSpec`. `DecoderPlan`
+derives the parameters from it, and `Decoder` the computation. Every layer is one of two sums:
+
+    serial    x += scale * after_attention(attention(before_attention(x)))
+              x += scale * after_mlp(mlp(before_mlp(x)))
+    parallel  x += attention(before_attention(x)) + mlp(before_mlp(x))
+
+in which any of the four norms may be absent. A parallel layer without `before_mlp` uses the result
+of `before_attention` for both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from aquifer.cache.base import KVLayout, LayerKV
+from aquifer.models.rope import RotarySettings
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A normalisation, over the last dimension.
+
+    Args:
+        eps: added to the mean square, or to the variance.
+        centred: whether the mean is subtracted first (LayerNorm); else RMSNorm.
+        plus_one: whether the weight is one more than what is stored (Gemma).
+        has_bias: whether a bias is added.
+    """
+
+    eps: float
+    centred: bool = False
+    plus_one: bool = False
+    has_bias: bool = False
+
+
+class HeadSpan(Enum):
+    """What a norm of queries and keys covers."""
+
+    HEAD = "head"  # each head, all with the same weight [head_dim]
+    EACH_HEAD = "each head"  # each head with its own weight, [heads, head_dim]
+    ALL_HEADS = "all heads"  # all heads of a token as one row, weight [heads * head_dim]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorm:
+    """A norm of queries and keys before they are rotated."""
+
+    norm: Norm
+    span: HeadSpan = HeadSpan.HEAD
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Attention, equal in all layers but for what `Layer` says.
+
+    Args:
+        num_heads: query heads.
+        num_kv_heads: heads of keys and values, a divisor of that.
+        head_dim: dimensions of a head.
+        qkv_bias: whether Q, K and V have a bias.
+        out_bias: whether the output projection has one.
+        head_norm: norm of queries and keys; None for none.
+        softcap: see `AttentionOptions`.
+        is_interleaved: whether the rotary embedding rotates neighbouring dimensions, (0, 1),
+            (2, 3), and so on; else the first half of the rotated dimensions with the second.
+        is_grouped: whether the fused projection is stored by KV head: its query heads, its key
+            head, its value head; else all queries, all keys, all values.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    out_bias: bool = False
+    head_norm: HeadNorm | None = None
+    softcap: float | None = None
+    is_interleaved: bool = False
+    is_grouped: bool = False
+
+    @property
+    def qkv_rows(self) -> tuple[int, int, int]:
+        """Rows of Q, K and V in the fused projection."""
+        kv_rows = self.num_kv_heads * self.head_dim
+        return self.num_heads * self.head_dim, kv_rows, kv_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """The feed-forward part of a layer.
+
+    Args:
+        width: width between its two products.
+        activation: one of `aquifer.kernels.activation.ACTIVATIONS`.
+        is_gated: whether the activation of one product multiplies another.
+        has_bias: whether the products have biases.
+    """
+
+    width: int
+    activation: str
+    is_gated: bool = True
+    has_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The order of a layer's parts; see the module."""
+
+    before_attention: Norm | None = None
+    after_attention: Norm | None = None
+    before_mlp: Norm | None = None
+    after_mlp: Norm | None = None
+    is_parallel: bool = False
+    residual_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What differs from layer to layer.
+
+    Args:
+        scale: factor on the dot products of attention.
+        window_tokens: sliding window; None for none.
+        rope: index into `DecoderSpec.ropes`; None for a layer without rotary embedding.
+    """
+
+    scale: float
+    window_tokens: int | None = None
+    rope: int | None = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """Learned embeddings of positions.
+
+    Args:
+        num_rows: rows that are stored.
+        offset: row of position 0.
+    """
+
+    num_rows: int
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """From hidden states to logits.
+
+    Args:
+        is_tied: whether the weight is that of the embedding.
+        has_bias: whether there is a bias.
+        scale: factor on the logits.
+        softcap: logits are squashed to (-softcap, softcap) with tanh; None for not.
+    """
+
+    is_tied: bool
+    has_bias: bool = False
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Names of the stored tensors, without `.weight` and `.bias`.
+
+    `prefix` stands before all but `head`, and is absent in checkpoints of the base model. `{}` in
+    `layer` is the layer's number; the names below are within it.
+    """
+
+    prefix: str = "model."
+    embed: str = "embed_tokens"
+    positions: str = "embed_positions"
+    layer: str = "layers.{}"
+    before_attention: str = "input_layernorm"
+    after_attention: str = "post_attention_layernorm"
+    before_mlp: str = "post_attention_layernorm"
+    after_mlp: str = "post_feedforward_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    out: str = "self_attn.o_proj"
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    up: tuple[str, ...] = (
+        "mlp.gate_proj",
+        "mlp.up_proj",
+    )  # or the only product before the activation
+    down: str = "mlp.down_proj"
+    norm: str = "norm"
+    head: str = "lm_head"
+    are_transposed: bool = False  # weights of layers are stored as [in, out]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """A decoder.
+
+    Args:
+        vocab_size: rows of the embedding.
+        hidden_size: width of the hidden states.
+        max_model_len: longest context in tokens.
+        attention: of every layer.
+        mlp: of every layer.
+        block: order of every layer's parts.
+        layers: what differs between layers.
+        ropes: the rotary embeddings that layers refer to.
+        norm: after the last layer; None for none.
+        head: from hidden states to logits.
+        embed_scale: factor on the embeddings.
+        positions: learned embeddings of positions; None for none.
+        names: names of the stored tensors.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    max_model_len: int
+    attention: Attention
+    mlp: Mlp
+    block: Block
+    layers: tuple[Layer, ...]
+    ropes: tuple[RotarySettings, ...]
+    norm: Norm | None
+    head: Head
+    embed_scale: float = 1.0
+    positions: Positions | None = None
+    names: Names = Names()
+
+    def kv_layout(self, dtype: torch.dtype) -> KVLayout:
+        """Layout of one token's KV, the same in every layer."""
+        dim = self.attention.head_dim
+        return KVLayout((LayerKV(self.attention.num_kv_heads, dim, dim),) * len(self.layers), dtype)
