@@ -90,14 +90,14 @@ def linear(
 
     Args:
         x: [tokens, in].
-        weight: [out, in], contiguous.
+        weight: [out, in]; contiguous, or the transpose of one that is, which cuBLAS multiplies.
         bias: [out] or None.
         tile: on a GPU, replaces `best_tile`; for benchmarks and tests.
 
     Returns:
         [tokens, out], contiguous.
     """
-    if runs_triton(x):
+    if runs_triton(x) and weight.is_contiguous():
         if tile is None:
             tile = best_tile(Shape(len(x), len(weight), x.shape[1]))
             # Tensor cores do not support float32, nor Triton's interpreter dot of some dtypes.
