@@ -619,9 +619,9 @@ def _route_kernel(
         grouped = tl.reshape(key, [groups_pow2, group_pow2])
         group_scores = tl.max(grouped, axis=1)
         if group_score == "best_two" and group_size > 1:
-            best = tl.argmax(grouped, axis=1)
-            is_best = tl.arange(0, group_pow2)[None, :] == best[:, None]
-            group_scores += tl.max(tl.where(is_best, float("-inf"), grouped), axis=1)
+            first = tl.argmax(grouped, axis=1)
+            is_first = tl.arange(0, group_pow2)[None, :] == first[:, None]
+            group_scores += tl.max(tl.where(is_first, float("-inf"), grouped), axis=1)
         group = tl.arange(0, groups_pow2)
         is_open = tl.zeros([groups_pow2], tl.int32)
         for _ in range(top_groups):
