@@ -159,6 +159,39 @@ OUR_DECODER: dict[str, Callable[[], Any]] = {
         use_qkv_bias=True,
         rope_parameters={**_rope("default"), "partial_rotary_factor": 0.5},
     ),
+    "mixtral": lambda: transformers.MixtralConfig(
+        **GQA, num_local_experts=4, sliding_window=WINDOW_TOKENS, output_router_logits=True
+    ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **GQA,
+        head_dim=16,
+        moe_intermediate_size=24,
+        num_experts=4,
+        num_experts_per_tok=2,
+        use_sliding_window=True,
+        sliding_window=WINDOW_TOKENS,
+        norm_topk_prob=True,
+    ),
+    "mixtral-one-of-two": lambda: transformers.MixtralConfig(
+        **GQA, num_local_experts=2, num_experts_per_tok=1, head_dim=20
+    ),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
+        **GQA,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+        num_experts=6,
+        num_experts_per_tok=3,
+        mlp_only_layers=[1],
+    ),
+    "qwen3_moe-some-dense": lambda: transformers.Qwen3MoeConfig(
+        **{**GQA, "num_hidden_layers": 4},
+        head_dim=16,
+        moe_intermediate_size=40,
+        num_experts=5,
+        num_experts_per_tok=2,
+        decoder_sparse_step=2,
+    ),
+    "olmoe": lambda: transformers.OlmoeConfig(**GQA, num_experts=6, num_experts_per_tok=2),
     "falcon": lambda: transformers.FalconConfig(
         **_MHA, new_decoder_architecture=True, num_kv_heads=2, bias=True
     ),
@@ -181,19 +214,6 @@ TRANSFORMERS: dict[str, Callable[[], Any]] = {
             short_factor=[1.0 + 0.1 * i for i in range(8)],
             long_factor=[2.0 + i for i in range(8)],
         ),
-    ),
-    "mixtral": lambda: transformers.MixtralConfig(
-        **GQA, num_local_experts=4, sliding_window=WINDOW_TOKENS, output_router_logits=True
-    ),
-    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
-        **GQA,
-        head_dim=16,
-        moe_intermediate_size=24,
-        num_experts=4,
-        num_experts_per_tok=2,
-        use_sliding_window=True,
-        sliding_window=WINDOW_TOKENS,
-        norm_topk_prob=True,
     ),
     "gpt_bigcode": lambda: transformers.GPTBigCodeConfig(
         vocab_size=VOCAB_SIZE,
@@ -229,9 +249,11 @@ BOTH: dict[str, Callable[[], Any]] = {
         "gpt2",
         "gpt_neox",
         "granite",
+        "mixtral",
         "olmo2",
         "opt",
         "phi3",
+        "qwen3_moe",
     )
 }
 """Architectures of our decoder that `aquifer.models.transformers` could serve as well."""

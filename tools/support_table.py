@@ -16,7 +16,7 @@ BEGIN = "<!-- models: written by tools/support_table.py -->\n"
 END = "<!-- end of models -->\n"
 
 _OTHERS = (
-    "Mixtral, Qwen3-MoE, DeepSeek-V3, and most other decoder-only models that Transformers has, as "
+    "DeepSeek-V3, and most other decoder-only models that Transformers has, as "
     "well as what our own decoder lacks of a family: OPT-350M, older Falcons, Phi-3 with a longrope"
 )
 _REFUSED = (

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from aquifer.cache.base import AttentionOptions, KVLayout, KVView
 from aquifer.kernels import KERNEL_ALIGNMENT_BYTES
 from aquifer.kernels.activation import activate
+from aquifer.kernels.experts import experts, route
 from aquifer.kernels.linear import linear, norm_linear, silu_linear
 from aquifer.kernels.norm import NormWeights, add_norm, norm_heads
 from aquifer.kernels.rotary import qk_norm_rope_write
@@ -43,6 +44,16 @@ class _Linear:
         return linear(x, self.weight, self.bias)
 
 
+@dataclass(frozen=True, slots=True)
+class _ExpertWeights:
+    """The weights of a mixture of experts."""
+
+    router: torch.Tensor  # [experts, hidden]
+    up: torch.Tensor  # [experts, 2 * width, hidden], gate before up
+    down: torch.Tensor  # [experts, hidden, width]
+    shared_gate: torch.Tensor | None  # [1, hidden]
+
+
 class _LayerWeights:
     """The weights of one layer; None for those that the decoder has not."""
 
@@ -68,7 +79,16 @@ class _LayerWeights:
         self.q_norm = None if heads is None else norm("q_norm", heads.norm)
         self.k_norm = None if heads is None else norm("k_norm", heads.norm)
         self.qkv, self.out = matrix("qkv"), matrix("out")
-        self.up, self.down = matrix("up"), matrix("down")
+        # Of the MLP, or of the shared expert.
+        self.mlp = (matrix("up"), matrix("down")) if f"{name}up.weight" in tensors else None
+        self.experts = None
+        if self.layer.has_experts:
+            self.experts = _ExpertWeights(
+                tensors[f"{name}router"],
+                tensors[f"{name}experts_up"],
+                tensors[f"{name}experts_down"],
+                tensors.get(f"{name}shared_gate"),
+            )
 
 
 @dataclass(slots=True)
@@ -146,7 +166,7 @@ class Decoder:
         # A kernel is compiled for aligned addresses and for others.
         alignments = self.kv_layout.alignments(KERNEL_ALIGNMENT_BYTES)
         kinds = [
-            (layer.window_tokens, layer.rope, alignment)
+            (layer.window_tokens, layer.rope, layer.has_experts, alignment)
             for layer, alignment in zip(self._spec.layers, alignments, strict=True)
         ]
         layers = [0, *(i for i, kind in enumerate(kinds) if i and kind not in kinds[1:i])]
@@ -173,8 +193,14 @@ class Decoder:
         qkv = self._norm_linear(stream, layer.before_attention, layer.qkv)
         attended = self._attention(layer, qkv, angles, kv)
         self._add(stream, layer.after_attention, layer.out(attended))
-        up = self._norm_linear(stream, layer.before_mlp, layer.up)
-        self._add(stream, layer.after_mlp, self._down(layer, up))
+        if layer.experts is not None:
+            normed = self._normed(stream, layer.before_mlp)
+            self._add(stream, layer.after_mlp, *self._mixture(layer, layer.experts, normed))
+            return
+        assert layer.mlp is not None, "a layer has an MLP or experts"
+        up, down = layer.mlp
+        product = self._norm_linear(stream, layer.before_mlp, up)
+        self._add(stream, layer.after_mlp, self._down(down, product))
 
     def _parallel(
         self, stream: _Stream, layer: _LayerWeights, angles: Sequence[_Angles], kv: KVView
@@ -183,7 +209,9 @@ class Decoder:
         normed = self._normed(stream, layer.before_attention)
         own = normed if layer.before_mlp is None else self._normed(stream, layer.before_mlp)
         attended = layer.out(self._attention(layer, layer.qkv(normed), angles, kv))
-        self._add(stream, None, attended, self._down(layer, layer.up(own)))
+        assert layer.mlp is not None, "no family has experts beside attention"
+        up, down = layer.mlp
+        self._add(stream, None, attended, self._down(down, up(own)))
 
     def _attention(
         self, layer: _LayerWeights, qkv: torch.Tensor, angles: Sequence[_Angles], kv: KVView
@@ -223,12 +251,28 @@ class Decoder:
             width = rows.shape[1] if is_one_row else self._spec.attention.head_dim
             norm_heads(rows.unflatten(1, (-1, width)), norm)
 
-    def _down(self, layer: _LayerWeights, up: torch.Tensor) -> torch.Tensor:
+    def _down(self, down: _Linear, up: torch.Tensor) -> torch.Tensor:
         """The second half of the MLP: activation and the last product."""
         mlp = self._spec.mlp
         if mlp.activation == "silu" and mlp.is_gated:
-            return silu_linear(up, layer.down.weight, layer.down.bias)
-        return layer.down(activate(up, mlp.activation, is_gated=mlp.is_gated))
+            return silu_linear(up, down.weight, down.bias)
+        return down(activate(up, mlp.activation, is_gated=mlp.is_gated))
+
+    def _mixture(
+        self, layer: _LayerWeights, weights: _ExpertWeights, x: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """What the experts of each token and the shared expert add to the stream."""
+        of = self._spec.experts
+        assert of is not None
+        ids, factors = route(linear(x, weights.router, None), of.top_k, of.routing)
+        own = experts(x, weights.up, weights.down, ids, factors, "silu")
+        if layer.mlp is None:
+            return (own,)
+        up, down = layer.mlp
+        shared = self._down(down, up(x))
+        if weights.shared_gate is not None:
+            shared = torch.sigmoid(linear(x, weights.shared_gate, None)) * shared
+        return own, shared
 
     # --- the residual stream -----------------------------------------------------------------
 
@@ -249,7 +293,7 @@ class Decoder:
         self, stream: _Stream, norm: NormWeights | None, matrix: _Linear
     ) -> torch.Tensor:
         """The product of the normed stream and a matrix."""
-        is_plain = norm is not None and norm.is_plain_rms
+        is_plain = norm is not None and norm.is_plain_rms and len(stream.deltas) <= 1
         if not is_plain or stream.after is not None or stream.scale != 1.0:
             return matrix(self._normed(stream, norm))
         assert norm is not None

@@ -12,7 +12,7 @@ import torch
 
 from aquifer.models.base import StateLayout, num_elements
 from aquifer.models.decoder import Decoder
-from aquifer.models.spec import DecoderSpec, HeadSpan, Norm
+from aquifer.models.spec import DecoderSpec, ExpertNames, Experts, HeadSpan, Layer, Norm
 from aquifer.weights.checkpoint import Checkpoint, stored_dtype
 from aquifer.weights.store import Parameter, Source
 
@@ -38,6 +38,7 @@ class DecoderPlan:
         # Names in a checkpoint of the base model, saved without its head, have no prefix.
         is_bare = f"{spec.names.embed}.weight" in checkpoint.tensors
         self._prefix = "" if is_bare else spec.names.prefix
+        self._stored = checkpoint.tensors
         self.parameters = list(self._parameters())
         self.num_parameters = num_elements(self.parameters)
 
@@ -80,6 +81,9 @@ class DecoderPlan:
         yield from self._linear(
             f"{name}out", [stored + names.out], (hidden,), rows[0], attention.out_bias
         )
+        if self._of_layer(name).has_experts:
+            yield from self._experts(name, stored)
+            return
         widths = (mlp.width,) * (2 if mlp.is_gated else 1)
         yield from self._linear(
             f"{name}up", [stored + part for part in names.up], widths, hidden, mlp.has_bias
@@ -87,6 +91,47 @@ class DecoderPlan:
         yield from self._linear(
             f"{name}down", [stored + names.down], (hidden,), mlp.width, mlp.has_bias
         )
+
+    def _of_layer(self, name: str) -> Layer:
+        """The layer of that name."""
+        return self.spec.layers[int(name.split(".")[1])]
+
+    def _experts(self, name: str, stored: str) -> Iterator[Parameter]:
+        experts, hidden = self.spec.experts, self.spec.hidden_size
+        assert experts is not None, "a layer has them"
+        names = self._expert_names(experts, stored)
+        yield self._one(f"{name}router", (experts.count, hidden), f"{stored}{names.router}.weight")
+        count, width = experts.count, experts.width
+        if "{}" in names.down:
+            halves = (slice(0, width), slice(width, 2 * width))  # gate, up
+            up = [
+                Source(f"{stored}{part.format(i)}.weight", (i, half))
+                for i in range(count)
+                for part, half in zip(names.up, halves, strict=True)
+            ]
+            down = [Source(f"{stored}{names.down.format(i)}.weight", (i,)) for i in range(count)]
+        else:
+            up, down = [Source(stored + names.up[0])], [Source(stored + names.down)]
+        dtype = self.kv_layout.dtype
+        yield Parameter(f"{name}experts_up", (count, 2 * width, hidden), dtype, tuple(up))
+        yield Parameter(f"{name}experts_down", (count, hidden, width), dtype, tuple(down))
+        if experts.shared_width:
+            yield from self._shared_expert(name, stored, experts.shared_width)
+
+    def _shared_expert(self, name: str, stored: str, width: int) -> Iterator[Parameter]:
+        names, hidden = self.spec.names, self.spec.hidden_size
+        parts = [f"{stored}{names.shared}.{part}" for part in ("gate_proj", "up_proj", "down_proj")]
+        yield from self._linear(f"{name}up", parts[:2], (width, width), hidden, has_bias=False)
+        yield from self._linear(f"{name}down", parts[2:], (hidden,), width, has_bias=False)
+        yield self._one(f"{name}shared_gate", (1, hidden), f"{stored}{names.shared_gate}.weight")
+
+    def _expert_names(self, experts: Experts, stored: str) -> ExpertNames:
+        """The way in which the checkpoint stores the experts of a layer."""
+        for names in experts.names:
+            suffix = ".weight" if "{}" in names.down else ""
+            if f"{stored}{names.down.format(0)}{suffix}" in self._stored:
+                return names
+        return experts.names[0]
 
     def _linear(
         self, name: str, stored: Sequence[str], rows: Sequence[int], columns: int, has_bias: bool

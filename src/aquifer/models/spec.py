@@ -19,6 +19,7 @@ from enum import Enum
 import torch
 
 from aquifer.cache.base import KVLayout, LayerKV
+from aquifer.kernels.experts import Routing
 from aquifer.models.rope import RotarySettings
 
 
@@ -108,6 +109,39 @@ class Mlp:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Names of the stored tensors of a mixture of experts, within its layer.
+
+    Experts are stored one by one, under a name with `{}` for their number, or all in one tensor.
+    """
+
+    router: str
+    up: tuple[str, ...]  # gate and up of each expert, or both of all of them
+    down: str
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts in place of an MLP; each expert is a gated MLP.
+
+    Args:
+        count: number of experts.
+        top_k: experts of a token.
+        width: width of an expert between its two products.
+        routing: how a token's experts are chosen and weighed.
+        shared_width: width of an expert that all tokens have, weighed by a sigmoid; 0 for none.
+        names: ways in which they may be stored.
+    """
+
+    count: int
+    top_k: int
+    width: int
+    routing: Routing
+    shared_width: int = 0
+    names: tuple[ExpertNames, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
     """The order of a layer's parts; see the module."""
 
@@ -127,11 +161,13 @@ class Layer:
         scale: factor on the dot products of attention.
         window_tokens: sliding window; None for none.
         rope: index into `DecoderSpec.ropes`; None for a layer without rotary embedding.
+        has_experts: whether it has the mixture of experts in place of the MLP.
     """
 
     scale: float
     window_tokens: int | None = None
     rope: int | None = 0
+    has_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +226,8 @@ class Names:
     )  # or the only product before the activation
     down: str = "mlp.down_proj"
     norm: str = "norm"
+    shared: str = "mlp.shared_expert"  # gate_proj, up_proj and down_proj of the shared expert
+    shared_gate: str = "mlp.shared_expert_gate"
     head: str = "lm_head"
     are_transposed: bool = False  # weights of layers are stored as [in, out]
 
@@ -203,7 +241,8 @@ class DecoderSpec:
         hidden_size: width of the hidden states.
         max_model_len: longest context in tokens.
         attention: of every layer.
-        mlp: of every layer.
+        mlp: of every layer without experts.
+        experts: of the other layers.
         block: order of every layer's parts.
         layers: what differs between layers.
         ropes: the rotary embeddings that layers refer to.
@@ -224,6 +263,7 @@ class DecoderSpec:
     ropes: tuple[RotarySettings, ...]
     norm: Norm | None
     head: Head
+    experts: Experts | None = None
     embed_scale: float = 1.0
     positions: Positions | None = None
     names: Names = Names()
