@@ -767,10 +767,10 @@ def test_the_slot_where_most_of_a_prefix_is_left():
     first, second = harness.end(3), harness.end(1)
     assert cache.preferred_slot(first.blocks, [0, 1, 2, 3]) == 3
     assert cache.preferred_slot(second.blocks, [0, 1, 2, 3]) == 1
-    assert cache.preferred_slot(system.blocks, [0, 1, 2, 3]) == 1  # which had it last
-    assert cache.preferred_slot(first.blocks, [0, 1, 2]) == 1  # the beginning, at least
+    assert cache.preferred_slot(system.blocks, [0, 1, 2, 3]) == 0  # which has nothing else
+    assert cache.preferred_slot(first.blocks, [0, 1, 2]) == 0  # the beginning, at least
     # Elsewhere, a slot without pages that are held, if there is one.
-    assert cache.preferred_slot(first.blocks, [0, 2, 4]) == 2
+    assert cache.preferred_slot(first.blocks, [2, 4]) == 2
     assert cache.preferred_slot([], [1, 4]) == 4
     for each in (system, first, second):
         cache.unretain(each.blocks)
@@ -954,3 +954,30 @@ def test_every_call_refused_once(name, layout, is_late):
     assert (num_calls > 5, undisturbed) == (True, [0, 0])
     for fail_at in range(num_calls):
         assert sum(run(fail_at)[1:]) == 1
+
+
+def test_sequences_of_one_prefix_each_find_a_slot_where_it_is_left():
+    """What ran beside each other runs beside each other again, and maps nothing."""
+    harness = Harness("virtual", LAYOUTS["aligned"], 60, is_late=True)
+    harness.begin(0, 40)
+    retained = harness.end(0)
+    for slot in (1, 2):
+        assert harness.adopt(slot, retained, 40)
+    for slot in (1, 2):
+        harness.release(slot)
+    num_calls = harness.driver.num_calls
+    free = harness.free_slots()
+    chosen = []
+    for _ in range(3):
+        slot = harness.cache.preferred_slot(retained.blocks, free)
+        assert slot is not None
+        assert harness.adopt(slot, retained, 40)
+        free.remove(slot)
+        chosen.append(slot)
+    assert sorted(chosen) == [0, 1, 2]
+    assert harness.driver.num_calls == num_calls
+    harness.check([retained])
+    for slot in chosen:
+        harness.release(slot)
+    harness.cache.unretain(retained.blocks)
+    harness.close()

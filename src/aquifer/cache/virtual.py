@@ -39,7 +39,6 @@ class _Shared:
 
     num_users: int = 1  # slots that have it, and pending copies that read it
     num_holds: int = 0
-    left_at: int | None = None  # its place in the slot that had it last
 
 
 class VirtualCache:
@@ -132,9 +131,6 @@ class VirtualCache:
         first = slot * self._slot_pages
         if self._shared:
             pages = self.tensors.range.pages_at(range(first, first + count))
-            for index, page in enumerate(pages, first):
-                if page in self._shared:
-                    self._shared[page].left_at = index
             self._end_use(pages)
             if pages and pages[0] in self._shared and self._retired.defers:
                 self._occupied[slot] = count
@@ -204,7 +200,7 @@ class VirtualCache:
         self._residency.release(done)
 
     def preferred_slot(self, blocks: Sequence[int], free_slots: Sequence[int]) -> int | None:
-        """The slot where the first of these pages, and if possible the last, are still mapped.
+        """A slot where the first of these pages, and if possible the last, are still mapped.
 
         It checks these two only: sequences give up all of their pages at once, and the next
         sequence of the slot takes the places from the first on.
@@ -212,16 +208,16 @@ class VirtualCache:
         Without such a slot, it is the first that has no pages of others. So that there is one next
         time too, the slot that was left first is vacated in the background.
         """
-        left = {}
-        for position in {0, len(blocks) - 1} if blocks else ():
-            page = self._shared.get(Page(blocks[position]))
-            if page is not None and page.left_at is not None:
-                slot, index = divmod(page.left_at, self._slot_pages)
-                if index == position and slot in free_slots:
-                    left[slot] = [self._is_left(blocks[i], slot, i) for i in (0, len(blocks) - 1)]
-        best = max(left, key=left.__getitem__, default=None)
-        if best is not None and any(left[best]):
-            return best
+        left: dict[int, list[bool]] = {}  # by slot: whether the first page is there, and the last
+        free = set(free_slots)
+        for which, position in enumerate((0, len(blocks) - 1) if blocks else ()):
+            for index in self._retired.indices_of(self.tensors.range, Page(blocks[position])):
+                slot, place = divmod(index, self._slot_pages)
+                if place == position and slot in free:
+                    left.setdefault(slot, [False, False])[which] = True
+        if left:
+            # The fewer other pages it has, the less is lost.
+            return max(left, key=lambda slot: (left[slot], -self._occupied.get(slot, 0)))
         occupied = self._occupied
         if not occupied:
             return None
@@ -404,8 +400,3 @@ class VirtualCache:
             undo_hold.pop_all()
         undo.callback(self._residency.give_up, [index])
         return index
-
-    def _is_left(self, block: int, slot: int, position: int) -> bool:
-        """Whether a page is still mapped where the slot's last sequence had it."""
-        index = slot * self._slot_pages + position
-        return self._retired.has_page(self.tensors.range, index, Page(block))

@@ -208,10 +208,10 @@ class RetireQueue:
             self._vacate(places)
             return taken
 
-    def has_page(self, range_: VirtualRange, index: int, page: Page) -> bool:
-        """Whether `reuse_pages` would find the page, which is in use, at that place."""
+    def indices_of(self, range_: VirtualRange, page: Page) -> list[int]:
+        """Indices of the places where `reuse_pages` would find the page, which is in use."""
         with self._changed:
-            return (range_, index) in self._parked.get(page, ())
+            return [index for place, index in self._parked.get(page, ()) if place is range_]
 
     def vacate_soon(self, range_: VirtualRange, indices: Iterable[int]) -> None:
         """Have `collect` unmap these places before all others, also where pages are in use.
