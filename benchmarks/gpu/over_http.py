@@ -146,7 +146,6 @@ def main() -> None:
     arguments = parser.parse_args()
     models: Sequence[str] = arguments.models
     arguments.output.mkdir(parents=True, exist_ok=True)
-    results: dict[str, Any] = {"benchmark": "over_http", "temperature": TEMPERATURE}
     table = new_table("tokens/s, or ms a step")
     for column in ("model", "load", "HTTP", "offline", "% of offline"):
         table.add_column(column, justify="left" if column in ("model", "load") else "right")
@@ -154,11 +153,18 @@ def main() -> None:
         vocab_size = vocab_size_of(MODELS_FOLDER / model)
         http = over_http(model, vocab_size, arguments.repeats)
         direct = offline(model, vocab_size, arguments.repeats)
-        results[model] = {"http": http, "offline": direct}
+        results: dict[str, Any] = {
+            "benchmark": "over_http",
+            "model": model,
+            "temperature": TEMPERATURE,
+            "repeats": arguments.repeats,
+            "http": http,
+            "offline": direct,
+        }
+        save(arguments.output / f"{model}-over-http.json", results)
         for name, value in http.items():
             share = 100 * value / direct[name]
             table.add_row(model, name, f"{value:,.6g}", f"{direct[name]:,.6g}", f"{share:.1f}")
-    save(arguments.output / "over_http.json", results)
     Console(width=100).print(table)
 
 
