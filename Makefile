@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 EXAMPLES := .venv-examples
 
-.PHONY: demo test lint types unit examples test-gpu bench-cpu bench-serving bench-web bench-compare bench-gpu bench-pagedattention clean
+.PHONY: demo test lint types unit test-families examples test-gpu bench-cpu bench-serving bench-web bench-compare bench-gpu bench-pagedattention clean
 
 demo: $(VENV)/installed
 	$(BIN)/python tools/demo.py
@@ -24,6 +24,11 @@ types: $(VENV)/installed-test
 # share what they set up, and takes over some of the other's when it has done its own.
 unit: $(VENV)/installed-test $(EXAMPLES)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
+
+# Every family in two shapes, both caches, chunks of 1, 7 and 512 tokens, with preemption: the tokens
+# of Transformers. `unit` runs a part of it.
+test-families: $(VENV)/installed-test
+	EVERY_CASE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal tests/engine/test_tokens.py
 
 # Against a server of the bundled model; `unit` runs them too.
 examples: $(VENV)/installed-test $(EXAMPLES)/installed

@@ -30,6 +30,13 @@ GQA: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_OTHER_MHA = {"hidden_size": 96, "num_attention_heads": 6}
+_OTHER_GQA = {
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+}
 _STRETCHED = {**GQA, "max_position_embeddings": ORIGINAL_TOKENS}
 _FACTOR = MAX_TOKENS / ORIGINAL_TOKENS
 
@@ -83,7 +90,7 @@ OUR_DECODER: dict[str, Callable[[], Any]] = {
     "seed_oss": lambda: transformers.SeedOssConfig(**GQA, head_dim=20, attention_out_bias=True),
     "granite": lambda: transformers.GraniteConfig(
         **GQA,
-        logits_scaling=4.0,
+        logits_scaling=0.5,
         attention_multiplier=0.3,
         embedding_multiplier=2.0,
         residual_multiplier=0.4,
@@ -129,7 +136,7 @@ OUR_DECODER: dict[str, Callable[[], Any]] = {
         **GQA, sliding_window=None, layer_types=["full_attention"] * 3
     ),
     "cohere": lambda: transformers.CohereConfig(**GQA, logit_scale=0.25),
-    "cohere-qk-norm": lambda: transformers.CohereConfig(**GQA, use_qk_norm=True),
+    "cohere-qk-norm": lambda: transformers.CohereConfig(**GQA, use_qk_norm=True, logit_scale=0.5),
     "cohere2": lambda: transformers.Cohere2Config(
         **{**GQA, "num_hidden_layers": 4}, sliding_window=WINDOW_TOKENS, attention_bias=True
     ),
@@ -147,7 +154,16 @@ OUR_DECODER: dict[str, Callable[[], Any]] = {
     "gpt_neox-serial": lambda: transformers.GPTNeoXConfig(
         **_MHA, intermediate_size=96, use_parallel_residual=False, attention_bias=False
     ),
-    "opt": lambda: transformers.OPTConfig(**_MHA, ffn_dim=96, word_embed_proj_dim=64),
+    "gpt2-other": lambda: transformers.GPT2Config(
+        vocab_size=VOCAB_SIZE,
+        n_embd=48,
+        n_layer=3,
+        n_head=3,
+        n_inner=80,
+        n_positions=MAX_TOKENS,
+        pad_token_id=0,
+    ),
+    "opt": lambda: transformers.OPTConfig(**_MHA, ffn_dim=96),
     "starcoder2": lambda: transformers.Starcoder2Config(**GQA, sliding_window=WINDOW_TOKENS),
     "stablelm": lambda: transformers.StableLmConfig(
         **GQA, rope_parameters={**_rope("default"), "partial_rotary_factor": 0.25}
@@ -257,6 +273,18 @@ BOTH: dict[str, Callable[[], Any]] = {
     )
 }
 """Architectures of our decoder that `aquifer.models.transformers` could serve as well."""
+
+
+def other_shape(name: str) -> Any:
+    """The configuration of an architecture of our decoder, with other sizes."""
+    saved = dict(_MHA), dict(GQA)
+    _MHA.update(_OTHER_MHA)
+    GQA.update(_OTHER_GQA)
+    try:
+        return OUR_DECODER[name]()
+    finally:
+        for shape, before in zip((_MHA, GQA), saved, strict=True):
+            shape.update(before)
 
 
 def save_tiny(config: Any, folder: Path, seed: int = 1) -> Any:

@@ -4,13 +4,21 @@ both KV caches, several step sizes, and with too little memory."""
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.architectures import MAX_TOKENS, OUR_DECODER, TRANSFORMERS, VOCAB_SIZE, save_tiny
+from tests.architectures import (
+    MAX_TOKENS,
+    OUR_DECODER,
+    TRANSFORMERS,
+    VOCAB_SIZE,
+    other_shape,
+    save_tiny,
+)
 
 from aquifer.engine.params import SamplingParams
 from aquifer.llm import LLM
@@ -21,14 +29,20 @@ from aquifer.weights.checkpoint import Checkpoint
 ARCHITECTURES = OUR_DECODER | TRANSFORMERS
 PROMPT_TOKENS = (1, 12, 33, 70)
 OUTPUT_TOKENS = 24
-SEED = 2
+SEED, OTHER_SEED = 2, 5  # of the first shape, of the second
 CLEAR_GAP = 1e-4
 """The least lead of the best logit; far more than what the order of additions changes."""
 
-EVERYWHERE = ("qwen2-window", "gemma2", "deepseek_v3")
-"""The architectures that run in every configuration: our decoder, with biases and with layers that
-have a window beside layers that have none; a model of Transformers, with windows, soft caps and a
-scale of its own; and one whose keys and values differ in size, with experts."""
+EVERYWHERE = ("qwen2-window", "gemma2", "qwen3_moe", "opt-350m-style", "deepseek_v3")
+"""The architectures that run in every configuration: our decoder, with layers that have a window
+beside layers that have none, with soft caps, and with experts; a model of Transformers; and one of
+keys and values that differ in size."""
+
+EVERY_CASE = os.environ.get("EVERY_CASE") == "1"
+"""Whether every architecture runs in every configuration, in both shapes: `make test-families`."""
+
+_OTHER = "/other"
+"""Ends the name of an architecture's second shape."""
 
 STEPS = [("virtual", 7, 1), ("virtual", 1, 0), ("virtual", 512, 0)]
 STEPS += [("paged", 1, 0), ("paged", 7, 1), ("paged", 512, 0)]
@@ -43,13 +57,18 @@ def cases(configurations: list[Any]) -> list[Any]:
 
     The first of `STEPS` and the first of `PREEMPTIONS` together have both KV caches, prompts in
     chunks beside sequences that decode and prompts in one piece, and sequences that begin again.
-    The rest of what a configuration changes does not depend on the architecture.
+    The rest of what a configuration changes does not depend on the architecture. Architectures of
+    our decoder have a second shape, which runs in the last configuration.
     """
-    return [
-        (architecture, *configuration)
-        for architecture in ARCHITECTURES
-        for configuration in configurations[: None if architecture in EVERYWHERE else 1]
-    ]
+    found: list[Any] = []
+    for architecture in ARCHITECTURES:
+        is_everywhere = EVERY_CASE or architecture in EVERYWHERE
+        used = configurations if is_everywhere else configurations[:1]
+        found += [(architecture, *configuration) for configuration in used]
+    for architecture in OUR_DECODER:
+        used = configurations if EVERY_CASE else configurations[-1:]
+        found += [(architecture + _OTHER, *configuration) for configuration in used]
+    return found
 
 
 @dataclass(frozen=True)
@@ -66,8 +85,12 @@ def reference(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Reference:
     """What Transformers' model of this architecture generates."""
-    folder = tmp_path_factory.mktemp(request.param)
-    model = save_tiny(ARCHITECTURES[request.param](), folder, SEED)
+    folder = tmp_path_factory.mktemp("reference")
+    name = request.param.removesuffix(_OTHER)
+    if name == request.param:
+        model = save_tiny(ARCHITECTURES[name](), folder, SEED)
+    else:
+        model = save_tiny(other_shape(name), folder, OTHER_SEED)
     longest = plan_model(Checkpoint.open(folder)).max_model_len
     generator = torch.Generator().manual_seed(1)
     prompts = [
