@@ -128,6 +128,8 @@ class Decoder:
         self.kv_layout = kv_layout
         self.vocab_size = spec.vocab_size
         self._embed = tensors["embed"]
+        # Rounded to the dtype, as in Transformers.
+        self._embed_scale = torch.tensor(spec.embed_scale, dtype=self._embed.dtype).item()
         self._positions = tensors.get("positions")
         self._ropes = [RotaryAngles(rope, self._embed.device) for rope in spec.ropes]
         numbers = range(len(spec.layers)) if layers is None else layers
@@ -178,9 +180,8 @@ class Decoder:
         """The stream before the first layer, [tokens, hidden]."""
         spec = self._spec
         hidden = F.embedding(batch.token_ids, self._embed)
-        if spec.embed_scale != 1.0:
-            # Transformers rounds the factor to the dtype too.
-            hidden = hidden * torch.tensor(spec.embed_scale, dtype=hidden.dtype).item()
+        if self._embed_scale != 1.0:
+            hidden = hidden * self._embed_scale
         if self._positions is not None and spec.positions is not None:
             rows = (batch.positions + spec.positions.offset).clamp(max=spec.positions.num_rows - 1)
             hidden = hidden + F.embedding(rows, self._positions)
