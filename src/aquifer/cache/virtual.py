@@ -208,19 +208,18 @@ class VirtualCache:
         Without such a slot, it is the first that has no pages of others. So that there is one next
         time too, the slot that was left first is vacated in the background.
         """
-        left: dict[int, list[bool]] = {}  # by slot: whether the first page is there, and the last
-        free = set(free_slots)
-        for which, position in enumerate((0, len(blocks) - 1) if blocks else ()):
-            for index in self._retired.indices_of(self.tensors.range, Page(blocks[position])):
-                slot, place = divmod(index, self._slot_pages)
-                if place == position and slot in free:
-                    left.setdefault(slot, [False, False])[which] = True
-        if left:
-            # The fewer other pages it has, the less is lost.
-            return max(left, key=lambda slot: (left[slot], -self._occupied.get(slot, 0)))
         occupied = self._occupied
         if not occupied:
             return None
+        left: dict[int, list[bool]] = {}  # by slot: whether the first page is there, and the last
+        for which, position in enumerate((0, len(blocks) - 1) if blocks else ()):
+            for index in self._retired.indices_of(self.tensors.range, Page(blocks[position])):
+                slot, place = divmod(index, self._slot_pages)
+                if place == position and slot in free_slots:
+                    left.setdefault(slot, [False, False])[which] = True
+        if left:
+            # The fewer other pages it has, the less is lost.
+            return max(left, key=lambda slot: (left[slot], -occupied.get(slot, 0)))
         chosen = min((slot for slot in free_slots if slot not in occupied), default=None)
         if len(free_slots) - len(occupied) <= _CLEAN_SLOTS:
             oldest = next(iter(occupied))
