@@ -1,4 +1,4 @@
-"""KV for the tests of attention kernels, laid out as the cache managers do it."""
+"""KV for the tests of attention kernels, laid out as the cache managers do it, and sinks."""
 
 from __future__ import annotations
 
@@ -44,3 +44,9 @@ def place_kv(
     split = num_kv_heads * key_dim
     keys, values = (t.unflatten(-1, (num_kv_heads, -1)) for t in (kv[..., :split], kv[..., split:]))
     return keys, values, tables
+
+
+def make_sinks(num_heads: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Sinks [num_heads] that leave between almost nothing and almost all to the keys."""
+    random = torch.Generator().manual_seed(5)
+    return (4 * torch.randn(num_heads, generator=random)).to(device, dtype)

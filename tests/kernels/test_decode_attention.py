@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.kernels.attention_kv import place_kv
+from tests.kernels.attention_kv import make_sinks, place_kv
 
 from aquifer.kernels import _triton
 from aquifer.kernels.decode_attention import (
@@ -112,6 +112,8 @@ def max_error(case: Case, expected: torch.Tensor, **options) -> float:
     """
     bar = MAX_ERROR[case.query.dtype]
     if case.query.dtype == torch.float32 and len(expected):
+        if options.get("sinks") is not None:
+            options["sinks"] = options["sinks"].cpu()
         plain = case.cpu().reference(torch.float32, **options)[(case.lengths > 0).cpu()]
         bar = max(bar, 4 * float(row_errors(plain, expected.cpu()).amax()))
     return bar
@@ -222,6 +224,42 @@ def test_softcap(device, softcap):
     check(make_case(device, [33, 1]), SMALL, softcap=softcap)
 
 
+@pytest.mark.parametrize("block_size", [None, 16])
+@pytest.mark.parametrize(
+    ("num_shares", "options"),
+    [(1, {}), (3, {"window_tokens": 13}), (40, {}), (40, {"window_tokens": 20, "softcap": 5.0})],
+)
+@pytest.mark.parametrize("merges_itself", [True, False])
+def test_sinks(device, block_size, num_shares, options, merges_itself):
+    """Each counts once, whether its row is in one share or in several."""
+    case = make_case(device, [0, 33, 0, 1, 16, 0, 15, 64, 17, 0, 0], block_size=block_size)
+    config = replace(SMALL, num_shares=num_shares, merges_itself=merges_itself)
+    check(case, config, sinks=make_sinks(8, device, torch.float32), **options)
+
+
+@pytest.mark.parametrize("num_shares", [1, 7])
+@pytest.mark.parametrize("merges_itself", [True, False])
+def test_sinks_of_groups_that_are_no_power_of_two(device, num_shares, merges_itself):
+    case = make_case(device, [33, 20], num_heads=14, num_kv_heads=2)
+    config = Config(1, 16, num_shares, num_warps=4, num_stages=3, merges_itself=merges_itself)
+    check(case, config, sinks=make_sinks(14, device, torch.float16))
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp", "ignore:invalid value")
+@pytest.mark.parametrize("num_shares", [1, 9])
+@pytest.mark.parametrize("merges_itself", [True, False])
+def test_sinks_that_count_for_nothing_or_for_everything(device, num_shares, merges_itself):
+    case = make_case(device, [33, 0, 64, 1])
+    config = replace(SMALL, num_shares=num_shares, merges_itself=merges_itself)
+    check(case, config, sinks=torch.full((8,), 14.0, device=device))
+    without = case.run(config, scale=0.2)
+    for least in (-1e4, -torch.inf):
+        sinks = torch.full((8,), least, device=device)
+        torch.testing.assert_close(case.run(config, scale=0.2, sinks=sinks), without)
+    out = case.run(config, scale=0.2, sinks=torch.full((8,), 1e4, device=device))
+    assert (out == 0).all()
+
+
 @pytest.mark.parametrize("block_tokens", [8, 16, 32])
 @pytest.mark.parametrize("block_size", [4, 16, 32])
 def test_tiles_and_blocks_of_different_sizes(device, block_tokens, block_size):
@@ -235,7 +273,9 @@ def test_head_dims(device, key_dim, value_dim):
 
 
 def test_half_precision(device):
-    check(make_case(device, [33, 2], dtype=torch.float16), SMALL)
+    case = make_case(device, [33, 2], dtype=torch.float16)
+    check(case, SMALL)
+    check(case, SMALL, sinks=make_sinks(8, device, torch.bfloat16))
 
 
 def test_large_scores_do_not_overflow(device):
@@ -269,6 +309,21 @@ def test_reference_is_what_torch_calls_attention():
         enable_gqa=True,
     )
     torch.testing.assert_close(case.reference(scale=0.2), expected[0].transpose(0, 1))
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "window_tokens": 9}])
+def test_reference_counts_sinks_in_the_denominator_alone(options):
+    """Of the weights exp(s) / (sum + exp(sink)), neither the scale nor the cap changes the sink."""
+    case = make_case(torch.device("cpu"), [33])
+    sinks = make_sinks(8, torch.device("cpu"), torch.float64)
+    first = 33 - options.get("window_tokens", 33)
+    keys = case.keys[int(case.slots[0]), first:33].double().repeat_interleave(2, 1)
+    scores = torch.einsum("hd,thd->ht", case.query[0].double(), keys) * 0.2
+    if "softcap" in options:
+        scores = torch.tanh(scores / 2) * 2
+    part = torch.sigmoid(scores.logsumexp(-1) - sinks)
+    expected = case.reference(scale=0.2, **options) * part[:, None]
+    torch.testing.assert_close(case.reference(scale=0.2, sinks=sinks, **options), expected)
 
 
 def test_workspace_that_is_too_small_is_refused(device):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.kernels.attention_kv import place_kv
+from tests.kernels.attention_kv import make_sinks, place_kv
 
 from aquifer.kernels import prefill_attention as module
 from aquifer.kernels.prefill_attention import (
@@ -241,6 +241,48 @@ def test_softcap(device, softcap):
     check(make_case(device, RAGGED, block_size=16), SMALL, softcap=softcap, window_tokens=20)
 
 
+@pytest.mark.parametrize("block_size", [None, 16])
+@pytest.mark.parametrize("options", [{}, {"window_tokens": 13}, {"softcap": 5.0}])
+def test_sinks(device, block_size, options):
+    case = make_case(device, RAGGED, block_size=block_size)
+    check(case, SMALL, sinks=make_sinks(4, device, torch.float32), **options)
+
+
+@pytest.mark.parametrize("block_size", [None, 16])
+@pytest.mark.parametrize(("num_splits", "options"), [(2, {}), (7, {"window_tokens": 13})])
+def test_sinks_count_once_where_keys_are_split(
+    device, monkeypatch, block_size, num_splits, options
+):
+    monkeypatch.setattr(module, "MIN_SPLIT_KEYS", 16)
+    chunks = [(0, 17), (5, 1), (30, 20)]
+    case = make_case(device, chunks, num_heads=7, num_kv_heads=1, block_size=block_size)
+    sinks = make_sinks(7, device, torch.float16)
+    check(case, SMALL, num_splits=num_splits, sinks=sinks, **options)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp", "ignore:invalid value")
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_sinks_that_count_for_nothing_or_for_everything(device, monkeypatch, num_splits):
+    monkeypatch.setattr(module, "MIN_SPLIT_KEYS", 16)
+    case = make_case(device, [(0, 17), (30, 20)])
+    check(case, SMALL, num_splits=num_splits, sinks=torch.full((4,), 14.0, device=device))
+    rows = slice(case.spans.offsets[0], case.spans.offsets[-1])
+
+    def run(sinks: torch.Tensor | None) -> torch.Tensor:
+        return case.run(SMALL, num_splits=num_splits, scale=0.2, sinks=sinks)[rows]
+
+    for least in (-1e4, -torch.inf):
+        torch.testing.assert_close(run(torch.full((4,), least, device=device)), run(None))
+    assert (run(torch.full((4,), 1e4, device=device)) == 0).all()
+
+
+def test_round_spans_with_sinks_do_not_go_to_cudnn(device, monkeypatch):
+    monkeypatch.setattr(module, "CUDNN_MULTIPLE", 8)
+    monkeypatch.setattr(module, "CUDNN_MIN_TOKENS", 16)
+    monkeypatch.setattr(module, "cudnn_takes", lambda *tensors: True)
+    check(make_case(device, [(0, 16), (16, 24)]), sinks=make_sinks(4, device, torch.float32))
+
+
 @pytest.mark.parametrize("block_keys", [16, 32])
 @pytest.mark.parametrize("block_size", [4, 16, 32])
 def test_tiles_and_blocks_of_different_sizes(device, block_keys, block_size):
@@ -297,6 +339,7 @@ def test_host_without_triton(block_size):
     case = make_case(torch.device("cpu"), RAGGED, block_size=block_size)
     check(case)
     check(case, window_tokens=20, softcap=30.0)
+    check(case, window_tokens=20, sinks=make_sinks(4, torch.device("cpu"), torch.float32))
 
 
 def test_reference_is_what_torch_calls_attention():
@@ -311,6 +354,18 @@ def test_reference_is_what_torch_calls_attention():
         enable_gqa=True,
     )
     torch.testing.assert_close(case.reference(scale=0.2)[:33], expected[0].transpose(0, 1))
+
+
+def test_reference_counts_sinks_in_the_denominator_alone():
+    """Of the weights exp(s) / (sum + exp(sink)), the scale does not change the sink."""
+    case = make_case(torch.device("cpu"), [(12, 21)], first_row=0)
+    sinks = make_sinks(4, torch.device("cpu"), torch.float64)
+    keys = case.keys[case.spans.slots[0], :33].double().repeat_interleave(2, 1)
+    scores = torch.einsum("qhd,thd->qht", case.query[:21].double(), keys) * 0.2
+    is_later = torch.arange(33) > torch.arange(12, 33)[:, None]
+    sums = scores.masked_fill(is_later[:, None], -torch.inf).logsumexp(-1)
+    expected = case.reference(scale=0.2)[:21] * torch.sigmoid(sums - sinks)[..., None]
+    torch.testing.assert_close(case.reference(scale=0.2, sinks=sinks)[:21], expected)
 
 
 def test_which_spans_go_to_cudnn_together():
@@ -527,6 +582,7 @@ def test_cudnn_and_triton_share_a_batch(device):
     check(case, scale=0.1)
     check(case, scale=0.1, window_tokens=1000)
     check(case, scale=0.1, softcap=20.0)
+    check(case, scale=0.1, sinks=make_sinks(8, device, torch.bfloat16))
 
 
 @pytest.mark.gpu

@@ -23,6 +23,7 @@ def exact_attention(
     scale: float,
     window_tokens: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None,  # [heads]
 ) -> torch.Tensor:
     """Causal attention in float64, computed in a loop over query tokens and heads."""
     query, keys, values = query.double(), keys.double(), values.double()
@@ -36,8 +37,14 @@ def exact_attention(
             scores = k @ query[row, head] * scale
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
-            weights = torch.exp(scores - scores.max())
-            out[row, head] = weights @ v / weights.sum()
+            top = scores.max()
+            if sinks is not None:
+                top = torch.maximum(top, sinks[head].double())
+            weights = torch.exp(scores - top)
+            total = weights.sum()
+            if sinks is not None:
+                total += torch.exp(sinks[head].double() - top)
+            out[row, head] = weights @ v / total
     return out
 
 
@@ -45,11 +52,12 @@ def exact_attention(
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window_tokens", [None, 1, 5, 16])
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "key_dim", "value_dim"), [(4, 4, 16, 16), (6, 2, 16, 8)]
 )
 def test_attention(
-    paged, dtype, softcap, window_tokens, num_heads, num_kv_heads, key_dim, value_dim
+    paged, dtype, softcap, window_tokens, has_sinks, num_heads, num_kv_heads, key_dim, value_dim
 ):
     """Sequences of one step: decoding, a whole prompt, a chunk in the middle of one."""
     generator = torch.Generator().manual_seed(1)
@@ -65,7 +73,11 @@ def test_attention(
         keys.append(random(start + count, num_kv_heads, key_dim))
         values.append(random(start + count, num_kv_heads, value_dim))
     out = torch.full((20, num_heads, value_dim), torch.nan, dtype=dtype)
-    kwargs = {"scale": 0.3, "window_tokens": window_tokens, "softcap": softcap}
+    sinks = None
+    if has_sinks:  # two of them count for nothing, and for everything
+        sinks = random(num_heads)
+        sinks[:2] = torch.tensor([-1e4, 1e4])
+    kwargs = {"scale": 0.3, "window_tokens": window_tokens, "softcap": softcap, "sinks": sinks}
     # NaN wherever nothing was written: reading it would show.
     if paged:
         tables = torch.full((6, MAX_TOKENS // BLOCK_SIZE), -1)
@@ -94,7 +106,7 @@ def test_attention(
     for i, start in enumerate(starts):
         rows = slice(offsets[i], offsets[i + 1])
         expected = exact_attention(
-            query[rows], keys[i], values[i], start, 0.3, window_tokens, softcap
+            query[rows], keys[i], values[i], start, 0.3, window_tokens, softcap, sinks
         )
         difference = (out[rows].double() - expected).abs().max().item()
         assert difference <= TOLERANCE[dtype] * max(1.0, expected.abs().max().item())

@@ -24,8 +24,13 @@ import torch
 HIDDEN = 64
 LAUNCHES = {"_rms_norm_kernel": 4, "_silu_mul_kernel": 1, "_rotary_angles_kernel": 1}
 """Launches of each kernel in one step; the first kernel runs with two dtypes."""
-ATTENTION = ((16, False, 1), (128, False, 1), (128, True, 8))
-"""Head dimension, whether the KV is paged, and rows that decode."""
+ATTENTION = (
+    (16, False, 1, False),
+    (128, False, 1, False),
+    (128, True, 8, False),
+    (64, True, 8, True),
+)
+"""Head dimension, whether the KV is paged, rows that decode, and whether there are sinks."""
 MAX_STACK_BYTES = 512
 """Local memory of a thread. It is slow, and a GPU sets it aside for all threads that
 it can run at once: a gigabyte for 4 KiB."""
@@ -80,7 +85,7 @@ def stack_bytes(binary: bytes) -> int:
     return int(found)
 
 
-def attend(head_dim: int, paged: bool, num_decodes: int) -> None:
+def attend(head_dim: int, paged: bool, num_decodes: int, has_sinks: bool) -> None:
     """One step of attention, and a chunk of a prompt, in float32."""
     from aquifer.kernels.decode_attention import DecodeWorkspaces, decode_attention
     from aquifer.kernels.prefill_attention import PrefillSpans, prefill_attention
@@ -93,9 +98,11 @@ def attend(head_dim: int, paged: bool, num_decodes: int) -> None:
     query = torch.zeros(num_decodes, 2, head_dim)
     slots = torch.zeros(num_decodes, dtype=torch.int64)
     workspace, config = DecodeWorkspaces().get(query, kv, paged=paged)
-    decode_attention(query, kv, kv, tables, slots, slots + 600, query, workspace, config, scale=1.0)
+    sinks = torch.zeros(2) if has_sinks else None
+    kv_of = kv, kv, tables, slots, slots + 600
+    decode_attention(query, *kv_of, query, workspace, config, scale=1.0, sinks=sinks)
     spans = PrefillSpans.of([0], [598], [0, 2], torch.device("cpu"))
-    prefill_attention(torch.zeros(2, 2, head_dim), kv, kv, tables, spans, scale=1.0)
+    prefill_attention(torch.zeros(2, 2, head_dim), kv, kv, tables, spans, scale=1.0, sinks=sinks)
 
 
 def observe() -> dict[str, Any]:

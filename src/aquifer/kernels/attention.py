@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from aquifer.kernels.sinks import softmax_with_sinks
+
 
 def attention_contiguous(
     query: torch.Tensor,
@@ -25,6 +27,7 @@ def attention_contiguous(
     scale: float,
     window_tokens: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Attend over contiguous KV: one range of addresses per slot.
 
@@ -40,6 +43,7 @@ def attention_contiguous(
         scale: factor on the dot products.
         window_tokens: see `KVView.attend`.
         softcap: see `KVView.attend`.
+        sinks: [heads], see `kernels/sinks.py`; None for none.
     """
     # [slots, kv_heads, max_tokens, dim]
     all_keys, all_values = keys.transpose(1, 2), values.transpose(1, 2)
@@ -57,6 +61,7 @@ def attention_contiguous(
                 scale,
                 window_tokens,
                 softcap,
+                sinks,
             )
         )
     torch.cat(results, out=out[offsets[0] : offsets[-1]])
@@ -75,6 +80,7 @@ def attention_paged(
     scale: float,
     window_tokens: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Attend over paged KV, found through block tables (PagedAttention, section 4.1).
 
@@ -90,6 +96,7 @@ def attention_paged(
         scale: factor on the dot products.
         window_tokens: see `KVView.attend`.
         softcap: see `KVView.attend`.
+        sinks: [heads], see `kernels/sinks.py`; None for none.
     """
     block_size = keys.shape[1]
     results = []
@@ -110,6 +117,7 @@ def attention_paged(
                 scale,
                 window_tokens,
                 softcap,
+                sinks,
             )
         )
     torch.cat(results, out=out[offsets[0] : offsets[-1]])
@@ -128,6 +136,7 @@ def _attend(
     scale: float,
     window_tokens: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attend for one sequence: query [tokens, heads, d] at `start`, keys [1, kv_heads, length, d].
 
@@ -136,7 +145,7 @@ def _attend(
     num_tokens, num_heads, key_dim = query.shape
     _, num_kv_heads, length, value_dim = values.shape
     group = num_heads // num_kv_heads
-    if num_tokens == 1 and softcap is None:
+    if num_tokens == 1 and softcap is None and sinks is None:
         # One token sees all keys, so the heads of a group can take the place of query positions.
         grouped = query.view(1, num_kv_heads, group, key_dim)
         return F.scaled_dot_product_attention(grouped, keys, values, scale=scale).reshape(
@@ -145,11 +154,17 @@ def _attend(
     # [kv_heads, group, tokens, d] over [kv_heads, 1 -> group, length, d]: no KV head is copied.
     q = query.view(num_tokens, num_kv_heads, group, key_dim).permute(1, 2, 0, 3)
     k, v = keys.transpose(0, 1), values.transpose(0, 1)
-    if softcap is not None:
-        scores = torch.tanh(q @ k.transpose(-1, -2) * (scale / softcap)) * softcap
+    if softcap is not None or sinks is not None:
+        products = q.flatten(1, 2) @ k[:, 0].transpose(-1, -2)
+        scores = products.unflatten(1, (group, num_tokens))
+        if softcap is None:
+            scores = scores * scale
+        else:
+            scores = torch.tanh(scores * (scale / softcap)) * softcap
         mask = _mask(num_tokens, length, start, window_tokens)
         scores = scores.masked_fill(~mask, -torch.inf)
-        result = scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
+        weights = softmax_with_sinks(scores.float(), sinks).to(v.dtype)
+        result = weights.flatten(1, 2) @ v[:, 0]
     else:
         plain = start == 0 and (window_tokens is None or length <= window_tokens)
         result = F.scaled_dot_product_attention(

@@ -47,6 +47,7 @@ from aquifer.kernels._triton import (
     tensor,
     tl,
 )
+from aquifer.kernels.sinks import load_sinks, softmax_with_sinks
 
 _MERGE_ELEMENTS = 8192
 """Elements that a program of `_merge_kernel` holds at once: 32 registers per thread."""
@@ -228,6 +229,7 @@ def decode_attention_reference(
     scale: float,
     window_tokens: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """`decode_attention` in plain torch. Same arguments; computes in the dtype of `query`."""
     block_size = keys.shape[1]
@@ -247,7 +249,7 @@ def decode_attention_reference(
         scores = torch.einsum("hgd,thd->hgt", q, k.to(q.dtype)) * scale
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
-        weights = scores.softmax(-1)
+        weights = softmax_with_sinks(scores, sinks)
         out[row] = torch.einsum("hgt,thd->hgd", weights, v.to(q.dtype)).flatten(0, 1)
 
 
@@ -265,6 +267,7 @@ def decode_attention(
     scale: float,
     window_tokens: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Attend over all KV of each row's sequence. Reads only tokens that it attends to.
 
@@ -286,6 +289,7 @@ def decode_attention(
         scale: factor on the dot products.
         window_tokens: attend only to this many latest tokens, the own one included.
         softcap: limit scores to (-softcap, softcap) with tanh before the softmax.
+        sinks: [heads], contiguous, see `kernels/sinks.py`; None for none.
     """
     batch, num_heads, key_dim = query.shape
     _, block_size, num_kv_heads, value_dim = values.shape
@@ -297,6 +301,7 @@ def decode_attention(
     assert num_kv_heads % config.kv_heads_per_program == 0
     assert config.block_tokens * config.kv_heads_per_program >= MIN_DOT
     assert all(t.stride(-1) == 1 for t in (query, keys, values, out))
+    assert sinks is None or (sinks.shape == (num_heads,) and sinks.is_contiguous())
     if not runs_triton(query):
         decode_attention_reference(
             query,
@@ -309,6 +314,7 @@ def decode_attention(
             scale=scale,
             window_tokens=window_tokens,
             softcap=softcap,
+            sinks=sinks,
         )
         return
     if batch == 0:
@@ -332,6 +338,7 @@ def decode_attention(
         tables,
         slots,
         lengths,
+        sinks,
         out,
         workspace.partials,
         lse,
@@ -363,6 +370,7 @@ def decode_attention(
         query_rows=pow2(group * config.kv_heads_per_program, MIN_DOT),
         window_tokens=window_tokens,
         softcap=softcap,
+        has_sinks=sinks is not None,
         heads_pow2=heads_pow2,
         merge_shares=min(max(merge_shares, 1), pow2(config.num_shares)),
         merges_itself=config.merges_itself,
@@ -382,6 +390,7 @@ def decode_attention(
         _merge_kernel,
         (-(-num_heads // merge_heads), batch),
         lengths,
+        sinks,
         out,
         workspace.partials,
         lse,
@@ -398,6 +407,7 @@ def decode_attention(
         merge_heads=merge_heads,
         merge_shares=merge_shares,
         window_tokens=window_tokens,
+        has_sinks=sinks is not None,
         num_warps=8,
     )
 
@@ -438,6 +448,7 @@ def _decode_attention_kernel(
     tables: tensor,
     slots: tensor,
     lengths: tensor,
+    sinks: tensor,
     out: tensor,
     partials: tensor,
     lse: tensor,
@@ -469,6 +480,7 @@ def _decode_attention_kernel(
     query_rows: constexpr,
     window_tokens: constexpr,
     softcap: constexpr,
+    has_sinks: constexpr,
     heads_pow2: constexpr,
     merge_shares: constexpr,
     merges_itself: constexpr,
@@ -512,6 +524,8 @@ def _decode_attention_kernel(
     dim_k = tl.arange(0, key_dim_pow2)
     dim_v = tl.arange(0, value_dim_pow2)
     log2_e: constexpr = 1.4426950408889634
+    if has_sinks:
+        sink = load_sinks(sinks, head, is_query)
 
     await_predecessor(overlaps)
     if releases_early:
@@ -586,6 +600,10 @@ def _decode_attention_kernel(
 
         if not releases_early and row == last_row:
             release_successor(overlaps)
+        if has_sinks:
+            # A row in several shares gets it from the program that merges.
+            is_whole = (row_begin >= begin) & (row_end <= end)
+            total += tl.where(is_whole, tl.exp2(sink - top), 0.0)
         # A row of padding between others has a total of 0.
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
         is_stored = is_query[:, None] & (dim_v < value_dim)[None, :]
@@ -613,6 +631,7 @@ def _decode_attention_kernel(
                     is_merged = merge_head < group * kv_heads
                     merge_head += first_kv_head * group
                     merged = _merged(
+                        sinks,
                         partials,
                         lse,
                         first_share,
@@ -624,6 +643,7 @@ def _decode_attention_kernel(
                         value_dim_pow2,
                         heads_pow2,
                         merge_shares,
+                        has_sinks,
                     )
                     tl.store(
                         out
@@ -681,6 +701,7 @@ def _slot_of(row: tensor, slots: tensor, batch: tensor) -> tensor:
 
 @jit
 def _merged(
+    sinks: tensor,
     partials: tensor,
     lse: tensor,
     first_share: tensor,
@@ -692,6 +713,7 @@ def _merged(
     value_dim_pow2: constexpr,
     heads_pow2: constexpr,
     merge_shares: constexpr,
+    has_sinks: constexpr,
 ) -> tensor:
     """Merge one row's partial results of [first_share, last_share]; returns [heads, value_dim].
 
@@ -721,12 +743,15 @@ def _merged(
         total = total * decay + tl.sum(weights, 0)
         acc = acc * decay[:, None] + tl.sum(part * weights[:, :, None], 0)
         top = new_top
+    if has_sinks:
+        total += tl.exp2(load_sinks(sinks, head, is_head) - top)
     return acc / total[:, None]
 
 
 @jit_once(counts=("batch",), indices=("lengths",))
 def _merge_kernel(
     lengths: tensor,
+    sinks: tensor,
     out: tensor,
     partials: tensor,
     lse: tensor,
@@ -743,6 +768,7 @@ def _merge_kernel(
     merge_heads: constexpr,
     merge_shares: constexpr,
     window_tokens: constexpr,
+    has_sinks: constexpr,
 ) -> None:
     head = tl.program_id(0) * merge_heads + tl.arange(0, merge_heads)
     row = tl.program_id(1)
@@ -778,6 +804,8 @@ def _merge_kernel(
     top = tl.max(all_lse, 0)
     top = tl.where(is_head, top, 0.0)
     total = tl.sum(tl.exp2(all_lse - top[None, :]), 0)
+    if has_sinks:
+        total += tl.exp2(load_sinks(sinks, head, is_head) - top)
 
     acc = tl.zeros([merge_heads, value_dim_pow2], tl.float32)
     for next_share in range(first_share, last_share + 1, merge_shares):

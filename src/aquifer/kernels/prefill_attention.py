@@ -6,10 +6,10 @@ values are in the KV cache already. There are two paths, and each span of a batc
 1. **cuDNN**, the fastest kernel for large chunks on Hopper, over strided views of contiguous KV.
    It builds a plan, for tens of milliseconds, for every new shape, so it is used for round shapes
    only: `start` and `count` are multiples of `CUDNN_MULTIPLE`, and `count` is at least
-   `CUDNN_MIN_TOKENS`. Only 16-bit types, head dimensions of at most 128, no softcap, and no window
-   that excludes any key. At `start` 0 it is one call; neighbouring spans of equal length in
-   consecutive slots share one. After a prefix it is two calls, one without mask over the prefix and
-   one causal over the chunk, merged by their log-sum-exp.
+   `CUDNN_MIN_TOKENS`. Only 16-bit types, head dimensions of at most 128, no softcap, no sinks, and
+   no window that excludes any key. At `start` 0 it is one call; neighbouring spans of equal length
+   in consecutive slots share one. After a prefix it is two calls, one without mask over the prefix
+   and one causal over the chunk, merged by their log-sum-exp.
 2. **A Triton kernel** (FlashAttention-2) for all other spans together, in one launch.
 
 In the Triton kernel, a program handles the queries of a few tokens and of `heads_per_program` heads
@@ -55,6 +55,7 @@ from aquifer.kernels._triton import (
     tl,
 )
 from aquifer.kernels.attention import attention_contiguous, attention_paged
+from aquifer.kernels.sinks import load_sinks, softmax_with_sinks
 
 CUDNN_MULTIPLE = 256
 """Tokens. Spans go to cuDNN if start and count are multiples of it: few shapes, few plans."""
@@ -149,6 +150,7 @@ def prefill_attention_reference(
     scale: float,
     window_tokens: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """`prefill_attention` in plain torch. Same arguments; computes in the dtype of `query`."""
     block_size = keys.shape[1]
@@ -170,7 +172,8 @@ def prefill_attention_reference(
         is_visible = distance >= 0
         if window_tokens is not None:
             is_visible &= distance < window_tokens
-        weights = scores.masked_fill(~is_visible, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(~is_visible, -torch.inf)
+        weights = softmax_with_sinks(scores, sinks)
         # [count, heads, value_dim]
         out[begin:end] = torch.einsum("hgqt,thd->qhgd", weights, v.to(q.dtype)).flatten(1, 2)
 
@@ -186,6 +189,7 @@ def prefill_attention(
     scale: float,
     window_tokens: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend causally from each chunk to all KV of its sequence.
 
@@ -203,12 +207,17 @@ def prefill_attention(
         scale: factor on the dot products, positive.
         window_tokens: attend only to this many latest tokens, the own one included.
         softcap: limit scores to (-softcap, softcap) with tanh before the softmax.
+        sinks: [heads], contiguous, see `kernels/sinks.py`; None for none.
 
     Returns:
         `out`, or the new tensor, in which rows outside the spans are undefined.
     """
     skips_round = (
-        spans.uses_cudnn and tables is None and softcap is None and cudnn_takes(query, keys, values)
+        spans.uses_cudnn
+        and tables is None
+        and softcap is None
+        and sinks is None
+        and cudnn_takes(query, keys, values)
     )
     calls: list[Call] = []
     if skips_round:
@@ -219,11 +228,11 @@ def prefill_attention(
                 return _run_cudnn_once(query, keys, values, call, scale)
     if out is None:
         out = query.new_empty(*query.shape[:2], values.shape[3])
-    _check(query, keys, values, spans, out, scale)
+    _check(query, keys, values, spans, out, scale, sinks)
     if not spans.slots:
         return out
     if not runs_triton(query):
-        _on_cpu(query, keys, values, tables, spans, out, scale, window_tokens, softcap)
+        _on_cpu(query, keys, values, tables, spans, out, scale, window_tokens, softcap, sinks)
         return out
     for call in calls:
         if call.is_round:
@@ -246,6 +255,7 @@ def prefill_attention(
             scale=scale,
             window_tokens=window_tokens,
             softcap=softcap,
+            sinks=sinks,
         )
     return out
 
@@ -263,9 +273,10 @@ def prefill_attention_triton(
     scale: float,
     window_tokens: int | None = None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """`prefill_attention` with all spans in the Triton kernel, by `config` and `num_splits`."""
-    _check(query, keys, values, spans, out, scale)
+    _check(query, keys, values, spans, out, scale, sinks)
     if spans.slots:
         run_triton(
             query,
@@ -281,6 +292,7 @@ def prefill_attention_triton(
             scale=scale,
             window_tokens=window_tokens,
             softcap=softcap,
+            sinks=sinks,
         )
 
 
@@ -291,6 +303,7 @@ def _check(
     spans: PrefillSpans,
     out: torch.Tensor,
     scale: float,
+    sinks: torch.Tensor | None,
 ) -> None:
     num_tokens, num_heads, key_dim = query.shape
     assert keys.shape == (*values.shape[:3], key_dim), "query, keys and values disagree"
@@ -300,6 +313,7 @@ def _check(
     assert all(t.stride(-1) == 1 for t in (query, keys, values, out))
     assert len(spans.slots) == len(spans.starts) == len(spans.offsets) - 1
     assert spans.offsets[-1] <= num_tokens
+    assert sinks is None or (sinks.shape == (num_heads,) and sinks.is_contiguous())
     assert scale > 0, "scale is multiplied after the maximum is taken"
 
 
@@ -313,6 +327,7 @@ def _on_cpu(
     scale: float,
     window_tokens: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> None:
     places = spans.slots, spans.starts, spans.offsets
     if tables is None:
@@ -325,6 +340,7 @@ def _on_cpu(
             scale=scale,
             window_tokens=window_tokens,
             softcap=softcap,
+            sinks=sinks,
         )
     else:
         attention_paged(
@@ -337,6 +353,7 @@ def _on_cpu(
             scale=scale,
             window_tokens=window_tokens,
             softcap=softcap,
+            sinks=sinks,
         )
 
 
@@ -552,6 +569,7 @@ def run_triton(
     scale: float,
     window_tokens: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> None:
     """Write the rows of all spans, or of those that are not round.
 
@@ -571,6 +589,7 @@ def run_triton(
         scale: as in `prefill_attention`.
         window_tokens: likewise.
         softcap: likewise.
+        sinks: likewise.
     """
     num_heads, key_dim = query.shape[1:]
     _, block_size, num_kv_heads, value_dim = values.shape
@@ -599,6 +618,7 @@ def run_triton(
         "skip_multiple": CUDNN_MULTIPLE if skips_round else None,
         "skip_min_tokens": CUDNN_MIN_TOKENS if skips_round else None,
         "window_tokens": window_tokens,
+        "has_sinks": sinks is not None,
     }
     # Neighbouring programs read the same tokens; the heaviest programs of all spans come first.
     launch(
@@ -611,6 +631,7 @@ def run_triton(
         spans.device_slots,
         spans.device_starts,
         spans.device_offsets,
+        sinks,
         out,
         partials,
         lse,
@@ -651,6 +672,7 @@ def run_triton(
         lse,
         spans.device_starts,
         spans.device_offsets,
+        sinks,
         out,
         num_splits,
         out.stride(0),
@@ -827,6 +849,7 @@ def _prefill_attention_kernel(
     slots: tensor,
     starts: tensor,
     offsets: tensor,
+    sinks: tensor,
     out: tensor,
     partials: tensor,
     lse: tensor,
@@ -856,6 +879,7 @@ def _prefill_attention_kernel(
     softcap: constexpr,
     skip_multiple: constexpr,
     skip_min_tokens: constexpr,
+    has_sinks: constexpr,
     min_split_keys: constexpr,
 ) -> None:
     first_head = tl.program_id(0) * heads_per_program
@@ -946,6 +970,10 @@ def _prefill_attention_kernel(
         is_masked=True, sees_some=False,
     )  # fmt: skip
 
+    if has_sinks:
+        # Splits get it from the kernel that merges them.
+        sink = load_sinks(sinks, head, is_row)
+        total += tl.where(num_splits == 1, tl.exp2(sink - top), 0.0)
     # Rows that are not stored may have seen no key, and so may rows of a split.
     has_seen = total > 0
     total = tl.where(has_seen, total, 1.0)
@@ -975,6 +1003,7 @@ def _merge_splits_kernel(
     lse: tensor,
     starts: tensor,
     offsets: tensor,
+    sinks: tensor,
     out: tensor,
     num_splits: tensor,
     out_row_stride: tensor,
@@ -987,6 +1016,7 @@ def _merge_splits_kernel(
     skip_multiple: constexpr,
     skip_min_tokens: constexpr,
     window_tokens: constexpr,
+    has_sinks: constexpr,
 ) -> None:
     """Merge the splits of `merge_rows` of the rows that one program would have without splits."""
     row_parts: constexpr = block_rows // merge_rows
@@ -1030,6 +1060,8 @@ def _merge_splits_kernel(
         total = total * decay + weight
         acc = acc * decay[:, None] + part * weight[:, None]
         top = new_top
+    if has_sinks:
+        total += tl.exp2(load_sinks(sinks, head, is_row) - top)
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     out_rows = (first_row + token) * out_row_stride + head * out_head_stride
     tl.store(out + out_rows[:, None] + dim[None, :], acc.to(out.dtype.element_ty), mask=is_stored)
