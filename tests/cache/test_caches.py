@@ -68,6 +68,7 @@ class Harness:
         *,
         window_tokens: int | None = None,
         softcap: float | None = None,
+        has_sinks: bool = False,
     ) -> None:
         """Write tokens of several sequences and compare attention over all there is."""
         spans = Spans.make(np.array(slots), self.lengths[slots], np.array(counts))
@@ -87,7 +88,10 @@ class Harness:
                     strict=True,
                 )
             )
-            how = AttentionOptions(0.2, window_tokens, softcap)
+            sinks = None
+            if has_sinks:
+                sinks = 3 * torch.randn(2 * heads, generator=self.generator)
+            how = AttentionOptions(0.2, window_tokens, softcap, sinks)
             for each in (view, dense_view):
                 each.write(index, key, value)
             actual = view.attend(index, query, how)
@@ -243,6 +247,14 @@ def test_attention_in_chunks(harness, window_tokens, softcap):
         harness.step(slots, counts, window_tokens=window_tokens, softcap=softcap)
     for slot in range(MAX_SEQS):
         harness.read_back(slot)
+
+
+@pytest.mark.parametrize("window_tokens", [None, 6])
+def test_attention_with_sinks(harness, window_tokens):
+    """Each layer has its own."""
+    for slots, counts in [([2], [9]), ([0, 2, 4], [31, 1, 12]), ([4, 2, 0], [1, 1, 20])]:
+        assert harness.reserve(slots, counts)
+        harness.step(slots, counts, window_tokens=window_tokens, has_sinks=True)
 
 
 def test_waste_is_bounded(harness):

@@ -6,10 +6,14 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
+from aquifer.cache import view
+from aquifer.cache.base import AttentionOptions, Rows
 from aquifer.kernels import Recording
 from aquifer.kernels._triton import launch, not_recorded
+from aquifer.kernels.decode_attention import DecodeWorkspaces
 
 
 class Kernel:
@@ -108,3 +112,35 @@ def test_launches_outside_of_a_recording_are_not_recorded():
     launch(kernel, (1,), *tensors, 0, shift=0, num_warps=1)
     recording.repeat(*tensors)
     assert kernel.repeated == [(3, 1, 1)]
+
+
+def test_layers_with_sinks_of_their_own_share_a_recording(monkeypatch: pytest.MonkeyPatch):
+    kernel = Kernel()
+
+    def attend(query: torch.Tensor, *others: Any, sinks: torch.Tensor | None, **_: Any) -> None:
+        out = others[5]
+        launch(kernel, (1,), query if sinks is None else sinks, out, 5, num_warps=4, shift=2)
+
+    monkeypatch.setattr(view, "decode_attention", attend)
+    layers = [(torch.zeros(1, 4, 2, 1), torch.zeros(1, 4, 2, 1)) for _ in range(3)]
+    one = torch.zeros(1, dtype=torch.int64)
+    step = view.StepView(layers, Rows(one, one, one + 1, None), None, DecodeWorkspaces())
+    query, out = torch.full((1, 16, 1), 0.5), torch.zeros(1, 16, 1)
+
+    def attended(layer: int, sinks: torch.Tensor | None) -> torch.Tensor:
+        step.attend_into(layer, query, out, AttentionOptions(0.2, sinks=sinks))
+        return out.flatten() - 7
+
+    first, second = torch.arange(16.0), -torch.arange(16.0)
+    assert torch.equal(attended(0, first), first)
+    assert torch.equal(attended(1, second), second)
+    assert (kernel.num_first, len(kernel.repeated)) == (1, 1)
+    assert torch.equal(attended(2, None), query.flatten())
+    assert (kernel.num_first, len(kernel.repeated)) == (2, 1)
+
+
+def test_options_of_layers_differ_in_whether_they_have_sinks():
+    with_sinks = AttentionOptions(0.2, sinks=torch.ones(4))
+    assert with_sinks == AttentionOptions(0.2, sinks=torch.zeros(4))
+    assert hash(with_sinks) == hash(AttentionOptions(0.2, sinks=torch.zeros(4)))
+    assert with_sinks != AttentionOptions(0.2)

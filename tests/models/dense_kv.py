@@ -68,4 +68,8 @@ def _attend_one(
     scores = torch.einsum("hd,lhd->hl", query, keys.repeat_interleave(group, 1)) * how.scale
     if how.softcap is not None:
         scores = torch.tanh(scores / how.softcap) * how.softcap
-    return torch.einsum("hl,lhd->hd", scores.softmax(-1), values.repeat_interleave(group, 1))
+    sums = scores.logsumexp(-1)
+    if how.sinks is not None:
+        sums = torch.logaddexp(sums, how.sinks)
+    weights = torch.exp(scores - sums[:, None])
+    return torch.einsum("hl,lhd->hd", weights, values.repeat_interleave(group, 1))

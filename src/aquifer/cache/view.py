@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypedDict
 
 import torch
@@ -18,21 +18,33 @@ class _Arguments(TypedDict):
     scale: float
     window_tokens: int | None
     softcap: float | None
+    sinks: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
     """How a layer attends.
 
+    Options are equal if they need the same kernels: they may have different sinks.
+
     Args:
         scale: factor on the dot products.
         window_tokens: attend only to this many latest tokens, the row's own included; None for all.
         softcap: squash scores to (-softcap, softcap) with tanh before the softmax; None for not.
+        sinks: [heads], contiguous, see `kernels/sinks.py`; None for none.
+
+    Attributes:
+        has_sinks: whether there are sinks.
     """
 
     scale: float
     window_tokens: int | None = None
     softcap: float | None = None
+    sinks: torch.Tensor | None = field(default=None, compare=False)
+    has_sinks: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "has_sinks", self.sinks is not None)
 
     def arguments(self) -> _Arguments:
         """Arguments of the attention kernels."""
@@ -40,6 +52,7 @@ class AttentionOptions:
             "scale": self.scale,
             "window_tokens": self.window_tokens,
             "softcap": self.softcap,
+            "sinks": self.sinks,
         }
 
 
@@ -169,13 +182,16 @@ class StepView:
             how: as in `attend`.
         """
         keys, values = self._layers[layer]
+        tensors = [query, keys, values, out]
+        if how.sinks is not None:
+            tensors.append(how.sinks)
         recording = self._recordings.get(how)
-        if recording is not None and recording.fits(query, keys, values, out):
-            recording.repeat(query, keys, values, out)
+        if recording is not None and recording.fits(*tensors):
+            recording.repeat(*tensors)
             return
         num_tokens = len(self._rows.slots)
         query, out = query[:num_tokens], out[:num_tokens]
-        with Recording(query, keys, values, out) as recording:
+        with Recording(*tensors) as recording:
             if self._rows.num_decodes:
                 self._attend_decodes(query, keys, values, out, how)
             if self._rows.chunks is not None:
