@@ -969,11 +969,11 @@ def test_sequences_of_one_prefix_each_find_a_slot_where_it_is_left():
     free = harness.free_slots()
     chosen = []
     for _ in range(3):
-        slot = harness.cache.preferred_slot(retained.blocks, free)
-        assert slot is not None
-        assert harness.adopt(slot, retained, 40)
-        free.remove(slot)
-        chosen.append(slot)
+        found = harness.cache.preferred_slot(retained.blocks, free)
+        assert found is not None
+        assert harness.adopt(found, retained, 40)
+        free.remove(found)
+        chosen.append(found)
     assert sorted(chosen) == [0, 1, 2]
     assert harness.driver.num_calls == num_calls
     harness.check([retained])
