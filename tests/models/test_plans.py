@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.architectures import (
     GQA,
     MAX_TOKENS,
@@ -22,6 +23,7 @@ from aquifer.cache.base import KVLayout, LayerKV
 from aquifer.errors import UnsupportedModelError
 from aquifer.fields import Fields
 from aquifer.models import Planner, StateLayout, StateTensor, plan_model
+from aquifer.models.decoder_plan import DecoderPlan
 from aquifer.models.families import FAMILIES
 from aquifer.models.transformers.layout import read_kv_layout
 from aquifer.weights.checkpoint import Checkpoint
@@ -74,6 +76,31 @@ def test_windows_of_mistral_models() -> None:
         fields = Fields(Path("config.json"), values | extra)
         spec = FAMILIES["mistral"](fields, "Mistral")
         assert tuple(layer.window_tokens for layer in spec.layers) == windows
+
+
+@pytest.mark.parametrize(("name", "prefix"), [("llama", "model."), ("gpt2", "transformer.")])
+@pytest.mark.parametrize("num_stripped", [0, 1])
+def test_names_of_a_base_model(name: str, prefix: str, num_stripped: int, tmp_path: Path) -> None:
+    """A checkpoint that was saved without its head lacks the first part of its names."""
+    check_names(name, prefix if num_stripped else "", tmp_path)
+
+
+@pytest.mark.parametrize("stripped", ["", "model.", "model.decoder."])
+def test_names_of_opt_models(stripped: str, tmp_path: Path) -> None:
+    check_names("opt", stripped, tmp_path)
+
+
+def check_names(name: str, stripped: str, folder: Path) -> None:
+    """All parameters are found in a checkpoint whose names lack a prefix."""
+    save_tiny(OUR_DECODER[name](), folder)
+    file = folder / "model.safetensors"
+    tensors = {key.removeprefix(stripped): tensor for key, tensor in load_file(file).items()}
+    save_file(tensors, file)
+    checkpoint = Checkpoint.open(folder)
+    plan = plan_model(checkpoint)
+    assert isinstance(plan, DecoderPlan)
+    sources = {source.name for parameter in plan.parameters for source in parameter.sources}
+    assert sources == set(checkpoint.tensors)
 
 
 def test_planner_chooses_the_dtype(tmp_path: Path) -> None:

@@ -35,9 +35,7 @@ class DecoderPlan:
         self.vocab_size = spec.vocab_size
         self.max_model_len = spec.max_model_len
         self.kv_layout = spec.kv_layout(dtype or stored_dtype(checkpoint))
-        # Names in a checkpoint of the base model, saved without its head, have no prefix.
-        is_bare = f"{spec.names.embed}.weight" in checkpoint.tensors
-        self._prefix = "" if is_bare else spec.names.prefix
+        self._prefix = _stored_prefix(spec, checkpoint)
         self._stored = checkpoint.tensors
         self.parameters = list(self._parameters())
         self.num_parameters = num_elements(self.parameters)
@@ -181,3 +179,14 @@ class DecoderPlan:
 
     def _one(self, name: str, shape: tuple[int, ...], stored: str) -> Parameter:
         return Parameter(name, shape, self.kv_layout.dtype, (Source(stored),))
+
+
+def _stored_prefix(spec: DecoderSpec, checkpoint: Checkpoint) -> str:
+    """The prefix of names in a checkpoint: that of a base model, saved without its head, lacks the
+    first parts."""
+    prefix = spec.names.prefix
+    while prefix and f"{prefix}{spec.names.embed}.weight" not in checkpoint.tensors:
+        prefix = prefix.partition(".")[2]
+    if f"{prefix}{spec.names.embed}.weight" in checkpoint.tensors:
+        return prefix
+    return spec.names.prefix
