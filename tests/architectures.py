@@ -125,6 +125,18 @@ OUR_DECODER: dict[str, Callable[[], Any]] = {
         rope_parameters={**_rope("default"), "partial_rotary_factor": 0.25},
     ),
     "phi3": lambda: transformers.Phi3Config(**GQA, sliding_window=WINDOW_TOKENS),
+    "phi3-longrope": lambda: transformers.Phi3Config(
+        **GQA,
+        original_max_position_embeddings=ORIGINAL_TOKENS,
+        rope_parameters=_rope(
+            "longrope",
+            short_factor=[1.0 + 0.1 * i for i in range(8)],
+            long_factor=[2.0 + i for i in range(8)],
+        ),
+    ),
+    "phi3-partial": lambda: transformers.Phi3Config(
+        **GQA, rope_parameters={**_rope("default"), "partial_rotary_factor": 0.75}
+    ),
     "olmo2": lambda: transformers.Olmo2Config(**GQA),
     "olmo3": lambda: transformers.Olmo3Config(
         **{**GQA, "num_hidden_layers": 4}, sliding_window=WINDOW_TOKENS
@@ -222,15 +234,6 @@ TRANSFORMERS: dict[str, Callable[[], Any]] = {
     "opt-350m-style": lambda: transformers.OPTConfig(
         **_MHA, ffn_dim=96, word_embed_proj_dim=16, do_layer_norm_before=False
     ),
-    "phi3-longrope": lambda: transformers.Phi3Config(
-        **GQA,
-        original_max_position_embeddings=ORIGINAL_TOKENS,
-        rope_parameters=_rope(
-            "longrope",
-            short_factor=[1.0 + 0.1 * i for i in range(8)],
-            long_factor=[2.0 + i for i in range(8)],
-        ),
-    ),
     "gpt_bigcode": lambda: transformers.GPTBigCodeConfig(
         vocab_size=VOCAB_SIZE,
         n_embd=64,
@@ -269,6 +272,7 @@ BOTH: dict[str, Callable[[], Any]] = {
         "olmo2",
         "opt",
         "phi3",
+        "phi3-longrope",
         "qwen3_moe",
     )
 }

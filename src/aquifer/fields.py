@@ -167,6 +167,21 @@ class Fields:
             raise self.error(name, f"a number from {least:g} to {most:g}")
         return float(value)
 
+    def numbers(self, name: str, least: float, most: float, count: int) -> tuple[float, ...]:
+        """A list of that many numbers.
+
+        Raises:
+            ConfigError: it is missing or something else, or one of them is out of bounds.
+        """
+        value = self.values.get(name)
+        if not isinstance(value, list) or len(value) != count:
+            raise self.error(name, f"a list of {count} numbers")
+        for entry in value:
+            is_number = isinstance(entry, int | float) and not isinstance(entry, bool)
+            if not (is_number and least <= entry <= most):
+                raise self.error(name, f"a list of numbers from {least:g} to {most:g}")
+        return tuple(map(float, value))
+
     def flag(self, name: str, default: bool) -> bool:
         """True or false.
 

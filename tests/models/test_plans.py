@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.architectures import (
     GQA,
     MAX_TOKENS,
+    ORIGINAL_TOKENS,
     OUR_DECODER,
     TRANSFORMERS,
     WINDOW_TOKENS,
@@ -76,6 +77,19 @@ def test_windows_of_mistral_models() -> None:
         fields = Fields(Path("config.json"), values | extra)
         spec = FAMILIES["mistral"](fields, "Mistral")
         assert tuple(layer.window_tokens for layer in spec.layers) == windows
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su"])
+def test_contexts_of_longrope_end_at_the_original_length(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_tiny(OUR_DECODER["phi3-longrope"](), tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(file.read_text().replace('"longrope"', f'"{kind}"'))
+    plan = plan_model(Checkpoint.open(tmp_path))
+    assert isinstance(plan, DecoderPlan)
+    assert plan.max_model_len == ORIGINAL_TOKENS
+    assert f"{ORIGINAL_TOKENS} of {MAX_TOKENS}" in caplog.text
 
 
 @pytest.mark.parametrize(("name", "prefix"), [("llama", "model."), ("gpt2", "transformer.")])

@@ -6,6 +6,7 @@ a checkpoint gives the same tokens here and in Transformers.
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 
@@ -15,7 +16,9 @@ from aquifer.fields import Fields
 from aquifer.kernels.rotary import rotary_angles
 from aquifer.models.limits import LEAST_POSITIONS, MOST_POSITIONS
 
-_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+_log = logging.getLogger(__name__)
+
+_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _ORIGINAL = "original_max_position_embeddings"
 _LEAST, _MOST = 1e-6, 1e6
 """Bounds of factors and weights; real ones are between 0.1 and 100."""
@@ -68,6 +71,8 @@ class RotarySettings:
                 raise fields.error(name, "a number or a text, as all layers have the same settings")
         kind_name = "type" if "type" in fields and "rope_type" not in fields else "rope_type"
         kind = fields.text(kind_name, default="default")
+        if kind == "su":  # an older name
+            kind = "longrope"
         if kind not in _KINDS:
             raise fields.error(kind_name, f"one of {', '.join(_KINDS)}")
         if kind == "dynamic" and head_dim == 2:
@@ -94,9 +99,24 @@ class RotarySettings:
             frequencies = _llama3(frequencies, fields)
         elif kind == "yarn":
             frequencies, magnitude = _yarn(frequencies, theta, max_positions, fields)
+        max_model_len = _max_model_len(fields, kind, max_positions)
+        if kind == "longrope":
+            original = (fields if _ORIGINAL in fields else config).integer(
+                _ORIGINAL, LEAST_POSITIONS, MOST_POSITIONS
+            )
+            frequencies, magnitude = _longrope(frequencies, original, max_positions, fields)
+            max_model_len = min(original, max_positions)
+            if max_model_len < max_positions:
+                _log.warning(
+                    "%s: contexts are limited to %d of %d tokens: in longer ones the rotary "
+                    "embedding of all earlier tokens would change (longrope)",
+                    config.file.parent,
+                    max_model_len,
+                    max_positions,
+                )
         return cls(
             max_positions=max_positions,
-            max_model_len=_max_model_len(fields, kind, max_positions),
+            max_model_len=max_model_len,
             theta=theta,
             partial_factor=partial,
             frequencies=frequencies,
@@ -190,6 +210,18 @@ def _llama3(frequencies: torch.Tensor, fields: Fields) -> torch.Tensor:
     blended = (1 - smooth) * frequencies / factor + smooth * frequencies
     scaled = torch.where(wavelengths > original / low, frequencies / factor, blended)
     return torch.where(wavelengths < original / high, frequencies, scaled)
+
+
+def _longrope(
+    frequencies: torch.Tensor, original: int, max_positions: int, fields: Fields
+) -> tuple[torch.Tensor, float]:
+    """Frequencies and attention magnitude of LongRoPE, for contexts of the original length."""
+    short = fields.numbers("short_factor", _LEAST, _MOST, len(frequencies))
+    factor = max_positions / original
+    magnitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    if "attention_factor" in fields:
+        magnitude = fields.number("attention_factor", _LEAST, _MOST)
+    return frequencies / torch.tensor(short), magnitude
 
 
 def _yarn(

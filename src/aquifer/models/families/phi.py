@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from aquifer.errors import UnsupportedModelError
 from aquifer.fields import Fields
 from aquifer.models.families import reading
 from aquifer.models.rope import RotarySettings
@@ -51,12 +50,8 @@ def read(fields: Fields, architecture: str) -> DecoderSpec:
 
 
 def read_third(fields: Fields, architecture: str) -> DecoderSpec:
-    """Read a configuration of Phi-3: as Llama, with projections that are stored fused."""
+    """Read a configuration of Phi-3, Phi-3.5 or Phi-4: as Llama, with projections stored fused."""
     known = fields.with_defaults({"max_position_embeddings": 4096, "rms_norm_eps": 1e-5})
-    for section in ("rope_parameters", "rope_scaling"):
-        scaling = known.section(section)
-        if scaling.values.get("rope_type", scaling.values.get("type")) in ("longrope", "su"):
-            raise UnsupportedModelError(architecture, "its rotary embedding is a longrope")
     sizes = reading.read_sizes(known)
     norm = reading.rms_norm(known, default=1e-5)
     rope = RotarySettings.read(known, sizes.head_dim, sizes.max_positions)
