@@ -127,6 +127,7 @@ OUR_DECODER: dict[str, Callable[[], Any]] = {
     "phi3": lambda: transformers.Phi3Config(**GQA, sliding_window=WINDOW_TOKENS),
     "phi3-longrope": lambda: transformers.Phi3Config(
         **GQA,
+        head_dim=16,
         original_max_position_embeddings=ORIGINAL_TOKENS,
         rope_parameters=_rope(
             "longrope",
