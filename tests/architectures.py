@@ -127,12 +127,15 @@ OUR_DECODER: dict[str, Callable[[], Any]] = {
     "phi3": lambda: transformers.Phi3Config(**GQA, sliding_window=WINDOW_TOKENS),
     "phi3-longrope": lambda: transformers.Phi3Config(
         **GQA,
-        head_dim=16,
         original_max_position_embeddings=ORIGINAL_TOKENS,
         rope_parameters=_rope(
             "longrope",
-            short_factor=[1.0 + 0.1 * i for i in range(8)],
-            long_factor=[2.0 + i for i in range(8)],
+            short_factor=[
+                1.0 + 0.1 * i for i in range(GQA["hidden_size"] // GQA["num_attention_heads"] // 2)
+            ],
+            long_factor=[
+                2.0 + i for i in range(GQA["hidden_size"] // GQA["num_attention_heads"] // 2)
+            ],
         ),
     ),
     "phi3-partial": lambda: transformers.Phi3Config(
