@@ -54,6 +54,11 @@ class _ExpertWeights:
     shared_gate: torch.Tensor | None  # [1, hidden]
 
 
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    """A factor in a dtype, to which Transformers rounds it too."""
+    return float(torch.tensor(number, dtype=dtype, device="cpu").item())
+
+
 class _LayerWeights:
     """The weights of one layer; None for those that the decoder has not."""
 
@@ -128,8 +133,7 @@ class Decoder:
         self.kv_layout = kv_layout
         self.vocab_size = spec.vocab_size
         self._embed = tensors["embed"]
-        # Rounded to the dtype, as in Transformers.
-        self._embed_scale = torch.tensor(spec.embed_scale, dtype=self._embed.dtype).item()
+        self._embed_scale = _rounded(spec.embed_scale, self._embed.dtype)
         self._positions = tensors.get("positions")
         self._ropes = [RotaryAngles(rope, self._embed.device) for rope in spec.ropes]
         numbers = range(len(spec.layers)) if layers is None else layers
