@@ -55,19 +55,18 @@ PREEMPTIONS = [("paged", 1), ("virtual", 0), ("virtual", 1)]
 def cases(configurations: list[Any]) -> list[Any]:
     """Every architecture in the first configuration, and those of `EVERYWHERE` in all of them.
 
-    The first of `STEPS` and the first of `PREEMPTIONS` together have both KV caches, prompts in
-    chunks beside sequences that decode and prompts in one piece, and sequences that begin again.
-    The rest of what a configuration changes does not depend on the architecture. Architectures of
-    our decoder have a second shape, which runs in the last configuration.
+    The first of `STEPS` has prompts in chunks beside sequences that decode, the first of
+    `PREEMPTIONS` the other KV cache, prompts in one piece, and sequences that begin again. The rest
+    of what a configuration changes does not depend on the architecture. Architectures of our
+    decoder have a second shape, with `EVERY_CASE`.
     """
     found: list[Any] = []
     for architecture in ARCHITECTURES:
         is_everywhere = EVERY_CASE or architecture in EVERYWHERE
         used = configurations if is_everywhere else configurations[:1]
         found += [(architecture, *configuration) for configuration in used]
-    for architecture in OUR_DECODER:
-        used = configurations if EVERY_CASE else configurations[-1:]
-        found += [(architecture + _OTHER, *configuration) for configuration in used]
+        if EVERY_CASE and architecture in OUR_DECODER:
+            found += [(architecture + _OTHER, *configuration) for configuration in configurations]
     return found
 
 
