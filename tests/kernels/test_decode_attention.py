@@ -313,7 +313,7 @@ def test_reference_is_what_torch_calls_attention():
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "window_tokens": 9}])
 def test_reference_counts_sinks_in_the_denominator_alone(options):
-    """Of the weights exp(s) / (sum + exp(sink)), neither the scale nor the cap changes the sink."""
+    """Neither the scale nor the cap of the scores is applied to the sink."""
     case = make_case(torch.device("cpu"), [33])
     sinks = make_sinks(8, torch.device("cpu"), torch.float64)
     first = 33 - options.get("window_tokens", 33)

@@ -357,7 +357,7 @@ def test_reference_is_what_torch_calls_attention():
 
 
 def test_reference_counts_sinks_in_the_denominator_alone():
-    """Of the weights exp(s) / (sum + exp(sink)), the scale does not change the sink."""
+    """The scale of the scores is not applied to the sink."""
     case = make_case(torch.device("cpu"), [(12, 21)], first_row=0)
     sinks = make_sinks(4, torch.device("cpu"), torch.float64)
     keys = case.keys[case.spans.slots[0], :33].double().repeat_interleave(2, 1)

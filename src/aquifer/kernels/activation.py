@@ -24,16 +24,21 @@ ACTIVATIONS: dict[str, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 approximation."""
 
 
+def activated(x: torch.Tensor, name: str) -> torch.Tensor:
+    """One of `ACTIVATIONS` in plain torch."""
+    if name == "silu":
+        return F.silu(x)
+    if name == "relu":
+        return F.relu(x)
+    return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
+
+
 def activate_reference(x: torch.Tensor, name: str, *, is_gated: bool) -> torch.Tensor:
     """`activate` in plain torch."""
-    gate, up = x.chunk(2, dim=1) if is_gated else (x, None)
-    if name == "silu":
-        result = F.silu(gate)
-    elif name == "relu":
-        result = F.relu(gate)
-    else:
-        result = F.gelu(gate, approximate="tanh" if name == "gelu_tanh" else "none")
-    return result if up is None else result * up
+    if not is_gated:
+        return activated(x, name)
+    gate, up = x.chunk(2, dim=1)
+    return activated(gate, name) * up
 
 
 def activate(x: torch.Tensor, name: str, *, is_gated: bool) -> torch.Tensor:

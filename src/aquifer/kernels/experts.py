@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 
 from aquifer.kernels._triton import (
     MIN_DOT,
@@ -39,6 +38,7 @@ from aquifer.kernels._triton import (
     tensor,
     tl,
 )
+from aquifer.kernels.activation import activated
 from aquifer.kernels.linear import linear_reference
 
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
@@ -108,7 +108,7 @@ _TILES = {
     64: ExpertTile(64, 128, 64, 4, 4, group=8),
     128: ExpertTile(128, 256, 64, 8, 3, group=8),
 }
-"""For each number of pairs, a tile; its pairs are sorted."""
+"""Default tiles by the number of pairs that a program handles. They need the sort."""
 
 _FLOAT32_TILE = ExpertTile(32, 64, 32, 4, 2)
 """Tile for float32, which tensor cores do not multiply: the products take many registers."""
@@ -328,10 +328,8 @@ def activate_reference(
     With silu and gelu each operation is rounded to the dtype as in torch; the clamped activation
     is computed in float32 and rounded once.
     """
-    if activation == "silu":
-        return F.silu(gate) * up
-    if activation == "gelu_tanh":
-        return F.gelu(gate, approximate="tanh") * up
+    if activation != "clamped_swiglu":
+        return activated(gate, activation) * up
     gate_wide = gate.float().clamp(max=_CLAMP_LIMIT)
     up_wide = up.float().clamp(-_CLAMP_LIMIT, _CLAMP_LIMIT)
     wide = gate_wide * torch.sigmoid(_CLAMP_SLOPE * gate_wide) * (up_wide + 1)

@@ -12,7 +12,7 @@ import torch
 
 from aquifer.models.base import StateLayout, num_elements
 from aquifer.models.decoder import Decoder
-from aquifer.models.spec import DecoderSpec, ExpertNames, Experts, HeadSpan, Layer, Norm
+from aquifer.models.spec import DecoderSpec, ExpertNames, Experts, HeadSpan, Norm
 from aquifer.weights.checkpoint import Checkpoint, stored_dtype
 from aquifer.weights.store import Parameter, Source
 
@@ -51,17 +51,17 @@ class DecoderPlan:
         if spec.positions is not None:
             stored = f"{self._prefix}{names.positions}.weight"
             yield self._one("positions", (spec.positions.num_rows, hidden), stored)
-        for index in range(len(spec.layers)):
-            yield from self._layer(
-                f"layers.{index}.", self._prefix + names.layer.format(index) + "."
-            )
+        for index, layer in enumerate(spec.layers):
+            stored = f"{self._prefix}{names.layer.format(index)}."
+            name = f"layers.{index}."
+            yield from self._layer(name, stored, has_experts=layer.has_experts)
         yield from self._norm("norm", f"{self._prefix}{names.norm}", spec.norm, hidden)
         if not spec.head.is_tied:
             yield self._one("head", (spec.vocab_size, hidden), f"{names.head}.weight")
         if spec.head.has_bias:
             yield self._one("head_bias", (spec.vocab_size,), f"{names.head}.bias")
 
-    def _layer(self, name: str, stored: str) -> Iterator[Parameter]:
+    def _layer(self, name: str, stored: str, *, has_experts: bool) -> Iterator[Parameter]:
         spec, names, block = self.spec, self.spec.names, self.spec.block
         attention, mlp, hidden = spec.attention, spec.mlp, spec.hidden_size
         for place in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
@@ -79,7 +79,7 @@ class DecoderPlan:
         yield from self._linear(
             f"{name}out", [stored + names.out], (hidden,), rows[0], attention.out_bias
         )
-        if self._of_layer(name).has_experts:
+        if has_experts:
             yield from self._experts(name, stored)
             return
         widths = (mlp.width,) * (2 if mlp.is_gated else 1)
@@ -89,10 +89,6 @@ class DecoderPlan:
         yield from self._linear(
             f"{name}down", [stored + names.down], (hidden,), mlp.width, mlp.has_bias
         )
-
-    def _of_layer(self, name: str) -> Layer:
-        """The layer of that name."""
-        return self.spec.layers[int(name.split(".")[1])]
 
     def _experts(self, name: str, stored: str) -> Iterator[Parameter]:
         experts, hidden = self.spec.experts, self.spec.hidden_size

@@ -3,11 +3,12 @@ without bias, neighbouring dimensions rotated."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from aquifer.fields import Fields
 from aquifer.models.families import reading
 from aquifer.models.limits import MOST_LAYERS
 from aquifer.models.spec import (
-    Attention,
     Block,
     DecoderSpec,
     Head,
@@ -46,10 +47,8 @@ def read(fields: Fields, architecture: str) -> DecoderSpec:
         vocab_size=sizes.vocab_size,
         hidden_size=sizes.hidden_size,
         max_model_len=rope.max_model_len,
-        attention=Attention(
-            sizes.num_heads,
-            sizes.num_kv_heads,
-            sizes.head_dim,
+        attention=replace(
+            sizes.attention,
             qkv_bias=has_bias,
             out_bias=has_bias,
             head_norm=head_norm,

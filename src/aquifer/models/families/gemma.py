@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from aquifer.fields import Fields
 from aquifer.models.families import reading
 from aquifer.models.limits import MOST_LAYERS
-from aquifer.models.spec import Attention, Block, DecoderSpec, Head, HeadNorm, Layer, Mlp, Names
+from aquifer.models.spec import Block, DecoderSpec, Head, HeadNorm, Layer, Mlp, Names
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 256, "hidden_act": "gelu_pytorch_tanh"},
@@ -61,10 +62,8 @@ def read(fields: Fields, architecture: str) -> DecoderSpec:
         vocab_size=sizes.vocab_size,
         hidden_size=sizes.hidden_size,
         max_model_len=ropes[0].max_model_len,
-        attention=Attention(
-            sizes.num_heads,
-            sizes.num_kv_heads,
-            sizes.head_dim,
+        attention=replace(
+            sizes.attention,
             qkv_bias=has_bias,
             out_bias=has_bias,
             softcap=_softcap(known, "attn_logit_softcapping"),
@@ -103,10 +102,8 @@ def read_third(fields: Fields, architecture: str) -> DecoderSpec:
         vocab_size=sizes.vocab_size,
         hidden_size=sizes.hidden_size,
         max_model_len=sizes.max_positions,
-        attention=Attention(
-            sizes.num_heads,
-            sizes.num_kv_heads,
-            sizes.head_dim,
+        attention=replace(
+            sizes.attention,
             qkv_bias=has_bias,
             out_bias=has_bias,
             head_norm=HeadNorm(norm),

@@ -9,7 +9,7 @@ from typing import Any
 from aquifer.fields import Fields
 from aquifer.models.families import reading
 from aquifer.models.limits import MOST_LAYERS
-from aquifer.models.spec import Attention, Block, DecoderSpec, Head, HeadNorm, Layer, Mlp
+from aquifer.models.spec import Block, DecoderSpec, Head, HeadNorm, Layer, Mlp
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
@@ -43,10 +43,8 @@ def read(fields: Fields, architecture: str) -> DecoderSpec:
         vocab_size=sizes.vocab_size,
         hidden_size=sizes.hidden_size,
         max_model_len=rope.max_model_len,
-        attention=Attention(
-            sizes.num_heads,
-            sizes.num_kv_heads,
-            sizes.head_dim,
+        attention=replace(
+            sizes.attention,
             qkv_bias=has_bias,
             out_bias=out_bias,
             head_norm=HeadNorm(norm) if model_type == "qwen3" else None,

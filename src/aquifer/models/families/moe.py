@@ -11,7 +11,6 @@ from aquifer.kernels.experts import Routing
 from aquifer.models.families import reading
 from aquifer.models.limits import MOST_LAYERS, MOST_WIDTH
 from aquifer.models.spec import (
-    Attention,
     Block,
     DecoderSpec,
     ExpertNames,
@@ -97,10 +96,8 @@ def read(fields: Fields, architecture: str) -> DecoderSpec:
         vocab_size=sizes.vocab_size,
         hidden_size=sizes.hidden_size,
         max_model_len=rope.max_model_len,
-        attention=Attention(
-            sizes.num_heads,
-            sizes.num_kv_heads,
-            sizes.head_dim,
+        attention=replace(
+            sizes.attention,
             qkv_bias=has_bias,
             out_bias=has_bias and model_type != "qwen2_moe",
             head_norm=head_norms.get(model_type),

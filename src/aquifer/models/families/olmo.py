@@ -3,13 +3,13 @@ keys."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from aquifer.fields import Fields
 from aquifer.models.families import reading
 from aquifer.models.limits import MOST_LAYERS
 from aquifer.models.spec import (
-    Attention,
     Block,
     DecoderSpec,
     Head,
@@ -96,10 +96,8 @@ def _spec(
         DecoderSpec,
         vocab_size=sizes.vocab_size,
         hidden_size=sizes.hidden_size,
-        attention=Attention(
-            sizes.num_heads,
-            sizes.num_kv_heads,
-            sizes.head_dim,
+        attention=replace(
+            sizes.attention,
             qkv_bias=has_bias,
             out_bias=has_bias,
             head_norm=HeadNorm(norm, span),

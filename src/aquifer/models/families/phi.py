@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from aquifer.fields import Fields
 from aquifer.models.families import reading
 from aquifer.models.rope import RotarySettings
-from aquifer.models.spec import Attention, Block, DecoderSpec, Head, HeadNorm, Mlp, Names
+from aquifer.models.spec import Block, DecoderSpec, Head, HeadNorm, Mlp, Names
 
 
 def read(fields: Fields, architecture: str) -> DecoderSpec:
@@ -19,10 +21,8 @@ def read(fields: Fields, architecture: str) -> DecoderSpec:
         vocab_size=sizes.vocab_size,
         hidden_size=sizes.hidden_size,
         max_model_len=rope.max_model_len,
-        attention=Attention(
-            sizes.num_heads,
-            sizes.num_kv_heads,
-            sizes.head_dim,
+        attention=replace(
+            sizes.attention,
             qkv_bias=True,
             out_bias=True,
             head_norm=head_norm,
@@ -60,7 +60,7 @@ def read_third(fields: Fields, architecture: str) -> DecoderSpec:
         vocab_size=sizes.vocab_size,
         hidden_size=sizes.hidden_size,
         max_model_len=rope.max_model_len,
-        attention=Attention(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim),
+        attention=sizes.attention,
         mlp=Mlp(reading.read_width(known), reading.read_activation(known, architecture)),
         block=Block(before_attention=norm, before_mlp=norm),
         layers=reading.plain_layers(sizes, (window,) * sizes.num_layers),

@@ -16,7 +16,7 @@ from aquifer.models.limits import (
     MOST_WIDTH,
 )
 from aquifer.models.rope import RotarySettings
-from aquifer.models.spec import Layer, Norm
+from aquifer.models.spec import Attention, Layer, Norm
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # entries of `layer_types`
 
@@ -42,6 +42,11 @@ class Sizes:
     num_kv_heads: int
     head_dim: int
     max_positions: int
+
+    @property
+    def attention(self) -> Attention:
+        """Attention of these heads, without any options."""
+        return Attention(self.num_heads, self.num_kv_heads, self.head_dim)
 
 
 def read_sizes(fields: Fields, *, kv_heads: str = "num_key_value_heads") -> Sizes:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from aquifer.fields import Fields
 from aquifer.models.families import reading
-from aquifer.models.spec import Attention, Block, DecoderSpec, Head, HeadNorm, HeadSpan, Mlp, Names
+from aquifer.models.spec import Block, DecoderSpec, Head, HeadNorm, HeadSpan, Mlp, Names
 
 
 def read(fields: Fields, architecture: str) -> DecoderSpec:
@@ -22,10 +24,8 @@ def read(fields: Fields, architecture: str) -> DecoderSpec:
         vocab_size=sizes.vocab_size,
         hidden_size=sizes.hidden_size,
         max_model_len=rope.max_model_len,
-        attention=Attention(
-            sizes.num_heads,
-            sizes.num_kv_heads,
-            sizes.head_dim,
+        attention=replace(
+            sizes.attention,
             qkv_bias=known.flag("use_qkv_bias", default=False),
             head_norm=head_norm,
         ),
