@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 EXAMPLES := .venv-examples
 
-.PHONY: demo test lint types unit test-families examples test-gpu bench-cpu bench-serving bench-web bench-compare bench-gpu bench-pagedattention clean
+.PHONY: demo test lint types unit test-families examples test-gpu bench-cpu bench-serving bench-web bench-compare bench-gpu bench-families bench-pagedattention clean
 
 demo: $(VENV)/installed
 	$(BIN)/python tools/demo.py
@@ -58,6 +58,10 @@ bench-compare: $(VENV)/installed-test
 # Likewise, in about four minutes on an H200.
 bench-gpu:
 	PYTHONPATH=src python3 benchmarks/gpu/run.py --output benchmarks/gpu
+
+# Decode steps of a model of each family beside their floors.
+bench-families:
+	PYTHONPATH=src python3 benchmarks/gpu/run.py --models families --parts latency --output benchmarks/gpu
 
 # PagedAttention's figures, replayed in an hour or two; DATA is the folder of the traces.
 bench-pagedattention: $(VENV)/installed-test

@@ -70,6 +70,8 @@ RATES = Rates(bytes_per_s=1e6, operations_per_s=1e9)
 COST = Cost(
     body_parameters=1000,
     head_parameters=300,
+    expert_parameters=800,
+    expert_share=0.25,
     parameter_bytes=2,
     kv_bytes_per_token=10,
     attention_operations=40.0,
@@ -85,9 +87,10 @@ def test_attended_tokens_are_counted_step_by_step() -> None:
 def test_floors_by_hand() -> None:
     workload = Workload([[0] * 5, [0] * 9], [4, 4])
     attended = 6 + 7 + 8 + 10 + 11 + 12
-    weights = 1300 * 2
+    # Two tokens of which each chooses a quarter of the experts miss 9/16 of them.
+    weights = (1300 + 800 * 7 / 16) * 2
     assert COST.step_s(workload, RATES) == pytest.approx((weights + attended / 3 * 10) / 1e6)
-    operations = 2 * 1000 * 14 + 2 * 300 * 2 + 40 * (25 + 81) / 2
+    operations = 2 * (1000 + 200) * 14 + 2 * 300 * 2 + 40 * (25 + 81) / 2
     assert COST.prefill_s([5, 9], RATES) == pytest.approx(operations / 1e9)
     assert COST.total_s(workload, RATES) == pytest.approx(
         operations / 1e9 + (4 * weights + attended * 10) / 1e6
@@ -102,7 +105,7 @@ def test_the_cost_of_a_model(tied: bool, tmp_path: Path) -> None:
     head = 320 * 64  # vocabulary times hidden
     layer = 64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 64 * 128
     assert (cost.body_parameters, cost.head_parameters) == (2 * layer, head)
-    assert cost.weight_bytes == 4 * (2 * layer + head)
+    assert cost.weight_bytes(1) == 4 * (2 * layer + head)
     assert cost.kv_bytes_per_token == 2 * 2 * 32 * 4
     # Two layers of 4 heads of 16: one product with K, one with V, each an addition too.
     assert cost.attention_operations == 2 * (2 * 2 * 4 * 16)

@@ -35,32 +35,33 @@ from aquifer.kernels.decode_attention import (
     default_config,
 )
 
-HEAD_DIM = 128
 BLOCK_SIZE = 16
 DTYPE = torch.bfloat16
-SCALE = HEAD_DIM**-0.5
 
 Change = Callable[[Config], Config]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A batch of equal lengths. A head has 128 elements; K and V take 512 bytes per KV head."""
+    """A batch of equal lengths."""
 
     batch: int
     tokens: int
     num_kv_heads: int = 8
     num_layers: int = 32
+    head_dim: int = 128
+    group: int = 4  # query heads of a KV head
 
     @property
     def name(self) -> str:
-        """The shape's name for `--shapes`."""
-        return f"{self.batch}x{self.tokens}"
+        """The shape's name for `--shapes`; of a model with as many KV heads as heads, with both."""
+        heads = f"x{self.num_kv_heads}x{self.head_dim}" if self.group == 1 else ""
+        return f"{self.batch}x{self.tokens}{heads}"
 
     @property
     def layer_bytes(self) -> int:
         """Bytes of K and V of one layer."""
-        return self.batch * self.tokens * self.num_kv_heads * 2 * HEAD_DIM * DTYPE.itemsize
+        return self.batch * self.tokens * self.num_kv_heads * 2 * self.head_dim * DTYPE.itemsize
 
 
 # At most 35 GB each.
@@ -76,16 +77,19 @@ SHAPES = (
     Shape(32, 576),
     Shape(128, 576),
     Shape(256, 576),
+    *(Shape(batch, 576, 32, 16, 96, 1) for batch in (1, 32, 128)),  # Phi-3-mini
+    *(Shape(batch, 576, 40, 16, 128, 1) for batch in (1, 32, 128)),  # OPT-13B
 )
 
 
 class Batch:
     """Tensors of one shape, with random KV of all layers; both layouts use the same KV."""
 
-    def __init__(self, shape: Shape, group: int) -> None:
+    def __init__(self, shape: Shape) -> None:
         self.shape = shape
-        self.num_heads = shape.num_kv_heads * group
-        layer_elements = shape.num_kv_heads * 2 * HEAD_DIM
+        self.num_heads = shape.num_kv_heads * shape.group
+        self.scale = shape.head_dim**-0.5
+        layer_elements = shape.num_kv_heads * 2 * shape.head_dim
         self.kv = torch.empty(
             shape.batch,
             shape.tokens,
@@ -96,7 +100,8 @@ class Batch:
         )
         for row in self.kv:
             row.normal_()
-        self.query = torch.randn(shape.batch, self.num_heads, HEAD_DIM, dtype=DTYPE, device="cuda")
+        size = (shape.batch, self.num_heads, shape.head_dim)
+        self.query = torch.randn(size, dtype=DTYPE, device="cuda")
         self.out = torch.empty_like(self.query)
         self.slots = torch.randperm(shape.batch, device="cuda")
         self.lengths = torch.full((shape.batch,), shape.tokens, device="cuda")
@@ -108,7 +113,9 @@ class Batch:
         kv = self.kv[:, :, layer]
         if paged:
             kv = kv.unflatten(1, (-1, BLOCK_SIZE)).flatten(0, 1)
-        keys, values = kv.unflatten(-1, (2, self.shape.num_kv_heads, HEAD_DIM)).unbind(-3)
+        keys, values = kv.unflatten(-1, (2, self.shape.num_kv_heads, self.shape.head_dim)).unbind(
+            -3
+        )
         return keys, values
 
     def attend(
@@ -129,7 +136,7 @@ class Batch:
             self.out,
             workspace,
             config,
-            scale=SCALE,
+            scale=self.scale,
         )
 
     def check(self, *, paged: bool) -> None:
@@ -143,7 +150,7 @@ class Batch:
             self.slots[:2],
             self.lengths[:2],
             expected,
-            scale=SCALE,
+            scale=self.scale,
         )
         error = (self.out[:2].float() - expected).norm() / expected.norm()
         assert error < 1e-2, f"relative error {error:.2e}"
@@ -169,7 +176,11 @@ def measure(run: Callable[[], object], repeats: int) -> list[float]:
 def measure_config(batch: Batch, config: Config, repeats: int, *, paged: bool) -> list[float]:
     """Measure the seconds of one layer, for each repeat."""
     workspace = Workspace.empty(
-        [config], batch.num_heads, batch.shape.num_kv_heads, HEAD_DIM, torch.device("cuda")
+        [config],
+        batch.num_heads,
+        batch.shape.num_kv_heads,
+        batch.shape.head_dim,
+        torch.device("cuda"),
     )
     layers = [batch.layer_kv(layer, paged=paged) for layer in range(batch.shape.num_layers)]
 
@@ -217,7 +228,7 @@ def variations(num_kv_heads: int, num_multiprocessors: int) -> Iterator[list[Cha
         changes: dict[str, Any] = {name: value}
         return lambda best: replace(best, **changes)
 
-    yield [heads(n) for n in (1, 2, 4, 8) if num_kv_heads % n == 0]
+    yield [heads(n) for n in (1, 2, 4, 8, 16) if num_kv_heads % n == 0]
     yield [field("block_tokens", n) for n in (4, 8, 16, 32, 64, 128)]
     yield [field("num_stages", n) for n in (2, 3, 4, 5, 6, 7)]
     yield [field("num_warps", n) for n in (2, 4, 8)]
@@ -233,7 +244,6 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="search for better configs")
     parser.add_argument("--shapes", nargs="*", default=[s.name for s in SHAPES])
     parser.add_argument("--layouts", nargs="*", default=["contiguous", "paged"])
-    parser.add_argument("--group", type=int, default=4, help="query heads of a KV head")
     parser.add_argument("--repeats", type=int, default=20)
     arguments = parser.parse_args()
 
@@ -281,13 +291,13 @@ def main() -> None:
     for shape in SHAPES:
         if shape.name not in arguments.shapes:
             continue
-        batch = Batch(shape, arguments.group)
+        batch = Batch(shape)
         for layout in arguments.layouts:
             best = default_config(
                 shape.batch,
                 batch.num_heads,
                 shape.num_kv_heads,
-                HEAD_DIM,
+                shape.head_dim,
                 DTYPE,
                 num_multiprocessors,
                 paged=layout == "paged",

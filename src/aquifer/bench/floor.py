@@ -14,6 +14,7 @@ import torch
 
 from aquifer.bench.workload import Workload
 from aquifer.models import plan_model
+from aquifer.models.base import num_elements
 from aquifer.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -92,11 +93,13 @@ class Cost:
     """Least work that a model's tokens need, in any implementation.
 
     Sliding windows are not taken into account: where a model has them, its attention takes less.
-    All experts of a mixture of experts are counted, which holds for large batches only.
+    Tokens are taken to choose experts uniformly and independently.
     """
 
-    body_parameters: int  # all matrices except embedding and head: used by every token
+    body_parameters: int  # all matrices except embedding, head and experts: used by every token
     head_parameters: int  # tokens that are sampled from meet these too
+    expert_parameters: int  # matrices of all experts that tokens choose from
+    expert_share: float  # share of these that one token chooses
     parameter_bytes: int  # bytes of one parameter
     kv_bytes_per_token: int
     attention_operations: float  # per pair of a query token and a key token, over all layers
@@ -109,22 +112,27 @@ class Cost:
         checkpoint = (Checkpoint.without_tensors if is_dummy else Checkpoint.open)(info.path)
         dtype: torch.dtype = getattr(torch, info.dtype)
         plan = plan_model(checkpoint, dtype)
-        shapes = [p.shape for p in plan.parameters if len(p.shape) > 1]
+        matrices = [each for each in plan.parameters if len(each.shape) > 1]
+        experts = [each for each in matrices if each.used_share < 1]
+        num_expert_parameters = num_elements(experts)
+        num_chosen = sum(math.prod(each.shape) * each.used_share for each in experts)
         # The embedding, of which a step reads few rows, and the head; or one tied tensor.
-        tables = [math.prod(shape) for shape in shapes if shape[0] == info.vocab_size]
+        tables = [math.prod(each.shape) for each in matrices if each.shape[0] == info.vocab_size]
         num_heads = checkpoint.config.get("num_attention_heads")
         return cls(
-            body_parameters=sum(map(math.prod, shapes)) - sum(tables),
+            body_parameters=num_elements(matrices) - num_expert_parameters - sum(tables),
             head_parameters=tables[-1] if tables else 0,
+            expert_parameters=num_expert_parameters,
+            expert_share=num_chosen / num_expert_parameters if experts else 0.0,
             parameter_bytes=dtype.itemsize,
             kv_bytes_per_token=info.kv_bytes_per_token,
             attention_operations=plan.kv_layout.attention_operations(num_heads),
         )
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of weights that one step reads."""
-        return (self.body_parameters + self.head_parameters) * self.parameter_bytes
+    def weight_bytes(self, num_tokens: int) -> float:
+        """Bytes of weights that one step of `num_tokens` tokens reads, in the mean."""
+        chosen = self.expert_parameters * (1 - (1 - self.expert_share) ** num_tokens)
+        return (self.body_parameters + self.head_parameters + chosen) * self.parameter_bytes
 
     def step_s(self, workload: Workload, rates: Rates) -> float:
         """Compute the floor of a decode step of all requests, the mean over their outputs.
@@ -133,11 +141,12 @@ class Cost:
         """
         num_steps = max(max(workload.output_lengths) - 1, 1)
         kv_bytes = workload.num_attended_tokens / num_steps * self.kv_bytes_per_token
-        return (self.weight_bytes + kv_bytes) / rates.bytes_per_s
+        return (self.weight_bytes(len(workload.prompts)) + kv_bytes) / rates.bytes_per_s
 
     def prefill_s(self, prompt_lengths: Sequence[int], rates: Rates) -> float:
         """Compute the floor of prefill: the prompts' matrix products and causal attention."""
-        operations = 2.0 * self.body_parameters * sum(prompt_lengths)
+        used = self.body_parameters + self.expert_parameters * self.expert_share
+        operations = 2.0 * used * sum(prompt_lengths)
         operations += 2.0 * self.head_parameters * len(prompt_lengths)
         operations += self.attention_operations * sum(n * n / 2 for n in prompt_lengths)
         return operations / rates.operations_per_s
@@ -150,7 +159,10 @@ class Cost:
         still run. Two simplifications: no request waits, which is more than an engine can do;
         and prefill and decode do not overlap, which is somewhat less.
         """
-        decode_bytes = max(workload.output_lengths) * self.weight_bytes
+        decode_bytes = sum(
+            self.weight_bytes(sum(length > step for length in workload.output_lengths))
+            for step in range(max(workload.output_lengths))
+        )
         decode_bytes += workload.num_attended_tokens * self.kv_bytes_per_token
         prompts_s = self.prefill_s([len(prompt) for prompt in workload.prompts], rates)
         return prompts_s + decode_bytes / rates.bytes_per_s

@@ -10,6 +10,7 @@ was built over them and the captured steps stay valid.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from enum import StrEnum
@@ -300,7 +301,8 @@ def _even_tokens(checkpoint: Checkpoint, plan: ModelPlan) -> float:
     """Position at which a token's attention takes as many operations as its matrix products."""
     num_heads = checkpoint.fields.integer("num_attention_heads", 1, MOST_HEADS, default=0)
     operations = plan.kv_layout.attention_operations(num_heads or None)
-    return 2 * plan.num_parameters / operations if operations else float("inf")
+    used = sum(math.prod(each.shape) * each.used_share for each in plan.parameters)
+    return 2 * used / operations if operations else float("inf")
 
 
 def _eos_ids(name: str, checkpoint: Checkpoint, vocab_size: int) -> frozenset[int]:

@@ -106,9 +106,9 @@ class DecoderPlan:
             down = [Source(f"{stored}{names.down.format(i)}.weight", (i,)) for i in range(count)]
         else:
             up, down = [Source(stored + names.up[0])], [Source(stored + names.down)]
-        dtype = self.kv_layout.dtype
-        yield Parameter(f"{name}experts_up", (count, 2 * width, hidden), dtype, tuple(up))
-        yield Parameter(f"{name}experts_down", (count, hidden, width), dtype, tuple(down))
+        dtype, share = self.kv_layout.dtype, experts.top_k / count
+        yield Parameter(f"{name}experts_up", (count, 2 * width, hidden), dtype, tuple(up), share)
+        yield Parameter(f"{name}experts_down", (count, hidden, width), dtype, tuple(down), share)
         if experts.shared_width:
             yield from self._shared_expert(name, stored, experts.shared_width)
 

@@ -43,12 +43,16 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter as the model needs it: possibly several stored tensors in one."""
+    """A parameter as the model needs it: possibly several stored tensors in one.
+
+    `used_share` is the share of it that one token needs: less than 1 for the experts of a mixture.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     sources: tuple[Source, ...]
+    used_share: float = 1.0
 
     @property
     def num_bytes(self) -> int:
