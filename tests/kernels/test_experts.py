@@ -321,7 +321,7 @@ def test_gpt_oss() -> None:
         expected = block(x)[0][0]
         logits, _, _ = block.router(x[0])
     both = F.linear(x[0], block.experts.gate_up_proj.data[0].T)
-    assert both.max() > config.swiglu_limit
+    assert both.max() > 7.0  # so that some are clamped
     ids, weights = route_reference(logits, 4, options)
     result = experts_reference(
         x[0],

@@ -188,15 +188,17 @@ def default_config(
     # The figures are the best of sweeps on an H200 (benchmarks/gpu). With block tables, the longer
     # reads of two KV heads per program pay for the table lookups. With many rows, two or four KV
     # heads per program pay too: shares are long enough although each head has fewer programs.
+    # Neither does that pay, nor smaller tiles for some rows, where every head has KV of its own.
     wanted, tile_bytes, num_warps = 1, 8192, 2
     if dtype.itemsize > 2 and pow2(head_dim) == 128:
         num_warps = 4  # with two, register spills: the compiler then uses hardly any registers
     elif paged:
         wanted = 2
-    elif batch >= _MANY_ROWS:
-        wanted = 4 if batch >= 2 * _MANY_ROWS else 2
-    elif _FEW_ROWS < batch <= _SOME_ROWS:
-        tile_bytes = 4096
+    elif num_heads > num_kv_heads:
+        if batch >= _MANY_ROWS:
+            wanted = 4 if batch >= 2 * _MANY_ROWS else 2
+        elif _FEW_ROWS < batch <= _SOME_ROWS:
+            tile_bytes = 4096
     fits = num_kv_heads % wanted == 0 and wanted * num_heads // num_kv_heads <= MIN_DOT
     kv_heads = wanted if fits else 1
     if paged:
@@ -210,11 +212,19 @@ def default_config(
     return Config(
         kv_heads_per_program=kv_heads,
         block_tokens=columns // kv_heads,
-        # A power of two, so that with equal lengths shares often begin where rows do.
-        num_shares=1 << (shares.bit_length() - 1),
+        num_shares=_even_shares(shares),
         num_warps=num_warps,
         num_stages=2 if paged else 3,
     )
+
+
+def _even_shares(most: int) -> int:
+    """The largest power of two up to `most`, or one and a half times that.
+
+    With equal lengths, shares then often begin where rows do.
+    """
+    power = 1 << (most.bit_length() - 1)
+    return power * 3 // 2 if power > 1 and power * 3 // 2 <= most else power
 
 
 def decode_attention_reference(

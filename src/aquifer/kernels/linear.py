@@ -189,12 +189,13 @@ def best_tile(shape: Shape) -> Tile | None:
     """Return the tile that `linear` uses on a GPU; None for cuBLAS.
 
     Chosen by measurement on an H200 (benchmarks/gpu/small_kernels.json). For one token this tile
-    was the best or within 6 % of it for every shape, and cuBLAS was never ahead by more than 2 %.
+    was the best or within 8 % of it for all shapes but one, and cuBLAS was never ahead by more than
+    2 %. Where a row is one tile, a program has too little to read with two of them.
     For several, the tile of 64 rows was the best or within 4 % of it for every shape, cuBLAS
     included, with columns split where rows alone are too few to occupy the device.
     """
     if shape.tokens == 1:
-        return Tile(2, min(pow2(shape.in_, MIN_DOT), 1024), 4)
+        return Tile(2 if shape.in_ > 1024 else 4, min(pow2(shape.in_, MIN_DOT), 1024), 4)
     if shape.tokens > MAX_TILE_TOKENS:
         return None
     num_splits = 1
@@ -204,31 +205,30 @@ def best_tile(shape: Shape) -> Tile | None:
 
 
 def norm_tile(num_in: int) -> Tile:
-    """Tile of whole rows, so that the norm stays in registers: 8 KiB at 16 bits, or one row."""
+    """Tile of whole rows, so that the norm stays in registers: 16 KiB at 16 bits, or one row."""
     columns = pow2(num_in, MIN_DOT)
-    rows = min(max(4096 // columns, 1), 8)
-    return Tile(rows, columns, min(max(rows * columns // 1024, 1), 16))
+    rows = min(max(8192 // columns, 1), 16)
+    return Tile(rows, columns, 4 if columns < 4096 else min(rows * columns // 1024, 16))
 
 
 def norm_programs(num_out: int, tile: Tile, multiprocessors: int) -> int:
     """Number of programs: all run at once, with tiles divided as equally as possible.
 
-    Each program normalises the row, so there are few: 512 threads per SM.
+    Each program normalises the row, so there are few: 1024 threads per SM.
     """
     num_tiles = -(-num_out // tile.rows)
-    at_once = max(16 // tile.num_warps, 1) * multiprocessors
+    at_once = max(32 // tile.num_warps, 1) * multiprocessors
     return -(-num_tiles // -(-num_tiles // at_once))
 
 
 def gated_tile(num_out: int, num_in: int, multiprocessors: int) -> Tile:
-    """Tile with as many rows as leave three programs per SM.
+    """Tile of four rows: each program computes all activations, so fewer programs waste less.
 
-    Each program computes all activations, so fewer programs waste less.
+    Where that leaves less than six programs per SM, each reads more at once.
     """
-    rows = 4
-    while rows > 1 and num_out < 3 * rows * multiprocessors:
-        rows //= 2
-    return Tile(rows, min(pow2(num_in, MIN_DOT), 1024), 4)
+    is_short = num_out < 4 * 6 * multiprocessors
+    columns = 2048 if is_short and num_in % 2048 == 0 else min(pow2(num_in, MIN_DOT), 1024)
+    return Tile(4, columns, 8)
 
 
 def linear_reference(

@@ -187,8 +187,7 @@ class Decoder:
         if self._embed_scale != 1.0:
             hidden = hidden * self._embed_scale
         if self._positions is not None and spec.positions is not None:
-            most = spec.positions.num_rows - 1
-            rows = (batch.positions + spec.positions.offset).clamp(0, most)  # for padding, too
+            rows = (batch.positions + spec.positions.offset).clamp(max=spec.positions.num_rows - 1)
             hidden = hidden + F.embedding(rows, self._positions)
         return hidden
 
