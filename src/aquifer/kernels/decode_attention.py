@@ -188,17 +188,16 @@ def default_config(
     # The figures are the best of sweeps on an H200 (benchmarks/gpu). With block tables, the longer
     # reads of two KV heads per program pay for the table lookups. With many rows, two or four KV
     # heads per program pay too: shares are long enough although each head has fewer programs.
-    # Neither does that pay, nor smaller tiles for some rows, where every head has KV of its own.
+    # Smaller tiles for some rows do not, where every head has KV of its own.
     wanted, tile_bytes, num_warps = 1, 8192, 2
     if dtype.itemsize > 2 and pow2(head_dim) == 128:
         num_warps = 4  # with two, register spills: the compiler then uses hardly any registers
     elif paged:
         wanted = 2
-    elif num_heads > num_kv_heads:
-        if batch >= _MANY_ROWS:
-            wanted = 4 if batch >= 2 * _MANY_ROWS else 2
-        elif _FEW_ROWS < batch <= _SOME_ROWS:
-            tile_bytes = 4096
+    elif batch >= _MANY_ROWS:
+        wanted = 4 if batch >= 2 * _MANY_ROWS else 2
+    elif _FEW_ROWS < batch <= _SOME_ROWS and num_heads > num_kv_heads:
+        tile_bytes = 4096
     fits = num_kv_heads % wanted == 0 and wanted * num_heads // num_kv_heads <= MIN_DOT
     kv_heads = wanted if fits else 1
     if paged:
