@@ -13,6 +13,9 @@ from aquifer.serve.request_log import RequestLog
 LAST_BYTES_S = 5
 """After the last request ended, for its response to reach a slow client."""
 
+BACKLOG = 2048
+"""Connections that wait in the kernel to be accepted."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:

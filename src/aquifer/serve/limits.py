@@ -19,6 +19,11 @@ from aquifer.serve.chunked import CHUNKS, ChunkedConnection, framed
 from aquifer.sizes import format_size
 
 MAX_CONNECTIONS = 4096
+
+ACCEPTED_AT_ONCE = 8
+"""Connections that are accepted before those that are open are read again. asyncio would otherwise
+accept all that wait: the first of 64 requests that arrive together would reach the engine after
+some 50 ms, in which a GPU is idle."""
 """More connections are answered with 503."""
 MAX_BODY_BYTES = 16 << 20
 HEADERS_S = 15.0

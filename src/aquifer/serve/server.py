@@ -14,14 +14,12 @@ from aquifer.engine.reports import LoadProgress
 from aquifer.errors import ConfigError
 from aquifer.garbage import collect_less, collect_nothing
 from aquifer.serve.client import EngineClient
-from aquifer.serve.config import LAST_BYTES_S, ServerConfig
+from aquifer.serve.config import BACKLOG, LAST_BYTES_S, ServerConfig
 from aquifer.serve.logs import configure_logging
 from aquifer.serve.process import STOP_SIGNALS, OpenEngine, open_engine
 
 if TYPE_CHECKING:
     from aquifer.serve.web import Web
-
-_BACKLOG = 2048
 
 
 def serve(
@@ -140,7 +138,7 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(_BACKLOG)
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise ConfigError(

@@ -11,14 +11,20 @@ import socket
 from collections.abc import Iterator, Mapping
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from aquifer.config import EngineConfig, aliases_of
 from aquifer.engine.reports import ModelInfo
 from aquifer.errors import EngineError
 from aquifer.serve.app import create_app
 from aquifer.serve.client import EngineClient
-from aquifer.serve.config import LAST_BYTES_S, ServerConfig
-from aquifer.serve.limits import MAX_CONNECTIONS, TimedProtocol, allow_connections
+from aquifer.serve.config import BACKLOG, LAST_BYTES_S, ServerConfig
+from aquifer.serve.limits import (
+    ACCEPTED_AT_ONCE,
+    MAX_CONNECTIONS,
+    TimedProtocol,
+    allow_connections,
+)
 from aquifer.serve.models import TextModel
 from aquifer.serve.service import ServedModel, Service
 from aquifer.serve.stats_log import StatsLog, log_start
@@ -47,20 +53,7 @@ class Web:
             cors=config.cors,
             has_tokenizer_info=config.enable_tokenizer_info_endpoint,
         )
-        self._uvicorn = _Uvicorn(
-            uvicorn.Config(
-                self._app,
-                log_config=None,
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
-                ws="none",
-                http=TimedProtocol,
-                limit_concurrency=MAX_CONNECTIONS,
-                timeout_keep_alive=_KEEP_ALIVE_S,
-                timeout_graceful_shutdown=int(config.shutdown_timeout_s) + LAST_BYTES_S,
-            )
-        )
+        self._uvicorn = http_server(self._app, config.shutdown_timeout_s)
         self._service: Service | None = None
         self._logging: asyncio.Task[None] | None = None
 
@@ -118,8 +111,41 @@ class Web:
             self._logging = asyncio.create_task(stats_log.run(lambda: self._client.stats))
 
 
+def http_server(app: ASGIApp, shutdown_timeout_s: float) -> uvicorn.Server:
+    """The HTTP server of an application.
+
+    Args:
+        app: the application.
+        shutdown_timeout_s: seconds that running requests have to end when it stops.
+    """
+    return _Uvicorn(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            http=TimedProtocol,
+            backlog=ACCEPTED_AT_ONCE,
+            limit_concurrency=MAX_CONNECTIONS,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=int(shutdown_timeout_s) + LAST_BYTES_S,
+        )
+    )
+
+
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without its own signal handlers: a shutdown stops the engine first."""
+    """uvicorn without its own signal handlers: a shutdown stops the engine first.
+
+    asyncio has one number for the connections that wait in the kernel, and for those that it
+    accepts at once; here the former is larger.
+    """
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
