@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from aquifer.engine.graphs import GraphPool, StepBuffers, lasting, padded_size
+from aquifer.engine.graphs import StepBuffers, lasting, padded_size
+from aquifer.kernels.capture import GraphPool
 from aquifer.engine.sampler import SamplingMode
 
 Sample = Callable[[int, SamplingMode], torch.Tensor]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +17,10 @@ from aquifer.models.transformers.mapping import map_parameters, tied_names
 from aquifer.models.transformers.model import TransformersModel
 from aquifer.models.transformers.probe import probe
 from aquifer.models.transformers.skeleton import make_skeleton, set_tensor
+from aquifer.models.transformers.trial import capture_on, find_obstacle
 from aquifer.weights.checkpoint import Checkpoint
+
+_log = logging.getLogger(__name__)
 
 
 class TransformersPlan:
@@ -72,7 +76,7 @@ class TransformersPlan:
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
-        return probe(
+        served = probe(
             model,
             self._architecture,
             kv_layout=self.kv_layout,
@@ -80,6 +84,22 @@ class TransformersPlan:
             max_tokens=self.max_model_len,
             device=device,
         )
+        if device.type == "cuda":
+            self._try_capture(served, device)
+        return served
+
+    def _try_capture(self, served: TransformersModel, device: torch.device) -> None:
+        """Find out whether the model's steps can be captured as CUDA graphs."""
+        with torch.no_grad(), capture_on(device) as capture:
+            obstacle = find_obstacle(served, self.max_model_len, device, capture)
+        served.is_capturable = obstacle is None
+        if obstacle is not None:
+            _log.warning(
+                "the steps of %s run kernel by kernel, because its code cannot be captured in CUDA "
+                "graphs: %s",
+                self._architecture,
+                obstacle,
+            )
 
 
 def _check_modules(model: Any, architecture: str) -> None:
