@@ -22,7 +22,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module", params=["helium", "deepseek_v3"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+def model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Model]:
     folder: Path = tmp_path_factory.mktemp(request.param)
     save_tiny(TRANSFORMERS[request.param](), folder)
     with loaded_model(Checkpoint.open(folder), TransformersPlan) as model:

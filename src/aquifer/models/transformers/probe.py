@@ -20,10 +20,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from aquifer.cache.base import KVLayout, LayerKV, Rows, Spans
 from aquifer.cache.view import StepView
 from aquifer.errors import AquiferError, UnsupportedModelError, one_line
+from aquifer.kernels import compiled_together
 from aquifer.kernels.decode_attention import DecodeWorkspaces
 from aquifer.models.base import ModelInput
 from aquifer.models.transformers.model import SERVE, TransformersModel
-from aquifer.models.transformers.products import EXPERTS, use_own_linear
+from aquifer.models.transformers.parts import EXPERTS, use_own_parts
 
 _PROBE = "aquifer-probe"  # unlike SERVE, also in the mask registry
 _IMPLEMENTED_KWARGS = frozenset({"dropout", "is_causal", "sliding_window"})
@@ -101,7 +102,7 @@ class _Probe:
         self._record(ids)
         with _implementations(self.model, "eager", "eager"):
             expected = self.model(input_ids=ids[None], use_cache=False).logits[0].float()
-        use_own_linear(self.model)
+        use_own_parts(self.model)
         served = TransformersModel(
             self.model, self.kv_layout, self.vocab_size, tuple(self.windows_tokens)
         )
@@ -144,14 +145,20 @@ class _Probe:
             batch = ModelInput(ids, positions, positions + 1)
             return served.logits(served.forward(batch, kv)).float()
 
-        start = serve(ids[:first], positions[:first], (0, 0, first))
-        rest = serve(
-            torch.cat([ids.flip(0)[:other], ids[first:]]),
-            torch.cat([positions[:other], positions[first:]]),
-            (1, 0, other),
-            (0, first, count - first),
-        )[other:]
-        actual = torch.cat([start, rest])
+        def serve_all() -> torch.Tensor:
+            start = serve(ids[:first], positions[:first], (0, 0, first))
+            rest = serve(
+                torch.cat([ids.flip(0)[:other], ids[first:]]),
+                torch.cat([positions[:other], positions[first:]]),
+                (1, 0, other),
+                (0, first, count - first),
+            )[other:]
+            return torch.cat([start, rest])
+
+        if ids.is_cuda:
+            with compiled_together(ids.device):
+                serve_all()
+        actual = serve_all()
         if actual.shape[1] != self.vocab_size:
             self.refuse(f"its head gives {actual.shape[1]} scores for {self.vocab_size} tokens")
         spread = (expected - expected.mean(1, keepdim=True)).norm(dim=1)

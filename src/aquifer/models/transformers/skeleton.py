@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from aquifer.models import limits
 from aquifer.models.transformers.model import SERVE
-from aquifer.models.transformers.products import EXPERTS
+from aquifer.models.transformers.parts import EXPERTS
 from aquifer.sizes import format_size
 
 

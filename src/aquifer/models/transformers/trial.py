@@ -19,6 +19,7 @@ import torch
 from aquifer.cache.base import Rows
 from aquifer.cache.view import StepView
 from aquifer.errors import AquiferError, one_line
+from aquifer.kernels import compiled_together
 from aquifer.kernels.capture import GraphPool
 from aquifer.kernels.decode_attention import DecodeWorkspaces
 from aquifer.models.base import Model, ModelInput
@@ -53,8 +54,11 @@ def find_obstacle(
     """
     generator = torch.Generator().manual_seed(0)
     try:
-        for num_rows in _NUM_ROWS:
-            step = _Step(model, num_rows, max_tokens, device, generator)
+        steps = [_Step(model, num_rows, max_tokens, device, generator) for num_rows in _NUM_ROWS]
+        with compiled_together(device):
+            for step in steps:
+                step.rehearse()
+        for step in steps:
             if not step.is_repeated_by(capture):
                 return f"a graph of {step.num_rows} tokens computes other logits than its own code"
     except (AquiferError, torch.OutOfMemoryError):
@@ -100,6 +104,11 @@ class _Step:
         # Token ids, positions and slots, each [num_rows].
         self._inputs = torch.zeros(3, self.num_rows, dtype=torch.int64, device=device)
 
+    def rehearse(self) -> None:
+        """Launch the kernels of the step, without results."""
+        self._set(self._random_inputs())
+        self._logits()
+
     def is_repeated_by(self, capture: Capture) -> bool:
         """Whether a captured step computes what its code computes, for other inputs as well.
 
@@ -132,9 +141,7 @@ class _Step:
         """Token ids, positions and slots, [3, num_rows] on the host; no place occurs twice."""
         num_places = _NUM_SLOTS * self._slot_tokens
         places = torch.randperm(num_places, generator=self._generator)[: self.num_rows]
-        ids = torch.randint(
-            self._model.vocab_size, (self.num_rows,), generator=self._generator
-        )
+        ids = torch.randint(self._model.vocab_size, (self.num_rows,), generator=self._generator)
         inputs = torch.stack((ids, places % self._slot_tokens, places // self._slot_tokens))
         inputs[:, self._num_real :] = torch.tensor([[0], [0], [-1]])
         return inputs
