@@ -17,6 +17,9 @@ from transformers.models.helium.modeling_helium import HeliumRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 
+from aquifer.kernels.experts import experts
+from aquifer.kernels.linear import linear
+from aquifer.kernels.norm import add_norm
 from aquifer.models.transformers import parts
 
 WIDTH = 48
@@ -61,27 +64,36 @@ def test_norms(
     expected = norm(x)
     parts.use_own_parts(norm)
     calls: list[torch.dtype] = []
-    add_norm = parts.add_norm
 
     def noted(rows: torch.Tensor, *others: Any) -> Any:
         calls.append(rows.dtype)
         return add_norm(rows, *others)
 
-    monkeypatch.setattr(parts, "add_norm", noted)
+    monkeypatch.setattr(f"{parts.__name__}.add_norm", noted)
     ours = norm(x)
     assert calls == [dtype]
     ulp = torch.finfo(dtype).eps
     torch.testing.assert_close(ours, expected, rtol=2 * ulp, atol=max(ulp, 1e-5))
 
 
-class OtherRMSNorm(LlamaRMSNorm):
-    """The parameters of an RMSNorm, and another function."""
+class SomeNorm(nn.Module):
+    """The parameters of an RMSNorm."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.variance_epsilon = 1e-6
+
+
+class SumNorm(SomeNorm):
+    """A norm by the sum of squares."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return self.weight * hidden_states / (hidden_states.norm(dim=-1, keepdim=True) + 1e-3)
+        sums = hidden_states.pow(2).sum(-1, keepdim=True)
+        return self.weight * hidden_states * sums.rsqrt()
 
 
-class LaterEpsNorm(LlamaRMSNorm):
+class LaterEpsNorm(SomeNorm):
     """An RMSNorm that adds its epsilon after the root."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -89,14 +101,23 @@ class LaterEpsNorm(LlamaRMSNorm):
         return self.weight * hidden_states / (root + self.variance_epsilon)
 
 
-class GatedRMSNorm(LlamaRMSNorm):
-    """An RMSNorm that needs another input."""
+class RootNorm(SomeNorm):
+    """An RMSNorm."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        square = hidden_states.pow(2).mean(-1, keepdim=True)
+        return self.weight * hidden_states * torch.rsqrt(square + self.variance_epsilon)
+
+
+class GatedNorm(SomeNorm):
+    """A norm that needs another input."""
 
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden_states) * gate
+        square = hidden_states.pow(2).mean(-1, keepdim=True)
+        return gate * self.weight * hidden_states * torch.rsqrt(square + self.variance_epsilon)
 
 
-class ScaledRMSNorm(LlamaRMSNorm):
+class ScaledNorm(RootNorm):
     """An RMSNorm with another parameter."""
 
     def __init__(self, width: int) -> None:
@@ -104,8 +125,15 @@ class ScaledRMSNorm(LlamaRMSNorm):
         self.scale = nn.Parameter(torch.ones(()))
 
 
-@pytest.mark.parametrize("norm", [OtherRMSNorm, LaterEpsNorm, GatedRMSNorm, ScaledRMSNorm])
-def test_what_only_looks_like_a_norm(norm: type[nn.Module]) -> None:
+def test_a_norm_of_an_unknown_class() -> None:
+    norm = with_random_parameters(RootNorm(WIDTH))
+    found = parts.find_norm(norm)
+    assert found is not None
+    assert found.is_plain_rms
+
+
+@pytest.mark.parametrize("norm", [SumNorm, LaterEpsNorm, GatedNorm, ScaledNorm])
+def test_what_only_looks_like_a_norm(norm: Any) -> None:
     module = with_random_parameters(norm(WIDTH))
     assert parts.find_norm(module) is None
     parts.use_own_parts(module)
@@ -115,7 +143,7 @@ def test_what_only_looks_like_a_norm(norm: type[nn.Module]) -> None:
 class OtherLinear(nn.Linear):
     """Another function, with the parameters of a linear layer."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (torch's name)
         return 2 * super().forward(input)
 
 
@@ -131,13 +159,12 @@ def test_linear_layers(has_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [model(x) for x in inputs]
     parts.use_own_parts(model)
     shapes: list[Any] = []
-    linear = parts.linear
 
     def noted(x: torch.Tensor, *others: Any) -> torch.Tensor:
         shapes.append(tuple(x.shape))
         return linear(x, *others)
 
-    monkeypatch.setattr(parts, "linear", noted)
+    monkeypatch.setattr(f"{parts.__name__}.linear", noted)
     for x, result in zip(inputs, expected, strict=True):
         torch.testing.assert_close(model(x), result)
     assert shapes == [(7, WIDTH), (7, WIDTH), (30, WIDTH)]
@@ -177,13 +204,12 @@ def test_experts(make: Any, is_ours: bool, monkeypatch: pytest.MonkeyPatch) -> N
     config._experts_implementation = "eager"
     expected = module(x, ids, weights)
     used: list[Any] = []
-    experts = parts.experts
 
     def noted(*args: Any) -> torch.Tensor:
         used.append(args)
         return experts(*args)
 
-    monkeypatch.setattr(parts, "experts", noted)
+    monkeypatch.setattr(f"{parts.__name__}.experts", noted)
     config._experts_implementation = parts.EXPERTS
     torch.testing.assert_close(module(x, ids, weights), expected, rtol=1e-4, atol=1e-4)
     assert bool(used) == is_ours

@@ -16,11 +16,11 @@ from aquifer.engine import chunk_graphs, decode_graphs, sample_graphs
 from aquifer.engine.chunk_graphs import ChunkGraphs, ChunkInputs, chunk_sizes
 from aquifer.engine.decode_graphs import DecodeGraphs
 from aquifer.engine.graphs import StepBuffers, padded_size, padded_sizes
-from aquifer.kernels.capture import GraphPool
 from aquifer.engine.reports import OnStage
 from aquifer.engine.sample_graphs import CAPTURED_MODES, SampleGraphs
 from aquifer.engine.sampler import SamplingMode
 from aquifer.kernels import compiled_together
+from aquifer.kernels.capture import GraphPool
 from aquifer.memory.transfer import upload, upload_into
 
 LONG_STEP_S = 0.05

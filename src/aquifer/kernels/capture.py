@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 
 import torch
+from torch._C import _cuda_endAllocateToPool, _cuda_releasePool
 
 _abandoned: list[torch.cuda.CUDAGraph] = []
 """Graphs whose capture CUDA has cancelled. torch's allocator may still refer to them."""
@@ -84,5 +85,5 @@ class GraphPool:
         _abandoned.append(graph)
         index = torch.cuda.current_device() if self._device.index is None else self._device.index
         with suppress(RuntimeError):  # where `capture_end` did get so far
-            torch._C._cuda_endAllocateToPool(index, self._handle)
-            torch._C._cuda_releasePool(index, self._handle)
+            _cuda_endAllocateToPool(index, self._handle)
+            _cuda_releasePool(index, self._handle)

@@ -1,12 +1,13 @@
 """Linear layers, norms and experts of a model of Transformers, computed by our kernels.
 
-They take fewer launches than Transformers' code and, for few tokens, less time than torch's kernels.
-Those of a mixture of experts can be captured in CUDA graphs. The probe compares the model that uses
-them with its own code.
+They take fewer launches than Transformers' code and, for few tokens, less time than torch's
+kernels. Those of a mixture of experts can be captured in CUDA graphs. The probe compares the model
+that uses them with its own code.
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,7 @@ _ACTIVATIONS: dict[type, Activation] = {
 class _Linear(nn.Linear):
     """`nn.Linear` by our kernels."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 (torch's name)
         """[..., in] -> [..., out]."""
         if input.dtype != self.weight.dtype:
             return super().forward(input)
@@ -68,11 +69,11 @@ class _Norm(_Base):
 
 
 @cache
-def _class_with_own_norm(of: type[nn.Module]) -> type[nn.Module]:
+def _class_with_own_norm(of: Any) -> Any:
     return type(of.__name__, (_Norm, of), {})
 
 
-def use_own_parts(model: nn.Module) -> None:
+def use_own_parts(model: Any) -> None:
     """Have our kernels compute linear layers and norms of a model, which keeps its parameters.
 
     Linear layers are those of exactly torch's class: a class that is derived from it may compute
@@ -84,8 +85,9 @@ def use_own_parts(model: nn.Module) -> None:
         elif "Norm" in type(module).__name__:
             norm = find_norm(module)
             if norm is not None:
+                own_class: Any = type(module)
                 module.own_norm = norm
-                module.__class__ = _class_with_own_norm(type(module))
+                module.__class__ = _class_with_own_norm(own_class)
 
 
 @torch.no_grad()
@@ -102,7 +104,7 @@ def find_norm(module: nn.Module) -> NormWeights | None:
         return None
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(_NORM_ROWS, len(weight), generator=generator)
-    # The first half shows where the epsilon is added, the second one whether the mean is subtracted.
+    # The first half shows where the epsilon is added, the second whether the mean is subtracted.
     rows[: _NORM_ROWS // 2] *= eps**0.5
     rows[_NORM_ROWS // 2 :] += 1.0
     x = rows.to(weight.device, weight.dtype)
@@ -167,7 +169,8 @@ def _activation(module: Any) -> Activation | None:
     if any(getattr(module, name, None) is not value for name, value in form.items()):
         return None
     # Experts with a gate of their own, such as a clamped one, replace this method.
-    if type(module)._apply_gate.__qualname__ != "_default_apply_gate":
+    gate = inspect.getattr_static(module, "_apply_gate", None)
+    if getattr(gate, "__qualname__", None) != "_default_apply_gate":
         return None
     return _ACTIVATIONS.get(type(module.act_fn))
 
