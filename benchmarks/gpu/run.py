@@ -2,10 +2,11 @@
 
     python benchmarks/gpu/run.py --output results
 
-The models have random weights. Two are of our decoder; the third one, Minitron-4B, has a family that
-it does not describe, so its code is Transformers'. Each engine runs in a separate process and serves as many parts as
-possible; a process that fails does not affect the others. Every measurement is a JSON file in the
-folder of `--output`, and the final table is made from these files. The parts:
+The models have random weights. Two run our decoder; the family of the third one, Minitron-4B, is
+none that it describes, so that runs the code of Transformers. Each engine runs in a separate
+process and serves as many parts as possible; a process that fails does not affect the others. Every
+measurement is a JSON file in the folder of `--output`, and the final table is made from these
+files. The parts:
 
 - start: from a new process to the first token, twice;
 - latency: decode steps at batch 1, 32, 128 and 256, 512 prompt tokens, 128 output tokens;

@@ -75,15 +75,20 @@ class GraphPool:
     def abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a capture in which an exception was raised.
 
-        The stream and torch's allocator can be used as before. Pre-condition: within `capturing`,
-        and the graph is being captured.
+        The stream, torch's allocator and its random numbers can be used as before. Later graphs
+        share memory with each other, and no longer with earlier ones. Pre-condition: within
+        `capturing`, and the graph is being captured.
         """
+        # A pool whose only graph is dropped is given back by torch, which then refuses its handle.
+        handle, self._handle = self._handle, torch.cuda.graph_pool_handle()
         with suppress(RuntimeError):
             graph.capture_end()
             return
-        # CUDA has cancelled the capture, and torch then leaves its allocator capturing.
+        # CUDA has cancelled the capture, and torch does not undo what it did at the beginning.
         _abandoned.append(graph)
         index = torch.cuda.current_device() if self._device.index is None else self._device.index
         with suppress(RuntimeError):  # where `capture_end` did get so far
-            _cuda_endAllocateToPool(index, self._handle)
-            _cuda_releasePool(index, self._handle)
+            _cuda_endAllocateToPool(index, handle)
+            _cuda_releasePool(index, handle)
+        generator = torch.cuda.default_generators[index]
+        generator.graphsafe_set_state(generator.clone_state())
