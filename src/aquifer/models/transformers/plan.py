@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -17,10 +16,8 @@ from aquifer.models.transformers.mapping import map_parameters, tied_names
 from aquifer.models.transformers.model import TransformersModel
 from aquifer.models.transformers.probe import probe
 from aquifer.models.transformers.skeleton import make_skeleton, set_tensor
-from aquifer.models.transformers.trial import capture_on, find_obstacle
+from aquifer.models.transformers.trial import can_be_captured, capture_on
 from aquifer.weights.checkpoint import Checkpoint
-
-_log = logging.getLogger(__name__)
 
 
 class TransformersPlan:
@@ -85,21 +82,11 @@ class TransformersPlan:
             device=device,
         )
         if device.type == "cuda":
-            self._try_capture(served, device)
+            with capture_on(device) as capture:
+                served.is_capturable = can_be_captured(
+                    served, self._architecture, self.max_model_len, device, capture
+                )
         return served
-
-    def _try_capture(self, served: TransformersModel, device: torch.device) -> None:
-        """Find out whether the model's steps can be captured as CUDA graphs."""
-        with torch.no_grad(), capture_on(device) as capture:
-            obstacle = find_obstacle(served, self.max_model_len, device, capture)
-        served.is_capturable = obstacle is None
-        if obstacle is not None:
-            _log.warning(
-                "the steps of %s run kernel by kernel, because its code cannot be captured in CUDA "
-                "graphs: %s",
-                self._architecture,
-                obstacle,
-            )
 
 
 def _check_modules(model: Any, architecture: str) -> None:

@@ -9,6 +9,7 @@ inputs, and compared with the same steps run kernel by kernel.
 from __future__ import annotations
 
 import gc
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ from aquifer.kernels.capture import GraphPool
 from aquifer.kernels.decode_attention import DecodeWorkspaces
 from aquifer.models.base import Model, ModelInput
 
+_log = logging.getLogger(__name__)
+
 Capture: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
 """Records what a function launches, and returns a function that launches it again."""
 
@@ -37,13 +40,15 @@ _TOLERANCE = 0.02
 """Allowed relative error of a row's logits. The same kernels run, so most results are equal."""
 
 
-def find_obstacle(
-    model: Model, max_tokens: int, device: torch.device, capture: Capture
-) -> str | None:
-    """Why the steps of a model cannot be captured; None if they can.
+@torch.no_grad()
+def can_be_captured(
+    model: Model, architecture: str, max_tokens: int, device: torch.device, capture: Capture
+) -> bool:
+    """Whether the steps of a model can be captured; if not, the log says why.
 
     Args:
         model: the model.
+        architecture: for the log.
         max_tokens: its longest context.
         device: where it is.
         capture: `capture_on` the device, or a stand-in.
@@ -52,6 +57,21 @@ def find_obstacle(
         AquiferError: a bug of ours.
         OutOfMemoryError: the device has no memory left.
     """
+    obstacle = _find_obstacle(model, max_tokens, device, capture)
+    if obstacle is not None:
+        _log.warning(
+            "steps of %s run kernel by kernel, because its code cannot be captured in CUDA "
+            "graphs: %s",
+            architecture,
+            obstacle,
+        )
+    return obstacle is None
+
+
+def _find_obstacle(
+    model: Model, max_tokens: int, device: torch.device, capture: Capture
+) -> str | None:
+    """Why the steps of a model cannot be captured; None if they can."""
     generator = torch.Generator().manual_seed(0)
     try:
         steps = [_Step(model, num_rows, max_tokens, device, generator) for num_rows in _NUM_ROWS]
