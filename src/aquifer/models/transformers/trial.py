@@ -36,8 +36,9 @@ _NUM_ROWS = (1, 4, 48)
 _NUM_SLOTS = 2
 _SLOT_TOKENS = 24
 _NUM_INPUTS = 3  # the first is captured, the others are replayed
-_TOLERANCE = 0.02
-"""Allowed relative error of a row's logits. The same kernels run, so most results are equal."""
+_TOLERANCE = 0.05
+"""Allowed relative error of a row's logits. The same kernels run, so results should be equal. But
+cuBLAS may choose another one on another stream, and in 16 bits rounding goes through all layers."""
 
 
 @torch.no_grad()
