@@ -55,7 +55,7 @@ bench-web: $(VENV)/installed
 bench-compare: $(VENV)/installed-test
 	PYTHONPATH=src $(BIN)/python benchmarks/cpu/compare.py --before $(BEFORE) --output benchmarks/cpu/structure.json
 
-# Likewise, in about four minutes on an H200.
+# Likewise, in about six minutes on an H200.
 bench-gpu:
 	PYTHONPATH=src python3 benchmarks/gpu/run.py --output benchmarks/gpu
 

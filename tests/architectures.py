@@ -246,6 +246,14 @@ TRANSFORMERS: dict[str, Callable[[], Any]] = {
         n_positions=MAX_TOKENS,
         multi_query=True,
     ),
+    "nemotron": lambda: transformers.NemotronConfig(**GQA, head_dim=16),
+    "granitemoe": lambda: transformers.GraniteMoeConfig(
+        **GQA, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "minimax_m2": lambda: transformers.MiniMaxM2Config(
+        **GQA, head_dim=16, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "persimmon": lambda: transformers.PersimmonConfig(**_MHA, intermediate_size=96),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(
         **{**GQA, "num_key_value_heads": 4},
         moe_intermediate_size=24,

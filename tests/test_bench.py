@@ -22,6 +22,7 @@ from aquifer.cli import app
 from aquifer.errors import ConfigError
 from aquifer.llm import LLM
 from aquifer.models import plan_model
+from aquifer.models.transformers import TransformersPlan
 from aquifer.weights.checkpoint import Checkpoint
 
 ROOT = Path(__file__).parents[1]
@@ -123,6 +124,14 @@ def test_the_models_that_are_measured_have_their_public_shapes(
     with torch.device("meta"):
         tensors = {p.name: torch.empty(p.shape, dtype=p.dtype) for p in plan.parameters}
         assert plan.build(tensors).kv_layout.token_bytes == token_bytes
+
+
+def test_the_model_of_transformers_that_is_measured_has_its_public_shape() -> None:
+    plan = plan_model(Checkpoint.without_tensors(MODELS / "minitron-4b"))
+    assert isinstance(plan, TransformersPlan)
+    assert plan.num_parameters == 4_190_509_056
+    assert sum(p.num_bytes for p in plan.parameters) == 2 * plan.num_parameters
+    assert plan.kv_layout.token_bytes == 32 * 2 * 8 * 128 * 2
 
 
 # --- measuring -------------------------------------------------------------------------------

@@ -52,8 +52,10 @@ FAMILIES = (
     "qwen3-30b-a3b",
     "gpt-oss-20b",
     "deepseek-v2-lite",
+    "minitron-4b",
 )
-"""Models that stand for their families, of which decode steps have targets."""
+"""Models that stand for their families, of which decode steps have targets; the last one for those
+that the Transformers backend serves."""
 
 PARTS = ("start", "latency", "throughput", "prefill", "growing", "paged")
 BATCH_SIZES = (1, 32, 128, 256)
@@ -66,13 +68,14 @@ FIGURES = (*(f"step {size}" for size in BATCH_SIZES), "throughput", "prefill", "
 """Figures with a target: milliseconds per step, tokens per second, seconds."""
 
 TARGETS: dict[str, dict[str, float]] = {
-    model: dict(zip(FIGURES, values, strict=True))
+    model: dict(zip(FIGURES, values, strict=False))
     for model, values in {
         "qwen3-0.6b": (0.75, 1.6, 3.3, 5.6, 30_000, 430_000, 3),
         "llama-3-8b": (4.2, 5.1, 7.5, 12.1, 11_000, 43_000, 5),
+        "gemma-2-2b": (1.8, 2.8, 5.5),
+        "minitron-4b": (6.0,),  # 2.5 times the floor, which is 1.6 ms on an H200, and 2 ms
     }.items()
 }
-TARGETS["gemma-2-2b"] = dict(zip(FIGURES, (1.8, 2.8, 5.5), strict=False))
 
 TIMES_FLOOR = {
     "gemma-3-12b": 1.3,
@@ -84,15 +87,14 @@ TIMES_FLOOR = {
 }
 """Targets for decode steps, as multiples of their floors."""
 
-
 VLLM: dict[str, dict[str, float]] = {
-    model: dict(zip(FIGURES, values, strict=True))
+    model: dict(zip(FIGURES, values, strict=False))
     for model, values in {
         "qwen3-0.6b": (1.60, 2.17, 4.21, 6.96, 23_800, 413_000, 44),
         "llama-3-8b": (4.99, 5.86, 8.69, 13.71, 9_800, 42_900, 44),
+        "gemma-2-2b": (2.48, 2.93, 6.34),
     }.items()
 }
-VLLM["gemma-2-2b"] = dict(zip(FIGURES, (2.48, 2.93, 6.34), strict=False))
 """vLLM 0.24.0 with random weights, bf16, no prefix caching: measured on the same chip (an H200),
 but not in the same run. Its start is the engine's, after 15 s of imports and without a token;
 44 to 117 s were seen for the smaller model. Targets are for the `virtual` cache."""
@@ -289,6 +291,12 @@ def rows(model: str, output: Path) -> Iterator[tuple[str, str, float, float | No
             f"{times['import_s']:.1f} for imports; {times['num_compiled']} kernels compiled"
         )
         yield f"start {number}, after imports, s", "start", seconds, None, remark
+
+
+def verdict(key: str, ours: float, target: float) -> str:
+    """Whether a figure meets its target."""
+    is_met = ours >= target if key in ("throughput", "prefill") else ours <= target
+    return "ok" if is_met else "MISSED"
 
 
 def summary(models: list[str], output: Path) -> Table:

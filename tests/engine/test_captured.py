@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from aquifer.cache.spans import Spans
-from aquifer.engine.chunk_graphs import chunk_sizes
+from aquifer.engine.chunk_graphs import ChunkInputs, chunk_sizes
 from aquifer.engine.graphs import padded_size, padded_sizes
 from aquifer.engine.round_prompts import RoundPrompts
 
@@ -27,6 +28,17 @@ def test_steps_that_read_prompts_are_padded_by_a_quarter_at_most(max_tokens: int
     for num_tokens in range(256, max_tokens + 1):
         size = min(size for size in sizes if size >= num_tokens)
         assert size <= 1.25 * num_tokens
+
+
+def test_padding_is_of_no_slot_at_a_position_that_every_model_has() -> None:
+    """Position embeddings are looked up for padding too."""
+    inputs = ChunkInputs(64, 8, 4, torch.device("cpu"))
+    for size in (64, 16):
+        inputs.flat.fill_(7)
+        inputs.clear(size)
+        token_ids, positions, slots, contexts, rows, others = inputs.of(size)
+        assert (slots == -1).all()
+        assert not any(part.any() for part in (token_ids, positions, contexts, rows, others))
 
 
 def _spans(*chunks: tuple[int, int]) -> Spans:

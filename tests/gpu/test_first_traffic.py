@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.architectures import OUR_DECODER, save_tiny
+from tests.architectures import OUR_DECODER, TRANSFORMERS, save_tiny
+from tests.gpu.test_transformers import waiting_mlp
+from transformers.models.nemotron.modeling_nemotron import NemotronMLP
 
 from aquifer.cache import KV_CACHES
 from aquifer.engine.params import SamplingParams
 from aquifer.llm import LLM
 
+ARCHITECTURES = OUR_DECODER | TRANSFORMERS
 PARAMS = (
     SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
     SamplingParams(temperature=0.8, max_tokens=7, ignore_eos=True, n=2),
@@ -24,8 +27,15 @@ PARAMS = (
 
 @pytest.mark.parametrize("kv_cache", KV_CACHES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_nothing_is_compiled_under_traffic(kv_cache: str, dtype: str, tmp_path: Path) -> None:
-    config = OUR_DECODER["qwen3"]()
+@pytest.mark.parametrize("architecture", ["qwen3", "nemotron", "granitemoe", "not captured"])
+def test_nothing_is_compiled_under_traffic(
+    architecture: str, kv_cache: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_captured = architecture != "not captured"
+    if not is_captured:
+        architecture = "nemotron"
+        monkeypatch.setattr(NemotronMLP, "forward", waiting_mlp)
+    config = ARCHITECTURES[architecture]()
     config.max_position_embeddings = 6000
     save_tiny(config, tmp_path)
     llm = LLM(
@@ -53,3 +63,5 @@ def test_nothing_is_compiled_under_traffic(kv_cache: str, dtype: str, tmp_path: 
     for _ in range(2):
         llm.generate(again, PARAMS[0], use_tqdm=False)
     assert llm.engine.stats().num_late_compilations == 0
+    (lane,) = llm.engine.lanes.values()
+    assert bool(lane.captured_sizes) == is_captured

@@ -11,6 +11,7 @@ import torch
 from aquifer.cache.spans import Rows
 from aquifer.kernels import Recording
 from aquifer.kernels.decode_attention import DecodeWorkspaces, decode_attention
+from aquifer.kernels.kv_write import kv_write
 from aquifer.kernels.prefill_attention import prefill_attention
 
 
@@ -152,10 +153,8 @@ class StepView:
         return *self._layers[layer], *self._row_places
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """See `KVView.write`. Not for padded rows."""
-        keys, values = self._layers[layer]
-        keys[self._row_places] = key
-        values[self._row_places] = value
+        """See `KVView.write`."""
+        kv_write(key, value, *self.destination(layer))
 
     def attend(self, layer: int, query: torch.Tensor, how: AttentionOptions) -> torch.Tensor:
         """See `KVView.attend`."""

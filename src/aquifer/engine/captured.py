@@ -15,11 +15,12 @@ from aquifer.cache.view import StepView
 from aquifer.engine import chunk_graphs, decode_graphs, sample_graphs
 from aquifer.engine.chunk_graphs import ChunkGraphs, ChunkInputs, chunk_sizes
 from aquifer.engine.decode_graphs import DecodeGraphs
-from aquifer.engine.graphs import GraphPool, StepBuffers, padded_size, padded_sizes
+from aquifer.engine.graphs import StepBuffers, padded_size, padded_sizes
 from aquifer.engine.reports import OnStage
 from aquifer.engine.sample_graphs import CAPTURED_MODES, SampleGraphs
 from aquifer.engine.sampler import SamplingMode
 from aquifer.kernels import compiled_together
+from aquifer.kernels.capture import GraphPool
 from aquifer.memory.transfer import upload, upload_into
 
 LONG_STEP_S = 0.05
@@ -74,22 +75,31 @@ class CapturedSteps:
         )
         self._uploaded = np.full((2, buffers.max_rows), -1, np.int64)
 
-    def capture(self, token_s: float, on_stage: OnStage) -> None:
-        """Compile what the steps need, and capture them.
+    def rehearse(self, token_s: float, on_stage: OnStage) -> None:
+        """Compile what the steps need.
 
         Args:
             token_s: seconds a token of a large step.
-            on_stage: told how many kernels are compiled and how many steps are captured.
+            on_stage: told how many kernels are compiled.
         """
         self._clear()
-        sizes = [size for size in self._chunk_sizes if size * token_s <= LONG_STEP_S]
         with compiled_together(self._device, partial(on_stage, "kernels")):
-            for size in reversed(sizes):
+            for size in reversed(self._short(token_s)):
                 self._chunks.rehearse(size)
             for size in reversed(self._sizes):
                 self._decodes.rehearse(size)
                 for mode in CAPTURED_MODES:
                     self._samples.rehearse(size, mode)
+
+    def capture(self, token_s: float, on_stage: OnStage) -> None:
+        """Capture the steps. Pre-condition: `rehearse` was called.
+
+        Args:
+            token_s: as in `rehearse`.
+            on_stage: told how many steps are captured.
+        """
+        self._clear()
+        sizes = self._short(token_s)
         total = len(sizes) + len(self._sizes)
         for num_done, size in enumerate(reversed(self._sizes), 1):
             self._decodes.capture(size)
@@ -200,8 +210,11 @@ class CapturedSteps:
         self._buffers.inputs[:, : padded.shape[1]].copy_(upload(padded, self._device))
         return self._samples.run(len(slots), mode)
 
+    def _short(self, token_s: float) -> list[int]:
+        """Numbers of tokens of which a step is captured, ascending."""
+        return [size for size in self._chunk_sizes if size * token_s <= LONG_STEP_S]
+
     def _clear(self) -> None:
-        """Make all inputs padding: slot -1, where any other number will do."""
+        """Make all rows of decode steps padding."""
         self._uploaded[:] = -1
         self._buffers.inputs.fill_(-1)
-        self._inputs.flat.fill_(-1)

@@ -20,7 +20,8 @@ import torch
 
 from aquifer.cache.spans import Rows
 from aquifer.cache.view import AttentionOptions, KVView, StepView
-from aquifer.engine.graphs import GraphPool, StepBuffers, lasting
+from aquifer.engine.graphs import StepBuffers, lasting
+from aquifer.kernels.capture import GraphPool
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, KVView], torch.Tensor]
 """Runs (token ids, positions, slots, context lengths, each [tokens], and a view of their KV); gives
@@ -80,6 +81,11 @@ class ChunkInputs:
         self.flat = torch.zeros(
             4 * max_tokens + max_rows + 3 * max_chunks + 1, dtype=torch.int64, device=device
         )
+
+    def clear(self, size: int) -> None:
+        """Make the rows of a step of that many tokens padding: token 0 at position 0 of no slot."""
+        self.flat.zero_()
+        self.of(size)[2].fill_(-1)
 
     def of(self, size: int) -> list[torch.Tensor]:
         """Token ids, positions, slots and context lengths, each [size]; rows to hand on [max_rows];
@@ -153,12 +159,15 @@ class ChunkGraphs:
             cut.begin()
             try:
                 self._run(size, self._forward, cut)
-            finally:
-                cut.end()
+            except BaseException:
+                cut.abandon()
+                raise
+            cut.end()
         self._captured[size] = cut.captured
 
     def _padding(self, size: int) -> StepView:
-        """View of the rows in the inputs. Which of them decode is for attention alone to know."""
+        """Make all rows padding; a view of them. Which decode is for attention alone to know."""
+        self._inputs.clear(size)
         _, positions, slots, *_ = self._inputs.of(size)
         return self._view(Rows(slots, positions, positions[:0], None))
 
@@ -218,6 +227,10 @@ class _Cut(_Uncut):
     def end(self) -> None:
         """End the piece."""
         self.captured.pieces[-1].capture_end()
+
+    def abandon(self) -> None:
+        """End the piece after an exception."""
+        self._pool.abandon(self.captured.pieces[-1])
 
     def attend(self, layer: int, query: torch.Tensor, how: AttentionOptions) -> torch.Tensor:
         out = self._out_of(query, self._view.destination(layer)[1].shape[-1])

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from aquifer.engine.graphs import GraphPool, StepBuffers
+from aquifer.engine.graphs import StepBuffers
+from aquifer.kernels.capture import GraphPool
 
 Forward = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Runs slots [n]; gives (hidden states [n, hidden], tokens that each sequence has then [n])."""

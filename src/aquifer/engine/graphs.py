@@ -1,4 +1,4 @@
-"""CUDA graphs: capturing a stretch of work, and the batch sizes for which that is done.
+"""Captured steps: the batch sizes for which steps are captured, and the tensors between graphs.
 
 Launching the kernels of a step one by one takes longer than running them. Captured as a graph they
 are one launch. What is captured: steps in which each sequence decodes one token
@@ -13,10 +13,6 @@ slot -1; they read and write no cache.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache
 
 import torch
 
@@ -67,54 +63,6 @@ class StepBuffers:
     def make_hidden(self, like: torch.Tensor) -> None:
         """Allocate `hidden` for a model with such hidden states, [tokens, hidden]."""
         self._hidden = like.new_zeros(self.max_rows, like.shape[1])
-
-
-@cache
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream for all models: torch keeps 32 MiB for cuBLAS for each until the process ends."""
-    return torch.cuda.Stream(device)
-
-
-class GraphPool:
-    """Captures graphs that share memory for intermediate results.
-
-    A graph may overwrite the intermediate results of all others. So what outlives its run is copied
-    to tensors that exist beforehand, or read by `lasting` before the next graph runs.
-
-    Args:
-        device: the device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._handle = torch.cuda.graph_pool_handle()
-
-    @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Make the body's stream one that can be captured, after the work launched so far."""
-        current = torch.cuda.current_stream(self._device)
-        stream = _capture_stream(self._device)
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            yield
-        current.wait_stream(stream)
-
-    def begin(self) -> torch.cuda.CUDAGraph:
-        """Begin a graph. Pre-condition: within `capturing`, and no graph is being captured."""
-        graph = torch.cuda.CUDAGraph()
-        # Other threads map and zero pages meanwhile.
-        graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
-        return graph
-
-    def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Capture what `work` launches. Its kernels must have been loaded before."""
-        with self.capturing():
-            graph = self.begin()
-            try:
-                work()
-            finally:
-                graph.capture_end()
-        return graph
 
 
 def lasting(tensor: torch.Tensor) -> torch.Tensor:

@@ -165,7 +165,7 @@ class Runner:
         Returns: seconds that a token of the largest step takes.
         """
         token_s = warm_up.run(num_slots, on_stage)
-        if captures and self._device.type == "cuda" and self._model.is_capturable:
+        if captures and self._device.type == "cuda":
             captured = CapturedSteps(
                 self._steps_of(self._model),
                 self._steps_of(self._model.rehearsal()),
@@ -176,8 +176,10 @@ class Runner:
                 num_tokens,
                 self._device,
             )
-            captured.capture(token_s, on_stage)
-            self._captured = captured
+            captured.rehearse(token_s, on_stage)
+            if self._model.is_capturable:
+                captured.capture(token_s, on_stage)
+                self._captured = captured
         warm_up.plan_round_prompts(num_slots)
         self._round_prompts = warm_up.round_prompts
         return token_s

@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 import torch
 
-from aquifer.engine.graphs import GraphPool, StepBuffers, lasting, padded_size
+from aquifer.engine.graphs import StepBuffers, lasting, padded_size
 from aquifer.engine.sampler import SamplingMode
+from aquifer.kernels.capture import GraphPool
 
 Sample = Callable[[int, SamplingMode], torch.Tensor]
 """Samples the first n rows of the buffers into the buffers, and updates the columns; gives their

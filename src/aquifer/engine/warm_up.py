@@ -17,6 +17,7 @@ from aquifer.engine.reports import OnStage
 from aquifer.engine.round_prompts import RoundPrompts
 from aquifer.engine.sampler import Sampler, SamplingMode
 from aquifer.kernels import compiled_together
+from aquifer.kernels.kv_write import kv_write
 from aquifer.kernels.prefill_attention import MIN_SPLIT_KEYS
 from aquifer.memory.driver.base import Driver
 from aquifer.models import Model, ModelInput
@@ -56,7 +57,7 @@ class _NoCache:
         return *self._layers[layer], self._padding, self._padding
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        pass
+        kv_write(key, value, *self.destination(layer))
 
     def attend(self, layer: int, query: torch.Tensor, how: AttentionOptions) -> torch.Tensor:
         shape = (*query.shape[1:], query.dtype, how)

@@ -65,7 +65,7 @@ class Model(Protocol):
     def is_capturable(self) -> bool:
         """Whether every step of the same shape launches the same kernels.
 
-        If so, a CUDA graph can capture it.
+        If so, a CUDA graph can capture it. It does not change once the model is built.
         """
 
     def forward(self, batch: ModelInput, kv: KVView) -> torch.Tensor:

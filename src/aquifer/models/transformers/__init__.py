@@ -7,7 +7,9 @@ attention calls `KVView.attend`, which knows the sequences. These modules make t
     plan     refuse models that the configuration or the modules show to need anything else
     layout   read the KV layout from the configuration and the attention modules
     mapping  find the stored tensors that fill each parameter
+    parts    compute linear layers, norms and experts by our kernels
     probe    run a few tokens through the loaded model, by its own code and as served, and compare
+    trial    find out whether its steps can be captured as CUDA graphs
 """
 
 from aquifer.models.transformers.plan import TransformersPlan

@@ -30,10 +30,11 @@ class TransformersModel:
         kv_layout: layout of one token's KV.
         vocab_size: rows of the embedding.
         windows_tokens: sliding window of each layer, None for a layer without one.
-    """
 
-    # Its code may read values of tensors on the host, as mixtures of experts do.
-    is_capturable = False
+    Attributes:
+        is_capturable: see `Model.is_capturable`. Its code may read values of tensors on the host,
+            so this is false until a trial has shown otherwise.
+    """
 
     def __init__(
         self,
@@ -42,6 +43,7 @@ class TransformersModel:
         vocab_size: int,
         windows_tokens: tuple[int | None, ...],
     ) -> None:
+        self.is_capturable = False
         self.kv_layout = kv_layout
         self.vocab_size = vocab_size
         self._decoder = getattr(model, _decoder_name(model))
@@ -61,7 +63,7 @@ class TransformersModel:
         return hidden
 
     def rehearsal(self) -> TransformersModel:
-        """See `Model.rehearsal`: itself, since none of its steps is captured."""
+        """See `Model.rehearsal`: itself, since its code alone knows how its layers differ."""
         return self
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -73,7 +75,7 @@ class TransformersModel:
             self._head, inputs_embeds=hidden[None], use_cache=False, return_dict=True
         )
         scores: torch.Tensor = output.logits[0]
-        return scores
+        return scores.contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,8 @@ def _serve_attention(
     step.kv.write(module.layer_idx, key[0].transpose(0, 1), value[0].transpose(0, 1))
     attended = step.kv.attend(
         module.layer_idx,
-        query[0].transpose(0, 1),
+        # The same strides for any number of tokens, so that the same kernels are compiled.
+        query[0].transpose(0, 1).contiguous(),
         AttentionOptions(
             scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
             window_tokens=step.windows_tokens[module.layer_idx],

@@ -16,6 +16,7 @@ from aquifer.models.transformers.mapping import map_parameters, tied_names
 from aquifer.models.transformers.model import TransformersModel
 from aquifer.models.transformers.probe import probe
 from aquifer.models.transformers.skeleton import make_skeleton, set_tensor
+from aquifer.models.transformers.trial import can_be_captured, capture_on
 from aquifer.weights.checkpoint import Checkpoint
 
 
@@ -72,7 +73,7 @@ class TransformersPlan:
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
-        return probe(
+        served = probe(
             model,
             self._architecture,
             kv_layout=self.kv_layout,
@@ -80,6 +81,12 @@ class TransformersPlan:
             max_tokens=self.max_model_len,
             device=device,
         )
+        if device.type == "cuda":
+            with capture_on(device) as capture:
+                served.is_capturable = can_be_captured(
+                    served, self._architecture, self.max_model_len, device, capture
+                )
+        return served
 
 
 def _check_modules(model: Any, architecture: str) -> None:

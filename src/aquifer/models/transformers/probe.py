@@ -20,9 +20,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from aquifer.cache.base import KVLayout, LayerKV, Rows, Spans
 from aquifer.cache.view import StepView
 from aquifer.errors import AquiferError, UnsupportedModelError, one_line
+from aquifer.kernels import compiled_together
 from aquifer.kernels.decode_attention import DecodeWorkspaces
 from aquifer.models.base import ModelInput
 from aquifer.models.transformers.model import SERVE, TransformersModel
+from aquifer.models.transformers.parts import EXPERTS, use_own_parts
 
 _PROBE = "aquifer-probe"  # unlike SERVE, also in the mask registry
 _IMPLEMENTED_KWARGS = frozenset({"dropout", "is_causal", "sliding_window"})
@@ -98,16 +100,19 @@ class _Probe:
     def run(self, ids: torch.Tensor) -> TransformersModel:
         """Record attention over the tokens `ids`, then compare logits as served with its own."""
         self._record(ids)
+        with _implementations(self.model, "eager", "eager"):
+            expected = self.model(input_ids=ids[None], use_cache=False).logits[0].float()
+        use_own_parts(self.model)
         served = TransformersModel(
             self.model, self.kv_layout, self.vocab_size, tuple(self.windows_tokens)
         )
-        self._compare(ids, served)
+        self._compare(ids, expected, served)
         return served
 
     def _record(self, ids: torch.Tensor) -> None:
         token = _PROBING.set(self)
         try:
-            with _attention(self.model, _PROBE):
+            with _implementations(self.model, _PROBE, EXPERTS):
                 self.model(input_ids=ids[None], position_ids=_arange(ids), use_cache=False)
         finally:
             _PROBING.reset(token)
@@ -117,14 +122,16 @@ class _Probe:
                 f"{len(self.kv_layout.layers)} layers"
             )
 
-    def _compare(self, ids: torch.Tensor, served: TransformersModel) -> None:
-        """Serve the tokens in two chunks, the second after tokens of another sequence.
+    def _compare(
+        self, ids: torch.Tensor, expected: torch.Tensor, served: TransformersModel
+    ) -> None:
+        """Compare with its own logits [tokens, vocab], in float32.
+
+        Serve the tokens in two chunks, the second after tokens of another sequence.
 
         The median over tokens decides: in 16 bits a mixture of experts may choose another expert
         on a tie, but an error of principle affects all of the second chunk.
         """
-        with _attention(self.model, "eager"):
-            expected = self.model(input_ids=ids[None], use_cache=False).logits[0].float()
         layout, count = self.kv_layout, len(ids)
         stored = torch.empty(2, count, layout.token_elements, dtype=layout.dtype, device=ids.device)
         layers = layout.split(stored)
@@ -138,14 +145,20 @@ class _Probe:
             batch = ModelInput(ids, positions, positions + 1)
             return served.logits(served.forward(batch, kv)).float()
 
-        start = serve(ids[:first], positions[:first], (0, 0, first))
-        rest = serve(
-            torch.cat([ids.flip(0)[:other], ids[first:]]),
-            torch.cat([positions[:other], positions[first:]]),
-            (1, 0, other),
-            (0, first, count - first),
-        )[other:]
-        actual = torch.cat([start, rest])
+        def serve_all() -> torch.Tensor:
+            start = serve(ids[:first], positions[:first], (0, 0, first))
+            rest = serve(
+                torch.cat([ids.flip(0)[:other], ids[first:]]),
+                torch.cat([positions[:other], positions[first:]]),
+                (1, 0, other),
+                (0, first, count - first),
+            )[other:]
+            return torch.cat([start, rest])
+
+        if ids.is_cuda:
+            with compiled_together(ids.device):
+                serve_all()
+        actual = serve_all()
         if actual.shape[1] != self.vocab_size:
             self.refuse(f"its head gives {actual.shape[1]} scores for {self.vocab_size} tokens")
         spread = (expected - expected.mean(1, keepdim=True)).norm(dim=1)
@@ -244,18 +257,20 @@ AttentionMaskInterface.register(_PROBE, _probe_mask)
 
 
 @contextmanager
-def _attention(model: Any, name: str) -> Iterator[None]:
-    """Use another entry of the attention registry within the context."""
+def _implementations(model: Any, attention: str, experts: str) -> Iterator[None]:
+    """Use other entries of the registries of attention and experts within the context."""
     # The public `set_attn_implementation` only warns for classes that it does not recognise, and
     # does not reach copies of the configuration in modules.
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     for config in configs.values():
-        config._attn_implementation = name
+        config._attn_implementation = attention
+        config._experts_implementation = experts
     try:
         yield
     finally:
         for config in configs.values():
             config._attn_implementation = SERVE
+            config._experts_implementation = EXPERTS
 
 
 def _arange(ids: torch.Tensor) -> torch.Tensor:

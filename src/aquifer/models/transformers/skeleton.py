@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from aquifer.models import limits
 from aquifer.models.transformers.model import SERVE
+from aquifer.models.transformers.parts import EXPERTS
 from aquifer.sizes import format_size
 
 
@@ -36,7 +37,11 @@ def make_skeleton(config: Any, dtype: torch.dtype) -> Any:
         config.output_router_logits = False
     with torch.device("meta"), _bounded_construction():
         model = AutoModelForCausalLM.from_config(
-            config, attn_implementation=SERVE, dtype=dtype, trust_remote_code=False
+            config,
+            attn_implementation=SERVE,
+            experts_implementation=EXPERTS,
+            dtype=dtype,
+            trust_remote_code=False,
         )
     buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
     if buffer_bytes > limits.MOST_CONSTANT_BYTES:
