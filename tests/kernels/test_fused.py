@@ -167,7 +167,7 @@ def test_qk_norm_rope_write(
 
 # --- what families other than Llama need -----------------------------------------------------
 
-NORMS = ["rms", "plus one", "rms with bias", "layer", "layer with bias"]
+NORMS = ["rms", "plus one", "rms with bias", "layer", "layer with bias", "layer plus one with bias"]
 
 
 def norm_of(
@@ -179,7 +179,7 @@ def norm_of(
         random(generator, shape[-1], dtype=dtype) if "bias" in kind else None,
         EPS,
         centred="layer" in kind,
-        plus_one=kind == "plus one",
+        plus_one="plus one" in kind,
     )
 
 

@@ -203,8 +203,10 @@ def best_tile(shape: Shape) -> Tile | None:
         return None
     num_splits = 1
     if shape.out <= 4096 and shape.in_ >= shape.out:
-        num_splits = 4 if shape.out < 2048 or shape.in_ > 2 * shape.out else 2
-    return Tile(64, 128, 4, 4, min(num_splits, -(-shape.in_ // 128)))
+        num_splits = 4 if shape.out < 2048 else 2
+    # Where rows are few, deeper pipelines make up for few programs.
+    num_stages = 5 if 2048 <= shape.out <= 8192 else 4
+    return Tile(64, 128, 4, num_stages, min(num_splits, -(-shape.in_ // 128)))
 
 
 def norm_tile(num_in: int) -> Tile:
@@ -231,7 +233,7 @@ def gated_tile(num_out: int, num_in: int, multiprocessors: int) -> Tile:
     """
     is_short = num_out < 4 * 6 * multiprocessors
     columns = 2048 if is_short and num_in % 2048 == 0 else min(pow2(num_in, MIN_DOT), 1024)
-    return Tile(4, columns, 8)
+    return Tile(4, columns, 4 if columns == 2048 else 8)
 
 
 def linear_reference(

@@ -226,7 +226,7 @@ def norm_heads(x: torch.Tensor, norm: NormWeights) -> None:
         )
 
 
-_NONE, _RMS, _WIDE_RMS, _PLUS_ONE_RMS, _LAYER = 0, 1, 2, 3, 4
+_NONE, _RMS, _WIDE_RMS, _PLUS_ONE_RMS, _LAYER, _PLUS_ONE_LAYER = 0, 1, 2, 3, 4, 5
 
 
 def _kind(norm: NormWeights | None) -> int:
@@ -234,7 +234,7 @@ def _kind(norm: NormWeights | None) -> int:
     if norm is None:
         return _NONE
     if norm.centred:
-        return _LAYER
+        return _PLUS_ONE_LAYER if norm.plus_one else _LAYER
     if norm.plus_one:
         return _PLUS_ONE_RMS
     return _RMS if norm.is_plain_rms else _WIDE_RMS
@@ -323,12 +323,12 @@ def _norm_row(
     """Normalise one row, padded with zeros after n elements, as `norm_reference` does."""
     scales = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     wide = row.to(tl.float32)
-    if kind == 4:
+    if kind >= 4:
         wide = tl.where(inside, wide - tl.sum(wide, axis=0) / n, 0.0)
     wide = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / n + eps)
     if kind == 1:
         wide = wide.to(row.dtype).to(tl.float32)
-    if kind == 3:
+    if kind == 3 or kind == 5:
         scales += 1.0
     wide = wide * scales
     if has_bias:

@@ -157,16 +157,17 @@ def _experts(
 
 def _activation(module: Any) -> Activation | None:
     """Activation of experts that our kernel computes; None for experts that it does not."""
-    # What `use_experts_implementation` sets; where one is missing, it is another version's.
+    # What `use_experts_implementation` sets; versions before the last two had neither of them.
     form = {
         "has_gate": True,
         "has_bias": False,
-        "has_post_expert_norm": False,
         "is_transposed": False,
         "is_concatenated": True,
-        "_is_expert_parallel": False,
     }
+    later = ("has_post_expert_norm", "_is_expert_parallel")
     if any(getattr(module, name, None) is not value for name, value in form.items()):
+        return None
+    if any(getattr(module, name, False) is not False for name in later):
         return None
     # Experts with a gate of their own, such as a clamped one, replace this method.
     gate = inspect.getattr_static(module, "_apply_gate", None)

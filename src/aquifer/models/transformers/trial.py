@@ -192,6 +192,7 @@ def _are_alike(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 def capture_on(device: torch.device) -> Iterator[Capture]:
     """Capture on a GPU, for trials; the memory of the graphs is given back at the end."""
     pool = GraphPool(device)
+    graphs = []  # the pool lives as long as its last graph
 
     def capture(work: Callable[[], None]) -> Callable[[], None]:
         with pool.capturing():
@@ -199,12 +200,14 @@ def capture_on(device: torch.device) -> Iterator[Capture]:
             # What would break a capture raises here, and leaves nothing to be cleaned up.
             with _synchronisation_raises():
                 work()
-        return pool.capture(work).replay
+        graphs.append(pool.capture(work))
+        return graphs[-1].replay
 
     try:
         yield capture
     finally:
         torch.cuda.synchronize(device)
+        graphs.clear()
         gc.collect()  # an exception may hold tensors and graphs in circles
         torch.cuda.empty_cache()
 
