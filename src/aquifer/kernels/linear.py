@@ -70,6 +70,7 @@ class Tile:
     num_warps: int
     num_stages: int = 1  # pipeline stages in shared memory; for more than one token
     num_splits: int = 1  # programs that share a row's columns (split-K); likewise
+    tokens: int = 32  # most tokens that a program multiplies by; likewise
 
 
 _VECTOR_TILES = (Tile(2, 1024, 4), Tile(1, 1024, 2), Tile(4, 512, 4), Tile(4, 1024, 8))
@@ -284,19 +285,19 @@ def _tiled(
     assert weight.is_contiguous()
     assert x.stride(1) == 1
     assert x.dtype == weight.dtype
-    assert num_tokens <= MAX_TILE_TOKENS
     out = x.new_empty(num_tokens, num_out)
     if num_tokens == 0:
         return out
-    tokens, num_tiles = pow2(num_tokens, MIN_DOT), -(-num_out // tile.rows)
+    tokens = min(pow2(num_tokens, MIN_DOT), tile.tokens)
+    num_tiles, num_parts = -(-num_out // tile.rows), -(-num_tokens // tokens)
     partials = counters = None
     if tile.num_splits > 1:
         partials = x.new_empty(
-            tile.num_splits * num_tiles * tile.rows * tokens, dtype=torch.float32
+            tile.num_splits * num_tiles * num_parts * tile.rows * tokens, dtype=torch.float32
         )
         counters = _atomic_counters(x.device)
-        assert num_tiles <= len(counters), f"{num_out} rows are too many for {tile}"
-    _matrix_kernel[(num_tiles, tile.num_splits)](
+        assert num_tiles * num_parts <= len(counters), f"{num_out} rows are too many for {tile}"
+    _matrix_kernel[(num_tiles, tile.num_splits, num_parts)](
         x, weight, bias, out, partials, counters, num_tokens, num_out, num_in, x.stride(0),
         tokens=tokens, rows=tile.rows, columns=tile.columns, splits=tile.num_splits,
         has_bias=bias is not None, even=num_in % tile.columns == 0,
@@ -477,7 +478,7 @@ def _matrix_kernel(
     (`tickets`), adds up the partial sums of all, always in the same order.
     """
     row = tl.program_id(0) * rows + tl.arange(0, rows)
-    token = tl.arange(0, tokens)
+    token = tl.program_id(2) * tokens + tl.arange(0, tokens)
     column = tl.arange(0, columns)
     inside = (row < num_out)[:, None]
     present = (token < num_tokens)[None, :]
@@ -505,18 +506,20 @@ def _matrix_kernel(
     if splits == 1:
         _store_tile(out, bias, sums, row, token, num_out, num_tokens, has_bias)
     else:
-        # [splits, rows of all programs, tokens]
-        place = row[:, None] * tokens + token[None, :]
-        split_size = tl.num_programs(0) * rows * tokens
+        # [splits, tiles of tokens, rows of all programs, tokens]
+        own_tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        place = own_tile * rows * tokens
+        place += tl.arange(0, rows)[:, None] * tokens + tl.arange(0, tokens)[None, :]
+        split_size = tl.num_programs(2) * tl.num_programs(0) * rows * tokens
         tl.store(partials + tl.program_id(1) * split_size + place, sums)
         tl.debug_barrier()  # all threads have stored before one increments the atomic counter
-        ticket = tl.atomic_add(tickets + tl.program_id(0), 1, sem="acq_rel")
+        ticket = tl.atomic_add(tickets + own_tile, 1, sem="acq_rel")
         if ticket == splits - 1:
             sums = tl.zeros([rows, tokens], tl.float32)
             for split in tl.static_range(splits):
                 # Bypasses the L1 cache, which may be older than the other programs' stores.
                 sums += tl.load(partials + split * split_size + place, cache_modifier=".cg")
-            tl.store(tickets + tl.program_id(0), 0)
+            tl.store(tickets + own_tile, 0)
             _store_tile(out, bias, sums, row, token, num_out, num_tokens, has_bias)
 
 
