@@ -224,6 +224,29 @@ OUR_DECODER: dict[str, Callable[[], Any]] = {
         decoder_sparse_step=2,
     ),
     "olmoe": lambda: transformers.OlmoeConfig(**GQA, num_experts=6, num_experts_per_tok=2),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **{**GQA, "num_hidden_layers": 4},
+        head_dim=16,
+        num_local_experts=6,
+        num_experts_per_tok=3,
+        sliding_window=WINDOW_TOKENS,
+        rope_parameters=_rope(
+            "yarn",
+            factor=_FACTOR,
+            original_max_position_embeddings=ORIGINAL_TOKENS,
+            truncate=False,
+        ),
+    ),
+    "gpt_oss-no-biases": lambda: transformers.GptOssConfig(
+        **GQA,
+        head_dim=20,
+        num_local_experts=3,
+        num_experts_per_tok=1,
+        attention_bias=False,
+        sliding_window=WINDOW_TOKENS,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        rope_parameters=_rope("default"),
+    ),
     "falcon": lambda: transformers.FalconConfig(
         **_MHA, new_decoder_architecture=True, num_kv_heads=2, bias=True
     ),

@@ -20,8 +20,7 @@ _OTHERS = (
     "well as what our own decoder lacks of a family: OPT-350M, older Falcons"
 )
 _REFUSED = (
-    "encoder-decoders, state-space models (so far), ALiBi and attention sinks, multimodal and "
-    "quantised checkpoints"
+    "encoder-decoders, state-space models (so far), ALiBi, multimodal and quantised checkpoints"
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tests.architectures import (
     GQA,
@@ -19,6 +21,7 @@ from tests.architectures import (
     WINDOW_TOKENS,
     save_tiny,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from aquifer.cache.base import KVLayout, LayerKV
 from aquifer.errors import UnsupportedModelError
@@ -77,6 +80,35 @@ def test_windows_of_mistral_models() -> None:
         fields = Fields(Path("config.json"), values | extra)
         spec = FAMILIES["mistral"](fields, "Mistral")
         assert tuple(layer.window_tokens for layer in spec.layers) == windows
+
+
+def test_gpt_oss_without_settings_of_the_rotary_embedding() -> None:
+    """The defaults of the model type: YaRN, from 4096 to 131072 tokens."""
+    config = transformers.GptOssConfig(num_hidden_layers=3)
+    values = {name: value for name, value in config.to_dict().items() if "rope" not in name}
+    spec = FAMILIES["gpt_oss"](Fields(Path("config.json"), values), "GptOss")
+    assert spec.max_model_len == 131072
+    frequencies, magnitude = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+    assert torch.equal(spec.ropes[0].frequencies, frequencies)
+    assert spec.ropes[0].magnitude == magnitude
+    assert [layer.window_tokens for layer in spec.layers] == [128, None, 128]
+
+
+def test_gpt_oss_that_is_quantised(tmp_path: Path) -> None:
+    """As OpenAI publishes it, in MXFP4."""
+    save_tiny(OUR_DECODER["gpt_oss"](), tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    file.write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="use a checkpoint in bfloat16"):
+        plan_model(Checkpoint.open(tmp_path))
+
+
+@pytest.mark.parametrize("field", ["swiglu_alpha", "swiglu_limit"])
+def test_gpt_oss_with_another_activation(field: str) -> None:
+    values = OUR_DECODER["gpt_oss"]().to_dict() | {field: 2.0}
+    with pytest.raises(UnsupportedModelError, match="swiglu"):
+        FAMILIES["gpt_oss"](Fields(Path("config.json"), values), "GptOss")
 
 
 @pytest.mark.parametrize("kind", ["longrope", "su"])

@@ -45,7 +45,9 @@ Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 """How gate and up are combined: silu(gate) * up; gelu(gate) * up with the approximation by tanh; or
 GPT-OSS's g * sigmoid(1.702 g) * (u + 1), where g = min(gate, 7) and u = up within [-7, 7]."""
 
-_CLAMP_LIMIT, _CLAMP_SLOPE = 7.0, 1.702
+CLAMP_LIMIT, CLAMP_SLOPE = 7.0, 1.702
+"""Of the clamped activation."""
+
 _MIN_SUM = 1e-20  # added to the sum of the weights before a division, as in DeepSeek-V3
 
 _SEARCH_ELEMENTS = 4096  # of a comparison of all pairs with a tile's places, in registers
@@ -330,9 +332,9 @@ def activate_reference(
     """
     if activation != "clamped_swiglu":
         return activated(gate, activation) * up
-    gate_wide = gate.float().clamp(max=_CLAMP_LIMIT)
-    up_wide = up.float().clamp(-_CLAMP_LIMIT, _CLAMP_LIMIT)
-    wide = gate_wide * torch.sigmoid(_CLAMP_SLOPE * gate_wide) * (up_wide + 1)
+    gate_wide = gate.float().clamp(max=CLAMP_LIMIT)
+    up_wide = up.float().clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
+    wide = gate_wide * torch.sigmoid(CLAMP_SLOPE * gate_wide) * (up_wide + 1)
     return wide.to(gate.dtype)
 
 
@@ -456,7 +458,7 @@ def _run_vectors(layer: _Layer, x: torch.Tensor, out: torch.Tensor, tile: Expert
         width, x.stride(0), layer.up_offset,
         row_step=layer.row_step, top_k=layer.top_k, num_in=hidden, rows=rows,
         columns=min(pow2(hidden, MIN_DOT), tile.columns), activation=layer.activation,
-        limit=_CLAMP_LIMIT, slope=_CLAMP_SLOPE, has_bias=layer.gate_up_bias is not None,
+        limit=CLAMP_LIMIT, slope=CLAMP_SLOPE, has_bias=layer.gate_up_bias is not None,
         num_warps=tile.num_warps, **options,
     )  # fmt: skip
     columns = min(pow2(width, MIN_DOT), tile.columns)
@@ -562,7 +564,7 @@ def _run_product(
         row_step=layer.row_step if gated else 1, pairs_per_row=layer.top_k if gated else 1,
         pairs=tile.pairs, rows=rows, columns=columns, group=tile.group,
         search_pairs=0 if tile.sorts else pow2(layer.num_pairs, 64), gated=gated,
-        activation=layer.activation, limit=_CLAMP_LIMIT, slope=_CLAMP_SLOPE,
+        activation=layer.activation, limit=CLAMP_LIMIT, slope=CLAMP_SLOPE,
         has_bias=bias is not None, even=num_in % columns == 0,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_options(x.device),
     )  # fmt: skip

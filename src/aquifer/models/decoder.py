@@ -49,8 +49,11 @@ class _ExpertWeights:
     """The weights of a mixture of experts."""
 
     router: torch.Tensor  # [experts, hidden]
-    up: torch.Tensor  # [experts, 2 * width, hidden], gate before up
+    up: torch.Tensor  # [experts, 2 * width, hidden], gate and up
     down: torch.Tensor  # [experts, hidden, width]
+    router_bias: torch.Tensor | None  # [experts]
+    up_bias: torch.Tensor | None  # [experts, 2 * width]
+    down_bias: torch.Tensor | None  # [experts, hidden]
     shared_gate: torch.Tensor | None  # [1, hidden]
 
 
@@ -75,7 +78,10 @@ class _LayerWeights:
         self.index = index
         self.layer: Layer = spec.layers[index]
         self.how = AttentionOptions(
-            self.layer.scale, self.layer.window_tokens, spec.attention.softcap
+            self.layer.scale,
+            self.layer.window_tokens,
+            spec.attention.softcap,
+            tensors.get(f"{name}sinks"),
         )
         self.before_attention = norm("before_attention", block.before_attention)
         self.after_attention = norm("after_attention", block.after_attention)
@@ -92,6 +98,9 @@ class _LayerWeights:
                 tensors[f"{name}router"],
                 tensors[f"{name}experts_up"],
                 tensors[f"{name}experts_down"],
+                tensors.get(f"{name}router_bias"),
+                tensors.get(f"{name}experts_up_bias"),
+                tensors.get(f"{name}experts_down_bias"),
                 tensors.get(f"{name}shared_gate"),
             )
 
@@ -269,8 +278,19 @@ class Decoder:
         """What the experts of each token and the shared expert add to the stream."""
         of = self._spec.experts
         assert of is not None
-        ids, factors = route(linear(x, weights.router, None), of.top_k, of.routing)
-        own = experts(x, weights.up, weights.down, ids, factors, "silu")
+        logits = linear(x, weights.router, weights.router_bias)
+        ids, factors = route(logits, of.top_k, of.routing)
+        own = experts(
+            x,
+            weights.up,
+            weights.down,
+            ids,
+            factors,
+            of.activation,
+            weights.up_bias,
+            weights.down_bias,
+            interleaved=of.is_interleaved,
+        )
         if layer.mlp is None:
             return (own,)
         up, down = layer.mlp

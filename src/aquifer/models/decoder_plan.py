@@ -76,6 +76,8 @@ class DecoderPlan:
                 yield from self._head_norm(
                     f"{name}{kind}_norm", stored + getattr(names, f"{kind}_norm"), num_heads
                 )
+        if attention.has_sinks:
+            yield self._one(f"{name}sinks", (attention.num_heads,), stored + names.sinks)
         yield from self._linear(
             f"{name}out", [stored + names.out], (hidden,), rows[0], attention.out_bias
         )
@@ -105,10 +107,16 @@ class DecoderPlan:
             ]
             down = [Source(f"{stored}{names.down.format(i)}.weight", (i,)) for i in range(count)]
         else:
-            up, down = [Source(stored + names.up[0])], [Source(stored + names.down)]
+            up = [Source(stored + names.up[0], is_transposed=names.are_transposed)]
+            down = [Source(stored + names.down, is_transposed=names.are_transposed)]
         dtype = self.kv_layout.dtype
         yield Parameter(f"{name}experts_up", (count, 2 * width, hidden), dtype, tuple(up))
         yield Parameter(f"{name}experts_down", (count, hidden, width), dtype, tuple(down))
+        if experts.has_bias:
+            yield self._one(f"{name}router_bias", (count,), f"{stored}{names.router}.bias")
+            up_bias, down_bias = f"{stored}{names.up[0]}_bias", f"{stored}{names.down}_bias"
+            yield self._one(f"{name}experts_up_bias", (count, 2 * width), up_bias)
+            yield self._one(f"{name}experts_down_bias", (count, hidden), down_bias)
         if experts.shared_width:
             yield from self._shared_expert(name, stored, experts.shared_width)
 

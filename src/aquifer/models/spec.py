@@ -19,7 +19,7 @@ from enum import Enum
 import torch
 
 from aquifer.cache.base import KVLayout, LayerKV
-from aquifer.kernels.experts import Routing
+from aquifer.kernels.experts import Activation, Routing
 from aquifer.models.rope import RotarySettings
 
 
@@ -72,6 +72,7 @@ class Attention:
             (2, 3), and so on; else the first half of the rotated dimensions with the second.
         is_grouped: whether the fused projection is stored by KV head: its query heads, its key
             head, its value head; else all queries, all keys, all values.
+        has_sinks: whether each head has a sink (`aquifer.kernels.sinks`).
     """
 
     num_heads: int
@@ -83,6 +84,7 @@ class Attention:
     softcap: float | None = None
     is_interleaved: bool = False
     is_grouped: bool = False
+    has_sinks: bool = False
 
     @property
     def qkv_rows(self) -> tuple[int, int, int]:
@@ -112,12 +114,15 @@ class Mlp:
 class ExpertNames:
     """Names of the stored tensors of a mixture of experts, within its layer.
 
-    Experts are stored one by one, under a name with `{}` for their number, or all in one tensor.
+    Experts are stored one by one, under a name with `{}` for their number, or all in one tensor,
+    which may be transposed: [experts, in, out]. The biases of such a tensor are in one of its name
+    and `_bias`.
     """
 
     router: str
     up: tuple[str, ...]  # gate and up of each expert, or both of all of them
     down: str
+    are_transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +135,10 @@ class Experts:
         width: width of an expert between its two products.
         routing: how a token's experts are chosen and weighed.
         shared_width: width of an expert that all tokens have, weighed by a sigmoid; 0 for none.
+        activation: how gate and up are combined.
+        has_bias: whether the router and both products have biases; only for experts that are stored
+            in one tensor.
+        is_interleaved: whether rows of gate and up alternate.
         names: ways in which they may be stored.
     """
 
@@ -138,6 +147,9 @@ class Experts:
     width: int
     routing: Routing
     shared_width: int = 0
+    activation: Activation = "silu"
+    has_bias: bool = False
+    is_interleaved: bool = False
     names: tuple[ExpertNames, ...] = ()
 
 
@@ -220,6 +232,7 @@ class Names:
     out: str = "self_attn.o_proj"
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    sinks: str = "self_attn.sinks"  # the tensor itself
     up: tuple[str, ...] = (
         "mlp.gate_proj",
         "mlp.up_proj",
