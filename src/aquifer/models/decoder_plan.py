@@ -34,6 +34,7 @@ class DecoderPlan:
         self.spec = spec
         self.vocab_size = spec.vocab_size
         self.max_model_len = spec.max_model_len
+        self.kv_limits = spec.kv_limits
         self.kv_layout = spec.kv_layout(dtype or stored_dtype(checkpoint))
         self._prefix = _stored_prefix(spec, checkpoint)
         self._stored = checkpoint.tensors

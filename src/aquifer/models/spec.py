@@ -281,6 +281,12 @@ class DecoderSpec:
     positions: Positions | None = None
     names: Names = Names()
 
+    @property
+    def kv_limits(self) -> tuple[int, ...]:
+        """See `ModelPlan.kv_limits`."""
+        lengths = {rope.switch_tokens for rope in self.ropes if rope.switch_tokens is not None}
+        return tuple(sorted(lengths))
+
     def kv_layout(self, dtype: torch.dtype) -> KVLayout:
         """Layout of one token's KV, the same in every layer."""
         dim = self.attention.head_dim
