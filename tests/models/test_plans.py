@@ -29,6 +29,7 @@ from aquifer.fields import Fields
 from aquifer.models import Planner, StateLayout, StateTensor, plan_model
 from aquifer.models.decoder_plan import DecoderPlan
 from aquifer.models.families import FAMILIES
+from aquifer.models.rope import RotaryAngles
 from aquifer.models.transformers.layout import read_kv_layout
 from aquifer.weights.checkpoint import Checkpoint
 
@@ -112,16 +113,33 @@ def test_gpt_oss_with_another_activation(field: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["longrope", "su"])
-def test_contexts_of_longrope_end_at_the_original_length(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    save_tiny(OUR_DECODER["phi3-longrope"](), tmp_path)
+def test_rotary_embeddings_of_longrope(kind: str, tmp_path: Path) -> None:
+    """Each token has the factors of the context length that it is computed for."""
+    config = OUR_DECODER["phi3-longrope"]()
+    save_tiny(config, tmp_path)
     file = tmp_path / "config.json"
     file.write_text(file.read_text().replace('"longrope"', f'"{kind}"'))
     plan = plan_model(Checkpoint.open(tmp_path))
     assert isinstance(plan, DecoderPlan)
-    assert plan.max_model_len == ORIGINAL_TOKENS
-    assert f"{ORIGINAL_TOKENS} of {MAX_TOKENS}" in caplog.text
+    assert plan.max_model_len == MAX_TOKENS
+    assert plan.kv_limits == (ORIGINAL_TOKENS,)
+    device = torch.device("cpu")
+    angles = RotaryAngles(plan.spec.ropes[0], device)
+    positions = torch.tensor([3, 3, 31, 32, 0, 100])
+    contexts = torch.tensor([4, ORIGINAL_TOKENS + 1, ORIGINAL_TOKENS, 33, 120, 120])
+    cos, sin = angles(positions, contexts)
+    for row, (position, context) in enumerate(zip(positions, contexts.tolist(), strict=True)):
+        frequencies, magnitude = ROPE_INIT_FUNCTIONS["longrope"](config, device, seq_len=context)
+        torch.testing.assert_close(cos[row], (position * frequencies).cos() * magnitude)
+        torch.testing.assert_close(sin[row], (position * frequencies).sin() * magnitude)
+
+
+def test_longrope_that_does_not_stretch(tmp_path: Path) -> None:
+    """A model of the original length has no long contexts, and no limit."""
+    config = OUR_DECODER["phi3-longrope"]()
+    values = config.to_dict() | {"max_position_embeddings": ORIGINAL_TOKENS}
+    spec = FAMILIES["phi3"](Fields(Path("config.json"), values), "Phi3")
+    assert (spec.max_model_len, spec.kv_limits) == (ORIGINAL_TOKENS, ())
 
 
 @pytest.mark.parametrize(("name", "prefix"), [("llama", "model."), ("gpt2", "transformer.")])

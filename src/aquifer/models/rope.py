@@ -137,6 +137,7 @@ class RotaryAngles:
         self._frequencies = settings.frequencies.to(device)
         long = settings.long_frequencies
         self._long_frequencies = None if long is None else long.to(device)
+        self._switch_tokens = settings.switch_tokens or 0
         self._exponents = _exponents(2 * len(settings.frequencies)).to(device)
 
     def __call__(
@@ -152,7 +153,7 @@ class RotaryAngles:
         if factor is not None:
             frequencies = self._dynamic(context_lengths, factor)
         elif self._long_frequencies is not None:
-            is_long = context_lengths > self._settings.switch_tokens
+            is_long = context_lengths > self._switch_tokens
             frequencies = torch.where(
                 is_long.unsqueeze(1), self._long_frequencies, self._frequencies
             )
