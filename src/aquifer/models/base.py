@@ -47,7 +47,8 @@ class ModelInput:
     positions: torch.Tensor  # [tokens] int64
     # The context length that the rotary embedding of a token is computed for, where it depends on
     # one ("dynamic" scaling, longrope): the prompt's length, or position + 1 beyond the prompt. In
-    # a sequence that has outgrown one of `ModelPlan.kv_limits` it is more than that limit.
+    # a sequence that has outgrown one of `ModelPlan.kv_limits` it is more than that limit. 0 for
+    # rows of padding, the results of which are of no use.
     context_lengths: torch.Tensor  # [tokens] int64
 
 

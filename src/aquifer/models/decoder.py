@@ -113,6 +113,7 @@ class _Stream:
     """
 
     residual: torch.Tensor  # [tokens, hidden]
+    context_lengths: torch.Tensor  # [tokens], see `ModelInput`
     deltas: tuple[torch.Tensor, ...] = ()  # [tokens, hidden] each
     after: NormWeights | None = None  # norm of the only delta
     scale: float = 1.0  # factor on the deltas
@@ -159,7 +160,7 @@ class Decoder:
     def forward(self, batch: ModelInput, kv: KVView) -> torch.Tensor:
         """See `Model.forward`."""
         angles = [rope(batch.positions, batch.context_lengths) for rope in self._ropes]
-        stream = _Stream(self._embedding(batch))
+        stream = _Stream(self._embedding(batch), batch.context_lengths)
         is_parallel = self._spec.block.is_parallel
         for layer in self._layers:
             run = self._parallel if is_parallel else self._serial
@@ -209,7 +210,7 @@ class Decoder:
         self._add(stream, layer.after_attention, layer.out(attended))
         if layer.experts is not None:
             normed = self._normed(stream, layer.before_mlp)
-            self._add(stream, layer.after_mlp, *self._mixture(layer, layer.experts, normed))
+            self._add(stream, layer.after_mlp, *self._mixture(layer, layer.experts, normed, stream))
             return
         assert layer.mlp is not None, "a layer has an MLP or experts"
         up, down = layer.mlp
@@ -273,13 +274,13 @@ class Decoder:
         return down(activate(up, mlp.activation, is_gated=mlp.is_gated))
 
     def _mixture(
-        self, layer: _LayerWeights, weights: _ExpertWeights, x: torch.Tensor
+        self, layer: _LayerWeights, weights: _ExpertWeights, x: torch.Tensor, stream: _Stream
     ) -> tuple[torch.Tensor, ...]:
         """What the experts of each token and the shared expert add to the stream."""
         of = self._spec.experts
         assert of is not None
         logits = linear(x, weights.router, weights.router_bias)
-        ids, factors = route(logits, of.top_k, of.routing)
+        ids, factors = route(logits, of.top_k, of.routing, lengths=stream.context_lengths)
         own = experts(
             x,
             weights.up,
