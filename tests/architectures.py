@@ -247,6 +247,21 @@ OUR_DECODER: dict[str, Callable[[], Any]] = {
         layer_types=["full_attention", "sliding_attention", "full_attention"],
         rope_parameters=_rope("default"),
     ),
+    "bloom": lambda: transformers.BloomConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=_MHA["hidden_size"],
+        n_layer=3,
+        n_head=_MHA["num_attention_heads"],
+        seq_length=MAX_TOKENS,
+    ),
+    "mpt": lambda: transformers.MptConfig(
+        vocab_size=VOCAB_SIZE,
+        d_model=_MHA["hidden_size"],
+        n_layers=2,
+        n_heads=_MHA["num_attention_heads"],
+        max_seq_len=MAX_TOKENS,
+        attn_config={"softmax_scale": 0.3},
+    ),
     "falcon": lambda: transformers.FalconConfig(
         **_MHA, new_decoder_architecture=True, num_kv_heads=2, bias=True
     ),

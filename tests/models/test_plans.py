@@ -112,6 +112,30 @@ def test_gpt_oss_with_another_activation(field: str) -> None:
         FAMILIES["gpt_oss"](Fields(Path("config.json"), values), "GptOss")
 
 
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("mpt", "alibi", False),
+        ("mpt", "alibi_bias_max", 16),
+        ("mpt", "attn_type", "multiquery_attention"),
+        ("mpt", "clip_qkv", 6.0),
+        ("mpt", "prefix_lm", True),
+        ("mpt", "qk_ln", True),
+        ("mpt", "expansion_ratio", 2),
+        ("mpt", "logit_scale", 0.5),
+        ("mpt", "no_bias", False),
+        ("bloom", "apply_residual_connection_post_layernorm", True),
+    ],
+)
+def test_models_with_alibi_of_other_kinds_are_refused(name: str, field: str, value: Any) -> None:
+    values = OUR_DECODER[name]().to_dict()
+    FAMILIES[name](Fields(Path("config.json"), values), name)
+    section = values["attn_config"] if field in values.get("attn_config", {}) else values
+    section[field] = value
+    with pytest.raises(UnsupportedModelError, match=field):
+        FAMILIES[name](Fields(Path("config.json"), values), name)
+
+
 @pytest.mark.parametrize("kind", ["longrope", "su"])
 def test_rotary_embeddings_of_longrope(kind: str, tmp_path: Path) -> None:
     """Each token has the factors of the context length that it is computed for."""

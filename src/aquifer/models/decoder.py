@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from aquifer.cache.base import AttentionOptions, KVLayout, KVView
 from aquifer.kernels import KERNEL_ALIGNMENT_BYTES
 from aquifer.kernels.activation import activate
+from aquifer.kernels.alibi import alibi_slopes
 from aquifer.kernels.experts import experts, route
 from aquifer.kernels.linear import linear, norm_linear, silu_linear
 from aquifer.kernels.norm import NormWeights, add_norm, norm_heads
@@ -65,7 +66,9 @@ def _rounded(number: float, dtype: torch.dtype) -> float:
 class _LayerWeights:
     """The weights of one layer; None for those that the decoder has not."""
 
-    def __init__(self, spec: DecoderSpec, tensors: _Tensors, index: int) -> None:
+    def __init__(
+        self, spec: DecoderSpec, tensors: _Tensors, index: int, slopes: torch.Tensor | None
+    ) -> None:
         name, block, heads = f"layers.{index}.", spec.block, spec.attention.head_norm
 
         def norm(place: str, of: Norm | None) -> NormWeights | None:
@@ -82,6 +85,7 @@ class _LayerWeights:
             self.layer.window_tokens,
             spec.attention.softcap,
             tensors.get(f"{name}sinks"),
+            slopes,
         )
         self.before_attention = norm("before_attention", block.before_attention)
         self.after_attention = norm("after_attention", block.after_attention)
@@ -144,11 +148,15 @@ class Decoder:
         self.vocab_size = spec.vocab_size
         self._embed = tensors["embed"]
         self._embed_scale = _rounded(spec.embed_scale, self._embed.dtype)
+        self._embed_norm = _norm_weights(tensors, "embed_norm", spec.embed_norm)
         self._positions = tensors.get("positions")
         self._ropes = [RotaryAngles(rope, self._embed.device) for rope in spec.ropes]
         numbers = range(len(spec.layers)) if layers is None else layers
-        self._layers = [_LayerWeights(spec, tensors, index) for index in numbers]
-        heads = spec.attention.head_norm
+        of, slopes = spec.attention, None
+        if of.has_alibi:
+            slopes = alibi_slopes(of.num_heads, self._embed.device)
+        self._layers = [_LayerWeights(spec, tensors, index, slopes) for index in numbers]
+        heads = of.head_norm
         # Whether queries and keys are normalised by the kernel that rotates them.
         self._norms_in_place = (
             heads is not None and heads.span is HeadSpan.HEAD and not heads.norm.centred
@@ -196,6 +204,8 @@ class Decoder:
         hidden = F.embedding(batch.token_ids, self._embed)
         if self._embed_scale != 1.0:
             hidden = hidden * self._embed_scale
+        if self._embed_norm is not None:
+            hidden, _ = add_norm(hidden, (), None, self._embed_norm, 1.0)
         if self._positions is not None and spec.positions is not None:
             rows = (batch.positions + spec.positions.offset).clamp(max=spec.positions.num_rows - 1)
             hidden = hidden + F.embedding(rows, self._positions)

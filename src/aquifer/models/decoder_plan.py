@@ -49,6 +49,9 @@ class DecoderPlan:
         spec, names = self.spec, self.spec.names
         hidden = spec.hidden_size
         yield self._one("embed", (spec.vocab_size, hidden), f"{self._prefix}{names.embed}.weight")
+        yield from self._norm(
+            "embed_norm", f"{self._prefix}{names.embed_norm}", spec.embed_norm, hidden
+        )
         if spec.positions is not None:
             stored = f"{self._prefix}{names.positions}.weight"
             yield self._one("positions", (spec.positions.num_rows, hidden), stored)

@@ -73,6 +73,7 @@ class Attention:
         is_grouped: whether the fused projection is stored by KV head: its query heads, its key
             head, its value head; else all queries, all keys, all values.
         has_sinks: whether each head has a sink (`aquifer.kernels.sinks`).
+        has_alibi: whether scores have linear biases (`aquifer.kernels.alibi`).
     """
 
     num_heads: int
@@ -85,6 +86,7 @@ class Attention:
     is_interleaved: bool = False
     is_grouped: bool = False
     has_sinks: bool = False
+    has_alibi: bool = False
 
     @property
     def qkv_rows(self) -> tuple[int, int, int]:
@@ -222,6 +224,7 @@ class Names:
 
     prefix: str = "model."
     embed: str = "embed_tokens"
+    embed_norm: str = "embed_layernorm"
     positions: str = "embed_positions"
     layer: str = "layers.{}"
     before_attention: str = "input_layernorm"
@@ -262,6 +265,7 @@ class DecoderSpec:
         norm: after the last layer; None for none.
         head: from hidden states to logits.
         embed_scale: factor on the embeddings.
+        embed_norm: norm of the embeddings; None for none.
         positions: learned embeddings of positions; None for none.
         names: names of the stored tensors.
     """
@@ -278,6 +282,7 @@ class DecoderSpec:
     head: Head
     experts: Experts | None = None
     embed_scale: float = 1.0
+    embed_norm: Norm | None = None
     positions: Positions | None = None
     names: Names = Names()
 

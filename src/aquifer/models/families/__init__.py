@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from aquifer.fields import Fields
 from aquifer.models.families import (
+    bloom,
     cohere,
     falcon,
     gemma,
@@ -35,6 +36,7 @@ for something that the decoder does not implement.
 """
 
 FAMILIES: dict[str, Family] = {
+    "bloom": bloom.read,
     "cohere": cohere.read,
     "cohere2": cohere.read,
     "exaone4": olmo.read_exaone,
@@ -51,6 +53,7 @@ FAMILIES: dict[str, Family] = {
     "ministral": llama.read,
     "mistral": llama.read,
     "mixtral": moe.read,
+    "mpt": bloom.read_mpt,
     "olmo2": olmo.read_second,
     "olmo3": olmo.read_third,
     "olmoe": moe.read,
