@@ -20,8 +20,8 @@ _OTHERS = (
     "well as what our own decoder lacks of a family: OPT-350M, older Falcons"
 )
 _REFUSED = (
-    "encoder-decoders, state-space models (so far), ALiBi and attention sinks, multimodal and "
-    "quantised checkpoints"
+    "encoder-decoders, state-space models (so far), other models with ALiBi or attention sinks, "
+    "multimodal and quantised checkpoints"
 )
 
 

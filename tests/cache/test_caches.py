@@ -26,6 +26,7 @@ from aquifer.cache.base import (
 from aquifer.cache.swap import SwapSpace
 from aquifer.cache.virtual import VirtualCache
 from aquifer.errors import ConfigError, DriverError
+from aquifer.kernels.alibi import alibi_slopes
 from aquifer.memory.driver.base import Handle
 from aquifer.memory.driver.faulty import FaultyDriver
 from aquifer.memory.driver.host import HostDriver
@@ -69,6 +70,7 @@ class Harness:
         window_tokens: int | None = None,
         softcap: float | None = None,
         has_sinks: bool = False,
+        has_slopes: bool = False,
     ) -> None:
         """Write tokens of several sequences and compare attention over all there is."""
         spans = Spans.make(np.array(slots), self.lengths[slots], np.array(counts))
@@ -91,7 +93,8 @@ class Harness:
             sinks = None
             if has_sinks:
                 sinks = 3 * torch.randn(2 * heads, generator=self.generator)
-            how = AttentionOptions(0.2, window_tokens, softcap, sinks)
+            slopes = alibi_slopes(2 * heads, torch.device("cpu")) if has_slopes else None
+            how = AttentionOptions(0.2, window_tokens, softcap, sinks, slopes)
             for each in (view, dense_view):
                 each.write(index, key, value)
             actual = view.attend(index, query, how)
@@ -249,12 +252,13 @@ def test_attention_in_chunks(harness, window_tokens, softcap):
         harness.read_back(slot)
 
 
+@pytest.mark.parametrize("option", ["has_sinks", "has_slopes"])
 @pytest.mark.parametrize("window_tokens", [None, 6])
-def test_attention_with_sinks(harness, window_tokens):
-    """Each layer has its own."""
+def test_attention_with_sinks_or_slopes(harness, window_tokens, option):
+    """Each layer has sinks of its own."""
     for slots, counts in [([2], [9]), ([0, 2, 4], [31, 1, 12]), ([4, 2, 0], [1, 1, 20])]:
         assert harness.reserve(slots, counts)
-        harness.step(slots, counts, window_tokens=window_tokens, has_sinks=True)
+        harness.step(slots, counts, window_tokens=window_tokens, **{option: True})
 
 
 def test_waste_is_bounded(harness):

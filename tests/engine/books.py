@@ -2,7 +2,8 @@
 
 Requests of all decoding methods, with prompts that begin alike, arrive and are aborted, with up to
 one step in flight; a runner makes the tokens up. After every step the rules that the scheduler
-promises are checked, and that every sequence reads its own tokens through its cache.
+promises are checked, and that every sequence reads its own tokens through its cache, as they are
+computed for a sequence of its length.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -46,6 +47,10 @@ STOP_ID = 7
 VOCAB_SIZE = 40
 PROMPTS = np.random.default_rng(1).integers(VOCAB_SIZE, size=(3, MAX_TOKENS))
 """What prompts begin with."""
+KV_LIMITS = (20, 41)
+"""Limits beyond which KV changes, in models that have any."""
+KV_OFFSET = 64
+"""What is added to KV with each limit that its sequence has outgrown."""
 LAYOUTS = {
     "small": KVLayout((LayerKV(2, 32, 32),) * 2, torch.float32),  # four tokens a page
     "large": KVLayout((LayerKV(4, 96, 96),) * 2, torch.float32),  # a page and a half a token
@@ -139,8 +144,10 @@ class SchedulerWorld:
         failure_rate: float = 0.0,
         clients: tuple[str, ...] = ("",),
         express_share: float = 0.0,
+        kv_limits: tuple[int, ...] = (),
     ) -> None:
         self.random = random
+        self.kv_limits = kv_limits
         self.clients = clients
         self.failure_rate = failure_rate
         self.is_in_order = policies is None
@@ -168,9 +175,10 @@ class SchedulerWorld:
         factory = kv_cache(cache, block_size=block_size or random.choice((1, 3, 4, 16)))
         for name in names:
             spec = LaneSpec(name, LAYOUTS[name], MAX_SEQS, MAX_TOKENS, factory, keeps_prefixes)
-            open_lane(resources, assembly, spec)
+            open_lane(resources, assembly, replace(spec, kv_limits=kv_limits))
         # The device's state: all tokens of each slot, those in flight included.
         self.known = {name: np.zeros((MAX_SEQS + 1, MAX_TOKENS), np.int64) for name in names}
+        self.least_context = {name: np.zeros(MAX_SEQS + 1, np.int64) for name in names}
         self.requests: dict[str, Tracked] = {}
         self.admitted: list[int] = []  # arrivals, in the order in which they ran first
 
@@ -202,6 +210,7 @@ class SchedulerWorld:
             failure_rate=failure_rate,
             clients=random.choice((("",), ("", "a", "b"))),
             express_share=random.choice((0.0, 0.4)),
+            kv_limits=random.choice(((), KV_LIMITS)),
         )
 
     def is_of(self, arrival: int, lane: Lane, client: str) -> bool:
@@ -355,9 +364,16 @@ class SchedulerWorld:
         known[slots[is_told], positions[is_told]] = plan.token_ids[is_told]
         for assigned in plan.assigned:  # tokens that are cached, forked or copied back
             known[assigned.slot] = table.token_ids[assigned.slot]
-        ids = torch.from_numpy(known[slots, positions]).float()
+            self.least_context[plan.model][assigned.slot] = assigned.least_context_tokens
+        contexts = np.maximum(self.least_context[plan.model][slots], positions + 1)
+        offsets = KV_OFFSET * np.searchsorted(self.kv_limits, contexts)
+        lengths = table.num_tokens[plan.spans.slots]
+        lengths[plan.sampled] -= plan.most_new  # when the step was planned
+        lengths = np.repeat(lengths, plan.spans.counts)
+        assert (offsets == KV_OFFSET * np.searchsorted(self.kv_limits, lengths)).all()
+        ids = torch.from_numpy(known[slots, positions] + offsets).float()
         sums = np.cumsum(known, axis=1)
-        expected = torch.from_numpy(sums[slots, positions] / (positions + 1)).float()
+        expected = torch.from_numpy(sums[slots, positions] / (positions + 1) + offsets).float()
         check_means(lane.cache, plan.spans, ids, expected)
         tokens = [self.random.randrange(VOCAB_SIZE) for _ in plan.sampled]
         reports = {}

@@ -41,6 +41,7 @@ def assign(rows: Sequence[dict[str, Any]]) -> tuple[list[SlotAssignment], Any]:
                 slot=i + 1,
                 seed=row.get("seed", i),
                 num_prompt_tokens=len(prompt),
+                least_context_tokens=len(prompt),
                 min_total_tokens=len(prompt) + params.min_tokens,
                 stop_ids=frozenset(row.get("stops", ())),
                 params=params,

@@ -154,6 +154,10 @@ ARCHITECTURES = {
     **{name: OUR_DECODER[name] for name in ("llama", "qwen3", "mistral")},
     **{name: OUR_DECODER[name] for name in ("gemma2", "gemma3_text", "phi", "olmo2", "cohere2")},
     **{name: OUR_DECODER[name] for name in ("gpt2", "gpt_neox", "opt", "glm4", "stablelm")},
+    **{
+        name: OUR_DECODER[name]
+        for name in ("gpt_oss", "gpt_oss-no-biases", "phi3-longrope", "bloom")
+    },
     **{name: TRANSFORMERS[name] for name in ("gpt_bigcode", "helium", "nemotron")},
 }
 

@@ -58,11 +58,11 @@ def pool(driver: CudaDriver) -> Iterator[PagePool]:
 
 
 def _parameters(checkpoint: Checkpoint, dtype: torch.dtype) -> list[Parameter]:
-    """One for each stored tensor, but for q and k, which go into one."""
+    """One for each stored tensor, but for q and k, which go into one; up is transposed."""
     parameters = [
         Parameter(name, stored.shape, dtype, (Source(name),))
         for name, stored in checkpoint.tensors.items()
-        if not name.endswith((".q", ".k"))
+        if not name.endswith((".q", ".k", ".up"))
     ]
     for i in range(NUM_LAYERS):
         sources = (
@@ -70,6 +70,8 @@ def _parameters(checkpoint: Checkpoint, dtype: torch.dtype) -> list[Parameter]:
             Source(f"{i}.k", (slice(HIDDEN, HIDDEN + 1024),)),
         )
         parameters.append(Parameter(f"{i}.qk", (HIDDEN + 1024, HIDDEN), dtype, sources))
+        up = Source(f"{i}.up", is_transposed=True)
+        parameters.append(Parameter(f"{i}.up", (HIDDEN, 5000), dtype, (up,)))
     return parameters
 
 
@@ -86,6 +88,7 @@ def test_what_is_loaded_is_what_is_stored(folder, pool, dtype):
     expected = load_file(folder / "a.safetensors") | load_file(folder / "b.safetensors")
     for i in range(NUM_LAYERS):
         expected[f"{i}.qk"] = torch.cat([expected.pop(f"{i}.q"), expected.pop(f"{i}.k")])
+        expected[f"{i}.up"] = expected[f"{i}.up"].T
     assert expected.keys() == store.tensors.keys()
     for name, tensor in expected.items():
         assert torch.equal(store.tensors[name], tensor.cuda().to(dtype)), name

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from tests.kernels.attention_kv import make_sinks, place_kv
 
 from aquifer.kernels import _triton
+from aquifer.kernels.alibi import alibi_slopes
 from aquifer.kernels.decode_attention import (
     Config,
     DecodeWorkspaces,
@@ -112,8 +113,9 @@ def max_error(case: Case, expected: torch.Tensor, **options) -> float:
     """
     bar = MAX_ERROR[case.query.dtype]
     if case.query.dtype == torch.float32 and len(expected):
-        if options.get("sinks") is not None:
-            options["sinks"] = options["sinks"].cpu()
+        for name in ("sinks", "slopes"):
+            if options.get(name) is not None:
+                options[name] = options[name].cpu()
         plain = case.cpu().reference(torch.float32, **options)[(case.lengths > 0).cpu()]
         bar = max(bar, 4 * float(row_errors(plain, expected.cpu()).amax()))
     return bar
@@ -235,6 +237,22 @@ def test_sinks(device, block_size, num_shares, options, merges_itself):
     case = make_case(device, [0, 33, 0, 1, 16, 0, 15, 64, 17, 0, 0], block_size=block_size)
     config = replace(SMALL, num_shares=num_shares, merges_itself=merges_itself)
     check(case, config, sinks=make_sinks(8, device, torch.float32), **options)
+
+
+@pytest.mark.parametrize("block_size", [None, 16])
+@pytest.mark.parametrize(
+    ("num_shares", "options"),
+    [(1, {}), (3, {"window_tokens": 13}), (40, {}), (40, {"softcap": 5.0})],
+)
+@pytest.mark.parametrize("num_heads", [8, 12])
+def test_alibi(device, block_size, num_shares, options, num_heads):
+    """Keys lose weight with their distance, whether their row is in one share or in several."""
+    lengths = [0, 33, 1, 16, 0, 64]
+    case = make_case(device, lengths, num_heads=num_heads, block_size=block_size)
+    config = replace(SMALL, num_shares=num_shares)
+    slopes = alibi_slopes(num_heads, device)
+    check(case, config, slopes=slopes, **options)
+    check(case, config, slopes=slopes, sinks=make_sinks(num_heads, device, torch.float32))
 
 
 @pytest.mark.parametrize("num_shares", [1, 7])

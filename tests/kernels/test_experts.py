@@ -429,6 +429,22 @@ def test_route(
     torch.testing.assert_close(weights, expected_weights, rtol=tolerance, atol=0)
 
 
+@pytest.mark.usefixtures("overlap")
+def test_rows_of_padding_choose_no_experts(device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(7, 12, generator=generator).to(device)
+    lengths = torch.tensor([-5, 3, 1, 0, 20, 0, 1 << 40, 0], device=device)[1:]
+    logits[4] = torch.nan
+    for options in ROUTINGS.values():
+        ids, weights = route(logits, 3, options, lengths=lengths)
+        expected_ids, expected_weights = route(logits, 3, options)
+        is_padding = lengths == 0
+        assert (ids[is_padding] == -1).all()
+        assert torch.equal(ids[~is_padding], expected_ids[~is_padding])
+        assert torch.equal(weights[~is_padding], expected_weights[~is_padding])
+        assert torch.equal(ids, route_reference(logits, 3, options, lengths=lengths)[0])
+
+
 @pytest.mark.parametrize("num_groups", [1, 3])
 def test_route_of_equal_scores(device: torch.device, num_groups: int) -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 0.0, 2.0, 1.0], [0.0] * 6], device=device)

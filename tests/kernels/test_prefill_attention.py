@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from tests.kernels.attention_kv import make_sinks, place_kv
 
 from aquifer.kernels import prefill_attention as module
+from aquifer.kernels.alibi import alibi_slopes
 from aquifer.kernels.prefill_attention import (
     Config,
     PrefillSpans,
@@ -274,6 +275,29 @@ def test_sinks_that_count_for_nothing_or_for_everything(device, monkeypatch, num
     for least in (-1e4, -torch.inf):
         torch.testing.assert_close(run(torch.full((4,), least, device=device)), run(None))
     assert (run(torch.full((4,), 1e4, device=device)) == 0).all()
+
+
+@pytest.mark.parametrize("block_size", [None, 16])
+@pytest.mark.parametrize("options", [{}, {"window_tokens": 13}, {"softcap": 5.0}])
+def test_alibi(device, block_size, options):
+    case = make_case(device, RAGGED, block_size=block_size)
+    check(case, SMALL, slopes=alibi_slopes(4, device), **options)
+
+
+@pytest.mark.parametrize("num_splits", [2, 7])
+def test_alibi_where_keys_are_split(device, monkeypatch, num_splits):
+    monkeypatch.setattr(module, "MIN_SPLIT_KEYS", 16)
+    case = make_case(device, [(0, 17), (5, 1), (30, 20)], num_heads=7, num_kv_heads=1)
+    sinks = make_sinks(7, device, torch.float32)
+    check(case, SMALL, num_splits=num_splits, slopes=alibi_slopes(7, device))
+    check(case, SMALL, num_splits=num_splits, slopes=alibi_slopes(7, device), sinks=sinks)
+
+
+def test_round_spans_with_alibi_do_not_go_to_cudnn(device, monkeypatch):
+    monkeypatch.setattr(module, "CUDNN_MULTIPLE", 8)
+    monkeypatch.setattr(module, "CUDNN_MIN_TOKENS", 16)
+    monkeypatch.setattr(module, "cudnn_takes", lambda *tensors: True)
+    check(make_case(device, [(0, 16), (16, 24)]), slopes=alibi_slopes(4, device))
 
 
 def test_round_spans_with_sinks_do_not_go_to_cudnn(device, monkeypatch):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
+from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from aquifer.engine.threads import torch_threads
+from aquifer.kernels.alibi import alibi_slopes
 from aquifer.kernels.attention import attention_contiguous, attention_paged
 from aquifer.kernels.linear import linear
 from aquifer.kernels.norm import rms_norm
@@ -24,6 +27,7 @@ def exact_attention(
     window_tokens: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,  # [heads]
+    slopes: torch.Tensor | None,  # [heads]
 ) -> torch.Tensor:
     """Causal attention in float64, computed in a loop over query tokens and heads."""
     query, keys, values = query.double(), keys.double(), values.double()
@@ -37,6 +41,8 @@ def exact_attention(
             scores = k @ query[row, head] * scale
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
+            if slopes is not None:
+                scores = scores - slopes[head].double() * torch.arange(last - first, -1, -1)
             top = scores.max()
             if sinks is not None:
                 top = torch.maximum(top, sinks[head].double())
@@ -52,12 +58,21 @@ def exact_attention(
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window_tokens", [None, 1, 5, 16])
-@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize(("has_sinks", "has_slopes"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "key_dim", "value_dim"), [(4, 4, 16, 16), (6, 2, 16, 8)]
 )
 def test_attention(
-    paged, dtype, softcap, window_tokens, has_sinks, num_heads, num_kv_heads, key_dim, value_dim
+    paged,
+    dtype,
+    softcap,
+    window_tokens,
+    has_sinks,
+    has_slopes,
+    num_heads,
+    num_kv_heads,
+    key_dim,
+    value_dim,
 ):
     """Sequences of one step: decoding, a whole prompt, a chunk in the middle of one."""
     generator = torch.Generator().manual_seed(1)
@@ -77,7 +92,9 @@ def test_attention(
     if has_sinks:  # two of them count for nothing, and for everything
         sinks = random(num_heads)
         sinks[:2] = torch.tensor([-1e4, 1e4])
-    kwargs = {"scale": 0.3, "window_tokens": window_tokens, "softcap": softcap, "sinks": sinks}
+    slopes = alibi_slopes(num_heads, torch.device("cpu")) if has_slopes else None
+    kwargs = {"scale": 0.3, "window_tokens": window_tokens, "softcap": softcap}
+    kwargs |= {"sinks": sinks, "slopes": slopes}
     # NaN wherever nothing was written: reading it would show.
     if paged:
         tables = torch.full((6, MAX_TOKENS // BLOCK_SIZE), -1)
@@ -106,10 +123,20 @@ def test_attention(
     for i, start in enumerate(starts):
         rows = slice(offsets[i], offsets[i + 1])
         expected = exact_attention(
-            query[rows], keys[i], values[i], start, 0.3, window_tokens, softcap, sinks
+            query[rows], keys[i], values[i], start, 0.3, window_tokens, softcap, sinks, slopes
         )
         difference = (out[rows].double() - expected).abs().max().item()
         assert difference <= TOLERANCE[dtype] * max(1.0, expected.abs().max().item())
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 3, 8, 12, 13, 112])
+def test_slopes_equal_those_of_transformers(num_heads):
+    """BLOOM's, and MPT's: the biases of a query's own position and of the one before."""
+    cpu = torch.device("cpu")
+    slopes = alibi_slopes(num_heads, cpu)
+    torch.testing.assert_close(slopes, _get_alibi_slopes(num_heads, cpu))
+    biases = build_mpt_alibi_tensor(num_heads, 2)[:, 0]
+    torch.testing.assert_close(torch.stack((-slopes, 0 * slopes), 1), biases)
 
 
 def test_window_as_long_as_the_context_is_no_window():

@@ -30,7 +30,8 @@ ATTENTION = (
     (128, True, 8, False),
     (64, True, 8, True),
 )
-"""Head dimension, whether the KV is paged, rows that decode, and whether there are sinks."""
+"""Head dimension, whether the KV is paged, rows that decode, and whether there are sinks and slopes
+(ALiBi)."""
 MAX_STACK_BYTES = 512
 """Local memory of a thread. It is slow, and a GPU sets it aside for all threads that
 it can run at once: a gigabyte for 4 KiB."""
@@ -98,11 +99,14 @@ def attend(head_dim: int, paged: bool, num_decodes: int, has_sinks: bool) -> Non
     query = torch.zeros(num_decodes, 2, head_dim)
     slots = torch.zeros(num_decodes, dtype=torch.int64)
     workspace, config = DecodeWorkspaces().get(query, kv, paged=paged)
-    sinks = torch.zeros(2) if has_sinks else None
+    sinks = slopes = None
+    if has_sinks:
+        sinks, slopes = torch.zeros(2), torch.zeros(2)
     kv_of = kv, kv, tables, slots, slots + 600
-    decode_attention(query, *kv_of, query, workspace, config, scale=1.0, sinks=sinks)
+    decode_attention(query, *kv_of, query, workspace, config, scale=1.0, sinks=sinks, slopes=slopes)
     spans = PrefillSpans.of([0], [598], [0, 2], torch.device("cpu"))
-    prefill_attention(torch.zeros(2, 2, head_dim), kv, kv, tables, spans, scale=1.0, sinks=sinks)
+    query = torch.zeros(2, 2, head_dim)
+    prefill_attention(query, kv, kv, tables, spans, scale=1.0, sinks=sinks, slopes=slopes)
 
 
 def observe() -> dict[str, Any]:

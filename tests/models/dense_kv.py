@@ -68,6 +68,8 @@ def _attend_one(
     scores = torch.einsum("hd,lhd->hl", query, keys.repeat_interleave(group, 1)) * how.scale
     if how.softcap is not None:
         scores = torch.tanh(scores / how.softcap) * how.softcap
+    if how.slopes is not None:
+        scores = scores - how.slopes[:, None] * torch.arange(len(keys) - 1, -1, -1)
     sums = scores.logsumexp(-1)
     if how.sinks is not None:
         sums = torch.logaddexp(sums, how.sinks)

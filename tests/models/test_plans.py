@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tests.architectures import (
     GQA,
@@ -19,6 +21,7 @@ from tests.architectures import (
     WINDOW_TOKENS,
     save_tiny,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from aquifer.cache.base import KVLayout, LayerKV
 from aquifer.errors import UnsupportedModelError
@@ -26,6 +29,7 @@ from aquifer.fields import Fields
 from aquifer.models import Planner, StateLayout, StateTensor, plan_model
 from aquifer.models.decoder_plan import DecoderPlan
 from aquifer.models.families import FAMILIES
+from aquifer.models.rope import RotaryAngles
 from aquifer.models.transformers.layout import read_kv_layout
 from aquifer.weights.checkpoint import Checkpoint
 
@@ -79,17 +83,87 @@ def test_windows_of_mistral_models() -> None:
         assert tuple(layer.window_tokens for layer in spec.layers) == windows
 
 
+def test_gpt_oss_without_settings_of_the_rotary_embedding() -> None:
+    """The defaults of the model type: YaRN, from 4096 to 131072 tokens."""
+    config = transformers.GptOssConfig(num_hidden_layers=3)
+    values = {name: value for name, value in config.to_dict().items() if "rope" not in name}
+    spec = FAMILIES["gpt_oss"](Fields(Path("config.json"), values), "GptOss")
+    assert spec.max_model_len == 131072
+    frequencies, magnitude = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+    assert torch.equal(spec.ropes[0].frequencies, frequencies)
+    assert spec.ropes[0].magnitude == magnitude
+    assert [layer.window_tokens for layer in spec.layers] == [128, None, 128]
+
+
+def test_gpt_oss_that_is_quantised(tmp_path: Path) -> None:
+    """As OpenAI publishes it, in MXFP4."""
+    save_tiny(OUR_DECODER["gpt_oss"](), tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    file.write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="use a checkpoint in bfloat16"):
+        plan_model(Checkpoint.open(tmp_path))
+
+
+@pytest.mark.parametrize("field", ["swiglu_alpha", "swiglu_limit"])
+def test_gpt_oss_with_another_activation(field: str) -> None:
+    values = OUR_DECODER["gpt_oss"]().to_dict() | {field: 2.0}
+    with pytest.raises(UnsupportedModelError, match="swiglu"):
+        FAMILIES["gpt_oss"](Fields(Path("config.json"), values), "GptOss")
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("mpt", "alibi", False),
+        ("mpt", "alibi_bias_max", 16),
+        ("mpt", "attn_type", "multiquery_attention"),
+        ("mpt", "clip_qkv", 6.0),
+        ("mpt", "prefix_lm", True),
+        ("mpt", "qk_ln", True),
+        ("mpt", "expansion_ratio", 2),
+        ("mpt", "logit_scale", 0.5),
+        ("mpt", "no_bias", False),
+        ("bloom", "apply_residual_connection_post_layernorm", True),
+    ],
+)
+def test_models_with_alibi_of_other_kinds_are_refused(name: str, field: str, value: Any) -> None:
+    values = OUR_DECODER[name]().to_dict()
+    FAMILIES[name](Fields(Path("config.json"), values), name)
+    section = values["attn_config"] if field in values.get("attn_config", {}) else values
+    section[field] = value
+    with pytest.raises(UnsupportedModelError, match=field):
+        FAMILIES[name](Fields(Path("config.json"), values), name)
+
+
 @pytest.mark.parametrize("kind", ["longrope", "su"])
-def test_contexts_of_longrope_end_at_the_original_length(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    save_tiny(OUR_DECODER["phi3-longrope"](), tmp_path)
+def test_rotary_embeddings_of_longrope(kind: str, tmp_path: Path) -> None:
+    """Each token has the factors of the context length that it is computed for."""
+    config = OUR_DECODER["phi3-longrope"]()
+    save_tiny(config, tmp_path)
     file = tmp_path / "config.json"
     file.write_text(file.read_text().replace('"longrope"', f'"{kind}"'))
     plan = plan_model(Checkpoint.open(tmp_path))
     assert isinstance(plan, DecoderPlan)
-    assert plan.max_model_len == ORIGINAL_TOKENS
-    assert f"{ORIGINAL_TOKENS} of {MAX_TOKENS}" in caplog.text
+    assert plan.max_model_len == MAX_TOKENS
+    assert plan.kv_limits == (ORIGINAL_TOKENS,)
+    device = torch.device("cpu")
+    angles = RotaryAngles(plan.spec.ropes[0], device)
+    positions = torch.tensor([3, 3, 31, 32, 0, 100])
+    contexts = torch.tensor([4, ORIGINAL_TOKENS + 1, ORIGINAL_TOKENS, 33, 120, 120])
+    cos, sin = angles(positions, contexts)
+    for row, (position, context) in enumerate(zip(positions, contexts.tolist(), strict=True)):
+        frequencies, magnitude = ROPE_INIT_FUNCTIONS["longrope"](config, device, seq_len=context)
+        torch.testing.assert_close(cos[row], (position * frequencies).cos() * magnitude)
+        torch.testing.assert_close(sin[row], (position * frequencies).sin() * magnitude)
+
+
+def test_longrope_that_does_not_stretch(tmp_path: Path) -> None:
+    """A model of the original length has no long contexts, and no limit."""
+    config = OUR_DECODER["phi3-longrope"]()
+    values = config.to_dict() | {"max_position_embeddings": ORIGINAL_TOKENS}
+    spec = FAMILIES["phi3"](Fields(Path("config.json"), values), "Phi3")
+    assert (spec.max_model_len, spec.kv_limits) == (ORIGINAL_TOKENS, ())
 
 
 @pytest.mark.parametrize(("name", "prefix"), [("llama", "model."), ("gpt2", "transformer.")])

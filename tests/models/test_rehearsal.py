@@ -1,8 +1,9 @@
-"""The layers that are enough to compile every kernel of a model."""
+"""The layers that are enough to compile every kernel of a model, and rows of padding."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from tests.architectures import OUR_DECODER, save_tiny
 from aquifer.cache.base import AttentionOptions
 from aquifer.cache.layout import KVLayout
 from aquifer.kernels import KERNEL_ALIGNMENT_BYTES
-from aquifer.models import Model, ModelInput, plan_model
+from aquifer.kernels.experts import experts
+from aquifer.models import Model, ModelInput, decoder, plan_model
 from aquifer.weights.checkpoint import Checkpoint
 
 
@@ -24,6 +26,10 @@ class Visited:
         self._padding = torch.tensor([-1])
         self.layers: list[int] = []
         self.kinds: set[tuple[object, ...]] = set()
+
+    def pad(self, num_rows: int) -> None:
+        """Let steps have that many rows; none of them writes KV."""
+        self._padding = torch.full((num_rows,), -1)
 
     def destination(
         self, layer: int
@@ -68,3 +74,28 @@ def test_a_rehearsal_has_every_kind_of_layer(family: str, tmp_path: Path) -> Non
     assert whole.layers == list(range(6))
     assert rehearsal.kinds == whole.kinds
     assert {0} < set(rehearsal.layers) < set(whole.layers)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "qwen2_moe"])
+def test_rows_of_padding_have_no_experts(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A captured step pads with rows of context length 0."""
+    save_tiny(OUR_DECODER[family](), tmp_path)
+    plan = plan_model(Checkpoint.open(tmp_path), None)
+    model = plan.build({each.name: torch.ones(each.shape) for each in plan.parameters})
+    chosen: list[torch.Tensor] = []
+
+    def noting(*arguments: Any, **options: Any) -> torch.Tensor:
+        chosen.append(arguments[3])
+        return experts(*arguments, **options)
+
+    monkeypatch.setattr(decoder, "experts", noting)
+    zeros = torch.zeros(3, dtype=torch.int64)
+    view = Visited(plan.kv_layout)
+    view.pad(3)
+    model.forward(ModelInput(zeros, zeros, torch.tensor([1, 0, 7])), view)
+    assert chosen
+    for ids in chosen:
+        assert (ids[[0, 2]] >= 0).all()
+        assert (ids[1] == -1).all()

@@ -37,6 +37,7 @@ class _WrappedPlan:
         self.parameters = plan.parameters
         self.num_parameters = plan.num_parameters
         self.vocab_size = plan.vocab_size
+        self.kv_limits = plan.kv_limits
         self.max_model_len = plan.max_model_len
         self.kv_layout = plan.kv_layout
         self.state_layout = plan.state_layout

@@ -24,7 +24,7 @@ from aquifer.memory.driver.faulty import FaultyDriver
 from aquifer.memory.driver.host import HostDriver
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.weights.checkpoint import Checkpoint, stored_dtype
-from aquifer.weights.store import Parameter, Source, WeightStore
+from aquifer.weights.store import Parameter, Source, WeightStore, check_sources
 
 PAGE = 4096
 OWNER = Owner("a", Kind.WEIGHTS)
@@ -408,19 +408,28 @@ def test_every_value_arrives(folder, sharded, stored, wanted):
     gate, up = UP_PROJ.replace("up", "gate"), UP_PROJ
     sources = (Source(gate, (slice(0, 128),)), Source(up, (slice(128, 256),)))
     parameters.append(Parameter("fused", (256, 64), wanted, sources))
+    sources = (
+        Source(gate, (slice(None), slice(0, 128)), is_transposed=True),
+        Source(up, (slice(None), slice(128, 256)), is_transposed=True),
+    )
+    with pytest.raises(ConfigError, match="shape"):
+        check_sources(checkpoint, [Parameter("wrong", (256, 64), wanted, sources)])
+    own = Source(UP_PROJ, (1,), is_transposed=True)
+    parameters.append(Parameter("transposed", (2, 64, 128), wanted, (own,)))
     driver = HostDriver()
     pool = PagePool(driver, 4 * MIB, PAGE)
     store = WeightStore(pool, OWNER, parameters)
     assert store.populate()
     stored_at = [checkpoint.tensors[name] for name, _ in store.jobs(checkpoint)]
     in_order = sorted(stored_at, key=lambda each: (each.file, each.offset_bytes))
-    assert (stored_at, len(stored_at)) == (in_order, len(tensors) + 2)
+    assert (stored_at, len(stored_at)) == (in_order, len(tensors) + 3)
     seen_bytes: list[int] = []
     store.load(checkpoint, seen_bytes.append)
-    assert sum(seen_bytes) == checkpoint.num_bytes + tensors[gate].nbytes + tensors[up].nbytes
+    assert sum(seen_bytes) == checkpoint.num_bytes + tensors[gate].nbytes + 2 * tensors[up].nbytes
     for name, tensor in tensors.items():
         assert torch.equal(store.tensors[name], tensor.to(wanted))
     assert torch.equal(store.tensors["fused"], torch.cat([tensors[gate], tensors[up]]).to(wanted))
+    assert torch.equal(store.tensors["transposed"][1], tensors[up].T.to(wanted))
     assert pool.usage().in_use_bytes == {OWNER: store.placement.num_bytes}
     store.close()
     assert not pool.usage().in_use_bytes
@@ -435,6 +444,16 @@ def test_conversion_of_a_tensor_larger_than_the_scratch(tmp_path):
     out = torch.empty(tensor.shape)
     Checkpoint.open(tmp_path).read_into("weight", out)
     assert torch.equal(out, tensor.float())
+
+
+def test_transposed_matrices_larger_than_the_scratch(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    tensor = torch.randn(2, 1500, 1500).bfloat16()  # 8.6 MiB, the scratch is 8
+    save_file({"weight": tensor}, tmp_path / "model.safetensors")
+    for dtype in (torch.bfloat16, torch.float32):
+        out = torch.empty(tensor.shape, dtype=dtype)
+        Checkpoint.open(tmp_path).read_into("weight", out.mT)
+        assert torch.equal(out, tensor.mT.to(dtype))
 
 
 def test_dtype_of_a_checkpoint(folder):

@@ -103,3 +103,18 @@ def test_one_stored_tensor_for_two_parameters(tmp_path):
     _load(plan_stretches([(stored, out), (stored, again)], 512))
     assert torch.equal(out, torch.arange(1000.0))
     assert torch.equal(again, out)
+
+
+@pytest.mark.parametrize("max_bytes", [256, 1000, 1 << 20])
+@pytest.mark.parametrize("padding_bytes", [0, 1, 2])
+def test_transposed_matrices(tmp_path, max_bytes, padding_bytes):
+    """Stretches end within rows, between rows and between matrices."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3, 20, 14), (33, 7), (2, 2, 5, 9), (1, 1), (4, 1, 300), (2, 300, 1), (2, 0, 3)]
+    tensors = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+    stored = [stored for stored, _ in _write(tmp_path / "a", tensors, padding_bytes)]
+    for dtype in (torch.bfloat16, torch.float32):
+        filled = [torch.empty(tensor.mT.shape, dtype=dtype) for tensor in tensors]
+        _load(plan_stretches(zip(stored, [part.mT for part in filled], strict=True), max_bytes))
+        for part, tensor in zip(filled, tensors, strict=True):
+            assert torch.equal(part, tensor.mT.to(dtype))

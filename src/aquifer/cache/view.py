@@ -20,32 +20,38 @@ class _Arguments(TypedDict):
     window_tokens: int | None
     softcap: float | None
     sinks: torch.Tensor | None
+    slopes: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
     """How a layer attends.
 
-    Options are equal if they need the same kernels: they may have different sinks.
+    Options are equal if they need the same kernels: they may have different sinks and slopes.
 
     Args:
         scale: factor on the dot products.
         window_tokens: attend only to this many latest tokens, the row's own included; None for all.
         softcap: squash scores to (-softcap, softcap) with tanh before the softmax; None for not.
         sinks: [heads], contiguous, see `kernels/sinks.py`; None for none.
+        slopes: [heads] float32, contiguous, see `kernels/alibi.py`; None for none.
 
     Attributes:
         has_sinks: whether there are sinks.
+        has_slopes: whether there are slopes.
     """
 
     scale: float
     window_tokens: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = field(default=None, compare=False)
+    slopes: torch.Tensor | None = field(default=None, compare=False)
     has_sinks: bool = field(init=False)
+    has_slopes: bool = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "has_sinks", self.sinks is not None)
+        object.__setattr__(self, "has_slopes", self.slopes is not None)
 
     def arguments(self) -> _Arguments:
         """Arguments of the attention kernels."""
@@ -54,6 +60,7 @@ class AttentionOptions:
             "window_tokens": self.window_tokens,
             "softcap": self.softcap,
             "sinks": self.sinks,
+            "slopes": self.slopes,
         }
 
 
@@ -182,8 +189,7 @@ class StepView:
         """
         keys, values = self._layers[layer]
         tensors = [query, keys, values, out]
-        if how.sinks is not None:
-            tensors.append(how.sinks)
+        tensors += [each for each in (how.sinks, how.slopes) if each is not None]
         recording = self._recordings.get(how)
         if recording is not None and recording.fits(*tensors):
             recording.repeat(*tensors)

@@ -41,6 +41,7 @@ class LaneSpec:
         num_spare_slots: slots beyond `max_seqs`, so that the cache has a choice for a sequence.
         keeps_journal: whether steps carry what happens to the KV cache's memory, for a runner in
             another process.
+        kv_limits: see `ModelPlan.kv_limits`.
     """
 
     name: str
@@ -53,6 +54,7 @@ class LaneSpec:
     most_new: int = 1
     num_spare_slots: int = 0
     keeps_journal: bool = False
+    kv_limits: tuple[int, ...] = ()
 
 
 class Assembly:
@@ -107,7 +109,9 @@ class Assembly:
             ConfigError: its sequences are too many or too long to keep track of them.
         """
         try:
-            table = SlotTable(spec.max_seqs, spec.max_tokens, spec.most_new, spec.num_spare_slots)
+            table = SlotTable(
+                spec.max_seqs, spec.max_tokens, spec.most_new, spec.num_spare_slots, spec.kv_limits
+            )
         except MemoryError as error:
             raise ConfigError(
                 f"this machine has no memory for the token ids of {spec.max_seqs} sequences of "

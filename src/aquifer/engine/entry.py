@@ -34,7 +34,7 @@ def bring_in(
     if lane.prefixes is not None and group.reads_prefixes and may_match:
         # A request that waits is asked again and again: what was found before is not looked up
         # anew.
-        match = lane.prefixes.match(first.token_ids, group.request.cache_salt, group.match)
+        match = lane.prefixes.match(first.token_ids, lane.prefix_key(first), group.match)
         group.match = match
     num_cached = 0 if match is None else match.num_tokens
     if not headroom.has_room(lane, group, match):
@@ -97,7 +97,7 @@ def bring_back(
         table.begin(sequence, sequence.swapped.num_tokens)
         sequence.swapped = None
         if lane.prefixes is not None and group.reads_prefixes:
-            match = lane.prefixes.match(sequence.token_ids, group.request.cache_salt)
+            match = lane.prefixes.match(sequence.token_ids, lane.prefix_key(sequence))
             sequence.lease = lane.prefixes.lock(match)
     return True
 
@@ -109,6 +109,8 @@ def swap_out(lane: Lane, group: SequenceGroup, preemption: Preemption) -> bool:
     if len(movable) < len(group.live):
         return False  # some sequences wait for their parent: it has hardly begun
     slots = [s.slot for s in movable if s.slot is not None]
+    if table.have_outgrown(np.array(slots)).any():
+        return False  # some of the KV is to be computed again anyway
     num_tokens = table.num_computed[slots].tolist()
     swapped = preemption.swap_out(lane.cache, slots, num_tokens, lane.recompute_s)
     if swapped is None:

@@ -73,6 +73,7 @@ def _first_step(name: str, token_ids: IntArray) -> StepInput:
         slot=_SLOT,
         seed=0,
         num_prompt_tokens=num_tokens,
+        least_context_tokens=num_tokens,
         min_total_tokens=0,
         stop_ids=frozenset(),
         params=SamplingParams(temperature=0.0),

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
 
 from aquifer.cache.base import SequenceCache
 from aquifer.cache.journal import KVOp
@@ -94,6 +97,46 @@ class Lane:
         self.cache.release(sequence.slot)
         self.slots.release(sequence)
 
+    def runnable(self, now_s: float) -> npt.NDArray[np.int64] | None:
+        """The slots whose sequences may run in the next step, in order of arrival.
+
+        Sequences whose parents are ready fork now, and those that have outgrown their KV
+        (`ModelPlan.kv_limits`) begin again, once the host knows all of their tokens.
+
+        Returns: None if the pool is short; some of them may have forked.
+        """
+        table = self.slots
+        running = table.in_order
+        if table.kv_limits:
+            are_known = table.num_known[running] == table.num_tokens[running]
+            for slot in running[are_known & table.have_outgrown(running)].tolist():
+                self._restart(slot, now_s)
+            running = running[~table.have_outgrown(running)]
+        return running if self._fork_waiting() else None
+
+    def _restart(self, slot: int, now_s: float) -> None:
+        """Let a sequence compute its KV again in its slot. Pre-condition: no step of it is in
+        flight."""
+        table, sequence = self.slots, self.slots.sequences[slot]
+        assert sequence is not None
+        sequence.token_ids = table.tokens(sequence).copy()
+        self.unlock(sequence, now_s)
+        if self.cache.can_share:
+            self.cache.release(slot)
+        table.begin(sequence, self._adopt(sequence, slot))
+
+    def _adopt(self, sequence: Sequence, slot: int) -> int:
+        """Let a sequence with an empty slot begin with retained KV; returns for how many tokens."""
+        if self.prefixes is None or not sequence.group.reads_prefixes:
+            return 0
+        match = self.prefixes.match(sequence.token_ids, self.prefix_key(sequence))
+        sequence.lease = self.prefixes.lock(match)
+        with suppress(DriverError):  # it can do without
+            if not match.num_tokens or self.cache.adopt(slot, match.blocks, match.num_tokens):
+                return match.num_tokens
+        self._end_lease(sequence, None)
+        return 0
+
     def clear_slot(self, sequence: Sequence, now_s: float) -> None:
         """Give back the KV of a beam that does not go on; it keeps its slot for another beam.
 
@@ -106,6 +149,21 @@ class Lane:
         self.slots.clear(sequence.slot)
 
     # --- retained prefixes -------------------------------------------------------------------
+
+    def prefix_key(self, sequence: Sequence) -> Hashable:
+        """What separates the retained KV that a sequence may have, or that of another request like
+        it, from that of others. Pre-condition: its `token_ids` are valid."""
+        salt = sequence.request.cache_salt
+        if not self.slots.kv_limits:
+            return salt
+        return salt, self.slots.kv_limit_of(len(sequence.token_ids))
+
+    def prefix_keys(self, salt: str | None, num_tokens: int) -> list[Hashable]:
+        """`prefix_key` of all sequences that may begin with a prefix of so many tokens."""
+        if not self.slots.kv_limits:
+            return [salt]
+        longer = [limit + 1 for limit in self.slots.kv_limits if limit >= num_tokens]
+        return [(salt, self.slots.kv_limit_of(num)) for num in (num_tokens, *longer)]
 
     def retain(self, sequence: Sequence, now_s: float) -> None:
         """Insert KV of a sequence in the prefix cache: what steps have written that are done.
@@ -150,7 +208,7 @@ class Lane:
 
     # --- forks -------------------------------------------------------------------------------
 
-    def fork_waiting(self) -> bool:
+    def _fork_waiting(self) -> bool:
         """Fork all sequences that can share what their parents have computed.
 
         Returns: False if the pool is short; some of them may have forked.
@@ -171,13 +229,14 @@ class Lane:
             return True
         if parent.parent is not None or table.num_computed[parent.slot] < sequence.fork_tokens:
             return True
-        if sequence.fork_tokens and not self.cache.fork(
-            parent.slot, sequence.slot, sequence.fork_tokens
-        ):
+        # The KV of a parent that is longer or shorter may not be valid for it.
+        is_valid = table.kv_limit_of(len(sequence.token_ids)) == table.kv_limit[parent.slot]
+        shared = sequence.fork_tokens if is_valid else 0
+        if shared and not self.cache.fork(parent.slot, sequence.slot, shared):
             return False
         table.set_parent(sequence, None)
-        table.begin(sequence, sequence.fork_tokens)
-        if self.prefixes is not None and parent.lease is not None:
+        table.begin(sequence, shared)
+        if self.prefixes is not None and parent.lease is not None and is_valid:
             sequence.lease = self.prefixes.fork(parent.lease)
         return True
 

@@ -124,6 +124,7 @@ class ModelHost:
                     keeps_prefixes=config.enable_prefix_caching,
                     recompute_s=self.prefill_cost.seconds,
                     num_spare_slots=self._num_spare_slots,
+                    kv_limits=plan.kv_limits,
                 )
             )
             self.lane.is_resident = False

@@ -59,7 +59,8 @@ class Pinning:
         models = self._models
         kv_bytes = self._room.size(models.kv_pages(host)) + models.pinned_bytes
         held = [size for key, size in self._held.items() if key[0] == request.client]
-        held_bytes = sum(held) + footprint.blocks_bytes(num_blocks)
+        keys = host.lane.prefix_keys(request.cache_salt, len(tokens))
+        held_bytes = sum(held) + len(keys) * footprint.blocks_bytes(num_blocks)
         limit_bytes = int(self._share * kv_bytes / 2)
         if request.client and held_bytes > limit_bytes:
             raise CapacityError(
@@ -67,7 +68,7 @@ class Pinning:
                 f"the {format_size(limit_bytes)} that one key may pin; unpin others first",
                 param="prompt",
             )
-        more_bytes = prefixes.pin_bytes(tokens, request.cache_salt)
+        more_bytes = sum(prefixes.pin_bytes(tokens, key) for key in keys)
         pinned_bytes = models.promised_bytes + more_bytes
         if more_bytes and 2 * pinned_bytes > kv_bytes:
             raise CapacityError(
@@ -75,7 +76,7 @@ class Pinning:
                 f"{format_size(kv_bytes)} that this server has for KV",
                 param="prompt",
             )
-        num_kept = prefixes.match(tokens, request.cache_salt).num_tokens
+        num_kept = prefixes.match(tokens, keys[0]).num_tokens
         return num_kept < host.lane.cache.tokens_in(num_blocks) - 1
 
     def pin(self, request: Request) -> int:
@@ -84,10 +85,12 @@ class Pinning:
         tokens = np.array(request.prompt_token_ids, np.int32)
         cache = host.lane.cache
         num_blocks = cache.footprint.whole_blocks(len(tokens))
-        prefixes.pin(tokens, request.cache_salt)
+        keys = host.lane.prefix_keys(request.cache_salt, len(tokens))
+        for key in keys:
+            prefixes.pin(tokens, key)
         if request.client:
-            key = (request.client, request.model, request.cache_salt, tokens.tobytes())
-            self._held[key] = cache.footprint.blocks_bytes(num_blocks)
+            pinned = (request.client, request.model, request.cache_salt, tokens.tobytes())
+            self._held[pinned] = len(keys) * cache.footprint.blocks_bytes(num_blocks)
         return cache.tokens_in(num_blocks)
 
     def unpin(self, model: str, token_ids: list[int], salt: str | None) -> None:
@@ -97,9 +100,10 @@ class Pinning:
             UnknownModelError: no such model.
             RequestError: prefixes are not kept by this server.
         """
-        _, prefixes = self._find(model)
+        host, prefixes = self._find(model)
         tokens = np.array(token_ids, np.int32)
-        prefixes.unpin(tokens, salt)
+        for key in host.lane.prefix_keys(salt, len(tokens)):
+            prefixes.unpin(tokens, key)
         prefix = (model, salt, tokens.tobytes())
         self._held = {key: size for key, size in self._held.items() if key[1:] != prefix}
 

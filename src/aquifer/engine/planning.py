@@ -233,6 +233,7 @@ def _assignment(table: SlotTable, slot: int) -> SlotAssignment:
         slot=slot,
         seed=sequence.seed,
         num_prompt_tokens=group.num_prompt_tokens,
+        least_context_tokens=table.least_context(slot),
         min_total_tokens=int(table.min_total[slot]),
         stop_ids=group.stop_ids,
         params=params,

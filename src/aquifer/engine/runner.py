@@ -42,7 +42,7 @@ class _Columns:
         def column() -> torch.Tensor:
             return torch.zeros(num_slots + 2, dtype=torch.int64, device=device)
 
-        self.num_prompt = column()
+        self.least_context = column()  # of `ModelInput.context_lengths`
         self.num_computed = column()  # tokens in the cache: the position of the next
         self.last_token = column()  # the token that was sampled last
 
@@ -119,7 +119,7 @@ class Runner:
         self._max_seqs = max_seqs
         self._max_tokens = max_tokens
         self._columns = _Columns(num_slots, self._device)
-        self._num_prompt = np.zeros(num_slots + 1, np.int64)
+        self._least_context = np.zeros(num_slots + 1, np.int64)
         # [slots], whether log probabilities of the prompt are still to be reported.
         self._reports_prompt = np.zeros(num_slots + 1, np.bool_)
         self._sampler = Sampler(num_slots, model.vocab_size, self._device)
@@ -209,10 +209,10 @@ class Runner:
     def _assign(self, assigned: tuple[SlotAssignment, ...]) -> None:
         self._sampler.assign(assigned)
         slots = np.array([one.slot for one in assigned], np.int64)
-        self._num_prompt[slots] = [one.num_prompt_tokens for one in assigned]
+        self._least_context[slots] = [one.least_context_tokens for one in assigned]
         self._reports_prompt[slots] = [one.num_prompt_logprobs is not None for one in assigned]
-        on_device = upload(np.stack((slots, self._num_prompt[slots])), self._device)
-        self._columns.num_prompt[on_device[0]] = on_device[1]
+        on_device = upload(np.stack((slots, self._least_context[slots])), self._device)
+        self._columns.least_context[on_device[0]] = on_device[1]
 
     # --- forward -----------------------------------------------------------------------------
 
@@ -248,7 +248,7 @@ class Runner:
             spans,
             step.num_single,
             token_ids,
-            np.maximum(self._num_prompt[slots], positions + 1),
+            np.maximum(self._least_context[slots], positions + 1),
             spans.offsets[1:][sampled] - 1,
             uses_cudnn=uses_cudnn,
         )
@@ -285,7 +285,7 @@ class Runner:
         """
         columns = self._columns
         token_ids, positions, lengths, contexts = decode_inputs(
-            slots, columns.num_prompt, columns.num_computed, columns.last_token
+            slots, columns.least_context, columns.num_computed, columns.last_token
         )
         batch = ModelInput(token_ids, positions, contexts)
         view = self._kv.view(Rows(slots, positions, lengths, None))
@@ -327,7 +327,7 @@ class Runner:
         extras, others, mode = self._split(spans.slots[sampled], ends[sampled])
         parts = (
             step.token_ids,
-            np.maximum(self._num_prompt[slots], positions + 1),
+            np.maximum(self._least_context[slots], positions + 1),
             spans.slots,
             ends,
             spans.offsets[1:][sampled] - 1,

@@ -236,8 +236,8 @@ class Scheduler:
         while True:
             refusal: DriverError | None = None
             try:
-                if lane.fork_waiting():
-                    running = table.in_order
+                running = lane.runnable(self._clock_s())
+                if running is not None:
                     if clients is not None:
                         running = running[np.isin(table.client[running], list(clients))]
                     slots, counts = next_tokens(table, running, most_tokens)

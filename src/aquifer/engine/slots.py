@@ -44,16 +44,24 @@ class SlotTable:
         max_tokens: length of the longest sequence.
         most_new: the most new tokens that a step brings to a sequence.
         num_spare: slots beyond those, so that there is a choice for the next sequence.
+        kv_limits: see `ModelPlan.kv_limits`; none where a step may bring several tokens.
     """
 
     def __init__(
-        self, max_seqs: int, max_tokens: int, most_new: int = 1, num_spare: int = 0
+        self,
+        max_seqs: int,
+        max_tokens: int,
+        most_new: int = 1,
+        num_spare: int = 0,
+        kv_limits: tuple[int, ...] = (),
     ) -> None:
+        assert most_new == 1 or not kv_limits, "a draft could lie beyond a limit"
         num_slots = max_seqs + num_spare + 1
         self.max_seqs = max_seqs
         self._num_spare = num_spare
         self.drafts = most_new > 1  # whether a step may bring several tokens of a sequence
         self._most_new = most_new
+        self.kv_limits = tuple(limit for limit in kv_limits if limit < max_tokens)
         self.sequences: list[Sequence | None] = [None] * num_slots
         self.num_pending = 0  # sequences with a slot that wait for their parent
         # A heap: the lowest comes first, so that prompts admitted together are neighbours.
@@ -74,6 +82,8 @@ class SlotTable:
         self.num_given = np.zeros(num_slots, np.int64)
         # The most new tokens of a step; 0 where the host chooses the next token (beam search).
         self.most_new = np.zeros(num_slots, np.int64)
+        # The most tokens for which the KV of the sequence is valid; see `kv_limit_of`.
+        self.kv_limit = np.full(num_slots, _NEVER)
         self.is_new = np.zeros(num_slots, np.bool_)  # no step has run since it got the slot
         # Whether an output may need more than its tokens: reports, or a look at many stop tokens.
         self.is_special = np.zeros(num_slots, np.bool_)
@@ -141,7 +151,23 @@ class SlotTable:
         self.num_known[slot] = self.num_tokens[slot] = count
         self.num_computed[slot] = num_computed
         self.num_given[slot] = count if self.most_new[slot] else _NEVER
+        self.kv_limit[slot] = self.kv_limit_of(count)
         self.is_new[slot] = True
+
+    def kv_limit_of(self, num_tokens: int) -> int:
+        """The most tokens for which KV is valid that is computed for a sequence of `num_tokens`."""
+        return next((limit for limit in self.kv_limits if num_tokens <= limit), _NEVER)
+
+    def have_outgrown(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Whether each sequence has to run a token that its KV is not valid for."""
+        runnable = np.minimum(self.num_tokens[slots], self.max_total[slots] - 1)
+        return runnable > self.kv_limit[slots]
+
+    def least_context(self, slot: int) -> int:
+        """The least context length that the tokens of a slot's sequence are computed for: that of
+        its prompt, or of the shortest sequence that has the same KV."""
+        outgrown = [limit + 1 for limit in self.kv_limits if limit < self.kv_limit[slot]]
+        return max([int(self.num_prompt[slot]), *outgrown])
 
     def append(self, slot: int, token_id: int) -> None:
         """Add a token that the host has chosen, for a sequence with `most_new` 0."""

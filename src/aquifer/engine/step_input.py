@@ -29,6 +29,7 @@ class SlotAssignment:
     slot: int
     seed: int  # uint64
     num_prompt_tokens: int
+    least_context_tokens: int  # of `ModelInput.context_lengths`, for all tokens of the sequence
     min_total_tokens: int  # tokens before which no stop token counts, prompt included
     stop_ids: frozenset[int]
     params: SamplingParams

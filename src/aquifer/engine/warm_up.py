@@ -146,7 +146,8 @@ class WarmUp:
         view = _NoCache(self._model.kv_layout, padding)
         self._wait()
         begun_s = time.perf_counter()
-        hidden = model.forward(ModelInput(zeros, zeros, zeros), view)
+        contexts = torch.ones_like(padding)  # rows of padding would have no experts
+        hidden = model.forward(ModelInput(zeros, zeros, contexts), view)
         self._wait()
         step_s = time.perf_counter() - begun_s
         self._attentions = view.attentions
@@ -165,7 +166,8 @@ class WarmUp:
             return
         rows = Rows.of(self._chunk, 0, self._device)
         few = torch.zeros_like(rows.positions)
-        self._model.forward(ModelInput(few, rows.positions, few), self._kv.view(rows))
+        batch = ModelInput(few, rows.positions, rows.positions + 1)
+        self._model.forward(batch, self._kv.view(rows))
         self._attend(self._chunk, uses_cudnn=False)
 
     def _attend(self, spans: Spans, *, uses_cudnn: bool) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from aquifer.kernels.alibi import with_alibi
 from aquifer.kernels.sinks import softmax_with_sinks
 
 
@@ -28,6 +29,7 @@ def attention_contiguous(
     window_tokens: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
 ) -> None:
     """Attend over contiguous KV: one range of addresses per slot.
 
@@ -44,6 +46,7 @@ def attention_contiguous(
         window_tokens: see `KVView.attend`.
         softcap: see `KVView.attend`.
         sinks: [heads], see `kernels/sinks.py`; None for none.
+        slopes: [heads] float32, see `kernels/alibi.py`; None for none.
     """
     # [slots, kv_heads, max_tokens, dim]
     all_keys, all_values = keys.transpose(1, 2), values.transpose(1, 2)
@@ -62,6 +65,7 @@ def attention_contiguous(
                 window_tokens,
                 softcap,
                 sinks,
+                slopes,
             )
         )
     torch.cat(results, out=out[offsets[0] : offsets[-1]])
@@ -81,6 +85,7 @@ def attention_paged(
     window_tokens: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
 ) -> None:
     """Attend over paged KV, found through block tables (PagedAttention, section 4.1).
 
@@ -97,6 +102,7 @@ def attention_paged(
         window_tokens: see `KVView.attend`.
         softcap: see `KVView.attend`.
         sinks: [heads], see `kernels/sinks.py`; None for none.
+        slopes: [heads] float32, see `kernels/alibi.py`; None for none.
     """
     block_size = keys.shape[1]
     results = []
@@ -118,6 +124,7 @@ def attention_paged(
                 window_tokens,
                 softcap,
                 sinks,
+                slopes,
             )
         )
     torch.cat(results, out=out[offsets[0] : offsets[-1]])
@@ -137,6 +144,7 @@ def _attend(
     window_tokens: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attend for one sequence: query [tokens, heads, d] at `start`, keys [1, kv_heads, length, d].
 
@@ -145,7 +153,8 @@ def _attend(
     num_tokens, num_heads, key_dim = query.shape
     _, num_kv_heads, length, value_dim = values.shape
     group = num_heads // num_kv_heads
-    if num_tokens == 1 and softcap is None and sinks is None:
+    is_usual = softcap is None and sinks is None and slopes is None
+    if num_tokens == 1 and is_usual:
         # One token sees all keys, so the heads of a group can take the place of query positions.
         grouped = query.view(1, num_kv_heads, group, key_dim)
         return F.scaled_dot_product_attention(grouped, keys, values, scale=scale).reshape(
@@ -154,13 +163,15 @@ def _attend(
     # [kv_heads, group, tokens, d] over [kv_heads, 1 -> group, length, d]: no KV head is copied.
     q = query.view(num_tokens, num_kv_heads, group, key_dim).permute(1, 2, 0, 3)
     k, v = keys.transpose(0, 1), values.transpose(0, 1)
-    if softcap is not None or sinks is not None:
+    if not is_usual:
         products = q.flatten(1, 2) @ k[:, 0].transpose(-1, -2)
         scores = products.unflatten(1, (group, num_tokens))
         if softcap is None:
             scores = scores * scale
         else:
             scores = torch.tanh(scores * (scale / softcap)) * softcap
+        positions = torch.arange(start, start + num_tokens)
+        scores = with_alibi(scores, slopes, positions, torch.arange(length))
         mask = _mask(num_tokens, length, start, window_tokens)
         scores = scores.masked_fill(~mask, -torch.inf)
         weights = softmax_with_sinks(scores.float(), sinks).to(v.dtype)

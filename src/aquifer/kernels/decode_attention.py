@@ -47,6 +47,7 @@ from aquifer.kernels._triton import (
     tensor,
     tl,
 )
+from aquifer.kernels.alibi import load_slopes, with_alibi
 from aquifer.kernels.sinks import load_sinks, softmax_with_sinks
 
 _MERGE_ELEMENTS = 8192
@@ -239,6 +240,7 @@ def decode_attention_reference(
     window_tokens: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
 ) -> None:
     """`decode_attention` in plain torch. Same arguments; computes in the dtype of `query`."""
     block_size = keys.shape[1]
@@ -258,6 +260,8 @@ def decode_attention_reference(
         scores = torch.einsum("hgd,thd->hgt", q, k.to(q.dtype)) * scale
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
+        distances = torch.arange(first - length + 1, 1, device=scores.device)
+        scores = with_alibi(scores[:, :, None], slopes, distances[-1:], distances)[:, :, 0]
         weights = softmax_with_sinks(scores, sinks)
         out[row] = torch.einsum("hgt,thd->hgd", weights, v.to(q.dtype)).flatten(0, 1)
 
@@ -277,6 +281,7 @@ def decode_attention(
     window_tokens: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
 ) -> None:
     """Attend over all KV of each row's sequence. Reads only tokens that it attends to.
 
@@ -299,6 +304,7 @@ def decode_attention(
         window_tokens: attend only to this many latest tokens, the own one included.
         softcap: limit scores to (-softcap, softcap) with tanh before the softmax.
         sinks: [heads], contiguous, see `kernels/sinks.py`; None for none.
+        slopes: [heads] float32, contiguous, see `kernels/alibi.py`; None for none.
     """
     batch, num_heads, key_dim = query.shape
     _, block_size, num_kv_heads, value_dim = values.shape
@@ -311,6 +317,7 @@ def decode_attention(
     assert config.block_tokens * config.kv_heads_per_program >= MIN_DOT
     assert all(t.stride(-1) == 1 for t in (query, keys, values, out))
     assert sinks is None or (sinks.shape == (num_heads,) and sinks.is_contiguous())
+    assert slopes is None or (slopes.shape == (num_heads,) and slopes.is_contiguous())
     if not runs_triton(query):
         decode_attention_reference(
             query,
@@ -324,6 +331,7 @@ def decode_attention(
             window_tokens=window_tokens,
             softcap=softcap,
             sinks=sinks,
+            slopes=slopes,
         )
         return
     if batch == 0:
@@ -348,6 +356,7 @@ def decode_attention(
         slots,
         lengths,
         sinks,
+        slopes,
         out,
         workspace.partials,
         lse,
@@ -380,6 +389,7 @@ def decode_attention(
         window_tokens=window_tokens,
         softcap=softcap,
         has_sinks=sinks is not None,
+        has_slopes=slopes is not None,
         heads_pow2=heads_pow2,
         merge_shares=min(max(merge_shares, 1), pow2(config.num_shares)),
         merges_itself=config.merges_itself,
@@ -458,6 +468,7 @@ def _decode_attention_kernel(
     slots: tensor,
     lengths: tensor,
     sinks: tensor,
+    slopes: tensor,
     out: tensor,
     partials: tensor,
     lse: tensor,
@@ -490,6 +501,7 @@ def _decode_attention_kernel(
     window_tokens: constexpr,
     softcap: constexpr,
     has_sinks: constexpr,
+    has_slopes: constexpr,
     heads_pow2: constexpr,
     merge_shares: constexpr,
     merges_itself: constexpr,
@@ -535,6 +547,8 @@ def _decode_attention_kernel(
     log2_e: constexpr = 1.4426950408889634
     if has_sinks:
         sink = load_sinks(sinks, head, is_query)
+    if has_slopes:
+        slope = load_slopes(slopes, head, is_query)
 
     await_predecessor(overlaps)
     if releases_early:
@@ -597,7 +611,10 @@ def _decode_attention_kernel(
             if softcap is not None:
                 # tanh(x) = 1 - 2 / (e^2x + 1), also correct where e^2x is 0 or infinite
                 scores = softcap - 2 * softcap / (tl.exp2(scores * (2 * log2_e / softcap)) + 1)
-            scores = tl.where(same_head & is_token[None, :], scores * log2_e, float("-inf"))
+            scores = scores * log2_e
+            if has_slopes:
+                scores += slope[:, None] * (token - (length - 1)).to(tl.float32)[None, :]
+            scores = tl.where(same_head & is_token[None, :], scores, float("-inf"))
             # Every query sees at least one key of every tile, so no maximum is -inf.
             new_top = tl.maximum(top, tl.max(scores, 1))
             weights = tl.exp2(scores - new_top[:, None])

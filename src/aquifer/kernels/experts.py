@@ -45,7 +45,9 @@ Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 """How gate and up are combined: silu(gate) * up; gelu(gate) * up with the approximation by tanh; or
 GPT-OSS's g * sigmoid(1.702 g) * (u + 1), where g = min(gate, 7) and u = up within [-7, 7]."""
 
-_CLAMP_LIMIT, _CLAMP_SLOPE = 7.0, 1.702
+CLAMP_LIMIT, CLAMP_SLOPE = 7.0, 1.702
+"""Of the clamped activation."""
+
 _MIN_SUM = 1e-20  # added to the sum of the weights before a division, as in DeepSeek-V3
 
 _SEARCH_ELEMENTS = 4096  # of a comparison of all pairs with a tile's places, in registers
@@ -115,7 +117,11 @@ _FLOAT32_TILE = ExpertTile(32, 64, 32, 4, 2)
 
 
 def route(
-    logits: torch.Tensor, top_k: int, options: Routing, bias: torch.Tensor | None = None
+    logits: torch.Tensor,
+    top_k: int,
+    options: Routing,
+    bias: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the experts of each token, and weigh them; computed in float32.
 
@@ -124,10 +130,13 @@ def route(
         top_k: experts of a token.
         options: how they are chosen and weighed.
         bias: [experts] float32, added to the scores for the choice only; None to add nothing.
+        lengths: [tokens] int64. Tokens of length 0 are padding and choose no experts, so that the
+            weights of these need not be read. None if there is no padding.
 
     Returns:
         (ids of the experts [tokens, top_k] int32, the best one first, and the lowest id first among
-        equals; weights [tokens, top_k] float32). Ids are valid whatever the logits are.
+        equals; weights [tokens, top_k] float32). Ids are valid whatever the logits are; those of
+        padding are -1.
     """
     num_tokens, num_experts = logits.shape
     group_size = num_experts // options.num_groups
@@ -135,29 +144,35 @@ def route(
     assert 1 <= top_k <= group_size * options.top_groups
     assert bias is None or bias.shape == (num_experts,)
     assert bias is None or options.scoring != "softmax_of_chosen"
+    assert lengths is None or lengths.shape == (num_tokens,)
     if not runs_triton(logits):
-        return route_reference(logits, top_k, options, bias)
+        return route_reference(logits, top_k, options, bias, lengths)
     assert logits.stride(1) == 1
     assert bias is None or (bias.dtype == torch.float32 and bias.is_contiguous())
+    assert lengths is None or (lengths.dtype == torch.int64 and lengths.is_contiguous())
     ids = logits.new_empty(num_tokens, top_k, dtype=torch.int32)
     weights = logits.new_empty(num_tokens, top_k, dtype=torch.float32)
     if num_tokens == 0:
         return ids, weights
     groups_pow2, group_pow2 = pow2(options.num_groups), pow2(group_size)
     _route_kernel[(num_tokens,)](
-        logits, bias, ids, weights, logits.stride(0), options.scale,
+        logits, bias, lengths, ids, weights, logits.stride(0), options.scale,
         num_groups=options.num_groups, group_size=group_size, groups_pow2=groups_pow2,
         group_pow2=group_pow2, top_groups=options.top_groups, top_k=top_k, top_k_pow2=pow2(top_k),
         scoring=options.scoring, group_score=options.group_score, normalise=options.normalise,
         by_logits=_chooses_by_logits(options, bias), rounds_weights=options.rounds_weights,
-        min_sum=_MIN_SUM, has_bias=bias is not None,
+        min_sum=_MIN_SUM, has_bias=bias is not None, has_lengths=lengths is not None,
         num_warps=1 if groups_pow2 * group_pow2 <= 512 else 4, **launch_options(logits.device),
     )  # fmt: skip
     return ids, weights
 
 
 def route_reference(
-    logits: torch.Tensor, top_k: int, options: Routing, bias: torch.Tensor | None = None
+    logits: torch.Tensor,
+    top_k: int,
+    options: Routing,
+    bias: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`route` in plain torch."""
     wide = logits.float()
@@ -187,6 +202,8 @@ def route_reference(
     weights = weights * options.scale
     if options.rounds_weights:
         weights = weights.to(logits.dtype).float()
+    if lengths is not None:
+        ids = ids.masked_fill(lengths.unsqueeze(1) == 0, -1)
     return ids.to(torch.int32), weights
 
 
@@ -330,9 +347,9 @@ def activate_reference(
     """
     if activation != "clamped_swiglu":
         return activated(gate, activation) * up
-    gate_wide = gate.float().clamp(max=_CLAMP_LIMIT)
-    up_wide = up.float().clamp(-_CLAMP_LIMIT, _CLAMP_LIMIT)
-    wide = gate_wide * torch.sigmoid(_CLAMP_SLOPE * gate_wide) * (up_wide + 1)
+    gate_wide = gate.float().clamp(max=CLAMP_LIMIT)
+    up_wide = up.float().clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
+    wide = gate_wide * torch.sigmoid(CLAMP_SLOPE * gate_wide) * (up_wide + 1)
     return wide.to(gate.dtype)
 
 
@@ -456,7 +473,7 @@ def _run_vectors(layer: _Layer, x: torch.Tensor, out: torch.Tensor, tile: Expert
         width, x.stride(0), layer.up_offset,
         row_step=layer.row_step, top_k=layer.top_k, num_in=hidden, rows=rows,
         columns=min(pow2(hidden, MIN_DOT), tile.columns), activation=layer.activation,
-        limit=_CLAMP_LIMIT, slope=_CLAMP_SLOPE, has_bias=layer.gate_up_bias is not None,
+        limit=CLAMP_LIMIT, slope=CLAMP_SLOPE, has_bias=layer.gate_up_bias is not None,
         num_warps=tile.num_warps, **options,
     )  # fmt: skip
     columns = min(pow2(width, MIN_DOT), tile.columns)
@@ -562,16 +579,17 @@ def _run_product(
         row_step=layer.row_step if gated else 1, pairs_per_row=layer.top_k if gated else 1,
         pairs=tile.pairs, rows=rows, columns=columns, group=tile.group,
         search_pairs=0 if tile.sorts else pow2(layer.num_pairs, 64), gated=gated,
-        activation=layer.activation, limit=_CLAMP_LIMIT, slope=_CLAMP_SLOPE,
+        activation=layer.activation, limit=CLAMP_LIMIT, slope=CLAMP_SLOPE,
         has_bias=bias is not None, even=num_in % columns == 0,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_options(x.device),
     )  # fmt: skip
 
 
-@jit
+@jit_once(indices=("lengths",))
 def _route_kernel(
     logits: tensor,
     bias: tensor,
+    lengths: tensor,
     expert_ids: tensor,
     weights: tensor,
     logits_stride: tensor,
@@ -590,6 +608,7 @@ def _route_kernel(
     rounds_weights: constexpr,
     min_sum: constexpr,
     has_bias: constexpr,
+    has_lengths: constexpr,
     overlaps: constexpr,
 ) -> None:
     """One program per token. Places are [groups, experts of a group], each padded, in one row."""
@@ -650,6 +669,8 @@ def _route_kernel(
         chosen = chosen.to(logits.dtype.element_ty).to(tl.float32)
     # Where logits are not numbers, the best place may be one that no expert has.
     ids = tl.minimum(ids, num_groups * group_size - 1)
+    if has_lengths:
+        ids = tl.where(tl.load(lengths + token) == 0, -1, ids)
     tl.store(expert_ids + token * top_k + choice, ids, mask=is_choice)
     tl.store(weights + token * top_k + choice, chosen, mask=is_choice)
 

@@ -6,10 +6,10 @@ values are in the KV cache already. There are two paths, and each span of a batc
 1. **cuDNN**, the fastest kernel for large chunks on Hopper, over strided views of contiguous KV.
    It builds a plan, for tens of milliseconds, for every new shape, so it is used for round shapes
    only: `start` and `count` are multiples of `CUDNN_MULTIPLE`, and `count` is at least
-   `CUDNN_MIN_TOKENS`. Only 16-bit types, head dimensions of at most 128, no softcap, no sinks, and
-   no window that excludes any key. At `start` 0 it is one call; neighbouring spans of equal length
-   in consecutive slots share one. After a prefix it is two calls, one without mask over the prefix
-   and one causal over the chunk, merged by their log-sum-exp.
+   `CUDNN_MIN_TOKENS`. Only 16-bit types, head dimensions of at most 128, no softcap, no sinks, no
+   ALiBi, and no window that excludes any key. At `start` 0 it is one call; neighbouring spans of
+   equal length in consecutive slots share one. After a prefix it is two calls, one without mask
+   over the prefix and one causal over the chunk, merged by their log-sum-exp.
 2. **A Triton kernel** (FlashAttention-2) for all other spans together, in one launch.
 
 In the Triton kernel, a program handles the queries of a few tokens and of `heads_per_program` heads
@@ -54,6 +54,7 @@ from aquifer.kernels._triton import (
     tensor,
     tl,
 )
+from aquifer.kernels.alibi import load_slopes, with_alibi
 from aquifer.kernels.attention import attention_contiguous, attention_paged
 from aquifer.kernels.sinks import load_sinks, softmax_with_sinks
 
@@ -151,6 +152,7 @@ def prefill_attention_reference(
     window_tokens: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
 ) -> None:
     """`prefill_attention` in plain torch. Same arguments; computes in the dtype of `query`."""
     block_size = keys.shape[1]
@@ -168,6 +170,7 @@ def prefill_attention_reference(
         scores = torch.einsum("qhgd,thd->hgqt", q, k.to(q.dtype)) * scale
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
+        scores = with_alibi(scores, slopes, position, token)
         distance = position[:, None] - token
         is_visible = distance >= 0
         if window_tokens is not None:
@@ -190,6 +193,7 @@ def prefill_attention(
     window_tokens: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend causally from each chunk to all KV of its sequence.
 
@@ -208,6 +212,7 @@ def prefill_attention(
         window_tokens: attend only to this many latest tokens, the own one included.
         softcap: limit scores to (-softcap, softcap) with tanh before the softmax.
         sinks: [heads], contiguous, see `kernels/sinks.py`; None for none.
+        slopes: [heads] float32, contiguous, see `kernels/alibi.py`; None for none.
 
     Returns:
         `out`, or the new tensor, in which rows outside the spans are undefined.
@@ -217,6 +222,7 @@ def prefill_attention(
         and tables is None
         and softcap is None
         and sinks is None
+        and slopes is None
         and cudnn_takes(query, keys, values)
     )
     calls: list[Call] = []
@@ -228,11 +234,13 @@ def prefill_attention(
                 return _run_cudnn_once(query, keys, values, call, scale)
     if out is None:
         out = query.new_empty(*query.shape[:2], values.shape[3])
-    _check(query, keys, values, spans, out, scale, sinks)
+    _check(query, keys, values, spans, out, scale, sinks, slopes)
     if not spans.slots:
         return out
     if not runs_triton(query):
-        _on_cpu(query, keys, values, tables, spans, out, scale, window_tokens, softcap, sinks)
+        _on_cpu(
+            query, keys, values, tables, spans, out, scale, window_tokens, softcap, sinks, slopes
+        )
         return out
     for call in calls:
         if call.is_round:
@@ -256,6 +264,7 @@ def prefill_attention(
             window_tokens=window_tokens,
             softcap=softcap,
             sinks=sinks,
+            slopes=slopes,
         )
     return out
 
@@ -274,9 +283,10 @@ def prefill_attention_triton(
     window_tokens: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
 ) -> None:
     """`prefill_attention` with all spans in the Triton kernel, by `config` and `num_splits`."""
-    _check(query, keys, values, spans, out, scale, sinks)
+    _check(query, keys, values, spans, out, scale, sinks, slopes)
     if spans.slots:
         run_triton(
             query,
@@ -293,6 +303,7 @@ def prefill_attention_triton(
             window_tokens=window_tokens,
             softcap=softcap,
             sinks=sinks,
+            slopes=slopes,
         )
 
 
@@ -304,6 +315,7 @@ def _check(
     out: torch.Tensor,
     scale: float,
     sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
 ) -> None:
     num_tokens, num_heads, key_dim = query.shape
     assert keys.shape == (*values.shape[:3], key_dim), "query, keys and values disagree"
@@ -314,6 +326,7 @@ def _check(
     assert len(spans.slots) == len(spans.starts) == len(spans.offsets) - 1
     assert spans.offsets[-1] <= num_tokens
     assert sinks is None or (sinks.shape == (num_heads,) and sinks.is_contiguous())
+    assert slopes is None or (slopes.shape == (num_heads,) and slopes.is_contiguous())
     assert scale > 0, "scale is multiplied after the maximum is taken"
 
 
@@ -328,6 +341,7 @@ def _on_cpu(
     window_tokens: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
 ) -> None:
     places = spans.slots, spans.starts, spans.offsets
     if tables is None:
@@ -341,6 +355,7 @@ def _on_cpu(
             window_tokens=window_tokens,
             softcap=softcap,
             sinks=sinks,
+            slopes=slopes,
         )
     else:
         attention_paged(
@@ -354,6 +369,7 @@ def _on_cpu(
             window_tokens=window_tokens,
             softcap=softcap,
             sinks=sinks,
+            slopes=slopes,
         )
 
 
@@ -570,6 +586,7 @@ def run_triton(
     window_tokens: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
 ) -> None:
     """Write the rows of all spans, or of those that are not round.
 
@@ -590,6 +607,7 @@ def run_triton(
         window_tokens: likewise.
         softcap: likewise.
         sinks: likewise.
+        slopes: likewise.
     """
     num_heads, key_dim = query.shape[1:]
     _, block_size, num_kv_heads, value_dim = values.shape
@@ -632,6 +650,7 @@ def run_triton(
         spans.device_starts,
         spans.device_offsets,
         sinks,
+        slopes,
         out,
         partials,
         lse,
@@ -656,6 +675,7 @@ def run_triton(
         key_dim_pow2=pow2(key_dim, MIN_DOT),
         value_dim_pow2=pow2(value_dim, MIN_DOT),
         softcap=softcap,
+        has_slopes=slopes is not None,
         min_split_keys=max(MIN_SPLIT_KEYS, config.block_keys),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -717,6 +737,7 @@ def _attend_tiles(
     total: tensor,
     top: tensor,
     position: tensor,
+    slope: tensor,
     first_tile: tensor,
     last_tile: tensor,
     begin_key: tensor,
@@ -735,14 +756,16 @@ def _attend_tiles(
     value_dim_pow2: constexpr,
     window_tokens: constexpr,
     softcap: constexpr,
+    has_slopes: constexpr,
     is_masked: constexpr,
     sees_some: constexpr,
 ) -> tensor:
     """Continue the online softmax over tiles [first_tile, last_tile), in keys.
 
     query: [rows, key_dim]. keys, values: of the KV head. Returns acc [rows, value_dim], total
-    [rows] and top [rows], in powers of two. is_masked: no key outside [begin_key, end_key) is read.
-    sees_some: whether each query sees a key of the first tile, or has seen one.
+    [rows] and top [rows], in powers of two. slope: [rows], if has_slopes, likewise.
+    is_masked: no key outside [begin_key, end_key) is read. sees_some: whether each query sees a key
+    of the first tile, or has seen one.
     """
     dim_k = tl.arange(0, key_dim_pow2)
     dim_v = tl.arange(0, value_dim_pow2)
@@ -796,20 +819,24 @@ def _attend_tiles(
             # tanh(x) = 1 - 2 / (e^2x + 1), also correct where e^2x is 0 or infinite
             capped = 1 - 2 / (tl.exp2(scores * (factor * (2 * log2_e / softcap))) + 1)
             scores = capped * (softcap * log2_e)
+        elif has_slopes:
+            scores = scores * factor
+        if has_slopes:
+            scores += slope[:, None] * (token[None, :] - position[:, None]).to(tl.float32)
         if is_masked:
             is_visible = token[None, :] <= position[:, None]
             if window_tokens is not None:
                 is_visible &= token[None, :] > position[:, None] - window_tokens
             scores = tl.where(is_visible, scores, float("-inf"))
         # The factor is applied together with the subtraction, as one fused multiply-add.
-        if softcap is None:
+        if softcap is None and not has_slopes:
             new_top = tl.maximum(top, tl.max(scores, 1) * factor)
         else:
             new_top = tl.maximum(top, tl.max(scores, 1))
         base = new_top
         if not sees_some:
             base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        if softcap is None:
+        if softcap is None and not has_slopes:
             weights = tl.exp2(scores * factor - base[:, None])
         else:
             weights = tl.exp2(scores - base[:, None])
@@ -850,6 +877,7 @@ def _prefill_attention_kernel(
     starts: tensor,
     offsets: tensor,
     sinks: tensor,
+    slopes: tensor,
     out: tensor,
     partials: tensor,
     lse: tensor,
@@ -880,6 +908,7 @@ def _prefill_attention_kernel(
     skip_multiple: constexpr,
     skip_min_tokens: constexpr,
     has_sinks: constexpr,
+    has_slopes: constexpr,
     min_split_keys: constexpr,
 ) -> None:
     first_head = tl.program_id(0) * heads_per_program
@@ -942,31 +971,34 @@ def _prefill_attention_kernel(
     acc = tl.zeros([block_rows, value_dim_pow2], tl.float32)
     total = tl.zeros([block_rows], tl.float32)
     top = tl.full([block_rows], float("-inf"), tl.float32)
+    slope = top  # of no use without slopes
+    if has_slopes:
+        slope = load_slopes(slopes, head, is_row)
     keys += kv_head * key_head_stride
     values += kv_head * value_head_stride
     if window_tokens is not None:
         acc, total, top = _attend_tiles(
-            q, keys, values, tables, slot, acc, total, top, position,
+            q, keys, values, tables, slot, acc, total, top, position, slope,
             first_tile, tl.minimum(full_begin, stop_key), begin_key, end_key, factor,
             key_block_stride, key_token_stride, value_block_stride, value_token_stride,
             table_stride, block_keys, block_size,
-            key_dim, key_dim_pow2, value_dim, value_dim_pow2, window_tokens, softcap,
+            key_dim, key_dim_pow2, value_dim, value_dim_pow2, window_tokens, softcap, has_slopes,
             is_masked=True, sees_some=False,
         )  # fmt: skip
     acc, total, top = _attend_tiles(
-        q, keys, values, tables, slot, acc, total, top, position,
+        q, keys, values, tables, slot, acc, total, top, position, slope,
         full_begin, full_end, begin_key, end_key, factor,
         key_block_stride, key_token_stride, value_block_stride, value_token_stride,
         table_stride, block_keys, block_size,
-        key_dim, key_dim_pow2, value_dim, value_dim_pow2, window_tokens, softcap,
+        key_dim, key_dim_pow2, value_dim, value_dim_pow2, window_tokens, softcap, has_slopes,
         is_masked=False, sees_some=True,
     )  # fmt: skip
     acc, total, top = _attend_tiles(
-        q, keys, values, tables, slot, acc, total, top, position,
+        q, keys, values, tables, slot, acc, total, top, position, slope,
         diagonal_begin, stop_key, begin_key, end_key, factor,
         key_block_stride, key_token_stride, value_block_stride, value_token_stride,
         table_stride, block_keys, block_size,
-        key_dim, key_dim_pow2, value_dim, value_dim_pow2, window_tokens, softcap,
+        key_dim, key_dim_pow2, value_dim, value_dim_pow2, window_tokens, softcap, has_slopes,
         is_masked=True, sees_some=False,
     )  # fmt: skip
 

@@ -25,19 +25,19 @@ _BLOCK = 128  # batch rows of one program
 
 def decode_inputs_reference(
     slots: torch.Tensor,
-    num_prompt: torch.Tensor,
+    least_context: torch.Tensor,
     num_computed: torch.Tensor,
     last_token: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """`decode_inputs` in plain torch."""
     positions = num_computed[slots]
     lengths = torch.where(slots < 0, 0, positions + 1)
-    return last_token[slots], positions, lengths, torch.maximum(num_prompt[slots], lengths)
+    return last_token[slots], positions, lengths, torch.maximum(least_context[slots], lengths)
 
 
 def decode_inputs(
     slots: torch.Tensor,
-    num_prompt: torch.Tensor,
+    least_context: torch.Tensor,
     num_computed: torch.Tensor,
     last_token: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -45,7 +45,7 @@ def decode_inputs(
 
     Args:
         slots: [n] int64, -1 for padding.
-        num_prompt: [slots + 1], tokens of each prompt.
+        least_context: [slots + 1], the least context length of each sequence, see `ModelInput`.
         num_computed: [slots + 1], tokens in the KV cache.
         last_token: [slots + 1], id of the last token.
 
@@ -54,14 +54,14 @@ def decode_inputs(
         `ModelInput`; each [n] int64.
     """
     if not runs_triton(slots):
-        return decode_inputs_reference(slots, num_prompt, num_computed, last_token)
+        return decode_inputs_reference(slots, least_context, num_computed, last_token)
     n = len(slots)
     token_ids, positions, lengths, contexts = torch.empty(
         4, n, dtype=torch.int64, device=slots.device
     )
     _decode_inputs_kernel[(-(-n // _BLOCK),)](
-        slots, num_prompt, num_computed, last_token, token_ids, positions, lengths, contexts,
-        n, len(num_prompt) - 1, block=_BLOCK, num_warps=4, **launch_options(slots.device),
+        slots, least_context, num_computed, last_token, token_ids, positions, lengths, contexts,
+        n, len(least_context) - 1, block=_BLOCK, num_warps=4, **launch_options(slots.device),
     )  # fmt: skip
     return token_ids, positions, lengths, contexts
 
@@ -69,7 +69,7 @@ def decode_inputs(
 @jit_once(counts=("n",), indices=("slots",))
 def _decode_inputs_kernel(
     slots: tensor,
-    num_prompt: tensor,
+    least_context: tensor,
     num_computed: tensor,
     last_token: tensor,
     token_ids: tensor,
@@ -89,12 +89,12 @@ def _decode_inputs_kernel(
     column_row = tl.where(slot < 0, last_row, slot)
     position = tl.load(num_computed + column_row, mask=inside, other=0)
     length = tl.where(slot < 0, 0, position + 1)
-    prompt = tl.load(num_prompt + column_row, mask=inside, other=0)
+    least = tl.load(least_context + column_row, mask=inside, other=0)
     token = tl.load(last_token + column_row, mask=inside, other=0)
     tl.store(token_ids + row, token, mask=inside)
     tl.store(positions + row, position, mask=inside)
     tl.store(lengths + row, length, mask=inside)
-    tl.store(contexts + row, tl.maximum(prompt, length), mask=inside)
+    tl.store(contexts + row, tl.maximum(least, length), mask=inside)
 
 
 def advance_reference(

@@ -46,7 +46,9 @@ class ModelInput:
     token_ids: torch.Tensor  # [tokens] int64
     positions: torch.Tensor  # [tokens] int64
     # The context length that the rotary embedding of a token is computed for, where it depends on
-    # one ("dynamic" scaling): the prompt's length, or position + 1 beyond the prompt.
+    # one ("dynamic" scaling, longrope): the prompt's length, or position + 1 beyond the prompt. In
+    # a sequence that has outgrown one of `ModelPlan.kv_limits` it is more than that limit. 0 for
+    # rows of padding, the results of which are of no use.
     context_lengths: torch.Tensor  # [tokens] int64
 
 
@@ -107,6 +109,13 @@ class ModelPlan(Protocol):
     @property
     def max_model_len(self) -> int:
         """Longest context that the configuration allows, in tokens."""
+
+    @property
+    def kv_limits(self) -> tuple[int, ...]:
+        """Lengths in tokens, ascending, where the KV of a sequence changes; none for most models.
+
+        When a sequence gets longer than one of them, all of its KV is computed again.
+        """
 
     @property
     def kv_layout(self) -> KVLayout:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from aquifer.cache.base import AttentionOptions, KVLayout, KVView
 from aquifer.kernels import KERNEL_ALIGNMENT_BYTES
 from aquifer.kernels.activation import activate
+from aquifer.kernels.alibi import alibi_slopes
 from aquifer.kernels.experts import experts, route
 from aquifer.kernels.linear import linear, norm_linear, silu_linear
 from aquifer.kernels.norm import NormWeights, add_norm, norm_heads
@@ -49,8 +50,11 @@ class _ExpertWeights:
     """The weights of a mixture of experts."""
 
     router: torch.Tensor  # [experts, hidden]
-    up: torch.Tensor  # [experts, 2 * width, hidden], gate before up
+    up: torch.Tensor  # [experts, 2 * width, hidden], gate and up
     down: torch.Tensor  # [experts, hidden, width]
+    router_bias: torch.Tensor | None  # [experts]
+    up_bias: torch.Tensor | None  # [experts, 2 * width]
+    down_bias: torch.Tensor | None  # [experts, hidden]
     shared_gate: torch.Tensor | None  # [1, hidden]
 
 
@@ -62,7 +66,9 @@ def _rounded(number: float, dtype: torch.dtype) -> float:
 class _LayerWeights:
     """The weights of one layer; None for those that the decoder has not."""
 
-    def __init__(self, spec: DecoderSpec, tensors: _Tensors, index: int) -> None:
+    def __init__(
+        self, spec: DecoderSpec, tensors: _Tensors, index: int, slopes: torch.Tensor | None
+    ) -> None:
         name, block, heads = f"layers.{index}.", spec.block, spec.attention.head_norm
 
         def norm(place: str, of: Norm | None) -> NormWeights | None:
@@ -75,7 +81,11 @@ class _LayerWeights:
         self.index = index
         self.layer: Layer = spec.layers[index]
         self.how = AttentionOptions(
-            self.layer.scale, self.layer.window_tokens, spec.attention.softcap
+            self.layer.scale,
+            self.layer.window_tokens,
+            spec.attention.softcap,
+            tensors.get(f"{name}sinks"),
+            slopes,
         )
         self.before_attention = norm("before_attention", block.before_attention)
         self.after_attention = norm("after_attention", block.after_attention)
@@ -92,6 +102,9 @@ class _LayerWeights:
                 tensors[f"{name}router"],
                 tensors[f"{name}experts_up"],
                 tensors[f"{name}experts_down"],
+                tensors.get(f"{name}router_bias"),
+                tensors.get(f"{name}experts_up_bias"),
+                tensors.get(f"{name}experts_down_bias"),
                 tensors.get(f"{name}shared_gate"),
             )
 
@@ -104,6 +117,7 @@ class _Stream:
     """
 
     residual: torch.Tensor  # [tokens, hidden]
+    context_lengths: torch.Tensor  # [tokens], see `ModelInput`
     deltas: tuple[torch.Tensor, ...] = ()  # [tokens, hidden] each
     after: NormWeights | None = None  # norm of the only delta
     scale: float = 1.0  # factor on the deltas
@@ -134,11 +148,15 @@ class Decoder:
         self.vocab_size = spec.vocab_size
         self._embed = tensors["embed"]
         self._embed_scale = _rounded(spec.embed_scale, self._embed.dtype)
+        self._embed_norm = _norm_weights(tensors, "embed_norm", spec.embed_norm)
         self._positions = tensors.get("positions")
         self._ropes = [RotaryAngles(rope, self._embed.device) for rope in spec.ropes]
         numbers = range(len(spec.layers)) if layers is None else layers
-        self._layers = [_LayerWeights(spec, tensors, index) for index in numbers]
-        heads = spec.attention.head_norm
+        of, slopes = spec.attention, None
+        if of.has_alibi:
+            slopes = alibi_slopes(of.num_heads, self._embed.device)
+        self._layers = [_LayerWeights(spec, tensors, index, slopes) for index in numbers]
+        heads = of.head_norm
         # Whether queries and keys are normalised by the kernel that rotates them.
         self._norms_in_place = (
             heads is not None and heads.span is HeadSpan.HEAD and not heads.norm.centred
@@ -150,7 +168,7 @@ class Decoder:
     def forward(self, batch: ModelInput, kv: KVView) -> torch.Tensor:
         """See `Model.forward`."""
         angles = [rope(batch.positions, batch.context_lengths) for rope in self._ropes]
-        stream = _Stream(self._embedding(batch))
+        stream = _Stream(self._embedding(batch), batch.context_lengths)
         is_parallel = self._spec.block.is_parallel
         for layer in self._layers:
             run = self._parallel if is_parallel else self._serial
@@ -186,6 +204,8 @@ class Decoder:
         hidden = F.embedding(batch.token_ids, self._embed)
         if self._embed_scale != 1.0:
             hidden = hidden * self._embed_scale
+        if self._embed_norm is not None:
+            hidden, _ = add_norm(hidden, (), None, self._embed_norm, 1.0)
         if self._positions is not None and spec.positions is not None:
             rows = (batch.positions + spec.positions.offset).clamp(max=spec.positions.num_rows - 1)
             hidden = hidden + F.embedding(rows, self._positions)
@@ -200,7 +220,7 @@ class Decoder:
         self._add(stream, layer.after_attention, layer.out(attended))
         if layer.experts is not None:
             normed = self._normed(stream, layer.before_mlp)
-            self._add(stream, layer.after_mlp, *self._mixture(layer, layer.experts, normed))
+            self._add(stream, layer.after_mlp, *self._mixture(layer, layer.experts, normed, stream))
             return
         assert layer.mlp is not None, "a layer has an MLP or experts"
         up, down = layer.mlp
@@ -264,13 +284,24 @@ class Decoder:
         return down(activate(up, mlp.activation, is_gated=mlp.is_gated))
 
     def _mixture(
-        self, layer: _LayerWeights, weights: _ExpertWeights, x: torch.Tensor
+        self, layer: _LayerWeights, weights: _ExpertWeights, x: torch.Tensor, stream: _Stream
     ) -> tuple[torch.Tensor, ...]:
         """What the experts of each token and the shared expert add to the stream."""
         of = self._spec.experts
         assert of is not None
-        ids, factors = route(linear(x, weights.router, None), of.top_k, of.routing)
-        own = experts(x, weights.up, weights.down, ids, factors, "silu")
+        logits = linear(x, weights.router, weights.router_bias)
+        ids, factors = route(logits, of.top_k, of.routing, lengths=stream.context_lengths)
+        own = experts(
+            x,
+            weights.up,
+            weights.down,
+            ids,
+            factors,
+            of.activation,
+            weights.up_bias,
+            weights.down_bias,
+            interleaved=of.is_interleaved,
+        )
         if layer.mlp is None:
             return (own,)
         up, down = layer.mlp

@@ -34,6 +34,7 @@ class DecoderPlan:
         self.spec = spec
         self.vocab_size = spec.vocab_size
         self.max_model_len = spec.max_model_len
+        self.kv_limits = spec.kv_limits
         self.kv_layout = spec.kv_layout(dtype or stored_dtype(checkpoint))
         self._prefix = _stored_prefix(spec, checkpoint)
         self._stored = checkpoint.tensors
@@ -48,6 +49,9 @@ class DecoderPlan:
         spec, names = self.spec, self.spec.names
         hidden = spec.hidden_size
         yield self._one("embed", (spec.vocab_size, hidden), f"{self._prefix}{names.embed}.weight")
+        yield from self._norm(
+            "embed_norm", f"{self._prefix}{names.embed_norm}", spec.embed_norm, hidden
+        )
         if spec.positions is not None:
             stored = f"{self._prefix}{names.positions}.weight"
             yield self._one("positions", (spec.positions.num_rows, hidden), stored)
@@ -76,6 +80,8 @@ class DecoderPlan:
                 yield from self._head_norm(
                     f"{name}{kind}_norm", stored + getattr(names, f"{kind}_norm"), num_heads
                 )
+        if attention.has_sinks:
+            yield self._one(f"{name}sinks", (attention.num_heads,), stored + names.sinks)
         yield from self._linear(
             f"{name}out", [stored + names.out], (hidden,), rows[0], attention.out_bias
         )
@@ -105,10 +111,16 @@ class DecoderPlan:
             ]
             down = [Source(f"{stored}{names.down.format(i)}.weight", (i,)) for i in range(count)]
         else:
-            up, down = [Source(stored + names.up[0])], [Source(stored + names.down)]
+            up = [Source(stored + names.up[0], is_transposed=names.are_transposed)]
+            down = [Source(stored + names.down, is_transposed=names.are_transposed)]
         dtype, share = self.kv_layout.dtype, experts.top_k / count
         yield Parameter(f"{name}experts_up", (count, 2 * width, hidden), dtype, tuple(up), share)
         yield Parameter(f"{name}experts_down", (count, hidden, width), dtype, tuple(down), share)
+        if experts.has_bias:
+            yield self._one(f"{name}router_bias", (count,), f"{stored}{names.router}.bias")
+            up_bias, down_bias = f"{stored}{names.up[0]}_bias", f"{stored}{names.down}_bias"
+            yield self._one(f"{name}experts_up_bias", (count, 2 * width), up_bias)
+            yield self._one(f"{name}experts_down_bias", (count, hidden), down_bias)
         if experts.shared_width:
             yield from self._shared_expert(name, stored, experts.shared_width)
 

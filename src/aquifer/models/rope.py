@@ -6,7 +6,6 @@ a checkpoint gives the same tokens here and in Transformers.
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import dataclass
 
@@ -15,8 +14,6 @@ import torch
 from aquifer.fields import Fields
 from aquifer.kernels.rotary import rotary_angles
 from aquifer.models.limits import LEAST_POSITIONS, MOST_POSITIONS
-
-_log = logging.getLogger(__name__)
 
 _KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _ORIGINAL = "original_max_position_embeddings"
@@ -37,9 +34,11 @@ class RotarySettings:
     partial_factor: float  # part of each head that is rotated
     frequencies: torch.Tensor  # [rotated / 2] float32, on the host
     magnitude: float  # factor on cosines and sines
-    dynamic_factor: (
-        float | None
-    )  # of a base that grows with the context length; None if it is fixed
+    # Of a base that grows with the context length; None if it is fixed.
+    dynamic_factor: float | None = None
+    # The context length beyond which all positions have `long_frequencies`; None if there is none.
+    switch_tokens: int | None = None
+    long_frequencies: torch.Tensor | None = None  # as `frequencies`
 
     @classmethod
     def read(
@@ -91,6 +90,7 @@ class RotarySettings:
         )
         frequencies = 1.0 / theta ** _exponents(head_dim)
         magnitude, dynamic_factor = 1.0, None
+        switch_tokens, long_frequencies = None, None
         if kind == "linear":
             frequencies = frequencies / _factor(fields)
         elif kind == "dynamic":
@@ -99,29 +99,26 @@ class RotarySettings:
             frequencies = _llama3(frequencies, fields)
         elif kind == "yarn":
             frequencies, magnitude = _yarn(frequencies, theta, max_positions, fields)
-        max_model_len = _max_model_len(fields, kind, max_positions)
-        if kind == "longrope":
+        elif kind == "longrope":
             original = (fields if _ORIGINAL in fields else config).integer(
                 _ORIGINAL, LEAST_POSITIONS, MOST_POSITIONS
             )
-            frequencies, magnitude = _longrope(frequencies, original, max_positions, fields)
-            max_model_len = min(original, max_positions)
-            if max_model_len < max_positions:
-                _log.warning(
-                    "%s: contexts are limited to %d of %d tokens: in longer ones the rotary "
-                    "embedding of all earlier tokens would change (longrope)",
-                    config.file.parent,
-                    max_model_len,
-                    max_positions,
-                )
+            powers = theta ** _exponents(head_dim)
+            frequencies = 1.0 / (_factors(fields, "short_factor", head_dim) * powers)
+            magnitude = _longrope_magnitude(original, max_positions, fields)
+            if original < max_positions:
+                switch_tokens = original
+                long_frequencies = 1.0 / (_factors(fields, "long_factor", head_dim) * powers)
         return cls(
             max_positions=max_positions,
-            max_model_len=max_model_len,
+            max_model_len=_max_model_len(fields, kind, max_positions),
             theta=theta,
             partial_factor=partial,
             frequencies=frequencies,
             magnitude=magnitude,
             dynamic_factor=dynamic_factor,
+            switch_tokens=switch_tokens,
+            long_frequencies=long_frequencies,
         )
 
 
@@ -138,6 +135,9 @@ class RotaryAngles:
     def __init__(self, settings: RotarySettings, device: torch.device) -> None:
         self._settings = settings
         self._frequencies = settings.frequencies.to(device)
+        long = settings.long_frequencies
+        self._long_frequencies = None if long is None else long.to(device)
+        self._switch_tokens = settings.switch_tokens or 0
         self._exponents = _exponents(2 * len(settings.frequencies)).to(device)
 
     def __call__(
@@ -147,11 +147,16 @@ class RotaryAngles:
 
         Args:
             positions: [tokens].
-            context_lengths: [tokens], see `ModelInput`; used by dynamic scaling only.
+            context_lengths: [tokens], see `ModelInput`; used by dynamic scaling and longrope only.
         """
         frequencies, factor = self._frequencies, self._settings.dynamic_factor
         if factor is not None:
             frequencies = self._dynamic(context_lengths, factor)
+        elif self._long_frequencies is not None:
+            is_long = context_lengths > self._switch_tokens
+            frequencies = torch.where(
+                is_long.unsqueeze(1), self._long_frequencies, self._frequencies
+            )
         return rotary_angles(positions, frequencies, self._settings.magnitude)
 
     def _dynamic(self, context_lengths: torch.Tensor, factor: float) -> torch.Tensor:
@@ -212,16 +217,17 @@ def _llama3(frequencies: torch.Tensor, fields: Fields) -> torch.Tensor:
     return torch.where(wavelengths < original / high, frequencies, scaled)
 
 
-def _longrope(
-    frequencies: torch.Tensor, original: int, max_positions: int, fields: Fields
-) -> tuple[torch.Tensor, float]:
-    """Frequencies and attention magnitude of LongRoPE, for contexts of the original length."""
-    short = fields.numbers("short_factor", _LEAST, _MOST, len(frequencies))
-    factor = max_positions / original
-    magnitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+def _factors(fields: Fields, name: str, head_dim: int) -> torch.Tensor:
+    """A factor on each wavelength, [head_dim / 2]."""
+    return torch.tensor(fields.numbers(name, _LEAST, _MOST, head_dim // 2))
+
+
+def _longrope_magnitude(original: int, max_positions: int, fields: Fields) -> float:
+    """Attention magnitude of LongRoPE, the same for short and for long contexts."""
     if "attention_factor" in fields:
-        magnitude = fields.number("attention_factor", _LEAST, _MOST)
-    return frequencies / torch.tensor(short), magnitude
+        return fields.number("attention_factor", _LEAST, _MOST)
+    factor = max_positions / original
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
 
 
 def _yarn(

@@ -19,7 +19,7 @@ from enum import Enum
 import torch
 
 from aquifer.cache.base import KVLayout, LayerKV
-from aquifer.kernels.experts import Routing
+from aquifer.kernels.experts import Activation, Routing
 from aquifer.models.rope import RotarySettings
 
 
@@ -72,6 +72,8 @@ class Attention:
             (2, 3), and so on; else the first half of the rotated dimensions with the second.
         is_grouped: whether the fused projection is stored by KV head: its query heads, its key
             head, its value head; else all queries, all keys, all values.
+        has_sinks: whether each head has a sink (`aquifer.kernels.sinks`).
+        has_alibi: whether scores have linear biases (`aquifer.kernels.alibi`).
     """
 
     num_heads: int
@@ -83,6 +85,8 @@ class Attention:
     softcap: float | None = None
     is_interleaved: bool = False
     is_grouped: bool = False
+    has_sinks: bool = False
+    has_alibi: bool = False
 
     @property
     def qkv_rows(self) -> tuple[int, int, int]:
@@ -112,12 +116,15 @@ class Mlp:
 class ExpertNames:
     """Names of the stored tensors of a mixture of experts, within its layer.
 
-    Experts are stored one by one, under a name with `{}` for their number, or all in one tensor.
+    Experts are stored one by one, under a name with `{}` for their number, or all in one tensor,
+    which may be transposed: [experts, in, out]. The biases of such a tensor are in one of its name
+    and `_bias`.
     """
 
     router: str
     up: tuple[str, ...]  # gate and up of each expert, or both of all of them
     down: str
+    are_transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +137,10 @@ class Experts:
         width: width of an expert between its two products.
         routing: how a token's experts are chosen and weighed.
         shared_width: width of an expert that all tokens have, weighed by a sigmoid; 0 for none.
+        activation: how gate and up are combined.
+        has_bias: whether the router and both products have biases; only for experts that are stored
+            in one tensor.
+        is_interleaved: whether rows of gate and up alternate.
         names: ways in which they may be stored.
     """
 
@@ -138,6 +149,9 @@ class Experts:
     width: int
     routing: Routing
     shared_width: int = 0
+    activation: Activation = "silu"
+    has_bias: bool = False
+    is_interleaved: bool = False
     names: tuple[ExpertNames, ...] = ()
 
 
@@ -210,6 +224,7 @@ class Names:
 
     prefix: str = "model."
     embed: str = "embed_tokens"
+    embed_norm: str = "embed_layernorm"
     positions: str = "embed_positions"
     layer: str = "layers.{}"
     before_attention: str = "input_layernorm"
@@ -220,6 +235,7 @@ class Names:
     out: str = "self_attn.o_proj"
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    sinks: str = "self_attn.sinks"  # the tensor itself
     up: tuple[str, ...] = (
         "mlp.gate_proj",
         "mlp.up_proj",
@@ -249,6 +265,7 @@ class DecoderSpec:
         norm: after the last layer; None for none.
         head: from hidden states to logits.
         embed_scale: factor on the embeddings.
+        embed_norm: norm of the embeddings; None for none.
         positions: learned embeddings of positions; None for none.
         names: names of the stored tensors.
     """
@@ -265,8 +282,15 @@ class DecoderSpec:
     head: Head
     experts: Experts | None = None
     embed_scale: float = 1.0
+    embed_norm: Norm | None = None
     positions: Positions | None = None
     names: Names = Names()
+
+    @property
+    def kv_limits(self) -> tuple[int, ...]:
+        """See `ModelPlan.kv_limits`."""
+        lengths = {rope.switch_tokens for rope in self.ropes if rope.switch_tokens is not None}
+        return tuple(sorted(lengths))
 
     def kv_layout(self, dtype: torch.dtype) -> KVLayout:
         """Layout of one token's KV, the same in every layer."""

@@ -36,7 +36,7 @@ _DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 _MAX_HEADER_BYTES = 100 << 20  # the limit that the format's own library has
-_CONVERT_BYTES = 8 << 20  # scratch buffer for tensors whose dtype is converted while they are read
+_CONVERT_BYTES = 8 << 20  # scratch buffer for tensors that are converted or transposed
 _MOST_DIMS = 64  # dimensions of a tensor of torch
 _MOST_NAME_BYTES = 255  # of a file, in the file systems of Linux
 _MOST_NAMED = 3  # names of missing files in one message
@@ -111,23 +111,25 @@ class Checkpoint:
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Read a tensor into `out` (contiguous, on the CPU), converting if the dtypes differ.
+        """Read a tensor into `out`, converting if the dtypes differ.
+
+        Args:
+            name: the tensor's name.
+            out: of its shape, on the CPU; see `copy_elements`.
 
         Raises:
             ConfigError: the file ended early or cannot be read.
         """
         stored = self.tensors[name]
-        if stored.dtype == out.dtype:
+        if stored.dtype == out.dtype and out.is_contiguous():
             read_range(stored.file, stored.offset_bytes, out)
             return
-        flat = out.view(-1)
         step = max(_CONVERT_BYTES // stored.dtype.itemsize, 1)
-        scratch = torch.empty(min(step, flat.numel()), dtype=stored.dtype)
-        for start in range(0, flat.numel(), step):
-            part = flat[start : start + step]
-            piece = scratch[: part.numel()]
+        scratch = torch.empty(min(step, out.numel()), dtype=stored.dtype)
+        for start in range(0, out.numel(), step):
+            piece = scratch[: out.numel() - start]
             read_range(stored.file, stored.offset_bytes + start * stored.dtype.itemsize, piece)
-            part.copy_(piece)
+            copy_elements(piece, out, start)
 
 
 def read_config(folder: Path) -> Fields:
@@ -292,3 +294,31 @@ def read_range(file: Path, offset_bytes: int, out: torch.Tensor) -> None:
                 done += count
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error}") from error
+
+
+def copy_elements(elements: torch.Tensor, out: torch.Tensor, first: int) -> None:
+    """Copy elements to [first, first + n) of a tensor, counted in row-major order of its indices.
+
+    Args:
+        elements: [n], contiguous, of any dtype.
+        out: contiguous, or matrices that are each transposed, [..., rows, columns].
+        first: number of the first element.
+    """
+    if out.is_contiguous():
+        out.view(-1)[first : first + len(elements)].copy_(elements)
+        return
+    num_rows, width = out.shape[-2:]
+    matrices = out.view(-1, num_rows, width)
+    done = 0
+    while done < len(elements):
+        row, column = divmod(first + done, width)
+        index, row = divmod(row, num_rows)
+        whole_rows = min((len(elements) - done) // width, num_rows - row)
+        if column or not whole_rows:  # a part of a row
+            count = min(len(elements) - done, width - column)
+            matrices[index, row, column : column + count].copy_(elements[done : done + count])
+        else:
+            count = whole_rows * width
+            part = elements[done : done + count].view(whole_rows, width)
+            matrices[index, row : row + whole_rows].copy_(part)
+        done += count

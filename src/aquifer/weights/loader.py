@@ -2,7 +2,7 @@
 
 For a device, a few threads read the files in large stretches, each with many tensors or a part of
 one, into page-locked buffers. Each buffer is copied to the device as a whole, and its tensors are
-copied from there to their places, with a conversion of dtype where needed:
+copied from there to their places, converted to another dtype or transposed where needed:
 
     file --read--> buffer (page-locked) --copy--> stage (device) --scatter--> parameters
 
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from aquifer.weights.checkpoint import Checkpoint, StoredTensor, read_range
+from aquifer.weights.checkpoint import Checkpoint, StoredTensor, copy_elements, read_range
 
 BUFFER_BYTES = 16 << 20
 """Size of one copy to the device. Copies of 8 MB or more reach the full speed of the bus."""
@@ -67,7 +67,8 @@ def load_tensors(
 
     Args:
         checkpoint: the checkpoint with the stored tensors.
-        jobs: (name of a stored tensor, contiguous tensor of its shape to fill), in file order.
+        jobs: (name of a stored tensor, tensor of its shape to fill), in file order; see
+            `copy_elements`.
         on_bytes: called after each read with the number of stored bytes in it.
 
     Raises:
@@ -117,7 +118,7 @@ def plan_stretches(
 
 
 def scatter(stage: torch.Tensor, stretch: Stretch) -> None:
-    """Copy each piece of a stretch to its destination, with a conversion where dtypes differ.
+    """Copy each piece of a stretch to its destination; see `copy_elements`.
 
     Args:
         stage: uint8, the bytes of the stretch, on the device of the tensors to fill.
@@ -127,15 +128,13 @@ def scatter(stage: torch.Tensor, stretch: Stretch) -> None:
         begin = piece.offset_bytes - stretch.begin_bytes
         source = stage[begin : begin + piece.num_bytes]
         dtype = piece.stored.dtype
-        if dtype == piece.out.dtype:
+        if dtype == piece.out.dtype and piece.out.is_contiguous():
             out = piece.out.view(-1).view(torch.uint8)
             out[piece.start_bytes : piece.start_bytes + piece.num_bytes].copy_(source)
             continue
         if begin % dtype.itemsize:  # a file whose tensors are not aligned
             source = source.clone()
-        first = piece.start_bytes // dtype.itemsize
-        out = piece.out.view(-1)[first : first + piece.num_bytes // dtype.itemsize]
-        out.copy_(source.view(dtype))
+        copy_elements(source.view(dtype), piece.out, piece.start_bytes // dtype.itemsize)
 
 
 class _Buffer:

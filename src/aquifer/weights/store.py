@@ -34,11 +34,22 @@ _RANDOM_STD = 0.02  # standard deviation that most models are initialised with
 class Source:
     """A tensor of the checkpoint, and the part of a parameter that it fills.
 
-    `parameter[index]` must be contiguous and of the stored tensor's shape.
+    `parameter[index]` must be contiguous and of the stored tensor's shape, or, if that is
+    transposed, of its shape with the last two dimensions swapped.
+
+    A transposed tensor is stored as [..., in, out] and becomes [..., out, in], as the kernels read
+    weights. It is transposed while it is loaded, also after an eviction: the copies to the device
+    take longer than that.
     """
 
     name: str
     index: tuple[int | slice, ...] = ()
+    is_transposed: bool = False
+
+    def part(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The part of a parameter that it fills, a view of the stored tensor's shape."""
+        part = parameter[self.index]
+        return part.mT if self.is_transposed else part
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +276,7 @@ class WeightStore:
         """
         check_sources(checkpoint, self.parameters)
         jobs = [
-            (source.name, self.tensors[parameter.name][source.index])
+            (source.name, source.part(self.tensors[parameter.name]))
             for parameter in self.parameters
             for source in parameter.sources
         ]
@@ -307,7 +318,7 @@ def check_sources(checkpoint: Checkpoint, parameters: Iterable[Parameter]) -> No
     for parameter in parameters:
         whole = torch.empty(parameter.shape, device="meta")
         for source in parameter.sources:
-            _check(checkpoint, source.name, tuple(whole[source.index].shape))
+            _check(checkpoint, source.name, tuple(source.part(whole).shape))
 
 
 def check_fits(pool: PagePool, model: str, parameters: Sequence[Parameter]) -> None:

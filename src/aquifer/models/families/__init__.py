@@ -10,12 +10,14 @@ from collections.abc import Callable
 
 from aquifer.fields import Fields
 from aquifer.models.families import (
+    bloom,
     cohere,
     falcon,
     gemma,
     glm,
     gpt2,
     gpt_neox,
+    gpt_oss,
     llama,
     moe,
     olmo,
@@ -34,6 +36,7 @@ for something that the decoder does not implement.
 """
 
 FAMILIES: dict[str, Family] = {
+    "bloom": bloom.read,
     "cohere": cohere.read,
     "cohere2": cohere.read,
     "exaone4": olmo.read_exaone,
@@ -44,11 +47,13 @@ FAMILIES: dict[str, Family] = {
     "glm4": glm.read,
     "gpt2": gpt2.read,
     "gpt_neox": gpt_neox.read,
+    "gpt_oss": gpt_oss.read,
     "granite": llama.read,
     "llama": llama.read,
     "ministral": llama.read,
     "mistral": llama.read,
     "mixtral": moe.read,
+    "mpt": bloom.read_mpt,
     "olmo2": olmo.read_second,
     "olmo3": olmo.read_third,
     "olmoe": moe.read,

@@ -10,19 +10,15 @@ from aquifer.models.spec import Attention, Block, DecoderSpec, Head, Layer, Mlp,
 
 def read(fields: Fields, architecture: str) -> DecoderSpec:
     """Read a configuration of GPT-2."""
-    renamed = {
-        "hidden_size": "n_embd",
-        "num_hidden_layers": "n_layer",
-        "num_attention_heads": "n_head",
-        "max_position_embeddings": "n_positions",
-    }
-    sizes_given = {ours: fields.values.get(stored) for ours, stored in renamed.items()}
-    known = fields.with_defaults(
+    known = reading.renamed(
+        fields,
         {
-            **{name: value for name, value in sizes_given.items() if value is not None},
-            "activation_function": "gelu_new",
-        }
-    )
+            "hidden_size": "n_embd",
+            "num_hidden_layers": "n_layer",
+            "num_attention_heads": "n_head",
+            "max_position_embeddings": "n_positions",
+        },
+    ).with_defaults({"activation_function": "gelu_new"})
     if known.flag("add_cross_attention", default=False):
         raise UnsupportedModelError(architecture, "it attends to an encoder")
     sizes = reading.read_sizes(known)

@@ -21,7 +21,7 @@ from aquifer.models.spec import (
     Mlp,
 )
 
-_MOST_EXPERTS = 1 << 12
+MOST_EXPERTS = 1 << 12
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "mixtral": {
@@ -125,7 +125,7 @@ def _experts(fields: Fields, known: Fields) -> Experts:
     is_mixtral = model_type == "mixtral"
     # Versions of Transformers write either name.
     given = [name for name in ("num_experts", "num_local_experts") if name in fields]
-    count = known.integer((given or ["num_experts"])[0], 1, _MOST_EXPERTS)
+    count = known.integer((given or ["num_experts"])[0], 1, MOST_EXPERTS)
     normalises = is_mixtral or known.flag("norm_topk_prob", default=False)
     width_name = "moe_intermediate_size" if "qwen" in model_type else "intermediate_size"
     shared_width = 0

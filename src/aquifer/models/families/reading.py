@@ -82,6 +82,17 @@ def read_sizes(fields: Fields, *, kv_heads: str = "num_key_value_heads") -> Size
     )
 
 
+def renamed(fields: Fields, names: dict[str, str]) -> Fields:
+    """The same fields, and some under the names that `read_sizes` knows, unless they have these.
+
+    Args:
+        fields: the configuration.
+        names: names in the configuration, by the usual ones.
+    """
+    values = {ours: fields.values[stored] for ours, stored in names.items() if stored in fields}
+    return fields.with_defaults(values)
+
+
 def read_width(fields: Fields, name: str = "intermediate_size", default: int | None = None) -> int:
     """Width of an MLP."""
     return fields.integer(name, 1, MOST_WIDTH, default=default)

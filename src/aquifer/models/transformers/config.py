@@ -57,7 +57,10 @@ def load_config(checkpoint: Checkpoint) -> Any:
     """
     fields, architecture = checkpoint.fields, checkpoint.architecture
     if fields.values.get("quantization_config"):
-        raise UnsupportedModelError(architecture, "its weights are quantised")
+        raise UnsupportedModelError(
+            architecture,
+            "its weights are quantised (quantization_config); use a checkpoint in bfloat16",
+        )
     model_type = fields.text("model_type")
     if model_type not in CONFIG_MAPPING:
         custom = (

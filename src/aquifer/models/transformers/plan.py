@@ -38,6 +38,7 @@ class TransformersPlan:
     """
 
     state_layout: StateLayout | None = None  # recurrent architectures are refused
+    kv_limits: tuple[int, ...] = ()  # contexts end where KV would change
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None) -> None:
         self._architecture = checkpoint.architecture
