@@ -11,6 +11,7 @@ from collections.abc import Callable
 from aquifer.fields import Fields
 from aquifer.models.families import (
     cohere,
+    deepseek,
     falcon,
     gemma,
     glm,
@@ -36,6 +37,8 @@ for something that the decoder does not implement.
 FAMILIES: dict[str, Family] = {
     "cohere": cohere.read,
     "cohere2": cohere.read,
+    "deepseek_v2": deepseek.read,
+    "deepseek_v3": deepseek.read,
     "exaone4": olmo.read_exaone,
     "falcon": falcon.read,
     "gemma": gemma.read,
