@@ -155,7 +155,37 @@ ARCHITECTURES = {
     **{name: OUR_DECODER[name] for name in ("gemma2", "gemma3_text", "phi", "olmo2", "cohere2")},
     **{name: OUR_DECODER[name] for name in ("gpt2", "gpt_neox", "opt", "glm4", "stablelm")},
     "gpt_bigcode": TRANSFORMERS["gpt_bigcode"],
+    "deepseek_v2": lambda: latent(transformers.DeepseekV2Config, 16, q_lora_rank=None),
+    "deepseek_v3": lambda: latent(
+        transformers.DeepseekV3Config, 128, q_lora_rank=96, n_group=2, topk_group=2
+    ),
 }
+
+
+def latent(kind: Any, num_heads: int, **fields: Any) -> Any:
+    """A model with the attention of DeepSeek-V2-Lite, or of V3: the sizes that kernels are for.
+
+    Each token has all experts: where the best ones are chosen, rounding changes which they are.
+    """
+    return kind(
+        vocab_size=199,
+        hidden_size=128,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        n_routed_experts=4,
+        num_experts_per_tok=4,
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
+        max_position_embeddings=128,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        pad_token_id=0,
+        **fields,
+    )
 
 
 @pytest.mark.parametrize(
