@@ -235,7 +235,8 @@ def head_products(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> N
     if num_tokens > MAX_TILE_TOKENS:
         torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
         return
-    block_n = min(pow2(n, MIN_DOT), 128)
+    # In float32, which tensor cores do not multiply, longer products spill registers.
+    block_n = min(pow2(n, MIN_DOT), 16 if x.dtype == torch.float32 else 128)
     block_m = min(pow2(m, MIN_DOT), 64)
     while block_m > MIN_DOT and num_heads * -(-m // block_m) < count_multiprocessors(x.device):
         block_m //= 2

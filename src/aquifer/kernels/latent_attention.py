@@ -456,9 +456,6 @@ def _attend_tiles(
     keys: tensor,
     tables: tensor,
     slot: tensor,
-    acc: tensor,
-    total: tensor,
-    top: tensor,
     position: tensor,
     first_key: tensor,
     last_key: tensor,
@@ -473,63 +470,45 @@ def _attend_tiles(
     value_dim_pow2: constexpr,
     rope_dim: constexpr,
     rope_dim_pow2: constexpr,
-    is_masked: constexpr,
 ) -> tensor:
-    """Continue the online softmax over the tiles that begin in [first_key, last_key).
+    """Attend to the tiles that begin in [first_key, last_key), with an online softmax.
 
     q_latent: [rows, value_dim], q_rope: [rows, rope_dim], position: [rows]. Returns acc [rows,
-    value_dim], total [rows] and top [rows], in powers of two. is_masked: keys at or after `end_key`
-    are not read, and those after a query's position not seen; else no tile has any.
+    value_dim], total [rows] and top [rows], in powers of two. Keys at or after `end_key` are not
+    read. With a loop of their own for tiles that need no mask, both loops would spill registers.
     """
+    rows: constexpr = q_latent.shape[0]
+    acc = tl.zeros([rows, value_dim_pow2], tl.float32)
+    total = tl.zeros([rows], tl.float32)
+    top = tl.full([rows], float("-inf"), tl.float32)
     dim_v = tl.arange(0, value_dim_pow2)
     dim_r = tl.arange(0, rope_dim_pow2)
     column = tl.arange(0, block_keys)
     for tile_key in range(first_key, last_key, block_keys):
         token = tile_key + column
-        if block_size is None or block_size % block_keys == 0:
-            # The tile is in one block: one 64-bit address and offsets of 32 bits, which take fewer
-            # registers.
-            if block_size is None:
-                block = slot
-                first_place = tile_key
-            else:
-                block = tl.load(tables + slot * table_stride + tile_key // block_size)
-                first_place = tile_key % block_size
-            places = block.to(tl.int64) * block_stride + first_place.to(tl.int64) * token_stride
-            latent_from = keys + places + (column[:, None] * token_stride + dim_v[None, :])
-            rope_from = keys + places + (column[:, None] * token_stride + (value_dim + dim_r)[None, :])
+        if block_size is None:
+            block = slot
+            place = token
+        elif block_size % block_keys == 0:  # the whole tile is in one block
+            block = tl.load(tables + slot * table_stride + tile_key // block_size)
+            place = token % block_size
         else:
             entry = tables + slot * table_stride + token // block_size
-            if is_masked:
-                block = tl.load(entry, mask=token < end_key, other=0)
-            else:
-                block = tl.load(entry)
-            places = block.to(tl.int64) * block_stride + (token % block_size) * token_stride
-            latent_from = keys + places[:, None] + dim_v[None, :]
-            rope_from = keys + places[:, None] + (value_dim + dim_r)[None, :]
-        if is_masked:
-            is_token = (token < end_key)[:, None]
-            latent = tl.load(latent_from, mask=is_token & (dim_v < value_dim)[None, :], other=0.0)
-            rope = tl.load(rope_from, mask=is_token & (dim_r < rope_dim)[None, :], other=0.0)
-        else:
-            if value_dim == value_dim_pow2:
-                latent = tl.load(latent_from)
-            else:
-                latent = tl.load(latent_from, mask=(dim_v < value_dim)[None, :], other=0.0)
-            if rope_dim == rope_dim_pow2:
-                rope = tl.load(rope_from)
-            else:
-                rope = tl.load(rope_from, mask=(dim_r < rope_dim)[None, :], other=0.0)
+            block = tl.load(entry, mask=token < end_key, other=0)
+            place = token % block_size
+        from_row = keys + (block.to(tl.int64) * block_stride + place.to(tl.int64) * token_stride)
+        latent_from = from_row[:, None] + dim_v[None, :]
+        rope_from = from_row[:, None] + (value_dim + dim_r)[None, :]
+        is_token = (token < end_key)[:, None]
+        latent = tl.load(latent_from, mask=is_token & (dim_v < value_dim)[None, :], other=0.0)
+        rope = tl.load(rope_from, mask=is_token & (dim_r < rope_dim)[None, :], other=0.0)
 
         scores = _products(q_latent, latent, value_dim_pow2)  # [rows, keys]
         scores = tl.dot(q_rope, tl.trans(rope), scores, input_precision="ieee")
-        if is_masked:
-            scores = tl.where(token[None, :] <= position[:, None], scores, float("-inf"))
+        scores = tl.where(token[None, :] <= position[:, None], scores, float("-inf"))
         # The factor is applied together with the subtraction, as one fused multiply-add.
         new_top = tl.maximum(top, tl.max(scores, 1) * factor)
-        base = new_top
-        if is_masked:
-            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp2(scores * factor - base[:, None])
         decay = tl.exp2(top - base)
         total = total * decay + tl.sum(weights, 1)
@@ -641,15 +620,12 @@ def _latent_decode_kernel(
             query + row * query_row_stride + head * query_head_stride,
             is_head, value_dim, value_dim_pow2, rope_dim, rope_dim_pow2,
         )  # fmt: skip
-        acc = tl.zeros([block_heads, value_dim_pow2], tl.float32)
-        total = tl.zeros([block_heads], tl.float32)
-        top = tl.full([block_heads], float("-inf"), tl.float32)
         position = tl.zeros([block_heads], tl.int32) + (length - 1)
         acc, total, top = _attend_tiles(
-            q_latent, q_rope, keys, tables, slot.to(tl.int64), acc, total, top, position,
+            q_latent, q_rope, keys, tables, slot.to(tl.int64), position,
             tile_begin * block_tokens, tile_end * block_tokens, length, factor,
             block_stride, token_stride, table_stride, block_tokens, block_size,
-            value_dim, value_dim_pow2, rope_dim, rope_dim_pow2, is_masked=True,
+            value_dim, value_dim_pow2, rope_dim, rope_dim_pow2,
         )  # fmt: skip
 
         if not releases_early and row == last_row:
@@ -763,31 +739,17 @@ def _latent_prefill_kernel(
         is_row, value_dim, value_dim_pow2, rope_dim, rope_dim_pow2,
     )  # fmt: skip
 
-    # Queries of the program see keys [0, end_key), and all of them [0, full_end). This split's
-    # keys are [first_key, stop_key).
+    # Queries of the program see keys [0, end_key). This split's are [first_key, stop_key).
     end_key = start + tl.minimum(first_token + block_tokens, count)
-    full_end = (start + first_token + 1) // block_keys * block_keys
     split = tl.program_id(2) % num_splits
     split_keys = tl.cdiv(tl.cdiv(end_key, num_splits), block_keys) * block_keys
     split_keys = tl.maximum(split_keys, min_split_keys)
     first_key = split * split_keys
     stop_key = tl.minimum(first_key + split_keys, end_key)
-    diagonal_begin = tl.maximum(full_end, first_key)
-
-    acc = tl.zeros([block_rows, value_dim_pow2], tl.float32)
-    total = tl.zeros([block_rows], tl.float32)
-    top = tl.full([block_rows], float("-inf"), tl.float32)
     acc, total, top = _attend_tiles(
-        q_latent, q_rope, keys, tables, slot, acc, total, top, position,
-        first_key, tl.minimum(full_end, stop_key), end_key, factor,
+        q_latent, q_rope, keys, tables, slot, position, first_key, stop_key, end_key, factor,
         block_stride, token_stride, table_stride, block_keys, block_size,
-        value_dim, value_dim_pow2, rope_dim, rope_dim_pow2, is_masked=False,
-    )  # fmt: skip
-    acc, total, top = _attend_tiles(
-        q_latent, q_rope, keys, tables, slot, acc, total, top, position,
-        diagonal_begin, stop_key, end_key, factor,
-        block_stride, token_stride, table_stride, block_keys, block_size,
-        value_dim, value_dim_pow2, rope_dim, rope_dim_pow2, is_masked=True,
+        value_dim, value_dim_pow2, rope_dim, rope_dim_pow2,
     )  # fmt: skip
 
     # Rows that are not stored may have seen no key, and so may rows of a split.
