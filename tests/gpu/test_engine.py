@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,7 +150,7 @@ def _free_memory() -> Iterator[None]:
 
 # --- bfloat16 --------------------------------------------------------------------------------
 
-ARCHITECTURES = {
+ARCHITECTURES: dict[str, Callable[[], Any]] = {
     **{name: OUR_DECODER[name] for name in ("llama", "qwen3", "mistral")},
     **{name: OUR_DECODER[name] for name in ("gemma2", "gemma3_text", "phi", "olmo2", "cohere2")},
     **{name: OUR_DECODER[name] for name in ("gpt2", "gpt_neox", "opt", "glm4", "stablelm")},

@@ -12,7 +12,6 @@ from aquifer.kernels.latent import (
     latent_rope_write_reference,
 )
 
-
 MAX_ERROR = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 

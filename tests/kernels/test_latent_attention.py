@@ -225,9 +225,7 @@ def test_half_precision(device, dtype):
 @pytest.mark.parametrize("num_heads", [1, 3, 4, 16, 20, 128])
 def test_chunks(device, block_size, num_heads):
     """A first chunk, one after a prefix, and one of a single token."""
-    kv = make_kv(
-        device, [5, 37, 20], num_queries=14, num_heads=num_heads, block_size=block_size
-    )
+    kv = make_kv(device, [5, 37, 20], num_queries=14, num_heads=num_heads, block_size=block_size)
     check_chunks(kv, [0, 32, 19], [5, 5, 1], first_row=2)
 
 

@@ -41,8 +41,8 @@ LATENT = (
 """Heads, dtype, and tokens of a block, for attention over latent KV."""
 MAX_STACK_BYTES = 768
 """Local memory of a thread. It is slow, and a GPU sets it aside for all threads that
-it can run at once: a gigabyte for 4 KiB. Latent attention of 64 heads needs the most: 160 bytes with
-Triton 3.6, all of them outside of its loop, and 672 with Triton 3.9."""
+it can run at once: a gigabyte for 4 KiB. Latent attention of 64 heads needs the most: 160 bytes
+with Triton 3.6, all of them outside of its loop, and 672 with Triton 3.9."""
 
 
 class NotingDriver:

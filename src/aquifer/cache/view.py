@@ -245,9 +245,7 @@ class StepView:
         query, out = query[:num_decodes], out[:num_decodes]
         slots, lengths = rows.slots[:num_decodes], rows.decode_lengths
         if self._layout.layers[layer].is_latent:
-            found = self._workspaces.latent.get(
-                query, values.shape[-1], paged=tables is not None
-            )
+            found = self._workspaces.latent.get(query, values.shape[-1], paged=tables is not None)
             latent_decode_attention(
                 query, keys, tables, slots, lengths, out, *found, scale=_only_scale(how)
             )

@@ -98,7 +98,9 @@ class WarmUp:
         self._device = driver.device
         self._max_seqs = max_seqs
         self._num_tokens = num_tokens
-        self.round_prompts = RoundPrompts(num_tokens, max_tokens)
+        # cuDNN does not attend to latent KV.
+        takes_cudnn = any(not layer.is_latent for layer in model.kv_layout.layers)
+        self.round_prompts = RoundPrompts(num_tokens if takes_cudnn else 0, max_tokens)
         # A chunk of a prompt, after a prefix that is long enough for attention to be split.
         count = min(_CHUNK_TOKENS, num_tokens, max_tokens)
         start = min(_PREFIX_TOKENS, max_tokens - count)

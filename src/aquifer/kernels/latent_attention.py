@@ -1,6 +1,6 @@
 """Attention over latent KV: multi-head latent attention (DeepSeek-V2), for either cache layout.
 
-The KV of a token is one row for all heads, `[latent, rotated key]`, for example 512 and 64 elements.
+The KV of a token is one row for all heads, `[latent, rotated key]`, such as 512 and 64 elements.
 Expanded, head h's key is `[K_h latent, rotated key]` and its value `V_h latent`, with matrices K_h
 and V_h of the model. Nothing is expanded here (the absorbed form): the caller multiplies each
 head's query by K_h, and the result by V_h, so that all heads attend to the same rows:
