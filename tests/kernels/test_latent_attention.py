@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.kernels.attention_kv import place_kv
 
+from aquifer.cache.base import AttentionOptions, KVLayout, LayerKV, Rows, Spans
+from aquifer.cache.view import StepView, Workspaces
 from aquifer.kernels import latent_attention
 from aquifer.kernels.latent_attention import (
     DecodeConfig,
@@ -293,3 +296,36 @@ def test_host_without_triton():
         kv.query[39:], kv.keys, None, kv.slots, lengths, last, workspace, config, scale=SCALE
     )
     torch.testing.assert_close(last[0], expected[:, 39])
+
+
+@pytest.mark.parametrize("block_size", [None, 16])
+def test_steps_of_decodes_and_chunks_by_a_view(device, block_size):
+    """A `StepView` runs both kernels over a layer with latent KV, and again for the next layer."""
+    counts, starts = [1, 1, 6, 3], [33, 4, 17, 0]
+    lengths = [start + count for start, count in zip(starts, counts, strict=True)]
+    first = make_kv(device, lengths, num_queries=11, block_size=block_size)
+    layers = [first, replace(first, query=-2 * first.query, keys=first.keys.clone())]
+    slots, tables = first.slots, first.tables
+    spans = Spans.make(slots.cpu().numpy(), np.array(starts), np.array(counts))
+    all_slots, positions = (torch.from_numpy(part).to(device) for part in spans.rows())
+    chunks = PrefillSpans.of(slots.tolist()[2:], starts[2:], spans.offsets.tolist()[2:], device)
+    rows = Rows(all_slots, positions, positions[:2] + 1, chunks)
+    layout = KVLayout((LayerKV(1, 48, 32, is_latent=True),) * 2, torch.float32)
+    pairs = [(kv.keys, kv.keys[..., :32]) for kv in layers]
+    view = StepView(layout, pairs, rows, tables, Workspaces())
+    for index, kv in enumerate(layers):
+        everything = PrefillSpans.of(slots.tolist(), starts, spans.offsets.tolist(), device)
+        expected = kv.out().double()
+        latent_prefill_attention_reference(
+            kv.query.double(), kv.keys, tables, everything, expected, scale=SCALE
+        )
+        how = AttentionOptions(SCALE)
+        assert_close(view.attend(index, kv.query, how), expected)
+        out = torch.full((16, 4, 32), torch.nan, device=device)
+        query = torch.zeros(16, 4, 56, device=device)[..., :48]  # padded to a captured size
+        query[:11] = kv.query
+        view.attend_into(index, query, out, how)
+        assert_close(out[:11], expected)
+        assert out[11:].isnan().all()
+    with pytest.raises(AssertionError, match="neither window"):
+        view.attend(0, layers[0].query, AttentionOptions(SCALE, window_tokens=3))
