@@ -125,12 +125,13 @@ def test_real_models(name: str, tmp_path: Path) -> None:
     assert has_experts == [i >= config.first_k_dense_replace for i in range(num_layers)]
 
 
-def test_router_and_its_bias_stay_in_float32(tmp_path: Path) -> None:
+def test_the_bias_of_routers_stays_in_float32(tmp_path: Path) -> None:
     plan = plan_model(save_config(tmp_path, V3))
+    assert isinstance(plan, DecoderPlan)
     wide = {p.name.partition(".")[2] for p in plan.parameters if p.dtype == torch.float32}
-    assert wide == {
-        f"{index}.{name}" for index in range(3, 61) for name in ("router", "choice_bias")
-    }
+    assert wide == {f"{index}.choice_bias" for index in range(3, 61)}
+    assert plan.spec.experts is not None
+    assert plan.spec.experts.routes_in_float32
 
 
 def test_queries_are_compressed_unless_the_rank_is_null() -> None:

@@ -49,7 +49,7 @@ class _Linear:
 class _ExpertWeights:
     """The weights of a mixture of experts."""
 
-    router: torch.Tensor  # [experts, hidden], in float32 if the product is
+    router: torch.Tensor  # [experts, hidden]
     choice_bias: torch.Tensor | None  # [experts] float32
     up: torch.Tensor  # [experts, 2 * width, hidden], gate before up
     down: torch.Tensor  # [experts, hidden, width]
@@ -287,7 +287,8 @@ class Decoder:
         """What the experts of each token and the shared expert add to the stream."""
         of = self._spec.experts
         assert of is not None
-        logits = linear(x.to(weights.router.dtype), weights.router, None)
+        out_dtype = torch.float32 if of.routes_in_float32 else None
+        logits = linear(x, weights.router, None, out_dtype=out_dtype)
         ids, factors = route(logits, of.top_k, of.routing, weights.choice_bias)
         own = experts(x, weights.up, weights.down, ids, factors, "silu")
         if layer.mlp is None:

@@ -121,9 +121,7 @@ class DecoderPlan:
         assert experts is not None, "a layer has them"
         names = self._expert_names(experts, stored)
         count, width, dtype = experts.count, experts.width, self.kv_layout.dtype
-        router = (Source(f"{stored}{names.router}.weight"),)
-        router_dtype = torch.float32 if experts.routes_in_float32 else dtype
-        yield Parameter(f"{name}router", (count, hidden), router_dtype, router)
+        yield self._one(f"{name}router", (count, hidden), f"{stored}{names.router}.weight")
         if experts.has_choice_bias:
             bias = (Source(stored + self.spec.names.choice_bias),)
             yield Parameter(f"{name}choice_bias", (count,), torch.float32, bias)

@@ -191,7 +191,7 @@ class Experts:
         shared_width: width of an expert that all tokens have; 0 for none.
         is_shared_gated: whether that expert is weighed by a sigmoid.
         has_choice_bias: whether a bias is added to the scores for the choice.
-        routes_in_float32: whether the router's weight and its product are in float32.
+        routes_in_float32: whether the router's logits are left in float32.
         names: ways in which they may be stored.
     """
 
