@@ -15,6 +15,20 @@ from aquifer.kernels.latent import (
 MAX_ERROR = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
+def test_queries_are_rotated_in_place(device):
+    random = torch.Generator().manual_seed(1)
+    query = torch.randn(3, 20, 24, generator=random).to(device)[..., 16:]
+    row, angles = torch.randn(3, 24, generator=random).to(device), torch.rand(3, 4).to(device)
+    keys, places = torch.zeros(3, 1, 1, 24, device=device), torch.arange(3, device=device)
+    rest = row, row[0, :16], angles.cos(), angles.sin()
+    target = keys, places, 0 * places
+    expected = torch.zeros_like(query)
+    options = {"eps": 1e-6, "is_interleaved": True}
+    latent_rope_write(query, *rest, expected, *target, **options)
+    latent_rope_write(query, *rest, query, *target, **options)
+    assert torch.equal(query, expected)
+
+
 @pytest.mark.parametrize("is_interleaved", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(

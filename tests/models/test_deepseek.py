@@ -12,11 +12,16 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tests.architectures import OUR_DECODER, save_tiny
+from tests.models.serving import StepKV, loaded_model, served_logits
 
+from aquifer.cache import KV_CACHES
 from aquifer.cache.base import KVLayout, LayerKV
+from aquifer.engine.params import SamplingParams
 from aquifer.errors import ConfigError, UnsupportedModelError
 from aquifer.fields import Fields
-from aquifer.models import plan_model
+from aquifer.kernels.prefill_attention import prefill_attention
+from aquifer.llm import LLM
+from aquifer.models import latent, plan_model
 from aquifer.models.decoder_plan import DecoderPlan
 from aquifer.models.families import FAMILIES
 from aquifer.models.spec import DecoderSpec, LatentAttention
@@ -229,6 +234,53 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
     check_sources(checkpoint, plan.parameters)
     assert list(plan.parameters) == list(before.parameters)
     assert len(plan.kv_layout.layers) == 3
+
+
+@pytest.mark.parametrize(
+    "name", ["deepseek_v2", "deepseek_v2-groups", "deepseek_v3", "deepseek_v3-plain"]
+)
+@pytest.mark.parametrize("least_tokens", [3, 4])
+def test_whole_prompts_are_expanded(
+    name: str, least_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits are those of Transformers, whether or not the first chunks are long enough."""
+    reference = save_tiny(OUR_DECODER[name](), tmp_path)
+    expanded: list[tuple[int, ...]] = []
+
+    def attend(query: torch.Tensor, keys: torch.Tensor, *others: Any, **options: Any) -> Any:
+        expanded.append(tuple(keys.shape))
+        return prefill_attention(query, keys, *others, **options)
+
+    monkeypatch.setattr(latent, "prefill_attention", attend)
+    monkeypatch.setattr(latent, "LEAST_PROMPT_TOKENS", least_tokens)
+    random = torch.Generator().manual_seed(3)
+    sequences = [torch.randint(199, (count,), generator=random) for count in (17, 6, 11)]
+    with loaded_model(Checkpoint.open(tmp_path), plan_model) as model:
+        logits = served_logits(model, sequences, StepKV)
+    # The first step has 3 tokens of two sequences each, in any of 3 layers.
+    assert expanded == [(1, 3, 4, 24)] * (6 if least_tokens == 3 else 0)
+    with torch.no_grad():
+        for ids, actual in zip(sequences, logits, strict=True):
+            torch.testing.assert_close(actual, reference(ids[None]).logits[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kv_cache", KV_CACHES)
+def test_expanded_prompts_are_found_by_later_requests(
+    kv_cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an expanded prompt leaves in the cache is what it leaves otherwise."""
+    save_tiny(OUR_DECODER["deepseek_v2"](), tmp_path, 2)
+    random = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(199, (n,), generator=random).tolist() for n in (33, 70, 12)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    results = []
+    for least_tokens in (10**9, 8):
+        monkeypatch.setattr(latent, "LEAST_PROMPT_TOKENS", least_tokens)
+        with LLM(tmp_path, memory="16MiB", kv_cache=kv_cache) as llm:
+            for _ in range(2):
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+                results.append([output.outputs[0].token_ids for output in outputs])
+    assert results == results[:1] * 4
 
 
 def tiny_tensors(folder: Path) -> tuple[Checkpoint, dict[str, torch.Tensor]]:

@@ -17,7 +17,7 @@ from aquifer.kernels.latent_attention import (
     latent_decode_attention,
     latent_prefill_attention,
 )
-from aquifer.kernels.prefill_attention import prefill_attention
+from aquifer.kernels.prefill_attention import PrefillSpans, prefill_attention
 
 
 class _Arguments(TypedDict):
@@ -93,6 +93,12 @@ class KVView(Protocol):
             layer: index into `KVLayout.layers`.
             key: [tokens, kv_heads, key_dim], rotated already.
             value: [tokens, kv_heads, value_dim]; where KV is latent, the first part of the key.
+        """
+
+    def whole_prompts(self) -> PrefillSpans | None:
+        """The chunks of a step that has no other rows, and in which each begins its sequence.
+
+        None for any other step, and for one whose sequences are not known while it is captured.
         """
 
     def attend(self, layer: int, query: torch.Tensor, how: AttentionOptions) -> torch.Tensor:
@@ -177,6 +183,13 @@ class StepView:
         keys[self._row_places] = key
         if not self._layout.layers[layer].is_latent:
             values[self._row_places] = value
+
+    def whole_prompts(self) -> PrefillSpans | None:
+        """See `KVView.whole_prompts`."""
+        chunks = self._rows.chunks
+        if chunks is None or self._rows.num_decodes or any(chunks.starts):
+            return None
+        return chunks
 
     def attend(self, layer: int, query: torch.Tensor, how: AttentionOptions) -> torch.Tensor:
         """See `KVView.attend`."""

@@ -79,7 +79,8 @@ def latent_rope_write(
         weight: [latent], weight of the norm.
         cos: [tokens, rope_dim / 2] float32, contiguous, see `rotary`.
         sin: [tokens, rope_dim / 2] float32, contiguous.
-        rotated: [tokens, heads, rope_dim], overwritten with the rotated queries; last stride 1.
+        rotated: [tokens, heads, rope_dim], overwritten with the rotated queries; last stride 1. It
+            may be `query` itself.
         keys: [slots, max_tokens, 1, latent + rope_dim] or [blocks, block_size, 1, ...]; last stride
             1, others any.
         row_first: [tokens] int64, first index into the KV cache; below 0 for padding, for which

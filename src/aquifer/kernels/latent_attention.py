@@ -18,7 +18,8 @@ rotated part, so that nothing is padded to a power of two between 576 and 1024.
 - **Chunks of prompts**: a program handles the heads of a few tokens, as in `prefill_attention.py`.
   For a pair of tokens this takes 2 * (576 + 512) operations a head, where expanded keys and values
   of 192 and 128 elements take 2 * (192 + 128): 3.4 times as many. In exchange nothing is expanded,
-  whose cost grows with the prefix for every chunk, and no memory is taken for it.
+  whose cost grows with the prefix for every chunk, and no memory is taken for it. Long prompts
+  without a prefix are expanded and do not come here (`models/latent.py`).
 
 Shapes throughout: `keys` are [blocks, block_size, 1, value_dim + rope_dim]; the last stride is 1,
 the others are any. Paged: `tables` [slots, max_blocks] are the block tables, a slot's blocks in

@@ -103,6 +103,26 @@ class PrefillSpans:
         on_device = [torch.tensor(part, dtype=torch.int64, device=device) for part in lists]
         return cls(*lists, on_device[0], on_device[1], on_device[2])
 
+    @property
+    def least_tokens(self) -> int:
+        """Tokens of the shortest chunk."""
+        return min(end - begin for begin, end in _pairs(self.offsets))
+
+    def alone(self, index: int) -> PrefillSpans:
+        """One of the chunks, without earlier tokens, as if its sequence were in slot 0. Not for
+        cuDNN."""
+        assert self.starts[index] == 0
+        zero = self.device_starts[index : index + 1]
+        return PrefillSpans(
+            slots=[0],
+            starts=[0],
+            offsets=self.offsets[index : index + 2],
+            device_slots=zero,
+            device_starts=zero,
+            device_offsets=self.device_offsets[index : index + 2],
+            uses_cudnn=False,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Config:
@@ -133,7 +153,9 @@ def default_config(key_dim: int, value_dim: int, dtype: torch.dtype) -> Config:
     if dim <= 128:
         return Config(block_rows=128, block_keys=64, num_warps=8, num_stages=3)
     if dim <= 256:
-        return Config(block_rows=128, block_keys=32, num_warps=8, num_stages=3)
+        # The sums take fewer registers where only keys are that long, as in latent attention.
+        block_keys = 64 if value_dim <= 128 else 32
+        return Config(block_rows=128, block_keys=block_keys, num_warps=8, num_stages=3)
     if dim <= 512:
         return Config(block_rows=64, block_keys=16, num_warps=8, num_stages=2)
     return Config(block_rows=16, block_keys=16, num_warps=8, num_stages=1)
