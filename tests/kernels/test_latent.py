@@ -23,9 +23,8 @@ def test_queries_are_rotated_in_place(device):
     rest = row, row[0, :16], angles.cos(), angles.sin()
     target = keys, places, 0 * places
     expected = torch.zeros_like(query)
-    options = {"eps": 1e-6, "is_interleaved": True}
-    latent_rope_write(query, *rest, expected, *target, **options)
-    latent_rope_write(query, *rest, query, *target, **options)
+    for rotated in (expected, query):
+        latent_rope_write(query, *rest, rotated, *target, eps=1e-6, is_interleaved=True)
     assert torch.equal(query, expected)
 
 
