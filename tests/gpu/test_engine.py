@@ -167,25 +167,42 @@ def latent(kind: Any, num_heads: int, **fields: Any) -> Any:
 
     Each token has all experts: where the best ones are chosen, rounding changes which they are.
     """
-    return kind(
-        vocab_size=199,
-        hidden_size=128,
-        intermediate_size=96,
-        moe_intermediate_size=32,
-        n_routed_experts=4,
-        num_experts_per_tok=4,
-        num_hidden_layers=3,
-        first_k_dense_replace=1,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_heads,
-        max_position_embeddings=128,
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        pad_token_id=0,
-        **fields,
+    sizes = {
+        "vocab_size": 199,
+        "hidden_size": 128,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads,
+        "max_position_embeddings": 128,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "pad_token_id": 0,
+    }
+    return kind(**{**sizes, **fields})
+
+
+@pytest.mark.parametrize("kv_cache", KV_CACHES)
+def test_long_prompts_of_latent_attention(kv_cache: str, tmp_path: Path) -> None:
+    """Whole prompts are expanded where a step is not captured, as one with log probabilities of its
+    prompt; others are not, nor are prompts of which a part is cached."""
+    config = latent(
+        transformers.DeepseekV2Config, 16, q_lora_rank=None, max_position_embeddings=2048
     )
+    save_tiny(config, tmp_path, SEED)
+    prompts = random_prompts((600, 513, 700))
+    params = [greedy(12, prompt_logprobs=1), greedy(12)]
+    with open_llm(tmp_path, dtype="float32", kv_cache=kv_cache) as llm:
+        results = [generate(llm, prompts, each) for each in (*params, params[1])]
+    model = load(tmp_path, torch.float32)
+    for outputs in results:
+        assert_best(model, prompts, outputs)
 
 
 @pytest.mark.parametrize(
