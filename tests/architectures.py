@@ -45,6 +45,35 @@ def _rope(kind: str, **parameters: Any) -> dict[str, Any]:
     return {"rope_type": kind, "rope_theta": 10000.0, **parameters}
 
 
+def _latent() -> dict[str, Any]:
+    """Sizes of a DeepSeek model with a dense layer before two of experts."""
+    return {
+        **GQA,
+        "num_key_value_heads": GQA["num_attention_heads"],
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 12,
+    }
+
+
+def _latent_yarn(mscale: float) -> dict[str, Any]:
+    """As in the checkpoints of DeepSeek, but for the lengths."""
+    return _rope(
+        "yarn",
+        factor=_FACTOR,
+        original_max_position_embeddings=ORIGINAL_TOKENS,
+        beta_fast=32,
+        beta_slow=1,
+        mscale=mscale,
+        mscale_all_dim=mscale,
+    )
+
+
 OUR_DECODER: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**GQA),
     "llama-biases": lambda: transformers.LlamaConfig(**GQA, attention_bias=True, mlp_bias=True),
@@ -262,6 +291,37 @@ OUR_DECODER: dict[str, Callable[[], Any]] = {
         max_seq_len=MAX_TOKENS,
         attn_config={"softmax_scale": 0.3},
     ),
+    "deepseek_v2": lambda: transformers.DeepseekV2Config(
+        **_latent(),
+        q_lora_rank=None,
+        topk_method="greedy",
+        routed_scaling_factor=1.5,
+        rope_parameters=_latent_yarn(0.707),
+    ),
+    "deepseek_v2-groups": lambda: transformers.DeepseekV2Config(
+        **_latent(),
+        q_lora_rank=20,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=4.0,
+    ),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **_latent(),
+        q_lora_rank=20,
+        n_group=4,
+        topk_group=2,
+        rope_parameters=_latent_yarn(1.0),
+    ),
+    "deepseek_v3-plain": lambda: transformers.DeepseekV3Config(
+        **_latent(),
+        q_lora_rank=None,
+        n_group=1,
+        topk_group=1,
+        n_shared_experts=2,
+        norm_topk_prob=False,
+        rope_interleave=False,
+    ),
     "falcon": lambda: transformers.FalconConfig(
         **_MHA, new_decoder_architecture=True, num_kv_heads=2, bias=True
     ),
@@ -292,19 +352,12 @@ TRANSFORMERS: dict[str, Callable[[], Any]] = {
         **GQA, head_dim=16, num_local_experts=4, num_experts_per_tok=2
     ),
     "persimmon": lambda: transformers.PersimmonConfig(**_MHA, intermediate_size=96),
-    "deepseek_v3": lambda: transformers.DeepseekV3Config(
-        **{**GQA, "num_key_value_heads": 4},
-        moe_intermediate_size=24,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
+    "deepseek_v3-biases": lambda: transformers.DeepseekV3Config(
+        **_latent(),
         n_group=1,
         topk_group=1,
-        first_k_dense_replace=1,
-        kv_lora_rank=16,
-        q_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=16,
-        v_head_dim=12,
+        q_lora_rank=None,
+        attention_bias=True,
     ),
 }
 """Architectures that `aquifer.models.transformers` serves."""
@@ -354,5 +407,8 @@ def save_tiny(config: Any, folder: Path, seed: int = 1) -> Any:
             torch.nn.init.normal_(tensor, std=1.5 * tensor.shape[-1] ** -0.5)
         else:
             tensor.data += 0.2 * torch.randn_like(tensor)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.2 * torch.randn_like(buffer))
     model.save_pretrained(folder)
     return model

@@ -16,8 +16,8 @@ BEGIN = "<!-- models: written by tools/support_table.py -->\n"
 END = "<!-- end of models -->\n"
 
 _OTHERS = (
-    "DeepSeek-V3, and most other decoder-only models that Transformers has, as "
-    "well as what our own decoder lacks of a family: OPT-350M, older Falcons"
+    "most other decoder-only models that Transformers has, as well as what our own decoder lacks "
+    "of a family: OPT-350M, older Falcons"
 )
 _REFUSED = (
     "encoder-decoders, state-space models (so far), other models with ALiBi or attention sinks, "

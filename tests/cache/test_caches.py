@@ -43,7 +43,15 @@ OWNER, OTHER = Owner("a", Kind.KV), Owner("b", Kind.KV)
 SMALL_TOKENS = KVLayout((LayerKV(2, 16, 16), LayerKV(1, 24, 8)), torch.float32)
 ODD_TOKENS = KVLayout((LayerKV(3, 40, 24), LayerKV(1, 56, 24)), torch.float32)  # 1088 bytes
 LARGE_TOKENS = KVLayout((LayerKV(4, 96, 96), LayerKV(2, 128, 64)), torch.float32)  # over a page
-LAYOUTS = {"small": SMALL_TOKENS, "odd": ODD_TOKENS, "large": LARGE_TOKENS}
+LATENT_TOKENS = KVLayout(
+    (LayerKV(1, 24, 16, is_latent=True), LayerKV(1, 72, 40, is_latent=True)), torch.float32
+)
+LAYOUTS = {
+    "small": SMALL_TOKENS,
+    "odd": ODD_TOKENS,
+    "large": LARGE_TOKENS,
+    "latent": LATENT_TOKENS,
+}
 
 
 class Harness:
@@ -95,6 +103,8 @@ class Harness:
                 sinks = 3 * torch.randn(2 * heads, generator=self.generator)
             slopes = alibi_slopes(2 * heads, torch.device("cpu")) if has_slopes else None
             how = AttentionOptions(0.2, window_tokens, softcap, sinks, slopes)
+            if layer.is_latent:  # its kernels know no other options
+                value, how = key[..., : layer.value_dim], AttentionOptions(0.2)
             for each in (view, dense_view):
                 each.write(index, key, value)
             actual = view.attend(index, query, how)
@@ -219,14 +229,15 @@ def test_no_two_slots_share_bytes(harness):
         harness.step([0, 3, 5], counts)
     seen: set[int] = set()
     for slot in (0, 3, 5):
-        for layer in range(len(harness.layout.layers)):
+        for layer, kv in enumerate(harness.layout.layers):
             keys, values = harness.cache.tensors.layers[layer]
             for position in range(int(harness.lengths[slot])):
                 at = (slot, position)
                 if harness.name == "paged":
                     block = harness.cache.blocks(slot, position + 1)[-1]
                     at = (block, position % BLOCK_SIZE)
-                for tensor in (keys[at], values[at]):
+                # A latent value is a part of its key.
+                for tensor in (keys[at],) if kv.is_latent else (keys[at], values[at]):
                     # [kv_heads, head_dim], contiguous
                     assert tensor.is_contiguous()
                     elements = range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, 4)
@@ -518,6 +529,37 @@ def test_layout_splits_a_token_into_layers():
     assert (k1.shape, v1.shape) == ((2, 1, 56), (2, 1, 24))
     flat = torch.cat([part.flatten(1) for part in (k0, v0, k1, v1)], dim=1)
     assert torch.equal(flat, tokens)
+
+
+def test_layout_of_latent_tokens():
+    """A value is a part of its key, and takes no bytes of its own."""
+    assert LATENT_TOKENS.token_elements == 24 + 72
+    assert LATENT_TOKENS.token_bytes == 4 * (24 + 72)
+    tokens = torch.arange(2 * LATENT_TOKENS.token_elements).view(2, -1)
+    (k0, v0), (k1, v1) = LATENT_TOKENS.split(tokens)
+    assert k0[1].tolist() == [list(range(96, 120))]
+    assert v0[1].tolist() == [list(range(96, 112))]
+    assert k1[0].tolist() == [list(range(24, 96))]
+    assert v1[0].tolist() == [list(range(24, 64))]
+    assert (v0.data_ptr(), v1.data_ptr()) == (k0.data_ptr(), k1.data_ptr())
+    assert LATENT_TOKENS.alignments(128) == [(0, 0), (96, 96)]
+    assert LATENT_TOKENS.attention_operations(5) == 2 * 5 * (24 + 16 + 72 + 40)
+
+
+def test_writing_latent_tokens_leaves_their_values_alone():
+    """What is given as the value is not written over the key."""
+    pool = PagePool(HostDriver(), 16 * PAGE, PAGE)
+    cache = kv_cache("virtual", BLOCK_SIZE)(pool, OWNER, LATENT_TOKENS, MAX_SEQS, MAX_TOKENS)
+    assert cache.reserve(np.array([1]), np.array([2]))
+    spans = Spans.make(np.array([1]), np.array([0]), np.array([2]))
+    view = cache.tensors.view(Rows.of(spans, 0, CPU))
+    view.write(0, torch.ones(2, 1, 24), torch.zeros(2, 1, 16))
+    keys, values, first, second = view.destination(0)
+    assert (keys[first, second] == 1).all()
+    assert (values[first, second] == 1).all()
+    cache.release(1)
+    cache.close()
+    pool.close()
 
 
 def test_spans_name_every_row():

@@ -33,10 +33,10 @@ SEED, OTHER_SEED = 2, 5  # of the first shape, of the second
 CLEAR_GAP = 1e-4
 """The least lead of the best logit; far more than what the order of additions changes."""
 
-EVERYWHERE = ("qwen2-window", "gemma2", "qwen3_moe", "opt-350m-style", "deepseek_v3")
+EVERYWHERE = ("qwen2-window", "gemma2", "qwen3_moe", "opt-350m-style", "deepseek_v2", "deepseek_v3")
 """The architectures that run in every configuration: our decoder, with layers that have a window
-beside layers that have none, with soft caps, and with experts; a model of Transformers; and one of
-keys and values that differ in size."""
+beside layers that have none, with soft caps, with experts, and with latent KV; and a model of
+Transformers."""
 
 EVERY_CASE = os.environ.get("EVERY_CASE") == "1"
 """Whether every architecture runs in every configuration, in both shapes: `make test-families`."""

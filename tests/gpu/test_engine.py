@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,7 +150,7 @@ def _free_memory() -> Iterator[None]:
 
 # --- bfloat16 --------------------------------------------------------------------------------
 
-ARCHITECTURES = {
+ARCHITECTURES: dict[str, Callable[[], Any]] = {
     **{name: OUR_DECODER[name] for name in ("llama", "qwen3", "mistral")},
     **{name: OUR_DECODER[name] for name in ("gemma2", "gemma3_text", "phi", "olmo2", "cohere2")},
     **{name: OUR_DECODER[name] for name in ("gpt2", "gpt_neox", "opt", "glm4", "stablelm")},
@@ -159,7 +159,54 @@ ARCHITECTURES = {
         for name in ("gpt_oss", "gpt_oss-no-biases", "phi3-longrope", "bloom")
     },
     **{name: TRANSFORMERS[name] for name in ("gpt_bigcode", "helium", "nemotron")},
+    "deepseek_v2": lambda: latent(transformers.DeepseekV2Config, 16, q_lora_rank=None),
+    "deepseek_v3": lambda: latent(
+        transformers.DeepseekV3Config, 128, q_lora_rank=96, n_group=2, topk_group=2
+    ),
 }
+
+
+def latent(kind: Any, num_heads: int, **fields: Any) -> Any:
+    """A model with the attention of DeepSeek-V2-Lite, or of V3: the sizes that kernels are for.
+
+    Each token has all experts: where the best ones are chosen, rounding changes which they are.
+    """
+    sizes = {
+        "vocab_size": 199,
+        "hidden_size": 128,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads,
+        "max_position_embeddings": 128,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "pad_token_id": 0,
+    }
+    return kind(**{**sizes, **fields})
+
+
+@pytest.mark.parametrize("kv_cache", KV_CACHES)
+def test_long_prompts_of_latent_attention(kv_cache: str, tmp_path: Path) -> None:
+    """Whole prompts are expanded where a step is not captured, as one with log probabilities of its
+    prompt; others are not, nor are prompts of which a part is cached."""
+    config = latent(
+        transformers.DeepseekV2Config, 16, q_lora_rank=None, max_position_embeddings=2048
+    )
+    save_tiny(config, tmp_path, SEED)
+    prompts = random_prompts((600, 513, 700))
+    params = [greedy(12, prompt_logprobs=1), greedy(12)]
+    with open_llm(tmp_path, dtype="float32", kv_cache=kv_cache) as llm:
+        results = [generate(llm, prompts, each) for each in (*params, params[1])]
+    model = load(tmp_path, torch.float32)
+    for outputs in results:
+        assert_best(model, prompts, outputs)
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,23 @@ def test_tiles(
             assert error(result, exact) < MAX_ERROR[dtype], tile
 
 
+@pytest.mark.usefixtures("overlap")
+@pytest.mark.parametrize("num_tokens", [1, 3, 40])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+)
+def test_sums_in_float32(device: torch.device, num_tokens: int, dtype: torch.dtype) -> None:
+    """They are not rounded to the dtype of the factors."""
+    random = Random(device, dtype, 4)
+    x, weight = random.rows(num_tokens, 100), random(37, 100)
+    exact = exact_product(x, weight, None)
+    tiles = SMALL_TILES[min(num_tokens, 3)] if num_tokens <= MAX_TILE_TOKENS else ()
+    for tile in (None, *tiles):
+        result = linear(x, weight, None, tile, out_dtype=torch.float32)
+        assert result.dtype == torch.float32
+        assert error(result, exact) < MAX_ERROR[torch.float32], tile
+
+
 def test_sums_of_several_programs_are_always_the_same(device: torch.device) -> None:
     random = Random(device, torch.float16, 1)
     x, weight = random(4, 256), random(64, 256)

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from aquifer.cache import view
-from aquifer.cache.base import AttentionOptions, Rows
+from aquifer.cache.base import AttentionOptions, KVLayout, LayerKV, Rows
 from aquifer.kernels import Recording
 from aquifer.kernels._triton import launch, not_recorded
-from aquifer.kernels.decode_attention import DecodeWorkspaces
 
 
 class Kernel:
@@ -124,7 +123,9 @@ def test_layers_with_sinks_of_their_own_share_a_recording(monkeypatch: pytest.Mo
     monkeypatch.setattr(view, "decode_attention", attend)
     layers = [(torch.zeros(1, 4, 2, 1), torch.zeros(1, 4, 2, 1)) for _ in range(3)]
     one = torch.zeros(1, dtype=torch.int64)
-    step = view.StepView(layers, Rows(one, one, one + 1, None), None, DecodeWorkspaces())
+    layout = KVLayout((LayerKV(2, 1, 1),) * 3, torch.float32)
+    rows = Rows(one, one, one + 1, None)
+    step = view.StepView(layout, layers, rows, None, view.Workspaces())
     query, out = torch.full((1, 16, 1), 0.5), torch.zeros(1, 16, 1)
 
     def attended(layer: int, sinks: torch.Tensor | None) -> torch.Tensor:

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from aquifer.cache.base import AttentionOptions, IntArray, KVLayout, KVView, Spans
+from aquifer.kernels.prefill_attention import PrefillSpans
 
 
 class DenseKV:
@@ -37,6 +38,9 @@ class _DenseView:
         assert key.shape[0] == value.shape[0] == len(slots)
         keys[slots, positions] = key
         values[slots, positions] = value
+
+    def whole_prompts(self) -> PrefillSpans | None:
+        return None
 
     def attend(self, layer: int, query: torch.Tensor, how: AttentionOptions) -> torch.Tensor:
         keys, values = self._layers[layer]

@@ -11,8 +11,7 @@ import torch
 from tests.models.dense_kv import DenseKV
 
 from aquifer.cache.base import IntArray, KVLayout, KVView, Rows, Spans
-from aquifer.cache.view import StepView
-from aquifer.kernels.decode_attention import DecodeWorkspaces
+from aquifer.cache.view import StepView, Workspaces
 from aquifer.memory.driver import open_driver
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.models.base import Model, ModelInput, ModelPlan
@@ -52,12 +51,13 @@ class StepKV:
     def __init__(self, layout: KVLayout, num_slots: int, max_tokens: int) -> None:
         shape = (num_slots, max_tokens, layout.token_elements)
         # Not a number, so that a read of KV that was never written shows in the result.
+        self._layout = layout
         self._layers = layout.split(torch.full(shape, torch.nan, dtype=layout.dtype))
 
     def view(self, slots: IntArray, starts: IntArray, counts: IntArray) -> KVView:
         """KV of one step, which writes [starts, starts + counts) of each slot."""
         rows = Rows.of(Spans.make(slots, starts, counts), 0, torch.device("cpu"))
-        return StepView(self._layers, rows, None, DecodeWorkspaces())
+        return StepView(self._layout, self._layers, rows, None, Workspaces())
 
 
 class _Views(Protocol):

@@ -35,7 +35,11 @@ from aquifer.weights.checkpoint import Checkpoint
 
 ARCHITECTURES = OUR_DECODER | TRANSFORMERS
 OTHER_KV = {
-    "deepseek_v3": LayerKV(4, 24, 12),  # expanded from what Transformers caches
+    **{
+        name: LayerKV(1, 32, 24, is_latent=True)  # Transformers caches both parts apart
+        for name in ("deepseek_v2", "deepseek_v2-groups", "deepseek_v3", "deepseek_v3-plain")
+    },
+    "deepseek_v3-biases": LayerKV(4, 24, 12),  # expanded from what Transformers caches
     "falcon": LayerKV(2, 16, 16),  # Transformers caches a copy of them for each query head
     "falcon-one-norm": LayerKV(2, 16, 16),
 }
@@ -58,7 +62,10 @@ def test_plan_agrees_with_a_run_of_transformers(name: str, tmp_path: Path) -> No
     )
     assert plan.kv_layout == KVLayout(layers, torch.float32)
     assert plan.vocab_size == output.logits.shape[-1]
-    assert plan.num_parameters == sum(p.numel() for p in reference.parameters())
+    tensors = dict(reference.named_parameters())
+    if name in OUR_DECODER:  # the bias of routers is a buffer in Transformers
+        tensors |= {key: b for key, b in reference.named_buffers() if key in checkpoint.tensors}
+    assert plan.num_parameters == sum(tensor.numel() for tensor in tensors.values())
     assert 0 < plan.max_model_len <= MAX_TOKENS
     assert plan.state_layout is None
     for field in ("kv_layout", "vocab_size", "max_model_len"):

@@ -13,6 +13,7 @@ from aquifer.cache.base import AttentionOptions
 from aquifer.cache.layout import KVLayout
 from aquifer.kernels import KERNEL_ALIGNMENT_BYTES
 from aquifer.kernels.experts import experts
+from aquifer.kernels.prefill_attention import PrefillSpans
 from aquifer.models import Model, ModelInput, decoder, plan_model
 from aquifer.weights.checkpoint import Checkpoint
 
@@ -38,6 +39,9 @@ class Visited:
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         raise AssertionError("our decoder writes where `destination` says")
+
+    def whole_prompts(self) -> PrefillSpans | None:
+        return None
 
     def attend(self, layer: int, query: torch.Tensor, how: AttentionOptions) -> torch.Tensor:
         self.layers.append(layer)

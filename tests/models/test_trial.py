@@ -21,7 +21,7 @@ MAX_TOKENS = 64
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=["helium", "deepseek_v3"])
+@pytest.fixture(scope="module", params=["helium", "granitemoe"])
 def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Model]:

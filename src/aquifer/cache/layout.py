@@ -9,16 +9,39 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """The KV of one token in one layer."""
+    """The KV of one token in one layer.
+
+    Args:
+        num_kv_heads: heads of keys and values.
+        key_dim: elements of a head's key.
+        value_dim: elements of a head's value.
+        is_latent: whether a value is the first `value_dim` elements of its key, without bytes of
+            its own: the compressed KV of multi-head latent attention, one row for all heads.
+    """
 
     num_kv_heads: int
     key_dim: int
     value_dim: int
+    is_latent: bool = False
+
+    def __post_init__(self) -> None:
+        assert not self.is_latent or self.num_kv_heads == 1
+        assert not self.is_latent or self.value_dim < self.key_dim
+
+    @property
+    def key_elements(self) -> int:
+        """Elements of the keys of all heads."""
+        return self.num_kv_heads * self.key_dim
 
     @property
     def num_elements(self) -> int:
         """Elements of K and V together."""
-        return self.num_kv_heads * (self.key_dim + self.value_dim)
+        return self.key_elements + (0 if self.is_latent else self.num_kv_heads * self.value_dim)
+
+    @property
+    def value_start(self) -> int:
+        """Elements before the first value."""
+        return 0 if self.is_latent else self.key_elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +50,7 @@ class KVLayout:
 
     Token-major means that all layers of a token are neighbours, so that one page holds whole
     tokens and a sequence grows by one mapping, where the layout of vAttention (section 5) needs
-    two a layer.
+    two a layer. A layer of latent attention has `[latent, rotated key]`, and no V.
 
     A model without KV has no layers, and its tokens no bytes.
     """
@@ -61,9 +84,9 @@ class KVLayout:
         found = []
         offset = 0
         for layer in self.layers:
-            middle = offset + layer.num_kv_heads * layer.key_dim
-            places = (offset * self.dtype.itemsize, middle * self.dtype.itemsize)
-            found.append((places[0] % num_bytes, places[1] % num_bytes))
+            places = (offset, offset + layer.value_start)
+            key, value = (place * self.dtype.itemsize % num_bytes for place in places)
+            found.append((key, value))
             offset += layer.num_elements
         return found
 
@@ -74,15 +97,20 @@ class KVLayout:
             tokens: [..., token_elements] of `dtype`.
 
         Returns:
-            For each layer, K as [..., kv_heads, key_dim] and V as [..., kv_heads, value_dim].
+            For each layer, K as [..., kv_heads, key_dim] and V as [..., kv_heads, value_dim], which
+            is a part of K where KV is latent.
         """
         views = []
         offset = 0
         for layer in self.layers:
-            middle = offset + layer.num_kv_heads * layer.key_dim
+            middle = offset + layer.key_elements
             end = offset + layer.num_elements
             keys = tokens[..., offset:middle].unflatten(-1, (layer.num_kv_heads, layer.key_dim))
-            values = tokens[..., middle:end].unflatten(-1, (layer.num_kv_heads, layer.value_dim))
+            if layer.is_latent:
+                values = keys[..., : layer.value_dim]
+            else:
+                shape = (layer.num_kv_heads, layer.value_dim)
+                values = tokens[..., middle:end].unflatten(-1, shape)
             views.append((keys, values))
             offset = end
         return views

@@ -20,9 +20,8 @@ from aquifer.cache.copies import PendingCopies
 from aquifer.cache.journal import CopiedIn, CopiedOut, Copies, Entered, KVOp
 from aquifer.cache.layout import KVLayout
 from aquifer.cache.spans import IntArray, Rows
-from aquifer.cache.view import StepView
+from aquifer.cache.view import StepView, Workspaces
 from aquifer.errors import ConfigError, InvariantError
-from aquifer.kernels.decode_attention import DecodeWorkspaces
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.memory.range import VirtualRange
 from aquifer.memory.residency import Residency
@@ -126,7 +125,7 @@ class KVTensors:
         shape: as given.
         range: the addresses.
         residency: the pages under them.
-        layers: K and V of each layer, [rows, row_tokens, kv_heads, dim] each.
+        layers: K and V of each layer, [rows, row_tokens, kv_heads, dim] each; see `KVLayout.split`.
         table: [slots, blocks of a slot] int32, on the host; empty where rows are slots.
     """
 
@@ -144,7 +143,7 @@ class KVTensors:
             stride=(shape.row_bytes // layout.dtype.itemsize, layout.token_elements, 1),
         )
         self.layers = layout.split(tokens)
-        self._workspaces = DecodeWorkspaces()
+        self._workspaces = Workspaces()
         self._copies = PendingCopies(self.range, shape.row_bytes)
         device = pool.driver.device
         self.table: npt.NDArray[np.int32] = np.zeros(shape.table_shape or (0, 0), np.int32)
@@ -283,7 +282,8 @@ class KVTensors:
 
         It reads tensors only, so that a captured step stays valid as its rows change.
         """
-        return StepView(self.layers, rows, self._device_table, self._workspaces)
+        layout = self.shape.layout
+        return StepView(layout, self.layers, rows, self._device_table, self._workspaces)
 
     def _require_no_copies(self) -> None:
         assert not self._copies, "pending copies come first: call make_copies"

@@ -8,11 +8,17 @@ from typing import Protocol, TypedDict
 
 import torch
 
+from aquifer.cache.layout import KVLayout, LayerKV
 from aquifer.cache.spans import Rows
 from aquifer.kernels import Recording
 from aquifer.kernels.decode_attention import DecodeWorkspaces, decode_attention
 from aquifer.kernels.kv_write import kv_write
-from aquifer.kernels.prefill_attention import prefill_attention
+from aquifer.kernels.latent_attention import (
+    LatentWorkspaces,
+    latent_decode_attention,
+    latent_prefill_attention,
+)
+from aquifer.kernels.prefill_attention import PrefillSpans, prefill_attention
 
 
 class _Arguments(TypedDict):
@@ -64,6 +70,14 @@ class AttentionOptions:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Workspaces:
+    """Workspaces of the kernels for rows that decode, kept from step to step."""
+
+    heads: DecodeWorkspaces = field(default_factory=DecodeWorkspaces)
+    latent: LatentWorkspaces = field(default_factory=LatentWorkspaces)
+
+
 class KVView(Protocol):
     """The addresses of one step's KV, with attention over them. Made by `KVTensors.view`.
 
@@ -86,7 +100,13 @@ class KVView(Protocol):
         Args:
             layer: index into `KVLayout.layers`.
             key: [tokens, kv_heads, key_dim], rotated already.
-            value: [tokens, kv_heads, value_dim].
+            value: [tokens, kv_heads, value_dim]; where KV is latent, the first part of the key.
+        """
+
+    def whole_prompts(self) -> PrefillSpans | None:
+        """The chunks of a step that has no other rows, and in which each begins its sequence.
+
+        None for any other step, and for one whose sequences are not known while it is captured.
         """
 
     def attend(self, layer: int, query: torch.Tensor, how: AttentionOptions) -> torch.Tensor:
@@ -94,7 +114,8 @@ class KVView(Protocol):
 
         Args:
             layer: index into `KVLayout.layers`.
-            query: [tokens, heads, key_dim], rotated already.
+            query: [tokens, heads, key_dim], rotated already; where KV is latent, multiplied by
+                the matrix that a latent row would be expanded with.
             how: scale, window and the like.
 
         Returns:
@@ -113,29 +134,34 @@ class KVSource(Protocol):
 
 
 class StepView:
-    """The `KVView` of both layouts, which differ only in whether a token is found by a table.
+    """The `KVView` of both caches, which differ only in whether a token is found by a table.
+
+    Layers with latent KV have kernels of their own.
 
     Args:
+        layout: layout of one token's KV.
         layers: K and V of each layer, [slots, max_tokens, kv_heads, dim], or for a paged cache
             [blocks, block_size, kv_heads, dim].
         rows: the step's tokens.
         tables: [slots, max_blocks], the blocks of each slot; None where a slot is contiguous.
-        workspaces: workspaces of the decode kernel, kept from step to step.
+        workspaces: workspaces of the decode kernels.
     """
 
     def __init__(
         self,
+        layout: KVLayout,
         layers: Sequence[tuple[torch.Tensor, torch.Tensor]],
         rows: Rows,
         tables: torch.Tensor | None,
-        workspaces: DecodeWorkspaces,
+        workspaces: Workspaces,
     ) -> None:
+        self._layout = layout
         self._layers = layers
         self._rows = rows
         self._tables = tables
         self._workspaces = workspaces
         self._places: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._recordings: dict[AttentionOptions, Recording] = {}
+        self._recordings: dict[tuple[LayerKV, AttentionOptions], Recording] = {}
 
     @property
     def _row_places(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -163,18 +189,24 @@ class StepView:
         """See `KVView.write`."""
         kv_write(key, value, *self.destination(layer))
 
+    def whole_prompts(self) -> PrefillSpans | None:
+        """See `KVView.whole_prompts`."""
+        chunks = self._rows.chunks
+        if chunks is None or self._rows.num_decodes or any(chunks.starts):
+            return None
+        return chunks
+
     def attend(self, layer: int, query: torch.Tensor, how: AttentionOptions) -> torch.Tensor:
         """See `KVView.attend`."""
-        keys, values = self._layers[layer]
-        num_decodes, chunks = self._rows.num_decodes, self._rows.chunks
+        rows = self._rows
         out: torch.Tensor | None = None
-        if num_decodes:
-            out = query.new_empty(*query.shape[:2], values.shape[-1])
-            self._attend_decodes(query, keys, values, out, how)
-        if chunks is None:
+        if rows.num_decodes:
+            out = query.new_empty(*query.shape[:2], self._layers[layer][1].shape[-1])
+            self._attend_decodes(layer, query, out, how)
+        if rows.chunks is None:
             assert out is not None, "a step has rows"
             return out
-        return prefill_attention(query, keys, values, self._tables, chunks, out, **how.arguments())
+        return self._attend_chunks(layer, query, out, how)
 
     def attend_into(
         self, layer: int, query: torch.Tensor, out: torch.Tensor, how: AttentionOptions
@@ -188,9 +220,12 @@ class StepView:
             how: as in `attend`.
         """
         keys, values = self._layers[layer]
-        tensors = [query, keys, values, out]
+        tensors = [query, keys, out]
+        if not self._layout.layers[layer].is_latent:
+            tensors.append(values)
         tensors += [each for each in (how.sinks, how.slopes) if each is not None]
-        recording = self._recordings.get(how)
+        key = (self._layout.layers[layer], how)
+        recording = self._recordings.get(key)
         if recording is not None and recording.fits(*tensors):
             recording.repeat(*tensors)
             return
@@ -198,35 +233,56 @@ class StepView:
         query, out = query[:num_tokens], out[:num_tokens]
         with Recording(*tensors) as recording:
             if self._rows.num_decodes:
-                self._attend_decodes(query, keys, values, out, how)
+                self._attend_decodes(layer, query, out, how)
             if self._rows.chunks is not None:
-                prefill_attention(
-                    query, keys, values, self._tables, self._rows.chunks, out, **how.arguments()
-                )
-        self._recordings[how] = recording
+                self._attend_chunks(layer, query, out, how)
+        self._recordings[key] = recording
+
+    def _attend_chunks(
+        self, layer: int, query: torch.Tensor, out: torch.Tensor | None, how: AttentionOptions
+    ) -> torch.Tensor:
+        """Write the rows of `out` that are of chunks, or of a new tensor; returns it."""
+        keys, values = self._layers[layer]
+        chunks = self._rows.chunks
+        assert chunks is not None
+        if self._layout.layers[layer].is_latent:
+            if out is None:
+                out = query.new_empty(*query.shape[:2], values.shape[-1])
+            latent_prefill_attention(query, keys, self._tables, chunks, out, scale=_only_scale(how))
+            return out
+        return prefill_attention(query, keys, values, self._tables, chunks, out, **how.arguments())
 
     def _attend_decodes(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        out: torch.Tensor,
-        how: AttentionOptions,
+        self, layer: int, query: torch.Tensor, out: torch.Tensor, how: AttentionOptions
     ) -> None:
         """Write the rows of `out` that decode."""
-        num_decodes = self._rows.num_decodes
-        workspace, config = self._workspaces.get(
-            query[:num_decodes], values, paged=self._tables is not None
-        )
+        keys, values = self._layers[layer]
+        rows, tables = self._rows, self._tables
+        num_decodes = rows.num_decodes
+        query, out = query[:num_decodes], out[:num_decodes]
+        slots, lengths = rows.slots[:num_decodes], rows.decode_lengths
+        if self._layout.layers[layer].is_latent:
+            found = self._workspaces.latent.get(query, values.shape[-1], paged=tables is not None)
+            latent_decode_attention(
+                query, keys, tables, slots, lengths, out, *found, scale=_only_scale(how)
+            )
+            return
+        workspace, config = self._workspaces.heads.get(query, values, paged=tables is not None)
         decode_attention(
-            query[:num_decodes],
+            query,
             keys,
             values,
-            self._tables,
-            self._rows.slots[:num_decodes],
-            self._rows.decode_lengths,
-            out[:num_decodes],
+            tables,
+            slots,
+            lengths,
+            out,
             workspace,
             config=config,
             **how.arguments(),
         )
+
+
+def _only_scale(how: AttentionOptions) -> float:
+    """The scale of a layer with latent KV, whose kernels know no other option."""
+    assert how == AttentionOptions(how.scale), "latent attention has neither window nor softcap"
+    return how.scale

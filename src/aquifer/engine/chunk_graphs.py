@@ -22,6 +22,7 @@ from aquifer.cache.spans import Rows
 from aquifer.cache.view import AttentionOptions, KVView, StepView
 from aquifer.engine.graphs import StepBuffers, lasting
 from aquifer.kernels.capture import GraphPool
+from aquifer.kernels.prefill_attention import PrefillSpans
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, KVView], torch.Tensor]
 """Runs (token ids, positions, slots, context lengths, each [tokens], and a view of their KV); gives
@@ -203,6 +204,9 @@ class _Uncut:
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self._view.write(layer, key, value)
+
+    def whole_prompts(self) -> PrefillSpans | None:
+        return None
 
     def attend(self, layer: int, query: torch.Tensor, how: AttentionOptions) -> torch.Tensor:
         return self._out_of(query, self._view.destination(layer)[1].shape[-1])

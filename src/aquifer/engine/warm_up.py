@@ -18,9 +18,10 @@ from aquifer.engine.round_prompts import RoundPrompts
 from aquifer.engine.sampler import Sampler, SamplingMode
 from aquifer.kernels import compiled_together
 from aquifer.kernels.kv_write import kv_write
-from aquifer.kernels.prefill_attention import MIN_SPLIT_KEYS
+from aquifer.kernels.prefill_attention import MIN_SPLIT_KEYS, PrefillSpans
 from aquifer.memory.driver.base import Driver
 from aquifer.models import Model, ModelInput
+from aquifer.models.latent import LEAST_PROMPT_TOKENS
 
 _CHUNK_TOKENS = 8
 _PREFIX_TOKENS = 2 * MIN_SPLIT_KEYS
@@ -58,6 +59,9 @@ class _NoCache:
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         kv_write(key, value, *self.destination(layer))
+
+    def whole_prompts(self) -> PrefillSpans | None:
+        return None
 
     def attend(self, layer: int, query: torch.Tensor, how: AttentionOptions) -> torch.Tensor:
         shape = (*query.shape[1:], query.dtype, how)
@@ -99,17 +103,26 @@ class WarmUp:
         self._device = driver.device
         self._max_seqs = max_seqs
         self._num_tokens = num_tokens
-        self.round_prompts = RoundPrompts(num_tokens, max_tokens)
+        # cuDNN does not attend to latent KV.
+        is_latent = any(layer.is_latent for layer in model.kv_layout.layers)
+        self.round_prompts = RoundPrompts(0 if is_latent else num_tokens, max_tokens)
         # A chunk of a prompt, after a prefix that is long enough for attention to be split.
         count = min(_CHUNK_TOKENS, num_tokens, max_tokens)
         start = min(_PREFIX_TOKENS, max_tokens - count)
         self._chunk = Spans.make(np.array([1]), np.array([start]), np.array([count]))
+        # Layers with latent KV compute long prompts in another way.
+        self._prompt: Spans | None = None
+        if is_latent and min(num_tokens, max_tokens) >= LEAST_PROMPT_TOKENS:
+            zero = np.array([0])
+            self._prompt = Spans.make(zero + 1, zero, zero + LEAST_PROMPT_TOKENS)
         self._attentions: list[_Attention] = []
 
     def lengths(self) -> tuple[list[int], list[int]]:
         """Tokens of KV that slots 1, 2, ... should have for all of it, and the least that does for
         all but prompts that cuDNN computes."""
         least = int(self._chunk.starts[0] + self._chunk.counts[0])
+        if self._prompt is not None:
+            least = max(least, LEAST_PROMPT_TOKENS)
         most = self.round_prompts.lengths() or [0]
         return [max(most[0], least), *most[1:]], [least]
 
@@ -161,13 +174,15 @@ class WarmUp:
         return step_s
 
     def _attend_chunk(self, num_slots: int) -> None:
-        """Run the chunk, and attention alone as steps without cuDNN do."""
+        """Run the chunk and the prompt, and attention alone as steps without cuDNN do."""
         if not num_slots:
             return
-        rows = Rows.of(self._chunk, 0, self._device)
-        few = torch.zeros_like(rows.positions)
-        batch = ModelInput(few, rows.positions, rows.positions + 1)
-        self._model.forward(batch, self._kv.view(rows))
+        for spans in (self._chunk, self._prompt):
+            if spans is not None:
+                rows = Rows.of(spans, 0, self._device)
+                few = torch.zeros_like(rows.positions)
+                batch = ModelInput(few, rows.positions, rows.positions + 1)
+                self._model.forward(batch, self._kv.view(rows))
         self._attend(self._chunk, uses_cudnn=False)
 
     def _attend(self, spans: Spans, *, uses_cudnn: bool) -> None:

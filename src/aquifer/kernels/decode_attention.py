@@ -56,7 +56,7 @@ _MERGE_ELEMENTS = 8192
 _WARP_MERGE_ELEMENTS = 1024
 """Elements that a warp of the first kernel holds when it merges: 32 registers per thread."""
 
-_FEW_ROWS = 4
+FEW_ROWS = 4
 """Up to this many rows, there is too little work for all programs, and merging dominates."""
 
 _SOME_ROWS = 32
@@ -66,7 +66,7 @@ _MANY_ROWS = 96
 """From this many rows on, several KV heads per program are faster; likewise."""
 
 _LEAST_COUNTED_ROWS = 64
-"""Above `_FEW_ROWS`, programs count the tiles of at least this many rows: one per thread."""
+"""Above `FEW_ROWS`, programs count the tiles of at least this many rows: one per thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,7 @@ def default_config(
         wanted = 2
     elif batch >= _MANY_ROWS:
         wanted = 4 if batch >= 2 * _MANY_ROWS else 2
-    elif _FEW_ROWS < batch <= _SOME_ROWS and num_heads > num_kv_heads:
+    elif FEW_ROWS < batch <= _SOME_ROWS and num_heads > num_kv_heads:
         tile_bytes = 4096
     fits = num_kv_heads % wanted == 0 and wanted * num_heads // num_kv_heads <= MIN_DOT
     kv_heads = wanted if fits else 1
@@ -207,7 +207,7 @@ def default_config(
     columns = max(tile_bytes // (pow2(head_dim) * dtype.itemsize), MIN_DOT)
     # Several programs per SM, so that some read while others start or end. Fewer for few rows:
     # merging their many partial results would take longer than reading KV.
-    programs = num_multiprocessors * (2 if batch <= _FEW_ROWS else 4)
+    programs = num_multiprocessors * (2 if batch <= FEW_ROWS else 4)
     shares = max(programs * kv_heads // num_kv_heads, 1)
     return Config(
         kv_heads_per_program=kv_heads,
@@ -344,7 +344,7 @@ def decode_attention(
     assert workspace.counters.numel() >= num_counters, "workspace has too few counters"
     lse = workspace.partials[num_lse * value_dim : needed]
     heads_pow2 = pow2(group * config.kv_heads_per_program)
-    merge_elements = config.num_warps * _WARP_MERGE_ELEMENTS * (4 if batch <= _FEW_ROWS else 1)
+    merge_elements = config.num_warps * _WARP_MERGE_ELEMENTS * (4 if batch <= FEW_ROWS else 1)
     merge_shares = merge_elements // (heads_pow2 * pow2(value_dim))
     launch(
         _decode_attention_kernel,
@@ -374,7 +374,7 @@ def decode_attention(
         0 if tables is None else tables.stride(0),
         out.stride(0),
         out.stride(1),
-        batch_pow2=_counted_rows(batch),
+        batch_pow2=counted_rows(batch),
         num_heads=num_heads,
         group=group,
         kv_heads=config.kv_heads_per_program,
@@ -393,16 +393,54 @@ def decode_attention(
         heads_pow2=heads_pow2,
         merge_shares=min(max(merge_shares, 1), pow2(config.num_shares)),
         merges_itself=config.merges_itself,
-        releases_early=batch <= _FEW_ROWS,
+        releases_early=batch <= FEW_ROWS,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **launch_options(query.device),
     )
     if config.merges_itself:
         return
+    launch_merge(
+        lengths,
+        sinks,
+        out,
+        workspace.partials,
+        lse,
+        num_shares=config.num_shares,
+        block_tokens=config.block_tokens,
+        least_tiles=1,
+        window_tokens=window_tokens,
+    )
 
+
+def launch_merge(
+    lengths: torch.Tensor,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    partials: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    num_shares: int,
+    block_tokens: int,
+    least_tiles: int,
+    window_tokens: int | None,
+) -> None:
+    """Merge the partial results of rows in several shares; rows of padding become zeros.
+
+    Args:
+        lengths: [B], as in `decode_attention`; likewise `sinks`, `out` and `window_tokens`.
+        sinks: [heads] or None.
+        out: [B, heads, value_dim].
+        partials: [shares, 2, heads, value_dim] float32.
+        lse: [shares, 2, heads] float32, log-sum-exp in powers of two.
+        num_shares: shares of the batch.
+        block_tokens: tokens of a tile.
+        least_tiles: the fewest tiles of a share.
+        window_tokens: see `decode_attention`.
+    """
+    batch, num_heads, value_dim = out.shape
     value_dim_pow2 = pow2(value_dim)
-    merge_shares = min(pow2(config.num_shares // batch + 2), 64)
+    merge_shares = min(pow2(num_shares // batch + 2), 64, max(_MERGE_ELEMENTS // value_dim_pow2, 1))
     merge_heads = max(_MERGE_ELEMENTS // (merge_shares * value_dim_pow2), 1)
     merge_heads = min(merge_heads, pow2(num_heads))
     launch(
@@ -411,16 +449,17 @@ def decode_attention(
         lengths,
         sinks,
         out,
-        workspace.partials,
+        partials,
         lse,
         batch,
         out.stride(0),
         out.stride(1),
-        batch_pow2=_counted_rows(batch),
-        num_shares=config.num_shares,
-        num_shares_pow2=pow2(config.num_shares),
+        batch_pow2=counted_rows(batch),
+        num_shares=num_shares,
+        num_shares_pow2=pow2(num_shares),
         num_heads=num_heads,
-        block_tokens=config.block_tokens,
+        block_tokens=block_tokens,
+        least_tiles=least_tiles,
         value_dim=value_dim,
         value_dim_pow2=value_dim_pow2,
         merge_heads=merge_heads,
@@ -431,13 +470,15 @@ def decode_attention(
     )
 
 
-def _counted_rows(batch: int) -> int:
-    """Return a power of two, at least `batch`. Values are few: each takes a second to compile.
+def counted_rows(batch: int) -> int:
+    """Rows whose tiles a program counts: a power of two, at least `batch`.
+
+    Values are few: each takes a second to compile.
 
     For a single row the compiler removes all counting.
     """
-    if batch <= _FEW_ROWS:
-        return 1 if batch == 1 else _FEW_ROWS
+    if batch <= FEW_ROWS:
+        return 1 if batch == 1 else FEW_ROWS
     return max(pow2(batch), _LEAST_COUNTED_ROWS)
 
 
@@ -789,6 +830,7 @@ def _merge_kernel(
     num_shares_pow2: constexpr,
     num_heads: constexpr,
     block_tokens: constexpr,
+    least_tiles: constexpr,
     value_dim: constexpr,
     value_dim_pow2: constexpr,
     merge_heads: constexpr,
@@ -813,7 +855,7 @@ def _merge_kernel(
         zeros = tl.zeros([merge_heads, value_dim_pow2], tl.float32)
         tl.store(target, zeros.to(out.dtype.element_ty), mask=is_stored)
         return
-    share_tiles = tl.cdiv(tl.sum(tiles, 0), num_shares)
+    share_tiles = tl.maximum(tl.cdiv(tl.sum(tiles, 0), num_shares), least_tiles)
     first_share = begin // share_tiles
     last_share = (end - 1) // share_tiles
     if first_share == last_share:

@@ -88,7 +88,12 @@ _MATRIX_TILES = (
 
 
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tile: Tile | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Compute x @ weight.T + bias.
 
@@ -97,10 +102,14 @@ def linear(
         weight: [out, in]; contiguous, or the transpose of one that is, which cuBLAS multiplies.
         bias: [out] or None.
         tile: on a GPU, replaces `best_tile`; for benchmarks and tests.
+        out_dtype: dtype that sums are rounded to, x's or float32; None for x's. Without a bias.
 
     Returns:
         [tokens, out], contiguous.
     """
+    out_dtype = out_dtype or x.dtype
+    is_wider = out_dtype != x.dtype
+    assert not is_wider or (out_dtype == torch.float32 and bias is None)
     if runs_triton(x) and weight.is_contiguous():
         if tile is None:
             tile = best_tile(Shape(len(x), len(weight), x.shape[1]))
@@ -108,9 +117,11 @@ def linear(
             if len(x) > 1 and (x.dtype == torch.float32 or not x.is_cuda):
                 tile = None
         if tile is not None:
-            return _tiled(x, weight, bias, tile)
+            return _tiled(x, weight, bias, tile, out_dtype)
     if x.device.type == "cpu":
-        return linear_reference(x, weight, bias)
+        return linear_reference(x.to(out_dtype), weight.to(out_dtype), bias)
+    if is_wider:
+        return torch.mm(x, weight.T, out_dtype=out_dtype)
     return F.linear(x, weight, bias)
 
 
@@ -186,7 +197,7 @@ def silu_linear(
         return linear(silu_mul(gate_up), weight, bias)
     num_out, num_in = weight.shape
     tile = gated_tile(num_out, num_in, count_multiprocessors(gate_up.device))
-    return _vector(gate_up, weight, bias, tile, gated=True)
+    return _vector(gate_up, weight, bias, tile, gate_up.dtype, gated=True)
 
 
 def best_tile(shape: Shape) -> Tile | None:
@@ -274,18 +285,22 @@ def _groups(num_rows: int) -> int:
 
 
 def _tiled(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tile: Tile,
+    out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """Run the kernel for one token, or the one for several."""
     num_tokens, num_in = x.shape
     if num_tokens == 1:
-        return _vector(x, weight, bias, tile, gated=False)
+        return _vector(x, weight, bias, tile, out_dtype, gated=False)
     num_out = len(weight)
     assert weight.shape == (num_out, num_in)
     assert weight.is_contiguous()
     assert x.stride(1) == 1
     assert x.dtype == weight.dtype
-    out = x.new_empty(num_tokens, num_out)
+    out = x.new_empty(num_tokens, num_out, dtype=out_dtype)
     if num_tokens == 0:
         return out
     tokens = min(pow2(num_tokens, MIN_DOT), tile.tokens)
@@ -320,7 +335,13 @@ def _atomic_counters(device: torch.device) -> torch.Tensor:
 
 
 def _vector(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: Tile, *, gated: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tile: Tile,
+    out_dtype: torch.dtype,
+    *,
+    gated: bool,
 ) -> torch.Tensor:
     """Run the kernel for one token; `gated`: x is [1, 2 in], and the activation is fused."""
     num_out, num_in = weight.shape
@@ -328,7 +349,7 @@ def _vector(
     assert weight.is_contiguous()
     assert x.stride(1) == 1
     assert x.dtype == weight.dtype
-    out = x.new_empty(1, num_out)
+    out = x.new_empty(1, num_out, dtype=out_dtype)
     _vector_kernel[(-(-num_out // tile.rows),)](
         x, weight, bias, out, num_out,
         num_in=num_in, rows=tile.rows, columns=tile.columns, gated=gated, has_bias=bias is not None,

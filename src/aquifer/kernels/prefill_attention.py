@@ -104,6 +104,26 @@ class PrefillSpans:
         on_device = [torch.tensor(part, dtype=torch.int64, device=device) for part in lists]
         return cls(*lists, on_device[0], on_device[1], on_device[2])
 
+    @property
+    def least_tokens(self) -> int:
+        """Tokens of the shortest chunk."""
+        return min(end - begin for begin, end in _pairs(self.offsets))
+
+    def alone(self, index: int) -> PrefillSpans:
+        """One of the chunks, without earlier tokens, as if its sequence were in slot 0. Not for
+        cuDNN."""
+        assert self.starts[index] == 0
+        zero = self.device_starts[index : index + 1]
+        return PrefillSpans(
+            slots=[0],
+            starts=[0],
+            offsets=self.offsets[index : index + 2],
+            device_slots=zero,
+            device_starts=zero,
+            device_offsets=self.device_offsets[index : index + 2],
+            uses_cudnn=False,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Config:
@@ -134,7 +154,9 @@ def default_config(key_dim: int, value_dim: int, dtype: torch.dtype) -> Config:
     if dim <= 128:
         return Config(block_rows=128, block_keys=64, num_warps=8, num_stages=3)
     if dim <= 256:
-        return Config(block_rows=128, block_keys=32, num_warps=8, num_stages=3)
+        # The sums take fewer registers where only keys are that long, as in latent attention.
+        block_keys = 64 if value_dim <= 128 else 32
+        return Config(block_rows=128, block_keys=block_keys, num_warps=8, num_stages=3)
     if dim <= 512:
         return Config(block_rows=64, block_keys=16, num_warps=8, num_stages=2)
     return Config(block_rows=16, block_keys=16, num_warps=8, num_stages=1)
@@ -629,15 +651,6 @@ def run_triton(
         size = (num_programs * num_splits, config.block_rows)
         partials = torch.empty((*size, value_dim), dtype=torch.float32, device=query.device)
         lse = torch.empty(size, dtype=torch.float32, device=query.device)
-    shape = {
-        "heads_per_program": heads_per_program,
-        "block_rows": config.block_rows,
-        "value_dim": value_dim,
-        "skip_multiple": CUDNN_MULTIPLE if skips_round else None,
-        "skip_min_tokens": CUDNN_MIN_TOKENS if skips_round else None,
-        "window_tokens": window_tokens,
-        "has_sinks": sinks is not None,
-    }
     # Neighbouring programs read the same tokens; the heaviest programs of all spans come first.
     launch(
         _prefill_attention_kernel,
@@ -669,25 +682,69 @@ def run_triton(
         out.stride(0),
         out.stride(1),
         group=group,
+        heads_per_program=heads_per_program,
+        block_rows=config.block_rows,
         block_keys=config.block_keys,
         block_size=None if tables is None else block_size,
         key_dim=key_dim,
         key_dim_pow2=pow2(key_dim, MIN_DOT),
+        value_dim=value_dim,
         value_dim_pow2=pow2(value_dim, MIN_DOT),
         softcap=softcap,
         has_slopes=slopes is not None,
         min_split_keys=max(MIN_SPLIT_KEYS, config.block_keys),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **shape,
+        **_left_out(sinks, window_tokens, skips_round=skips_round),
     )
-    if num_splits == 1:
-        return
-    merge_rows = min(_MERGE_ROWS, config.block_rows)
-    row_parts = config.block_rows // merge_rows
+    if num_splits > 1:
+        launch_merge_splits(
+            partials,
+            lse,
+            spans,
+            sinks,
+            out,
+            num_splits,
+            num_blocks,
+            heads_per_program=heads_per_program,
+            skips_round=skips_round,
+            window_tokens=window_tokens,
+        )
+
+
+def launch_merge_splits(
+    partials: torch.Tensor,
+    lse: torch.Tensor,
+    spans: PrefillSpans,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    num_splits: int,
+    num_blocks: int,
+    *,
+    heads_per_program: int,
+    skips_round: bool,
+    window_tokens: int | None,
+) -> None:
+    """Merge the partial results of splits.
+
+    Args:
+        partials: [spans * num_blocks * num_splits * groups of heads, block_rows, value_dim].
+        lse: [..., block_rows], log-sum-exp in powers of two.
+        spans: the chunks.
+        sinks: [heads] or None.
+        out: [tokens, heads, value_dim]; the rows of the spans are overwritten.
+        num_splits: splits of each program's keys.
+        num_blocks: programs for the tokens of the longest span.
+        heads_per_program: heads that a program's rows are of.
+        skips_round: as in `run_triton`.
+        window_tokens: likewise.
+    """
+    num_heads, value_dim = out.shape[1:]
+    block_rows = partials.shape[1]
+    merge_rows = min(_MERGE_ROWS, block_rows)
     launch(
         _merge_splits_kernel,
-        (num_groups * row_parts, len(spans.slots), num_blocks),
+        (num_heads // heads_per_program * (block_rows // merge_rows), len(spans.slots), num_blocks),
         partials,
         lse,
         spans.device_starts,
@@ -697,11 +754,26 @@ def run_triton(
         num_splits,
         out.stride(0),
         out.stride(1),
+        heads_per_program=heads_per_program,
+        block_rows=block_rows,
+        value_dim=value_dim,
         value_dim_pow2=pow2(value_dim),
         merge_rows=merge_rows,
         num_warps=4,
-        **shape,
+        **_left_out(sinks, window_tokens, skips_round=skips_round),
     )
+
+
+def _left_out(
+    sinks: torch.Tensor | None, window_tokens: int | None, *, skips_round: bool
+) -> dict[str, int | bool | None]:
+    """Arguments of both kernels that tell which spans are left out, and whether there are sinks."""
+    return {
+        "skip_multiple": CUDNN_MULTIPLE if skips_round else None,
+        "skip_min_tokens": CUDNN_MIN_TOKENS if skips_round else None,
+        "window_tokens": window_tokens,
+        "has_sinks": sinks is not None,
+    }
 
 
 @cache

@@ -17,8 +17,9 @@ from aquifer.kernels.linear import linear, norm_linear, silu_linear
 from aquifer.kernels.norm import NormWeights, add_norm, norm_heads
 from aquifer.kernels.rotary import qk_norm_rope_write
 from aquifer.models.base import ModelInput
+from aquifer.models.latent import LatentLayer
 from aquifer.models.rope import RotaryAngles
-from aquifer.models.spec import DecoderSpec, HeadSpan, Layer, Norm
+from aquifer.models.spec import Attention, DecoderSpec, HeadSpan, LatentAttention, Layer, Norm
 
 _Tensors = Mapping[str, torch.Tensor]
 _Angles = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [tokens, rotated dims / 2]
@@ -50,6 +51,7 @@ class _ExpertWeights:
     """The weights of a mixture of experts."""
 
     router: torch.Tensor  # [experts, hidden]
+    choice_bias: torch.Tensor | None  # [experts] float32
     up: torch.Tensor  # [experts, 2 * width, hidden], gate and up
     down: torch.Tensor  # [experts, hidden, width]
     router_bias: torch.Tensor | None  # [experts]
@@ -69,7 +71,9 @@ class _LayerWeights:
     def __init__(
         self, spec: DecoderSpec, tensors: _Tensors, index: int, slopes: torch.Tensor | None
     ) -> None:
-        name, block, heads = f"layers.{index}.", spec.block, spec.attention.head_norm
+        name, block = f"layers.{index}.", spec.block
+        heads = spec.attention if isinstance(spec.attention, Attention) else None
+        head_norm = None if heads is None else heads.head_norm
 
         def norm(place: str, of: Norm | None) -> NormWeights | None:
             return _norm_weights(tensors, name + place, of)
@@ -83,7 +87,7 @@ class _LayerWeights:
         self.how = AttentionOptions(
             self.layer.scale,
             self.layer.window_tokens,
-            spec.attention.softcap,
+            None if heads is None else heads.softcap,
             tensors.get(f"{name}sinks"),
             slopes,
         )
@@ -91,8 +95,11 @@ class _LayerWeights:
         self.after_attention = norm("after_attention", block.after_attention)
         self.before_mlp = norm("before_mlp", block.before_mlp)
         self.after_mlp = norm("after_mlp", block.after_mlp)
-        self.q_norm = None if heads is None else norm("q_norm", heads.norm)
-        self.k_norm = None if heads is None else norm("k_norm", heads.norm)
+        self.q_norm = None if head_norm is None else norm("q_norm", head_norm.norm)
+        self.k_norm = None if head_norm is None else norm("k_norm", head_norm.norm)
+        self.latent = None
+        if isinstance(spec.attention, LatentAttention):
+            self.latent = LatentLayer(spec.attention, tensors, index, self.how)
         self.qkv, self.out = matrix("qkv"), matrix("out")
         # Of the MLP, or of the shared expert.
         self.mlp = (matrix("up"), matrix("down")) if f"{name}up.weight" in tensors else None
@@ -100,6 +107,7 @@ class _LayerWeights:
         if self.layer.has_experts:
             self.experts = _ExpertWeights(
                 tensors[f"{name}router"],
+                tensors.get(f"{name}choice_bias"),
                 tensors[f"{name}experts_up"],
                 tensors[f"{name}experts_down"],
                 tensors.get(f"{name}router_bias"),
@@ -152,11 +160,13 @@ class Decoder:
         self._positions = tensors.get("positions")
         self._ropes = [RotaryAngles(rope, self._embed.device) for rope in spec.ropes]
         numbers = range(len(spec.layers)) if layers is None else layers
-        of, slopes = spec.attention, None
-        if of.has_alibi:
-            slopes = alibi_slopes(of.num_heads, self._embed.device)
+        # Attention of heads with keys and values of their own; None for latent attention.
+        self._heads = spec.attention if isinstance(spec.attention, Attention) else None
+        heads = None if self._heads is None else self._heads.head_norm
+        slopes = None
+        if self._heads is not None and self._heads.has_alibi:
+            slopes = alibi_slopes(self._heads.num_heads, self._embed.device)
         self._layers = [_LayerWeights(spec, tensors, index, slopes) for index in numbers]
-        heads = of.head_norm
         # Whether queries and keys are normalised by the kernel that rotates them.
         self._norms_in_place = (
             heads is not None and heads.span is HeadSpan.HEAD and not heads.norm.centred
@@ -241,14 +251,20 @@ class Decoder:
     def _attention(
         self, layer: _LayerWeights, qkv: torch.Tensor, angles: Sequence[_Angles], kv: KVView
     ) -> torch.Tensor:
-        """Write K and V to the cache and attend: [tokens, q + k + v rows] -> [tokens, q rows]."""
-        of = self._spec.attention
+        """Write KV to the cache and attend: [tokens, rows of the projection] -> [tokens, columns of
+        the output projection]."""
+        cos, sin = (None, None) if layer.layer.rope is None else angles[layer.layer.rope]
+        if layer.latent is not None:
+            assert cos is not None, "latent attention is rotated"
+            assert sin is not None
+            return layer.latent.attend(qkv, cos, sin, kv)
+        of = self._heads
+        assert of is not None
         query = qkv.new_empty(len(qkv), of.num_heads, of.head_dim)
         q_norm, k_norm = layer.q_norm, layer.k_norm
         if q_norm is not None and k_norm is not None and not self._norms_in_place:
-            self._norm_heads(qkv, q_norm, k_norm)
+            self._norm_heads(of, qkv, q_norm, k_norm)
             q_norm = k_norm = None
-        cos, sin = (None, None) if layer.layer.rope is None else angles[layer.layer.rope]
         qk_norm_rope_write(
             qkv,
             None if q_norm is None else q_norm.weight,
@@ -264,16 +280,18 @@ class Decoder:
         )
         return kv.attend(layer.index, query, layer.how).flatten(1)
 
-    def _norm_heads(self, qkv: torch.Tensor, q_norm: NormWeights, k_norm: NormWeights) -> None:
+    def _norm_heads(
+        self, of: Attention, qkv: torch.Tensor, q_norm: NormWeights, k_norm: NormWeights
+    ) -> None:
         """Normalise queries and keys in place."""
-        q_rows, k_rows, _ = self._spec.attention.qkv_rows
-        heads = self._spec.attention.head_norm
+        q_rows, k_rows, _ = of.qkv_rows
+        heads = of.head_norm
         is_one_row = heads is not None and heads.span is HeadSpan.ALL_HEADS
         for rows, norm in (
             (qkv[:, :q_rows], q_norm),
             (qkv[:, q_rows : q_rows + k_rows], k_norm),
         ):
-            width = rows.shape[1] if is_one_row else self._spec.attention.head_dim
+            width = rows.shape[1] if is_one_row else of.head_dim
             norm_heads(rows.unflatten(1, (-1, width)), norm)
 
     def _down(self, down: _Linear, up: torch.Tensor) -> torch.Tensor:
@@ -289,8 +307,11 @@ class Decoder:
         """What the experts of each token and the shared expert add to the stream."""
         of = self._spec.experts
         assert of is not None
-        logits = linear(x, weights.router, weights.router_bias)
-        ids, factors = route(logits, of.top_k, of.routing, lengths=stream.context_lengths)
+        out_dtype = torch.float32 if of.routes_in_float32 else None
+        logits = linear(x, weights.router, weights.router_bias, out_dtype=out_dtype)
+        ids, factors = route(
+            logits, of.top_k, of.routing, weights.choice_bias, lengths=stream.context_lengths
+        )
         own = experts(
             x,
             weights.up,

@@ -12,7 +12,16 @@ import torch
 
 from aquifer.models.base import StateLayout, num_elements
 from aquifer.models.decoder import Decoder
-from aquifer.models.spec import DecoderSpec, ExpertNames, Experts, HeadSpan, Norm
+from aquifer.models.spec import (
+    Attention,
+    DecoderSpec,
+    ExpertNames,
+    Experts,
+    HeadNorm,
+    HeadSpan,
+    LatentAttention,
+    Norm,
+)
 from aquifer.weights.checkpoint import Checkpoint, stored_dtype
 from aquifer.weights.store import Parameter, Source
 
@@ -71,19 +80,25 @@ class DecoderPlan:
         for place in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
             norm: Norm | None = getattr(block, place)
             yield from self._norm(name + place, stored + getattr(names, place), norm, hidden)
-        rows = attention.qkv_rows
         yield from self._linear(
-            f"{name}qkv", [stored + part for part in names.qkv], rows, hidden, attention.qkv_bias
+            f"{name}qkv",
+            [stored + part for part in names.qkv],
+            attention.qkv_rows,
+            hidden,
+            attention.qkv_bias,
         )
-        if attention.head_norm is not None:
-            for kind, num_heads in (("q", attention.num_heads), ("k", attention.num_kv_heads)):
-                yield from self._head_norm(
-                    f"{name}{kind}_norm", stored + getattr(names, f"{kind}_norm"), num_heads
-                )
-        if attention.has_sinks:
-            yield self._one(f"{name}sinks", (attention.num_heads,), stored + names.sinks)
+        if isinstance(attention, LatentAttention):
+            yield from self._latent(name, stored, attention)
+        else:
+            yield from self._head_norms(name, stored, attention)
+            if attention.has_sinks:
+                yield self._one(f"{name}sinks", (attention.num_heads,), stored + names.sinks)
         yield from self._linear(
-            f"{name}out", [stored + names.out], (hidden,), rows[0], attention.out_bias
+            f"{name}out",
+            [stored + names.out],
+            (hidden,),
+            attention.out_columns,
+            attention.out_bias,
         )
         if has_experts:
             yield from self._experts(name, stored)
@@ -96,12 +111,26 @@ class DecoderPlan:
             f"{name}down", [stored + names.down], (hidden,), mlp.width, mlp.has_bias
         )
 
+    def _latent(self, name: str, stored: str, of: LatentAttention) -> Iterator[Parameter]:
+        names = self.spec.names
+        if of.q_rank is not None:
+            yield from self._norm(f"{name}q_a_norm", stored + names.q_a_norm, of.norm, of.q_rank)
+            q_b = [stored + names.q_b]
+            yield from self._linear(f"{name}q_b", q_b, (of.q_rows,), of.q_rank, has_bias=False)
+        yield from self._norm(f"{name}kv_a_norm", stored + names.kv_a_norm, of.norm, of.kv_rank)
+        rows = of.num_heads * (of.nope_dim + of.value_dim)
+        kv_b = [stored + names.kv_b]
+        yield from self._linear(f"{name}kv_b", kv_b, (rows,), of.kv_rank, has_bias=False)
+
     def _experts(self, name: str, stored: str) -> Iterator[Parameter]:
         experts, hidden = self.spec.experts, self.spec.hidden_size
         assert experts is not None, "a layer has them"
         names = self._expert_names(experts, stored)
-        yield self._one(f"{name}router", (experts.count, hidden), f"{stored}{names.router}.weight")
-        count, width = experts.count, experts.width
+        count, width, dtype = experts.count, experts.width, self.kv_layout.dtype
+        yield self._one(f"{name}router", (count, hidden), f"{stored}{names.router}.weight")
+        if experts.has_choice_bias:
+            bias = (Source(stored + self.spec.names.choice_bias),)
+            yield Parameter(f"{name}choice_bias", (count,), torch.float32, bias)
         if "{}" in names.down:
             halves = (slice(0, width), slice(width, 2 * width))  # gate, up
             up = [
@@ -113,7 +142,7 @@ class DecoderPlan:
         else:
             up = [Source(stored + names.up[0], is_transposed=names.are_transposed)]
             down = [Source(stored + names.down, is_transposed=names.are_transposed)]
-        dtype, share = self.kv_layout.dtype, experts.top_k / count
+        share = experts.top_k / count
         yield Parameter(f"{name}experts_up", (count, 2 * width, hidden), dtype, tuple(up), share)
         yield Parameter(f"{name}experts_down", (count, hidden, width), dtype, tuple(down), share)
         if experts.has_bias:
@@ -122,14 +151,16 @@ class DecoderPlan:
             yield self._one(f"{name}experts_up_bias", (count, 2 * width), up_bias)
             yield self._one(f"{name}experts_down_bias", (count, hidden), down_bias)
         if experts.shared_width:
-            yield from self._shared_expert(name, stored, experts.shared_width)
+            yield from self._shared_expert(name, stored, experts)
 
-    def _shared_expert(self, name: str, stored: str, width: int) -> Iterator[Parameter]:
-        names, hidden = self.spec.names, self.spec.hidden_size
+    def _shared_expert(self, name: str, stored: str, experts: Experts) -> Iterator[Parameter]:
+        names, hidden, width = self.spec.names, self.spec.hidden_size, experts.shared_width
         parts = [f"{stored}{names.shared}.{part}" for part in ("gate_proj", "up_proj", "down_proj")]
         yield from self._linear(f"{name}up", parts[:2], (width, width), hidden, has_bias=False)
         yield from self._linear(f"{name}down", parts[2:], (hidden,), width, has_bias=False)
-        yield self._one(f"{name}shared_gate", (1, hidden), f"{stored}{names.shared_gate}.weight")
+        if experts.is_shared_gated:
+            gate = f"{stored}{names.shared_gate}.weight"
+            yield self._one(f"{name}shared_gate", (1, hidden), gate)
 
     def _expert_names(self, experts: Experts, stored: str) -> ExpertNames:
         """The way in which the checkpoint stores the experts of a layer."""
@@ -172,9 +203,21 @@ class DecoderPlan:
         if norm.has_bias:
             yield self._one(f"{name}.bias", (width,), f"{stored}.bias")
 
-    def _head_norm(self, name: str, stored: str, num_heads: int) -> Iterator[Parameter]:
-        head_norm, dim = self.spec.attention.head_norm, self.spec.attention.head_dim
-        assert head_norm is not None
+    def _head_norms(self, name: str, stored: str, of: Attention) -> Iterator[Parameter]:
+        if of.head_norm is None:
+            return
+        for kind, num_heads in (("q", of.num_heads), ("k", of.num_kv_heads)):
+            yield from self._head_norm(
+                f"{name}{kind}_norm",
+                stored + getattr(self.spec.names, f"{kind}_norm"),
+                of.head_norm,
+                num_heads,
+                of.head_dim,
+            )
+
+    def _head_norm(
+        self, name: str, stored: str, head_norm: HeadNorm, num_heads: int, dim: int
+    ) -> Iterator[Parameter]:
         if head_norm.span is HeadSpan.HEAD:
             yield from self._norm(name, stored, head_norm.norm, dim)
         elif head_norm.span is HeadSpan.ALL_HEADS:

@@ -94,6 +94,65 @@ class Attention:
         kv_rows = self.num_kv_heads * self.head_dim
         return self.num_heads * self.head_dim, kv_rows, kv_rows
 
+    @property
+    def out_columns(self) -> int:
+        """Columns of the output projection."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def layer_kv(self) -> LayerKV:
+        """KV of one token in one layer."""
+        return LayerKV(self.num_kv_heads, self.head_dim, self.head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, section 2.1), equal in all layers.
+
+    Args:
+        num_heads: heads.
+        q_rank: elements that queries are compressed to, and normalised in; None for not.
+        kv_rank: elements that keys and values are compressed to, and normalised in.
+        nope_dim: dimensions of a head's query and key that are not rotated.
+        rope_dim: those that are; of the key, the same for all heads.
+        value_dim: dimensions of a head's value.
+        norm: norm of what is compressed.
+        qkv_bias: whether the products that compress have biases; needs `q_rank`.
+        out_bias: whether the output projection has one.
+        is_interleaved: see `Attention`.
+    """
+
+    num_heads: int
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    norm: Norm
+    qkv_bias: bool = False
+    out_bias: bool = False
+    is_interleaved: bool = True
+
+    @property
+    def q_rows(self) -> int:
+        """Rows of all heads' queries."""
+        return self.num_heads * (self.nope_dim + self.rope_dim)
+
+    @property
+    def qkv_rows(self) -> tuple[int, int]:
+        """Rows of the fused projection: of queries, or what they are compressed to; and of KV."""
+        return self.q_rank or self.q_rows, self.kv_rank + self.rope_dim
+
+    @property
+    def out_columns(self) -> int:
+        """Columns of the output projection."""
+        return self.num_heads * self.value_dim
+
+    @property
+    def layer_kv(self) -> LayerKV:
+        """KV of one token in one layer: the compressed keys and values, and the rotated key."""
+        return LayerKV(1, self.kv_rank + self.rope_dim, self.kv_rank, is_latent=True)
+
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
@@ -136,7 +195,10 @@ class Experts:
         top_k: experts of a token.
         width: width of an expert between its two products.
         routing: how a token's experts are chosen and weighed.
-        shared_width: width of an expert that all tokens have, weighed by a sigmoid; 0 for none.
+        shared_width: width of an expert that all tokens have; 0 for none.
+        is_shared_gated: whether that expert is weighed by a sigmoid.
+        has_choice_bias: whether a bias is added to the scores for the choice.
+        routes_in_float32: whether the router's logits are left in float32.
         activation: how gate and up are combined.
         has_bias: whether the router and both products have biases; only for experts that are stored
             in one tensor.
@@ -149,6 +211,9 @@ class Experts:
     width: int
     routing: Routing
     shared_width: int = 0
+    is_shared_gated: bool = True
+    has_choice_bias: bool = False
+    routes_in_float32: bool = False
     activation: Activation = "silu"
     has_bias: bool = False
     is_interleaved: bool = False
@@ -233,6 +298,10 @@ class Names:
     after_mlp: str = "post_feedforward_layernorm"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     out: str = "self_attn.o_proj"
+    q_a_norm: str = "self_attn.q_a_layernorm"  # this and the next three of latent attention
+    q_b: str = "self_attn.q_b_proj"
+    kv_a_norm: str = "self_attn.kv_a_layernorm"
+    kv_b: str = "self_attn.kv_b_proj"
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     sinks: str = "self_attn.sinks"  # the tensor itself
@@ -244,6 +313,7 @@ class Names:
     norm: str = "norm"
     shared: str = "mlp.shared_expert"  # gate_proj, up_proj and down_proj of the shared expert
     shared_gate: str = "mlp.shared_expert_gate"
+    choice_bias: str = "mlp.gate.e_score_correction_bias"
     head: str = "lm_head"
     are_transposed: bool = False  # weights of layers are stored as [in, out]
 
@@ -273,7 +343,7 @@ class DecoderSpec:
     vocab_size: int
     hidden_size: int
     max_model_len: int
-    attention: Attention
+    attention: Attention | LatentAttention
     mlp: Mlp
     block: Block
     layers: tuple[Layer, ...]
@@ -294,5 +364,4 @@ class DecoderSpec:
 
     def kv_layout(self, dtype: torch.dtype) -> KVLayout:
         """Layout of one token's KV, the same in every layer."""
-        dim = self.attention.head_dim
-        return KVLayout((LayerKV(self.attention.num_kv_heads, dim, dim),) * len(self.layers), dtype)
+        return KVLayout((self.attention.layer_kv,) * len(self.layers), dtype)

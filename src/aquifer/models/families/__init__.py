@@ -12,6 +12,7 @@ from aquifer.fields import Fields
 from aquifer.models.families import (
     bloom,
     cohere,
+    deepseek,
     falcon,
     gemma,
     glm,
@@ -39,6 +40,8 @@ FAMILIES: dict[str, Family] = {
     "bloom": bloom.read,
     "cohere": cohere.read,
     "cohere2": cohere.read,
+    "deepseek_v2": deepseek.read,
+    "deepseek_v3": deepseek.read,
     "exaone4": olmo.read_exaone,
     "falcon": falcon.read,
     "gemma": gemma.read,

@@ -18,10 +18,9 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from aquifer.cache.base import KVLayout, LayerKV, Rows, Spans
-from aquifer.cache.view import StepView
+from aquifer.cache.view import StepView, Workspaces
 from aquifer.errors import AquiferError, UnsupportedModelError, one_line
 from aquifer.kernels import compiled_together
-from aquifer.kernels.decode_attention import DecodeWorkspaces
 from aquifer.models.base import ModelInput
 from aquifer.models.transformers.model import SERVE, TransformersModel
 from aquifer.models.transformers.parts import EXPERTS, use_own_parts
@@ -141,7 +140,7 @@ class _Probe:
 
         def serve(ids: torch.Tensor, positions: torch.Tensor, *spans: _Span) -> torch.Tensor:
             rows = Rows.of(Spans.make(*np.array(spans, np.int64).T), 0, ids.device)
-            kv = StepView(layers, rows, None, DecodeWorkspaces())
+            kv = StepView(layout, layers, rows, None, Workspaces())
             batch = ModelInput(ids, positions, positions + 1)
             return served.logits(served.forward(batch, kv)).float()
 

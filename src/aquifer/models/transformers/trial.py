@@ -18,11 +18,10 @@ from typing import TypeAlias
 import torch
 
 from aquifer.cache.base import Rows
-from aquifer.cache.view import StepView
+from aquifer.cache.view import StepView, Workspaces
 from aquifer.errors import AquiferError, one_line
 from aquifer.kernels import compiled_together
 from aquifer.kernels.capture import GraphPool
-from aquifer.kernels.decode_attention import DecodeWorkspaces
 from aquifer.models.base import Model, ModelInput
 
 _log = logging.getLogger(__name__)
@@ -121,7 +120,7 @@ class _Step:
         self._random_kv = torch.randn(shape, generator=generator).to(device, layout.dtype)
         self._kv = self._random_kv.clone()
         self._layers = layout.split(self._kv)
-        self._workspaces = DecodeWorkspaces()
+        self._workspaces = Workspaces()
         # Token ids, positions and slots, each [num_rows].
         self._inputs = torch.zeros(3, self.num_rows, dtype=torch.int64, device=device)
 
@@ -176,7 +175,7 @@ class _Step:
         """Run the step; [num_rows, vocab]."""
         ids, positions, slots = self._inputs
         rows = Rows(slots, positions, torch.where(slots < 0, 0, positions + 1), None)
-        view = StepView(self._layers, rows, None, self._workspaces)
+        view = StepView(self._model.kv_layout, self._layers, rows, None, self._workspaces)
         hidden = self._model.forward(ModelInput(ids, positions, positions + 1), view)
         return self._model.logits(hidden)
 
