@@ -154,10 +154,9 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
     **{name: OUR_DECODER[name] for name in ("llama", "qwen3", "mistral")},
     **{name: OUR_DECODER[name] for name in ("gemma2", "gemma3_text", "phi", "olmo2", "cohere2")},
     **{name: OUR_DECODER[name] for name in ("gpt2", "gpt_neox", "opt", "glm4", "stablelm")},
-    **{
-        name: OUR_DECODER[name]
-        for name in ("gpt_oss", "gpt_oss-no-biases", "phi3-longrope", "bloom")
-    },
+    "bloom": OUR_DECODER["bloom"],
+    "gpt_oss": lambda: with_all_experts("gpt_oss"),
+    "gpt_oss-no-biases": lambda: with_all_experts("gpt_oss-no-biases"),
     **{name: TRANSFORMERS[name] for name in ("gpt_bigcode", "helium", "nemotron")},
     "deepseek_v2": lambda: latent(transformers.DeepseekV2Config, 16, q_lora_rank=None),
     "deepseek_v3": lambda: latent(
@@ -166,10 +165,18 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
 }
 
 
+def with_all_experts(name: str) -> Any:
+    """A tiny model of which each token has all experts: where the best ones are chosen, rounding
+    changes which they are."""
+    config = OUR_DECODER[name]()
+    config.num_experts_per_tok = config.num_local_experts
+    return config
+
+
 def latent(kind: Any, num_heads: int, **fields: Any) -> Any:
     """A model with the attention of DeepSeek-V2-Lite, or of V3: the sizes that kernels are for.
 
-    Each token has all experts: where the best ones are chosen, rounding changes which they are.
+    Each token has all experts, see `with_all_experts`.
     """
     sizes = {
         "vocab_size": 199,
@@ -291,6 +298,36 @@ def test_caches_and_chunks_give_the_same_tokens(checkpoint: Checkpoint) -> None:
                 results.append(generate(llm, prompts, greedy(24)))
     assert_best(checkpoint.model, prompts, results[0])
     assert all(result == results[0] for result in results)
+
+
+@pytest.mark.parametrize("kv_cache", KV_CACHES)
+@pytest.mark.parametrize("architecture", ["gpt_oss", "gpt_oss-no-biases", "qwen3_moe", "mpt"])
+def test_float32(architecture: str, kv_cache: str, tmp_path: Path) -> None:
+    """Families whose tokens have some of the experts, and ALiBi."""
+    save_tiny(OUR_DECODER[architecture](), tmp_path, SEED)
+    prompts = random_prompts((1, 12, 33, 70, 5))
+    options: dict[str, Any] = {"max_num_batched_tokens": 16}
+    with open_llm(tmp_path, dtype="float32", kv_cache=kv_cache, **options) as llm:
+        outputs = generate(llm, prompts, [greedy(n) for n in (40, 24, 8, 30, 1)])
+    assert_best(load(tmp_path, torch.float32), prompts, outputs)
+
+
+@pytest.mark.parametrize("kv_cache", KV_CACHES)
+def test_longrope(kv_cache: str, tmp_path: Path) -> None:
+    """Sequences outgrow the original length of the rotary embedding while others run."""
+    save_tiny(OUR_DECODER["phi3-longrope"](), tmp_path, SEED)
+    prompts = random_prompts((1, 12, 31, 32, 33, 70))
+    options: dict[str, Any] = {"max_num_batched_tokens": 16}
+    with open_llm(tmp_path, dtype="float32", kv_cache=kv_cache, **options) as llm:
+        outputs = generate(llm, prompts, greedy(40))
+    model = load(tmp_path, torch.float32)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        # Each token is chosen from KV of the length that its sequence had then.
+        for count, token in enumerate(output):
+            ids = torch.tensor([prompt + output[:count]], device=DEVICE)
+            with torch.no_grad():
+                logits = model(ids, use_cache=False).logits[0, -1:]
+            assert distances(logits, [token]).max() < FLOAT32_ROUNDING
 
 
 def test_the_batch_grows_and_shrinks(llm: LLM, checkpoint: Checkpoint) -> None:
