@@ -9,16 +9,40 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """The KV of one token in one layer."""
+    """The KV of one token in one layer.
+
+    Attributes:
+        num_kv_heads: heads of keys and values.
+        key_dim: elements of a head's key.
+        value_dim: elements of a head's value.
+        window_tokens: the layer attends only to this many latest tokens, the row's own included, so
+            that older KV need not be kept; None for a layer that attends to all.
+    """
 
     num_kv_heads: int
     key_dim: int
     value_dim: int
+    window_tokens: int | None = None
 
     @property
     def num_elements(self) -> int:
         """Elements of K and V together."""
         return self.num_kv_heads * (self.key_dim + self.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that keep the KV of the same tokens of a sequence.
+
+    Attributes:
+        layout: layout of one token's KV in these layers.
+        layers: their indices in the layout of all layers.
+        window_tokens: the widest window of these layers; None if they attend to all tokens.
+    """
+
+    layout: KVLayout
+    layers: tuple[int, ...]
+    window_tokens: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +67,23 @@ class KVLayout:
         object.__setattr__(self, "token_elements", token_elements)
         object.__setattr__(self, "token_bytes", token_elements * self.dtype.itemsize)
 
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """The layers that attend to all tokens, and those that have a window; neither is empty.
+
+        Layers of different windows are one group, which keeps what the widest one needs. A layout
+        without windows is one group, also if it has no layers.
+        """
+        found: list[LayerGroup] = []
+        for has_window in (False, True):
+            layers = tuple(
+                i for i, layer in enumerate(self.layers) if bool(layer.window_tokens) == has_window
+            )
+            if layers or not (self.layers or has_window):
+                members = tuple(self.layers[i] for i in layers)
+                window = max((layer.window_tokens or 0 for layer in members), default=0) or None
+                found.append(LayerGroup(KVLayout(members, self.dtype), layers, window))
+        return tuple(found)
+
     def attention_operations(self, num_heads: int | None) -> float:
         """Operations of one token's attention to one other token, over all layers.
 
@@ -57,6 +98,15 @@ class KVLayout:
         )
 
     def alignments(self, num_bytes: int) -> list[tuple[int, int]]:
+        """The byte offsets of each layer's K and V in its group's token, modulo `num_bytes`."""
+        found = {
+            layer: places
+            for group in self.groups()
+            for layer, places in zip(group.layers, group.layout._offsets(num_bytes), strict=True)
+        }
+        return [found[layer] for layer in range(len(self.layers))]
+
+    def _offsets(self, num_bytes: int) -> list[tuple[int, int]]:
         """The byte offsets of each layer's K and V in a token, modulo `num_bytes`."""
         found = []
         offset = 0

@@ -49,7 +49,7 @@ def bring_in(
         undo.callback(cache.release, slot)
         if adopted and not cache.adopt(slot, adopted, num_cached):
             return False
-        if not cache.reserve(np.array([slot]), np.array([len(first.token_ids)])):
+        if not cache.admit(slot, len(first.token_ids)):
             return False
         if not _assign_rest(lane, group, undo):
             return False

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from aquifer.cache.base import SequenceCache
+import numpy as np
+
+from aquifer.cache.base import IntArray, SequenceCache
 from aquifer.cache.journal import KVOp
 from aquifer.cache.prefix import PrefixCache
 from aquifer.engine.costs import PrefillCost
@@ -35,6 +37,7 @@ class Lane:
             a runner in another process.
         running: by arrival.
         in_flight: plans that are neither committed nor dropped, the earliest first.
+        has_windows: whether KV behind the windows of some layers is given back.
     """
 
     name: str
@@ -51,6 +54,10 @@ class Lane:
     last_turn: int = -1
     num_preemptions: int = 0
     num_swaps: int = 0  # preemptions that swapped
+    has_windows: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.has_windows = any(part.window_tokens is not None for part in self.cache.parts)
 
     @property
     def has_work(self) -> bool:
@@ -58,9 +65,10 @@ class Lane:
         return bool(self.waiting or self.running)
 
     @property
-    def written_tokens(self) -> int:
-        """Tokens of all running sequences that are in the cache; shared ones count for each."""
-        return int(self.slots.num_computed[self.slots.in_order].sum())
+    def written_tokens(self) -> IntArray:
+        """Tokens of each slot's sequence that were written to the cache, [slots]; shared ones count
+        for each."""
+        return np.where(self.slots.serial >= 0, self.slots.num_computed, 0)
 
     def take_journal(self) -> tuple[KVOp, ...]:
         """What happened to the KV cache's memory since the last call, where a journal is kept."""
@@ -104,6 +112,16 @@ class Lane:
         if self.cache.can_share:
             self.cache.release(sequence.slot)
         self.slots.clear(sequence.slot)
+
+    def give_back(self) -> None:
+        """Give back KV of running sequences that no step to come reads."""
+        if not self.has_windows:
+            return
+        table = self.slots
+        slots = table.in_order
+        # A step in flight may bring fewer tokens than it counts with.
+        known = np.maximum(table.num_known[slots] - 1, 0)
+        self.cache.advance(slots, np.minimum(table.num_computed[slots], known))
 
     # --- retained prefixes -------------------------------------------------------------------
 
@@ -171,6 +189,8 @@ class Lane:
             return True
         if parent.parent is not None or table.num_computed[parent.slot] < sequence.fork_tokens:
             return True
+        if not self.cache.can_fork(parent.slot, sequence.fork_tokens):
+            sequence.fork_tokens = 0  # the parent began with a prefix beyond it
         if sequence.fork_tokens and not self.cache.fork(
             parent.slot, sequence.slot, sequence.fork_tokens
         ):

@@ -237,6 +237,7 @@ class Scheduler:
             refusal: DriverError | None = None
             try:
                 if lane.fork_waiting():
+                    lane.give_back()
                     running = table.in_order
                     if clients is not None:
                         running = running[np.isin(table.client[running], list(clients))]

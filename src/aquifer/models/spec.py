@@ -269,6 +269,14 @@ class DecoderSpec:
     names: Names = Names()
 
     def kv_layout(self, dtype: torch.dtype) -> KVLayout:
-        """Layout of one token's KV, the same in every layer."""
-        dim = self.attention.head_dim
-        return KVLayout((LayerKV(self.attention.num_kv_heads, dim, dim),) * len(self.layers), dtype)
+        """Layout of one token's KV, which differs between layers in the window alone.
+
+        A window as long as the longest context leaves nothing out, and counts as none.
+        """
+        num_kv_heads, dim = self.attention.num_kv_heads, self.attention.head_dim
+        windows = (layer.window_tokens or self.max_model_len for layer in self.layers)
+        layers = (
+            LayerKV(num_kv_heads, dim, dim, window if window < self.max_model_len else None)
+            for window in windows
+        )
+        return KVLayout(tuple(layers), dtype)
