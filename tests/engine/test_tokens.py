@@ -158,22 +158,22 @@ def test_tokens_equal_transformers(
 def test_tokens_equal_transformers_under_preemption(
     reference: Reference, kv_cache: str, num_ahead: int
 ) -> None:
-    """The pool holds the longest request and little more, so the first two outgrow it together.
+    """The pool holds the longest request and little more, so the first ones outgrow it together.
 
-    Layers with a window take a step's tokens beside it, so steps are small then. Where all layers
-    have one, no sequence grows beyond what its prompt takes.
+    Layers with a window take a step's tokens beside it, so steps are small then; sequences that are
+    a few windows long hardly grow, and `test_windows.py` has preemptions of these.
     """
     options: Any = {"kv_cache": kv_cache, "page_size": "4KiB", "block_size": 4}
     longest = max(map(len, reference.prompts))
     with LLM(reference.folder, memory="16MiB", max_num_batched_tokens=8, **options) as llm:
         (info,), (lane,) = llm.engine.models.values(), llm.engine.lanes.values()
-        num_pages = lane.cache.footprint.most(longest, longest + OUTPUT_TOKENS) + 1
+        num_pages = lane.cache.footprint.most(longest, longest + OUTPUT_TOKENS) + (not lane.has_windows)
         if lane.has_windows:
             options["max_num_batched_tokens"] = 8
-        grows = lane.cache.parts[0].window_tokens is None
+        grows = not lane.has_windows
     with LLM(reference.folder, memory=info.weight_bytes + num_pages * 4096, **options) as llm:
         llm.engine.num_ahead = num_ahead
-        assert_same_tokens(llm, reference, [2, 2, 1, 0, 3])
+        assert_same_tokens(llm, reference, [1, 1, 1, 1, 2, 2, 0, 3])
         assert not grows or sum(llm.engine.stats().num_preemptions.values()) > 0
 
 
