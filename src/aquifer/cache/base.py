@@ -39,6 +39,7 @@ __all__ = [
     "KVLayout",
     "KVView",
     "KeepsAll",
+    "Kept",
     "LayerKV",
     "Rows",
     "SequenceCache",
@@ -115,6 +116,19 @@ class DeviceCache(KVSource, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """The blocks of a sequence's last tokens in one part.
+
+    Attributes:
+        first: number of the sequence's blocks before these, which are not kept.
+        blocks: the blocks, in order.
+    """
+
+    first: int
+    blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class CachePart:
     """A part of what a sequence keeps.
 
@@ -148,7 +162,14 @@ class SequenceCache(Blocks, Protocol):
 
     @property
     def can_share(self) -> bool:
-        """Whether `adopt` and `fork` share blocks, and `retain` keeps them; else forks copy all."""
+        """Whether `resume` and `fork` share blocks, and `retain` keeps them; else forks copy all."""
+
+    def keep_checkpoints(self) -> None:
+        """From now on, keep the windows before the last whole block of the first part.
+
+        There a prefix ends that can be kept (`aquifer.cache.prefix.checkpoints`). Pre-condition: no
+        sequence has begun.
+        """
 
     def slot_blocks(self, slot: int) -> list[int]:
         """All blocks of a slot that it still has, in order, including those for tokens to come."""
@@ -187,19 +208,16 @@ class SequenceCache(Blocks, Protocol):
     def release(self, slot: int) -> None:
         """Forget a sequence and give back its blocks, except what is used or held elsewhere."""
 
-    def adopt(self, slot: int, blocks: Sequence[int], num_tokens: int) -> bool:
-        """Begin a sequence in an empty slot with `num_tokens` tokens that are in `blocks` already.
+    def resume(self, slot: int, kept: Sequence[Kept], num_tokens: int) -> bool:
+        """Begin a sequence in an empty slot with tokens that are in blocks of all parts already.
 
-        Blocks that end at or before the end of these tokens are shared. If the sequence's next
-        token belongs in the last block too, that block is copied: copy-on-write (section 4.4), done
-        at once, because a sequence writes in the step after it adopted. The copies of all calls
-        between two `upload`s are one launch.
-
-        All or nothing: False means that the pool is short, and nothing has changed.
+        Blocks are shared or copied as `GroupCache.adopt` says. All or nothing: False means that the
+        pool is short, and nothing has changed.
 
         Args:
             slot: a slot without tokens.
-            blocks: the blocks that the tokens lie in, as `blocks` returns them; in use or held.
+            kept: for each part, the blocks that the tokens lie in which rows to come attend to; in
+                use or held.
             num_tokens: at least 1.
         """
 
@@ -207,17 +225,18 @@ class SequenceCache(Blocks, Protocol):
         """Whether a sequence still has what rows after its first `num_tokens` tokens attend to."""
 
     def fork(self, parent: int, child: int, num_tokens: int) -> bool:
-        """Let an empty slot share the first tokens of another one: `adopt` of the parent's blocks.
+        """Let an empty slot share the first tokens of another one, and what comes before its next
+        token: `resume` with the parent's blocks.
 
         Copies read the KV that the steps launched so far write. Pre-condition: `can_fork`.
         """
 
     def preferred_slot(self, blocks: Sequence[int], free_slots: Sequence[int]) -> int | None:
-        """The free slot that adopts these blocks at the least cost, or begins at the least cost if
+        """The free slot that shares these blocks of the first part at the least cost, or begins at the least cost if
         there are none; None if all cost the same."""
 
     def upload(self) -> None:
-        """Send changes of tables to the device, and launch the copies that `adopt` requested.
+        """Send changes of tables to the device, and launch the copies that were requested.
 
         To be called before each step, and before `copy_in` and `copy_out` of a part.
         """
@@ -246,9 +265,20 @@ class GroupCache(SequenceCache, Protocol):
         """The device's half."""
 
     def adopt(self, slot: int, blocks: Sequence[int], num_tokens: int, first: int = 0) -> bool:
-        """See `SequenceCache.adopt`; `first` blocks of the tokens were given up, and are left out.
+        """Begin a sequence in an empty slot with `num_tokens` tokens that are in `blocks` already.
 
-        The same number of blocks of this sequence is given up from the start.
+        Blocks that end at or before the end of these tokens are shared. If the sequence's next
+        token belongs in the last block too, that block is copied: copy-on-write (section 4.4), done
+        at once, because a sequence writes in the step after it adopted. The copies of all calls
+        between two `upload`s are one launch.
+
+        All or nothing: False means that the pool is short, and nothing has changed.
+
+        Args:
+            slot: a slot without tokens.
+            blocks: the blocks that the tokens lie in, as `blocks` returns them; in use or held.
+            num_tokens: at least 1.
+            first: number of the first ones that are missing: the slot begins after them.
         """
 
     def forget(self, slots: IntArray, num_tokens: IntArray) -> None:
@@ -291,6 +321,14 @@ class KeepsAll:
     def admit(self: GroupCache, slot: int, num_tokens: int) -> bool:
         """`reserve` all of them."""
         return self.reserve(np.array([slot]), np.array([num_tokens]))
+
+    def resume(self: GroupCache, slot: int, kept: Sequence[Kept], num_tokens: int) -> bool:
+        """`adopt` the blocks."""
+        (of_all,) = kept
+        return self.adopt(slot, of_all.blocks, num_tokens, of_all.first)
+
+    def keep_checkpoints(self) -> None:
+        """Do nothing."""
 
     def advance(self, slots: IntArray, positions: IntArray) -> None:
         """Do nothing."""

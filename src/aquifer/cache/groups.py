@@ -18,10 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from math import ceil
 
 import numpy as np
 
-from aquifer.cache.base import CachePart, CacheStats, GroupFactory, IntArray, KVLayout
+from aquifer.cache.base import CachePart, CacheStats, GroupFactory, IntArray, Kept, KVLayout
 from aquifer.cache.footprint import Footprint, GroupedFootprint, PartFootprint
 from aquifer.cache.group_tensors import GroupedTensors
 from aquifer.errors import InvariantError
@@ -70,8 +71,14 @@ class GroupedCache:
         self._first = parts[0].cache
         self._step_tokens = min(max_step_tokens or max_tokens, max_tokens)
         self._positions = np.zeros(max_seqs + 1, np.int64)  # as told by `advance`, of each slot
+        self._keeps_checkpoints = False
         self.tensors = GroupedTensors([part.cache.tensors for part in parts], groups)
         self.footprint: Footprint = self._footprint()
+
+    def keep_checkpoints(self) -> None:
+        """See `SequenceCache.keep_checkpoints`."""
+        self._keeps_checkpoints = True
+        self.footprint = self._footprint()
 
     # --- blocks of the first part ------------------------------------------------------------
 
@@ -134,10 +141,14 @@ class GroupedCache:
     def advance(self, slots: IntArray, positions: IntArray) -> None:
         """Give back what is behind the windows."""
         self._positions[slots] = positions
+        next_rows = positions + 1
+        if self._keeps_checkpoints:
+            first = self._first.footprint
+            whole_bytes = positions * first.token_bytes // first.block_bytes * first.block_bytes
+            next_rows = whole_bytes // first.token_bytes
         for part in self.parts:
             if part.window_tokens is not None:
-                first = np.maximum(positions + 1 - part.window_tokens, 0)
-                part.cache.forget(slots, first)
+                part.cache.forget(slots, np.maximum(next_rows - part.window_tokens, 0))
 
     def release(self, slot: int) -> None:
         """Release the slot in all parts."""
@@ -145,13 +156,16 @@ class GroupedCache:
         for part in self.parts:
             part.cache.release(slot)
 
-    def adopt(self, slot: int, blocks: Sequence[int], num_tokens: int) -> bool:
-        """Not possible: each part has blocks of its own.
-
-        Raises:
-            InvariantError: always.
-        """
-        raise InvariantError(f"{len(blocks)} blocks for {num_tokens} tokens are of one part")
+    def resume(self, slot: int, kept: Sequence[Kept], num_tokens: int) -> bool:
+        """Share or copy the blocks of all parts, or of none."""
+        with ExitStack() as undo:
+            for part, each in zip(self.parts, kept, strict=True):
+                if not part.cache.adopt(slot, each.blocks, num_tokens, each.first):
+                    return False
+                undo.callback(part.cache.release, slot)
+            undo.pop_all()
+        self._positions[slot] = num_tokens
+        return True
 
     def can_fork(self, parent: int, num_tokens: int) -> bool:
         """Whether all windows before the next token are there."""
@@ -216,10 +230,12 @@ class GroupedCache:
 
     def _footprint(self) -> GroupedFootprint:
         first = self._first.footprint
+        # Beside the window, tokens behind the last whole block, and the one before the window.
+        more = ceil(first.block_tokens) + 2 if self._keeps_checkpoints else 0
         parts = tuple(
             PartFootprint(
                 part.cache.footprint,
-                None if part.window_tokens is None else part.window_tokens - 1,
+                None if part.window_tokens is None else part.window_tokens - 1 + more,
                 self._step_tokens,
             )
             for part in self.parts

@@ -6,7 +6,6 @@ clock and the policies.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,9 +23,6 @@ from aquifer.engine.slots import SlotTable
 from aquifer.errors import ConfigError
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.memory.room import Room
-
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +124,10 @@ class Assembly:
         if spec.keeps_journal:
             cache.tensors.record()
             lane.keeps_journal = True
-        if spec.keeps_prefixes and lane.has_windows:
-            _log.warning(
-                "prefixes of %s are not cached: its layers give back KV behind their windows",
-                spec.name,
-            )
-        elif spec.keeps_prefixes and cache.can_share:
-            lane.prefixes = PrefixCache(cache, spec.recompute_s)
+        if spec.keeps_prefixes and cache.can_share:
+            if lane.has_windows:
+                cache.keep_checkpoints()
+            lane.prefixes = PrefixCache(cache, spec.recompute_s, parts=cache.parts)
             self.room.reclaimer.register(lane.prefixes)
         self.scheduler.add_lane(lane)
         return lane

@@ -113,15 +113,32 @@ class Lane:
             self.cache.release(sequence.slot)
         self.slots.clear(sequence.slot)
 
-    def give_back(self) -> None:
-        """Give back KV of running sequences that no step to come reads."""
+    def give_back(self, now_s: float) -> None:
+        """Give back KV of running sequences that no step to come reads.
+
+        What a step in flight writes or reads stays. Of prompts that are read in chunks, prefixes are
+        inserted in the prefix cache before.
+        """
         if not self.has_windows:
             return
         table = self.slots
         slots = table.in_order
-        # A step in flight may bring fewer tokens than it counts with.
-        known = np.maximum(table.num_known[slots] - 1, 0)
-        self.cache.advance(slots, np.minimum(table.num_computed[slots], known))
+        written = self._num_written()[slots]
+        if self.prefixes is not None:
+            for slot in slots[(written > 0) & (written < table.num_prompt[slots])].tolist():
+                sequence = table.sequences[slot]
+                assert sequence is not None
+                self.retain(sequence, now_s)
+        self.cache.advance(slots, written)
+
+    def _num_written(self) -> IntArray:
+        """Tokens of each slot's sequence that steps have written which are done, [slots]."""
+        written = self.slots.num_computed.copy()
+        for plan in self.in_flight:
+            slots = plan.spans.slots
+            runs_still = self.slots.serial[slots] == plan.serials
+            written[slots[runs_still]] -= plan.spans.counts[runs_still]
+        return written
 
     # --- retained prefixes -------------------------------------------------------------------
 

@@ -59,7 +59,7 @@ class Pinning:
         models = self._models
         kv_bytes = self._room.size(models.kv_pages(host)) + models.pinned_bytes
         held = [size for key, size in self._held.items() if key[0] == request.client]
-        held_bytes = sum(held) + footprint.blocks_bytes(num_blocks)
+        held_bytes = sum(held) + prefixes.prefix_bytes(len(tokens))
         limit_bytes = int(self._share * kv_bytes / 2)
         if request.client and held_bytes > limit_bytes:
             raise CapacityError(
@@ -87,7 +87,7 @@ class Pinning:
         prefixes.pin(tokens, request.cache_salt)
         if request.client:
             key = (request.client, request.model, request.cache_salt, tokens.tobytes())
-            self._held[key] = cache.footprint.blocks_bytes(num_blocks)
+            self._held[key] = prefixes.prefix_bytes(len(tokens))
         return cache.tokens_in(num_blocks)
 
     def unpin(self, model: str, token_ids: list[int], salt: str | None) -> None:

@@ -237,7 +237,7 @@ class Scheduler:
             refusal: DriverError | None = None
             try:
                 if lane.fork_waiting():
-                    lane.give_back()
+                    lane.give_back(self._clock_s())
                     running = table.in_order
                     if clients is not None:
                         running = running[np.isin(table.client[running], list(clients))]
