@@ -205,7 +205,7 @@ class SchedulerWorld:
         if windows:
             names = random.choice((("windows",), ("wide",), ("sliding",), ("sliding", "windows")))
             max_batched_tokens = random.choice((1, 5, 16))
-            tokens = max(max_batched_tokens, 16)  # these outgrow the pool where nothing else does
+            tokens = max_batched_tokens + 20  # that layers with windows keep at most, about
         else:
             names = random.choice((("small",), ("small", "large")))
             max_batched_tokens = random.choice((1, 5, 16, 200))

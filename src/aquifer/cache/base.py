@@ -19,10 +19,11 @@ import numpy as np
 import torch
 
 from aquifer.cache.footprint import Footprint
+from aquifer.cache.group_tensors import GroupedShape
 from aquifer.cache.journal import KVOp
 from aquifer.cache.layout import KVLayout, LayerKV
 from aquifer.cache.spans import IntArray, Rows, Spans
-from aquifer.cache.tensors import KVTensors
+from aquifer.cache.tensors import KVShape, KVTensors
 from aquifer.cache.view import AttentionOptions, KVSource, KVView
 from aquifer.memory.pool import Owner, PagePool
 
@@ -104,6 +105,10 @@ class Blocks(Protocol):
 
 class DeviceCache(KVSource, Protocol):
     """The device's half of a cache: `KVTensors`, or several of them as `GroupedTensors`."""
+
+    @property
+    def shape(self) -> KVShape | GroupedShape:
+        """Shape of the addresses, for a follower."""
 
     def open(self) -> bool:
         """Take the anchors' pages, before any others; False means that the pool is short."""

@@ -3,15 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from aquifer.cache.journal import InPart, KVOp, PartOp
 from aquifer.cache.layout import LayerGroup
 from aquifer.cache.spans import Rows
-from aquifer.cache.tensors import KVTensors
+from aquifer.cache.tensors import KVShape, KVTensors
 from aquifer.cache.view import GroupedView
 from aquifer.errors import InvariantError
 from aquifer.kernels.decode_attention import DecodeWorkspaces
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedShape:
+    """Addresses of the caches of several groups of layers.
+
+    Attributes:
+        parts: those of each group.
+        groups: the groups.
+    """
+
+    parts: tuple[KVShape, ...]
+    groups: tuple[LayerGroup, ...]
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """For each layer, the index of its group, and its own index in that group."""
+        places = {
+            layer: (part, index)
+            for part, group in enumerate(self.groups)
+            for index, layer in enumerate(group.layers)
+        }
+        return [places[layer] for layer in range(len(places))]
 
 
 class GroupedTensors:
@@ -26,23 +50,20 @@ class GroupedTensors:
 
     Attributes:
         parts: as given.
+        shape: shape of the addresses.
     """
 
     def __init__(self, parts: Sequence[KVTensors], groups: Sequence[LayerGroup]) -> None:
         self.parts = tuple(parts)
-        places = {
-            layer: (part, index)
-            for part, group in enumerate(groups)
-            for index, layer in enumerate(group.layers)
-        }
-        self._places = [places[layer] for layer in range(len(places))]
+        self.shape = GroupedShape(tuple(part.shape for part in parts), tuple(groups))
+        self._places = self.shape.places
         # One for all groups, which attend one after the other.
         self._workspaces = DecodeWorkspaces()
         self._journal: list[KVOp] | None = None
 
     def open(self) -> bool:
         """Take the anchors' pages, before any others; False means that the pool is short."""
-        return all([part.open() for part in self.parts])
+        return all([part.open() for part in self.parts])  # each tries, also after a failure
 
     def record(self) -> None:
         """Begin to record all changes. Pre-condition: no page has been mapped yet."""
@@ -65,9 +86,8 @@ class GroupedTensors:
 
     def view(self, rows: Rows) -> GroupedView:
         """See `KVTensors.view`."""
-        return GroupedView(
-            [part.view(rows, self._workspaces) for part in self.parts], self._places
-        )
+        views = [part.view(rows, self._workspaces) for part in self.parts]
+        return GroupedView(views, self._places)
 
     def _note(self, part: int, op: PartOp) -> None:
         assert self._journal is not None
