@@ -305,7 +305,7 @@ class PrefixMachine(RuleBasedStateMachine):
         seq = self.running[parent]
         slot = next(self.slots)
         self.cache.adopt(slot, self.cache.blocks(parent, len(seq.tokens)), len(seq.tokens))
-        lease = self.prefixes.fork(seq.lease)
+        lease = self.prefixes.fork(seq.lease, len(seq.tokens))
         self.running[slot] = Running(seq.extra, seq.tokens, lease, seq.num_guarded)
 
     @precondition(lambda self: self.running)
@@ -657,7 +657,7 @@ def test_a_lease_ends_once():
     prefixes = PrefixCache(FakeCache(4, 1), restore_s)
     lease = prefixes.lock(prefixes.match(ids([1])))
     prefixes.unlock(lease)
-    for verb in (prefixes.unlock, prefixes.fork):
+    for verb in (prefixes.unlock, lambda ended: prefixes.fork(ended, 1)):
         with pytest.raises(InvariantError, match="after it ended"):
             verb(lease)
 

@@ -215,7 +215,7 @@ class Lane:
         table.set_parent(sequence, None)
         table.begin(sequence, sequence.fork_tokens)
         if self.prefixes is not None and parent.lease is not None:
-            sequence.lease = self.prefixes.fork(parent.lease)
+            sequence.lease = self.prefixes.fork(parent.lease, sequence.fork_tokens)
         return True
 
     # --- progress ----------------------------------------------------------------------------

@@ -169,10 +169,14 @@ class PrefixCache:
         checkpoint, lease.checkpoint = lease.checkpoint, None
         self._victims.unguard(checkpoint)
 
-    def fork(self, lease: Lease) -> Lease:
-        """A lease for a sequence that shares all known tokens of another one."""
+    def fork(self, lease: Lease, num_tokens: int) -> Lease:
+        """A lease for a sequence that shares the first tokens of another one, and no more."""
         _check_open(lease)
-        return self._lease(lease.match, lease.node)
+        num_whole = self._trie.num_whole(num_tokens)
+        node = lease.node
+        while node is not None and next_index(node) > num_whole:
+            node = node.parent
+        return self._lease(lease.match, node)
 
     def unlock(self, lease: Lease, now_s: float | None = None) -> None:
         """End a lease. What the sequence computed may be evicted from now on.
@@ -243,31 +247,39 @@ class PrefixCache:
             lease.node = node
             self._pins.follow(added)
         if self._checkpoints:
-            self._add_checkpoints(slot, found, added, node, now_s)
+            path = [node] if not found and not added else [*found, *added]
+            self._add_checkpoints(slot, path, len(found), num_computed, now_s)
 
     def _add_checkpoints(
-        self, slot: int, found: list[Node], added: list[Node], last: Node | None, now_s: float
+        self,
+        slot: int,
+        path: Sequence[Node | None],
+        num_found: int,
+        num_computed: int,
+        now_s: float,
     ) -> None:
         """Take checkpoints of a sequence: at its end, where it leaves earlier ones, and between.
 
         Args:
             slot: its slot.
-            found: nodes that it has gone through since it was inserted last.
-            added: nodes that were added below these.
-            last: its last node.
+            path: nodes that it has gone through since it was inserted last, at least the last one;
+                None before the first block.
+            num_found: nodes of these that were there before.
+            num_computed: as for `insert`.
             now_s: the time.
         """
         trie, every_tokens = self._trie, self._checkpoints.every_tokens
-        places = [last] if last is not None else []
-        path = found + added
-        for i, node in enumerate(path[:-1]):
-            begin = trie.num_tokens(node.parent) if node.parent is not None else 0
-            is_fork = i == len(found) - 1
-            if is_fork or trie.num_tokens(node) // every_tokens > begin // every_tokens:
-                places.insert(-1, node)
-        for node in places:
+        for i, node in enumerate(path, 1):
+            if node is None:
+                continue
             num_tokens = trie.num_tokens(node)
-            if not num_tokens or trie.checkpoint(node) is not None:
+            begin = trie.num_tokens(node.parent) if node.parent is not None else 0
+            is_place = (
+                i in (num_found, len(path)) or num_tokens // every_tokens > begin // every_tokens
+            )
+            # The last node may be that of a match, of which the last token is computed again.
+            is_written = 0 < num_tokens <= num_computed
+            if not is_place or not is_written or trie.checkpoint(node) is not None:
                 continue
             kept = self._checkpoints.take(slot, num_tokens)
             if kept is None:
