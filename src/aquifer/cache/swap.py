@@ -4,7 +4,7 @@ KV that several sequences of a group share is moved once, with the first of them
 only what follows, and share again when they come back. A sequence of a virtual cache moves in one
 long copy, one of a paged cache in a copy for each run of neighbouring blocks.
 
-Of layers with a window, each sequence moves what rows to come attend to. It shares none of that: the
+Of layers with a window, each sequence moves all that it still has. It shares none of that: the
 sequences go on, and what they have in common is soon behind their windows.
 """
 
@@ -37,7 +37,7 @@ class SwappedPart:
 
     Tokens [0, num_shared) are those of sequence number `parent` in the list that was swapped out;
     `tokens` are at `start` of the space, and are all that follow. Where the part has a window,
-    neither has the tokens before it.
+    nothing is shared, and what comes before `tokens` is not kept.
     """
 
     tokens: range
@@ -131,6 +131,7 @@ class SwapSpace:
         """
         if not self.prepare():
             return None
+        cache.advance(np.array(slots), np.array(num_tokens))
         with ExitStack() as undo:
             parts = [self._place(part, slots, num_tokens, undo) for part in cache.parts]
             if not all(parts):
@@ -171,7 +172,7 @@ class SwapSpace:
                 ]
                 parent = int(np.argmax(shared)) if shared else 0
                 num_shared = shared[parent] if shared else 0
-            tokens = range(max(num_shared, part.first_needed(count)), count)
+            tokens = range(min(max(num_shared, cache.num_forgotten(slots[i])), count), count)
             start = None
             num_bytes = cache.footprint.kv_bytes(len(tokens))
             if num_bytes:
@@ -193,15 +194,15 @@ class SwapSpace:
             for slot in slots:
                 undo.callback(cache.release, slot)
             for slot, kv in zip(slots, swapped, strict=True):
-                # What is behind a window is not there any more.
-                slot_array, count = np.array([slot]), np.array([kv.num_tokens])
-                cache.advance(slot_array, count)
+                slot_array = np.array([slot])
                 for part, moved in zip(cache.parts, kv.parts, strict=True):
-                    if moved.num_shared and not part.cache.fork(
+                    if part.window_tokens is not None:
+                        part.cache.forget(slot_array, np.array([moved.tokens.start]))
+                    elif moved.num_shared and not part.cache.fork(
                         slots[moved.parent], slot, moved.num_shared
                     ):
                         return False
-                if not cache.reserve(slot_array, count):
+                if not cache.reserve(slot_array, np.array([kv.num_tokens])):
                     return False
                 # In order, since a fork copies what its parent has by then.
                 cache.upload()
