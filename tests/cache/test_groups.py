@@ -17,6 +17,7 @@ from tests.memory.late_driver import LateDriver
 from aquifer.cache import KV_CACHES, kv_cache
 from aquifer.cache.base import KVLayout, LayerKV, Rows, Spans
 from aquifer.cache.prefix import PrefixCache
+from aquifer.cache.prefix.cache import Lease
 from aquifer.cache.prefix.trie import TokenIds
 from aquifer.cache.swap import SwapSpace
 from aquifer.errors import DriverError
@@ -132,7 +133,7 @@ class Running:
 
     tokens: list[int]
     num_written: int
-    lease: object
+    lease: Lease
 
 
 class GroupsMachine(RuleBasedStateMachine):
@@ -146,7 +147,9 @@ class GroupsMachine(RuleBasedStateMachine):
     name: str
 
     @initialize(
-        layout=st.sampled_from(sorted(LAYOUTS)), is_late=st.booleans(), share=st.sampled_from([1, 2])
+        layout=st.sampled_from(sorted(LAYOUTS)),
+        is_late=st.booleans(),
+        share=st.sampled_from([1, 2]),
     )
     def start(self, layout: str, is_late: bool, share: int):
         self.layout = LAYOUTS[layout]
@@ -367,10 +370,16 @@ class GroupsMachine(RuleBasedStateMachine):
             tensors = part.cache.tensors
             for layer, (keys, values) in zip(group.layers, tensors.layers, strict=True):
                 if self.name == "virtual":
-                    k, v = keys[slot, first : one.num_written], values[slot, first : one.num_written]
+                    k, v = (
+                        keys[slot, first : one.num_written],
+                        values[slot, first : one.num_written],
+                    )
                 else:
                     blocks = torch.from_numpy(tensors.table[slot])[positions // BLOCK_SIZE].long()
-                    k, v = keys[blocks, positions % BLOCK_SIZE], values[blocks, positions % BLOCK_SIZE]
+                    k, v = (
+                        keys[blocks, positions % BLOCK_SIZE],
+                        values[blocks, positions % BLOCK_SIZE],
+                    )
                 expected = (marks[positions] + layer)[:, None, None]
                 assert torch.equal(k, expected.expand_as(k))
                 assert torch.equal(v, (expected + 0.5).expand_as(v))
@@ -406,9 +415,7 @@ class GroupsMachine(RuleBasedStateMachine):
             for part in self.cache.parts
         )
         # The virtual cache maps a few tokens ahead where pages are free.
-        ahead = sum(
-            part.cache.footprint.stretch_pages(16) + 1 for part in self.cache.parts
-        )
+        ahead = sum(part.cache.footprint.stretch_pages(16) + 1 for part in self.cache.parts)
         assert num_pages <= self.cache.footprint.pages(len(one.tokens)) + ahead
 
     def teardown(self):

@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from aquifer.cache import KV_CACHES, kv_cache
+from aquifer.cache import KV_CACHES, group_cache
 from aquifer.cache.base import KVLayout, LayerKV
 from aquifer.cache.footprint import Footprint
 from aquifer.cache.prefix import Lease, Match, PrefixCache
@@ -789,7 +789,7 @@ def test_real_blocks_have_the_kv_of_just_these_tokens(name: str, width: int):
     layout = KVLayout((LayerKV(1, width, width),), torch.float32)  # 8, 3.8 and 0.5 to a page
     num_pages = -(-layout.token_bytes * 75 // PAGE)
     pool = PagePool(HostDriver(), num_pages * PAGE, PAGE)
-    cache = kv_cache(name, 4)(pool, Owner("a", Kind.KV), layout, 4, 48)
+    cache = group_cache(name, 4)(pool, Owner("a", Kind.KV), layout, 4, 48)
     prefixes = PrefixCache(cache, restore_s)
     reclaimer = Reclaimer(lambda: now_s)
     reclaimer.register(prefixes)

@@ -16,7 +16,6 @@ from zlib import crc32
 
 import numpy as np
 import pytest
-
 from tests.engine.books import (
     LAYOUTS,
     MAX_SEQS,

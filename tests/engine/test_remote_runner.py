@@ -21,8 +21,8 @@ from tests.models.tiny import TINY_MODELS, plan_tiny
 from aquifer.cache import KV_CACHES, kv_cache
 from aquifer.cache.base import CacheFactory, KVLayout
 from aquifer.cache.follower import kv_follower
-from aquifer.cache.swap import SwapSpace
 from aquifer.cache.group_tensors import GroupedShape
+from aquifer.cache.swap import SwapSpace
 from aquifer.cache.tensors import KVShape
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.assembly import LaneSpec
@@ -140,7 +140,9 @@ def served_there(
     with ExitStack() as resources:
         driver = open_driver("cpu")
         space = SwapSpace(SWAP_BYTES, driver.device)
-        assembly = open_assembly(resources, driver, budget_bytes, STEP_TOKENS, space, restore_mode=mode)
+        assembly = open_assembly(
+            resources, driver, budget_bytes, STEP_TOKENS, space, restore_mode=mode
+        )
         spec = LaneSpec(
             "m",
             plan.kv_layout,

@@ -167,7 +167,9 @@ def test_tokens_equal_transformers_under_preemption(
     longest = max(map(len, reference.prompts))
     with LLM(reference.folder, memory="16MiB", max_num_batched_tokens=8, **options) as llm:
         (info,), (lane,) = llm.engine.models.values(), llm.engine.lanes.values()
-        num_pages = lane.cache.footprint.most(longest, longest + OUTPUT_TOKENS) + (not lane.has_windows)
+        num_pages = lane.cache.footprint.most(longest, longest + OUTPUT_TOKENS) + (
+            not lane.has_windows
+        )
         if lane.has_windows:
             options["max_num_batched_tokens"] = 8
         grows = not lane.has_windows

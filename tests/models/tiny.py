@@ -244,8 +244,8 @@ def _no_kv_logits(config: Config, weights: Tensors, token_ids: torch.Tensor) -> 
 
 
 def _sparse_kv_logits(config: Config, weights: Tensors, token_ids: torch.Tensor) -> torch.Tensor:
-    def attend(_: int, *qkv: torch.Tensor) -> torch.Tensor:
-        return _attend_whole(*qkv)
+    def attend(_: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return _attend_whole(query, key, value)
 
     positions = torch.arange(len(token_ids))
     hidden = _sparse_kv_hidden(config, weights, token_ids, positions, attend)

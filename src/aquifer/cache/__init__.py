@@ -11,9 +11,7 @@ from aquifer.memory.pool import Owner, PagePool
 KV_CACHES = ("virtual", "paged")
 
 
-def kv_cache(
-    name: str, block_size: int = 16, max_step_tokens: int | None = None
-) -> CacheFactory:
+def kv_cache(name: str, block_size: int = 16, max_step_tokens: int | None = None) -> CacheFactory:
     """The manager called `name`, for layers with and without windows.
 
     Args:

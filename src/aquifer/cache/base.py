@@ -167,7 +167,7 @@ class SequenceCache(Blocks, Protocol):
 
     @property
     def can_share(self) -> bool:
-        """Whether `resume` and `fork` share blocks, and `retain` keeps them; else forks copy all."""
+        """Whether `resume` and `fork` share blocks, and `retain` keeps them; else forks copy."""
 
     def keep_checkpoints(self) -> None:
         """From now on, keep the windows before the last whole block of the first part.
@@ -237,8 +237,8 @@ class SequenceCache(Blocks, Protocol):
         """
 
     def preferred_slot(self, blocks: Sequence[int], free_slots: Sequence[int]) -> int | None:
-        """The free slot that shares these blocks of the first part at the least cost, or begins at the least cost if
-        there are none; None if all cost the same."""
+        """The free slot that shares these blocks of the first part at the least cost, or begins at
+        the least cost if there are none; None if all cost the same."""
 
     def upload(self) -> None:
         """Send changes of tables to the device, and launch the copies that were requested.

@@ -63,7 +63,7 @@ class GroupedTensors:
 
     def open(self) -> bool:
         """Take the anchors' pages, before any others; False means that the pool is short."""
-        return all([part.open() for part in self.parts])  # each tries, also after a failure
+        return all(part.open() for part in self.parts)
 
     def record(self) -> None:
         """Begin to record all changes. Pre-condition: no page has been mapped yet."""

@@ -25,7 +25,6 @@ import numpy as np
 from aquifer.cache.base import CachePart, CacheStats, GroupFactory, IntArray, Kept, KVLayout
 from aquifer.cache.footprint import Footprint, GroupedFootprint, PartFootprint
 from aquifer.cache.group_tensors import GroupedTensors
-from aquifer.errors import InvariantError
 from aquifer.memory.pool import Owner, PagePool
 
 
@@ -170,8 +169,7 @@ class GroupedCache:
     def can_fork(self, parent: int, num_tokens: int) -> bool:
         """Whether all windows before the next token are there."""
         return all(
-            part.cache.num_forgotten(parent) <= part.first_needed(num_tokens)
-            for part in self.parts
+            part.cache.num_forgotten(parent) <= part.first_needed(num_tokens) for part in self.parts
         )
 
     def fork(self, parent: int, child: int, num_tokens: int) -> bool:

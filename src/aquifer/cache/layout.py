@@ -99,23 +99,16 @@ class KVLayout:
 
     def alignments(self, num_bytes: int) -> list[tuple[int, int]]:
         """The byte offsets of each layer's K and V in its group's token, modulo `num_bytes`."""
-        found = {
-            layer: places
-            for group in self.groups()
-            for layer, places in zip(group.layers, group.layout._offsets(num_bytes), strict=True)
-        }
-        return [found[layer] for layer in range(len(self.layers))]
-
-    def _offsets(self, num_bytes: int) -> list[tuple[int, int]]:
-        """The byte offsets of each layer's K and V in a token, modulo `num_bytes`."""
-        found = []
-        offset = 0
-        for layer in self.layers:
-            middle = offset + layer.num_kv_heads * layer.key_dim
-            places = (offset * self.dtype.itemsize, middle * self.dtype.itemsize)
-            found.append((places[0] % num_bytes, places[1] % num_bytes))
-            offset += layer.num_elements
-        return found
+        found: dict[int, tuple[int, int]] = {}
+        for group in self.groups():
+            offset = 0
+            for index in group.layers:
+                layer = self.layers[index]
+                middle = offset + layer.num_kv_heads * layer.key_dim
+                places = (offset * self.dtype.itemsize, middle * self.dtype.itemsize)
+                found[index] = (places[0] % num_bytes, places[1] % num_bytes)
+                offset += layer.num_elements
+        return [found[index] for index in range(len(self.layers))]
 
     def split(self, tokens: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Views of K and V for each layer.

@@ -283,11 +283,11 @@ class PagedCache(KeepsAll):
 
     def _entries(self, slots: IntArray, begins: IntArray, ends: IntArray) -> IntArray:
         """The blocks at [begin, end) of the slots' tables, one slot after the other."""
-        parts = [
+        parts: list[npt.NDArray[np.int32]] = [
             self._table[slot, begin:end]
             for slot, begin, end in zip(slots.tolist(), begins.tolist(), ends.tolist(), strict=True)
         ]
-        return np.concatenate(parts or [[]]).astype(np.int64)
+        return np.concatenate([self._table[0, :0], *parts]).astype(np.int64)
 
     def _claim(self, count: int) -> IntArray | None:
         """Take the lowest free blocks, and map pages under them.

@@ -116,8 +116,8 @@ class Lane:
     def give_back(self, now_s: float) -> None:
         """Give back KV of running sequences that no step to come reads.
 
-        What a step in flight writes or reads stays. Of prompts that are read in chunks, prefixes are
-        inserted in the prefix cache before.
+        What steps in flight write or read stays. Prompts that are read in chunks are inserted in
+        the prefix cache before.
         """
         if not self.has_windows:
             return

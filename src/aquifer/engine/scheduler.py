@@ -228,10 +228,8 @@ class Scheduler:
     def _grow(
         self, lane: Lane, clients: frozenset[int] | None, most_tokens: int
     ) -> tuple[IntArray, IntArray] | None:
-        """Running sequences of the next step as (slots, counts), with room for these tokens.
-
-        None if the pool is short, and steps in flight have to be committed first.
-        """
+        """Running sequences of the next step as (slots, counts), with room for these tokens; None
+        if the pool is short, and steps in flight have to be committed first."""
         table = lane.slots
         while True:
             refusal: DriverError | None = None

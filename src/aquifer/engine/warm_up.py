@@ -41,7 +41,7 @@ class _NoCache:
 
     def __init__(self, layout: KVLayout, padding: torch.Tensor) -> None:
         self._padding = padding
-        layers = {}
+        layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for group in layout.groups():
             token = padding.new_zeros((1, 1, group.layout.token_elements), dtype=layout.dtype)
             layers.update(zip(group.layers, group.layout.split(token), strict=True))

@@ -150,9 +150,7 @@ class Trie:
             blocks.pop()
         return Match(blocks, num_tokens, len(token_ids), extra, nodes)
 
-    def _match_checkpoint(
-        self, token_ids: TokenIds, extra: Hashable, nodes: list[Node]
-    ) -> Match:
+    def _match_checkpoint(self, token_ids: TokenIds, extra: Hashable, nodes: list[Node]) -> Match:
         """`match` where a checkpoint is needed: the first of these nodes are known to match."""
         nodes += self.descend(token_ids, extra, nodes[-1] if nodes else None)
         most_tokens = len(token_ids) - 1

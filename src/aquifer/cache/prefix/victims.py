@@ -178,9 +178,7 @@ class VictimQueues:
             default=None,
         )
 
-    def evict(
-        self, num_bytes: int, now_s: float, limit: float = math.inf
-    ) -> tuple[list[int], int]:
+    def evict(self, num_bytes: int, now_s: float, limit: float = math.inf) -> tuple[list[int], int]:
         """Remove nodes in order of regret, until they give back `num_bytes`.
 
         A node without children left is a leaf and may be the next victim. The first victim is
