@@ -653,6 +653,26 @@ def test_a_match_of_other_tokens_cannot_be_resumed():
             prefixes.match(ids(tokens), extra, known)
 
 
+def test_a_fork_shares_no_more_than_its_tokens():
+    """What it computes itself is found after its own tokens, and not after its parent's."""
+    cache = FakeCache(4, 1)
+    prefixes = PrefixCache(cache, restore_s)
+    shared, of_parent, of_child = [1] * 8, [2] * 8, [3] * 8
+    cache.slots[1] = []
+    cache.write(1, [*shared, *of_parent], 0)
+    lease = prefixes.lock(prefixes.match(ids([*shared, *of_parent])))
+    prefixes.insert(lease, 1, ids([*shared, *of_parent]), 16, 0.0)
+    cache.adopt(2, cache.blocks(1, 8), 8)
+    fork = prefixes.fork(lease, 8)
+    cache.write(2, [*shared, *of_child], 8)
+    prefixes.insert(fork, 2, ids([*shared, *of_child]), 16, 0.0)
+    for slot, tokens in ((1, of_parent), (2, of_child)):
+        match = prefixes.match(ids([*shared, *tokens, 9]))
+        assert match.num_tokens == 16
+        assert match.blocks == cache.blocks(slot, 16)
+    assert prefixes.match(ids([*shared, *of_parent, *of_child])).num_tokens == 16
+
+
 def test_a_lease_ends_once():
     prefixes = PrefixCache(FakeCache(4, 1), restore_s)
     lease = prefixes.lock(prefixes.match(ids([1])))

@@ -93,8 +93,8 @@ class Blocks(Protocol):
     def retain(self, blocks: Sequence[int]) -> None:
         """Keep blocks also when no sequence uses them. Each must be dropped once.
 
-        Pre-condition: no sequence will write to them. For a sequence that goes on, these are the
-        blocks that lie before its next token.
+        Pre-condition: no sequence will write to what is to be kept of them. For a sequence that
+        goes on, these are blocks that begin before its next token.
 
         A held block that no sequence uses is accounted as a retained prefix (`Kind.PREFIX`).
         """

@@ -75,6 +75,8 @@ class PrefixCache:
         reuse: probability that a prefix is needed again.
         sensitivity: weight of a second of delay of this model, compared with others.
         parts: the parts of the cache, of which `cache` is the first; none if it is the only one.
+        retained_bytes: bytes of pages that are only held. Windows of running sequences may be held,
+            too, and evicting them gives back nothing; None to count them as evictable.
     """
 
     def __init__(
@@ -84,7 +86,9 @@ class PrefixCache:
         reuse: ReuseModel | None = None,
         sensitivity: float = 1.0,
         parts: Sequence[CachePart] = (),
+        retained_bytes: Callable[[], int] | None = None,
     ) -> None:
+        self._retained_bytes = retained_bytes
         self._cache = cache
         self._footprint = cache.footprint
         self._checkpoints = Checkpoints(parts)
@@ -373,8 +377,11 @@ class PrefixCache:
     @property
     def evictable_bytes(self) -> int:
         """Bytes of all blocks that are not guarded."""
-        unguarded_bytes = self._checkpoints.held_bytes - self._checkpoints.guarded_bytes
-        return self._victims.num_evictable * self._block_bytes + unguarded_bytes
+        num_bytes = self._victims.num_evictable * self._block_bytes
+        num_bytes += self._checkpoints.held_bytes - self._checkpoints.guarded_bytes
+        if num_bytes and self._retained_bytes is not None:
+            return min(num_bytes, self._retained_bytes())
+        return num_bytes
 
     def evictable_below(self, num_bytes: int, now_s: float, limit: float) -> int:
         """Bytes that could be evicted at a regret below `limit`: see `Victims.evictable_below`."""
