@@ -5,7 +5,6 @@ A kernel that touched a page that was given back would fault, and end the proces
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +59,9 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(params=[0, 1], ids=["no step ahead", "one step ahead"])
-def num_ahead(request: pytest.FixtureRequest) -> Iterator[int]:
-    yield request.param
+def num_ahead(request: pytest.FixtureRequest) -> int:
+    found: int = request.param
+    return found
 
 
 @pytest.mark.parametrize("kv_cache", KV_CACHES)
