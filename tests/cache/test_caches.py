@@ -14,13 +14,13 @@ import torch
 from tests.memory.small_driver import SmallDriver
 from tests.models.dense_kv import DenseKV
 
-from aquifer.cache import KV_CACHES, kv_cache
+from aquifer.cache import KV_CACHES, group_cache
 from aquifer.cache.base import (
     AttentionOptions,
+    GroupCache,
     KVLayout,
     LayerKV,
     Rows,
-    SequenceCache,
     Spans,
 )
 from aquifer.cache.swap import SwapSpace
@@ -61,8 +61,8 @@ class Harness:
         self.name, self.layout = name, layout
         self.driver = FaultyDriver(HostDriver())
         self.pool = PagePool(self.driver, num_pages * PAGE, PAGE, keep_idle_pages * PAGE)
-        make = partial(kv_cache(name, BLOCK_SIZE), self.pool, OWNER, layout)
-        self.cache: SequenceCache = make(MAX_SEQS, MAX_TOKENS)
+        make = partial(group_cache(name, BLOCK_SIZE), self.pool, OWNER, layout)
+        self.cache: GroupCache = make(MAX_SEQS, MAX_TOKENS)
         self.dense = DenseKV(layout, MAX_SEQS, MAX_TOKENS)
         self.lengths = np.zeros(MAX_SEQS, np.int64)
         self.generator = torch.Generator().manual_seed(0)
@@ -183,7 +183,7 @@ def harness(name: str, layout: KVLayout) -> Iterator[Harness]:
 
 def test_unknown_name():
     with pytest.raises(ConfigError, match="'virutal'; choose one of virtual, paged"):
-        kv_cache("virutal")
+        group_cache("virutal")
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -356,7 +356,7 @@ def test_pages_of_another_owner_come_back_zeroed(name):
     assert harness.reserve([0], [100])
     harness.step([0], [100])
     harness.release(0)
-    other = kv_cache(name, BLOCK_SIZE)(harness.pool, OTHER, SMALL_TOKENS, MAX_SEQS, MAX_TOKENS)
+    other = group_cache(name, BLOCK_SIZE)(harness.pool, OTHER, SMALL_TOKENS, MAX_SEQS, MAX_TOKENS)
     assert other.reserve(np.array([0]), np.array([MAX_TOKENS]))
     keys, values = other.tensors.layers[0]
     # Slot 0, or the blocks of slot 0: both are the first there are.
@@ -549,7 +549,7 @@ def test_layout_of_latent_tokens():
 def test_writing_latent_tokens_leaves_their_values_alone():
     """What is given as the value is not written over the key."""
     pool = PagePool(HostDriver(), 16 * PAGE, PAGE)
-    cache = kv_cache("virtual", BLOCK_SIZE)(pool, OWNER, LATENT_TOKENS, MAX_SEQS, MAX_TOKENS)
+    cache = group_cache("virtual", BLOCK_SIZE)(pool, OWNER, LATENT_TOKENS, MAX_SEQS, MAX_TOKENS)
     assert cache.reserve(np.array([1]), np.array([2]))
     spans = Spans.make(np.array([1]), np.array([0]), np.array([2]))
     view = cache.tensors.view(Rows.of(spans, 0, CPU))
@@ -578,7 +578,7 @@ def test_a_model_without_kv(name):
     """It never takes pages; sequences fork, and nothing is retained or swapped."""
     driver = FaultyDriver(HostDriver())
     pool = PagePool(driver, 8 * PAGE, PAGE)
-    cache = kv_cache(name, BLOCK_SIZE)(pool, OWNER, NO_KV, MAX_SEQS, MAX_TOKENS)
+    cache = group_cache(name, BLOCK_SIZE)(pool, OWNER, NO_KV, MAX_SEQS, MAX_TOKENS)
     driver.fail_at = driver.num_calls  # the device gets no call
     slots = np.array([1, 2, 5])
     for length in (1, 40, MAX_TOKENS):
@@ -612,7 +612,7 @@ def test_a_model_without_kv(name):
 def test_a_cache_takes_no_page_before_its_first_sequence(name):
     driver = FaultyDriver(HostDriver())
     pool = PagePool(driver, 8 * PAGE, PAGE)
-    cache = kv_cache(name, BLOCK_SIZE)(pool, OWNER, SMALL_TOKENS, MAX_SEQS, MAX_TOKENS)
+    cache = group_cache(name, BLOCK_SIZE)(pool, OWNER, SMALL_TOKENS, MAX_SEQS, MAX_TOKENS)
     assert (len(pool.pages), driver.mapped_pages) == (0, 0)
     cache.close()
     assert not driver.reservations

@@ -10,14 +10,14 @@ import pytest
 import torch
 from tests.memory.late_driver import LateDriver
 
-from aquifer.cache import KV_CACHES, kv_cache
+from aquifer.cache import KV_CACHES, group_cache
 from aquifer.cache.base import (
     AttentionOptions,
+    GroupCache,
     KVLayout,
     KVView,
     LayerKV,
     Rows,
-    SequenceCache,
     Spans,
 )
 from aquifer.cache.follower import KVFollower
@@ -46,8 +46,8 @@ class Pair:
         self.layout = layout
         self.drivers = drivers
         self.pool = PagePool(drivers[0], num_pages * PAGE, PAGE)
-        make = kv_cache(name, BLOCK_SIZE)
-        self.cache: SequenceCache = make(self.pool, KV, layout, MAX_SEQS, MAX_TOKENS)
+        make = group_cache(name, BLOCK_SIZE)
+        self.cache: GroupCache = make(self.pool, KV, layout, MAX_SEQS, MAX_TOKENS)
         self.cache.tensors.record()
         # It has another budget and other pages were taken before, so its page numbers differ.
         self.other_pool = PagePool(drivers[1], (num_pages + 3) * PAGE, PAGE)
@@ -218,7 +218,7 @@ def test_random_lives(name, layout, seed):
 
 def test_nothing_is_recorded_unless_asked():
     pool = PagePool(HostDriver(), 64 * PAGE, PAGE)
-    cache = kv_cache("virtual")(pool, KV, LAYOUTS["aligned"], 2, 16)
+    cache = group_cache("virtual")(pool, KV, LAYOUTS["aligned"], 2, 16)
     with pytest.raises(InvariantError, match="nothing was recorded"):
         cache.tensors.take_journal()
     assert cache.reserve(np.array([1]), np.array([9]))

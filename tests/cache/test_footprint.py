@@ -92,7 +92,7 @@ def test_most_pages_of_a_request(
 def test_growth_of_running_sequences(reference: Formulas, more: list[int]):
     left = np.array(more, np.int64)
     needed = pages(reference.growth_bytes(left), reference.page_bytes)
-    assert reference.footprint.growth(left) == needed
+    assert reference.footprint.growth(left, left) == needed
 
 
 @given(reference=formulas, num_tokens=lengths, num_cached=st.integers(0, 200))
@@ -175,7 +175,7 @@ def test_figures_of_llama_3_8b():
         assert footprint.longest(19, 49, 4) == 16 * 7 + 1
         assert footprint.longest(18, 49, 4) == 16 * 6 + 1
         assert footprint.needed(100, 49) == 4
-        assert footprint.growth(np.array([0, 1, 64])) == 5
+        assert footprint.growth(np.array([0, 1, 64]), np.array([8, 8, 8])) == 5
 
 
 @pytest.mark.parametrize("block_bytes", [0, 4096])
@@ -185,7 +185,7 @@ def test_a_model_without_kv_takes_no_memory(block_bytes: int):
     assert footprint.pages(np.array([1, 10**6])).tolist() == [0, 0]
     assert footprint.most(1000, 2000, 8) == 0
     assert footprint.needed(1000, 10) == 0
-    assert footprint.growth(np.array([64, 64])) == 0
+    assert footprint.growth(np.array([64, 64]), np.array([8, 8])) == 0
     assert footprint.longest(0) == footprint.longest(100, 50, 4) == UNLIMITED_TOKENS
     assert footprint.whole_blocks(1000) == footprint.kv_bytes(1000) == 0
     assert footprint.block_tokens == 0

@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from aquifer.cache import KV_CACHES, kv_cache
+from aquifer.cache import KV_CACHES, group_cache
 from aquifer.cache.base import KVLayout, LayerKV
 from aquifer.cache.footprint import Footprint
 from aquifer.cache.prefix import Lease, Match, PrefixCache
@@ -305,7 +305,7 @@ class PrefixMachine(RuleBasedStateMachine):
         seq = self.running[parent]
         slot = next(self.slots)
         self.cache.adopt(slot, self.cache.blocks(parent, len(seq.tokens)), len(seq.tokens))
-        lease = self.prefixes.fork(seq.lease)
+        lease = self.prefixes.fork(seq.lease, len(seq.tokens))
         self.running[slot] = Running(seq.extra, seq.tokens, lease, seq.num_guarded)
 
     @precondition(lambda self: self.running)
@@ -653,11 +653,31 @@ def test_a_match_of_other_tokens_cannot_be_resumed():
             prefixes.match(ids(tokens), extra, known)
 
 
+def test_a_fork_shares_no_more_than_its_tokens():
+    """What it computes itself is found after its own tokens, and not after its parent's."""
+    cache = FakeCache(4, 1)
+    prefixes = PrefixCache(cache, restore_s)
+    shared, of_parent, of_child = [1] * 8, [2] * 8, [3] * 8
+    cache.slots[1] = []
+    cache.write(1, [*shared, *of_parent], 0)
+    lease = prefixes.lock(prefixes.match(ids([*shared, *of_parent])))
+    prefixes.insert(lease, 1, ids([*shared, *of_parent]), 16, 0.0)
+    cache.adopt(2, cache.blocks(1, 8), 8)
+    fork = prefixes.fork(lease, 8)
+    cache.write(2, [*shared, *of_child], 8)
+    prefixes.insert(fork, 2, ids([*shared, *of_child]), 16, 0.0)
+    for slot, tokens in ((1, of_parent), (2, of_child)):
+        match = prefixes.match(ids([*shared, *tokens, 9]))
+        assert match.num_tokens == 16
+        assert match.blocks == cache.blocks(slot, 16)
+    assert prefixes.match(ids([*shared, *of_parent, *of_child])).num_tokens == 16
+
+
 def test_a_lease_ends_once():
     prefixes = PrefixCache(FakeCache(4, 1), restore_s)
     lease = prefixes.lock(prefixes.match(ids([1])))
     prefixes.unlock(lease)
-    for verb in (prefixes.unlock, prefixes.fork):
+    for verb in (prefixes.unlock, lambda ended: prefixes.fork(ended, 1)):
         with pytest.raises(InvariantError, match="after it ended"):
             verb(lease)
 
@@ -789,7 +809,7 @@ def test_real_blocks_have_the_kv_of_just_these_tokens(name: str, width: int):
     layout = KVLayout((LayerKV(1, width, width),), torch.float32)  # 8, 3.8 and 0.5 to a page
     num_pages = -(-layout.token_bytes * 75 // PAGE)
     pool = PagePool(HostDriver(), num_pages * PAGE, PAGE)
-    cache = kv_cache(name, 4)(pool, Owner("a", Kind.KV), layout, 4, 48)
+    cache = group_cache(name, 4)(pool, Owner("a", Kind.KV), layout, 4, 48)
     prefixes = PrefixCache(cache, restore_s)
     reclaimer = Reclaimer(lambda: now_s)
     reclaimer.register(prefixes)

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.memory.late_driver import LateDriver
 
-from aquifer.cache import KV_CACHES, copies, kv_cache
-from aquifer.cache.base import KVLayout, LayerKV, Rows, SequenceCache, Spans
+from aquifer.cache import KV_CACHES, copies, group_cache
+from aquifer.cache.base import GroupCache, KVLayout, LayerKV, Rows, Spans
 from aquifer.cache.swap import SwapSpace
 from aquifer.errors import DriverError, InvariantError
 from aquifer.kernels.block_copy import block_copy
@@ -68,8 +68,8 @@ class Harness:
         self.device = LateDriver() if self.is_late else HostDriver()
         self.driver = FaultyDriver(self.device)
         self.pool = PagePool(self.driver, self.num_pages * PAGE, PAGE, 4 * PAGE)
-        make = kv_cache(self.name, BLOCK_SIZE)
-        self.cache: SequenceCache = make(self.pool, KV, self.layout, self.max_seqs, MAX_TOKENS)
+        make = group_cache(self.name, BLOCK_SIZE)
+        self.cache: GroupCache = make(self.pool, KV, self.layout, self.max_seqs, MAX_TOKENS)
         self.tensors = self.cache.tensors
         self.range = self.tensors.range
         self._watch_copies()

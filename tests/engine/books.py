@@ -21,6 +21,7 @@ import torch
 from aquifer.cache import kv_cache
 from aquifer.cache.base import (
     AttentionOptions,
+    IntArray,
     KVLayout,
     LayerKV,
     Rows,
@@ -54,6 +55,15 @@ KV_OFFSET = 64
 LAYOUTS = {
     "small": KVLayout((LayerKV(2, 32, 32),) * 2, torch.float32),  # four tokens a page
     "large": KVLayout((LayerKV(4, 96, 96),) * 2, torch.float32),  # a page and a half a token
+    # Four tokens a page of either group, and a window that begins anywhere in a page.
+    "windows": KVLayout(
+        (LayerKV(2, 64, 64), LayerKV(2, 32, 32, 9), LayerKV(2, 32, 32, 5)), torch.float32
+    ),
+    # A page holds several windows of one group, and a few tokens of the other.
+    "wide": KVLayout(
+        (LayerKV(4, 32, 32, 7), LayerKV(1, 4, 4), LayerKV(4, 32, 32, 7)), torch.float32
+    ),
+    "sliding": KVLayout((LayerKV(2, 48, 48, 6),) * 2, torch.float32),  # no layer sees all
 }
 
 
@@ -85,24 +95,36 @@ def open_lane(resources: ExitStack, assembly: Assembly, spec: LaneSpec) -> Lane:
 
 
 def check_means(
-    cache: SequenceCache, spans: Spans, ids: torch.Tensor, expected: torch.Tensor
+    cache: SequenceCache,
+    layout: KVLayout,
+    spans: Spans,
+    known: IntArray,
+    offsets: IntArray | int = 0,
 ) -> None:
     """Write each token's id as its KV; attention must return the mean of its sequence's ids.
 
     Args:
         cache: manager of the KV.
+        layout: its layout.
         spans: spans of the step.
-        ids: ids of all tokens of the step, [tokens].
-        expected: mean of all ids up to each token, [tokens].
+        known: [slots, tokens], ids of all tokens of each slot's sequence up to those of the step.
+        offsets: [tokens], added to the ids of a token's sequence.
     """
     cache.upload()
     view = cache.tensors.view(Rows.of(spans, 0, torch.device("cpu")))
-    for index, layer in enumerate(cache.tensors.shape.layout.layers):
+    slots, positions = spans.rows()
+    ids = torch.from_numpy(known[slots, positions] + offsets).float()
+    sums = np.pad(np.cumsum(known, axis=1), ((0, 0), (1, 0)))
+    for index, layer in enumerate(layout.layers):
         key = ids[:, None, None].expand(-1, layer.num_kv_heads, layer.key_dim)
         view.write(index, key, key + index)
-        means = view.attend(index, torch.zeros(key.shape), AttentionOptions(1.0))
+        how = AttentionOptions(1.0, layer.window_tokens)
+        means = view.attend(index, torch.zeros(key.shape), how)
+        seen = np.minimum(positions + 1, layer.window_tokens or MAX_TOKENS)
+        totals = sums[slots, positions + 1] - sums[slots, positions + 1 - seen]
+        expected = torch.from_numpy(totals / seen + offsets).float() + index
         torch.testing.assert_close(
-            means, (expected + index)[:, None, None].expand_as(means), rtol=1e-4, atol=1e-4
+            means, expected[:, None, None].expand_as(means), rtol=1e-4, atol=1e-4
         )
 
 
@@ -172,7 +194,8 @@ class SchedulerWorld:
             express_share=express_share,
         )
         self.pool, self.scheduler = assembly.pool, assembly.scheduler
-        factory = kv_cache(cache, block_size=block_size or random.choice((1, 3, 4, 16)))
+        block_size = block_size or random.choice((1, 3, 4, 16))
+        factory = kv_cache(cache, block_size, max_batched_tokens)
         for name in names:
             spec = LaneSpec(name, LAYOUTS[name], MAX_SEQS, MAX_TOKENS, factory, keeps_prefixes)
             open_lane(resources, assembly, replace(spec, kv_limits=kv_limits))
@@ -191,18 +214,29 @@ class SchedulerWorld:
         *,
         faulty: bool,
         failure_rate: float = 0.0,
+        windows: bool = False,
     ) -> SchedulerWorld:
         random = Random(seed)
-        names = random.choice((("small",), ("small", "large")))
+        if windows:
+            names = random.choice((("windows",), ("wide",), ("sliding",), ("sliding", "windows")))
+            max_batched_tokens = random.choice((1, 5, 16))
+            tokens = max_batched_tokens + 20  # that layers with windows keep at most, about
+        else:
+            names = random.choice((("small",), ("small", "large")))
+            max_batched_tokens = random.choice((1, 5, 16, 200))
+            tokens = MAX_TOKENS
         # The longest sequences do not fit, or hardly, or two of them do.
-        needed_bytes = MAX_TOKENS * LAYOUTS[names[-1]].token_bytes
+        needed_bytes = sum(
+            group.layout.token_bytes * (tokens if group.window_tokens else MAX_TOKENS)
+            for group in LAYOUTS[names[-1]].groups()
+        )
         return cls(
             random,
             cache,
             resources,
             names=names,
             budget_bytes=int(needed_bytes * random.uniform(0.7, 2)),
-            max_batched_tokens=random.choice((1, 5, 16, 200)),
+            max_batched_tokens=max_batched_tokens,
             faulty=faulty,
             num_ahead=random.choice((0, 1)),
             keeps_prefixes=random.choice((False, True, True)),
@@ -371,10 +405,7 @@ class SchedulerWorld:
         lengths[plan.sampled] -= plan.most_new  # when the step was planned
         lengths = np.repeat(lengths, plan.spans.counts)
         assert (offsets == KV_OFFSET * np.searchsorted(self.kv_limits, lengths)).all()
-        ids = torch.from_numpy(known[slots, positions] + offsets).float()
-        sums = np.cumsum(known, axis=1)
-        expected = torch.from_numpy(sums[slots, positions] / (positions + 1) + offsets).float()
-        check_means(lane.cache, plan.spans, ids, expected)
+        check_means(lane.cache, LAYOUTS[plan.model], plan.spans, known, offsets)
         tokens = [self.random.randrange(VOCAB_SIZE) for _ in plan.sampled]
         reports = {}
         for row, (index, token) in enumerate(zip(plan.sampled.tolist(), tokens, strict=True)):

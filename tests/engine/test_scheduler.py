@@ -17,12 +17,13 @@ from aquifer.engine.planning import chunk_tokens
 from aquifer.memory.pool import Kind, Owner
 
 
+@pytest.mark.parametrize("windows", [False, True], ids=["full", "windows"])
 @pytest.mark.parametrize("faulty", [False, True], ids=["sound", "faulty"])
 @pytest.mark.parametrize("cache", KV_CACHES)
 @pytest.mark.parametrize("seed", range(7))
-def test_every_request_ends(seed: int, cache: str, faulty: bool) -> None:
+def test_every_request_ends(seed: int, cache: str, faulty: bool, windows: bool) -> None:
     with ExitStack() as resources:
-        world = SchedulerWorld.crowded(seed, cache, resources, faulty=faulty)
+        world = SchedulerWorld.crowded(seed, cache, resources, faulty=faulty, windows=windows)
         rate = world.random.choice((0.05, 0.3, 1.0))
         while len(world.requests) < 30:
             if world.random.random() < rate:
@@ -41,12 +42,15 @@ def test_every_request_ends(seed: int, cache: str, faulty: bool) -> None:
         assert {t.ending for t in world.requests.values()} <= {"done", "abort", "error"}
 
 
+@pytest.mark.parametrize("windows", [False, True], ids=["full", "windows"])
 @pytest.mark.parametrize("cache", KV_CACHES)
 @pytest.mark.parametrize("seed", range(4))
-def test_steps_fail_at_random(seed: int, cache: str) -> None:
+def test_steps_fail_at_random(seed: int, cache: str, windows: bool) -> None:
     """No request finds what a failed step should have written, and all memory comes back."""
     with ExitStack() as resources:
-        world = SchedulerWorld.crowded(seed, cache, resources, faulty=False, failure_rate=0.03)
+        world = SchedulerWorld.crowded(
+            seed, cache, resources, faulty=False, failure_rate=0.03, windows=windows
+        )
         while len(world.requests) < 30:
             world.arrive()
             if world.live and world.random.random() < 0.05:

@@ -221,6 +221,19 @@ def test_nothing_is_needed_of_blocks_before_the_window(device):
     check(case, SMALL, window_tokens=10)
 
 
+@pytest.mark.parametrize("num_shares", [1, 3, 40])
+@pytest.mark.parametrize("window_tokens", [1, 10, 24])
+def test_nothing_is_read_before_the_window_of_contiguous_kv(device, window_tokens, num_shares):
+    """Pages before it are not mapped; they may end at any token, and within one."""
+    lengths = [50, 64, 3]
+    case = make_case(device, lengths)
+    for row, length in enumerate(lengths):
+        first = max(length - window_tokens, 0)
+        slot = case.slots[row]
+        case.keys[slot, :first] = case.values[slot, :first] = torch.nan
+    check(case, replace(SMALL, num_shares=num_shares), window_tokens=window_tokens)
+
+
 @pytest.mark.parametrize("softcap", [0.5, 30.0])
 def test_softcap(device, softcap):
     check(make_case(device, [33, 1]), SMALL, softcap=softcap)

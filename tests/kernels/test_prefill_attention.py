@@ -176,6 +176,22 @@ def test_nothing_is_needed_of_blocks_before_the_window(device):
     torch.testing.assert_close(out.double(), expected[rows], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("window_tokens", [1, 10, 24])
+def test_nothing_is_read_before_the_window_of_contiguous_kv(device, window_tokens, num_splits):
+    """Pages before it are not mapped; they may end at any token, and within one."""
+    chunks = [(40, 10), (50, 14), (0, 20), (45, 1)]
+    case, complete = make_case(device, chunks), make_case(device, chunks)
+    for slot, start in zip(case.spans.slots, case.spans.starts, strict=True):
+        first = max(start + 1 - window_tokens, 0)
+        case.keys[slot, :first] = case.values[slot, :first] = torch.nan
+    expected = complete.reference(scale=0.2, window_tokens=window_tokens)
+    rows = slice(case.spans.offsets[0], case.spans.offsets[-1])
+    for config in (SMALL, replace(SMALL, block_rows=64, block_keys=32)):
+        out = case.run(config, num_splits=num_splits, scale=0.2, window_tokens=window_tokens)[rows]
+        torch.testing.assert_close(out.double(), expected[rows], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("block_size", [None, 16])
 def test_nothing_is_needed_of_blocks_after_the_chunk(device, block_size):
     """Tables end where a sequence ends, and so do the mapped pages of contiguous KV."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 from tests.memory.late_driver import LateDriver, LateFence
 
-from aquifer.cache import KV_CACHES, kv_cache
+from aquifer.cache import KV_CACHES, group_cache
 from aquifer.cache.base import AttentionOptions, KVLayout, LayerKV, Rows, Spans
 from aquifer.cache.virtual import VirtualCache
 from aquifer.errors import InvariantError
@@ -528,7 +528,7 @@ def test_random_lives_on_a_late_device(name, layout, seed):
     stocker = PageStocker(pool, 8)
     if seed % 2:
         stocker.start()
-    cache = kv_cache(name, 8)(pool, A, LAYOUTS[layout], MAX_SEQS, MAX_TOKENS)
+    cache = group_cache(name, 8)(pool, A, LAYOUTS[layout], MAX_SEQS, MAX_TOKENS)
     range_ = cache.tensors.range
     lengths = np.zeros(MAX_SEQS, np.int64)
     number = np.zeros(MAX_SEQS, np.int64)

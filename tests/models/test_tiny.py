@@ -12,7 +12,14 @@ from tests.models.tiny import TINY_MODELS, plan_tiny
 
 from aquifer.weights.checkpoint import Checkpoint
 
-NUM_KV_LAYERS = {"llama": 2, "llama-tied": 3, "no-kv": 0, "sparse-kv": 2}
+NUM_KV_LAYERS = {
+    "llama": 2,
+    "llama-tied": 3,
+    "no-kv": 0,
+    "sparse-kv": 2,
+    "windows": 3,
+    "sliding": 2,
+}
 
 
 def random_ids(length: int, seed: int, vocab_size: int) -> torch.Tensor:

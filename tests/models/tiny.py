@@ -1,7 +1,9 @@
-"""Four tiny models for tests of the engine: checkpoints, plans, and references without a cache.
+"""Tiny models for tests of the engine: checkpoints, plans, and references without a cache.
 
     llama       our decoder
     llama-tied  our decoder with other sizes, and the embedding as its head
+    windows     our decoder, with a window in some of its layers
+    sliding     our decoder, with a window in all of its layers
     no-kv       embedding, MLP and head: logits depend on a token and its position alone
     sparse-kv   six layers, every third with attention and KV, the others with an MLP
 
@@ -226,10 +228,15 @@ def _sparse_kv_hidden(
     return F.rms_norm(x, x.shape[-1:], eps=_EPS)
 
 
-def _attend_whole(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _attend_whole(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window_tokens: int | None = None
+) -> torch.Tensor:
     """Causal attention within one sequence, each [tokens, heads, head_dim]."""
     q, k, v = (tensor.transpose(0, 1) for tensor in (query, key, value))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1)
+    position = torch.arange(len(query))
+    distance = position[:, None] - position
+    mask = (distance >= 0) & (distance < (window_tokens or len(query)))
+    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(0, 1)
 
 
 def _no_kv_logits(config: Config, weights: Tensors, token_ids: torch.Tensor) -> torch.Tensor:
@@ -238,8 +245,8 @@ def _no_kv_logits(config: Config, weights: Tensors, token_ids: torch.Tensor) -> 
 
 
 def _sparse_kv_logits(config: Config, weights: Tensors, token_ids: torch.Tensor) -> torch.Tensor:
-    def attend(_: int, *qkv: torch.Tensor) -> torch.Tensor:
-        return _attend_whole(*qkv)
+    def attend(_: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return _attend_whole(query, key, value)
 
     positions = torch.arange(len(token_ids))
     hidden = _sparse_kv_hidden(config, weights, token_ids, positions, attend)
@@ -264,12 +271,14 @@ def _llama_logits(config: Config, weights: Tensors, token_ids: torch.Tensor) -> 
 
     embed = weights["model.embed_tokens.weight"]
     x = embed[token_ids]
+    kinds = config.get("layer_types") or ["sliding_attention"] * config["num_hidden_layers"]
     for i in range(config["num_hidden_layers"]):
+        window = config.get("sliding_window") if kinds[i] == "sliding_attention" else None
         layer = f"model.layers.{i}"
         attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
         normed = norm(x, f"{layer}.input_layernorm")
         q, k, v = (heads(normed, f"{attention}.{part}_proj") for part in "qkv")
-        attended = _attend_whole(rotated(q), rotated(k), v).flatten(1)
+        attended = _attend_whole(rotated(q), rotated(k), v, window).flatten(1)
         x = x + F.linear(attended, weights[f"{attention}.o_proj.weight"])
         normed = norm(x, f"{layer}.post_attention_layernorm")
         gate, up = (F.linear(normed, weights[f"{mlp}.{p}_proj.weight"]) for p in ("gate", "up"))
@@ -349,5 +358,25 @@ TINY_MODELS = {
         num_key_value_heads=2,
         head_dim=16,
     ),
+    "windows": _llama(
+        5,
+        model_type="mistral",
+        architectures=["MistralForCausalLM"],
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        sliding_window=11,
+    ),
+    "sliding": _llama(
+        6,
+        model_type="mistral",
+        architectures=["MistralForCausalLM"],
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        sliding_window=9,
+    ),
 }
-"""The four models, by name."""
+"""The models, by name."""

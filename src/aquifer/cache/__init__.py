@@ -4,15 +4,29 @@ from __future__ import annotations
 
 from functools import partial
 
-from aquifer.cache.base import CacheFactory, KVLayout, SequenceCache
+from aquifer.cache.base import CacheFactory, GroupCache, GroupFactory, KVLayout, SequenceCache
 from aquifer.errors import ConfigError
 from aquifer.memory.pool import Owner, PagePool
 
 KV_CACHES = ("virtual", "paged")
 
 
-def kv_cache(name: str, block_size: int = 16) -> CacheFactory:
-    """The manager called `name`, imported only when asked for.
+def kv_cache(name: str, block_size: int = 16, max_step_tokens: int | None = None) -> CacheFactory:
+    """The manager called `name`, for layers with and without windows.
+
+    Args:
+        name: one of `KV_CACHES`.
+        block_size: tokens of a block, where the manager has blocks.
+        max_step_tokens: tokens of the largest step; None for as many as a sequence may have.
+
+    Raises:
+        ConfigError: there is no such manager.
+    """
+    return partial(_of_layers, group_cache(name, block_size), max_step_tokens)
+
+
+def group_cache(name: str, block_size: int = 16) -> GroupFactory:
+    """The manager called `name`, imported only when asked for, which keeps all tokens.
 
     Args:
         name: one of `KV_CACHES`.
@@ -30,6 +44,23 @@ def kv_cache(name: str, block_size: int = 16) -> CacheFactory:
     raise ConfigError(f"unknown KV cache {name!r}; choose one of {', '.join(KV_CACHES)}")
 
 
+def _of_layers(
+    make: GroupFactory,
+    max_step_tokens: int | None,
+    pool: PagePool,
+    owner: Owner,
+    layout: KVLayout,
+    max_seqs: int,
+    max_tokens: int,
+) -> SequenceCache:
+    """The manager of all layers itself, or one of several if some layers have a window."""
+    if all(layer.window_tokens is None for layer in layout.layers):
+        return make(pool, owner, layout, max_seqs, max_tokens)
+    from aquifer.cache.groups import GroupedCache
+
+    return GroupedCache(make, pool, owner, layout, max_seqs, max_tokens, max_step_tokens)
+
+
 def _paged(
     block_size: int,
     pool: PagePool,
@@ -37,7 +68,7 @@ def _paged(
     layout: KVLayout,
     max_seqs: int,
     max_tokens: int,
-) -> SequenceCache:
+) -> GroupCache:
     """A `PagedCache`; without KV a `VirtualCache`, since blocks would have no bytes."""
     from aquifer.cache.paged import PagedCache
     from aquifer.cache.virtual import VirtualCache

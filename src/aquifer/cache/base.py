@@ -2,6 +2,11 @@
 
 A sequence is named by its slot, its index in the arrays of running sequences. The scheduler is the
 only writer of progress; a manager derives pages from the token counts that it is given.
+
+What a sequence keeps has one part or several, each with a manager of its own (`GroupCache`): layers
+that attend to all tokens keep all of them, and layers with a window the latest ones. The engine
+calls a `SequenceCache`. With one part that keeps everything, this is the part's manager itself,
+else a `GroupedCache` over all parts.
 """
 
 from __future__ import annotations
@@ -10,23 +15,32 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from aquifer.cache.footprint import Footprint
+from aquifer.cache.group_tensors import GroupedShape
+from aquifer.cache.journal import KVOp
 from aquifer.cache.layout import KVLayout, LayerKV
 from aquifer.cache.spans import IntArray, Rows, Spans
-from aquifer.cache.tensors import KVTensors
-from aquifer.cache.view import AttentionOptions, KVView
+from aquifer.cache.tensors import KVShape, KVTensors
+from aquifer.cache.view import AttentionOptions, KVSource, KVView
 from aquifer.memory.pool import Owner, PagePool
 
 __all__ = [
     "AttentionOptions",
     "Blocks",
     "CacheFactory",
+    "CachePart",
     "CacheStats",
+    "DeviceCache",
+    "GroupCache",
+    "GroupFactory",
     "IntArray",
     "KVLayout",
     "KVView",
+    "KeepsAll",
+    "Kept",
     "LayerKV",
     "Rows",
     "SequenceCache",
@@ -79,8 +93,8 @@ class Blocks(Protocol):
     def retain(self, blocks: Sequence[int]) -> None:
         """Keep blocks also when no sequence uses them. Each must be dropped once.
 
-        Pre-condition: no sequence will write to them. For a sequence that goes on, these are the
-        blocks that lie before its next token.
+        Pre-condition: no sequence will write to what is to be kept of them. For a sequence that
+        goes on, these are blocks that begin before its next token.
 
         A held block that no sequence uses is accounted as a retained prefix (`Kind.PREFIX`).
         """
@@ -89,27 +103,93 @@ class Blocks(Protocol):
         """The opposite of `retain`; blocks that are neither used nor held are given back."""
 
 
+class DeviceCache(KVSource, Protocol):
+    """The device's half of a cache: `KVTensors`, or several of them as `GroupedTensors`."""
+
+    @property
+    def shape(self) -> KVShape | GroupedShape:
+        """Shape of the addresses, for a follower."""
+
+    def open(self) -> bool:
+        """Take the anchors' pages, before any others; False means that the pool is short."""
+
+    def record(self) -> None:
+        """Begin to record all changes. Pre-condition: no page has been mapped yet."""
+
+    def take_journal(self) -> tuple[KVOp, ...]:
+        """All changes since recording began, or since the last call, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The blocks of a sequence's last tokens in one part.
+
+    Attributes:
+        first: number of the sequence's blocks before these, which are not kept.
+        blocks: the blocks, in order.
+    """
+
+    first: int
+    blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class CachePart:
+    """A part of what a sequence keeps.
+
+    Attributes:
+        cache: its manager.
+        window_tokens: it keeps this many latest tokens, the next one included; None for all.
+    """
+
+    cache: GroupCache
+    window_tokens: int | None
+
+    def first_needed(self, position: int) -> int:
+        """The first token that rows from a position on attend to."""
+        return 0 if self.window_tokens is None else max(position + 1 - self.window_tokens, 0)
+
+
 class SequenceCache(Blocks, Protocol):
     """Gives sequences room for tokens. Knows the layout, not the policy.
 
     The verbs of PagedAttention (section 5.2) are `fork`, `reserve` (append) and `release` (free).
+    The methods of `Blocks` are those of the first part.
     """
 
     @property
-    def tensors(self) -> KVTensors:
+    def tensors(self) -> DeviceCache:
         """The device's half, which is all that a runner needs."""
 
-    def slot_blocks(self, slot: int) -> list[int]:
-        """All blocks of a slot, in order, including those for tokens to come."""
+    @property
+    def parts(self) -> tuple[CachePart, ...]:
+        """The parts of what a sequence keeps. A part without a window comes first."""
 
     @property
     def can_share(self) -> bool:
-        """Whether `adopt` and `fork` share blocks, and `retain` keeps them; else forks copy all."""
+        """Whether `resume` and `fork` share blocks, and `retain` keeps them; else forks copy."""
+
+    def keep_checkpoints(self) -> None:
+        """From now on, keep the windows before the last whole block of the first part.
+
+        There a prefix ends that can be kept (`aquifer.cache.prefix.checkpoints`). Pre-condition: no
+        sequence has begun.
+        """
+
+    def slot_blocks(self, slot: int) -> list[int]:
+        """All blocks of a slot that it still has, in order, including those for tokens to come."""
 
     def expect(self, slot: int, num_prompt: int, num_total: int) -> None:
         """Announce the present and the largest length of a slot's sequence; called first.
 
         Managers that reserve the whole sequence beforehand need it; others may ignore it.
+        """
+
+    def admit(self, slot: int, num_tokens: int) -> bool:
+        """Make sure that an admitted sequence has room for the tokens that it has, as `reserve`.
+
+        A part with a window gets as much as it needs at once while these tokens are run: no more
+        than the window and the tokens of a step.
         """
 
     def reserve(self, slots: IntArray, num_tokens: IntArray) -> bool:
@@ -119,10 +199,77 @@ class SequenceCache(Blocks, Protocol):
         less than a sequence has changes nothing.
         """
 
+    def advance(self, slots: IntArray, positions: IntArray) -> None:
+        """Give back KV that no row at these positions or later attends to.
+
+        Steps that were launched may still read it: pages stay until these are done, and blocks are
+        overwritten by later steps only.
+
+        Args:
+            slots: running sequences.
+            positions: [num_seqs], the least position that each one's next row can have.
+        """
+
     def release(self, slot: int) -> None:
         """Forget a sequence and give back its blocks, except what is used or held elsewhere."""
 
-    def adopt(self, slot: int, blocks: Sequence[int], num_tokens: int) -> bool:
+    def resume(self, slot: int, kept: Sequence[Kept], num_tokens: int) -> bool:
+        """Begin a sequence in an empty slot with tokens that are in blocks of all parts already.
+
+        Blocks are shared or copied as `GroupCache.adopt` says. All or nothing: False means that the
+        pool is short, and nothing has changed.
+
+        Args:
+            slot: a slot without tokens.
+            kept: for each part, the blocks that the tokens lie in which rows to come attend to; in
+                use or held.
+            num_tokens: at least 1.
+        """
+
+    def can_fork(self, parent: int, num_tokens: int) -> bool:
+        """Whether a sequence still has what rows after its first `num_tokens` tokens attend to."""
+
+    def fork(self, parent: int, child: int, num_tokens: int) -> bool:
+        """Let an empty slot share the first tokens of another one, and what comes before its next
+        token: `resume` with the parent's blocks.
+
+        Copies read the KV that the steps launched so far write. Pre-condition: `can_fork`.
+        """
+
+    def preferred_slot(self, blocks: Sequence[int], free_slots: Sequence[int]) -> int | None:
+        """The free slot that shares these blocks of the first part at the least cost, or begins at
+        the least cost if there are none; None if all cost the same."""
+
+    def upload(self) -> None:
+        """Send changes of tables to the device, and launch the copies that were requested.
+
+        To be called before each step, and before `copy_in` and `copy_out` of a part.
+        """
+
+    def stats(self, written_tokens: int | IntArray) -> CacheStats:
+        """Memory of the manager.
+
+        Args:
+            written_tokens: tokens that the scheduler counts as written: of each slot, [slots], or
+                in all, which suffices where no part has a window.
+        """
+
+    def close(self) -> None:
+        """Release all sequences and the addresses. Pre-condition: no block is held."""
+
+
+class GroupCache(SequenceCache, Protocol):
+    """Manager of one part: of layers that keep the KV of the same tokens.
+
+    By itself it keeps all tokens; `admit` and `advance` give back nothing. The owner of several
+    parts has it `forget` tokens. Then the blocks of a slot are those of its last tokens.
+    """
+
+    @property
+    def tensors(self) -> KVTensors:
+        """The device's half."""
+
+    def adopt(self, slot: int, blocks: Sequence[int], num_tokens: int, first: int = 0) -> bool:
         """Begin a sequence in an empty slot with `num_tokens` tokens that are in `blocks` already.
 
         Blocks that end at or before the end of these tokens are shared. If the sequence's next
@@ -136,17 +283,24 @@ class SequenceCache(Blocks, Protocol):
             slot: a slot without tokens.
             blocks: the blocks that the tokens lie in, as `blocks` returns them; in use or held.
             num_tokens: at least 1.
+            first: number of the first ones that are missing: the slot begins after them.
         """
 
-    def fork(self, parent: int, child: int, num_tokens: int) -> bool:
-        """Let an empty slot share the first tokens of another one: `adopt` of the parent's blocks.
+    def forget(self, slots: IntArray, num_tokens: IntArray) -> None:
+        """Give back blocks that lie wholly in the first `num_tokens` tokens of each sequence.
 
-        Copies read the KV that the steps launched so far write.
+        In an empty slot, the sequence begins after these tokens: `reserve` gives it no blocks that
+        lie wholly in them.
         """
 
-    def preferred_slot(self, blocks: Sequence[int], free_slots: Sequence[int]) -> int | None:
-        """The free slot that adopts these blocks at the least cost, or begins at the least cost if
-        there are none; None if all cost the same."""
+    def num_forgotten(self, slot: int) -> int:
+        """The first token of a slot that is kept as a whole, with all that come after it."""
+
+    def ends(self, slots: IntArray) -> IntArray:
+        """Number of blocks of each slot, those that were given up included; for `shrink`."""
+
+    def shrink(self, slots: IntArray, ends: IntArray) -> None:
+        """Take back what `reserve` gave since `ends` returned these numbers."""
 
     def copy_out(self, slot: int, tokens: range, target: torch.Tensor) -> None:
         """Copy the KV of a stretch of tokens to host memory, after all work launched so far.
@@ -160,18 +314,37 @@ class SequenceCache(Blocks, Protocol):
     def copy_in(self, slot: int, tokens: range, source: torch.Tensor) -> None:
         """The opposite of `copy_out`. Pre-condition: room is reserved, and is not shared."""
 
-    def upload(self) -> None:
-        """Send changes of tables to the device, and launch the copies that `adopt` requested.
 
-        To be called before each step, and before `copy_in` and `copy_out`.
-        """
+class KeepsAll:
+    """The verbs of a `GroupCache` by itself: it is the only part, and keeps all tokens."""
 
-    def stats(self, written_tokens: int) -> CacheStats:
-        """Memory of the manager, given how many tokens the scheduler counts as written."""
+    @property
+    def parts(self: GroupCache) -> tuple[CachePart, ...]:
+        """The manager itself."""
+        return (CachePart(self, None),)
 
-    def close(self) -> None:
-        """Release all sequences and the addresses. Pre-condition: no block is held."""
+    def admit(self: GroupCache, slot: int, num_tokens: int) -> bool:
+        """`reserve` all of them."""
+        return self.reserve(np.array([slot]), np.array([num_tokens]))
+
+    def resume(self: GroupCache, slot: int, kept: Sequence[Kept], num_tokens: int) -> bool:
+        """`adopt` the blocks."""
+        (of_all,) = kept
+        return self.adopt(slot, of_all.blocks, num_tokens, of_all.first)
+
+    def keep_checkpoints(self) -> None:
+        """Do nothing."""
+
+    def advance(self, slots: IntArray, positions: IntArray) -> None:
+        """Do nothing."""
+
+    def can_fork(self, parent: int, num_tokens: int) -> bool:
+        """True."""
+        return True
 
 
 CacheFactory = Callable[[PagePool, Owner, KVLayout, int, int], SequenceCache]
 """Builds a manager from (pool, owner, layout, max_seqs, max_tokens of one sequence)."""
+
+GroupFactory = Callable[[PagePool, Owner, KVLayout, int, int], GroupCache]
+"""Builds a manager of layers that are one part, of the same arguments."""

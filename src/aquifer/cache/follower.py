@@ -8,10 +8,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from aquifer.cache.journal import CopiedIn, CopiedOut, Copies, Entered, KVOp
+from aquifer.cache.group_tensors import GroupedShape, GroupedTensors
+from aquifer.cache.journal import CopiedIn, CopiedOut, Copies, Entered, InPart, KVOp
 from aquifer.cache.spans import Rows
 from aquifer.cache.tensors import KVShape, KVTensors
-from aquifer.cache.view import StepView
+from aquifer.cache.view import GroupedView, StepView
 from aquifer.errors import InvariantError
 from aquifer.memory.pages import Page
 from aquifer.memory.pool import Owner, PagePool
@@ -40,6 +41,15 @@ class KVFollower:
         self._at: dict[int, Page] = {}  # the leader's page at each place that was not given up
         self._holds: Counter[Page] = Counter()  # the part of `_references` without a place
 
+    def open(self) -> None:
+        """Take the anchor's pages, before any others.
+
+        Raises:
+            InvariantError: the pool is short.
+        """
+        if not self.tensors.open():
+            raise InvariantError("the follower's pool has no room for the leader's pages")
+
     def execute(self, ops: Iterable[KVOp], host_memory: torch.Tensor | None = None) -> None:
         """Execute recorded changes, in order.
 
@@ -51,10 +61,9 @@ class KVFollower:
             DriverError: the device refused. The follower cannot be used any more.
             InvariantError: the pool is short.
         """
-        if not self.tensors.open():
-            raise InvariantError("the follower's pool has no room for the leader's pages")
+        self.open()
         for op in ops:
-            self._execute(op, host_memory)
+            self.follow(op, host_memory)
         self.tensors.flush()
 
     def view(self, rows: Rows) -> StepView:
@@ -72,7 +81,8 @@ class KVFollower:
         residency.give_up(sorted(self._at))
         self.tensors.close()
 
-    def _execute(self, op: KVOp, host_memory: torch.Tensor | None) -> None:
+    def follow(self, op: KVOp, host_memory: torch.Tensor | None) -> None:
+        """Execute one change; see `execute`. New table entries are not sent to the device."""
         tensors, residency = self.tensors, self.tensors.residency
         match op:
             case Mapped(index, pages):
@@ -116,6 +126,56 @@ class KVFollower:
             self._references[page] -= 1
             if not self._references[page]:
                 del self._references[page], self._own[page], self._holds[page]
+
+
+class GroupedFollower:
+    """The `KVFollower` of a cache of several parts (`aquifer.cache.group_tensors`).
+
+    Args:
+        pool: where pages come from; it must have room for all pages of the leader.
+        owner: the pages' owner.
+        shape: the leader's (`GroupedTensors.shape`).
+
+    Attributes:
+        parts: the follower of each part.
+    """
+
+    def __init__(self, pool: PagePool, owner: Owner, shape: GroupedShape) -> None:
+        self.parts = [KVFollower(pool, owner, part) for part in shape.parts]
+        self._tensors = GroupedTensors([part.tensors for part in self.parts], shape.groups)
+
+    def execute(self, ops: Iterable[KVOp], host_memory: torch.Tensor | None = None) -> None:
+        """See `KVFollower.execute`."""
+        for part in self.parts:
+            part.open()
+        for op in ops:
+            if not isinstance(op, InPart):
+                raise InvariantError(f"{op} is of no part")
+            self.parts[op.part].follow(op.op, host_memory)
+        for part in self.parts:
+            part.tensors.flush()
+
+    def view(self, rows: Rows) -> GroupedView:
+        """The addresses of one step."""
+        return self._tensors.view(rows)
+
+    def rehearse(self) -> None:
+        """See `KVFollower.rehearse`."""
+        self._tensors.rehearse()
+
+    def close(self) -> None:
+        """Give up all pages and the addresses."""
+        for part in self.parts:
+            part.close()
+
+
+def kv_follower(
+    pool: PagePool, owner: Owner, shape: KVShape | GroupedShape
+) -> KVFollower | GroupedFollower:
+    """The follower of a leader with this shape (`DeviceCache.shape`)."""
+    if isinstance(shape, GroupedShape):
+        return GroupedFollower(pool, owner, shape)
+    return KVFollower(pool, owner, shape)
 
 
 def _part(host_memory: torch.Tensor | None, start: int, num_bytes: int) -> torch.Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from math import gcd
 from typing import TypeVar
 
 import numpy as np
@@ -55,6 +56,15 @@ class Footprint:
             return 0 * num_tokens
         num_blocks = -(-num_tokens * self.token_bytes // self.block_bytes)
         return -(-num_blocks * self.block_bytes // self.page_bytes)
+
+    def stretch_pages(self, num_tokens: Count) -> Count:
+        """Pages under any `num_tokens` neighbouring tokens of a sequence, at most."""
+        if not self.token_bytes:
+            return 0 * num_tokens
+        # The stretch begins at a multiple of the token's size, so at most that far into a block.
+        before = self.block_bytes - gcd(self.token_bytes, self.block_bytes)
+        num_blocks = (before + num_tokens * self.token_bytes - 1) // self.block_bytes + 1
+        return -(-num_blocks * self.block_bytes // self.page_bytes) * (num_tokens > 0)
 
     def whole_blocks(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens fill to the last byte."""
@@ -116,7 +126,7 @@ class Footprint:
             shared = min(num_prompt, num_total - 1)
             return self.most(shared, num_total, num_sequences) > num_pages
 
-        low, high = 1, max(num_pages, 0) * self.page_bytes // self.token_bytes + 1
+        low, high = 1, self._most_tokens(max(num_pages, 0)) + 1
         # `most` rises with the total where the prompt stays the same, but not always where the
         # prompt grows too: a token more may let a whole block more be shared.
         if is_too_long(num_prompt + 1):
@@ -125,12 +135,13 @@ class Footprint:
             low = num_prompt + 1
         return low + bisect_left(range(low + 1, high + 1), True, key=is_too_long)
 
-    def growth(self, more_tokens: _IntArray) -> int:
+    def growth(self, more_tokens: _IntArray, num_tokens: _IntArray) -> int:
         """Pages to set aside for running sequences to grow by.
 
         Args:
             more_tokens: [num_seqs], tokens by which each may grow. A sequence that grows by a
                 single token may need a whole page at once.
+            num_tokens: [num_seqs], tokens that each has.
         """
         if not self.token_bytes:
             return 0
@@ -138,6 +149,110 @@ class Footprint:
         num_bytes = int(np.maximum(more_tokens * self.token_bytes, least_bytes).sum())
         return -(-num_bytes // self.page_bytes)
 
+    def _most_tokens(self, num_pages: int) -> int:
+        """An upper bound of the tokens of one sequence on so many pages."""
+        return num_pages * self.page_bytes // self.token_bytes
+
     def _shared_bytes(self, num_tokens: int) -> int:
         """Size of the blocks that a sequence shares if it begins with these tokens of another."""
         return self.blocks_bytes(self.whole_blocks(num_tokens)) if self.shares else 0
+
+
+@dataclass(frozen=True, slots=True)
+class PartFootprint:
+    """Footprint of one part of what a sequence keeps (`aquifer.cache.base.CachePart`).
+
+    Attributes:
+        footprint: footprint of the part's KV where nothing of it is given back.
+        kept_tokens: tokens before the next one that the part keeps at most; None for all.
+        step_tokens: tokens of a step at most, which it has beside those.
+    """
+
+    footprint: Footprint
+    kept_tokens: int | None
+    step_tokens: int
+
+    def pages(self, num_tokens: Count, step_tokens: int | None = None) -> Count:
+        """Pages under one sequence at most until it has `num_tokens` tokens.
+
+        Args:
+            num_tokens: tokens of the sequence.
+            step_tokens: tokens of it in one step; None for the most.
+        """
+        pages = self.footprint.pages(num_tokens)
+        if self.kept_tokens is None:
+            return pages
+        limit = self.kept_tokens + (self.step_tokens if step_tokens is None else step_tokens)
+        most = self.footprint.stretch_pages(_least(num_tokens, limit))
+        return pages - (pages > most) * (pages - most)
+
+    def needed(self, num_tokens: int, num_cached: int) -> int:
+        """See `Footprint.needed`."""
+        if self.kept_tokens is None:
+            return self.footprint.needed(num_tokens, num_cached)
+        # Where the blocks that are adopted begin depends on the sequence.
+        num_shared = self.footprint.whole_blocks(min(num_cached, self.kept_tokens)) - 1
+        shared_pages = self.footprint.blocks_bytes(max(num_shared, 0)) // self.footprint.page_bytes
+        return self.pages(num_tokens) - shared_pages
+
+    def most(self, num_prompt: int, num_total: int, num_sequences: int) -> int:
+        """See `Footprint.most`. Sequences share no tokens for long, so they count in full."""
+        if self.kept_tokens is None:
+            return self.footprint.most(num_prompt, num_total, num_sequences)
+        # The tokens of a step are those of all sequences; each may begin one more page.
+        others = self.pages(num_total - 1, 1) + 1
+        return min(
+            self.pages(num_total - 1) + (num_sequences - 1) * others,
+            num_sequences * self.footprint.pages(num_total - 1),
+        )
+
+    def growth(self, more_tokens: _IntArray, num_tokens: _IntArray) -> int:
+        """See `Footprint.growth`. A sequence beyond its window may need another page even so."""
+        if self.kept_tokens is None:
+            return self.footprint.growth(more_tokens, num_tokens)
+        left = np.maximum(self.kept_tokens - num_tokens, 1)
+        return self.footprint.growth(np.minimum(more_tokens, left), num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedFootprint(Footprint):
+    """Footprint of several parts, of which some give back what is behind their windows.
+
+    Blocks are those of the first part: `token_bytes`, `block_bytes` and what follows from them are
+    of it alone. Pages are those of all parts.
+
+    Attributes:
+        parts: the parts.
+    """
+
+    parts: tuple[PartFootprint, ...] = ()
+
+    def pages(self, num_tokens: Count) -> Count:
+        """Pages under one sequence at most until it has `num_tokens` tokens."""
+        pages = 0 * num_tokens
+        for part in self.parts:
+            pages = pages + part.pages(num_tokens)
+        return pages
+
+    def needed(self, num_tokens: int, num_cached: int = 0) -> int:
+        """See `Footprint.needed`."""
+        return sum(part.needed(num_tokens, num_cached) for part in self.parts)
+
+    def most(self, num_prompt: int, num_total: int, num_sequences: int = 1) -> int:
+        """See `Footprint.most`."""
+        return sum(part.most(num_prompt, num_total, num_sequences) for part in self.parts)
+
+    def growth(self, more_tokens: _IntArray, num_tokens: _IntArray) -> int:
+        """See `Footprint.growth`."""
+        return sum(part.growth(more_tokens, num_tokens) for part in self.parts)
+
+    def _most_tokens(self, num_pages: int) -> int:
+        """As many as if all pages were of the part that keeps all tokens, if there is one."""
+        if self.parts[0].kept_tokens is not None:
+            return UNLIMITED_TOKENS
+        return num_pages * self.page_bytes // self.token_bytes
+
+
+def _least(numbers: Count, limit: int) -> Count:
+    """Each number, or the limit where it is larger."""
+    return numbers - (numbers > limit) * (numbers - limit)

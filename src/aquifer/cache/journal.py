@@ -46,4 +46,15 @@ class CopiedIn:
     num_bytes: int
 
 
-KVOp = PageOp | Entered | Copies | CopiedOut | CopiedIn
+PartOp = PageOp | Entered | Copies | CopiedOut | CopiedIn
+
+
+@dataclass(frozen=True, slots=True)
+class InPart:
+    """A change of one part of a cache whose layers keep KV of different tokens."""
+
+    part: int
+    op: PartOp
+
+
+KVOp = PartOp | InPart

@@ -15,6 +15,8 @@ class LayerKV:
         num_kv_heads: heads of keys and values.
         key_dim: elements of a head's key.
         value_dim: elements of a head's value.
+        window_tokens: the layer attends only to this many latest tokens, the row's own included, so
+            that older KV need not be kept; None for a layer that attends to all.
         is_latent: whether a value is the first `value_dim` elements of its key, without bytes of
             its own: the compressed KV of multi-head latent attention, one row for all heads.
     """
@@ -22,6 +24,7 @@ class LayerKV:
     num_kv_heads: int
     key_dim: int
     value_dim: int
+    window_tokens: int | None = None
     is_latent: bool = False
 
     def __post_init__(self) -> None:
@@ -42,6 +45,21 @@ class LayerKV:
     def value_start(self) -> int:
         """Elements before the first value."""
         return 0 if self.is_latent else self.key_elements
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that keep the KV of the same tokens of a sequence.
+
+    Attributes:
+        layout: layout of one token's KV in these layers.
+        layers: their indices in the layout of all layers.
+        window_tokens: the widest window of these layers; None if they attend to all tokens.
+    """
+
+    layout: KVLayout
+    layers: tuple[int, ...]
+    window_tokens: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +84,23 @@ class KVLayout:
         object.__setattr__(self, "token_elements", token_elements)
         object.__setattr__(self, "token_bytes", token_elements * self.dtype.itemsize)
 
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """The layers that attend to all tokens, and those that have a window; neither is empty.
+
+        Layers of different windows are one group, which keeps what the widest one needs. A layout
+        without windows is one group, also if it has no layers.
+        """
+        found: list[LayerGroup] = []
+        for has_window in (False, True):
+            layers = tuple(
+                i for i, layer in enumerate(self.layers) if bool(layer.window_tokens) == has_window
+            )
+            if layers or not (self.layers or has_window):
+                members = tuple(self.layers[i] for i in layers)
+                window = max((layer.window_tokens or 0 for layer in members), default=0) or None
+                found.append(LayerGroup(KVLayout(members, self.dtype), layers, window))
+        return tuple(found)
+
     def attention_operations(self, num_heads: int | None) -> float:
         """Operations of one token's attention to one other token, over all layers.
 
@@ -80,15 +115,17 @@ class KVLayout:
         )
 
     def alignments(self, num_bytes: int) -> list[tuple[int, int]]:
-        """The byte offsets of each layer's K and V in a token, modulo `num_bytes`."""
-        found = []
-        offset = 0
-        for layer in self.layers:
-            places = (offset, offset + layer.value_start)
-            key, value = (place * self.dtype.itemsize % num_bytes for place in places)
-            found.append((key, value))
-            offset += layer.num_elements
-        return found
+        """The byte offsets of each layer's K and V in its group's token, modulo `num_bytes`."""
+        found: dict[int, tuple[int, int]] = {}
+        for group in self.groups():
+            offset = 0
+            for index in group.layers:
+                layer = self.layers[index]
+                places = (offset, offset + layer.value_start)
+                key, value = (place * self.dtype.itemsize % num_bytes for place in places)
+                found[index] = (key, value)
+                offset += layer.num_elements
+        return [found[index] for index in range(len(self.layers))]
 
     def split(self, tokens: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Views of K and V for each layer.

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aquifer.cache.base import CacheStats, IntArray, KVLayout
+from aquifer.cache.base import CacheStats, IntArray, KeepsAll, KVLayout
 from aquifer.cache.footprint import Footprint
 from aquifer.cache.tensors import KVShape, KVTensors
 from aquifer.errors import InvariantError
@@ -30,7 +30,7 @@ from aquifer.memory.runs import runs
 _UNMAPPED, _KV, _PREFIX = range(3)  # state of the page at a place: unmapped, or its owner's kind
 
 
-class PagedCache:
+class PagedCache(KeepsAll):
     """The `SequenceCache` of block tables.
 
     Args:
@@ -89,6 +89,8 @@ class PagedCache:
         self._num_used_pages = 0
         self._copied: list[int] = []  # blocks that pending copies read; each copy is a user
         self._copied_to: set[int] = set()
+        # The blocks of each slot are entries [first, end) of its table.
+        self._first_block = np.zeros(max_seqs + 1, np.int64)
         self._num_blocks = np.zeros(max_seqs + 1, np.int64)
 
     def expect(self, slot: int, num_prompt: int, num_total: int) -> None:
@@ -119,11 +121,36 @@ class PagedCache:
         self._num_blocks[slots] = needed
         return True
 
+    def forget(self, slots: IntArray, num_tokens: IntArray) -> None:
+        """End the use of the blocks before that of the first token to keep."""
+        first = num_tokens // self._block_size
+        moved = (first > self._first_block[slots]).nonzero()[0]
+        if not len(moved):
+            return
+        slots, first = slots[moved], first[moved]
+        ends = self._num_blocks[slots]
+        self._end_use(self._entries(slots, self._first_block[slots], np.minimum(first, ends)))
+        self._first_block[slots] = first
+        self._num_blocks[slots] = np.maximum(first, ends)
+
+    def shrink(self, slots: IntArray, ends: IntArray) -> None:
+        """End the use of the blocks that were appended last."""
+        self._end_use(self._entries(slots, ends, self._num_blocks[slots]))
+        self._num_blocks[slots] = ends
+
+    def ends(self, slots: IntArray) -> IntArray:
+        """The blocks up to which each slot has some."""
+        return self._num_blocks[slots]
+
+    def num_forgotten(self, slot: int) -> int:
+        """Number of tokens before the slot's first block."""
+        return int(self._first_block[slot]) * self._block_size
+
     def release(self, slot: int) -> None:
         """Free the slot's blocks without other users, and the pages that no other block is on."""
         self._make_copies()  # the slot's last block may be waiting for one
-        blocks = self._table[slot, : self._num_blocks[slot]].astype(np.int64)
-        self._num_blocks[slot] = 0
+        blocks = self._slot_table(slot).astype(np.int64)
+        self._first_block[slot] = self._num_blocks[slot] = 0
         self._end_use(blocks)
 
     def tokens_in(self, num_blocks: int) -> int:
@@ -135,22 +162,22 @@ class PagedCache:
         return self.tokens_in(num_blocks)
 
     def blocks(self, slot: int, num_tokens: int) -> list[int]:
-        """The beginning of the slot's table."""
-        count = -(-num_tokens // self._block_size)
-        if count > self._num_blocks[slot]:
+        """The beginning of the slot's table, but for blocks that were given up."""
+        end = -(-num_tokens // self._block_size)
+        if end > self._num_blocks[slot]:
             raise InvariantError(f"slot {slot} has no room for {num_tokens} tokens")
-        blocks: list[int] = self._table[slot, :count].tolist()
+        blocks: list[int] = self._table[slot, self._first_block[slot] : end].tolist()
         return blocks
 
     def slot_blocks(self, slot: int) -> list[int]:
         """All blocks of a slot, including those for tokens to come."""
-        blocks: list[int] = self._table[slot, : self._num_blocks[slot]].tolist()
+        blocks: list[int] = self._slot_table(slot).tolist()
         return blocks
 
-    def adopt(self, slot: int, blocks: Sequence[int], num_tokens: int) -> bool:
+    def adopt(self, slot: int, blocks: Sequence[int], num_tokens: int, first: int = 0) -> bool:
         """Enter whole blocks in the slot's table too; one that is partly filled is copied."""
         num_shared, num_rest = divmod(num_tokens, self._block_size)
-        if self._num_blocks[slot] or len(blocks) != num_shared + (num_rest > 0):
+        if self._num_blocks[slot] or first + len(blocks) != num_shared + (num_rest > 0):
             raise InvariantError(
                 f"{len(blocks)} blocks for {num_tokens} tokens in a slot of "
                 f"{self._num_blocks[slot]}"
@@ -176,13 +203,15 @@ class PagedCache:
             self.tensors.copy(source * size, target * size, self.footprint.kv_bytes(num_rest))
             self._copied.append(source)
             self._copied_to.add(target)
-        self.tensors.enter(np.full(len(entries), slot), np.arange(len(entries)), entries)
-        self._num_blocks[slot] = len(entries)
+        self.tensors.enter(np.full(len(entries), slot), first + np.arange(len(entries)), entries)
+        self._first_block[slot] = first
+        self._num_blocks[slot] = first + len(entries)
         return True
 
     def fork(self, parent: int, child: int, num_tokens: int) -> bool:
         """`adopt` the first blocks of the parent's table."""
-        return self.adopt(child, self.blocks(parent, num_tokens), num_tokens)
+        first = int(self._first_block[parent])
+        return self.adopt(child, self.blocks(parent, num_tokens), num_tokens, first)
 
     def retain(self, blocks: Sequence[int]) -> None:
         """Count one more hold of each block."""
@@ -221,13 +250,14 @@ class PagedCache:
         self._make_copies()
         self.tensors.flush()
 
-    def stats(self, written_tokens: int) -> CacheStats:
+    def stats(self, written_tokens: int | IntArray) -> CacheStats:
         """Waste is the empty tail of last blocks, and parts of used pages that no sequence uses.
 
         The latter may be held blocks: they count as retained only once no block on their page is
         used.
         """
-        num_users = int(self._num_blocks.sum()) + len(self._copied)
+        written_tokens = int(np.sum(written_tokens))
+        num_users = int((self._num_blocks - self._first_block).sum()) + len(self._copied)
         return CacheStats(
             written_tokens,
             self.footprint.kv_bytes(written_tokens),
@@ -246,6 +276,18 @@ class PagedCache:
         for slot in np.flatnonzero(self._num_blocks):
             self.release(int(slot))
         self.tensors.close()
+
+    def _slot_table(self, slot: int) -> npt.NDArray[np.int32]:
+        """The entries of a slot's table that are in use."""
+        return self._table[slot, self._first_block[slot] : self._num_blocks[slot]]
+
+    def _entries(self, slots: IntArray, begins: IntArray, ends: IntArray) -> IntArray:
+        """The blocks at [begin, end) of the slots' tables, one slot after the other."""
+        parts: list[npt.NDArray[np.int32]] = [
+            self._table[slot, begin:end]
+            for slot, begin, end in zip(slots.tolist(), begins.tolist(), ends.tolist(), strict=True)
+        ]
+        return np.concatenate([self._table[0, :0], *parts]).astype(np.int64)
 
     def _claim(self, count: int) -> IntArray | None:
         """Take the lowest free blocks, and map pages under them.

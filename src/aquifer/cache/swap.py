@@ -3,6 +3,9 @@
 KV that several sequences of a group share is moved once, with the first of them. The others move
 only what follows, and share again when they come back. A sequence of a virtual cache moves in one
 long copy, one of a paged cache in a copy for each run of neighbouring blocks.
+
+Of layers with a window, each sequence moves all that it still has. It shares none of that: the
+sequences go on, and what they have in common is soon behind their windows.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from aquifer.cache.base import SequenceCache
+from aquifer.cache.base import CachePart, SequenceCache
 from aquifer.memory.regions import RegionList
 from aquifer.memory.runs import num_equal
 from aquifer.sizes import format_size
@@ -29,22 +32,37 @@ _SAMPLE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class SwappedKV:
-    """The KV of one sequence on the host.
+class SwappedPart:
+    """The KV of one sequence on the host, of one part of its cache.
 
     Tokens [0, num_shared) are those of sequence number `parent` in the list that was swapped out;
-    [num_shared, num_tokens) are at `start` of the space.
+    `tokens` are at `start` of the space, and are all that follow. Where the part has a window,
+    nothing is shared, and what comes before `tokens` is not kept.
     """
 
-    num_tokens: int
+    tokens: range
     parent: int
     num_shared: int
     start: int | None  # None where there is nothing to copy
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SwappedKV:
+    """The KV of one sequence on the host.
+
+    Attributes:
+        num_tokens: tokens of the sequence.
+        parts: for each part of its cache.
+    """
+
+    num_tokens: int
+    parts: tuple[SwappedPart, ...]
 
     @property
-    def num_copied(self) -> int:
-        """Tokens that are not shared, and were copied for this sequence."""
-        return self.num_tokens - self.num_shared
+    def num_bytes(self) -> int:
+        """Bytes that were copied for this sequence."""
+        return sum(part.num_bytes for part in self.parts)
 
 
 class SwapSpace:
@@ -113,10 +131,36 @@ class SwapSpace:
         """
         if not self.prepare():
             return None
-        blocks = [cache.blocks(slot, n) for slot, n in zip(slots, num_tokens, strict=True)]
-        swapped: list[SwappedKV] = []
+        cache.advance(np.array(slots), np.array(num_tokens))
         with ExitStack() as undo:
-            for i, count in enumerate(num_tokens):
+            parts = [self._place(part, slots, num_tokens, undo) for part in cache.parts]
+            if not all(parts):
+                return None
+            undo.pop_all()
+        cache.upload()
+        for part, moved in zip(cache.parts, parts, strict=True):
+            for slot, kv in zip(slots, moved, strict=True):
+                if kv.start is not None:
+                    part.cache.copy_out(slot, kv.tokens, self._part(kv))
+        return [
+            SwappedKV(count, of_parts)
+            for count, of_parts in zip(num_tokens, zip(*parts, strict=True), strict=True)
+        ]
+
+    def _place(
+        self,
+        part: CachePart,
+        slots: Sequence[int],
+        num_tokens: Sequence[int],
+        undo: ExitStack,
+    ) -> list[SwappedPart]:
+        """Decide what to copy of each sequence, and where to; empty if there is no room."""
+        cache = part.cache
+        blocks = [cache.blocks(slot, n) for slot, n in zip(slots, num_tokens, strict=True)]
+        placed: list[SwappedPart] = []
+        for i, count in enumerate(num_tokens):
+            parent = num_shared = 0
+            if part.window_tokens is None:
                 # A token that begins in a shared page was there when it came to be shared.
                 shared = [
                     min(
@@ -128,20 +172,16 @@ class SwapSpace:
                 ]
                 parent = int(np.argmax(shared)) if shared else 0
                 num_shared = shared[parent] if shared else 0
-                start = None
-                if num_bytes := cache.footprint.kv_bytes(count - num_shared):
-                    start = self._regions.acquire(num_bytes)
-                    if start is None:
-                        return None
-                    undo.callback(self._regions.release, start)
-                swapped.append(SwappedKV(count, parent, num_shared, start))
-            undo.pop_all()
-        cache.upload()
-        for slot, kv in zip(slots, swapped, strict=True):
-            if kv.start is not None:
-                tokens = range(kv.num_shared, kv.num_tokens)
-                cache.copy_out(slot, tokens, self._part(cache, kv))
-        return swapped
+            tokens = range(min(max(num_shared, cache.num_forgotten(slots[i])), count), count)
+            start = None
+            num_bytes = cache.footprint.kv_bytes(len(tokens))
+            if num_bytes:
+                start = self._regions.acquire(num_bytes)
+                if start is None:
+                    return []
+                undo.callback(self._regions.release, start)
+            placed.append(SwappedPart(tokens, parent, num_shared, start, num_bytes))
+        return placed
 
     def swap_in(
         self, cache: SequenceCache, slots: Sequence[int], swapped: Sequence[SwappedKV]
@@ -151,17 +191,24 @@ class SwapSpace:
         All or nothing: False if the pool is short, and nothing has changed.
         """
         with ExitStack() as undo:
-            for slot, kv in zip(slots, swapped, strict=True):
+            for slot in slots:
                 undo.callback(cache.release, slot)
-                if kv.num_shared and not cache.fork(slots[kv.parent], slot, kv.num_shared):
-                    return False
-                if not cache.reserve(np.array([slot]), np.array([kv.num_tokens])):
+            for slot, kv in zip(slots, swapped, strict=True):
+                slot_array = np.array([slot])
+                for part, moved in zip(cache.parts, kv.parts, strict=True):
+                    if part.window_tokens is not None:
+                        part.cache.forget(slot_array, np.array([moved.tokens.start]))
+                    elif moved.num_shared and not part.cache.fork(
+                        slots[moved.parent], slot, moved.num_shared
+                    ):
+                        return False
+                if not cache.reserve(slot_array, np.array([kv.num_tokens])):
                     return False
                 # In order, since a fork copies what its parent has by then.
                 cache.upload()
-                if kv.start is not None:
-                    tokens = range(kv.num_shared, kv.num_tokens)
-                    cache.copy_in(slot, tokens, self._part(cache, kv))
+                for part, moved in zip(cache.parts, kv.parts, strict=True):
+                    if moved.start is not None:
+                        part.cache.copy_in(slot, moved.tokens, self._part(moved))
             undo.pop_all()
         self.discard(swapped)
         return True
@@ -169,17 +216,18 @@ class SwapSpace:
     def discard(self, swapped: Sequence[SwappedKV]) -> None:
         """Release copies. Later copies to these bytes come later in the device's order of work."""
         for kv in swapped:
-            if kv.start is not None:
-                self._regions.release(kv.start)
+            for part in kv.parts:
+                if part.start is not None:
+                    self._regions.release(part.start)
 
     def _join(self) -> None:
         if self._thread.ident is not None:
             self._thread.join()
 
-    def _part(self, cache: SequenceCache, kv: SwappedKV) -> torch.Tensor:
+    def _part(self, kv: SwappedPart) -> torch.Tensor:
         assert self._memory is not None
         assert kv.start is not None
-        return self._memory[kv.start : kv.start + cache.footprint.kv_bytes(kv.num_copied)]
+        return self._memory[kv.start : kv.start + kv.num_bytes]
 
     def _allocate(self) -> None:
         is_pinned, is_modelled = self._device.type == "cuda", self._device.type == "meta"

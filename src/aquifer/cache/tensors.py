@@ -10,6 +10,7 @@ that its memory is equal wherever a kernel reads (`journal.py`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from aquifer.cache.copies import PendingCopies
-from aquifer.cache.journal import CopiedIn, CopiedOut, Copies, Entered, KVOp
+from aquifer.cache.journal import CopiedIn, CopiedOut, Copies, Entered, PartOp
 from aquifer.cache.layout import KVLayout
 from aquifer.cache.spans import IntArray, Rows
 from aquifer.cache.view import StepView, Workspaces
@@ -122,6 +123,7 @@ class KVTensors:
         shape: shape of the addresses.
 
     Attributes:
+        owner: as given.
         shape: as given.
         range: the addresses.
         residency: the pages under them.
@@ -130,6 +132,7 @@ class KVTensors:
     """
 
     def __init__(self, pool: PagePool, owner: Owner, shape: KVShape) -> None:
+        self.owner = owner
         self.shape = shape
         self.range = VirtualRange(pool.pages, shape.num_bytes, shape.page_bytes)
         self.residency = Residency(pool, owner, self.range)
@@ -158,7 +161,8 @@ class KVTensors:
             )
         # (slots, indices) of entries that the copy does not have yet
         self._entered: list[tuple[IntArray, IntArray]] = []
-        self._journal: list[KVOp] | None = None
+        self._journal: list[PartOp] = []
+        self._note: Callable[[PartOp], None] | None = None  # called with each change
 
     def open(self) -> bool:
         """Take the anchor's pages, before any others; False means that the pool is short."""
@@ -175,20 +179,22 @@ class KVTensors:
 
     # --- the journal -------------------------------------------------------------------------
 
-    def record(self) -> None:
-        """Begin to record all changes. Pre-condition: no page has been mapped yet."""
+    def record(self, note: Callable[[PartOp], None] | None = None) -> None:
+        """Begin to record all changes. Pre-condition: no page has been mapped yet.
+
+        Args:
+            note: called with each change, in place of keeping it for `take_journal`.
+        """
         if self.range.num_mapped_pages > self.shape.num_anchor_pages:
             raise InvariantError("a journal begins before the first page is mapped")
-        journal: list[KVOp] = []
-        self._journal = journal
-        self.residency.record = journal.append
+        self._note = self.residency.record = note or self._journal.append
 
-    def take_journal(self) -> tuple[KVOp, ...]:
+    def take_journal(self) -> tuple[PartOp, ...]:
         """All changes since recording began, or since the last call, in order.
 
         Pending copies are recorded by `make_copies` or `flush`.
         """
-        if self._journal is None:
+        if self._note is None:
             raise InvariantError("nothing was recorded")
         ops = tuple(self._journal)
         self._journal.clear()
@@ -201,8 +207,8 @@ class KVTensors:
         self.table[slots, indices] = blocks
         if self._is_copied:
             self._entered.append((slots, indices))
-        if self._journal is not None:
-            self._journal.append(
+        if self._note is not None:
+            self._note(
                 Entered(tuple(slots.tolist()), tuple(indices.tolist()), tuple(blocks.tolist()))
             )
 
@@ -226,8 +232,8 @@ class KVTensors:
     def make_copies(self) -> None:
         """Launch the pending copies together, after the work launched so far; does not wait."""
         if self._copies:
-            if self._journal is not None:
-                self._journal.append(Copies(self._copies.pieces))
+            if self._note is not None:
+                self._note(Copies(self._copies.pieces))
             self._copies.launch()
 
     def rehearse(self) -> None:
@@ -249,17 +255,17 @@ class KVTensors:
         """
         self._require_no_copies()
         target.copy_(self._bytes(offset_bytes, len(target)), non_blocking=True)
-        if self._journal is not None:
+        if self._note is not None:
             host_bytes = int(target.storage_offset())
-            self._journal.append(CopiedOut(offset_bytes, host_bytes, len(target)))
+            self._note(CopiedOut(offset_bytes, host_bytes, len(target)))
 
     def copy_in(self, offset_bytes: int, source: torch.Tensor) -> None:
         """The opposite of `copy_out`."""
         self._require_no_copies()
         self._bytes(offset_bytes, len(source)).copy_(source, non_blocking=True)
-        if self._journal is not None:
+        if self._note is not None:
             host_bytes = int(source.storage_offset())
-            self._journal.append(CopiedIn(offset_bytes, host_bytes, len(source)))
+            self._note(CopiedIn(offset_bytes, host_bytes, len(source)))
 
     def flush(self) -> None:
         """Launch the pending copies, and send new table entries to the device.
@@ -277,13 +283,17 @@ class KVTensors:
         device_slots, device_indices, blocks = upload(entries, self._device_table.device)
         self._device_table[device_slots, device_indices] = blocks.int()
 
-    def view(self, rows: Rows) -> StepView:
+    def view(self, rows: Rows, workspaces: Workspaces | None = None) -> StepView:
         """The addresses of one step, with attention over them. Pre-condition: room was reserved.
 
         It reads tensors only, so that a captured step stays valid as its rows change.
+
+        Args:
+            rows: the step's tokens.
+            workspaces: kept by the caller, which shares them between caches.
         """
-        layout = self.shape.layout
-        return StepView(layout, self.layers, rows, self._device_table, self._workspaces)
+        layout, workspaces = self.shape.layout, workspaces or self._workspaces
+        return StepView(layout, self.layers, rows, self._device_table, workspaces)
 
     def _require_no_copies(self) -> None:
         assert not self._copies, "pending copies come first: call make_copies"

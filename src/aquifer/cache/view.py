@@ -123,10 +123,26 @@ class KVView(Protocol):
         """
 
 
+class LaunchView(KVView, Protocol):
+    """A `KVView` that can also attend between the pieces of a captured step."""
+
+    def attend_into(
+        self, layer: int, query: torch.Tensor, out: torch.Tensor, how: AttentionOptions
+    ) -> None:
+        """The same as `attend`, with less work on the host from the second layer on.
+
+        Args:
+            layer: as in `attend`.
+            query: [at least tokens, heads, key_dim].
+            out: [at least tokens, heads, value_dim]; its first rows are overwritten.
+            how: as in `attend`.
+        """
+
+
 class KVSource(Protocol):
     """Gives the addresses of a step's KV: `KVTensors`, or a `KVFollower` of another process."""
 
-    def view(self, rows: Rows) -> StepView:
+    def view(self, rows: Rows) -> LaunchView:
         """The addresses of one step. Pre-condition: room was reserved for it."""
 
     def rehearse(self) -> None:
@@ -211,14 +227,7 @@ class StepView:
     def attend_into(
         self, layer: int, query: torch.Tensor, out: torch.Tensor, how: AttentionOptions
     ) -> None:
-        """The same as `attend`, with less work on the host from the second layer on.
-
-        Args:
-            layer: as in `attend`.
-            query: [at least tokens, heads, key_dim].
-            out: [at least tokens, heads, value_dim]; its first rows are overwritten.
-            how: as in `attend`.
-        """
+        """See `LaunchView.attend_into`."""
         keys, values = self._layers[layer]
         tensors = [query, keys, out]
         if not self._layout.layers[layer].is_latent:
@@ -286,3 +295,44 @@ def _only_scale(how: AttentionOptions) -> float:
     """The scale of a layer with latent KV, whose kernels know no other option."""
     assert how == AttentionOptions(how.scale), "latent attention has neither window nor softcap"
     return how.scale
+
+
+class GroupedView:
+    """The `KVView` of a model whose layers lie in several caches.
+
+    Args:
+        views: of each cache.
+        places: for each layer, the index of its cache, and its own index in that cache.
+    """
+
+    def __init__(self, views: Sequence[StepView], places: Sequence[tuple[int, int]]) -> None:
+        self._views = views
+        self._places = places
+
+    def destination(
+        self, layer: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """See `KVView.destination`."""
+        part, index = self._places[layer]
+        return self._views[part].destination(index)
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """See `KVView.write`."""
+        part, index = self._places[layer]
+        self._views[part].write(index, key, value)
+
+    def whole_prompts(self) -> PrefillSpans | None:
+        """See `KVView.whole_prompts`."""
+        return self._views[0].whole_prompts()
+
+    def attend(self, layer: int, query: torch.Tensor, how: AttentionOptions) -> torch.Tensor:
+        """See `KVView.attend`."""
+        part, index = self._places[layer]
+        return self._views[part].attend(index, query, how)
+
+    def attend_into(
+        self, layer: int, query: torch.Tensor, out: torch.Tensor, how: AttentionOptions
+    ) -> None:
+        """See `LaunchView.attend_into`."""
+        part, index = self._places[layer]
+        self._views[part].attend_into(index, query, out, how)

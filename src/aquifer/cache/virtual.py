@@ -7,41 +7,33 @@ Sequences share pages, each mapped at the addresses of every slot that has it. A
 `SequenceCache` is a page here, and has its number. Tokens need not end where pages do: a page is
 shared if it lies wholly before the byte where the next token begins; the page that contains this
 byte is copied.
+
+Pages at the front of a slot are given up when their tokens are forgotten; the others stay at their
+addresses. So the pages of a slot are [first, end) of its places.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from aquifer.cache.base import CacheStats, IntArray, KVLayout
+from aquifer.cache.base import CacheStats, IntArray, KeepsAll, KVLayout
 from aquifer.cache.footprint import UNLIMITED_TOKENS, Footprint
 from aquifer.cache.growth import AHEAD_TOKENS, GrowthTurns
+from aquifer.cache.shared_pages import SharedPages
 from aquifer.cache.tensors import KVShape, KVTensors
 from aquifer.errors import DriverError, InvariantError
-from aquifer.memory.pool import Kind, Owner, Page, PagePool
+from aquifer.memory.pool import Owner, Page, PagePool
 
 _CLEAN_SLOTS = 8
 """Free slots to keep without pages that are in use elsewhere, if there are as many. Sequences that
 are admitted together take some of them, and each takes milliseconds to be vacated."""
 
 
-@dataclass(slots=True)
-class _Shared:
-    """Record of a page that is held, or has several users. All other pages have one user.
-
-    Its references in the pool are one for each user, one if it is held, and the retired ones.
-    """
-
-    num_users: int = 1  # slots that have it, and pending copies that read it
-    num_holds: int = 0
-
-
-class VirtualCache:
+class VirtualCache(KeepsAll):
     """The `SequenceCache` of contiguous addresses.
 
     Args:
@@ -63,8 +55,6 @@ class VirtualCache:
     ) -> None:
         self.footprint = Footprint(layout.token_bytes, pool.page_bytes, pool.page_bytes)
         self.tensors = KVTensors(pool, owner, KVShape.slots(pool, layout, max_seqs, max_tokens))
-        self._owner = owner
-        self._prefix_owner = Owner(owner.model, Kind.PREFIX)
         self._max_tokens = max_tokens
         self._page_bytes = pool.page_bytes
         self._token_bytes = layout.token_bytes
@@ -77,13 +67,13 @@ class VirtualCache:
         self._first_window = num_slots * self._slot_pages
         # The most pages that the sequence of each slot may need.
         self._max_pages = np.full(num_slots, self._slot_pages)
-        self._num_pages = np.zeros(num_slots, np.int64)  # in use under each slot
+        # The pages in use under each slot: those from its first one to the end of these.
+        self._first_page = np.zeros(num_slots, np.int64)
+        self._num_pages = np.zeros(num_slots, np.int64)
         self._num_used_pages = 0  # under all slots
         # Tokens that fit on each slot's pages; without limit where it is mapped to its end.
         self._room_tokens = np.zeros(num_slots, np.int64)
-        self._shared: dict[Page, _Shared] = {}
-        # Users of shared pages, less one for each page.
-        self._num_saved_pages = 0
+        self._shared = SharedPages(self._residency, owner)
         self._copied: list[Page] = []  # pages that pending copies read; each copy is a user
         self._copied_to: set[Page] = set()
         self._open_windows: dict[Page, int] = {}  # where some of `_copied` are mapped to be read
@@ -124,18 +114,54 @@ class VirtualCache:
         ]
         return self._grow(growing, held, now, may_reclaim=True)
 
+    def forget(self, slots: IntArray, num_tokens: IntArray) -> None:
+        """Give up the pages that lie wholly before the tokens to keep."""
+        first = num_tokens * self._token_bytes // self._page_bytes
+        moved = (first > self._first_page[slots]).nonzero()[0]
+        if not len(moved):
+            return
+        given_up: list[int] = []
+        for slot, begin in zip(slots[moved].tolist(), first[moved].tolist(), strict=True):
+            held, end = int(self._first_page[slot]), int(self._num_pages[slot])
+            place = slot * self._slot_pages
+            given_up += range(place + held, place + min(begin, end))
+            self._set_pages(slot, max(begin, end), begin)
+        self._leave(given_up)
+
+    def shrink(self, slots: IntArray, ends: IntArray) -> None:
+        """Give up the pages that were mapped last."""
+        given_up: list[int] = []
+        for slot, end in zip(slots.tolist(), ends.tolist(), strict=True):
+            place = slot * self._slot_pages
+            given_up += range(place + end, place + int(self._num_pages[slot]))
+            self._set_pages(slot, end)
+        self._residency.give_up(given_up)
+
+    def ends(self, slots: IntArray) -> IntArray:
+        """The pages up to which each slot has some."""
+        return self._num_pages[slots]
+
+    def num_forgotten(self, slot: int) -> int:
+        """Number of tokens that begin before the first page, none of which is kept as a whole."""
+        return self._tokens_before(int(self._first_page[slot]))
+
     def release(self, slot: int) -> None:
         """Give up the slot's pages; its addresses stay."""
         self.upload()  # the slot may be at either end of a copy
-        count = int(self._num_pages[slot])
+        begin, end = int(self._first_page[slot]), int(self._num_pages[slot])
         first = slot * self._slot_pages
+        indices = range(first + begin, first + end)
+        is_shared = False
         if self._shared:
-            pages = self.tensors.range.pages_at(range(first, first + count))
-            self._end_use(pages)
-            if pages and pages[0] in self._shared and self._retired.defers:
-                self._occupied[slot] = count
-        self._set_pages(slot, 0)
-        self._residency.give_up(range(first, first + count))
+            pages = self.tensors.range.pages_at(indices)
+            self._shared.end_use(pages)
+            is_shared = bool(pages) and pages[0] in self._shared and self._retired.defers
+        self._set_pages(slot, 0, 0)
+        self._residency.give_up(indices)
+        if is_shared and begin:  # a sequence in this slot begins before these pages
+            self._retired.vacate_soon(self.tensors.range, indices)
+        elif is_shared:
+            self._occupied[slot] = end
 
     def tokens_in(self, num_blocks: int) -> int:
         """Number of tokens that end on these pages, at most those of the longest sequence."""
@@ -145,59 +171,35 @@ class VirtualCache:
 
     def tokens_touching(self, num_blocks: int) -> int:
         """Number of tokens that begin on these pages, at most those of the longest sequence."""
-        if not self._token_bytes:
-            return 0
-        return min(-(-num_blocks * self._page_bytes // self._token_bytes), self._max_tokens)
+        return self._tokens_before(num_blocks)
 
     def blocks(self, slot: int, num_tokens: int) -> list[int]:
-        """The pages under a slot's first tokens."""
+        """The pages under a slot's first tokens, but for those that were given up."""
         return self._pages_of(slot, self.footprint.pages(num_tokens))
 
     def slot_blocks(self, slot: int) -> list[int]:
         """All pages of a slot, including those for tokens to come."""
         return self._pages_of(slot, int(self._num_pages[slot]))
 
-    def adopt(self, slot: int, blocks: Sequence[int], num_tokens: int) -> bool:
+    def adopt(self, slot: int, blocks: Sequence[int], num_tokens: int, first: int = 0) -> bool:
         """Share the pages that end before the next token, and copy the one that it begins in.
 
         A page that is still mapped at its place in the slot is reused without mapping.
         """
-        return self._adopt(slot, blocks, num_tokens, None)
+        return self._adopt(slot, blocks, num_tokens, first, None)
 
     def fork(self, parent: int, child: int, num_tokens: int) -> bool:
         """`adopt` pages of a slot that is in use, where a copy can read them directly."""
-        place = parent * self._slot_pages
-        return self._adopt(child, self.blocks(parent, num_tokens), num_tokens, place)
+        place, first = parent * self._slot_pages, int(self._first_page[parent])
+        return self._adopt(child, self.blocks(parent, num_tokens), num_tokens, first, place)
 
     def retain(self, blocks: Sequence[int]) -> None:
         """Keep a reference of each page."""
-        pages = [Page(block) for block in blocks]
-        self._residency.share(pages)
-        again = []
-        for page in pages:
-            shared = self._shared.setdefault(page, _Shared())
-            if shared.num_holds:
-                again.append(page)
-            shared.num_holds += 1
-        self._residency.release(again)
+        self._shared.hold([Page(block) for block in blocks])
 
     def unretain(self, blocks: Sequence[int]) -> None:
         """Release the reference of a page at its last drop."""
-        done, unused = [], []
-        for block in blocks:
-            page = Page(block)
-            shared = self._shared.get(page)
-            if shared is None or not shared.num_holds:
-                raise InvariantError(f"page {block} is dropped, but not held")
-            shared.num_holds -= 1
-            if not shared.num_holds:
-                done.append(page)
-                if not shared.num_users:
-                    unused.append(page)
-                self._forget_private(page, shared)
-        # As pages of KV they need no zeroing for the next sequence.
-        self._residency.transfer(unused, self._owner)
-        self._residency.release(done)
+        self._shared.drop([Page(block) for block in blocks])
 
     def preferred_slot(self, blocks: Sequence[int], free_slots: Sequence[int]) -> int | None:
         """A slot where the first of these pages, and if possible the last, are still mapped.
@@ -246,17 +248,18 @@ class VirtualCache:
         self._copied_to.clear()
         self._open_windows.clear()
         self._residency.give_up(windows)
-        self._end_use(copied)
+        self._shared.end_use(copied)
         self._residency.release(copied)
 
-    def stats(self, written_tokens: int) -> CacheStats:
+    def stats(self, written_tokens: int | IntArray) -> CacheStats:
         """Mapped bytes are exact, without retired pages; waste is the tail of each sequence."""
         num_used_pages = self._num_used_pages + len(self._copied)
+        written_tokens = int(np.sum(written_tokens))
         return CacheStats(
             written_tokens,
             self.footprint.kv_bytes(written_tokens),
-            (num_used_pages - self._num_saved_pages) * self._page_bytes,
-            self._num_saved_pages * self._page_bytes,
+            (num_used_pages - self._shared.num_saved) * self._page_bytes,
+            self._shared.num_saved * self._page_bytes,
         )
 
     def close(self) -> None:
@@ -265,16 +268,33 @@ class VirtualCache:
         Raises:
             InvariantError: pages are held; they have to be dropped first.
         """
-        num_held = sum(page.num_holds > 0 for page in self._shared.values())
-        if num_held:
-            raise InvariantError(f"{num_held} pages of {self._owner} are still held")
+        if num_held := self._shared.num_held:
+            raise InvariantError(f"{num_held} pages of {self.tensors.owner} are still held")
         for slot in np.flatnonzero(self._num_pages):
             self.release(int(slot))
         self.tensors.close()
 
-    def _pages_of(self, slot: int, count: int) -> list[int]:
+    def _pages_of(self, slot: int, end: int) -> list[int]:
         first = slot * self._slot_pages
-        return list(self.tensors.range.pages_at(range(first, first + count)))
+        begin = int(self._first_page[slot])
+        return list(self.tensors.range.pages_at(range(first + begin, first + end)))
+
+    def _tokens_before(self, page: int) -> int:
+        """Number of tokens that begin before a page of a slot."""
+        if not self._token_bytes:
+            return 0
+        return min(-(-page * self._page_bytes // self._token_bytes), self._max_tokens)
+
+    def _leave(self, indices: list[int]) -> None:
+        """Give up pages that their slots have no more use for."""
+        if self._shared:
+            pages = self.tensors.range.pages_at(indices)
+            if not set(self._copied).isdisjoint(pages):
+                self.upload()  # the copy reads its page at one of these places
+            self._shared.end_use(pages)
+        self._residency.give_up(indices)
+        if self._shared:  # the next sequence of a slot has other pages there
+            self._retired.vacate_soon(self.tensors.range, indices)
 
     def _byte_of(self, slot: int, position: int) -> int:
         """Offset in the range at which a token begins."""
@@ -294,9 +314,13 @@ class VirtualCache:
             self._set_pages(slot, num_pages)
         return True
 
-    def _set_pages(self, slot: int, num_pages: int) -> None:
+    def _set_pages(self, slot: int, num_pages: int, first_page: int | None = None) -> None:
+        """Note the pages of a slot, from `first_page` on, which by default stays the same."""
         self._num_used_pages += num_pages - int(self._num_pages[slot])
         self._num_pages[slot] = num_pages
+        if first_page is not None:
+            self._num_used_pages -= first_page - int(self._first_page[slot])
+            self._first_page[slot] = first_page
         if num_pages:
             self._occupied.pop(slot, None)
         self._room_tokens[slot] = (
@@ -306,26 +330,31 @@ class VirtualCache:
         )
 
     def _adopt(
-        self, slot: int, blocks: Sequence[int], num_tokens: int, parent_place: int | None
+        self,
+        slot: int,
+        blocks: Sequence[int],
+        num_tokens: int,
+        begin: int,
+        parent_place: int | None,
     ) -> bool:
         """`adopt`; for `fork`, the pages are mapped from the place `parent_place` on."""
         num_shared, num_bytes = divmod(self.footprint.kv_bytes(num_tokens), self._page_bytes)
         pages = [Page(block) for block in blocks]
-        shared, copied = pages[:num_shared], pages[num_shared:]
-        if self._num_pages[slot] or len(blocks) != num_shared + (num_bytes > 0):
+        if self._num_pages[slot] or begin + len(blocks) != num_shared + (num_bytes > 0):
             raise InvariantError(
                 f"{len(blocks)} pages for {num_tokens} tokens in a slot of {self._num_pages[slot]}"
             )
-        first = slot * self._slot_pages
-        target = first + num_shared
+        shared, copied = pages[: num_shared - begin], pages[num_shared - begin :]
+        place = slot * self._slot_pages
+        first, target = place + begin, place + num_shared
         residency = self._residency
         if not self.tensors.open():
             return False
         with ExitStack() as undo:
             # Users come first: to make room for an acquisition, held pages may be dropped.
-            self._begin_use(pages)
+            self._shared.begin_use(pages)
             undo.callback(residency.release, pages)
-            undo.callback(self._end_use, pages)
+            undo.callback(self._shared.end_use, pages)
             if copied:
                 if not residency.populate([range(target, target + 1)]):
                     return False
@@ -345,43 +374,8 @@ class VirtualCache:
             self._copied_to.add(self.tensors.range.page(target))
             if parent_place is None:
                 self._open_windows[copied[0]] = source
-        self._set_pages(slot, num_shared + len(copied))
+        self._set_pages(slot, num_shared + len(copied), begin)
         return True
-
-    def _begin_use(self, pages: Sequence[Page]) -> None:
-        """Count one more user of each page, and add a reference for it."""
-        self._residency.share(pages)
-        retained = []
-        for page in pages:
-            shared = self._shared.get(page)
-            if shared is None:
-                shared = self._shared[page] = _Shared()
-            if shared.num_users:
-                self._num_saved_pages += 1
-            else:
-                retained.append(page)
-            shared.num_users += 1
-        self._residency.transfer(retained, self._owner)
-
-    def _end_use(self, pages: Sequence[Page]) -> None:
-        """Count one user less for each page; the caller releases its reference afterwards."""
-        retained = []
-        for page in pages:
-            shared = self._shared.get(page)
-            if shared is None:
-                continue
-            shared.num_users -= 1
-            if shared.num_users:
-                self._num_saved_pages -= 1
-            elif shared.num_holds:
-                retained.append(page)
-            self._forget_private(page, shared)
-        self._residency.transfer(retained, self._prefix_owner)
-
-    def _forget_private(self, page: Page, shared: _Shared) -> None:
-        """Delete the record of a page that is not held and has at most one user."""
-        if not shared.num_holds and shared.num_users < 2:
-            del self._shared[page]
 
     def _open_window(self, page: Page, undo: ExitStack) -> int:
         """Map a page where a copy can read it until the next `upload`; returns the index."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from aquifer.cache.base import CacheFactory, KVLayout
 from aquifer.cache.prefix import PrefixCache
@@ -129,7 +130,14 @@ class Assembly:
             cache.tensors.record()
             lane.keeps_journal = True
         if spec.keeps_prefixes and cache.can_share:
-            lane.prefixes = PrefixCache(cache, spec.recompute_s)
+            retained_bytes = None
+            if lane.has_windows:
+                cache.keep_checkpoints()
+                owner = Owner(spec.name, Kind.PREFIX)
+                retained_bytes = partial(self.pool.owned_bytes, owner)
+            lane.prefixes = PrefixCache(
+                cache, spec.recompute_s, parts=cache.parts, retained_bytes=retained_bytes
+            )
             self.room.reclaimer.register(lane.prefixes)
         self.scheduler.add_lane(lane)
         return lane

@@ -11,7 +11,7 @@ import torch
 
 from aquifer.cache.base import IntArray
 from aquifer.cache.spans import Rows, Spans
-from aquifer.cache.view import StepView
+from aquifer.cache.view import LaunchView
 from aquifer.engine import chunk_graphs, decode_graphs, sample_graphs
 from aquifer.engine.chunk_graphs import ChunkGraphs, ChunkInputs, chunk_sizes
 from aquifer.engine.decode_graphs import DecodeGraphs
@@ -55,7 +55,7 @@ class CapturedSteps:
         steps: Steps,
         rehearsals: Steps,
         sample: sample_graphs.Sample,
-        view: Callable[[Rows], StepView],
+        view: Callable[[Rows], LaunchView],
         buffers: StepBuffers,
         max_seqs: int,
         max_tokens: int,

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 
 from aquifer.cache.spans import Rows
-from aquifer.cache.view import AttentionOptions, KVView, StepView
+from aquifer.cache.view import AttentionOptions, KVView, LaunchView
 from aquifer.engine.graphs import StepBuffers, lasting
 from aquifer.kernels.capture import GraphPool
 from aquifer.kernels.prefill_attention import PrefillSpans
@@ -111,7 +111,7 @@ class ChunkGraphs:
         self,
         forward: Forward,
         rehearsal: Forward,
-        view: Callable[[Rows], StepView],
+        view: Callable[[Rows], LaunchView],
         inputs: ChunkInputs,
         buffers: StepBuffers,
         pool: GraphPool,
@@ -134,7 +134,7 @@ class ChunkGraphs:
         """The least captured number of tokens that these fit in; None if they do not."""
         return min((size for size in self._captured if size >= num_tokens), default=None)
 
-    def run(self, size: int, view: StepView) -> None:
+    def run(self, size: int, view: LaunchView) -> None:
         """Run the step in the inputs.
 
         Args:
@@ -166,7 +166,7 @@ class ChunkGraphs:
             cut.end()
         self._captured[size] = cut.captured
 
-    def _padding(self, size: int) -> StepView:
+    def _padding(self, size: int) -> LaunchView:
         """Make all rows padding; a view of them. Which decode is for attention alone to know."""
         self._inputs.clear(size)
         _, positions, slots, *_ = self._inputs.of(size)
@@ -193,7 +193,7 @@ _OutOf = Callable[[torch.Tensor, int], torch.Tensor]
 class _Uncut:
     """A `KVView` that leaves out attention."""
 
-    def __init__(self, view: StepView, out_of: _OutOf) -> None:
+    def __init__(self, view: LaunchView, out_of: _OutOf) -> None:
         self._view = view
         self._out_of = out_of
 
@@ -219,7 +219,7 @@ class _Cut(_Uncut):
         captured: what has been captured.
     """
 
-    def __init__(self, view: StepView, out_of: _OutOf, pool: GraphPool) -> None:
+    def __init__(self, view: LaunchView, out_of: _OutOf, pool: GraphPool) -> None:
         super().__init__(view, out_of)
         self._pool = pool
         self.captured = _Captured()

@@ -47,15 +47,19 @@ def bring_in(
         slot = lane.assign_slot(first, adopted)
         undo.callback(table.release, first)
         undo.callback(cache.release, slot)
-        if adopted and not cache.adopt(slot, adopted, num_cached):
-            return False
-        if not cache.reserve(np.array([slot]), np.array([len(first.token_ids)])):
+        if match is not None and num_cached:
+            assert lane.prefixes is not None
+            if not cache.resume(slot, lane.prefixes.kept(match), num_cached):
+                return False
+        if not cache.admit(slot, len(first.token_ids)):
             return False
         if not _assign_rest(lane, group, undo):
             return False
         undo.pop_all()
     group.match = None
     table.begin(first, num_cached)
+    if lane.prefixes is not None and first.lease is not None:
+        lane.prefixes.settle(first.lease)
     if group.num_cached_tokens is None:
         group.num_cached_tokens = num_cached
         if lane.prefixes is not None and first.lease is not None:
@@ -99,6 +103,7 @@ def bring_back(
         if lane.prefixes is not None and group.reads_prefixes:
             match = lane.prefixes.match(sequence.token_ids, lane.prefix_key(sequence))
             sequence.lease = lane.prefixes.lock(match)
+            lane.prefixes.settle(sequence.lease)
     return True
 
 

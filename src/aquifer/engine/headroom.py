@@ -63,7 +63,9 @@ class Headroom:
             slots = table.in_order
             left = table.max_total[slots] - table.num_tokens[slots]
             left = np.minimum(np.maximum(left, 0), run_tokens)
+            lengths = table.num_tokens[slots]
             if other is lane and group.num_preemptions:
                 left = np.append(left, np.full(len(group.live), run_tokens))
-            needed_pages += other.cache.footprint.growth(left)
+                lengths = np.append(lengths, [len(sequence.token_ids) for sequence in group.live])
+            needed_pages += other.cache.footprint.growth(left, lengths)
         return self._room.has(needed_pages)

@@ -8,9 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
-from aquifer.cache.base import SequenceCache
+from aquifer.cache.base import IntArray, SequenceCache
 from aquifer.cache.journal import KVOp
 from aquifer.cache.prefix import PrefixCache
 from aquifer.engine.costs import PrefillCost
@@ -38,6 +37,7 @@ class Lane:
             a runner in another process.
         running: by arrival.
         in_flight: plans that are neither committed nor dropped, the earliest first.
+        has_windows: whether KV behind the windows of some layers is given back.
     """
 
     name: str
@@ -54,6 +54,10 @@ class Lane:
     last_turn: int = -1
     num_preemptions: int = 0
     num_swaps: int = 0  # preemptions that swapped
+    has_windows: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.has_windows = any(part.window_tokens is not None for part in self.cache.parts)
 
     @property
     def has_work(self) -> bool:
@@ -61,9 +65,10 @@ class Lane:
         return bool(self.waiting or self.running)
 
     @property
-    def written_tokens(self) -> int:
-        """Tokens of all running sequences that are in the cache; shared ones count for each."""
-        return int(self.slots.num_computed[self.slots.in_order].sum())
+    def written_tokens(self) -> IntArray:
+        """Tokens of each slot's sequence that were written to the cache, [slots]; shared ones count
+        for each."""
+        return np.where(self.slots.serial >= 0, self.slots.num_computed, 0)
 
     def take_journal(self) -> tuple[KVOp, ...]:
         """What happened to the KV cache's memory since the last call, where a journal is kept."""
@@ -97,7 +102,7 @@ class Lane:
         self.cache.release(sequence.slot)
         self.slots.release(sequence)
 
-    def runnable(self, now_s: float) -> npt.NDArray[np.int64] | None:
+    def runnable(self, now_s: float) -> IntArray | None:
         """The slots whose sequences may run in the next step, in order of arrival.
 
         Sequences whose parents are ready fork now, and those that have outgrown their KV
@@ -132,7 +137,9 @@ class Lane:
         match = self.prefixes.match(sequence.token_ids, self.prefix_key(sequence))
         sequence.lease = self.prefixes.lock(match)
         with suppress(DriverError):  # it can do without
-            if not match.num_tokens or self.cache.adopt(slot, match.blocks, match.num_tokens):
+            kept = self.prefixes.kept(match)
+            if not match.num_tokens or self.cache.resume(slot, kept, match.num_tokens):
+                self.prefixes.settle(sequence.lease)
                 return match.num_tokens
         self._end_lease(sequence, None)
         return 0
@@ -147,6 +154,33 @@ class Lane:
         if self.cache.can_share:
             self.cache.release(sequence.slot)
         self.slots.clear(sequence.slot)
+
+    def give_back(self, now_s: float) -> None:
+        """Give back KV of running sequences that no step to come reads.
+
+        What steps in flight write or read stays. Prompts that are read in chunks are inserted in
+        the prefix cache before.
+        """
+        if not self.has_windows:
+            return
+        table = self.slots
+        slots = table.in_order
+        written = self._num_written()[slots]
+        if self.prefixes is not None:
+            for slot in slots[(written > 0) & (written < table.num_prompt[slots])].tolist():
+                sequence = table.sequences[slot]
+                assert sequence is not None
+                self.retain(sequence, now_s)
+        self.cache.advance(slots, written)
+
+    def _num_written(self) -> IntArray:
+        """Tokens of each slot's sequence that steps have written which are done, [slots]."""
+        written = self.slots.num_computed.copy()
+        for plan in self.in_flight:
+            slots = plan.spans.slots
+            runs_still = self.slots.serial[slots] == plan.serials
+            written[slots[runs_still]] -= plan.spans.counts[runs_still]
+        return written
 
     # --- retained prefixes -------------------------------------------------------------------
 
@@ -229,15 +263,17 @@ class Lane:
             return True
         if parent.parent is not None or table.num_computed[parent.slot] < sequence.fork_tokens:
             return True
-        # The KV of a parent that is longer or shorter may not be valid for it.
+        # KV of a parent that is longer or shorter may not be valid for it; and a parent may have
+        # begun with a prefix beyond it.
         is_valid = table.kv_limit_of(len(sequence.token_ids)) == table.kv_limit[parent.slot]
-        shared = sequence.fork_tokens if is_valid else 0
+        can_fork = is_valid and self.cache.can_fork(parent.slot, sequence.fork_tokens)
+        shared = sequence.fork_tokens if can_fork else 0
         if shared and not self.cache.fork(parent.slot, sequence.slot, shared):
             return False
         table.set_parent(sequence, None)
         table.begin(sequence, shared)
         if self.prefixes is not None and parent.lease is not None and is_valid:
-            sequence.lease = self.prefixes.fork(parent.lease)
+            sequence.lease = self.prefixes.fork(parent.lease, shared)
         return True
 
     # --- progress ----------------------------------------------------------------------------

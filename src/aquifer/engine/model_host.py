@@ -120,7 +120,7 @@ class ModelHost:
                     kv_layout=plan.kv_layout,
                     max_seqs=limits.max_seqs,
                     max_tokens=max_model_len,
-                    cache=kv_cache(config.kv_cache, config.block_size),
+                    cache=kv_cache(config.kv_cache, config.block_size, limits.max_batched_tokens),
                     keeps_prefixes=config.enable_prefix_caching,
                     recompute_s=self.prefill_cost.seconds,
                     num_spare_slots=self._num_spare_slots,

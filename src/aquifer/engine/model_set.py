@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 
+from aquifer.cache.footprint import UNLIMITED_TOKENS
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.assembly import Assembly
 from aquifer.engine.lane import Lane
@@ -195,7 +196,11 @@ class ModelSet:
         most_pages = footprint.most(1, host.info.max_model_len)
         if not most_pages:
             return KVCapacity(0, 0.0)
-        return KVCapacity(footprint.longest(num_pages) - 1, num_pages / most_pages)
+        num_seqs = num_pages / most_pages
+        longest = footprint.longest(num_pages)
+        if longest == UNLIMITED_TOKENS:  # a sequence keeps its windows alone
+            longest = int(num_seqs * host.info.max_model_len) + 1
+        return KVCapacity(longest - 1, num_seqs)
 
     def _check_room(self, host: ModelHost) -> None:
         """Refuse a model of which no request could ever run; warn where long ones cannot.

@@ -60,7 +60,7 @@ class Pinning:
         kv_bytes = self._room.size(models.kv_pages(host)) + models.pinned_bytes
         held = [size for key, size in self._held.items() if key[0] == request.client]
         keys = host.lane.prefix_keys(request.cache_salt, len(tokens))
-        held_bytes = sum(held) + len(keys) * footprint.blocks_bytes(num_blocks)
+        held_bytes = sum(held) + len(keys) * prefixes.prefix_bytes(len(tokens))
         limit_bytes = int(self._share * kv_bytes / 2)
         if request.client and held_bytes > limit_bytes:
             raise CapacityError(
@@ -90,7 +90,7 @@ class Pinning:
             prefixes.pin(tokens, key)
         if request.client:
             pinned = (request.client, request.model, request.cache_salt, tokens.tobytes())
-            self._held[pinned] = len(keys) * cache.footprint.blocks_bytes(num_blocks)
+            self._held[pinned] = len(keys) * prefixes.prefix_bytes(len(tokens))
         return cache.tokens_in(num_blocks)
 
     def unpin(self, model: str, token_ids: list[int], salt: str | None) -> None:

@@ -42,23 +42,27 @@ class Preemption:
         """
         if not any(num_tokens) or not self._space.prepare(wait=self._mode == "swap"):
             return None
-        footprint = cache.footprint
-        blocks = {
-            block
-            for slot, count in zip(slots, num_tokens, strict=True)
-            for block in cache.blocks(slot, count)
-        }
-        num_bytes = footprint.blocks_bytes(len(blocks))
         # Shared KV is computed once and moved once: the longest sequence, and the parts that the
         # others do not share with it.
         longest = max(num_tokens)
-        others = max(len(blocks) * footprint.block_tokens - longest, 0)
+        num_bytes, others = 0, 0.0
+        for part in cache.parts:
+            footprint = part.cache.footprint
+            num_blocks = len(
+                {
+                    block
+                    for slot, count in zip(slots, num_tokens, strict=True)
+                    for block in part.cache.blocks(slot, count)
+                }
+            )
+            num_bytes += footprint.blocks_bytes(num_blocks)
+            others = max(num_blocks * footprint.block_tokens - longest, others)
         compute_s = recompute_s(0, longest) + recompute_s(longest / 2, others)
         if not restore_by_copy(self._mode, 2 * num_bytes / self._space.bytes_per_s, compute_s):
             return None
         swapped = self._space.swap_out(cache, slots, num_tokens)
         if swapped is not None:
-            self.moved_bytes += footprint.kv_bytes(sum(kv.num_copied for kv in swapped))
+            self.moved_bytes += sum(kv.num_bytes for kv in swapped)
         return swapped
 
     def swap_in(
@@ -67,7 +71,7 @@ class Preemption:
         """Bring a request's KV back to empty slots; False if the pool is short."""
         if not self._space.swap_in(cache, slots, swapped):
             return False
-        self.moved_bytes += cache.footprint.kv_bytes(sum(kv.num_copied for kv in swapped))
+        self.moved_bytes += sum(kv.num_bytes for kv in swapped)
         return True
 
     def discard(self, swapped: Sequence[SwappedKV]) -> None:

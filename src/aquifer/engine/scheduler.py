@@ -228,16 +228,15 @@ class Scheduler:
     def _grow(
         self, lane: Lane, clients: frozenset[int] | None, most_tokens: int
     ) -> tuple[IntArray, IntArray] | None:
-        """Running sequences of the next step as (slots, counts), with room for these tokens.
-
-        None if the pool is short, and steps in flight have to be committed first.
-        """
+        """Running sequences of the next step as (slots, counts), with room for these tokens; None
+        if the pool is short, and steps in flight have to be committed first."""
         table = lane.slots
         while True:
             refusal: DriverError | None = None
             try:
                 running = lane.runnable(self._clock_s())
                 if running is not None:
+                    lane.give_back(self._clock_s())
                     if clients is not None:
                         running = running[np.isin(table.client[running], list(clients))]
                     slots, counts = next_tokens(table, running, most_tokens)

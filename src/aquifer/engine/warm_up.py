@@ -43,8 +43,11 @@ class _NoCache:
 
     def __init__(self, layout: KVLayout, padding: torch.Tensor) -> None:
         self._padding = padding
-        token = padding.new_zeros((1, 1, layout.token_elements), dtype=layout.dtype)
-        self._layers = layout.split(token)
+        layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for group in layout.groups():
+            token = padding.new_zeros((1, 1, group.layout.token_elements), dtype=layout.dtype)
+            layers.update(zip(group.layers, group.layout.split(token), strict=True))
+        self._layers = [layers[layer] for layer in range(len(layers))]
         self._attentions: dict[tuple[object, ...], _Attention] = {}
 
     @property

@@ -131,6 +131,11 @@ class Ledger:
                 excess_bytes=max(self.excess_bytes, 0),
             )
 
+    def owned_bytes(self, owner: Owner) -> int:
+        """Bytes of the pages in use that are an owner's."""
+        with self.lock:
+            return self._in_use_bytes[owner]
+
     def num_references(self, page: Page) -> int:
         """References to a page, retired ones included; 0 if it is idle or does not exist."""
         record = self._records.get(page)

@@ -196,6 +196,10 @@ class PagePool:
         """The whole budget, accounted for."""
         return self._ledger.usage()
 
+    def owned_bytes(self, owner: Owner) -> int:
+        """Bytes of the pages in use that are an owner's."""
+        return self._ledger.owned_bytes(owner)
+
     def check(self) -> None:
         """Verify the accounting against the page records.
 

@@ -13,7 +13,7 @@ of `before_attention` for both.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -363,5 +363,16 @@ class DecoderSpec:
         return tuple(sorted(lengths))
 
     def kv_layout(self, dtype: torch.dtype) -> KVLayout:
-        """Layout of one token's KV, the same in every layer."""
-        return KVLayout((self.attention.layer_kv,) * len(self.layers), dtype)
+        """Layout of one token's KV, which differs between layers in the window alone.
+
+        A window as long as the longest context leaves nothing out, and counts as none.
+        """
+        windows = (layer.window_tokens or self.max_model_len for layer in self.layers)
+        layers = (
+            replace(
+                self.attention.layer_kv,
+                window_tokens=window if window < self.max_model_len else None,
+            )
+            for window in windows
+        )
+        return KVLayout(tuple(layers), dtype)

@@ -117,5 +117,5 @@ class ReplayConfig:
         """Return the factory of a model's cache manager."""
         policy = _RESERVED.get(self.manager)
         if policy is None:
-            return kv_cache(self.manager, self.block_size)
+            return kv_cache(self.manager, self.block_size, self.max_num_batched_tokens)
         return partial(ReservedCache, policy=policy, block_size=self.block_size)

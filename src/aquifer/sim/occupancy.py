@@ -74,7 +74,7 @@ class Occupancy:
             written_bytes += stats.written_bytes - stats.shared_bytes
             if self._config.is_reserved:
                 assert isinstance(cache, ReservedCache)
-                waste = cache.waste(num_written, table.max_total)
+                waste = cache.waste(int(num_written.sum()), table.max_total)
                 future_bytes += waste.future_bytes
                 internal_bytes += waste.internal_bytes
                 external_bytes += waste.external_bytes

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-from aquifer.cache.base import Blocks
+from aquifer.cache.base import Blocks, CachePart, Kept
+from aquifer.cache.prefix.checkpoints import Checkpoints
 from aquifer.cache.prefix.pins import Pins
 from aquifer.cache.prefix.trie import Match, Node, TokenIds, Trie, check_token_ids, next_index
 from aquifer.cache.prefix.victims import VictimQueues
@@ -26,11 +27,13 @@ class Lease:
     Attributes:
         match: the prefix that the sequence began with.
         node: node of its last known block, for this package; None before the first block.
+        checkpoint: the checkpoint that it guards until `PrefixCache.settle`, for this package.
         is_open: True until `PrefixCache.unlock`.
     """
 
     match: Match
     node: Node | None
+    checkpoint: Node | None = None
     is_open: bool = True
 
 
@@ -54,7 +57,9 @@ class PrefixCache:
 
         match = prefixes.match(token_ids, extra)
         lease = prefixes.lock(match)          # otherwise making room could evict the match
-        ...                                   # adopt; if that fails, unlock(lease) and wait
+        ...                                   # resume with prefixes.kept(match); if that fails,
+                                              # unlock(lease) and wait
+        prefixes.settle(lease)
         prefixes.record(lease, now_s)
         prefixes.insert(lease, slot, token_ids, num_computed, now_s)    # at any time, any number
         prefixes.unlock(lease, now_s)         # it ended, or was preempted; then release its slot
@@ -69,6 +74,9 @@ class PrefixCache:
             cost more, as they attend to all earlier ones.
         reuse: probability that a prefix is needed again.
         sensitivity: weight of a second of delay of this model, compared with others.
+        parts: the parts of the cache, of which `cache` is the first; none if it is the only one.
+        retained_bytes: bytes of pages that are only held. Windows of running sequences may be held,
+            too, and evicting them gives back nothing; None to count them as evictable.
     """
 
     def __init__(
@@ -77,12 +85,24 @@ class PrefixCache:
         restore_s: Callable[[float, float], float],
         reuse: ReuseModel | None = None,
         sensitivity: float = 1.0,
+        parts: Sequence[CachePart] = (),
+        retained_bytes: Callable[[], int] | None = None,
     ) -> None:
+        self._retained_bytes = retained_bytes
         self._cache = cache
         self._footprint = cache.footprint
-        self._trie = Trie(cache)
+        self._checkpoints = Checkpoints(parts)
+        # Where even the first part has a window, nodes have no blocks, and tell tokens alone.
+        self._has_blocks = not parts or parts[0].window_tokens is None
+        self._block_bytes = cache.footprint.block_bytes if self._has_blocks else 0
+        self._trie = Trie(cache, self._block_bytes, has_checkpoints=bool(self._checkpoints))
         self._victims = VictimQueues(
-            self._trie, cache.footprint, restore_s, reuse or ReuseModel(), sensitivity
+            self._trie,
+            cache.footprint,
+            self._checkpoints,
+            restore_s,
+            reuse or ReuseModel(),
+            sensitivity,
         )
         self._pins = Pins(self._trie, self._victims)
         self._num_leases = 0
@@ -110,6 +130,13 @@ class PrefixCache:
         check_token_ids(token_ids)
         return self._trie.match(token_ids, extra, known)
 
+    def kept(self, match: Match) -> list[Kept]:
+        """The blocks of a match in each part of the cache, for `SequenceCache.resume`."""
+        of_first = [Kept(0, match.blocks)] if self._has_blocks else []
+        if match.checkpoint is None:
+            return of_first
+        return of_first + self._checkpoints.upto(match.checkpoint, match.num_tokens)
+
     def evictable_pages(self, match: Match) -> int:
         """Pages of a match that count as evictable until it is locked.
 
@@ -118,7 +145,11 @@ class PrefixCache:
         """
         # Nodes above a guarded one are guarded.
         num_guarded = bisect_left(match.nodes, True, key=lambda node: not node.num_guards)
-        return self._footprint.blocks_pages(len(match.nodes) - num_guarded)
+        num_blocks = len(match.nodes) - num_guarded if self._has_blocks else 0
+        num_pages = self._footprint.blocks_pages(num_blocks)
+        if match.checkpoint is not None and not match.checkpoint.num_guards:
+            num_pages += self._checkpoints.pages(match.checkpoint)
+        return num_pages
 
     def lock(self, match: Match) -> Lease:
         """Guard a match, which may be empty, for as long as a sequence runs.
@@ -126,15 +157,30 @@ class PrefixCache:
         Raises:
             InvariantError: some of the match has been evicted since.
         """
-        node = match.last_node
-        if node is not None and not node.is_kept:
+        node, checkpoint = match.last_node, match.checkpoint
+        if any(each is not None and not each.is_kept for each in (node, checkpoint)):
             raise InvariantError("a match is locked that was evicted since")
-        return self._lease(match, node)
+        lease = self._lease(match, node)
+        lease.checkpoint = checkpoint
+        self._victims.guard(checkpoint)
+        return lease
 
-    def fork(self, lease: Lease) -> Lease:
-        """A lease for a sequence that shares all known tokens of another one."""
+    def settle(self, lease: Lease) -> None:
+        """The sequence has the blocks of its match, or needs them no more.
+
+        What it begins with may be evicted from now on, as far as parts with a window keep it.
+        """
+        checkpoint, lease.checkpoint = lease.checkpoint, None
+        self._victims.unguard(checkpoint)
+
+    def fork(self, lease: Lease, num_tokens: int) -> Lease:
+        """A lease for a sequence that shares the first tokens of another one, and no more."""
         _check_open(lease)
-        return self._lease(lease.match, lease.node)
+        num_whole = self._trie.num_whole(num_tokens)
+        node = lease.node
+        while node is not None and next_index(node) > num_whole:
+            node = node.parent
+        return self._lease(lease.match, node)
 
     def unlock(self, lease: Lease, now_s: float | None = None) -> None:
         """End a lease. What the sequence computed may be evicted from now on.
@@ -144,6 +190,7 @@ class PrefixCache:
             now_s: the time, recorded as the last use; None if the sequence never ran.
         """
         _check_open(lease)
+        self.settle(lease)
         lease.is_open = False
         self._num_leases -= 1
         node = lease.node
@@ -164,6 +211,9 @@ class PrefixCache:
         if node is not None:
             node.reuses += 1
             node.last_used_s = max(node.last_used_s, now_s)
+        checkpoint = lease.match.checkpoint
+        if checkpoint is not None and checkpoint.is_kept:
+            self._victims.touch(checkpoint, now_s)
 
     def insert(
         self, lease: Lease, slot: int, token_ids: TokenIds, num_computed: int, now_s: float
@@ -187,16 +237,65 @@ class PrefixCache:
         found = self._trie.descend(token_ids, extra, lease.node)
         node = found[-1] if found else lease.node
         added: list[Node] = []
-        if next_index(node) < self._trie.num_whole(num_computed):
-            blocks = self._cache.blocks(slot, num_computed)
+        num_whole = self._trie.num_whole(num_computed)
+        if next_index(node) < num_whole:
+            blocks: list[int] | list[None] = [None] * num_whole
+            if self._has_blocks:
+                blocks = self._cache.blocks(slot, num_computed)
             added = self._trie.extend(token_ids, extra, node, blocks, now_s)
             node = added[-1]
-            self._cache.retain([new.block for new in added])
+            self._cache.retain([new.block for new in added if new.block is not None])
         if node is not lease.node:
             self._victims.guard(node)
             self._victims.unguard(lease.node)
             lease.node = node
             self._pins.follow(added)
+        if self._checkpoints:
+            path = [node] if not found and not added else [*found, *added]
+            self._add_checkpoints(slot, path, len(found), num_computed, now_s)
+
+    def _add_checkpoints(
+        self,
+        slot: int,
+        path: Sequence[Node | None],
+        num_found: int,
+        num_computed: int,
+        now_s: float,
+    ) -> None:
+        """Take checkpoints of a sequence: at its end, where it leaves earlier ones, and between.
+
+        Args:
+            slot: its slot.
+            path: nodes that it has gone through since it was inserted last, at least the last one;
+                None before the first block.
+            num_found: nodes of these that were there before.
+            num_computed: as for `insert`.
+            now_s: the time.
+        """
+        trie, every_tokens = self._trie, self._checkpoints.every_tokens
+        for i, node in enumerate(path, 1):
+            if node is None:
+                continue
+            num_tokens = trie.num_tokens(node)
+            begin = trie.num_tokens(node.parent) if node.parent is not None else 0
+            is_place = (
+                i in (num_found, len(path)) or num_tokens // every_tokens > begin // every_tokens
+            )
+            # The last node may be that of a match, of which the last token is computed again.
+            is_written = 0 < num_tokens <= num_computed
+            if not is_place or not is_written or trie.checkpoint(node) is not None:
+                continue
+            kept = self._checkpoints.take(slot, num_tokens)
+            if kept is None:
+                continue
+            before = node.parent
+            while before is not None and trie.checkpoint(before) is None:
+                before = before.parent
+            since = 0 if before is None else trie.num_tokens(before)
+            checkpoint = trie.add_checkpoint(node, kept, num_tokens - since, now_s)
+            checkpoint.num_bytes = self._checkpoints.hold(kept)
+            self._victims.offer(checkpoint)
+            self._pins.take_checkpoint(node)
 
     def pin(self, token_ids: TokenIds, extra: Hashable = None) -> None:
         """Never evict the whole blocks of this prefix: those kept now, and those inserted later.
@@ -235,8 +334,8 @@ class PrefixCache:
     def stats(self) -> PrefixStats:
         """Blocks that are kept now, and counts since the start."""
         return PrefixStats(
-            held_blocks=len(self._trie),
-            held_bytes=self._footprint.blocks_bytes(len(self._trie)),
+            held_blocks=self._trie.num_blocks,
+            held_bytes=self._trie.num_blocks * self._block_bytes + self._checkpoints.held_bytes,
             pinned_bytes=self.pinned_bytes,
             evictable_bytes=self.evictable_bytes,
             queried_tokens=self._queried_tokens,
@@ -246,8 +345,12 @@ class PrefixCache:
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of pinned blocks; a block that several pins have in common counts once."""
-        return self._footprint.blocks_bytes(self._pins.num_blocks)
+        """Bytes of pinned blocks; a block that several pins have in common counts once.
+
+        But the windows before the ends of pinned prefixes count for each pin.
+        """
+        num_bytes = self._pins.num_blocks * self._block_bytes
+        return num_bytes + self._pins.num_checkpoints * self._checkpoints.full_bytes
 
     @property
     def promised_bytes(self) -> int:
@@ -256,22 +359,36 @@ class PrefixCache:
         The latter count for each pin, also where several wait for the same blocks. Time in
         proportion to the number of pins.
         """
-        return self._footprint.blocks_bytes(self._pins.num_promised)
+        num_bytes = self._pins.num_promised * self._block_bytes
+        return num_bytes + len(self._pins) * self._checkpoints.full_bytes
 
     def pin_bytes(self, token_ids: TokenIds, extra: Hashable = None) -> int:
         """Bytes that `pin` would add to `promised_bytes`; 0 if the prefix is pinned already."""
         check_token_ids(token_ids)
-        return self._footprint.blocks_bytes(self._pins.num_more(token_ids, extra))
+        if self._pins.has(token_ids, extra):
+            return 0
+        num_bytes = self._pins.num_more(token_ids, extra) * self._block_bytes
+        return num_bytes + self._checkpoints.full_bytes
+
+    def prefix_bytes(self, num_tokens: int) -> int:
+        """Bytes that a pinned prefix of so many tokens takes if it has nothing in common."""
+        return self._trie.num_whole(num_tokens) * self._block_bytes + self._checkpoints.full_bytes
 
     @property
     def evictable_bytes(self) -> int:
         """Bytes of all blocks that are not guarded."""
-        return self._footprint.blocks_bytes(self._victims.num_evictable)
+        num_bytes = self._victims.num_evictable * self._block_bytes
+        num_bytes += self._checkpoints.held_bytes - self._checkpoints.guarded_bytes
+        if num_bytes and self._retained_bytes is not None:
+            return min(num_bytes, self._retained_bytes())
+        return num_bytes
 
     def evictable_below(self, num_bytes: int, now_s: float, limit: float) -> int:
         """Bytes that could be evicted at a regret below `limit`: see `Victims.evictable_below`."""
-        count = self._victims.count_below(self._num_blocks(num_bytes), now_s, limit)
-        return self._footprint.blocks_bytes(count)
+        most_bytes = num_bytes
+        if self._block_bytes:
+            most_bytes = -(-num_bytes // self._block_bytes) * self._block_bytes
+        return min(self._victims.bytes_below(num_bytes, now_s, limit), most_bytes)
 
     def cheapest(self, now_s: float) -> float | None:
         """The least regret per byte of a leaf; None if there is no leaf to evict."""
@@ -279,19 +396,15 @@ class PrefixCache:
 
     def evict(self, num_bytes: int, now_s: float, limit: float = math.inf) -> int:
         """Drop leaves in order of regret, until `num_bytes` are dropped: see `Victims.evict`."""
-        blocks = self._victims.evict(self._num_blocks(num_bytes), now_s, limit)
+        blocks, freed_bytes = self._victims.evict(num_bytes, now_s, limit)
         self._evicted_blocks += len(blocks)
         self._drop(blocks)
-        return self._footprint.blocks_bytes(len(blocks))
+        return freed_bytes
 
     def _lease(self, match: Match, node: Node | None) -> Lease:
         self._victims.guard(node)
         self._num_leases += 1
         return Lease(match, node)
-
-    def _num_blocks(self, num_bytes: int) -> int:
-        """Number of blocks with at least `num_bytes`; 0 if none is kept, as without KV."""
-        return -(-num_bytes // self._footprint.block_bytes) if len(self._trie) else 0
 
     def _drop(self, blocks: list[int]) -> None:
         if blocks:

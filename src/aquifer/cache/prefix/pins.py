@@ -16,12 +16,13 @@ from aquifer.cache.prefix.victims import VictimQueues
 
 @dataclass(slots=True, eq=False)
 class _Pin:
-    """A pinned prefix; `node` is its last block that is kept."""
+    """A pinned prefix; `node` is its last block that is kept, and `checkpoint` what follows it."""
 
     extra: Hashable
     token_ids: TokenIds
     num_whole: int  # whole blocks of the prefix, kept or not
     node: Node | None = None
+    checkpoint: Node | None = None
 
     @property
     def awaited(self) -> ParentKey:
@@ -43,10 +44,12 @@ class Pins:
 
     Attributes:
         num_blocks: pinned blocks; a block that several pins have in common counts once.
+        num_checkpoints: pins with a checkpoint at the end of their prefix.
     """
 
     def __init__(self, trie: Trie, victims: VictimQueues) -> None:
         self.num_blocks = 0
+        self.num_checkpoints = 0
         self._trie = trie
         self._victims = victims
         self._pins: dict[tuple[Hashable, bytes], _Pin] = {}
@@ -70,6 +73,13 @@ class Pins:
         self._leave(pin)
         return True
 
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def has(self, token_ids: TokenIds, extra: Hashable) -> bool:
+        """Whether exactly this prefix is pinned."""
+        return (extra, token_ids.tobytes()) in self._pins
+
     @property
     def num_promised(self) -> int:
         """Pinned blocks once all pinned prefixes are kept. Blocks that are not kept yet count for
@@ -77,9 +87,7 @@ class Pins:
         return self.num_blocks + sum(pin.num_missing for pin in self._pins.values())
 
     def num_more(self, token_ids: TokenIds, extra: Hashable) -> int:
-        """Blocks that a pin of this prefix would add to `num_promised`."""
-        if (extra, token_ids.tobytes()) in self._pins:
-            return 0
+        """Blocks that a pin of this prefix would add to `num_promised`, if it is not pinned."""
         found = self._trie.descend(token_ids, extra, None)
         num_pinned = sum(node.num_pins > 0 for node in found)
         return self._trie.num_whole(len(token_ids)) - num_pinned
@@ -91,6 +99,11 @@ class Pins:
                 parent, _ = node.key
                 for pin in list(self._waiting.get(parent, ())):
                     self._advance(pin)
+
+    def take_checkpoint(self, node: Node) -> None:
+        """Guard the checkpoint that a node has got, where a pinned prefix ends."""
+        for pin in list(self._waiting.get(node.number, ())):
+            self._guard_checkpoint(pin)
 
     def detach(self) -> None:
         """Take all pins off their nodes, until `attach`."""
@@ -118,12 +131,31 @@ class Pins:
             self._wait(pin)
             self._mark(pin.node)
             self._unmark(before)
+        self._guard_checkpoint(pin)
 
     def _leave(self, pin: _Pin) -> None:
         """Take a pin off its node."""
         self._stop_waiting(pin)
+        self._drop_checkpoint(pin)
         self._unmark(pin.node)
         pin.node = None
+
+    def _guard_checkpoint(self, pin: _Pin) -> None:
+        """Guard the checkpoint at a pin's node, and no longer the one that it had."""
+        found = None if pin.node is None else self._trie.checkpoint(pin.node)
+        if found is pin.checkpoint:
+            return
+        self._drop_checkpoint(pin)
+        if found is not None:
+            self._victims.guard(found)
+            self.num_checkpoints += 1
+            pin.checkpoint = found
+
+    def _drop_checkpoint(self, pin: _Pin) -> None:
+        if pin.checkpoint is not None:
+            self._victims.unguard(pin.checkpoint)
+            self.num_checkpoints -= 1
+            pin.checkpoint = None
 
     def _wait(self, pin: _Pin) -> None:
         self._waiting.setdefault(pin.awaited, set()).add(pin)

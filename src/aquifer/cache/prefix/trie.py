@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from aquifer.cache.base import Blocks
+from aquifer.cache.base import Blocks, Kept
 from aquifer.errors import InvariantError
 
 TokenIds = npt.NDArray[np.int32]
@@ -29,6 +29,7 @@ NOT_QUEUED = 0
 
 _TOKEN_ID_BYTES = np.dtype(np.int32).itemsize
 _MANY_BLOCKS = 1 << 40  # more than any sequence has
+_CHECKPOINT = b"checkpoint"  # in place of tokens: no whole number of token ids
 
 ParentKey = int | tuple[Hashable]  # a node's number, or (extra,) for first blocks: never equal
 Key = tuple[ParentKey, bytes]
@@ -36,7 +37,7 @@ Key = tuple[ParentKey, bytes]
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A block that is kept.
+    """A block that is kept, or a checkpoint after it, which has no children.
 
     `reuses` and `last_used_s` count the requests that ended at this block. The counts of blocks
     below are added when these are removed. So both are exact once a node is a leaf, and recording a
@@ -46,15 +47,23 @@ class Node:
     number: int  # never used again
     key: Key
     parent: Node | None
-    block: int
-    index: int  # the block's place in its sequence
+    block: int | None  # None for a checkpoint, and where the first part of a cache has a window
+    index: int  # the block's place in its sequence; of a checkpoint, that of the block before it
     last_used_s: float
+    kept: tuple[Kept, ...] = ()  # of a checkpoint: blocks of the parts with a window
+    num_bytes: int = 0  # what evicting it gives back
+    restore_tokens: int = 0  # of a checkpoint: tokens since the one before it
     reuses: int = 0
     num_children: int = 0
     num_guards: int = 0  # leases and pins on it, and children that are guarded
     num_pins: int = 0  # pins on it, and children that are pinned
     ticket: int = NOT_QUEUED  # number of its entry in a queue of victims
     is_kept: bool = True  # False once it is removed
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether it is a checkpoint."""
+        return self.key[1] == _CHECKPOINT
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +76,7 @@ class Match:
         num_query_tokens: length of the request that was looked up.
         extra: as given to `match`.
         nodes: the nodes of `blocks`, for this package.
+        checkpoint: the checkpoint after them; None where none is needed.
     """
 
     blocks: list[int]
@@ -74,6 +84,7 @@ class Match:
     num_query_tokens: int
     extra: Hashable
     nodes: list[Node]
+    checkpoint: Node | None = None
 
     @property
     def last_node(self) -> Node | None:
@@ -86,9 +97,19 @@ class Trie:
 
     Args:
         cache: manager of the blocks.
+        block_bytes: what a node keeps; 0 if nodes have no blocks.
+        has_checkpoints: whether a prefix is of use only where there is a checkpoint.
+
+    Attributes:
+        num_blocks: nodes that are no checkpoints.
     """
 
-    def __init__(self, cache: Blocks) -> None:
+    def __init__(
+        self, cache: Blocks, block_bytes: int | None = None, *, has_checkpoints: bool = False
+    ) -> None:
+        self.num_blocks = 0
+        self._block_bytes = cache.footprint.block_bytes if block_bytes is None else block_bytes
+        self._has_checkpoints = has_checkpoints
         self._cache = cache
         # Without KV there are no blocks, and the manager need not know how many tokens lie in one.
         has_kv = cache.footprint.token_bytes > 0
@@ -118,14 +139,51 @@ class Trie:
             num_left = bisect_left(known.nodes, True, key=lambda node: not node.is_kept)
             nodes += known.nodes[:num_left]
             blocks += known.blocks[:num_left]
+        if self._has_checkpoints:
+            return self._match_checkpoint(token_ids, extra, nodes)
         found = self.descend(token_ids, extra, nodes[-1] if nodes else None)
         nodes += found
-        blocks += [node.block for node in found]
+        blocks += [node.block for node in found if node.block is not None]
         num_tokens = min(self._num_tokens[len(nodes)], len(token_ids) - 1)
         while nodes and self._num_tokens[len(nodes) - 1] >= num_tokens:
             nodes.pop()
             blocks.pop()
         return Match(blocks, num_tokens, len(token_ids), extra, nodes)
+
+    def _match_checkpoint(self, token_ids: TokenIds, extra: Hashable, nodes: list[Node]) -> Match:
+        """`match` where a checkpoint is needed: the first of these nodes are known to match."""
+        nodes += self.descend(token_ids, extra, nodes[-1] if nodes else None)
+        most_tokens = len(token_ids) - 1
+        while nodes:
+            checkpoint = self.checkpoint(nodes[-1])
+            num_tokens = min(self._num_tokens[len(nodes)], most_tokens)
+            if checkpoint is not None and num_tokens:
+                blocks = [node.block for node in nodes if node.block is not None]
+                num_blocks = bisect_left(self._num_tokens, num_tokens)
+                del blocks[num_blocks:]
+                return Match(blocks, num_tokens, len(token_ids), extra, nodes, checkpoint)
+            nodes.pop()
+        return Match([], 0, len(token_ids), extra, [])
+
+    def checkpoint(self, node: Node) -> Node | None:
+        """The checkpoint after a node."""
+        return self._nodes.get((node.number, _CHECKPOINT))
+
+    def num_tokens(self, node: Node) -> int:
+        """Tokens that end in the blocks up to a node's."""
+        return self._num_tokens[node.index + 1]
+
+    def add_checkpoint(
+        self, node: Node, kept: tuple[Kept, ...], restore_tokens: int, now_s: float
+    ) -> Node:
+        """Add a checkpoint after a node that has none."""
+        self._last_number += 1
+        key = (node.number, _CHECKPOINT)
+        checkpoint = Node(self._last_number, key, node, None, node.index, now_s, kept)
+        checkpoint.restore_tokens = restore_tokens
+        self._nodes[key] = checkpoint
+        node.num_children += 1
+        return checkpoint
 
     def descend(self, token_ids: TokenIds, extra: Hashable, node: Node | None) -> list[Node]:
         """The nodes below `node` that the next blocks of a sequence are kept in, in order.
@@ -156,7 +214,7 @@ class Trie:
         token_ids: TokenIds,
         extra: Hashable,
         node: Node | None,
-        blocks: Sequence[int],
+        blocks: Sequence[int | None],
         now_s: float,
     ) -> list[Node]:
         """Add the blocks of a sequence below `node`, none of which is kept yet.
@@ -165,7 +223,8 @@ class Trie:
             token_ids: the sequence's tokens, from the first.
             extra: as given to `match`.
             node: node of the block before; None for the first block.
-            blocks: the sequence's blocks, from the first, at least the whole ones.
+            blocks: the sequence's blocks, from the first, at least the whole ones; None for each
+                where nodes have none.
             now_s: the time.
         """
         data = token_ids.tobytes()
@@ -175,16 +234,19 @@ class Trie:
             key = (parent_key(extra, node), key_data)
             self._last_number += 1
             child = Node(self._last_number, key, node, blocks[index], index, now_s)
+            child.num_bytes = self._block_bytes
             self._nodes[key] = child
             if node is not None:
                 node.num_children += 1
             added.append(child)
             node = child
+        self.num_blocks += len(added)
         return added
 
     def remove(self, leaf: Node) -> None:
         """Remove a node without children; its uses are added to its parent's."""
         del self._nodes[leaf.key]
+        self.num_blocks -= not leaf.is_checkpoint
         leaf.is_kept = False
         parent = leaf.parent
         if parent is not None:
@@ -233,6 +295,7 @@ class Trie:
         return (
             known.num_query_tokens == len(token_ids)
             and (node is None or node.is_kept)
+            and (known.checkpoint is None or known.checkpoint.is_kept)
             and self._child(token_ids, extra, node) is None
         )
 

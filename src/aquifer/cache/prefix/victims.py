@@ -4,6 +4,9 @@
     inner       it has children, none of them guarded: it stays until they have been evicted
     leaf        it has no children: the next victims are among these
 
+A checkpoint is a leaf too: it is a child of the node that it follows, so it goes before that node.
+A lease guards nodes and not the checkpoints after them: its sequence has blocks of its own window.
+
 Leaves of the same number of reuses and about the same cost to restore wait in one queue, least
 recently used first. The regret of `aquifer.memory.reclaim` falls with age, so only the heads of a
 few dozen queues have to be compared, however many leaves there are. Costs to restore differ by less
@@ -19,6 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from aquifer.cache.footprint import Footprint
+from aquifer.cache.prefix.checkpoints import Checkpoints
 from aquifer.cache.prefix.trie import NOT_QUEUED, Node, Trie
 from aquifer.memory.reclaim import ReuseModel, regret_per_byte
 
@@ -95,6 +99,7 @@ class VictimQueues:
     Args:
         trie: the nodes.
         footprint: footprint of the cache that the blocks belong to.
+        checkpoints: the checkpoints of the trie.
         restore_s: as for `PrefixCache`.
         reuse: probability that a prefix is needed again.
         sensitivity: as for `PrefixCache`.
@@ -104,13 +109,14 @@ class VictimQueues:
         self,
         trie: Trie,
         footprint: Footprint,
+        checkpoints: Checkpoints,
         restore_s: Callable[[float, float], float],
         reuse: ReuseModel,
         sensitivity: float,
     ) -> None:
         self._trie = trie
-        self._block_bytes = footprint.block_bytes
         self._block_tokens = footprint.block_tokens
+        self._checkpoints = checkpoints
         self._restore_s = restore_s
         self._reuse = reuse
         self._sensitivity = sensitivity
@@ -119,8 +125,8 @@ class VictimQueues:
 
     @property
     def num_evictable(self) -> int:
-        """Nodes that are not guarded."""
-        return len(self._trie) - self._num_guarded
+        """Nodes that are not guarded, without checkpoints."""
+        return self._trie.num_blocks - self._num_guarded
 
     def guard(self, node: Node | None) -> None:
         """Guard a node and all above it, up to the first one that is guarded already."""
@@ -128,7 +134,7 @@ class VictimQueues:
             node.num_guards += 1
             if node.num_guards > 1:
                 return
-            self._num_guarded += 1
+            self._count_guarded(node, 1)
             self._queues.take(node)
             node = node.parent
 
@@ -138,10 +144,28 @@ class VictimQueues:
             node.num_guards -= 1
             if node.num_guards:
                 return
-            self._num_guarded -= 1
+            self._count_guarded(node, -1)
             if not node.num_children:
                 self._queues.put(self._queue_key(node), node)
             node = node.parent
+
+    def offer(self, checkpoint: Node) -> None:
+        """Let a new checkpoint be evicted, unless it is guarded."""
+        self._queues.put(self._queue_key(checkpoint), checkpoint)
+
+    def touch(self, checkpoint: Node, now_s: float) -> None:
+        """Record a use of a checkpoint."""
+        checkpoint.reuses += 1
+        checkpoint.last_used_s = max(checkpoint.last_used_s, now_s)
+        if not checkpoint.num_guards:
+            self._queues.take(checkpoint)
+            self._queues.put(self._queue_key(checkpoint), checkpoint)
+
+    def _count_guarded(self, node: Node, change: int) -> None:
+        if node.is_checkpoint:
+            self._checkpoints.guard(node, change)
+        else:
+            self._num_guarded += change
 
     def cheapest(self, now_s: float) -> float | None:
         """The least regret per byte of a leaf; None if there is no leaf to evict."""
@@ -154,11 +178,14 @@ class VictimQueues:
             default=None,
         )
 
-    def evict(self, num_wanted: int, now_s: float, limit: float = math.inf) -> list[int]:
-        """Remove up to `num_wanted` nodes in order of regret, and return their blocks.
+    def evict(self, num_bytes: int, now_s: float, limit: float = math.inf) -> tuple[list[int], int]:
+        """Remove nodes in order of regret, until they give back `num_bytes`.
 
         A node without children left is a leaf and may be the next victim. The first victim is
-        removed at any regret; the removal ends before another one of a regret above `limit`.
+        removed at any regret; the removal ends before another one of a regret above `limit`. The
+        blocks of checkpoints are dropped.
+
+        Returns: the blocks of the other nodes, to be dropped; and the bytes that all give back.
         """
         # The heads of the queues by regret. A head that is no longer one, because of a new leaf or
         # its removal, is skipped: its queue was offered again at that moment.
@@ -172,41 +199,53 @@ class VictimQueues:
         for key in list(self._queues.heaps):
             offer(key)
         blocks: list[int] = []
-        while offers and len(blocks) < num_wanted:
+        freed_bytes = 0
+        while offers and freed_bytes < num_bytes:
             regret, ticket, key = heapq.heappop(offers)
             node = self._queues.first(key)
             if node is None or node.ticket != ticket:
                 continue
-            if blocks and regret > limit:
+            if freed_bytes and regret > limit:
                 break
             parent_queue = self._remove(node)
-            blocks.append(node.block)
+            freed_bytes += self._freed(node, blocks)
             offer(key)
             if parent_queue is not None:
                 offer(parent_queue)
-        return blocks
+        return blocks, freed_bytes
 
     def evict_all(self) -> list[int]:
-        """Remove all nodes that are not guarded, and return their blocks."""
+        """Remove all nodes that are not guarded; see `evict`."""
         # Each node is a leaf when its turn comes.
         nodes = [node for node in self._trie.newest_first() if not node.num_guards]
+        blocks: list[int] = []
         for node in nodes:
             self._remove(node)
-        return [node.block for node in nodes]
+            self._freed(node, blocks)
+        return blocks
 
-    def count_below(self, num_wanted: int, now_s: float, limit: float) -> int:
-        """Count nodes that could be evicted at a regret per byte below `limit`, up to `num_wanted`.
+    def _freed(self, node: Node, blocks: list[int]) -> int:
+        """Drop the blocks of a checkpoint, or add that of another node to `blocks`; its bytes."""
+        if node.is_checkpoint:
+            return self._checkpoints.drop(node)
+        if node.block is not None:
+            blocks.append(node.block)
+        return node.num_bytes
+
+    def bytes_below(self, num_bytes: int, now_s: float, limit: float) -> int:
+        """Bytes that could be evicted at a regret per byte below `limit`, up to `num_bytes` or a
+        little more.
 
         A node counts if all nodes below it count, and its regret without them is below the limit.
         It takes time in proportion to the number of queues and the nodes counted. Leaves that are
         queued behind one of a larger regret do not count, though theirs may be a little less.
         """
         remainders: dict[Node, _Remainder] = {}
-        count = 0
+        found_bytes = 0
         for heap in self._queues.heaps.values():
             # An entry at i was used before those at 2 * i + 1 and 2 * i + 2.
             places = [0]
-            while places and count < num_wanted:
+            while places and found_bytes < num_bytes:
                 place = places.pop()
                 if place >= len(heap):
                     continue
@@ -214,22 +253,23 @@ class VictimQueues:
                 if node.ticket == ticket:
                     if self._regret_of(node, now_s) >= limit:
                         continue
-                    count += 1 + self._count_above(node, now_s, limit, remainders)
+                    found_bytes += node.num_bytes
+                    found_bytes += self._bytes_above(node, now_s, limit, remainders)
                 places += (2 * place + 1, 2 * place + 2)
-        return min(count, num_wanted)
+        return found_bytes
 
-    def _count_above(
+    def _bytes_above(
         self, leaf: Node, now_s: float, limit: float, remainders: dict[Node, _Remainder]
     ) -> int:
-        """Count the nodes above a leaf that could be evicted after it.
+        """Bytes of the nodes above a leaf that could be evicted after it.
 
         Args:
             leaf: a leaf that was counted.
             now_s: the time.
-            limit: as for `count_below`.
+            limit: as for `bytes_below`.
             remainders: states of nodes with children that were counted; updated.
         """
-        count = 0
+        found_bytes = 0
         reuses, last_used_s = leaf.reuses, leaf.last_used_s
         node = leaf.parent
         while node is not None and not node.num_guards:
@@ -243,9 +283,9 @@ class VictimQueues:
             reuses, last_used_s = left.reuses, left.last_used_s
             if left.num_children or self._regret(node, reuses, last_used_s, now_s) >= limit:
                 break
-            count += 1
+            found_bytes += node.num_bytes
             node = node.parent
-        return count
+        return found_bytes
 
     def _remove(self, node: Node) -> _QueueKey | None:
         """Remove a leaf.
@@ -262,8 +302,11 @@ class VictimQueues:
         self._queues.put(key, parent)
         return key
 
-    def _restore_block_s(self, node: Node) -> float:
-        """Seconds to compute a block again."""
+    def _restore_node_s(self, node: Node) -> float:
+        """Seconds to compute a block again, or the tokens from one checkpoint to another."""
+        if node.is_checkpoint:
+            first = self._trie.num_tokens(node) - node.restore_tokens
+            return self._restore_s(first, node.restore_tokens)
         return self._restore_s(node.index * self._block_tokens, self._block_tokens)
 
     def _regret_of(self, leaf: Node, now_s: float) -> float:
@@ -272,12 +315,15 @@ class VictimQueues:
 
     def _regret(self, node: Node, reuses: int, last_used_s: float, now_s: float) -> float:
         """Regret per byte of a node with this number of reuses and this last use."""
+        if not node.num_bytes:
+            return 0.0
         probability = self._reuse.probability(now_s - last_used_s, reuses)
         return regret_per_byte(
-            probability, self._restore_block_s(node), self._block_bytes, self._sensitivity
+            probability, self._restore_node_s(node), node.num_bytes, self._sensitivity
         )
 
     def _queue_key(self, leaf: Node) -> _QueueKey:
-        """The class of a leaf: costs to restore differ by less than √2 within one."""
-        mantissa, exponent = math.frexp(self._restore_block_s(leaf))
+        """The class of a leaf: costs to restore a byte differ by less than √2 within one."""
+        cost_s = self._restore_node_s(leaf) / leaf.num_bytes if leaf.num_bytes else 0.0
+        mantissa, exponent = math.frexp(cost_s)
         return min(leaf.reuses, self._reuse.max_reuses), 2 * exponent + (mantissa >= math.sqrt(0.5))

@@ -29,7 +29,7 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 
-from aquifer.cache.base import CacheStats, IntArray, KVLayout
+from aquifer.cache.base import CacheStats, IntArray, KeepsAll, KVLayout
 from aquifer.cache.footprint import Count, Footprint
 from aquifer.cache.tensors import KVShape, KVTensors
 from aquifer.errors import ConfigError, InvariantError
@@ -87,7 +87,7 @@ class Waste:
     external_bytes: int  # taken by rounding, to a region and to pages: no token could come there
 
 
-class ReservedCache:
+class ReservedCache(KeepsAll):
     """The `SequenceCache` of regions reserved whole.
 
     The arena is what the pool has free when the cache is made. It may be had by others meanwhile:
@@ -207,7 +207,23 @@ class ReservedCache:
         """All blocks of the region."""
         return list(range(int(self._first[slot]), int(self._first[slot] + self._num_blocks[slot])))
 
-    def adopt(self, slot: int, blocks: Sequence[int], num_tokens: int) -> bool:
+    def forget(self, slots: IntArray, num_tokens: IntArray) -> None:
+        """Do nothing: a region is given back as a whole."""
+
+    def num_forgotten(self, slot: int) -> int:
+        """0."""
+        return 0
+
+    def ends(self, slots: IntArray) -> IntArray:
+        """Blocks of the regions."""
+        return self._num_blocks[slots]
+
+    def shrink(self, slots: IntArray, ends: IntArray) -> None:
+        """Give back the regions that were reserved since."""
+        for slot in slots[ends == 0].tolist():
+            self.release(slot)
+
+    def adopt(self, slot: int, blocks: Sequence[int], num_tokens: int, first: int = 0) -> bool:
         """Reserve a region of its own, and copy all of the tokens there, at once."""
         if not self.reserve(np.array([slot]), np.array([num_tokens])):
             return False
@@ -254,8 +270,9 @@ class ReservedCache:
         """Send the tables of the slots that have got a region."""
         self.tensors.flush()
 
-    def stats(self, written_tokens: int) -> CacheStats:
+    def stats(self, written_tokens: int | IntArray) -> CacheStats:
         """Mapped is all that is reserved."""
+        written_tokens = int(np.sum(written_tokens))
         return CacheStats(
             written_tokens, written_tokens * self.layout.token_bytes, self._mapped_bytes
         )
