@@ -203,6 +203,8 @@ class StepView:
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """See `KVView.write`."""
+        if self._layout.layers[layer].is_latent:
+            value = key[..., : value.shape[-1]]  # the same bytes
         kv_write(key, value, *self.destination(layer))
 
     def whole_prompts(self) -> PrefillSpans | None:
