@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tests.sim.tiny_replay import DEVICE, MODEL, PAGE_BYTES, STEPS, config_of
 
+from aquifer.cache.base import KVLayout
 from aquifer.errors import ConfigError
 from aquifer.sim import averages
 from aquifer.sim.config import MANAGERS
@@ -176,6 +177,27 @@ def test_cached_prefixes():
     assert fourth.first_token_s is not None
     assert without.first_token_s is not None
     assert fourth.first_token_s < without.first_token_s
+
+
+@pytest.mark.parametrize("manager", ["virtual", "paged"])
+def test_windows_leave_room_for_more(manager: str):
+    """Memory adds up, and a model with windows has more sequences at a time than one without."""
+    layers = tuple(
+        replace(layer, window_tokens=24 if i else None)
+        for i, layer in enumerate(MODEL.kv_layout.layers)
+    )
+    assert len(layers) > 1
+    windows = replace(MODEL, kv_layout=KVLayout(layers, MODEL.kv_layout.dtype))
+    requests = _growing(3, 40)
+    plain, sliding = (
+        replay(replace(config_of(manager, 80, prefix_caching=True), models={"m": model}), requests)
+        for model in (MODEL, windows)
+    )
+    for result in (plain, sliding):
+        _check(result)
+        assert result.figures()["completed"] == len(requests)
+    assert sliding.averages["sequences"] > plain.averages["sequences"]
+    assert sliding.num_preemptions <= plain.num_preemptions
 
 
 def test_static_batches():
