@@ -103,7 +103,7 @@ class ExpertTile:
         assert self.rows >= 2
 
 
-_VECTOR_TILE = ExpertTile(1, 2, 1024, 4)
+_VECTOR_TILE = ExpertTile(1, 2, 2048, 4)
 _TILES = {
     16: ExpertTile(16, 64, 128, 4, 4),
     32: ExpertTile(32, 64, 128, 4, 4),
