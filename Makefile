@@ -28,7 +28,7 @@ unit: $(VENV)/installed-test $(EXAMPLES)/installed
 # Every family in two shapes, both caches, chunks of 1, 7 and 512 tokens, with preemption: the tokens
 # of Transformers. `unit` runs a part of it.
 test-families: $(VENV)/installed-test
-	EVERY_CASE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal tests/engine/test_tokens.py
+	EVERY_CASE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal tests/engine/test_tokens.py tests/engine/test_windows.py
 
 # Against a server of the bundled model; `unit` runs them too.
 examples: $(VENV)/installed-test $(EXAMPLES)/installed

@@ -34,8 +34,6 @@ ATTENTION = (
 (ALiBi)."""
 LATENT = (
     (16, torch.bfloat16, None),
-    (16, torch.bfloat16, 16),
-    (128, torch.bfloat16, None),
     (128, torch.bfloat16, 64),
     (16, torch.float32, 16),
 )
