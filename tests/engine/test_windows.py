@@ -24,8 +24,8 @@ from aquifer.llm import LLM
 from aquifer.memory.pool import Kind
 
 FAMILIES = ("gemma3_text", "mistral", "cohere2")
-"""Some layers slide, all layers do, some do by another pattern. With `EVERY_CASE` in the environment
-all families with windows."""
+"""Some layers slide, all layers do, some do by another pattern. With `EVERY_CASE` in the
+environment all families with windows."""
 if os.environ.get("EVERY_CASE"):
     FAMILIES += ("gemma2", "olmo3", "exaone4", "phi3", "mixtral", "gpt_oss")
 """With a window in some layers, and in all of them (the last three)."""
