@@ -23,12 +23,12 @@ from aquifer.engine.params import BeamSearchParams, SamplingParams
 from aquifer.llm import LLM
 from aquifer.memory.pool import Kind
 
-FAMILIES = ("gemma3_text", "mistral", "cohere2")
-"""Some layers slide, all layers do, some do by another pattern. With `EVERY_CASE` in the
-environment all families with windows."""
-if os.environ.get("EVERY_CASE"):
-    FAMILIES += ("gemma2", "olmo3", "exaone4", "phi3", "mixtral", "gpt_oss")
-"""With a window in some layers, and in all of them (the last three)."""
+EVERY_CASE = os.environ.get("EVERY_CASE") == "1"
+FAMILIES = (
+    # Some layers slide, all layers do, some do by another pattern.
+    *("gemma3_text", "mistral", "cohere2"),
+    *(("gemma2", "olmo3", "exaone4", "phi3", "mixtral", "gpt_oss") if EVERY_CASE else ()),
+)
 
 OUTPUT_TOKENS = 30
 OPTIONS: dict[str, Any] = {"page_size": "4KiB", "block_size": 4, "seed": 0}
