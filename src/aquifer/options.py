@@ -54,6 +54,16 @@ OPTIONS: tuple[Option, ...] = (
         maximum=65535,
     ),
     Option(
+        "api_server_count",
+        int,
+        1,
+        "Processes that serve HTTP: text to tokens, and back. One carries some 100 000 tokens/s.",
+        unit="processes",
+        scopes=("serve",),
+        minimum=1,
+        maximum=64,
+    ),
+    Option(
         "api_key",
         str,
         None,

@@ -1,6 +1,7 @@
 """A server over an engine without a model, whose prompts say how it fails.
 
-    python -m tests.serve.fake_server CHECKPOINT SHUTDOWN_TIMEOUT [--keys K,L] [--port N] [--load]
+    python -m tests.serve.fake_server CHECKPOINT SHUTDOWN_TIMEOUT [--keys K,L] [--port N] [--load] \
+        [--processes N]
 
 It answers every prompt with letters "a" until max_tokens; of several completions, the second one
 has letters "b" and ends a token earlier, and so on, and a later one is more probable by token. A
@@ -245,12 +246,14 @@ def _main() -> None:
     parser.add_argument("--keys")
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--load", action="store_true")
+    parser.add_argument("--processes", type=int, default=1)
     options = parser.parse_args()
     try:
         serve(
             EngineConfig(models=(ModelSpec("fake", options.path),)),
             ServerConfig(
                 port=options.port,
+                api_server_count=options.processes,
                 api_key=options.keys,
                 shutdown_timeout_s=options.shutdown_timeout,
             ),

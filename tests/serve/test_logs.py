@@ -14,6 +14,7 @@ from tests.serve.running import RunningServer, eventually, running
 from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request, SamplingParams
 from aquifer.engine.reports import EngineStats
+from aquifer.serve.engine_metrics import token_counts
 from aquifer.serve.metrics import Metrics
 from aquifer.serve.stats_log import StatsLog
 
@@ -76,16 +77,17 @@ def _stats(running: int = 0, waiting: int = 0, queried: int = 0, hits: int = 0) 
 def test_a_line_has_what_happened_since_the_line_before(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.DEBUG, "aquifer.serve.stats_log")
     metrics = Metrics({"m": 100})
-    log = StatsLog(metrics, "cuda:0")
+    log = StatsLog(["m"], "cuda:0")
     request = Request("r", "m", [1] * 30, SamplingParams(), 0.0)
     watch = metrics.watch(request)
     watch.output(TokenOutput("r", [1]), 1.0)
     watch.tokens(0, [2.0] * 9)
-    log.log(_stats(2, 3, queried=40, hits=10), 5.0)
-    log.log(_stats(2, 3, queried=40, hits=10), 5.0)
-    log.log(_stats(queried=60, hits=30), 5.0)
-    log.log(_stats(queried=60, hits=30), 5.0)
-    log.log(_stats(1, queried=10, hits=5), 5.0)  # the engine process was started again
+    tokens = token_counts(metrics.families())
+    log.log(_stats(2, 3, queried=40, hits=10), tokens, 5.0)
+    log.log(_stats(2, 3, queried=40, hits=10), tokens, 5.0)
+    log.log(_stats(queried=60, hits=30), tokens, 5.0)
+    log.log(_stats(queried=60, hits=30), tokens, 5.0)
+    log.log(_stats(1, queried=10, hits=5), tokens, 5.0)  # the engine process was started again
     assert [record.getMessage() for record in caplog.records] == [
         f"Model m: Avg prompt throughput: {prompt} tokens/s, Avg generation throughput: "
         f"{generated} tokens/s, Running: {running} reqs, Waiting: {waiting} reqs, "

@@ -10,21 +10,17 @@ import pytest
 
 from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request, SamplingParams
-from aquifer.engine.reports import EngineStats
 from aquifer.errors import QueueFullError
-from aquifer.serve.messages import Step
+from aquifer.serve.messages import Outputs
 from aquifer.serve.routes import Routes
 from aquifer.serve.streams import Pacer, Tokens, TokenStream
-
-STATS = EngineStats({}, {}, {}, 0.0, {}, {})
 
 
 class Bench:
     """Routes of two requests, "a" with two completions (numbers 0, 1) and "b" with one (2)."""
 
     def __init__(self) -> None:
-        self.completed: list[str] = []
-        self.routes = Routes(self.completed.append)
+        self.routes = Routes(0)
         self.streams = {
             name: TokenStream([self._request(name, n)], lambda *_: None, Pacer())
             for name, n in (("a", 2), ("b", 1))
@@ -41,9 +37,11 @@ class Bench:
     def deliver(
         self, numbers: list[int], token_ids: list[int], *others: TokenOutput, **fields: Any
     ) -> None:
-        values: dict[str, Any] = {"counts": [], "refused": {}} | fields
-        step = Step(numbers, values["counts"], token_ids, list(others), values["refused"], STATS)
-        self.routes.deliver(step, 1.0)
+        numbered = [
+            ({"a": 0, "b": 2}[output.request_id] + output.index, output) for output in others
+        ]
+        outputs = Outputs(numbers, token_ids=token_ids, others=numbered, **fields)
+        self.routes.deliver(outputs, 1.0)
 
     async def batch(self, name: str) -> list[tuple[int, list[int]]]:
         """The next batch of a stream: indexes of completions, and tokens."""
@@ -87,7 +85,6 @@ def test_other_outputs_stay_in_their_place():
         bench.deliver([], [], TokenOutput("b", [7], finish_reason="stop"))
         expected = [[1], [2], [3], [4, 5], [6], [7]]
         assert [token_ids for _, token_ids in await bench.batch("b")] == expected
-        assert bench.completed == ["model"]
         assert len(bench.routes) == 1
 
     run(test)
@@ -102,7 +99,6 @@ def test_what_has_ended_gets_no_more():
         assert bench.routes.end("a")
         assert not bench.routes.end("a")
         assert len(bench.routes) == 1
-        assert bench.completed == []
 
     run(test)
 
@@ -122,7 +118,7 @@ def test_an_error_ends_a_request_whichever_completion_it_names():
 
 def test_a_refused_request():
     async def test(bench: Bench) -> None:
-        bench.deliver([], [], refused={"b": QueueFullError("full"), "unknown": QueueFullError("")})
+        bench.deliver([], [], refused={2: QueueFullError("full"), 9: QueueFullError("")})
         with pytest.raises(QueueFullError, match="full"):
             await bench.batch("b")
         assert len(bench.routes) == 1

@@ -27,6 +27,7 @@ class ServerConfig:
 
     host: str = default_of("host")
     port: int = default_of("port")
+    api_server_count: int = default_of("api_server_count")
     api_key: str | None = default_of("api_key")
     api_key_for_all: bool = default_of("api_key_for_all")
     prefix_cache_salt_by_key: bool | None = default_of("prefix_cache_salt_by_key")

@@ -19,12 +19,11 @@ from aquifer.serve.chunked import CHUNKS, ChunkedConnection, framed
 from aquifer.sizes import format_size
 
 MAX_CONNECTIONS = 4096
-
+"""Connections of a web process; more are answered with 503."""
 ACCEPTED_AT_ONCE = 8
 """Connections that are accepted before those that are open are read again. asyncio would otherwise
 accept all that wait: the first of 64 requests that arrive together would reach the engine after
 some 50 ms, in which a GPU is idle."""
-"""More connections are answered with 503."""
 MAX_BODY_BYTES = 16 << 20
 HEADERS_S = 15.0
 """How long a client may take for the headers of a request; then its connection is closed."""
@@ -33,7 +32,7 @@ _BODY_S = 120.0
 _BODY_PAUSE_S = 15.0
 _SMALL_BODY_BYTES = 64 << 10
 _ALL_BODIES_BYTES = 256 << 20
-"""The most bytes of unread bodies, without small ones: these are always let in."""
+"""The most bytes of bodies that a server holds, without small ones: these are always let in."""
 # How much of a body that is too large is read and discarded, so that its sender reads the response
 # instead of failing with a broken pipe.
 _LINGER_BYTES = 64 << 20
@@ -102,9 +101,14 @@ class TimedProtocol(H11Protocol):
 
 
 class BodyReader:
-    """Reads bodies of requests, within limits of size, of time and of all bodies together."""
+    """Reads bodies of requests, within limits of size, of time and of all bodies together.
 
-    def __init__(self) -> None:
+    Args:
+        num_processes: web processes of the server, which share what it may hold.
+    """
+
+    def __init__(self, num_processes: int = 1) -> None:
+        self._most_bytes = max(_ALL_BODIES_BYTES // num_processes, MAX_BODY_BYTES)
         self._held_bytes = 0  # of bodies that are not small
 
     @asynccontextmanager
@@ -149,10 +153,10 @@ class BodyReader:
         raise _refusal(413, f"the body is larger than {MAX_BODY_BYTES} bytes; send less")
 
     def _hold(self, num_bytes: int, held: _Held) -> None:
-        if self._held_bytes + num_bytes > _ALL_BODIES_BYTES:
+        if self._held_bytes + num_bytes > self._most_bytes:
             raise _refusal(
                 503,
-                f"the server holds {format_size(_ALL_BODIES_BYTES)} of other bodies; try again",
+                f"the server holds {format_size(self._most_bytes)} of other bodies; try again",
                 {"Retry-After": "1"},
             )
         self._held_bytes += num_bytes

@@ -1,17 +1,38 @@
-"""Messages between the web process and the engine process.
+"""Messages between the processes of a server.
 
-All can be unpickled without importing torch, which the web process never imports.
+A server's first process is at one end of each pipe. At the other is the engine process or, where
+there are several, a web process. All messages can be unpickled without importing torch, which only
+the engine process imports.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request
 from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelInfo
-from aquifer.errors import RequestError
+from aquifer.errors import AquiferError, EngineError, UnavailableError
+
+_NUMBERS_OF_A_PROCESS = 1 << 40
+"""Completions that a web process can number."""
+
+
+def first_number(process: int) -> int:
+    """The number of the first completion of a web process.
+
+    Args:
+        process: the web process's serial number; each that is started has another one.
+    """
+    return process * _NUMBERS_OF_A_PROCESS
+
+
+def process_of(number: int) -> int:
+    """The serial number of the web process that a completion is of."""
+    return number // _NUMBERS_OF_A_PROCESS
+
 
 # ---- to the engine process
 
@@ -23,7 +44,7 @@ class Add:
     Args:
         request: the request.
         number: of its first completion; the next ones have the next numbers. No other completion of
-            this pipe has them.
+            the server has them (`first_number`).
     """
 
     request: Request
@@ -36,6 +57,13 @@ class Abort:
 
     request_id: str
     index: int | None = None  # the completion's index; None for all
+
+
+@dataclass(frozen=True, slots=True)
+class AbortAll:
+    """Abort all requests of a web process that is gone, by its serial number."""
+
+    process: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +100,7 @@ class Close:
     """Close the engine and exit."""
 
 
-ToEngine = Add | Abort | GetMemory | Pin | Unpin | Ping | Close
+ToEngine = Add | Abort | AbortAll | GetMemory | Pin | Unpin | Ping | Close
 
 # ---- from the engine process
 
@@ -93,22 +121,21 @@ class OpenFailed:
     is_config: bool  # a `ConfigError`: the operator can fix it by changing an option
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Output of one iteration of the engine loop.
+@dataclass(slots=True)
+class Outputs:
+    """Outputs of a step, by the numbers of completions as in `Add`.
 
     Hundreds of completions get a token every few milliseconds. To pickle an object for each would
     take longer than a step of a small model, so outputs that are tokens and nothing else are three
     lists of integers.
     """
 
-    numbers: list[int]  # of completions, as in `Add`
-    counts: list[int]  # tokens of each of them; empty if all have one
-    token_ids: list[int]  # of all of them, one after the other
-    outputs: list[TokenOutput]  # all others
-    refused: dict[str, RequestError]  # by request id
-    stats: EngineStats
-    launched: tuple[str, int] | None = None  # model and tokens of the step that was launched
+    numbers: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)  # tokens of each; empty if all have one
+    token_ids: list[int] = field(default_factory=list)  # of all of them, one after the other
+    others: list[tuple[int, TokenOutput]] = field(default_factory=list)  # all other outputs
+    refused: dict[int, AquiferError] = field(default_factory=dict)
+    """Requests that were not accepted, by the number of their first completion."""
 
     def tokens(self) -> Iterator[tuple[int, list[int]]]:
         """Yield the numbers and the tokens, each, of outputs that are tokens and nothing else.
@@ -119,6 +146,43 @@ class Step:
         for number, count in zip(self.numbers, self.counts, strict=True):
             yield number, self.token_ids[begin : begin + count]
             begin += count
+
+    def by_process(self) -> dict[int, Outputs]:
+        """Divide them among web processes, by serial number."""
+        shares: dict[int, Outputs] = {}
+
+        def share(number: int) -> Outputs:
+            process = process_of(number)
+            if process not in shares:
+                shares[process] = Outputs()
+            return shares[process]
+
+        if self.counts:
+            for number, token_ids in self.tokens():
+                of_process = share(number)
+                of_process.numbers.append(number)
+                of_process.counts.append(len(token_ids))
+                of_process.token_ids.extend(token_ids)
+        else:
+            for number, token_id in zip(self.numbers, self.token_ids, strict=True):
+                of_process = share(number)
+                of_process.numbers.append(number)
+                of_process.token_ids.append(token_id)
+        for number, output in self.others:
+            share(number).others.append((number, output))
+        for number, error in self.refused.items():
+            share(number).refused[number] = error
+        return shares
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Result of one iteration of the engine loop."""
+
+    outputs: Outputs
+    stats: EngineStats
+    launched: tuple[str, int] | None = None  # model and tokens of the step that was launched
+    completed: frozenset[str] = frozenset()  # models of completions that ended as they should
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +196,7 @@ class Memory:
 class Pinned:
     """The answer to `Pin` and `Unpin`: the number of tokens pinned, or the error."""
 
-    answer: int | RequestError
+    answer: int | AquiferError
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,3 +205,84 @@ class Pong:
 
 
 FromEngine = LoadProgress | Ready | OpenFailed | Step | Memory | Pinned | Pong
+
+# ---- to a web process, where there are several
+
+
+@dataclass(frozen=True, slots=True)
+class Availability:
+    """Whether requests are accepted, and for which models."""
+
+    reason: UnavailableError | None  # why none are accepted; None if they are
+    out_of_service: frozenset[str] = frozenset()  # models that end the engine process
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Answer requests for these models, by served name."""
+
+    models: dict[str, ModelInfo]
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """All requests that run are lost."""
+
+    error: EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to a `Question`: what the method returned, or the error that it raised."""
+
+    number: int
+    value: Any
+    error: AquiferError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GetRequestMetrics:
+    """Ask for `RequestMetricFamilies`; answers come in the order of the questions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Accept no more requests, give those that run some time to finish, and exit."""
+
+    timeout_s: float
+
+
+ToWeb = Outputs | Availability | Open | Lost | Answer | GetRequestMetrics | Stop
+
+# ---- from a web process, beside `Add` and `Abort`
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Call a method of `aquifer.serve.backend.Backend` in the server's first process."""
+
+    number: int  # comes back with the answer
+    method: str
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """All is imported and the tokenizers are loaded; or not, and the process exits after this."""
+
+    error: AquiferError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Requests are answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetricFamilies:
+    """The answer to `GetRequestMetrics`: what this process has measured so far."""
+
+    families: list[Any]  # prometheus_client.Metric
+
+
+FromWeb = Add | Abort | Question | Prepared | Opened | RequestMetricFamilies

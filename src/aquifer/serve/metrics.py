@@ -1,4 +1,8 @@
-"""Prometheus metrics with vLLM's names, prefixed `aquifer:`. docs/guide/metrics.md has them all."""
+"""Prometheus metrics of requests, as a web process measures them.
+
+They have vLLM's names, prefixed `aquifer:`. docs/guide/metrics.md has them all, those of the engine
+too, which are in `aquifer.serve.engine_metrics`.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +13,16 @@ from functools import partial
 from itertools import accumulate
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from aquifer.engine.outputs import FinishReason, TokenOutput
 from aquifer.engine.params import Request
-from aquifer.engine.reports import EngineStats, MemoryReport
-from aquifer.memory.owners import Kind
+
+PROMPT_TOKENS = "aquifer:prompt_tokens"
+GENERATION_TOKENS = "aquifer:generation_tokens"
 
 _FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
@@ -36,12 +36,11 @@ _REQUEST_S = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _COMPLETIONS = (1, 2, 5, 10, 20, 50, 100)
 
 
 class Metrics:
-    """All metrics of one server, in a separate registry.
+    """What one web process measures of its requests, in a separate registry.
 
     Args:
         context_tokens: context length of each served model, by name. Every series of theirs exists
@@ -69,31 +68,11 @@ class Metrics:
             )
             for name in context_tokens
         }
-        self._engine = _EngineCollector(self.models)
-        self._registry.register(self._engine)
+        self._registry.register(_TokenCollector(self.models))
 
-    def render(
-        self, stats: EngineStats, report: MemoryReport | None, num_restarts: int = 0
-    ) -> bytes:
-        """Render all metrics in Prometheus's exposition format.
-
-        Args:
-            stats: the engine's counters.
-            report: the memory report, or None if the engine does not answer.
-            num_restarts: how often the engine process was started again.
-        """
-        self._engine.stats, self._engine.report = stats, report
-        self._engine.num_restarts = num_restarts
-        return generate_latest(self._registry)
-
-    def launched(self, model: str, num_tokens: int) -> None:
-        """Record that a step was launched.
-
-        Args:
-            model: the model.
-            num_tokens: tokens that the step computes, of prompts and of outputs.
-        """
-        self.models[model].step_tokens.observe(num_tokens)
+    def families(self) -> list[Metric]:
+        """Return all metrics as they are now."""
+        return list(self._registry.collect())
 
     def watch(self, request: Request) -> RequestMetrics:
         """Start measuring a request."""
@@ -202,11 +181,6 @@ class ModelMetrics:
             "request_params_max_tokens",
             "Parameter max_tokens of a request, if it has one.",
             token_buckets,
-        )
-        self.step_tokens = histogram(
-            "iteration_tokens_total",
-            "Tokens that a step of the engine computes, of prompts and outputs.",
-            _STEP_TOKENS,
         )
 
 
@@ -324,49 +298,16 @@ class RequestMetrics:
             metrics.params_max_tokens.observe(params.max_tokens)
 
 
-class _EngineCollector(Collector):
-    """Collector of the engine's counters and of counted tokens, read at each scrape."""
+class _TokenCollector(Collector):
+    """Collector of what is counted for every token, read at each scrape."""
 
     def __init__(self, models: Mapping[str, ModelMetrics]) -> None:
         self._models = models
-        self.stats: EngineStats | None = None
-        self.report: MemoryReport | None = None
-        self.num_restarts = 0
 
     def collect(self) -> Iterator[Metric]:
-        if self.stats is None:
-            return
         label = ["model_name"]
-        running = GaugeMetricFamily(
-            "aquifer:num_requests_running", "Requests in the running batch.", labels=label
-        )
-        waiting = GaugeMetricFamily(
-            "aquifer:num_requests_waiting", "Requests waiting to run.", labels=label
-        )
-        preemptions = CounterMetricFamily(
-            "aquifer:num_preemptions", "Requests preempted for lack of memory.", labels=label
-        )
-        queries = CounterMetricFamily(
-            "aquifer:prefix_cache_queries",
-            "Prompt tokens looked up among retained prefixes.",
-            labels=label,
-        )
-        hits = CounterMetricFamily(
-            "aquifer:prefix_cache_hits",
-            "Prompt tokens found among retained prefixes.",
-            labels=label,
-        )
-        usage = GaugeMetricFamily(
-            "aquifer:kv_cache_usage_perc",
-            "KV bytes in use / bytes that KV could have, 0 to 1.",
-            labels=label,
-        )
-        prompts = CounterMetricFamily(
-            "aquifer:prompt_tokens", "Prompt tokens processed.", labels=label
-        )
-        generated = CounterMetricFamily(
-            "aquifer:generation_tokens", "Tokens generated.", labels=label
-        )
+        prompts = CounterMetricFamily(PROMPT_TOKENS, "Prompt tokens processed.", labels=label)
+        generated = CounterMetricFamily(GENERATION_TOKENS, "Tokens generated.", labels=label)
         between = HistogramMetricFamily(
             "aquifer:inter_token_latency_seconds",
             "Between two outputs of a completion.",
@@ -376,56 +317,7 @@ class _EngineCollector(Collector):
             metrics.inter_token_s.add_to(between, [model])
             prompts.add_metric([model], metrics.num_prompt_tokens)
             generated.add_metric([model], metrics.num_generation_tokens)
-            running.add_metric([model], self.stats.num_running.get(model, 0))
-            waiting.add_metric([model], self.stats.num_waiting.get(model, 0))
-            preemptions.add_metric([model], self.stats.num_preemptions.get(model, 0))
-            queries.add_metric([model], self.stats.num_prefix_queried_tokens.get(model, 0))
-            hits.add_metric([model], self.stats.num_prefix_hit_tokens.get(model, 0))
-            usage.add_metric([model], self.stats.kv_usage)
-        yield from (
-            running,
-            waiting,
-            preemptions,
-            queries,
-            hits,
-            usage,
-            prompts,
-            generated,
-            between,
-        )
-        yield CounterMetricFamily(
-            "aquifer:engine_restarts",
-            "Times that the engine process died and was started again.",
-            value=self.num_restarts,
-        )
-        yield CounterMetricFamily(
-            "aquifer:late_compilations",
-            "Kernels compiled while a step waited, after the models were ready.",
-            value=self.stats.num_late_compilations,
-        )
-        if self.report is not None:
-            yield _pool_bytes(self.report)
-
-
-def _pool_bytes(report: MemoryReport) -> Metric:
-    """Return bytes by owner; the values add up to the pool's budget."""
-    family = GaugeMetricFamily(
-        "aquifer:pool_bytes",
-        "The pool's budget by owner. Free bytes are retained (idle pages, or retired pages that "
-        "are still mapped) or uncreated.",
-        labels=["device", "model", "kind", "state"],
-    )
-    for model, memory in report.models.items():
-        for kind, num_bytes in memory.bytes_by_kind.items():
-            state = "retained" if kind is Kind.PREFIX else "mapped"
-            family.add_metric([report.device, model, kind.value, state], num_bytes)
-    overhead = [report.device, "", Kind.OVERHEAD.value, "mapped"]
-    family.add_metric(overhead, report.overhead_bytes)
-    retained_bytes = report.idle_bytes + report.retired_bytes
-    family.add_metric([report.device, "", "free", "retained"], retained_bytes)
-    uncreated_bytes = max(report.free_bytes - retained_bytes, 0)
-    family.add_metric([report.device, "", "free", "uncreated"], uncreated_bytes)
-    return family
+        yield from (prompts, generated, between)
 
 
 def _up_to(most: int) -> tuple[float, ...]:

@@ -1,15 +1,16 @@
 """The engine process: owns the device, reads the pipe, steps the engine.
 
-The web process decides when to abort and when to close; if it ends, this process exits. An
-exception in the loop is a broken device or a bug in Aquifer: it ends this process with a traceback
-and a non-zero exit code. The web process sees the end of the pipe, and starts another one.
+The server's first process decides when to abort and when to close; if it ends, this process exits.
+An exception in the loop is a broken device or a bug in Aquifer: it ends this process with a
+traceback and a non-zero exit code. The first process sees the end of the pipe, and starts another
+one.
 """
 
 from __future__ import annotations
 
 import ctypes
-import signal
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Protocol
 
@@ -17,17 +18,19 @@ from aquifer.config import EngineConfig
 from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request
 from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelInfo
-from aquifer.errors import ConfigError, DriverError, RequestError
+from aquifer.errors import AquiferError, ConfigError, DriverError, RequestError
 from aquifer.garbage import collect_less, collect_nothing
 from aquifer.serve.logs import configure_logging
 from aquifer.serve.messages import (
     Abort,
+    AbortAll,
     Add,
     Close,
     FromEngine,
     GetMemory,
     Memory,
     OpenFailed,
+    Outputs,
     Pin,
     Ping,
     Pinned,
@@ -36,9 +39,9 @@ from aquifer.serve.messages import (
     Step,
     ToEngine,
     Unpin,
+    process_of,
 )
-
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from aquifer.serve.pipe import ignore_stop_signals
 
 
 class EngineLike(Protocol):
@@ -95,7 +98,7 @@ def open_engine(config: EngineConfig, on_progress: Callable[[LoadProgress], None
 
 
 class CurrentModel:
-    """The model that the engine process loads or computes, in memory shared with the web process.
+    """The model that the engine process loads or computes, in memory shared with the first process.
 
     It can still be read when the process has died.
 
@@ -124,59 +127,77 @@ class CurrentModel:
         return None if index < 0 else self._names[index]
 
 
+@dataclass(slots=True)
+class _Numbered:
+    """A request with running completions."""
+
+    model: str
+    number: int  # of its first completion
+    indexes: set[int]  # of running completions
+
+
 class Numbers:
-    """Numbers of running completions, which stand for them in messages to the web process."""
+    """Numbers of running completions, which stand for them in messages."""
 
     def __init__(self) -> None:
-        self._first: dict[str, int] = {}  # by request id: number of its first completion
-        self._open: dict[str, set[int]] = {}  # by request id: indexes of running completions
+        self._requests: dict[str, _Numbered] = {}  # by request id
 
     def __len__(self) -> int:
         """Requests that have a running completion."""
-        return len(self._first)
+        return len(self._requests)
 
     def add(self, request: Request, number: int) -> None:
         """Number the completions of a request, from `number` on."""
-        self._first[request.request_id] = number
-        self._open[request.request_id] = set(range(request.params.num_completions))
+        indexes = set(range(request.params.num_completions))
+        self._requests[request.request_id] = _Numbered(request.model, number, indexes)
 
     def end(self, request_id: str, index: int | None) -> None:
         """Forget a completion that has ended, or with None all of a request; others are ignored."""
-        indexes = self._open.get(request_id)
-        if indexes is None:
+        request = self._requests.get(request_id)
+        if request is None:
             return
         if index is not None:
-            indexes.discard(index)
-        if index is None or not indexes:
-            del self._first[request_id], self._open[request_id]
+            request.indexes.discard(index)
+        if index is None or not request.indexes:
+            del self._requests[request_id]
 
-    def pack(
-        self, outputs: Iterable[TokenOutput]
-    ) -> tuple[list[int], list[int], list[int], list[TokenOutput]]:
+    def of_process(self, process: int) -> list[str]:
+        """Return the ids of the requests of a web process, by its serial number."""
+        return [
+            request_id
+            for request_id, request in self._requests.items()
+            if process_of(request.number) == process
+        ]
+
+    def pack(self, step: Iterable[TokenOutput]) -> tuple[Outputs, frozenset[str]]:
         """Pack the outputs of a step.
 
-        Returns: the first fields of `Step`: numbers, counts, token ids, and all other outputs.
+        Those of completions that were in flight when their request was aborted are left out.
+
+        Returns: the outputs, and the models of completions that have ended as they should.
         """
-        numbers: list[int] = []
+        outputs = Outputs()
         counts: list[int] = []
-        token_ids: list[int] = []
-        others: list[TokenOutput] = []
-        for output in outputs:
+        completed: set[str] = set()
+        for output in step:
+            request = self._requests.get(output.request_id)
+            if request is None:
+                continue
+            number = request.number + output.index
             if output.has_only_tokens:
-                first = self._first.get(output.request_id)
-                if first is None:
-                    continue  # it was in flight when the request was aborted
-                numbers.append(first + output.index)
+                outputs.numbers.append(number)
                 counts.append(len(output.token_ids))
-                token_ids += output.token_ids
-            else:
-                others.append(output)
-                if output.finish_reason is not None:
-                    is_error = output.finish_reason == "error"  # ends the whole request
-                    self.end(output.request_id, None if is_error else output.index)
-        if len(token_ids) == len(numbers):
-            counts = []
-        return numbers, counts, token_ids, others
+                outputs.token_ids.extend(output.token_ids)
+                continue
+            outputs.others.append((number, output))
+            if output.finish_reason == "error":  # ends the whole request
+                self.end(output.request_id, None)
+            elif output.finish_reason is not None:
+                completed.add(request.model)
+                self.end(output.request_id, output.index)
+        if len(outputs.token_ids) != len(counts):
+            outputs.counts.extend(counts)
+        return outputs, frozenset(completed)
 
 
 def run_engine_process(
@@ -189,7 +210,7 @@ def run_engine_process(
     """Run the engine process: open the engine, serve the pipe, close.
 
     Args:
-        connection: this process's end of the pipe; reads fail when the web process ends.
+        connection: this process's end of the pipe; reads fail when the first process ends.
         config: the engine's options.
         open_it: opens the engine.
         current: is told which model is loaded or computed.
@@ -197,9 +218,7 @@ def run_engine_process(
     """
     collect_nothing()
     configure_logging(log_level)
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # the web process decides when to stop
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    ignore_stop_signals()
 
     def on_progress(progress: LoadProgress) -> None:
         current.set(progress.model)
@@ -216,7 +235,7 @@ def run_engine_process(
         _run(engine, connection, current)
         engine.close()
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        return  # the web process has ended
+        return  # the first process has ended
 
 
 def _run(engine: EngineLike, connection: Connection, current: CurrentModel) -> None:
@@ -232,7 +251,7 @@ def _run(engine: EngineLike, connection: Connection, current: CurrentModel) -> N
     numbers = Numbers()
     while True:
         launched = None
-        refused: dict[str, RequestError] = {}
+        refused: dict[int, AquiferError] = {}
         may_block = not engine.has_work
         if may_block:
             current.clear()
@@ -244,12 +263,16 @@ def _run(engine: EngineLike, connection: Connection, current: CurrentModel) -> N
                     try:
                         engine.add(request)
                     except RequestError as error:
-                        refused[request.request_id] = error
+                        refused[number] = error
                     else:
                         numbers.add(request, number)
                 case Abort(request_id, index):
                     engine.abort(request_id, index)
                     numbers.end(request_id, index)
+                case AbortAll(process):
+                    for request_id in numbers.of_process(process):
+                        engine.abort(request_id)
+                        numbers.end(request_id, None)
                 case GetMemory():
                     _send(connection, Memory(engine.memory()))
                 case Pin() | Unpin():
@@ -258,8 +281,9 @@ def _run(engine: EngineLike, connection: Connection, current: CurrentModel) -> N
                     _send(connection, Pong())
                 case Close():
                     return
-        step = numbers.pack(engine.step() if engine.has_work else ())
-        _send(connection, Step(*step, refused, engine.stats(), launched))
+        outputs, completed = numbers.pack(engine.step() if engine.has_work else ())
+        outputs.refused.update(refused)
+        _send(connection, Step(outputs, engine.stats(), launched, completed))
 
 
 def _pin(engine: EngineLike, message: Pin | Unpin) -> int | RequestError:

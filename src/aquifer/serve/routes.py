@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request
 from aquifer.errors import AquiferError
-from aquifer.serve.messages import Step
+from aquifer.serve.messages import Outputs
 from aquifer.serve.streams import Output, Tokens, TokenStream, indexes_of
 
 
@@ -17,7 +16,6 @@ class _Route:
     """Destination of a request's outputs, kept until the last one has arrived."""
 
     stream: TokenStream
-    model: str
     number: int  # of the first completion; the next ones have the next numbers
     indexes: set[int]  # completions that have not received their last output
 
@@ -38,14 +36,13 @@ class Routes:
     """Routes of all running requests, by request id, and by the numbers of their completions.
 
     Args:
-        on_completed: called with the model of each completion that has ended without an error.
+        first_number: of the first completion.
     """
 
-    def __init__(self, on_completed: Callable[[str], None]) -> None:
-        self._on_completed = on_completed
+    def __init__(self, first_number: int) -> None:
         self._routes: dict[str, _Route] = {}
         self._completions: dict[int, _Completion] = {}  # by number
-        self._next_number = 0
+        self._next_number = first_number
 
     def __len__(self) -> int:
         """Requests that expect outputs."""
@@ -55,7 +52,7 @@ class Routes:
         """Add a request; return the number of its first completion, as in `Add`."""
         number, indexes = self._next_number, indexes_of(request)
         self._next_number += len(indexes)
-        self._routes[request.request_id] = _Route(stream, request.model, number, indexes)
+        self._routes[request.request_id] = _Route(stream, number, indexes)
         for index in indexes:
             self._completions[number + index] = _Completion(stream, request.request_id, index)
         return number
@@ -83,29 +80,29 @@ class Routes:
             stream.fail(error)
         return list(routes)
 
-    def deliver(self, step: Step, now_s: float) -> None:
-        """Deliver the outputs of a step, which arrived at `now_s` of time.monotonic().
+    def deliver(self, outputs: Outputs, now_s: float) -> None:
+        """Deliver outputs, which arrived at `now_s` of time.monotonic().
 
         Those that were in flight when their completion was aborted are dropped.
         """
-        for request_id, error in step.refused.items():
-            if (route := self._routes.get(request_id)) is not None:
-                self.end(request_id)
-                route.stream.fail(error)
-        if step.counts:
-            for number, token_ids in step.tokens():
+        for number, error in outputs.refused.items():
+            if (completion := self._completions.get(number)) is not None:
+                self.end(completion.request_id)
+                completion.stream.fail(error)
+        if outputs.counts:
+            for number, token_ids in outputs.tokens():
                 if (completion := self._completions.get(number)) is not None:
                     output = TokenOutput(completion.request_id, token_ids, completion.index)
                     self._deliver(output, now_s)
         else:
-            self._deliver_tokens(step, now_s)
-        for output in step.outputs:
+            self._deliver_tokens(outputs, now_s)
+        for _, output in outputs.others:
             self._deliver(output, now_s)
 
-    def _deliver_tokens(self, step: Step, now_s: float) -> None:
-        """Deliver the outputs of a step that are one token each."""
+    def _deliver_tokens(self, outputs: Outputs, now_s: float) -> None:
+        """Deliver outputs that are one token each."""
         completions = self._completions
-        for number, token_id in zip(step.numbers, step.token_ids, strict=True):
+        for number, token_id in zip(outputs.numbers, outputs.token_ids, strict=True):
             completion = completions.get(number)
             if completion is None:
                 continue
@@ -136,7 +133,5 @@ class Routes:
         elif not is_error:
             return
         if output.finish_reason is not None:
-            if not is_error:
-                self._on_completed(route.model)
             self.end(output.request_id, None if is_error else output.index)
         route.stream.put(Output(output, now_s), now_s, is_urgent)

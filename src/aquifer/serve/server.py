@@ -1,4 +1,4 @@
-"""Server life cycle: start, run and stop the engine process and the HTTP half."""
+"""Server life cycle: start, run and stop the engine process and the web processes."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from aquifer.config import EngineConfig
 from aquifer.engine.reports import LoadProgress
 from aquifer.errors import ConfigError
 from aquifer.garbage import collect_less, collect_nothing
-from aquifer.serve.client import EngineClient
+from aquifer.serve.backend import WebSide
 from aquifer.serve.config import BACKLOG, LAST_BYTES_S, ServerConfig
+from aquifer.serve.hub import Hub
 from aquifer.serve.logs import configure_logging
-from aquifer.serve.process import STOP_SIGNALS, OpenEngine, open_engine
-
-if TYPE_CHECKING:
-    from aquifer.serve.web import Web
+from aquifer.serve.pipe import STOP_SIGNALS
+from aquifer.serve.process import OpenEngine, open_engine
+from aquifer.serve.web_processes import WebProcesses
 
 
 def serve(
@@ -74,7 +74,9 @@ class _Server:
         self._engine = engine
         self._config = config
         self._listener = listener
-        self._client = EngineClient(engine, open_it, config.log_level)
+        logs_stats = not config.disable_log_stats
+        self._hub = Hub(engine, open_it, config.log_level, logs_stats=logs_stats)
+        self._web: WebSide | None = None
         self._stopping = asyncio.Event()
 
     async def run(
@@ -83,12 +85,11 @@ class _Server:
         loop = asyncio.get_running_loop()
         for number in STOP_SIGNALS:
             loop.add_signal_handler(number, self._on_signal)
-        self._client.start()
-        from aquifer.serve import web as http  # while the engine process imports its own half
-
-        web = http.Web(self._client, self._engine, self._config)
+        self._hub.start()
+        self._web = web = self._web_side()
+        self._hub.attach(web)
         stopping = asyncio.create_task(self._stopping.wait())
-        serving = asyncio.create_task(web.run(self._listener))
+        serving = asyncio.create_task(web.run())
         opening = asyncio.create_task(self._open(web, on_progress))
         try:
             await asyncio.wait({opening, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -98,16 +99,27 @@ class _Server:
                 on_ready()
                 await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            web.stop()  # accept no more; let running requests finish
             stopping.cancel()
             opening.cancel()
-            await self._client.stop(self._config.shutdown_timeout_s)
+            self._hub.refuse()
+            await web.stop(self._config.shutdown_timeout_s)  # let running requests finish
+            await self._hub.stop()
             await serving
 
-    async def _open(self, web: Web, on_progress: Callable[[LoadProgress], None]) -> None:
+    def _web_side(self) -> WebSide:
+        """The web processes: this one, or others if several are wanted."""
+        if self._config.api_server_count > 1:
+            return WebProcesses(self._hub, self._engine, self._config, self._listener)
+        from aquifer.serve.web import Web  # while the engine process imports its own half
+
+        return Web(self._hub, self._engine, self._config, self._listener)
+
+    async def _open(self, web: WebSide, on_progress: Callable[[LoadProgress], None]) -> None:
         """Load the tokenizers while the engine process loads the weights."""
-        texts = await web.load_texts()
-        await web.open(texts, await self._client.ready(on_progress))
+        await web.prepare()
+        models = await self._hub.ready(on_progress)
+        await web.open(models)
+        await self._hub.log(models)
 
     def _on_signal(self) -> None:
         if self._stopping.is_set():
@@ -119,7 +131,9 @@ class _Server:
         deadline.start()
 
     def _exit(self) -> NoReturn:
-        self._client.kill()
+        self._hub.kill()
+        if self._web is not None:
+            self._web.kill()
         os._exit(1)
 
 

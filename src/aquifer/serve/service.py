@@ -23,7 +23,6 @@ from aquifer.serve.http import key_name_of
 from aquifer.serve.limits import BodyReader
 from aquifer.serve.metrics import Metrics
 from aquifer.serve.models import TextModel, check_token_ids
-from aquifer.serve.prefixes import PinnedPrefixes
 from aquifer.serve.protocol.parsing import parse_body
 from aquifer.serve.protocol.requests import CompletionRequest, TemplateFields
 from aquifer.serve.protocol.responses import ModelCard
@@ -51,13 +50,14 @@ class Service:
     """State shared by the endpoints.
 
     Args:
-        client: the engine. Pre-condition: it is ready.
+        client: of the engine, whose models are ready.
         models: by served name.
         aliases: served names by the other names that clients may use.
         trusts_templates: whether clients may send chat templates.
         salts_by_key: whether clients with different API keys share no retained prefixes.
         shares_by_key: whether clients with different API keys share the models fairly.
         request_log: logs each request; None if they are not logged.
+        num_processes: web processes that share what the server allows.
     """
 
     def __init__(
@@ -70,18 +70,18 @@ class Service:
         salts_by_key: bool = False,
         shares_by_key: bool = False,
         request_log: RequestLog | None = None,
+        num_processes: int = 1,
     ) -> None:
         self.client = client
+        self.backend = client.backend
         self.models = dict(models)
         self._aliases = dict(aliases)
         self.metrics = Metrics(
             {name: model.info.max_model_len for name, model in self.models.items()}
         )
-        client.on_launch = self.metrics.launched
         self._request_log = request_log
-        self.prefixes = PinnedPrefixes(client)
         self.started_s = int(time.time())
-        self.bodies = BodyReader()
+        self.bodies = BodyReader(num_processes)
         self._salts_by_key = salts_by_key
         self._shares_by_key = shares_by_key
         self._trusts_templates = trusts_templates

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from aquifer import __version__
 from aquifer.engine.reports import EngineStats, MemoryReport, ModelInfo
-from aquifer.serve.metrics import Metrics
+from aquifer.serve.engine_metrics import TokenCounts
 from aquifer.sizes import format_size
 
 INTERVAL_S = 10.0
@@ -80,45 +80,54 @@ class StatsLog:
     otherwise at level debug.
 
     Args:
-        metrics: where tokens are counted.
+        models: the names of the served models.
         device: the device, as in a memory report; None if unknown.
     """
 
-    def __init__(self, metrics: Metrics, device: str | None) -> None:
-        self._metrics = metrics
+    def __init__(self, models: Iterable[str], device: str | None) -> None:
         self._cache = cache_name(device)
-        self._before = {name: _Counts() for name in metrics.models}
-        self._hit_rates = dict.fromkeys(metrics.models, 0.0)
-        self._had_traffic = dict.fromkeys(metrics.models, False)
+        self._before = {name: _Counts() for name in models}
+        self._hit_rates = dict.fromkeys(self._before, 0.0)
+        self._had_traffic = dict.fromkeys(self._before, False)
 
-    async def run(self, stats: Callable[[], EngineStats]) -> None:
-        """Log every `INTERVAL_S` seconds until cancelled; `stats` has the engine's counters."""
+    async def run(
+        self, read: Callable[[], Awaitable[tuple[EngineStats, Mapping[str, TokenCounts]]]]
+    ) -> None:
+        """Log every `INTERVAL_S` seconds until cancelled.
+
+        Args:
+            read: returns the engine's counters, and the tokens of each model.
+        """
         before_s = time.monotonic()
         while True:
             await asyncio.sleep(INTERVAL_S)
+            stats, tokens = await read()
             now_s = time.monotonic()
-            self.log(stats(), now_s - before_s)
+            self.log(stats, tokens, now_s - before_s)
             before_s = now_s
 
-    def log(self, stats: EngineStats, elapsed_s: float) -> None:
+    def log(self, stats: EngineStats, tokens: Mapping[str, TokenCounts], elapsed_s: float) -> None:
         """Log a line for each model.
 
         Args:
             stats: the engine's counters.
+            tokens: of each model.
             elapsed_s: seconds since the last call.
         """
-        for name in self._metrics.models:
-            has_traffic, line = self._line(name, stats, elapsed_s)
+        for name in self._before:
+            has_traffic, line = self._line(name, stats, tokens.get(name, TokenCounts()), elapsed_s)
             is_shown = has_traffic or self._had_traffic[name]
             _log.log(logging.INFO if is_shown else logging.DEBUG, line)
             self._had_traffic[name] = has_traffic
 
-    def _line(self, name: str, stats: EngineStats, elapsed_s: float) -> tuple[bool, str]:
+    def _line(
+        self, name: str, stats: EngineStats, tokens: TokenCounts, elapsed_s: float
+    ) -> tuple[bool, str]:
         """Whether a model had traffic since the last call, and its line."""
-        metrics, before = self._metrics.models[name], self._before[name]
+        before = self._before[name]
         now = self._before[name] = _Counts(
-            metrics.num_prompt_tokens,
-            metrics.num_generation_tokens,
+            tokens.of_prompts,
+            tokens.generated,
             stats.num_prefix_queried_tokens.get(name, 0),
             stats.num_prefix_hit_tokens.get(name, 0),
         )

@@ -11,6 +11,11 @@ MAX_DEATHS = 3
 _LONGEST_PAUSE_S = 30.0
 
 
+def pause_s(num_failures: int) -> float:
+    """Seconds to wait before a process is started again that failed so often in a row."""
+    return 0.0 if num_failures == 1 else min(_LONGEST_PAUSE_S, 0.5 * 2.0 ** (num_failures - 2))
+
+
 class Supervisor:
     """Counts deaths of the engine process, in all and by the model that was computed.
 
@@ -47,9 +52,7 @@ class Supervisor:
             self._deaths[model] += 1
         self._num_failures += 1
         self.num_restarts += 1
-        if self._num_failures == 1:
-            return 0.0
-        return min(_LONGEST_PAUSE_S, 0.5 * 2.0 ** (self._num_failures - 2))
+        return pause_s(self._num_failures)
 
     def completed(self, model: str) -> None:
         """Record that a completion of a model has ended as it should."""

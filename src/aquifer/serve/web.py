@@ -11,12 +11,14 @@ import socket
 from collections.abc import Iterator, Mapping
 
 import uvicorn
+from prometheus_client.core import Metric
 from starlette.types import ASGIApp
 
 from aquifer.config import EngineConfig, aliases_of
 from aquifer.engine.reports import ModelInfo
 from aquifer.errors import EngineError
 from aquifer.serve.app import create_app
+from aquifer.serve.backend import Backend
 from aquifer.serve.client import EngineClient
 from aquifer.serve.config import BACKLOG, LAST_BYTES_S, ServerConfig
 from aquifer.serve.limits import (
@@ -25,9 +27,9 @@ from aquifer.serve.limits import (
     TimedProtocol,
     allow_connections,
 )
+from aquifer.serve.messages import Availability, Outputs
 from aquifer.serve.models import TextModel
 from aquifer.serve.service import ServedModel, Service
-from aquifer.serve.stats_log import StatsLog, log_start
 
 _KEEP_ALIVE_S = 60  # longer than most clients keep a connection, so that they close it first
 
@@ -35,80 +37,93 @@ _KEEP_ALIVE_S = 60  # longer than most clients keep a connection, so that they c
 class Web:
     """Serves the API on a socket; until `open`, requests that need a model get status 503.
 
+    A `WebSide` of one web process.
+
     Args:
-        client: of the engine, ready or not.
+        backend: the rest of the server.
         engine: options of the engine, with the models to serve.
         config: options of the HTTP side.
+        listener: the socket.
+        process: this process's serial number.
     """
 
-    def __init__(self, client: EngineClient, engine: EngineConfig, config: ServerConfig) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        engine: EngineConfig,
+        config: ServerConfig,
+        listener: socket.socket,
+        process: int = 0,
+    ) -> None:
         allow_connections()
-        self._client = client
         self._engine = engine
         self._config = config
+        self._listener = listener
+        self._client = EngineClient(backend, engine.max_num_waiting, process)
         self._app = create_app(
-            client,
+            self._client,
             config.api_keys,
             guards_all=config.api_key_for_all,
             cors=config.cors,
             has_tokenizer_info=config.enable_tokenizer_info_endpoint,
         )
         self._uvicorn = http_server(self._app, config.shutdown_timeout_s)
+        self._texts: list[TextModel] = []
         self._service: Service | None = None
-        self._logging: asyncio.Task[None] | None = None
 
-    async def run(self, listener: socket.socket) -> None:
+    async def run(self) -> None:
         """Serve until `stop`, and then until running requests have ended."""
-        await self._uvicorn.serve(sockets=[listener])
+        await self._uvicorn.serve(sockets=[self._listener])
 
-    def stop(self) -> None:
-        """Accept no more requests."""
-        self._uvicorn.should_exit = True
-        if self._logging is not None:
-            self._logging.cancel()
-        if self._service is not None:
-            self._service.close()
-
-    async def load_texts(self) -> list[TextModel]:
+    async def prepare(self) -> None:
         """Load the models' tokenizers and templates.
 
         Raises:
             ConfigError: one of them cannot be used.
         """
         template = self._config.chat_template
-        return await asyncio.to_thread(
+        self._texts = await asyncio.to_thread(
             lambda: [TextModel.load(spec, template) for spec in self._engine.models]
         )
 
-    async def open(self, texts: list[TextModel], infos: Mapping[str, ModelInfo]) -> None:
-        """Answer requests from now on.
-
-        Args:
-            texts: from `load_texts`.
-            infos: the models that the engine has loaded, by served name.
-        """
-        served = {text.name: ServedModel(text, infos[text.name]) for text in texts}
-        aliases = aliases_of(self._engine.models)
-        service = Service(
+    async def open(self, models: Mapping[str, ModelInfo]) -> None:
+        """Answer requests for these models, by served name. Pre-condition: `prepare`."""
+        served = {text.name: ServedModel(text, models[text.name]) for text in self._texts}
+        self._service = self._app.state.service = Service(
             self._client,
             served,
-            aliases,
+            aliases_of(self._engine.models),
             trusts_templates=self._config.trust_request_chat_template,
             salts_by_key=self._config.salts_by_key,
             shares_by_key=len(self._config.api_keys) > 1,
             request_log=self._config.request_log,
+            num_processes=self._config.api_server_count,
         )
-        self._service = self._app.state.service = service
-        try:
-            report = await self._client.memory()
-        except EngineError:
-            device = None  # the engine process has died, which the client logs
-        else:
-            device = report.device
-            log_start([model.info for model in served.values()], aliases, report)
-        if not self._config.disable_log_stats:
-            stats_log = StatsLog(service.metrics, device)
-            self._logging = asyncio.create_task(stats_log.run(lambda: self._client.stats))
+
+    def deliver(self, outputs: Outputs) -> None:
+        """Deliver outputs of the engine to the requests that they are of."""
+        self._client.deliver(outputs)
+
+    def lose(self, error: EngineError) -> None:
+        """End all requests that run with an error."""
+        self._client.lose(error)
+
+    def available(self, availability: Availability) -> None:
+        """Nothing to do: the backend is asked for each request."""
+
+    async def request_metrics(self) -> list[list[Metric]]:
+        """Return what was measured since the start."""
+        return [] if self._service is None else [self._service.metrics.families()]
+
+    async def stop(self, timeout_s: float) -> None:
+        """Accept no more requests; end those that still run after `timeout_s` with an error."""
+        self._uvicorn.should_exit = True
+        await self._client.drain(timeout_s)
+        if self._service is not None:
+            self._service.close()
+
+    def kill(self) -> None:
+        """Nothing to do: there are no other processes that serve."""
 
 
 def http_server(app: ASGIApp, shutdown_timeout_s: float) -> uvicorn.Server:

@@ -9,8 +9,6 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from aquifer import __version__
 from aquifer.engine.reports import MemoryReport
-from aquifer.errors import EngineError
-from aquifer.serve.client import EngineClient
 from aquifer.serve.http import response_to
 from aquifer.serve.service import Client, Served
 from aquifer.sizes import format_size
@@ -29,24 +27,12 @@ async def version() -> dict[str, str]:
 
 async def metrics(service: Served) -> Response:
     """Return the metrics in Prometheus's text format."""
-    report = await _memory_report(service.client)
-    return Response(
-        service.metrics.render(service.client.stats, report, service.client.num_restarts),
-        media_type=CONTENT_TYPE_LATEST,
-    )
+    return Response(await service.backend.metrics(), media_type=CONTENT_TYPE_LATEST)
 
 
 async def memory(service: Served) -> dict[str, Any]:
     """Return the breakdown of the pool's budget, in bytes and human-readable."""
-    return _memory_dict(await service.client.memory())
-
-
-async def _memory_report(client: EngineClient) -> MemoryReport | None:
-    """Return the report, or None if the engine does not answer in time."""
-    try:
-        return await client.memory()
-    except EngineError:
-        return None
+    return _memory_dict(await service.backend.memory())
 
 
 def _memory_dict(report: MemoryReport) -> dict[str, Any]:

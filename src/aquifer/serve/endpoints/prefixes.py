@@ -26,7 +26,7 @@ async def pin_prefix(
     else:
         token_ids, param = body.prompt or [], "prompt"
     check_prompt(model, token_ids, param)
-    prefix = await service.prefixes.pin(
+    prefix = await service.backend.pin(
         service.owner(request),
         service.client_name(request),
         model.info.name,
@@ -38,13 +38,13 @@ async def pin_prefix(
 
 async def list_prefixes(request: Request, service: Served) -> PrefixList:
     """List the pinned prefixes."""
-    prefixes = service.prefixes.of(service.owner(request))
+    prefixes = await service.backend.prefixes(service.owner(request))
     return PrefixList(data=[*map(_prefix_card, prefixes)])
 
 
 async def unpin_prefix(request: Request, prefix_id: str, service: Served) -> Response:
     """Unpin a prefix."""
-    if not await service.prefixes.unpin(service.owner(request), prefix_id):
+    if not await service.backend.unpin(service.owner(request), prefix_id):
         return error_response(404, f"no prefix {prefix_id!r} is pinned", "prefix_id")
     return json_response(PrefixDeleted(id=prefix_id))
 

@@ -1,0 +1,201 @@
+"""Prometheus metrics of the engine, and those of all web processes together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from aquifer.engine.reports import EngineStats, MemoryReport
+from aquifer.memory.owners import Kind
+from aquifer.serve.metrics import GENERATION_TOKENS, PROMPT_TOKENS
+
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+class EngineMetrics:
+    """Metrics of the engine.
+
+    Args:
+        models: the names of the served models.
+    """
+
+    def __init__(self, models: Iterable[str]) -> None:
+        self._registry = CollectorRegistry()
+        step_tokens = Histogram(
+            "aquifer:iteration_tokens_total",
+            "Tokens that a step of the engine computes, of prompts and outputs.",
+            ["model_name"],
+            registry=self._registry,
+            buckets=_STEP_TOKENS,
+        )
+        self._step_tokens = {model: step_tokens.labels(model) for model in models}
+
+    def launched(self, model: str, num_tokens: int) -> None:
+        """Record that a step was launched.
+
+        Args:
+            model: the model.
+            num_tokens: tokens that the step computes, of prompts and of outputs.
+        """
+        self._step_tokens[model].observe(num_tokens)
+
+    def render(
+        self,
+        of_requests: Sequence[Metric],
+        stats: EngineStats,
+        report: MemoryReport | None,
+        num_restarts: int,
+    ) -> bytes:
+        """Render all metrics of a server in Prometheus's exposition format.
+
+        Args:
+            of_requests: what the web processes have measured, together.
+            stats: the engine's counters.
+            report: the memory report, or None if the engine does not answer.
+            num_restarts: how often the engine process was started again.
+        """
+        families = [*of_requests, *self._registry.collect()]
+        families += _engine_families([*self._step_tokens], stats, num_restarts)
+        if report is not None:
+            families.append(_pool_bytes(report))
+        registry = CollectorRegistry()
+        registry.register(_Families(families))
+        return generate_latest(registry)
+
+
+class _Families(Collector):
+    """Collector of metrics that are there already."""
+
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def summed(of_processes: Iterable[Sequence[Metric]]) -> list[Metric]:
+    """Add up counters and histograms of several processes, sample by sample.
+
+    Times at which a series was created are not added: the first one counts.
+    """
+    families: dict[str, Metric] = {}
+    values: dict[str, dict[tuple[str, frozenset[tuple[str, str]]], float]] = {}
+    for of_process in of_processes:
+        for family in of_process:
+            families.setdefault(family.name, family)
+            of_family = values.setdefault(family.name, {})
+            for sample in family.samples:
+                key = sample.name, frozenset(sample.labels.items())
+                if key not in of_family:
+                    of_family[key] = sample.value
+                elif sample.name.endswith("_created"):
+                    of_family[key] = min(of_family[key], sample.value)
+                else:
+                    of_family[key] += sample.value
+    return [_with_values(family, values[name]) for name, family in families.items()]
+
+
+def _with_values(
+    family: Metric, values: Mapping[tuple[str, frozenset[tuple[str, str]]], float]
+) -> Metric:
+    """The same metric with other values; samples keep the order that their format asks for."""
+    result = Metric(family.name, family.documentation, family.type)
+    for sample in family.samples:
+        value = values[sample.name, frozenset(sample.labels.items())]
+        result.add_sample(sample.name, sample.labels, value)
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """Tokens of a model since the start."""
+
+    of_prompts: int = 0
+    generated: int = 0
+
+
+def token_counts(families: Iterable[Metric]) -> dict[str, TokenCounts]:
+    """Read the tokens of each model off the metrics of its requests."""
+    counted: dict[str, dict[str, int]] = {PROMPT_TOKENS: {}, GENERATION_TOKENS: {}}
+    for family in families:
+        if family.name in counted:
+            for sample in family.samples:
+                counted[family.name][sample.labels["model_name"]] = int(sample.value)
+    return {
+        model: TokenCounts(num_tokens, counted[GENERATION_TOKENS][model])
+        for model, num_tokens in counted[PROMPT_TOKENS].items()
+    }
+
+
+def _engine_families(
+    models: Sequence[str], stats: EngineStats, num_restarts: int
+) -> Iterator[Metric]:
+    """Yield the engine's counters."""
+    label = ["model_name"]
+    running = GaugeMetricFamily(
+        "aquifer:num_requests_running", "Requests in the running batch.", labels=label
+    )
+    waiting = GaugeMetricFamily(
+        "aquifer:num_requests_waiting", "Requests waiting to run.", labels=label
+    )
+    preemptions = CounterMetricFamily(
+        "aquifer:num_preemptions", "Requests preempted for lack of memory.", labels=label
+    )
+    queries = CounterMetricFamily(
+        "aquifer:prefix_cache_queries",
+        "Prompt tokens looked up among retained prefixes.",
+        labels=label,
+    )
+    hits = CounterMetricFamily(
+        "aquifer:prefix_cache_hits",
+        "Prompt tokens found among retained prefixes.",
+        labels=label,
+    )
+    usage = GaugeMetricFamily(
+        "aquifer:kv_cache_usage_perc",
+        "KV bytes in use / bytes that KV could have, 0 to 1.",
+        labels=label,
+    )
+    for model in models:
+        running.add_metric([model], stats.num_running.get(model, 0))
+        waiting.add_metric([model], stats.num_waiting.get(model, 0))
+        preemptions.add_metric([model], stats.num_preemptions.get(model, 0))
+        queries.add_metric([model], stats.num_prefix_queried_tokens.get(model, 0))
+        hits.add_metric([model], stats.num_prefix_hit_tokens.get(model, 0))
+        usage.add_metric([model], stats.kv_usage)
+    yield from (running, waiting, preemptions, queries, hits, usage)
+    yield CounterMetricFamily(
+        "aquifer:engine_restarts",
+        "Times that the engine process died and was started again.",
+        value=num_restarts,
+    )
+    yield CounterMetricFamily(
+        "aquifer:late_compilations",
+        "Kernels compiled while a step waited, after the models were ready.",
+        value=stats.num_late_compilations,
+    )
+
+
+def _pool_bytes(report: MemoryReport) -> Metric:
+    """Return bytes by owner; the values add up to the pool's budget."""
+    family = GaugeMetricFamily(
+        "aquifer:pool_bytes",
+        "The pool's budget by owner. Free bytes are retained (idle pages, or retired pages that "
+        "are still mapped) or uncreated.",
+        labels=["device", "model", "kind", "state"],
+    )
+    for model, memory in report.models.items():
+        for kind, num_bytes in memory.bytes_by_kind.items():
+            state = "retained" if kind is Kind.PREFIX else "mapped"
+            family.add_metric([report.device, model, kind.value, state], num_bytes)
+    overhead = [report.device, "", Kind.OVERHEAD.value, "mapped"]
+    family.add_metric(overhead, report.overhead_bytes)
+    retained_bytes = report.idle_bytes + report.retired_bytes
+    family.add_metric([report.device, "", "free", "retained"], retained_bytes)
+    uncreated_bytes = max(report.free_bytes - retained_bytes, 0)
+    family.add_metric([report.device, "", "free", "uncreated"], uncreated_bytes)
+    return family

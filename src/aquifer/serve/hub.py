@@ -1,0 +1,175 @@
+"""What the web processes of a server share: the engine process, pinned prefixes, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from prometheus_client.core import Metric
+
+from aquifer.config import EngineConfig, aliases_of
+from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelInfo
+from aquifer.errors import EngineError
+from aquifer.serve.backend import WebSide
+from aquifer.serve.engine_metrics import EngineMetrics, TokenCounts, summed, token_counts
+from aquifer.serve.keeper import EngineKeeper
+from aquifer.serve.messages import Abort, AbortAll, Add, Availability, Step
+from aquifer.serve.prefixes import PinnedPrefix, PinnedPrefixes
+from aquifer.serve.process import OpenEngine
+from aquifer.serve.stats_log import StatsLog, log_start
+
+
+class Hub:
+    """The `Backend` in the server's first process.
+
+    For one event loop.
+
+    Args:
+        engine: options of the engine, with the models to serve.
+        open_it: opens the engine, in the engine process.
+        log_level: least level of messages that the engine process logs.
+        logs_stats: whether to log throughput, queue and cache while there is traffic.
+    """
+
+    def __init__(
+        self, engine: EngineConfig, open_it: OpenEngine, log_level: str, *, logs_stats: bool
+    ) -> None:
+        self._engine = engine
+        self._logs_stats = logs_stats
+        self._keeper = EngineKeeper(engine, open_it, log_level, self)
+        self._prefixes = PinnedPrefixes(self._keeper)
+        self._web: WebSide | None = None
+        self._metrics = EngineMetrics([])
+        self._availability = self._keeper.availability  # as the web side knows it
+        self._logging: asyncio.Task[None] | None = None
+
+    # ---- life
+
+    def start(self) -> None:
+        """Start the engine process."""
+        self._keeper.start()
+
+    def attach(self, web: WebSide) -> None:
+        """Deliver outputs of the engine to these web processes."""
+        self._web = web
+
+    async def ready(self, on_progress: Callable[[LoadProgress], None]) -> dict[str, ModelInfo]:
+        """Wait until all models are loaded; return their infos by served name.
+
+        Raises:
+            ConfigError: an option or a checkpoint cannot be used.
+            EngineError: the driver refused a call, or the process died.
+        """
+        models = await self._keeper.ready(on_progress)
+        self._metrics = EngineMetrics(models)
+        return models
+
+    async def log(self, models: Mapping[str, ModelInfo]) -> None:
+        """Log what is served, and begin to log throughput if that is wanted."""
+        device = None
+        try:
+            report = await self.memory()
+        except EngineError:
+            pass  # the engine process has died, which the keeper logs
+        else:
+            device = report.device
+            log_start([*models.values()], aliases_of(self._engine.models), report)
+        if self._logs_stats:
+            self._logging = asyncio.create_task(StatsLog(models, device).run(self._counts))
+
+    def refuse(self) -> None:
+        """Accept no more requests: the server is shutting down."""
+        if self._logging is not None:
+            self._logging.cancel()
+        self._keeper.refuse()
+
+    async def stop(self) -> None:
+        """End the engine process. Pre-condition: `refuse`."""
+        await self._keeper.stop()
+
+    def kill(self) -> None:
+        """Kill the engine process at once."""
+        self._keeper.kill()
+
+    # ---- the backend of web processes
+
+    @property
+    def availability(self) -> Availability:
+        """Whether requests are accepted."""
+        return self._keeper.availability
+
+    def send(self, message: Add | Abort | AbortAll) -> None:
+        """Send a message to the engine process; it is lost if that is gone."""
+        self._keeper.send(message)
+
+    async def memory(self) -> MemoryReport:
+        """Ask the engine for its memory report, which includes the effect of all earlier aborts.
+
+        Raises:
+            EngineError: the engine has stopped.
+        """
+        return await self._keeper.memory()
+
+    async def metrics(self) -> bytes:
+        """Return the metrics of the whole server in Prometheus's exposition format."""
+        try:
+            report = await self.memory()
+        except EngineError:
+            report = None
+        of_requests = await self._request_metrics()
+        return self._metrics.render(of_requests, self._stats, report, self._keeper.num_restarts)
+
+    async def pin(
+        self,
+        owner: str | None,
+        client: str,
+        model: str,
+        token_ids: list[int],
+        cache_salt: str | None,
+    ) -> PinnedPrefix:
+        """Pin the KV of a prefix, as `PinnedPrefixes.pin` does."""
+        return await self._prefixes.pin(owner, client, model, token_ids, cache_salt)
+
+    async def unpin(self, owner: str | None, prefix_id: str) -> bool:
+        """Unpin a prefix; return whether this owner had one with this id."""
+        return await self._prefixes.unpin(owner, prefix_id)
+
+    async def prefixes(self, owner: str | None) -> list[PinnedPrefix]:
+        """List this owner's pinned prefixes, oldest first."""
+        return self._prefixes.of(owner)
+
+    # ---- what the engine process does
+
+    def stepped(self, step: Step) -> None:
+        """Deliver the outputs of a step."""
+        if step.launched is not None:
+            self._metrics.launched(*step.launched)
+        if self._web is not None:
+            self._web.deliver(step.outputs)
+
+    def lost(self, error: EngineError) -> None:
+        """End all requests with an error: the engine process died."""
+        if self._web is not None:
+            self._web.lose(error)
+
+    def changed(self) -> None:
+        """Tell the web processes whether requests are accepted, if that has changed."""
+        now, before = self._keeper.availability, self._availability
+        if str(now.reason) != str(before.reason) or now.out_of_service != before.out_of_service:
+            self._availability = now
+            if self._web is not None:
+                self._web.available(now)
+
+    @property
+    def _stats(self) -> EngineStats:
+        stats = self._keeper.stats
+        assert stats is not None  # the models are ready
+        return stats
+
+    async def _request_metrics(self) -> list[Metric]:
+        assert self._web is not None
+        return summed(await self._web.request_metrics())
+
+    async def _counts(self) -> tuple[EngineStats, Mapping[str, TokenCounts]]:
+        """The engine's counters, and the tokens of each model."""
+        return self._stats, token_counts(await self._request_metrics())
