@@ -9,14 +9,17 @@ run, the CPU time of the web process (`/proc/PID/stat`, all threads) is divided 
 the client got. An event is a token: the tokens are those of an English text, and no character of it
 takes two.
 
-`--before` is another checkout, whose server is measured in turns with this one's. Each measurement
-has new processes.
+`--before` is another checkout, whose server is measured in turns with this one's. `--processes` is
+the number of web processes; where there are several, the CPU time is that of all of them and of the
+server's first process, which divides the engine's messages among them. Each measurement has new
+processes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
 import select
@@ -26,7 +29,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,7 +60,7 @@ from aquifer.text import Tokenizer
 _ROOT = Path(__file__).resolve().parents[2]
 _MODEL = "demo"
 _TEXT = "Once upon a time there was a little girl named Lily, who loved to play in the park. "
-_READY = re.compile(r"ready on (http://\S+)")
+_READY = re.compile(r"ready on (http://\S+) ([\d ]+)")
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 _SETTLE_S = 1.0
 _EXIT_S = 8.0
@@ -67,11 +70,12 @@ _PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is measured: which endpoint, how many streams, and the interval of the steps."""
+    """What is measured: which endpoint, how many streams, the interval of the steps, processes."""
 
     endpoint: str
     streams: int
     step_ms: float
+    processes: int = 1
 
 
 _LOADS = tuple(
@@ -177,20 +181,28 @@ def open_steady(
     return SteadyEngine(config.models[0], step_s)
 
 
-def run_server(step_ms: float, profile: Path | None) -> None:
-    """Serve until SIGTERM; the ready line on standard output has the URL.
+def run_server(step_ms: float, processes: int, profile: Path | None) -> None:
+    """Serve until SIGTERM; the ready line on standard output has the URL and process ids.
 
     Args:
         step_ms: interval of the steps.
+        processes: web processes.
         profile: file for what cProfile finds in the web process; None to run without it.
     """
+
+    several = {"api_server_count": processes} if processes > 1 else {}  # not in older checkouts
+
+    def on_ready(url: str) -> None:
+        children = multiprocessing.active_children()
+        web = [child.pid for child in children if child.name.startswith("aquifer-web")]
+        print(f"ready on {url}", os.getpid(), *web, flush=True)
 
     def run() -> None:
         serve(
             EngineConfig(models=(ModelSpec.parse(_MODEL),)),
-            ServerConfig(port=0, log_level="error", shutdown_timeout_s=0.0),
+            ServerConfig(port=0, log_level="error", shutdown_timeout_s=0.0, **several),
             on_progress=lambda _: None,
-            on_ready=lambda url: print(f"ready on {url}", flush=True),
+            on_ready=on_ready,
             open_it=partial(open_steady, step_ms / 1e3),
         )
 
@@ -207,16 +219,16 @@ def run_server(step_ms: float, profile: Path | None) -> None:
 # ---- the client
 
 
-def run_client(url: str, pid: int, load: Load, window_s: float) -> dict[str, float]:
+def run_client(url: str, pids: list[int], load: Load, window_s: float) -> dict[str, float]:
     """Open streams and read them for a while.
 
     Args:
         url: the server.
-        pid: its web process.
+        pids: its processes of which the CPU time is measured.
         load: which streams.
         window_s: seconds to measure, once each stream has had an event and things have settled.
 
-    Returns: CPU seconds of the web process, events and reads that had any, and seconds.
+    Returns: CPU seconds of the web processes, events and reads that had any, and seconds.
     """
     address = urlsplit(url)
     request = _request(load.endpoint)
@@ -249,9 +261,9 @@ def run_client(url: str, pid: int, load: Load, window_s: float) -> dict[str, flo
 
     read_until(lambda: not silent)
     wait(_SETTLE_S)
-    before = _cpu_s(pid), num_events, num_reads, time.monotonic()
+    before = sum(map(_cpu_s, pids)), num_events, num_reads, time.monotonic()
     wait(window_s)
-    after = _cpu_s(pid), num_events, num_reads, time.monotonic()
+    after = sum(map(_cpu_s, pids)), num_events, num_reads, time.monotonic()
     cpu_s, events, reads, seconds = (b - a for a, b in zip(before, after, strict=True))
     return {"cpu_s": cpu_s, "events": events, "reads": reads, "seconds": seconds}
 
@@ -281,8 +293,8 @@ def _cpu_s(pid: int) -> float:
 
 def measure(tree: Path, load: Load, window_s: float, profile: Path | None = None) -> dict[str, Any]:
     """Run a server of a checkout and a client; return what the client measured."""
-    with _serving(tree, load.step_ms, profile) as (url, pid):
-        options = ["--client", url, "--pid", str(pid), "--load", json.dumps(asdict(load))]
+    with _serving(tree, load, profile) as (url, pids):
+        options = ["--client", url, "--pids", *pids, "--load", json.dumps(asdict(load))]
         command = [sys.executable, __file__, *options, "--window", str(window_s)]
         done = subprocess.run(
             command, env=_environment(_ROOT), stdout=subprocess.PIPE, text=True, check=True
@@ -331,9 +343,10 @@ def read_all(port: int, num_connections: int = 512) -> None:
 
 
 @contextmanager
-def _serving(tree: Path, step_ms: float, profile: Path | None) -> Iterator[tuple[str, int]]:
-    """Run the server of a checkout; its URL and the process id of its web process."""
-    options = ["--server", str(step_ms), *(["--profile", str(profile)] if profile else [])]
+def _serving(tree: Path, load: Load, profile: Path | None) -> Iterator[tuple[str, list[str]]]:
+    """Run the server of a checkout; its URL, and the ids of the processes to measure."""
+    options = ["--server", str(load.step_ms), "--processes", str(load.processes)]
+    options += ["--profile", str(profile)] if profile else []
     server = subprocess.Popen(
         [sys.executable, __file__, *options],
         env=_environment(tree),
@@ -345,7 +358,7 @@ def _serving(tree: Path, step_ms: float, profile: Path | None) -> Iterator[tuple
         found = _READY.search(server.stdout.readline())
         if found is None:
             raise SystemExit("the server did not start")
-        yield found[1], server.pid
+        yield found[1], found[2].split()
     finally:
         server.terminate()
         try:
@@ -376,7 +389,16 @@ def figures_of(load: Load, runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _table(results: dict[str, list[dict[str, Any]]], floor_us: float) -> Table:
     table = Table(title=f"CPU time of the web process; one send of an event: {floor_us:.1f} us")
-    for column in ("endpoint", "streams", "step", "tree", "us a token", "tokens/s", "cores"):
+    for column in (
+        "endpoint",
+        "streams",
+        "step",
+        "processes",
+        "tree",
+        "us a token",
+        "tokens/s",
+        "cores",
+    ):
         table.add_column(column, justify="left" if column in ("endpoint", "tree") else "right")
     for of_load in zip(*results.values(), strict=True):
         for tree, figures in zip(results, of_load, strict=True):
@@ -384,6 +406,7 @@ def _table(results: dict[str, list[dict[str, Any]]], floor_us: float) -> Table:
                 figures["endpoint"],
                 str(figures["streams"]),
                 f"{figures['step_ms']:g} ms",
+                str(figures["processes"]),
                 tree,
                 f"{figures['us_per_token']:.1f}",
                 f"{figures['tokens_per_s']:,.0f}",
@@ -399,26 +422,27 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="runs of each kind")
     parser.add_argument("--window", type=float, default=4.0, help="seconds of each run")
     parser.add_argument("--streams", type=int, nargs="+", help="only these numbers of streams")
+    parser.add_argument("--processes", type=int, default=1, help="web processes")
     parser.add_argument("--endpoints", nargs="+", choices=_PATHS, default=list(_PATHS))
     parser.add_argument("--profile", type=Path, help="with --server: file for cProfile's figures")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--server", type=float, metavar="MS", help="be the server, with such steps")
     parser.add_argument("--client", metavar="URL", help="be the client of this server")
-    parser.add_argument("--pid", type=int, help="with --client: the web process")
+    parser.add_argument("--pids", type=int, nargs="+", help="with --client: what is measured")
     parser.add_argument("--load", type=json.loads, help="with --client: which streams")
     options = parser.parse_args()
     if options.server is not None:
-        run_server(options.server, options.profile)
+        run_server(options.server, options.processes, options.profile)
         return
     if options.client is not None:
         load = Load(**options.load)
-        print(json.dumps(run_client(options.client, options.pid, load, options.window)))
+        print(json.dumps(run_client(options.client, options.pids, load, options.window)))
         return
     trees = {"after": _ROOT}
     if options.before is not None:
         trees = {"before": options.before.resolve(), **trees}
     loads = [
-        load
+        replace(load, processes=options.processes)
         for load in _LOADS
         if load.endpoint in options.endpoints
         and (options.streams is None or load.streams in options.streams)

@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import openai
+from openai import Stream
 
 ROOT = Path(__file__).parents[2]
 _INFO = re.compile(r"^[\d-]+ [\d:]+ INFO aquifer\..*\n", re.MULTILINE)
@@ -120,6 +121,33 @@ class RunningServer:
             if f"PPid:\t{self.process.pid}\n" in _text_of(status)
         ]
 
+    def spawned(self) -> list[int]:
+        """Process ids of its running Python processes, the first one first: that is the engine."""
+        spawned = [
+            process
+            for process in self.children()
+            if "spawn_main" in _text_of(Path(f"/proc/{process}/cmdline"))
+        ]
+        return sorted(filter(is_running, spawned), key=_started)
+
+    def engine_process(self) -> int:
+        """Process id of the engine, as long as it was not started again."""
+        return self.spawned()[0]
+
+    def stream(self, prompt: str, **options: Any) -> Stream[Any]:
+        """A stream of which the first chunk has arrived."""
+        defaults: dict[str, Any] = {"model": self.only_model, "max_tokens": 10**5}
+        client = self.openai(api_key="secret")
+        stream: Stream[Any] = client.completions.create(
+            **(defaults | options), prompt=prompt, stream=True
+        )
+        next(stream)
+        return stream
+
+    def wait_healthy(self) -> None:
+        """Wait until it accepts requests."""
+        eventually(lambda: self.call("GET", "/health")[0] == 200, "the server serves")
+
     def memory_in_use(self) -> dict[str, Any]:
         """Memory in use without retained prefixes: the same whenever the server is idle."""
         _, memory, _ = self.call("GET", "/memory")
@@ -178,6 +206,24 @@ def _text_of(file: Path) -> str:
         return file.read_text()
     except (FileNotFoundError, ProcessLookupError):
         return ""
+
+
+def is_running(process: int) -> bool:
+    """Whether there is a process, and it has not ended."""
+    text = _text_of(Path(f"/proc/{process}/status"))
+    return bool(text) and "\nState:\tZ" not in text
+
+
+def _started(process: int) -> int:
+    """When a process was started, in clock ticks; 0 if it has ended."""
+    fields = _text_of(Path(f"/proc/{process}/stat")).rpartition(")")[2].split()
+    return int(fields[19]) if fields else 0
+
+
+def drain(stream: Stream[Any]) -> str | None:
+    """Read a stream to its end; the finish reason."""
+    reasons: list[str | None] = [chunk.choices[0].finish_reason for chunk in stream]
+    return reasons[-1]
 
 
 @contextmanager

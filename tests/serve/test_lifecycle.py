@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 from tests.checkpoints import tiny_llama
-from tests.serve.running import RunningServer, eventually, running
+from tests.serve.running import RunningServer, drain, eventually, is_running, running
 
 from aquifer.serve.supervisor import MAX_DEATHS
 
@@ -54,23 +54,6 @@ def impatient_server(checkpoint: Path) -> Iterator[RunningServer]:
         yield server
 
 
-def _stream(server: RunningServer, prompt: str, **options: Any) -> openai.Stream[Any]:
-    """A stream whose first chunk has arrived."""
-    defaults: dict[str, Any] = {"model": server.only_model, "max_tokens": 10**5}
-    client = server.openai(api_key="secret")
-    stream: openai.Stream[Any] = client.completions.create(
-        **(defaults | options), prompt=prompt, stream=True
-    )
-    next(stream)
-    return stream
-
-
-def _drain(stream: openai.Stream[Any]) -> str | None:
-    """Read a stream to its end; the finish reason."""
-    reasons: list[str | None] = [chunk.choices[0].finish_reason for chunk in stream]
-    return reasons[-1]
-
-
 def test_key(narrow_server: RunningServer):
     body = {"prompt": "x", "max_tokens": 1}
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
@@ -96,7 +79,7 @@ def test_more_requests_than_may_wait(narrow_server: RunningServer):
 
     with ThreadPoolExecutor(1) as threads:
         options: dict[str, Any] = {"max_tokens": LONG_TOKENS, "extra_body": {"ignore_eos": True}}
-        runs = _stream(narrow_server, "x", **options)
+        runs = narrow_server.stream("x", **options)
         waits = threads.submit(post)
         eventually(lambda: num_waiting() == 1, "a request waits")
         assert post() == 429
@@ -108,9 +91,9 @@ def test_a_stream_goes_on_after_sigterm(checkpoint: Path):
     command = ["-m", "aquifer", "serve", f"tiny={checkpoint}", "--port", "0", "--memory", "16M"]
     with running([*command, "--shutdown-timeout", "60"]) as server:
         server.only_model = "tiny"
-        stream = _stream(server, "x", max_tokens=500, extra_body={"ignore_eos": True})
+        stream = server.stream("x", max_tokens=500, extra_body={"ignore_eos": True})
         server.process.send_signal(signal.SIGTERM)
-        assert _drain(stream) == "length"
+        assert drain(stream) == "length"
         assert server.wait() == 0
     assert server.problems == ""
 
@@ -127,7 +110,7 @@ def test_a_lost_request_is_an_error_in_its_stream(lasting_server: RunningServer)
     assert status == 503
     assert answer["error"]["message"] == "lost on purpose"
     with pytest.raises(openai.APIError, match="lost on purpose"):
-        _drain(_stream(lasting_server, "lose"))
+        drain(lasting_server.stream("lose"))
     assert lasting_server.call("POST", "/v1/completions", {"prompt": "x"})[0] == 200
 
 
@@ -135,14 +118,14 @@ def test_an_engine_that_crashes(fake_server: RunningServer):
     """What runs gets an error; another process serves soon, with what was pinned in the first."""
     pinned = {"prompt": "a long prefix"}
     assert fake_server.call("POST", "/v1/prefixes", pinned)[0] == 200
-    stream = _stream(fake_server, "an innocent one")
+    stream = fake_server.stream("an innocent one")
     status, answer, headers = fake_server.call("POST", "/v1/completions", {"prompt": "crash"})
     assert status == 503
     assert "the engine process died" in answer["error"]["message"]
     assert int(headers["retry-after"]) > 0
     with pytest.raises(openai.APIError, match="the engine process died"):
-        _drain(stream)
-    _until_healthy(fake_server)
+        drain(stream)
+    fake_server.wait_healthy()
     status, answer, _ = fake_server.call("POST", "/v1/completions", pinned)
     assert status == 200
     details = answer["usage"]["prompt_tokens_details"]
@@ -156,16 +139,16 @@ def test_an_engine_that_crashes(fake_server: RunningServer):
 def test_an_engine_process_that_is_killed(fake_server: RunningServer):
     """The kernel kills like this when memory runs out. It may happen again and again."""
     for _ in range(MAX_DEATHS + 1):
-        stream = _stream(fake_server, "x")
-        engine = _engine_process(fake_server)
+        stream = fake_server.stream("x")
+        engine = fake_server.engine_process()
         os.kill(engine, signal.SIGKILL)
         with pytest.raises(openai.APIError, match="the engine process died"):
-            _drain(stream)
+            drain(stream)
         _, metrics, _ = fake_server.call("GET", "/metrics")
         assert 'aquifer:num_requests_running{model_name="fake"} 0.0' in metrics
-        _until_healthy(fake_server)
+        fake_server.wait_healthy()
         assert fake_server.call("POST", "/v1/completions", {"prompt": "x"})[0] == 200
-        assert not _status(engine)
+        assert not is_running(engine)
     assert fake_server.stop() == 0
 
 
@@ -186,7 +169,7 @@ def test_a_model_that_ends_every_engine_process_is_taken_out_of_service(
 
 
 def test_an_engine_that_does_not_answer(fake_server: RunningServer):
-    engine = _engine_process(fake_server)
+    engine = fake_server.engine_process()
     os.kill(engine, signal.SIGSTOP)
     eventually(lambda: fake_server.call("GET", "/health")[0] == 503, "the server says so")
     for method, path in (("GET", "/memory"), ("POST", "/v1/completions")):
@@ -194,15 +177,15 @@ def test_an_engine_that_does_not_answer(fake_server: RunningServer):
         assert status == 503
         assert "has not answered" in answer["error"]["message"]
     os.kill(engine, signal.SIGCONT)
-    _until_healthy(fake_server)
+    fake_server.wait_healthy()
     assert fake_server.call("POST", "/v1/completions", {"prompt": "x"})[0] == 200
 
 
 def test_a_server_that_is_told_to_stop_while_the_engine_hangs(impatient_server: RunningServer):
-    engine = _engine_process(impatient_server)
+    engine = impatient_server.engine_process()
     os.kill(engine, signal.SIGSTOP)
     assert impatient_server.stop() == 0
-    eventually(lambda: not _status(engine), "the engine process is gone")
+    eventually(lambda: not is_running(engine), "the engine process is gone")
 
 
 def test_requests_are_refused_while_models_load(checkpoint: Path):
@@ -220,17 +203,17 @@ def test_requests_are_refused_while_models_load(checkpoint: Path):
         assert second.wait() == 1
         assert "choose another with --port" in second.stderr
         server.wait_loading()  # earlier, the signal would end the engine process
-        os.kill(_engine_process(server), signal.SIGUSR1)
-        _until_healthy(server)
+        os.kill(server.engine_process(), signal.SIGUSR1)
+        server.wait_healthy()
     finally:
         assert server.stop() == 0
 
 
 def test_a_stream_that_outlasts_the_timeout_gets_an_error(impatient_server: RunningServer):
-    stream = _stream(impatient_server, "x")
+    stream = impatient_server.stream("x")
     impatient_server.process.send_signal(signal.SIGINT)
     with pytest.raises(openai.APIError, match="shut down before the request finished"):
-        _drain(stream)
+        drain(stream)
     assert impatient_server.wait() == 0
     assert impatient_server.problems == ""
 
@@ -240,33 +223,29 @@ def test_no_new_requests_while_stopping_and_a_second_signal_ends_at_once(
 ):
     connection = http.client.HTTPConnection(str(fake_server.host), fake_server.port)
     connection.connect()
-    stream = _stream(fake_server, "x")
+    stream = fake_server.stream("x")
     fake_server.process.send_signal(signal.SIGTERM)
     eventually(lambda: not _accepts(fake_server), "the server accepts no more connections")
     next(stream)  # while this one goes on
-    engine = _engine_process(fake_server)
+    engine = fake_server.engine_process()
     assert fake_server.stop() == 1
-    eventually(lambda: not _status(engine), "the engine process is gone")
+    eventually(lambda: not is_running(engine), "the engine process is gone")
     connection.close()
 
 
 def test_the_engine_process_ends_with_its_parent(fake_server: RunningServer):
-    engine = _engine_process(fake_server)
+    engine = fake_server.engine_process()
     fake_server.process.kill()
     fake_server.wait()
-    eventually(lambda: not _status(engine), "the engine process is gone")
+    eventually(lambda: not is_running(engine), "the engine process is gone")
 
 
 def test_ctrl_c_in_a_terminal_reaches_both_processes(impatient_server: RunningServer):
-    engine = _engine_process(impatient_server)
+    engine = impatient_server.engine_process()
     os.kill(engine, signal.SIGINT)
     os.kill(engine, signal.SIGTERM)
     assert impatient_server.call("POST", "/v1/completions", {"prompt": "x"})[0] == 200
     assert impatient_server.stop(signal.SIGINT) == 0
-
-
-def _until_healthy(server: RunningServer) -> None:
-    eventually(lambda: server.call("GET", "/health")[0] == 200, "the server serves")
 
 
 def _while_restarting(server: RunningServer) -> None:
@@ -283,26 +262,3 @@ def _accepts(server: RunningServer) -> bool:
     except ConnectionRefusedError:
         return False
     return True
-
-
-def _engine_process(server: RunningServer) -> int:
-    """Process id of the engine of a server."""
-    return next(
-        int(folder.name)
-        for folder in Path("/proc").iterdir()
-        if folder.name.isdecimal()
-        and _status(int(folder.name)).get("PPid") == str(server.process.pid)
-        and b"spawn_main" in (folder / "cmdline").read_bytes()
-    )
-
-
-def _status(process_id: int) -> dict[str, str]:
-    """Fields of /proc/PID/status; empty if the process has ended."""
-    try:
-        text = Path(f"/proc/{process_id}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return {}
-    record = {
-        name: value.strip() for name, _, value in (x.partition(":") for x in text.splitlines())
-    }
-    return {} if record["State"].startswith("Z") else record

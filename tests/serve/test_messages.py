@@ -31,7 +31,7 @@ def test_tokens_alone_are_numbers_and_the_rest_are_objects():
     outputs = [output("a", 7), last, output("b", 8, index=1), scored, first]
     others = [(5, last), (6, scored), (7, first)]
     expected = Outputs([4, 7], token_ids=[7, 8], others=others)
-    assert numbers.pack(outputs) == (expected, {"model"})
+    assert numbers.pack(outputs) == (expected, frozenset({"model"}))
 
 
 def test_several_tokens_at_once():
@@ -54,7 +54,10 @@ def test_what_has_ended_is_forgotten():
     numbers.end("c", None)
     numbers.end("c", None)
     assert len(numbers) == 0
-    assert numbers.pack([output("c", 1), output("c", finish_reason="stop")]) == (Outputs(), set())
+    assert numbers.pack([output("c", 1), output("c", finish_reason="stop")]) == (
+        Outputs(),
+        frozenset(),
+    )
 
 
 def test_each_web_process_gets_its_own():
