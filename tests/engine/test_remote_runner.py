@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 from collections import deque
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -48,9 +49,22 @@ Results = dict[tuple[str, int], tuple[list[int], Any, Any]]
 """(request, completion) -> its tokens, its ending, and the reported candidates."""
 
 
-def runner_process(connection: Connection, folder: Path, shape: KVShape | GroupedShape) -> None:
-    """Run pickled steps until an empty message comes."""
+def runner_process(connection: Connection) -> None:
+    """Run pickled steps of one model after the other, until the other end is closed.
+
+    For each, a message has its checkpoint and the shape of its KV; after its last step comes an
+    empty message.
+    """
     torch.set_num_threads(1)
+    while True:
+        try:
+            folder, shape = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        run_steps(connection, folder, shape)
+
+
+def run_steps(connection: Connection, folder: Path, shape: KVShape | GroupedShape) -> None:
     pool = PagePool(open_driver("cpu"), 64 << 20, PAGE_BYTES)
     with loaded_model(Checkpoint.open(folder), plan_tiny) as model:
         follower = kv_follower(pool, Owner("m", Kind.KV), shape)
@@ -60,9 +74,49 @@ def runner_process(connection: Connection, folder: Path, shape: KVShape | Groupe
             step: StepInput = pickle.loads(message)
             follower.execute(step.kv_ops, host_memory)
             connection.send_bytes(pickle.dumps(runner.launch(step).wait()))
+        runner.close()
         follower.close()
     pool.close()
-    connection.close()
+
+
+class RunnerProcess:
+    """The other process, which serves the tests of this module one after the other."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self._process = context.Process(target=runner_process, args=(theirs,))
+        self._process.start()
+        theirs.close()
+
+    def begin(self, folder: Path, shape: KVShape | GroupedShape) -> None:
+        """Have it load a model."""
+        self.connection.send_bytes(pickle.dumps((folder, shape)))
+
+    def run(self, step: StepInput) -> None:
+        self.connection.send_bytes(pickle.dumps(step))
+
+    def result(self) -> StepOutput:
+        assert self.connection.poll(PATIENCE_S)
+        output: StepOutput = pickle.loads(self.connection.recv_bytes())
+        return output
+
+    def end(self) -> None:
+        """Have it close the model."""
+        self.connection.send_bytes(b"")
+
+    def close(self) -> int | None:
+        """End it; its exit code."""
+        self.connection.close()
+        self._process.join(PATIENCE_S)
+        return self._process.exitcode
+
+
+@pytest.fixture(scope="module")
+def remote() -> Iterator[RunnerProcess]:
+    process = RunnerProcess()
+    yield process
+    assert process.close() == 0
 
 
 def requests() -> list[Request]:
@@ -126,7 +180,7 @@ def most_pages(factory: CacheFactory, layout: KVLayout) -> int:
 
 
 def served_there(
-    folder: Path, cache: str, mode: RestoreMode, num_ahead: int
+    remote: RunnerProcess, folder: Path, cache: str, mode: RestoreMode, num_ahead: int
 ) -> tuple[Results, int, int]:
     """By a runner in another process, with hardly more memory than one request takes.
 
@@ -153,14 +207,7 @@ def served_there(
             keeps_journal=True,
         )
         lane = open_lane(resources, assembly, spec)
-        context = multiprocessing.get_context("spawn")
-        here, there = context.Pipe()
-        shape = lane.cache.tensors.shape
-        process = context.Process(target=runner_process, args=(there, folder, shape))
-        process.start()
-        there.close()
-        resources.callback(process.join, PATIENCE_S)
-        resources.callback(here.close)  # first: the process ends, also after a failed assertion
+        remote.begin(folder, lane.cache.tensors.shape)
         for number, request in enumerate(requests()):
             prompt = np.array(request.prompt_token_ids, np.int32)
             params = request.params
@@ -178,16 +225,12 @@ def served_there(
             step = assembly.scheduler.plan()
             assert not assembly.scheduler.take_failed()
             if step is not None:
-                here.send_bytes(pickle.dumps(step))
+                remote.run(step)
                 in_flight.append(step)
             if len(in_flight) > (0 if step is None else num_ahead):
-                assert here.poll(PATIENCE_S)
-                output: StepOutput = pickle.loads(here.recv_bytes())
-                for token in assembly.scheduler.commit(in_flight.popleft(), output):
+                for token in assembly.scheduler.commit(in_flight.popleft(), remote.result()):
                     note(results, token)
-        here.send_bytes(b"")
-        process.join(PATIENCE_S)
-        assert process.exitcode == 0
+        remote.end()
     return results, lane.num_preemptions, lane.num_swaps
 
 
@@ -203,10 +246,14 @@ def served(
 @pytest.mark.parametrize(("mode", "num_ahead"), [("swap", 1), ("recompute", 0)])
 @pytest.mark.parametrize("cache", KV_CACHES)
 def test_a_runner_in_another_process_makes_the_same_tokens(
-    served: tuple[str, Path, Results], cache: str, mode: RestoreMode, num_ahead: int
+    served: tuple[str, Path, Results],
+    remote: RunnerProcess,
+    cache: str,
+    mode: RestoreMode,
+    num_ahead: int,
 ) -> None:
     name, folder, expected = served
-    results, num_preemptions, num_swaps = served_there(folder, cache, mode, num_ahead)
+    results, num_preemptions, num_swaps = served_there(remote, folder, cache, mode, num_ahead)
     assert results == expected
     if name in ("llama", "sparse-kv"):  # the others take no memory, or hardly more as they grow
         assert num_preemptions > 0
