@@ -22,6 +22,8 @@ from aquifer.engine.beam import BeamSearch
 from aquifer.engine.engine import Engine
 from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import BeamSearchParams, Request, SamplingParams
+from aquifer.engine.policies import Policies
+from aquifer.engine.reports import ModelState
 from aquifer.memory.driver.base import Handle
 from aquifer.memory.driver.faulty import FaultyDriver
 from aquifer.memory.pool import PROCESS, Kind
@@ -206,6 +208,7 @@ class World:
         num_ahead: int = 0,
         models: dict[str, str] | None = None,
         planner: Planner = plan_tiny,
+        policies: Policies | None = None,
         **options: Any,
     ) -> None:
         self.folder = folder
@@ -228,7 +231,7 @@ class World:
                 **options,
             },
         )
-        self.engine = Engine.open(config, driver=driver, planner=planner)
+        self.engine = Engine.open(config, driver=driver, planner=planner, policies=policies)
         self.engine.num_ahead = num_ahead
 
     def spec(self, name: str, checkpoint: str) -> ModelSpec:
@@ -292,8 +295,11 @@ class World:
         assert sum(usage.in_use_bytes.values()) + usage.free_bytes == usage.budget_bytes
         for name, model in memory.models.items():
             lane, by_kind = engine.lanes[name], model.bytes_by_kind
-            weight_bytes = engine.models[name].weight_bytes
-            assert by_kind[Kind.WEIGHTS] == (weight_bytes if lane.is_resident else 0)
+            status = engine.statuses[name]
+            assert by_kind[Kind.WEIGHTS] == status.resident_bytes
+            if lane.is_resident:
+                assert status.state == ModelState.RESIDENT
+                assert status.resident_bytes == status.weight_bytes
             assert by_kind[Kind.KV] == model.kv_mapped_bytes
             assert lane.is_resident or not lane.running
             if not lane.running:

@@ -74,6 +74,7 @@ class Assembly:
     Attributes:
         pool: as given.
         room: free memory, and memory that tenants could give up.
+        policies: as given, or the defaults.
         preemption: moves the KV of preempted requests; None without swapping.
         scheduler: scheduler of all lanes.
     """
@@ -91,6 +92,7 @@ class Assembly:
         max_prefill_s: float | None = None,
     ) -> None:
         self.pool = pool
+        self.policies = policies or Policies()
         self.room = Room.of(pool, clock_s)
         self.preemption = None if swap_space is None else Preemption(swap_space, restore_mode)
         self.scheduler = Scheduler(
@@ -98,7 +100,7 @@ class Assembly:
             StepBudget(max_batched_tokens, max_prefill_s),
             self.preemption,
             clock_s,
-            policies,
+            self.policies,
             express_share,
         )
 

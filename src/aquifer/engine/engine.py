@@ -15,14 +15,22 @@ from aquifer.engine import checks
 from aquifer.engine.assembly import Assembly
 from aquifer.engine.lane import Lane
 from aquifer.engine.late_compilations import LateCompilations
-from aquifer.engine.model_host import ModelHost, State, read_model
+from aquifer.engine.model_host import ModelHost, read_model
 from aquifer.engine.model_set import ModelSet, OnProgress
 from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request, SamplingParams
 from aquifer.engine.pinning import Pinning
 from aquifer.engine.pipeline import Pipeline, require_device
+from aquifer.engine.policies import Policies
 from aquifer.engine.reporting import engine_stats, memory_report
-from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelInfo
+from aquifer.engine.reports import (
+    EngineStats,
+    LoadProgress,
+    MemoryReport,
+    ModelInfo,
+    ModelState,
+    ModelStatus,
+)
 from aquifer.engine.sequence import SequenceGroup
 from aquifer.engine.step_limits import StepLimits
 from aquifer.errors import RequestError, UnknownModelError
@@ -101,6 +109,7 @@ class Engine:
         on_progress: OnProgress = _ignore,
         driver: Driver | None = None,
         planner: Planner = plan_model,
+        policies: Policies | None = None,
     ) -> Engine:
         """Open an engine and load the models of its configuration, of which there may be none.
 
@@ -109,6 +118,7 @@ class Engine:
             on_progress: called for each stretch of weights that was read.
             driver: used in place of the device's own.
             planner: finds the implementation of a checkpoint.
+            policies: the decisions; None for the default ones.
 
         Raises:
             ConfigError: a checkpoint cannot be used, or the memory does not suffice.
@@ -136,6 +146,7 @@ class Engine:
                 restore_mode=config.preemption_mode,
                 express_share=config.express_share,
                 max_prefill_s=limits.max_prefill_s,
+                policies=policies,
             )
             stocker = PageStocker(pool)
             stocker.start()
@@ -155,6 +166,11 @@ class Engine:
     def models(self) -> dict[str, ModelInfo]:
         """The models that are registered, by name."""
         return {host.info.name: host.info for host in self._models}
+
+    @property
+    def statuses(self) -> dict[str, ModelStatus]:
+        """What the registered models do and have, by name."""
+        return {host.info.name: host.status for host in self._models}
 
     @property
     def lanes(self) -> Mapping[str, Lane]:
@@ -186,7 +202,7 @@ class Engine:
         host = self._models.register(spec)
         if load:
             try:
-                self._models.load([host], on_progress)
+                self._models.load(host, on_progress)
             except BaseException:
                 self._models.remove(host)
                 raise
@@ -200,7 +216,7 @@ class Engine:
             ConfigError: the pool has no room for them, or the checkpoint cannot be used.
             DriverError: the device refused memory.
         """
-        self._models.load([self._models.find(name)], on_progress)
+        self._models.load(self._models.find(name), on_progress)
 
     def unload_model(self, name: str) -> None:
         """Take the weights of a model out of the pool; it stays registered.
@@ -212,8 +228,7 @@ class Engine:
             UnknownModelError: no such model.
         """
         host = self._models.find(name)
-        self._finish_steps()
-        self._scheduler.preempt_all(host.lane)
+        self._preempt_all(host)
         host.unload()
 
     def remove_model(self, name: str) -> None:
@@ -241,7 +256,7 @@ class Engine:
             RequestError: a token id is outside of the vocabulary, or the prompt is empty.
         """
         host = self._models.find(request.model)
-        if host.state == State.FAILED:
+        if host.state == ModelState.FAILED:
             raise UnknownModelError(
                 f"model {request.model!r} could not be loaded: {host.error}", param="model"
             )
@@ -275,6 +290,7 @@ class Engine:
             eos_ids=host.eos_ids,
         )
         self._num_arrivals += 1
+        host.wanted()
         self._requests[request.request_id] = (host, group)
         self._scheduler.add(host.lane, group)
 
@@ -337,7 +353,7 @@ class Engine:
         so that the device always has work. Requests of a step that fails end with an error; only a
         failure of the device itself, a bug or an interrupt is raised (`aquifer.engine.pipeline`).
         """
-        self._models.load_wanted(self._end_requests)
+        self._models.load_wanted(self._num_arrivals, self._preempt_all, self._end_requests)
         self._late.begin()
         plan = self._scheduler.plan()
         try:
@@ -387,10 +403,10 @@ class Engine:
         models: Sequence[tuple[ModelSpec, tuple[Checkpoint, ModelPlan]]],
         on_progress: OnProgress,
     ) -> None:
-        """Register and load the models of the configuration."""
+        """Register the models of the configuration, and load those that fit together."""
         for spec, read in models:
             self._models.register(spec, read)
-        self._models.load(list(self._models), on_progress)
+        self._models.load_first(on_progress)
 
     def _end_requests(self, host: ModelHost, error: str) -> None:
         """End all requests of a model with an error, which the next `step` returns."""
@@ -399,6 +415,11 @@ class Engine:
                 self._scheduler.abort(host.lane, group)
                 del self._requests[request_id]
                 self._deliver([TokenOutput(request_id, finish_reason="error", error=error)])
+
+    def _preempt_all(self, host: ModelHost) -> None:
+        """Preempt all running requests of a model, when all steps in flight are done."""
+        self._finish_steps()
+        self._scheduler.preempt_all(host.lane)
 
     def _commit_first(self) -> None:
         """Wait for the earliest step in flight, and commit it."""

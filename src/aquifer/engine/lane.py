@@ -33,6 +33,7 @@ class Lane:
         recompute_s: seconds to compute a stretch of KV, given its first position and its length.
         captured_sizes: numbers of tokens for which its steps are captured, ascending.
         is_resident: whether the model's weights are there; else nothing of it is planned.
+        is_planned: whether its next step is being planned; its weights stay meanwhile.
         keeps_journal: whether what happens to the KV cache's memory goes along with each step, for
             a runner in another process.
         running: by arrival.
@@ -47,6 +48,7 @@ class Lane:
     recompute_s: Callable[[float, float], float] = PrefillCost().seconds
     captured_sizes: tuple[int, ...] = ()
     is_resident: bool = True
+    is_planned: bool = False
     keeps_journal: bool = False
     waiting: Queue = field(default_factory=Queue)
     running: list[SequenceGroup] = field(default_factory=list)
@@ -63,6 +65,11 @@ class Lane:
     def has_work(self) -> bool:
         """Whether any request is waiting or running."""
         return bool(self.waiting or self.running)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any request is running, or a step is planned or in flight."""
+        return bool(self.running or self.in_flight or self.is_planned)
 
     @property
     def written_tokens(self) -> IntArray:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
 
 from aquifer.cache.footprint import UNLIMITED_TOKENS
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.assembly import Assembly
 from aquifer.engine.lane import Lane
-from aquifer.engine.model_host import ModelHost, State, read_model
-from aquifer.engine.reports import KVCapacity, LoadProgress
+from aquifer.engine.model_host import ModelHost, read_model
+from aquifer.engine.policies.residents import ResidentsSnapshot
+from aquifer.engine.reports import KVCapacity, LoadProgress, ModelState
 from aquifer.engine.step_limits import StepLimits
 from aquifer.errors import ConfigError, DriverError, UnknownModelError
 from aquifer.memory.pool import PoolUsage
@@ -22,6 +24,9 @@ from aquifer.weights.checkpoint import Checkpoint
 _log = logging.getLogger(__name__)
 
 OnProgress = Callable[[LoadProgress], None]
+
+_PAUSE_S = 0.005
+"""How long to wait for weights where no other model has anything to run."""
 
 
 class ModelSet:
@@ -43,6 +48,8 @@ class ModelSet:
         self._assembly = assembly
         self._planner = planner
         self._limits = limits
+        self._policies = assembly.policies
+        self._threads = ThreadPoolExecutor(1, "aquifer-load")
         self._hosts: dict[str, ModelHost] = {}
 
     def __iter__(self) -> Iterator[ModelHost]:
@@ -85,33 +92,64 @@ class ModelSet:
         self._hosts[spec.name] = host
         return host
 
-    def load(self, hosts: Sequence[ModelHost], on_progress: OnProgress) -> None:
-        """Bring the weights of models into the pool where they are not there; all or none.
+    def load(self, host: ModelHost, on_progress: OnProgress) -> None:
+        """Bring the weights of a model into the pool where they are not there.
+
+        Those of models of which no request runs make room.
 
         Raises:
-            ConfigError: the pool has no room for them, or beside them for any KV of some loaded
-                model, or a checkpoint cannot be used.
+            ConfigError: the pool has no room for them, or beside them for any KV, or the checkpoint
+                cannot be used.
             DriverError: the device refused memory.
         """
-        with ExitStack() as undo:
-            for host in hosts:
-                if host.state == State.RESIDENT:
-                    continue
-                # Asked first: a load that cannot succeed must not evict what others retain.
-                if not (self._room.has(host.weight_pages) and host.load(on_progress)):
-                    left_bytes = self._room.size(self._room.reachable_pages)
-                    raise ConfigError(
-                        f"the weights of {host.info.name} take "
-                        f"{format_size(host.info.weight_bytes)} and the pool has "
-                        f"{format_size(left_bytes)} left; raise --memory, or unload another model"
-                    )
-                undo.callback(host.unload)
-            # What was prepared to run the models leaves less for pages.
-            self._pool.account_overhead(self._pool.driver.overhead_bytes())
-            for host in self:
-                if host.state == State.RESIDENT:
-                    self._check_room(host)
-            undo.pop_all()
+        if host.state == ModelState.RESIDENT:
+            return
+        # Asked first: a load that cannot succeed must not evict what others retain.
+        if not (self._has_room(host) and host.load(on_progress)):
+            raise ConfigError(self._no_room(host))
+        self._check_loaded(host)
+
+    def load_first(self, on_progress: OnProgress) -> None:
+        """Load the models of a new engine, in order, as far as they fit into the pool together.
+
+        Raises:
+            ConfigError: as `load`.
+            DriverError: likewise.
+        """
+        for host in self:
+            is_first = not any(other.resident_bytes for other in self)
+            if is_first or host.missing_pages <= self._room.free_pages:
+                self.load(host, on_progress)
+            else:
+                _log.info("%s is loaded when a request asks for it", host.info.name)
+
+    def _has_room(self, host: ModelHost, kv_pages: int = 0) -> bool:
+        """Whether there is room for the weights of a model that are missing, and for some KV.
+
+        What is there of it does not count as room.
+        """
+        own_pages = self._room.pages(host.resident_bytes) if host.is_idle else 0
+        return self._room.has(host.missing_pages + own_pages + kv_pages)
+
+    def _no_room(self, host: ModelHost) -> str:
+        left_bytes = self._room.size(self._room.reachable_pages)
+        return (
+            f"the weights of {host.info.name} take {format_size(host.info.weight_bytes)} and the "
+            f"pool has {format_size(left_bytes)} left; raise --memory, or unload another model"
+        )
+
+    def _check_loaded(self, host: ModelHost) -> None:
+        """Account for what was prepared to run a model, and unload it if that leaves no KV for it.
+
+        Raises:
+            ConfigError: it leaves none.
+        """
+        self._pool.account_overhead(self._pool.driver.overhead_bytes())
+        try:
+            self._check_room(host)
+        except ConfigError:
+            host.unload()
+            raise
 
     def remove(self, host: ModelHost) -> None:
         """Remove a model. Pre-condition: it has no requests, and no step is in flight."""
@@ -122,44 +160,82 @@ class ModelSet:
         """Remove all models, the latest one first."""
         for host in reversed(list(self)):
             self.remove(host)
+        self._threads.shutdown()
 
-    def load_wanted(self, on_failure: Callable[[ModelHost, str], None]) -> None:
-        """Load the model of the earliest request that waits for weights, if there is room for it.
+    def load_wanted(
+        self,
+        num_arrivals: int,
+        preempt: Callable[[ModelHost], None],
+        on_failure: Callable[[ModelHost, str], None],
+    ) -> None:
+        """Load models of which requests wait, one at a time and the earliest request's first.
 
-        As long as requests of other models run, it waits for the memory that they give back, and
-        does not take what they are still to use.
+        As long as requests of other models run, a model waits for the memory that they give back,
+        and does not take what they are still to use. After a while another model gives way to it.
 
         Args:
+            num_arrivals: number of requests that have arrived so far, of all models.
+            preempt: preempts all running requests of a model, when its steps in flight are done.
             on_failure: called with a model that cannot be loaded, and why; it ends its requests.
         """
-        wanted = [host for host in self if host.lane.waiting and host.state != State.RESIDENT]
-        wanted.sort(key=lambda host: min(group.arrival for group in host.lane.waiting))
+        for host in self:
+            if host.state == ModelState.LOADING:
+                self._continue(host, on_failure)
+                return
+        wanted = [host for host in self if host.lane.waiting and host.state != ModelState.RESIDENT]
+        wanted.sort(key=lambda host: max(_first_arrival(host.lane), host.turn))
         for host in wanted:
-            others = [lane for lane in self._assembly.scheduler.lanes.values() if lane.is_resident]
-            if any(lane.has_work for lane in others) and not self._leaves_room(host, others):
-                return
+            others = [other for other in self if other.lane.is_resident and other.lane.has_work]
             try:
-                self.load([host], lambda progress: None)
-            except (ConfigError, DriverError) as error:
+                if self._leaves_room(host, others) and host.begin_loading(self._threads):
+                    return
+            except DriverError as error:
                 on_failure(host, str(error))
-            else:
+                continue
+            if others or any(other.lane.in_flight for other in self):
+                holder = self._policies.residents(self._residents(host, others)) if others else None
+                if holder is not None:
+                    preempt(others[holder])
+                    others[holder].give_way(num_arrivals)
                 return
+            on_failure(host, self._no_room(host))
 
-    def _leaves_room(self, host: ModelHost, others: Iterable[Lane]) -> bool:
-        """Whether there is room for a model's weights now, and any request of others fits beside.
+    def _continue(self, host: ModelHost, on_failure: Callable[[ModelHost, str], None]) -> None:
+        """Let a model run if its weights are there by now; waits a little if no other runs."""
+        can_others_run = any(
+            (lane.is_resident and lane.has_work) or lane.in_flight
+            for lane in self._assembly.scheduler.lanes.values()
+        )
+        if not host.is_filled_within(0.0 if can_others_run else _PAUSE_S):
+            return
+        try:
+            host.finish_loading()
+            self._check_loaded(host)
+        except (ConfigError, DriverError) as error:
+            on_failure(host, str(error))
 
-        A request that was taken in must not fail because another model is loaded meanwhile.
+    def _residents(self, host: ModelHost, others: Iterable[ModelHost]) -> ResidentsSnapshot:
+        now_s = time.monotonic()
+        return ResidentsSnapshot(host.missing_s, [now_s - other.ready_s for other in others])
+
+    def _leaves_room(self, host: ModelHost, others: Sequence[ModelHost]) -> bool:
+        """Whether there is room for a model and its next request beside models that run.
+
+        If others run, there must be room for its request, for which it would be loaded in vain
+        otherwise; and any request of theirs must fit beside it, so that none waits for the model to
+        go again.
         """
-        if not self._room.has(host.weight_pages):
+        if not self._has_room(host, _first_pages(host.lane) if others else 0):
             return False
-        kv_pages = self.kv_pages(host)
+        weight_bytes = sum(other.info.weight_bytes for other in (host, *others))
+        kv_pages = self._kv_pages_beside(weight_bytes)
         return all(
-            lane.cache.footprint.most(
+            other.lane.cache.footprint.most(
                 group.num_prompt_tokens, group.max_total, group.request.params.num_sequences
             )
             <= kv_pages
-            for lane in others
-            for group in (*lane.running, *lane.waiting)
+            for other in others
+            for group in (*other.lane.running, *other.lane.waiting)
         )
 
     # --- the budget --------------------------------------------------------------------------
@@ -186,9 +262,13 @@ class ModelSet:
         return usage.overhead_bytes + weight_bytes + self.pinned_bytes
 
     def kv_pages(self, host: ModelHost) -> int:
-        """The most pages that a model's KV can have, with the model's weights in the pool."""
-        missing_bytes = host.info.weight_bytes - host.resident_bytes
-        return self._room.budget_pages(self.fixed_bytes(self._pool.usage()) + missing_bytes)
+        """The most pages that a model's KV can have, without weights of others in the pool."""
+        return self._kv_pages_beside(host.info.weight_bytes)
+
+    def _kv_pages_beside(self, weight_bytes: int) -> int:
+        """The most pages that KV can have beside so many bytes of weights."""
+        overhead_bytes = self._pool.usage().overhead_bytes
+        return self._room.budget_pages(overhead_bytes + weight_bytes + self.pinned_bytes)
 
     def kv_capacity(self, host: ModelHost) -> KVCapacity:
         """What fits into the KV cache if a model has all of it."""
@@ -203,7 +283,7 @@ class ModelSet:
         return KVCapacity(longest - 1, num_seqs)
 
     def _check_room(self, host: ModelHost) -> None:
-        """Refuse a model of which no request could ever run; warn where long ones cannot.
+        """Refuse a model of which no request could run; warn where long ones cannot.
 
         Raises:
             ConfigError: no request could run.
@@ -226,3 +306,14 @@ class ModelSet:
                 host.info.name,
                 limit,
             )
+
+
+def _first_arrival(lane: Lane) -> int:
+    """Number of the earliest request that waits."""
+    return min(group.arrival for group in lane.waiting)
+
+
+def _first_pages(lane: Lane) -> int:
+    """Pages for the KV of the earliest request that waits."""
+    group = min(lane.waiting, key=lambda group: group.arrival)
+    return lane.cache.footprint.pages(len(group.live[0].token_ids) + 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Literal
 
 from aquifer.memory.owners import Kind
@@ -28,6 +29,27 @@ class ModelInfo:
     num_parameters: int
     weight_bytes: int
     kv_bytes_per_token: int
+
+
+class ModelState(StrEnum):
+    """State of a model in the engine."""
+
+    REGISTERED = "registered"  # without weights in the pool
+    LOADING = "loading"
+    RESIDENT = "resident"  # with all weights in the pool
+    PARTIAL = "partly resident"  # with some of them, or about to lose some
+    FAILED = "failed"  # loading failed
+    REMOVED = "removed"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """What a model does and has."""
+
+    state: ModelState
+    resident_bytes: int  # of its weights, in whole pages
+    weight_bytes: int  # of all of them
+    error: str | None = None  # why loading it failed
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,7 +184,11 @@ class Scheduler:
                 continue
             lane.last_turn = self._num_turns
             self._num_turns += 1
-            plan = self._plan(lane)
+            lane.is_planned = True
+            try:
+                plan = self._plan(lane)
+            finally:
+                lane.is_planned = False
             if plan is not None:
                 lane.in_flight.append(plan)
                 return plan
@@ -267,12 +271,12 @@ class Scheduler:
         self._make_wait(lane, group)
 
     def preempt_all(self, lane: Lane) -> None:
-        """Preempt all running requests of a model. Pre-condition: no step of it is in flight.
-
-        Its requests then wait for more than room for their KV, so they hold up no others.
-        """
+        """Preempt all running requests of a model. Pre-condition: no step of it is in flight."""
         for group in reversed(list(lane.running)):
             self._make_wait(lane, group)
+
+    def unblock(self, lane: Lane) -> None:
+        """Let requests of a model hold up no others: they wait for its weights now."""
         for group in lane.waiting:
             self._admitter.unblock(group)
 

@@ -59,6 +59,10 @@ class Room:
         """Size of `num_pages` pages in bytes."""
         return num_pages * self._pool.page_bytes
 
+    def pages(self, num_bytes: int) -> int:
+        """Number of pages that hold `num_bytes`."""
+        return -(-num_bytes // self._pool.page_bytes)
+
     def budget_pages(self, other_bytes: int = 0) -> int:
         """Pages that the pool's budget leaves beside `other_bytes`; 0 if these exceed it."""
         return max(self._pool.budget_bytes - other_bytes, 0) // self._pool.page_bytes

@@ -27,6 +27,7 @@ from aquifer.weights.checkpoint import Checkpoint
 from aquifer.weights.loader import load_tensors
 
 _ALIGNMENT_BYTES = 256  # alignment of small parameters within the shared pages
+_MOST_PARAMETERS = 1 << 20  # of one model, for seeds of their own
 _RANDOM_STD = 0.02  # standard deviation that most models are initialised with
 
 
@@ -216,8 +217,26 @@ class WeightStore:
         """Bytes of pages of the groups that are resident."""
         return self._num_resident_pages * self.placement.page_bytes
 
+    @property
+    def missing(self) -> tuple[ParameterGroup, ...]:
+        """Groups without pages, in the order in which a step uses them."""
+        return tuple(group for group in self.by_use if group not in self._resident)
+
+    @property
+    def by_use(self) -> tuple[ParameterGroup, ...]:
+        """All groups in the order in which a step uses them first.
+
+        Small parameters, which are one group, are norms and biases of all layers.
+        """
+        return tuple(sorted(self.groups, key=lambda group: len(group.names) == 1))
+
+    @property
+    def missing_pages(self) -> int:
+        """Number of ordinary pages that `populate` takes."""
+        return self.placement.num_pages - self._num_resident_pages
+
     def populate(self, groups: Iterable[ParameterGroup] | None = None) -> bool:
-        """Take pages for these groups, or for all; groups that are resident stay as they are.
+        """Take pages for these groups, or for all; those that are resident stay as they are.
 
         All or nothing: False means that the pool is short, and nothing has changed. The caller then
         writes the contents with `load` or `fill_random`.
@@ -259,44 +278,72 @@ class WeightStore:
                 self._ordinary.give_up(group.ordinary)
 
     def load(
-        self, checkpoint: Checkpoint, on_bytes: Callable[[int], None] = lambda _: None
+        self,
+        checkpoint: Checkpoint,
+        on_bytes: Callable[[int], None] = lambda _: None,
+        groups: Iterable[ParameterGroup] | None = None,
     ) -> None:
-        """Read every parameter from disk, in file order; calls `on_bytes` after each stretch.
+        """Read the parameters of these groups, or all, from disk in file order.
+
+        May be called from another thread than the other methods; nothing else may use the groups.
+
+        Args:
+            checkpoint: the checkpoint.
+            on_bytes: called after each stretch with its number of stored bytes.
+            groups: with pages; None for all.
 
         Raises:
             ConfigError: a tensor is missing or has another shape; found before anything is read.
         """
-        load_tensors(checkpoint, self.jobs(checkpoint), on_bytes)
+        load_tensors(checkpoint, self.jobs(checkpoint, groups), on_bytes)
 
-    def jobs(self, checkpoint: Checkpoint) -> list[tuple[str, torch.Tensor]]:
+    def jobs(
+        self, checkpoint: Checkpoint, groups: Iterable[ParameterGroup] | None = None
+    ) -> list[tuple[str, torch.Tensor]]:
         """Name of each stored tensor, and the part of a parameter that it fills, in file order.
+
+        Args:
+            checkpoint: the checkpoint.
+            groups: only those of these groups.
 
         Raises:
             ConfigError: a tensor is missing or has another shape.
         """
-        check_sources(checkpoint, self.parameters)
+        parameters = self.parameters_of(groups)
+        check_sources(checkpoint, parameters)
         jobs = [
             (source.name, source.part(self.tensors[parameter.name]))
-            for parameter in self.parameters
+            for parameter in parameters
             for source in parameter.sources
         ]
         stored = checkpoint.tensors
         jobs.sort(key=lambda job: (stored[job[0]].file, stored[job[0]].offset_bytes))
         return jobs
 
-    def fill_random(self, seed: int) -> None:
+    def parameters_of(
+        self, groups: Iterable[ParameterGroup] | None = None
+    ) -> tuple[Parameter, ...]:
+        """The parameters of these groups, or all, in the model's order."""
+        if groups is None:
+            return self.parameters
+        names = {name for group in groups for name in group.names}
+        return tuple(parameter for parameter in self.parameters if parameter.name in names)
+
+    def fill_random(self, seed: int, groups: Iterable[ParameterGroup] | None = None) -> None:
         """Fill parameters: vectors with 1 (norms) or 0 (biases), others with normal random numbers.
 
-        With these, activations keep their magnitude from layer to layer, as in a real model.
+        With these, activations keep their magnitude from layer to layer, as in a real model. The
+        numbers of a parameter depend on the seed and on its place among all: they are the same when
+        it is filled again after an eviction.
         """
-        generator: torch.Generator | None = None
-        for parameter in self.parameters:
+        places = {parameter.name: place for place, parameter in enumerate(self.parameters)}
+        for parameter in self.parameters_of(groups):
             tensor = self.tensors[parameter.name]
             if tensor.dim() < 2:
                 tensor.fill_(0 if parameter.name.endswith("bias") else 1)
                 continue
-            if generator is None:
-                generator = torch.Generator(tensor.device).manual_seed(seed)
+            generator = torch.Generator(tensor.device)
+            generator.manual_seed((seed * _MOST_PARAMETERS + places[parameter.name]) % 2**63)
             tensor.normal_(0, _RANDOM_STD, generator=generator)
 
     def close(self) -> None:

@@ -1,0 +1,29 @@
+"""Residents: the model that gives its memory to one that waits to be loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+_LEAST_RUN_S = 1.0
+_RUN_BY_LOAD = 4.0
+"""A model runs for at least this many times as long as it takes to load the one that waits: so at
+most a fifth of the time is lost by models that take turns."""
+
+
+class ResidentsSnapshot(NamedTuple):
+    """Models that run, and one that waits for the memory that they hold."""
+
+    load_s: float  # seconds to load the one that waits
+    ran_s: Sequence[float]  # of each that runs: seconds since it was loaded
+
+
+Residents = Callable[[ResidentsSnapshot], int | None]
+"""Gives the index of the model that gives way, or None if the other is to wait."""
+
+
+def longest_resident(snapshot: ResidentsSnapshot) -> int | None:
+    """The model that has been resident for longest gives way, after a least time."""
+    load_s, ran_s = snapshot
+    index = max(range(len(ran_s)), key=lambda i: ran_s[i])
+    return index if ran_s[index] >= max(_LEAST_RUN_S, _RUN_BY_LOAD * load_s) else None
