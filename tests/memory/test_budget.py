@@ -64,7 +64,7 @@ GPU = DeviceMemory(
 )
 def test_budgets(device, memory_bytes, weight_bytes, expected_bytes):
     config = EngineConfig(MODELS, memory_bytes=memory_bytes)
-    assert pool_budget(config, device, weight_bytes) == expected_bytes
+    assert pool_budget(config, device, [weight_bytes]) == expected_bytes
 
 
 @pytest.mark.parametrize(
@@ -87,33 +87,33 @@ def test_budgets(device, memory_bytes, weight_bytes, expected_bytes):
 def test_what_is_proposed_works(device, options, weight_bytes, words):
     config = EngineConfig(MODELS, **options)
     with pytest.raises(ConfigError) as refusal:
-        pool_budget(config, device, weight_bytes)
+        pool_budget(config, device, [weight_bytes])
     assert words in str(refusal.value)
     proposal = re.search(r"give at (?:least|most) ([\d.]+ ?\w*)$", str(refusal.value))
     if proposal is None:
         assert device is CPU  # where nothing was taken into account but the figures themselves
     elif "gpu_memory_utilization" in options:
         better = replace(config, gpu_memory_utilization=float(proposal[1]))
-        assert pool_budget(better, device, weight_bytes) > 0
+        assert pool_budget(better, device, [weight_bytes]) > 0
     else:
         better = replace(config, memory_bytes=parse_size(proposal[1]))
-        assert pool_budget(better, device, weight_bytes) > 0
+        assert pool_budget(better, device, [weight_bytes]) > 0
 
 
 def test_a_gpu_that_is_full_is_said_to_be():
     """No option helps: the default asks for more than there is, and so would any other."""
     busy = replace(GPU, available_bytes=10 * GIB)
     with pytest.raises(ConfigError, match=r"10\.59 GiB of 140\.00 GiB left; free more of it"):
-        pool_budget(EngineConfig(MODELS), busy, 15 * GIB)
+        pool_budget(EngineConfig(MODELS), busy, [15 * GIB])
     with pytest.raises(ConfigError, match=r"give at most 0\.0756$"):
-        pool_budget(EngineConfig(MODELS), busy, GIB)
+        pool_budget(EngineConfig(MODELS), busy, [GIB])
 
 
 def test_engines_that_start_together_get_the_same():
     """Each is told of its own overhead alone, and of what the other has taken so far."""
     config = EngineConfig(MODELS, gpu_memory_utilization=0.45)
     budgets = {
-        pool_budget(config, replace(GPU, available_bytes=available_bytes), 15 * GIB)
+        pool_budget(config, replace(GPU, available_bytes=available_bytes), [15 * GIB])
         for available_bytes in (139 * GIB, 138 * GIB, 76 * GIB)
     }
     assert budgets == {int(0.45 * 140 * GIB)}
@@ -132,7 +132,7 @@ def test_engines_that_start_together_get_the_same():
     ],
 )
 def test_page_sizes(device, options, weight_bytes, page_bytes):
-    assert choose_page_bytes(EngineConfig(MODELS, **options), device, weight_bytes) == page_bytes
+    assert choose_page_bytes(EngineConfig(MODELS, **options), device, [weight_bytes]) == page_bytes
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_page_sizes(device, options, weight_bytes, page_bytes):
 )
 def test_page_sizes_that_cannot_be(device, page_bytes, words):
     with pytest.raises(ConfigError, match=words):
-        choose_page_bytes(EngineConfig(MODELS, page_bytes=page_bytes), device, GIB)
+        choose_page_bytes(EngineConfig(MODELS, page_bytes=page_bytes), device, [GIB])
 
 
 class HostWithOverhead(HostDriver):
@@ -157,7 +157,7 @@ def test_the_pool_knows_of_the_overhead_from_the_start():
     driver = HostWithOverhead()
     config = EngineConfig(MODELS, memory_bytes=32 * MIB)
     parameters = [Parameter("w", (MIB,), torch.float32, ())]
-    pool = make_pool(config, driver, 4 * MIB, partial(placed_bytes, [parameters]))
+    pool = make_pool(config, driver, [4 * MIB], partial(placed_bytes, [parameters]))
     assert (pool.budget_bytes, pool.page_bytes) == (32 * MIB, 64 * KIB)
     assert pool.usage().in_use_bytes == {PROCESS: 3 * MIB + 5}
     anchor = Owner("process", Kind.OVERHEAD)  # of a model with that name
@@ -167,6 +167,19 @@ def test_the_pool_knows_of_the_overhead_from_the_start():
     pool.release(pages)
     pool.close()
     two = partial(placed_bytes, [parameters, parameters])
-    with pytest.raises(ConfigError, match=r"8\.00 MiB, more than the 3\.00 MiB of --mem"):
-        make_pool(replace(config, memory_bytes=3 * MIB), driver, 8 * MIB, two)
+    with pytest.raises(ConfigError, match=r"4\.00 MiB, more than the 3\.00 MiB of --mem"):
+        make_pool(replace(config, memory_bytes=3 * MIB), driver, [4 * MIB] * 2, two)
+    pool = make_pool(replace(config, memory_bytes=5 * MIB), driver, [4 * MIB] * 2, two)
+    assert pool.budget_bytes == 5 * MIB
+    pool.close()
     driver.close()
+
+
+def test_models_that_do_not_fit_together_take_turns():
+    config = EngineConfig(MODELS)
+    assert pool_budget(config, CPU, [3 * GIB, 2 * GIB]) == 7 * GIB
+    assert pool_budget(config, CPU, [3 * GIB] * 5) == 6 * GIB
+    assert pool_budget(config, CPU, [5 * GIB, 4 * GIB]) == 7 * GIB
+    assert pool_budget(replace(config, memory_bytes=3 * GIB), CPU, [3 * GIB] * 5) == 3 * GIB
+    gpu = pool_budget(config, GPU, [100 * GIB] * 3)
+    assert gpu == int(0.9 * 140 * GIB)

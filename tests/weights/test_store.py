@@ -178,6 +178,25 @@ def test_random_weights():
     assert not torch.equal(drawn[0], drawn[2])
 
 
+def test_random_weights_of_one_group_are_those_of_all():
+    """So a model is the same after a part of it was evicted."""
+    pool = PagePool(HostDriver(), 1 << 20, PAGE)
+    store = WeightStore(pool, OWNER, [Parameter(n, (64, 64), torch.float32, ()) for n in "abc"])
+    assert store.populate()
+    store.fill_random(3)
+    before = {name: tensor.clone() for name, tensor in store.tensors.items()}
+    assert not torch.equal(before["a"], before["b"])
+    gone = [store.groups[1]]
+    store.evict(gone)
+    assert store.missing == tuple(gone)
+    assert store.missing_pages == gone[0].num_pages
+    assert store.populate(gone)
+    store.fill_random(3, gone)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in store.tensors.items())
+    store.close()
+    pool.close()
+
+
 def _generate(folder: Path, **options: Any) -> list[int]:
     config = EngineConfig(
         (ModelSpec("a", folder),),

@@ -132,7 +132,7 @@ class Engine:
             if driver.device.type == "cuda":
                 start_compiler(driver.device)
             parameters = [plan.parameters for _, (_, plan) in models]
-            weight_bytes = sum(part.num_bytes for parts in parameters for part in parts)
+            weight_bytes = [sum(part.num_bytes for part in parts) for parts in parameters]
             pool = make_pool(config, driver, weight_bytes, partial(placed_bytes, parameters))
             resources.callback(pool.close)
             limits = StepLimits.of(config, driver.device.type)

@@ -3,6 +3,7 @@
 On a GPU the budget is a part of the whole device and includes everything: weights, KV, and what the
 process holds outside of pages (`Driver.overhead_bytes`). KV gets what the others leave. On the CPU
 the budget holds weights and KV alone; by default it is the weights and a quarter of free memory.
+Weights that do not fit together take turns.
 
 All figures are the device's and this process's own. None is a difference between two readings of
 the whole device's memory, so engines that start at the same time do not count each other's memory.
@@ -11,7 +12,7 @@ the whole device's memory, so engines that start at the same time do not count e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from aquifer.config import EngineConfig
@@ -66,16 +67,16 @@ class DeviceMemory:
 def make_pool(
     config: EngineConfig,
     driver: Driver,
-    weight_bytes: int = 0,
-    placed_bytes: Callable[[int], int] = lambda page_bytes: 0,
+    weight_bytes: Sequence[int] = (),
+    placed_bytes: Callable[[int], Sequence[int]] = lambda page_bytes: (),
 ) -> PagePool:
     """The pool of an engine, empty, with the process's overhead accounted for.
 
     Args:
         config: the engine's options.
         driver: the device's; it has no pages yet.
-        weight_bytes: size of all weights that are loaded at the start, not rounded to pages.
-        placed_bytes: returns the bytes of all pages under them, given the page size.
+        weight_bytes: size of the weights of each model, not rounded to pages.
+        placed_bytes: returns the bytes of all pages under those of each, given the page size.
 
     Raises:
         ConfigError: the memory does not suffice, or an option does not fit the device.
@@ -87,13 +88,15 @@ def make_pool(
     return pool
 
 
-def choose_page_bytes(config: EngineConfig, device: DeviceMemory, weight_bytes: int) -> int:
+def choose_page_bytes(
+    config: EngineConfig, device: DeviceMemory, weight_bytes: Sequence[int]
+) -> int:
     """Choose the page size: as configured, or the device's own, doubled until all can be mapped.
 
     Args:
         config: the engine's options.
         device: the device.
-        weight_bytes: size of all parameters, not rounded to pages.
+        weight_bytes: size of the weights of each model, not rounded to pages.
 
     Raises:
         ConfigError: the size in the options does not fit the device.
@@ -117,18 +120,21 @@ def choose_page_bytes(config: EngineConfig, device: DeviceMemory, weight_bytes: 
     return page_bytes
 
 
-def pool_budget(config: EngineConfig, device: DeviceMemory, placed_bytes: int) -> int:
+def pool_budget(config: EngineConfig, device: DeviceMemory, weight_bytes: Sequence[int]) -> int:
     """The pool's whole budget in bytes.
+
+    It need not hold the weights of all models at once, but those of each.
 
     Args:
         config: the engine's options.
         device: the device.
-        placed_bytes: size of all weights in whole pages.
+        weight_bytes: size of the weights of each model in whole pages.
 
     Raises:
-        ConfigError: it does not hold the weights (on a GPU: and the overhead), or the device has
-            less than that to give.
+        ConfigError: it does not hold the weights of one (on a GPU: and the overhead), or the device
+            has less than that to give.
     """
+    placed_bytes = max(weight_bytes, default=0)
     if device.is_gpu:
         return _gpu_budget(config, device, placed_bytes)
     if config.memory_bytes is not None and placed_bytes > config.memory_bytes:
@@ -143,11 +149,11 @@ def pool_budget(config: EngineConfig, device: DeviceMemory, placed_bytes: int) -
             f"{wanted} {format_size(config.memory_bytes or placed_bytes)} and this machine has "
             f"{format_size(device.available_bytes)} free"
         )
-    return _wanted_bytes(config, device, placed_bytes)
+    return _wanted_bytes(config, device, weight_bytes)
 
 
 def _gpu_budget(config: EngineConfig, device: DeviceMemory, placed_bytes: int) -> int:
-    budget_bytes = _wanted_bytes(config, device, placed_bytes)
+    budget_bytes = _wanted_bytes(config, device, [placed_bytes])
     least_bytes = placed_bytes + device.overhead_bytes
     # What the process holds already is a part of the budget.
     most_bytes = device.available_bytes + device.overhead_bytes
@@ -174,13 +180,16 @@ def _gpu_budget(config: EngineConfig, device: DeviceMemory, placed_bytes: int) -
     return budget_bytes
 
 
-def _wanted_bytes(config: EngineConfig, device: DeviceMemory, weight_bytes: int) -> int:
+def _wanted_bytes(config: EngineConfig, device: DeviceMemory, weight_bytes: Sequence[int]) -> int:
     """The budget as configured or by default, not checked yet."""
     if config.memory_bytes is not None:
         return config.memory_bytes
     if device.is_gpu:
         return int(config.gpu_memory_utilization * device.total_bytes)
-    return weight_bytes + device.available_bytes // 4
+    all_bytes = sum(weight_bytes)
+    if all_bytes > device.available_bytes:  # they take turns
+        all_bytes = max(*weight_bytes, device.available_bytes // 2)
+    return all_bytes + device.available_bytes // 4
 
 
 def _option_value(is_share: bool, device: DeviceMemory, num_bytes: int) -> str:

@@ -127,9 +127,9 @@ class Placement:
         return tuple(groups)
 
 
-def placed_bytes(models: Iterable[Sequence[Parameter]], page_bytes: int) -> int:
-    """Bytes of all pages under the parameters of several models."""
-    return sum(Placement.plan(parameters, page_bytes).num_bytes for parameters in models)
+def placed_bytes(models: Iterable[Sequence[Parameter]], page_bytes: int) -> list[int]:
+    """Bytes of all pages under the parameters of each of several models."""
+    return [Placement.plan(parameters, page_bytes).num_bytes for parameters in models]
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,7 +374,7 @@ def check_fits(pool: PagePool, model: str, parameters: Sequence[Parameter]) -> N
     Raises:
         ConfigError: they take more than its budget.
     """
-    weight_bytes = placed_bytes([parameters], pool.page_bytes)
+    (weight_bytes,) = placed_bytes([parameters], pool.page_bytes)
     if weight_bytes > pool.budget_bytes:
         raise ConfigError(
             f"the weights of {model} take {format_size(weight_bytes)}, more than the "

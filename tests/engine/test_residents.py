@@ -1,0 +1,184 @@
+"""Models that do not fit into the pool together: evicted tensor by tensor, and loaded again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import count
+from random import Random
+
+import pytest
+from tests.engine.life import PAGE_BYTES, Case, Open, World, each_kv_cache, longest_prompt
+from tests.engine.test_loading import make_short
+
+from aquifer.engine.policies import Policies
+from aquifer.engine.policies.residents import ResidentsSnapshot, longest_resident
+from aquifer.engine.reports import ModelState
+
+NAMES = ("a", "b", "c", "d")
+CHECKPOINTS = {"a": "llama", "b": "llama-tied", "c": "sparse-kv", "d": "windows"}
+
+
+def often_give_way() -> Policies:
+    """A model gives way each eighth time that another one is refused, whatever the time."""
+    calls = count(1)
+    return Policies(residents=lambda snapshot: 0 if next(calls) % 8 == 0 else None)
+
+
+def states(world: World) -> dict[str, ModelState]:
+    return {name: status.state for name, status in world.engine.statuses.items()}
+
+
+# --- one model for another -----------------------------------------------------------------------
+
+
+@each_kv_cache
+def test_an_idle_model_loses_no_more_than_is_needed(
+    open_world: Open, cases: dict[str, list[Case]], sizes: dict[str, tuple[int, int]], kv_cache: str
+) -> None:
+    """What is left of it stays, and only the rest is read again."""
+    memory_bytes = sizes["llama"][0] + sizes["llama-tied"][0] - 5 * PAGE_BYTES
+    world = open_world(memory_bytes, models={"a": "llama"}, kv_cache=kv_cache)
+    world.add_model("b", "llama-tied", load=False)
+    first = world.finished(world.send("a", cases["llama"][0]))
+    assert states(world) == {"a": ModelState.RESIDENT, "b": ModelState.REGISTERED}
+    world.finished(world.send("b", make_short(cases["llama-tied"])))
+    status = world.engine.statuses["a"]
+    assert status.state == ModelState.PARTIAL
+    assert 0 < status.resident_bytes < status.weight_bytes
+    again = world.finished(world.send("a", cases["llama"][0]))
+    assert again.token_ids == first.token_ids
+    assert states(world) == {"a": ModelState.RESIDENT, "b": ModelState.PARTIAL}
+
+
+def test_logits_are_equal_bit_for_bit_after_an_eviction(
+    open_world: Open, cases: dict[str, list[Case]], sizes: dict[str, tuple[int, int]]
+) -> None:
+    memory_bytes = sizes["llama"][0] + sizes["llama-tied"][0] - 5 * PAGE_BYTES
+    world = open_world(memory_bytes, models={"a": "llama"}, enable_prefix_caching=False)
+    world.add_model("b", "llama-tied", load=False)
+    (case,) = [case for case in cases["llama"] if case.logprobs][:1]
+    before = world.finished(world.send("a", case))
+    for _ in range(2):
+        world.finished(world.send("b", make_short(cases["llama-tied"])))
+        assert not world.is_loaded("a")
+        assert world.finished(world.send("a", case)).logprobs == before.logprobs
+
+
+def test_all_that_fit_are_loaded_at_the_start(
+    open_world: Open, cases: dict[str, list[Case]], sizes: dict[str, tuple[int, int]]
+) -> None:
+    """Those that do not are loaded when they are asked for."""
+    memory_bytes = sizes["llama"][0] + sizes["sparse-kv"][0] + 10 * PAGE_BYTES
+    models = {"a": "llama", "b": "llama-tied", "c": "sparse-kv"}
+    world = open_world(memory_bytes, models=models)
+    assert states(world) == {
+        "a": ModelState.RESIDENT,
+        "b": ModelState.REGISTERED,
+        "c": ModelState.RESIDENT,
+    }
+    world.finished(world.send("b", make_short(cases["llama-tied"])))
+    world.finished(world.send("a", make_short(cases["llama"])))
+
+
+def test_retained_prefixes_and_idle_weights_go_by_one_rule(
+    open_world: Open, cases: dict[str, list[Case]], sizes: dict[str, tuple[int, int]]
+) -> None:
+    """Weights that no request has asked for go before a prefix that was just used."""
+    memory_bytes = sizes["llama"][0] + sizes["sparse-kv"][0] + 40 * PAGE_BYTES
+    world = open_world(memory_bytes, models={"a": "llama", "c": "sparse-kv"})
+    case = longest_prompt(cases["llama"])
+    world.finished(world.send("a", case))
+    kept_bytes = world.engine.memory().models["a"].bytes_by_kind
+    world.add_model("d", "windows")
+    assert states(world)["c"] != ModelState.RESIDENT
+    assert world.engine.memory().models["a"].bytes_by_kind == kept_bytes
+
+
+# --- turns ---------------------------------------------------------------------------------------
+
+
+def test_the_longest_resident_gives_way_after_a_least_time():
+    assert longest_resident(ResidentsSnapshot(0.01, [0.5, 0.99])) is None
+    assert longest_resident(ResidentsSnapshot(0.01, [0.5, 1.0])) == 1
+    assert longest_resident(ResidentsSnapshot(2.0, [7.9, 3.0])) is None
+    assert longest_resident(ResidentsSnapshot(2.0, [8.0, 9.0])) == 1
+
+
+@each_kv_cache
+@pytest.mark.parametrize("num_ahead", [0, 1])
+def test_models_take_turns(
+    open_world: Open,
+    cases: dict[str, list[Case]],
+    sizes: dict[str, tuple[int, int]],
+    kv_cache: str,
+    num_ahead: int,
+) -> None:
+    """Neither waits until the other has no more requests, and no request is lost."""
+    memory_bytes = sizes["llama"][0] + 30 * PAGE_BYTES
+    world = open_world(
+        memory_bytes,
+        kv_cache=kv_cache,
+        num_ahead=num_ahead,
+        is_behind=num_ahead > 0,
+        policies=often_give_way(),
+    )
+    world.add_model("a", "llama")
+    world.add_model("b", "sparse-kv", load=False)
+    ends: list[str] = []
+    for i in range(6):
+        world.send("a", cases["llama"][i])
+        world.send("b", cases["sparse-kv"][i])
+    while world.engine.has_work:
+        before = set(world.open_requests)
+        world.step()
+        ends += [world.sent[request_id].model for request_id in before - {*world.open_requests}]
+    assert Counter(ends) == {"a": 6, "b": 6}
+    assert all(sent.error is None for sent in world.sent.values())
+    assert sum(world.engine.stats().num_preemptions.values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("kv_cache", "num_ahead", "preemption_mode"),
+    [("virtual", 0, "recompute"), ("virtual", 1, "swap"), ("paged", 0, "swap")],
+)
+def test_four_models_in_room_for_two_and_a_half(
+    open_world: Open,
+    cases: dict[str, list[Case]],
+    sizes: dict[str, tuple[int, int]],
+    kv_cache: str,
+    num_ahead: int,
+    preemption_mode: str,
+) -> None:
+    """2000 requests, mostly several of one model in a row: each answer is right."""
+    mean_bytes = sum(sizes[checkpoint][0] for checkpoint in CHECKPOINTS.values()) / 4
+    world = open_world(
+        int(2.5 * mean_bytes) + 20 * PAGE_BYTES,
+        models=CHECKPOINTS,
+        kv_cache=kv_cache,
+        num_ahead=num_ahead,
+        is_behind=num_ahead > 0,
+        preemption_mode=preemption_mode,
+    )
+    random = Random(num_ahead)
+    name, num_loads, num_sent = "a", 0, 0
+    num_requests = 2000 // 3
+    while num_sent < num_requests or world.engine.has_work:
+        while num_sent < num_requests and len(world.open_requests) < 12:
+            name = random.choice(NAMES) if random.random() < 0.2 else name
+            world.send(name, random.choice(cases[CHECKPOINTS[name]]))
+            num_sent += 1
+        before = states(world)
+        for output in world.engine.step():
+            world.sent[output.request_id].receive(output)
+        after = states(world)
+        num_loads += sum(
+            before[name] == ModelState.LOADING and after[name] == ModelState.RESIDENT
+            for name in NAMES
+        )
+        if num_sent % 10 == 0:
+            world.check()
+        if not world.open_requests:
+            world.sent.clear()
+    assert not world.open_requests
+    assert num_loads > 20
+    world.check()
