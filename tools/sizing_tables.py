@@ -42,7 +42,7 @@ class _Model:
             name,
             str(plan.kv_layout.dtype).removeprefix("torch."),
             plan.max_model_len,
-            placed_bytes([plan.parameters], PAGE_BYTES),
+            placed_bytes([plan.parameters], PAGE_BYTES)[0],
             Footprint(plan.kv_layout.token_bytes, PAGE_BYTES, PAGE_BYTES),
         )
 

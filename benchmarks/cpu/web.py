@@ -190,7 +190,9 @@ def run_server(step_ms: float, processes: int, profile: Path | None) -> None:
         profile: file for what cProfile finds in the web process; None to run without it.
     """
 
-    several = {"api_server_count": processes} if processes > 1 else {}  # not in older checkouts
+    config = ServerConfig(port=0, log_level="error", shutdown_timeout_s=0.0)
+    if processes > 1:  # older checkouts have no such option
+        config = replace(config, api_server_count=processes)
 
     def on_ready(url: str) -> None:
         children = multiprocessing.active_children()
@@ -200,7 +202,7 @@ def run_server(step_ms: float, processes: int, profile: Path | None) -> None:
     def run() -> None:
         serve(
             EngineConfig(models=(ModelSpec.parse(_MODEL),)),
-            ServerConfig(port=0, log_level="error", shutdown_timeout_s=0.0, **several),
+            config,
             on_progress=lambda _: None,
             on_ready=on_ready,
             open_it=partial(open_steady, step_ms / 1e3),
