@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from functools import partial
 
 import numpy as np
 
-from aquifer.cache.swap import SwapSpace
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine import checks
-from aquifer.engine.assembly import Assembly
 from aquifer.engine.lane import Lane
 from aquifer.engine.late_compilations import LateCompilations
 from aquifer.engine.model_host import ModelHost, read_model
 from aquifer.engine.model_set import ModelSet, OnProgress
 from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request, SamplingParams
+from aquifer.engine.parts import EngineParts
 from aquifer.engine.pinning import Pinning
 from aquifer.engine.pipeline import Pipeline, require_device
 from aquifer.engine.policies import Policies
@@ -32,18 +29,11 @@ from aquifer.engine.reports import (
     ModelStatus,
 )
 from aquifer.engine.sequence import SequenceGroup
-from aquifer.engine.step_limits import StepLimits
 from aquifer.errors import RequestError, UnknownModelError
-from aquifer.kernels import start_compiler
-from aquifer.memory.budget import make_pool
-from aquifer.memory.driver import open_driver
 from aquifer.memory.driver.base import Driver
-from aquifer.memory.meter import OverheadMeter
 from aquifer.memory.pool import PagePool
-from aquifer.memory.stock import PageStocker
 from aquifer.models import ModelPlan, Planner, plan_model
 from aquifer.weights.checkpoint import Checkpoint
-from aquifer.weights.store import placed_bytes
 
 
 def _ignore(_: LoadProgress) -> None:
@@ -69,18 +59,10 @@ class Engine:
         account_every_s: seconds between two measurements of the driver's overhead.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        assembly: Assembly,
-        stocker: PageStocker,
-        meter: OverheadMeter,
-        planner: Planner,
-        limits: StepLimits,
-        resources: ExitStack,
-    ) -> None:
+    def __init__(self, config: EngineConfig, parts: EngineParts, planner: Planner) -> None:
+        assembly = parts.assembly
         self.config = config
-        self.limits = limits
+        self.limits = parts.limits
         self.pool: PagePool = assembly.pool
         # On a synchronous device, running ahead would only compute sequences that have ended.
         self.num_ahead = 1 if assembly.pool.driver.runs_ahead else 0
@@ -88,10 +70,10 @@ class Engine:
         self.account_every_s = 1.0
         self._assembly = assembly
         self._scheduler = assembly.scheduler
-        self._stocker = stocker
-        self._meter = meter
-        self._resources = resources
-        self._models = ModelSet(config, assembly, planner, limits)
+        self._stocker = parts.stocker
+        self._meter = parts.meter
+        self._resources = parts.resources
+        self._models = ModelSet(config, assembly, planner, parts.limits)
         self._requests: dict[str, tuple[ModelHost, SequenceGroup]] = {}
         self._own_requests: set[str] = set()  # the engine's own requests: outputs are dropped
         self._steps = Pipeline(assembly.scheduler, assembly.pool.driver)
@@ -125,36 +107,10 @@ class Engine:
             DriverError: the device refused memory.
         """
         models = [(spec, read_model(spec, planner, config)) for spec in config.models]
-        with ExitStack() as resources:
-            if driver is None:
-                driver = open_driver(config.device)
-                resources.callback(driver.close)
-            if driver.device.type == "cuda":
-                start_compiler(driver.device)
-            parameters = [plan.parameters for _, (_, plan) in models]
-            weight_bytes = [sum(part.num_bytes for part in parts) for parts in parameters]
-            pool = make_pool(config, driver, weight_bytes, partial(placed_bytes, parameters))
-            resources.callback(pool.close)
-            limits = StepLimits.of(config, driver.device.type)
-            swaps = config.preemption_mode != "recompute"
-            space = SwapSpace(config.swap_space_bytes if swaps else 0, driver.device)
-            resources.callback(space.close)
-            assembly = Assembly(
-                pool,
-                limits.max_batched_tokens,
-                swap_space=space,
-                restore_mode=config.preemption_mode,
-                express_share=config.express_share,
-                max_prefill_s=limits.max_prefill_s,
-                policies=policies,
-            )
-            stocker = PageStocker(pool)
-            stocker.start()
-            resources.callback(stocker.close)
-            meter = OverheadMeter(driver)
-            meter.start()
-            resources.callback(meter.close)
-            engine = cls(config, assembly, stocker, meter, planner, limits, resources.pop_all())
+        parts = EngineParts.open(
+            config, [plan.parameters for _, (_, plan) in models], driver, policies
+        )
+        engine = cls(config, parts, planner)
         try:
             engine._load_first(models, on_progress)
         except BaseException:

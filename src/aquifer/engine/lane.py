@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,7 +33,7 @@ class Lane:
         recompute_s: seconds to compute a stretch of KV, given its first position and its length.
         captured_sizes: numbers of tokens for which its steps are captured, ascending.
         is_resident: whether the model's weights are there; else nothing of it is planned.
-        is_planned: whether its next step is being planned; its weights stay meanwhile.
+        is_planned: whether its next step is being planned.
         keeps_journal: whether what happens to the KV cache's memory goes along with each step, for
             a runner in another process.
         running: by arrival.
@@ -65,6 +65,15 @@ class Lane:
     def has_work(self) -> bool:
         """Whether any request is waiting or running."""
         return bool(self.waiting or self.running)
+
+    @contextmanager
+    def being_planned(self) -> Iterator[None]:
+        """While its next step is planned, its weights stay."""
+        self.is_planned = True
+        try:
+            yield
+        finally:
+            self.is_planned = False
 
     @property
     def is_busy(self) -> bool:

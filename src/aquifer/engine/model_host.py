@@ -165,7 +165,7 @@ class ModelHost:
     @property
     def missing_s(self) -> float:
         """Seconds to load the weights that are not in the pool, as fast as the last time."""
-        return self._weights.load_s(self.missing_pages * self._pool.page_bytes)
+        return self._weights.missing_s
 
     @property
     def runner(self) -> Runner:

@@ -87,6 +87,11 @@ class ModelWeights:
         """Number of pages of those that are not in the pool."""
         return self._store.missing_pages
 
+    @property
+    def missing_s(self) -> float:
+        """Seconds to load those that are not in the pool, as fast as the last time."""
+        return self.load_s(self.num_bytes - self.resident_bytes)
+
     def load_s(self, num_bytes: int) -> float:
         """Seconds to load so many bytes of them, as fast as the last time."""
         return num_bytes / self._bytes_per_s

@@ -184,11 +184,8 @@ class Scheduler:
                 continue
             lane.last_turn = self._num_turns
             self._num_turns += 1
-            lane.is_planned = True
-            try:
+            with lane.being_planned():
                 plan = self._plan(lane)
-            finally:
-                lane.is_planned = False
             if plan is not None:
                 lane.in_flight.append(plan)
                 return plan
