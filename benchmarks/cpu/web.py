@@ -29,7 +29,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from rich.table import Table
 
 from aquifer.bench.result import commit, environment, save
 from aquifer.config import EngineConfig, ModelSpec
+from aquifer.engine import reports
 from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request
 from aquifer.engine.reports import (
@@ -144,9 +145,11 @@ class SteadyEngine:
 
     def memory(self) -> MemoryReport:
         """A report of a pool with one free page."""
-        model = ModelMemory(
-            dict.fromkeys(Kind, 0), len(self._running), 0, 0, 0, 0, 0, KVCapacity(1, 1.0)
-        )
+        memory: dict[str, Any] = dict.fromkeys((f.name for f in fields(ModelMemory)), 0)
+        memory |= {"bytes_by_kind": dict.fromkeys(Kind, 0), "kv_capacity": KVCapacity(1, 1.0)}
+        if "status" in memory:  # older checkouts have none
+            memory["status"] = reports.ModelStatus(reports.ModelState.RESIDENT, 0, 0)
+        model = ModelMemory(**memory | {"num_running": len(self._running)})
         return MemoryReport(
             device="none",
             page_bytes=1,

@@ -34,6 +34,8 @@ from aquifer.engine.reports import (
     MemoryReport,
     ModelInfo,
     ModelMemory,
+    ModelState,
+    ModelStatus,
 )
 from aquifer.errors import AquiferError, CapacityError, InvariantError, QueueFullError
 from aquifer.memory.pool import Kind
@@ -179,7 +181,9 @@ class FakeEngine:
         used = sum(len(running.open) for running in self._running.values())
         kinds = dict.fromkeys(Kind, 0) | {Kind.KV: used * _PAGE_BYTES}
         capacity = KVCapacity(1000 * _PAGE_BYTES, 1000 * _PAGE_BYTES / 10**6)
-        model = ModelMemory(kinds, len(self._running), 0, 0, 0, kinds[Kind.KV], 0, capacity)
+        status = ModelStatus(ModelState.RESIDENT, 0, 0)
+        kv_bytes = kinds[Kind.KV]
+        model = ModelMemory(status, kinds, len(self._running), 0, 0, 0, kv_bytes, 0, capacity)
         free = 1000 - used
         return MemoryReport(
             device="fake",

@@ -342,7 +342,7 @@ class Engine:
     def memory(self) -> MemoryReport:
         """Breakdown of the pool's budget by owner, now."""
         capacities = {host.info.name: self._models.kv_capacity(host) for host in self._models}
-        return memory_report(self._scheduler.lanes, self.pool, capacities)
+        return memory_report(self._scheduler.lanes, self.pool, self.statuses, capacities)
 
     def close(self) -> None:
         """End all requests and release everything."""

@@ -12,6 +12,7 @@ from aquifer.engine.reports import (
     MemoryReport,
     ModelInfo,
     ModelMemory,
+    ModelStatus,
 )
 from aquifer.memory.pool import Kind, Owner, PagePool, PoolUsage
 from aquifer.memory.proc import proc_bytes
@@ -80,13 +81,17 @@ def engine_stats(
 
 
 def memory_report(
-    lanes: Mapping[str, Lane], pool: PagePool, capacities: Mapping[str, KVCapacity]
+    lanes: Mapping[str, Lane],
+    pool: PagePool,
+    statuses: Mapping[str, ModelStatus],
+    capacities: Mapping[str, KVCapacity],
 ) -> MemoryReport:
     """Breakdown of the pool's budget by owner, now.
 
     Args:
         lanes: the lanes of all models.
         pool: the memory.
+        statuses: by model.
         capacities: by model.
     """
     usage = pool.usage()
@@ -94,6 +99,7 @@ def memory_report(
     for name, lane in lanes.items():
         kv = lane.cache.stats(lane.written_tokens)
         models[name] = ModelMemory(
+            status=statuses[name],
             bytes_by_kind={
                 kind: usage.in_use_bytes.get(Owner(name, kind), 0)
                 for kind in Kind

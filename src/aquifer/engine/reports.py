@@ -77,6 +77,7 @@ class KVCapacity:
 class ModelMemory:
     """Memory of one model in the pool, and the usage of its KV cache."""
 
+    status: ModelStatus
     bytes_by_kind: dict[Kind, int]
     num_running: int
     num_waiting: int

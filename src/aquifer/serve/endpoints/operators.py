@@ -55,6 +55,9 @@ def _memory_dict(report: MemoryReport) -> dict[str, Any]:
         "requests_waiting": sum(model.num_waiting for model in report.models.values()),
         "models": {
             name: {
+                "status": model.status.state.value,
+                "error": model.status.error,
+                **_sizes(weights_total=model.status.weight_bytes),
                 **_sizes(**{kind.value: n for kind, n in model.bytes_by_kind.items()}),
                 **_sizes(
                     kv_written=model.kv_written_bytes,
