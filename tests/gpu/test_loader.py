@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from aquifer.memory.driver.cuda import CudaDriver
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.weights.checkpoint import Checkpoint
+from aquifer.weights.forms import Form
 from aquifer.weights.store import Parameter, Source, WeightStore
 
 OWNER = Owner("a", Kind.WEIGHTS)
@@ -70,7 +71,7 @@ def _parameters(checkpoint: Checkpoint, dtype: torch.dtype) -> list[Parameter]:
             Source(f"{i}.k", (slice(HIDDEN, HIDDEN + 1024),)),
         )
         parameters.append(Parameter(f"{i}.qk", (HIDDEN + 1024, HIDDEN), dtype, sources))
-        up = Source(f"{i}.up", is_transposed=True)
+        up = Source(f"{i}.up", form=Form.TRANSPOSED)
         parameters.append(Parameter(f"{i}.up", (HIDDEN, 5000), dtype, (up,)))
     return parameters
 

@@ -24,6 +24,7 @@ from aquifer.memory.driver.faulty import FaultyDriver
 from aquifer.memory.driver.host import HostDriver
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.weights.checkpoint import Checkpoint, stored_dtype
+from aquifer.weights.forms import Form, Target
 from aquifer.weights.store import Parameter, Source, WeightStore, check_sources
 
 PAGE = 4096
@@ -371,10 +372,10 @@ def test_a_file_that_changes_while_it_is_read(folder):
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 8])
     with pytest.raises(ConfigError, match=r"model.safetensors ended early"):
-        checkpoint.read_into(UP_PROJ, out)
+        checkpoint.read_into(UP_PROJ, Target(out))
     file.unlink()
     with pytest.raises(ConfigError, match=r"cannot read .*model.safetensors"):
-        checkpoint.read_into(UP_PROJ, out)
+        checkpoint.read_into(UP_PROJ, Target(out))
 
 
 # --- loading -------------------------------------------------------------------------------
@@ -409,12 +410,12 @@ def test_every_value_arrives(folder, sharded, stored, wanted):
     sources = (Source(gate, (slice(0, 128),)), Source(up, (slice(128, 256),)))
     parameters.append(Parameter("fused", (256, 64), wanted, sources))
     sources = (
-        Source(gate, (slice(None), slice(0, 128)), is_transposed=True),
-        Source(up, (slice(None), slice(128, 256)), is_transposed=True),
+        Source(gate, (slice(None), slice(0, 128)), form=Form.TRANSPOSED),
+        Source(up, (slice(None), slice(128, 256)), form=Form.TRANSPOSED),
     )
     with pytest.raises(ConfigError, match="shape"):
         check_sources(checkpoint, [Parameter("wrong", (256, 64), wanted, sources)])
-    own = Source(UP_PROJ, (1,), is_transposed=True)
+    own = Source(UP_PROJ, (1,), form=Form.TRANSPOSED)
     parameters.append(Parameter("transposed", (2, 64, 128), wanted, (own,)))
     driver = HostDriver()
     pool = PagePool(driver, 4 * MIB, PAGE)
@@ -442,7 +443,7 @@ def test_conversion_of_a_tensor_larger_than_the_scratch(tmp_path):
     tensor = torch.randn(9 * MIB // 2 + 5).bfloat16()  # 9 MiB in bfloat16, the scratch is 8
     save_file({"weight": tensor}, tmp_path / "model.safetensors")
     out = torch.empty(tensor.shape)
-    Checkpoint.open(tmp_path).read_into("weight", out)
+    Checkpoint.open(tmp_path).read_into("weight", Target(out))
     assert torch.equal(out, tensor.float())
 
 
@@ -452,7 +453,7 @@ def test_transposed_matrices_larger_than_the_scratch(tmp_path):
     save_file({"weight": tensor}, tmp_path / "model.safetensors")
     for dtype in (torch.bfloat16, torch.float32):
         out = torch.empty(tensor.shape, dtype=dtype)
-        Checkpoint.open(tmp_path).read_into("weight", out.mT)
+        Checkpoint.open(tmp_path).read_into("weight", Target(out, Form.TRANSPOSED))
         assert torch.equal(out, tensor.mT.to(dtype))
 
 
@@ -486,6 +487,7 @@ from aquifer.memory.driver.host import HostDriver
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.models import plan_model
 from aquifer.weights.checkpoint import Checkpoint
+from aquifer.weights.forms import Form, Target
 from aquifer.weights.store import WeightStore
 checkpoint = Checkpoint.open(sys.argv[1])
 plan = plan_model(checkpoint, getattr(torch, sys.argv[2]))
