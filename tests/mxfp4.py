@@ -46,7 +46,9 @@ def pack(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def unpack(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Decode number by number in Python's floats: float64 [..., out, in]."""
     values = []
-    for block, scale in zip(blocks.reshape(-1, 16).tolist(), scales.flatten().tolist(), strict=True):
+    for block, scale in zip(
+        blocks.reshape(-1, 16).tolist(), scales.flatten().tolist(), strict=True
+    ):
         factor = math.ldexp(1.0, scale - 127)
         for byte in block:
             for code in (byte & 15, byte >> 4):
@@ -58,7 +60,9 @@ def unpack(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 def experts_of(tensors: dict[str, torch.Tensor]) -> list[str]:
     """Names of the weights of experts, each of [experts, in, out]."""
-    return [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
+    return [
+        name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    ]
 
 
 def quantise(folder: Path, dtype: torch.dtype = torch.float32) -> Path:

@@ -14,9 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tests.checkpoints import tiny_llama
+from tests.mxfp4 import CONFIG, edit_config
 
+from aquifer.bench.load import made_checkpoint
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.engine import Engine
 from aquifer.errors import ConfigError
@@ -534,6 +537,27 @@ def _measure(script: str, *arguments: object) -> list[int]:
 def test_loading_never_holds_a_second_copy(large, dtype):
     weight_bytes, before_bytes, peak_bytes = _measure(_LOAD, large, dtype)
     assert weight_bytes > (190 if dtype == "float32" else 95) * MIB
+    assert peak_bytes - before_bytes < weight_bytes + 64 * MIB
+
+
+def test_decoding_mxfp4_never_holds_a_second_copy(tmp_path):
+    """About 110 MiB of bfloat16, 30 MiB as stored."""
+    config = transformers.GptOssConfig(
+        vocab_size=320,
+        hidden_size=1024,
+        intermediate_size=1024,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_local_experts=18,
+        dtype="bfloat16",
+    )
+    config.save_pretrained(tmp_path)
+    edit_config(tmp_path, **CONFIG)
+    with made_checkpoint(tmp_path, 1) as folder:
+        stored_bytes = Checkpoint.open(folder).num_bytes
+        weight_bytes, before_bytes, peak_bytes = _measure(_LOAD, folder, "bfloat16")
+    assert weight_bytes > 3 * stored_bytes
+    assert weight_bytes > 108 * MIB
     assert peak_bytes - before_bytes < weight_bytes + 64 * MIB
 
 

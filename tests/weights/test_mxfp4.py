@@ -68,7 +68,9 @@ def test_every_number_under_every_scale(dtype: torch.dtype) -> None:
     unscaled = found[127].abs()
     assert sorted(set(unscaled.tolist())) == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
     if dtype != torch.float64:  # the scale that stands for NaN
-        assert torch.equal(found[255].isfinite(), unscaled <= (0 if dtype == torch.float16 else 0.5))
+        assert torch.equal(
+            found[255].isfinite(), unscaled <= (0 if dtype == torch.float16 else 0.5)
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:3])

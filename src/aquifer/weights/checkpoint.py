@@ -170,7 +170,9 @@ def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     if not checkpoint.tensors:
         raise ConfigError(f"{fields.file} names no dtype; give --dtype bfloat16")
     tensors = checkpoint.tensors.values()
-    return max(tensors, key=lambda stored: (Form.PLAIN.accepts(stored.dtype), stored.num_bytes)).dtype
+    return max(
+        tensors, key=lambda stored: (Form.PLAIN.accepts(stored.dtype), stored.num_bytes)
+    ).dtype
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -88,9 +89,7 @@ def load_tensors(
         on_bytes(checkpoint.tensors[name].num_bytes)
 
 
-def plan_stretches(
-    jobs: Iterable[tuple[StoredTensor, Target]], max_bytes: int
-) -> list[Stretch]:
+def plan_stretches(jobs: Iterable[tuple[StoredTensor, Target]], max_bytes: int) -> list[Stretch]:
     """Cut tensors, in the order given, into stretches of at most `max_bytes`."""
     stretches: list[Stretch] = []
     last: Stretch | None = None
@@ -151,12 +150,18 @@ class _Buffer:
         read_range(stretch.file, stretch.begin_bytes, self.bytes[:num_bytes])
 
 
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all loads: torch keeps freed memory, such as that of decoding, by stream."""
+    return torch.cuda.Stream(device)
+
+
 def _load_staged(
     stretches: Sequence[Stretch], device: torch.device, on_bytes: Callable[[int], None]
 ) -> None:
     with torch.cuda.device(device):
         stage = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device=device)
-        stream = torch.cuda.Stream(device)
+        stream = _stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         free = [_Buffer() for _ in range(min(NUM_BUFFERS, len(stretches)))]
         reading: deque[tuple[Stretch, _Buffer, Future[None]]] = deque()

@@ -39,9 +39,7 @@ _PLAIN = ExpertNames(
     "mlp.experts.down_proj",
     forms=(("", Form.TRANSPOSED),),
 )
-_MXFP4 = replace(
-    _PLAIN, forms=(("_blocks", Form.MXFP4_BLOCKS), ("_scales", Form.MXFP4_SCALES))
-)
+_MXFP4 = replace(_PLAIN, forms=(("_blocks", Form.MXFP4_BLOCKS), ("_scales", Form.MXFP4_SCALES)))
 
 
 def read(fields: Fields, architecture: str) -> DecoderSpec:
@@ -101,7 +99,7 @@ def _stored(known: Fields, architecture: str) -> tuple[ExpertNames, ...]:
     In a quantised one, layers may be left as they are (`modules_to_not_convert`), so the tensors of
     each layer decide.
     """
-    if "quantization_config" not in known:
+    if not known.values.get("quantization_config"):
         return (_PLAIN,)
     method = known.section("quantization_config").text("quant_method", default="unknown")
     if method != "mxfp4":
