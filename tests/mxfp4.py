@@ -1,4 +1,4 @@
-"""Experts of GPT-OSS in MXFP4: a packer, a plain decoder, and checkpoints that are saved both ways."""
+"""Experts of GPT-OSS in MXFP4: a packer, a plain decoder, and checkpoints saved both ways."""
 
 from __future__ import annotations
 

@@ -176,7 +176,9 @@ def test_blocks_that_the_configuration_does_not_declare(folder: Path) -> None:
     quantise(folder)
     edit_config(folder, quantization_config=None)
     checkpoint = Checkpoint.open(folder)
-    with pytest.raises(ConfigError, match="lacks the tensor 'model.layers.0.mlp.experts.gate_up"):
+    with pytest.raises(
+        ConfigError, match=r"lacks the tensor 'model\.layers\.0\.mlp\.experts\.gate_up"
+    ):
         check_sources(checkpoint, plan_model(checkpoint).parameters)
 
 

@@ -548,6 +548,7 @@ def test_decoding_mxfp4_never_holds_a_second_copy(tmp_path):
         intermediate_size=1024,
         num_hidden_layers=1,
         num_attention_heads=4,
+        num_key_value_heads=2,
         num_local_experts=18,
         dtype="bfloat16",
     )

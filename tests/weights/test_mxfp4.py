@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -98,7 +99,7 @@ def test_more_than_a_step() -> None:
         (numbers, blocks.flatten(), (0, 7, 8, 1 << 20, 2_200_001, blocks.numel())),
         (factors, scales.flatten(), (0, 1, 70_000, 70_003, scales.numel())),
     ):
-        for begin, end in zip(cuts[:-1], cuts[1:], strict=True):
+        for begin, end in pairwise(cuts):
             target.write(stored[begin:end], begin)
     assert torch.equal(out[:2], expected)
     in_transformers = convert_moe_packed_tensors(blocks[None], scales[None])[0].T

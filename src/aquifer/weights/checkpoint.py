@@ -157,7 +157,7 @@ def read_config(folder: Path) -> Fields:
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """Dtype that a checkpoint's configuration declares, or else that of its largest tensor.
 
-    Tensors of dtypes that are no model's, such as packed numbers, count only if there are no others.
+    Tensors of other dtypes than models have, such as packed numbers, count only if all are so.
 
     Raises:
         ConfigError: the declaration is no text, or there is none and no tensor either.

@@ -1,17 +1,18 @@
 """MXFP4, the format of 4-bit numbers in which the experts of GPT-OSS are stored, decoded.
 
 32 numbers of a row share a scale, a power of two. A number is one of 16 values and takes four bits;
-the scale's exponent takes eight (OCP Microscaling Formats, version 1.0).
-Checkpoints have the numbers in one tensor, two in a byte, and the scales in another. Each is decoded
-by itself, with a table: the numbers are written first, then they are multiplied by their scales.
-A bfloat16 or float32 holds every product exactly, or infinity from 2**128 on; a float16 holds those
-from 2**-24 to 65504, and others are rounded.
+the scale's exponent takes eight (OCP Microscaling Formats, version 1.0). Checkpoints have the
+numbers in one tensor, two in a byte, and the scales in another. Each tensor is decoded by itself,
+with a table: the numbers are written first, then they are multiplied by their scales. A bfloat16 or
+float32 holds every product exactly, or infinity from 2**128 on; a float16 holds those from 2**-24
+to 65504, and others are rounded.
 
 A scale of 255 stands for NaN in the format. Here it is 2**128, as in Transformers: of the numbers
 that share it, those of 1 or more become infinite, which the model's first step warns of.
 
-Temporary memory is a few megabytes, however large the tensors are. The host decodes about 0.9 GB/s of
-stored bytes with one thread, which is 3.4 GB/s of bfloat16; torch divides a step among its threads.
+Temporary memory is a few megabytes, however large the tensors are. One thread of the host decodes
+about 0.9 GB/s of stored bytes, which is 3.4 GB/s of bfloat16; torch divides each step among its
+threads. A GPU gets the stored bytes, a quarter of those of bfloat16, and decodes them itself.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def multiply_by_scales(exponents: torch.Tensor, values: torch.Tensor, first_bloc
 
     Args:
         exponents: [n] uint8, of 2**(exponent - 127); on the host or on the device of `values`.
-        values: [blocks x 32], contiguous, of a floating dtype; blocks [first_block, first_block + n)
-            are multiplied.
+        values: [blocks x 32], contiguous, of a floating dtype; blocks
+            [first_block, first_block + n) are multiplied.
         first_block: number of the first block.
     """
     table = _scale_table(values.dtype, values.device)

@@ -60,7 +60,8 @@ def load_config(checkpoint: Checkpoint) -> Any:
         method = fields.section("quantization_config").text("quant_method", default="unknown")
         raise UnsupportedModelError(
             architecture,
-            f"its weights are quantised (quantization_config, {method}); use a checkpoint in bfloat16",
+            f"its weights are quantised (quantization_config, {method}); use a checkpoint in "
+            "bfloat16",
         )
     model_type = fields.text("model_type")
     if model_type not in CONFIG_MAPPING:
