@@ -20,6 +20,7 @@ from aquifer.engine.params import SamplingParams
 from aquifer.engine.reports import LoadProgress
 from aquifer.errors import ConfigError, UnsupportedModelError
 from aquifer.llm import LLM
+from aquifer.memory.pool import Kind
 from aquifer.models import plan_model
 from aquifer.weights.checkpoint import Checkpoint
 from aquifer.weights.store import check_sources
@@ -106,7 +107,7 @@ def test_tokens_are_those_of_the_decoded_checkpoint(
             outputs = llm.generate(PROMPTS, params, use_tqdm=False)
             tokens.append([output.outputs[0].token_ids for output in outputs])
             [model] = llm.memory().models.values()
-            weight_bytes.append(model.bytes_by_kind["weights"])
+            weight_bytes.append(model.bytes_by_kind[Kind.WEIGHTS])
     assert [len(each) for each in tokens[0]] == [24] * len(PROMPTS)
     assert tokens[0] == tokens[1]
     assert weight_bytes[0] == weight_bytes[1]
