@@ -21,7 +21,7 @@ _OTHERS = (
 )
 _REFUSED = (
     "encoder-decoders, state-space models (so far), other models with ALiBi or attention sinks, "
-    "multimodal and quantised checkpoints"
+    "multimodal checkpoints, and quantised ones except GPT-OSS in MXFP4"
 )
 
 

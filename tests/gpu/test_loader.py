@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from aquifer.memory.driver.cuda import CudaDriver
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.weights.checkpoint import Checkpoint
+from aquifer.weights.forms import Form, Target
 from aquifer.weights.store import Parameter, Source, WeightStore
 
 OWNER = Owner("a", Kind.WEIGHTS)
@@ -70,7 +71,7 @@ def _parameters(checkpoint: Checkpoint, dtype: torch.dtype) -> list[Parameter]:
             Source(f"{i}.k", (slice(HIDDEN, HIDDEN + 1024),)),
         )
         parameters.append(Parameter(f"{i}.qk", (HIDDEN + 1024, HIDDEN), dtype, sources))
-        up = Source(f"{i}.up", is_transposed=True)
+        up = Source(f"{i}.up", form=Form.TRANSPOSED)
         parameters.append(Parameter(f"{i}.up", (HIDDEN, 5000), dtype, (up,)))
     return parameters
 
@@ -92,6 +93,39 @@ def test_what_is_loaded_is_what_is_stored(folder, pool, dtype):
     assert expected.keys() == store.tensors.keys()
     for name, tensor in expected.items():
         assert torch.equal(store.tensors[name], tensor.cuda().to(dtype)), name
+    store.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("scales_first", [False, True])
+def test_mxfp4(pool: PagePool, tmp_path: Path, scales_first: bool, dtype: torch.dtype) -> None:
+    """As the host decodes it, with every byte under every scale, and in bounded memory."""
+    blocks = torch.randint(256, (12, 2050, 60, 16), dtype=torch.uint8)  # 22.5 MiB: two stretches
+    blocks[0, :256, :16] = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    scales = torch.randint(118, 138, blocks.shape[:-1], dtype=torch.uint8)
+    scales[0, :256, :16] = torch.arange(256, dtype=torch.uint8)[:, None]
+    expected = torch.empty(12, 2050, 60 * 32, dtype=dtype)
+    Target(expected, Form.MXFP4_BLOCKS).write(blocks.flatten(), 0)
+    Target(expected, Form.MXFP4_SCALES).write(scales.flatten(), 0)
+    names = ("b", "a" if scales_first else "c")  # tensors of a file are in the order of names
+    save_file(dict(zip(names, (blocks, scales), strict=True)), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    checkpoint = Checkpoint.open(tmp_path)
+    forms = (Form.MXFP4_BLOCKS, Form.MXFP4_SCALES)
+    sources = tuple(Source(name, form=form) for name, form in zip(names, forms, strict=True))
+    parameter = Parameter("w", tuple(expected.shape), dtype, sources)
+    store = WeightStore(pool, OWNER, [parameter])
+    assert store.populate()
+    for _ in range(2):
+        store.tensors["w"].fill_(float("nan"))
+        torch.cuda.reset_peak_memory_stats()
+        before_bytes = torch.cuda.memory_allocated()
+        seen_bytes: list[int] = []
+        store.load(checkpoint, seen_bytes.append)
+        assert torch.cuda.max_memory_allocated() - before_bytes < 48 << 20  # 16 are the stage
+        assert sum(seen_bytes) == checkpoint.num_bytes
+        bits = torch.int32 if dtype.itemsize == 4 else torch.int16
+        assert torch.equal(store.tensors["w"].cpu().view(bits), expected.view(bits))
     store.close()
 
 

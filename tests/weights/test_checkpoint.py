@@ -14,9 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tests.checkpoints import tiny_llama
+from tests.mxfp4 import CONFIG, edit_config
 
+from aquifer.bench.load import made_checkpoint
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.engine import Engine
 from aquifer.errors import ConfigError
@@ -24,6 +27,7 @@ from aquifer.memory.driver.faulty import FaultyDriver
 from aquifer.memory.driver.host import HostDriver
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.weights.checkpoint import Checkpoint, stored_dtype
+from aquifer.weights.forms import Form, Target
 from aquifer.weights.store import Parameter, Source, WeightStore, check_sources
 
 PAGE = 4096
@@ -371,10 +375,10 @@ def test_a_file_that_changes_while_it_is_read(folder):
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 8])
     with pytest.raises(ConfigError, match=r"model.safetensors ended early"):
-        checkpoint.read_into(UP_PROJ, out)
+        checkpoint.read_into(UP_PROJ, Target(out))
     file.unlink()
     with pytest.raises(ConfigError, match=r"cannot read .*model.safetensors"):
-        checkpoint.read_into(UP_PROJ, out)
+        checkpoint.read_into(UP_PROJ, Target(out))
 
 
 # --- loading -------------------------------------------------------------------------------
@@ -409,12 +413,12 @@ def test_every_value_arrives(folder, sharded, stored, wanted):
     sources = (Source(gate, (slice(0, 128),)), Source(up, (slice(128, 256),)))
     parameters.append(Parameter("fused", (256, 64), wanted, sources))
     sources = (
-        Source(gate, (slice(None), slice(0, 128)), is_transposed=True),
-        Source(up, (slice(None), slice(128, 256)), is_transposed=True),
+        Source(gate, (slice(None), slice(0, 128)), form=Form.TRANSPOSED),
+        Source(up, (slice(None), slice(128, 256)), form=Form.TRANSPOSED),
     )
     with pytest.raises(ConfigError, match="shape"):
         check_sources(checkpoint, [Parameter("wrong", (256, 64), wanted, sources)])
-    own = Source(UP_PROJ, (1,), is_transposed=True)
+    own = Source(UP_PROJ, (1,), form=Form.TRANSPOSED)
     parameters.append(Parameter("transposed", (2, 64, 128), wanted, (own,)))
     driver = HostDriver()
     pool = PagePool(driver, 4 * MIB, PAGE)
@@ -442,7 +446,7 @@ def test_conversion_of_a_tensor_larger_than_the_scratch(tmp_path):
     tensor = torch.randn(9 * MIB // 2 + 5).bfloat16()  # 9 MiB in bfloat16, the scratch is 8
     save_file({"weight": tensor}, tmp_path / "model.safetensors")
     out = torch.empty(tensor.shape)
-    Checkpoint.open(tmp_path).read_into("weight", out)
+    Checkpoint.open(tmp_path).read_into("weight", Target(out))
     assert torch.equal(out, tensor.float())
 
 
@@ -452,7 +456,7 @@ def test_transposed_matrices_larger_than_the_scratch(tmp_path):
     save_file({"weight": tensor}, tmp_path / "model.safetensors")
     for dtype in (torch.bfloat16, torch.float32):
         out = torch.empty(tensor.shape, dtype=dtype)
-        Checkpoint.open(tmp_path).read_into("weight", out.mT)
+        Checkpoint.open(tmp_path).read_into("weight", Target(out, Form.TRANSPOSED))
         assert torch.equal(out, tensor.mT.to(dtype))
 
 
@@ -486,6 +490,7 @@ from aquifer.memory.driver.host import HostDriver
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.models import plan_model
 from aquifer.weights.checkpoint import Checkpoint
+from aquifer.weights.forms import Form, Target
 from aquifer.weights.store import WeightStore
 checkpoint = Checkpoint.open(sys.argv[1])
 plan = plan_model(checkpoint, getattr(torch, sys.argv[2]))
@@ -532,6 +537,28 @@ def _measure(script: str, *arguments: object) -> list[int]:
 def test_loading_never_holds_a_second_copy(large, dtype):
     weight_bytes, before_bytes, peak_bytes = _measure(_LOAD, large, dtype)
     assert weight_bytes > (190 if dtype == "float32" else 95) * MIB
+    assert peak_bytes - before_bytes < weight_bytes + 64 * MIB
+
+
+def test_decoding_mxfp4_never_holds_a_second_copy(tmp_path):
+    """About 110 MiB of bfloat16, 30 MiB as stored."""
+    config = transformers.GptOssConfig(
+        vocab_size=320,
+        hidden_size=1024,
+        intermediate_size=1024,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=18,
+        dtype="bfloat16",
+    )
+    config.save_pretrained(tmp_path)
+    edit_config(tmp_path, **CONFIG)
+    with made_checkpoint(tmp_path, 1) as folder:
+        stored_bytes = Checkpoint.open(folder).num_bytes
+        weight_bytes, before_bytes, peak_bytes = _measure(_LOAD, folder, "bfloat16")
+    assert weight_bytes > 3 * stored_bytes
+    assert weight_bytes > 108 * MIB
     assert peak_bytes - before_bytes < weight_bytes + 64 * MIB
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from aquifer.weights.checkpoint import StoredTensor, read_range
+from aquifer.weights.forms import Form, Target
 from aquifer.weights.loader import Stretch, plan_stretches, scatter
 
 KIB = 1 << 10
@@ -19,13 +20,13 @@ KIB = 1 << 10
 
 def _write(
     file: Path, tensors: list[torch.Tensor], padding_bytes: int = 0
-) -> list[tuple[StoredTensor, torch.Tensor]]:
+) -> list[tuple[StoredTensor, Target]]:
     """Write tensors one after the other; returns each with an empty tensor to fill."""
     data = b"header" + bytes(padding_bytes)
     jobs = []
     for tensor in tensors:
         stored = StoredTensor(file, tensor.dtype, tuple(tensor.shape), len(data), tensor.nbytes)
-        jobs.append((stored, torch.empty_like(tensor)))
+        jobs.append((stored, Target(torch.empty_like(tensor))))
         data += tensor.view(-1).view(torch.uint8).numpy().tobytes()
     file.write_bytes(data)
     return jobs
@@ -59,16 +60,17 @@ def test_every_byte_arrives(tmp_path, max_bytes, padding_bytes):
         written = _write(tmp_path / name, tensors, padding_bytes)
         jobs += written
         expected += tensors
-    wanted = [torch.empty(out.shape, dtype=torch.bfloat16) for _, out in jobs]
+    wanted = [torch.empty(target.part.shape, dtype=torch.bfloat16) for _, target in jobs]
     same = plan_stretches(jobs, max_bytes)
     _load(same)
     _load(
         plan_stretches(
-            [(stored, out) for (stored, _), out in zip(jobs, wanted, strict=True)], max_bytes
+            [(stored, Target(out)) for (stored, _), out in zip(jobs, wanted, strict=True)],
+            max_bytes,
         )
     )
-    for (_, out), converted, tensor in zip(jobs, wanted, expected, strict=True):
-        assert torch.equal(out, tensor)
+    for (_, target), converted, tensor in zip(jobs, wanted, expected, strict=True):
+        assert torch.equal(target.part, tensor)
         assert torch.equal(converted, tensor.bfloat16())
     for stretch in same:
         assert 0 < stretch.end_bytes - stretch.begin_bytes <= max_bytes
@@ -81,7 +83,7 @@ def test_few_large_stretches(tmp_path):
     sizes = [100, 200, 40 * KIB, 300, 8 << 20, 10, 20]
     jobs, offset = [], 8
     for n in sizes:
-        out = torch.empty(0, dtype=torch.uint8)
+        out = Target(torch.empty(0, dtype=torch.uint8))
         jobs.append((StoredTensor(file, torch.uint8, (n,), offset, n), out))
         offset += n
     del jobs[4]
@@ -98,11 +100,11 @@ def test_few_large_stretches(tmp_path):
 
 def test_one_stored_tensor_for_two_parameters(tmp_path):
     jobs = _write(tmp_path / "a", [torch.arange(1000.0)])
-    stored, out = jobs[0]
-    again = torch.empty_like(out)
-    _load(plan_stretches([(stored, out), (stored, again)], 512))
-    assert torch.equal(out, torch.arange(1000.0))
-    assert torch.equal(again, out)
+    stored, target = jobs[0]
+    again = torch.empty_like(target.part)
+    _load(plan_stretches([(stored, target), (stored, Target(again))], 512))
+    assert torch.equal(target.part, torch.arange(1000.0))
+    assert torch.equal(again, target.part)
 
 
 @pytest.mark.parametrize("max_bytes", [256, 1000, 1 << 20])
@@ -115,6 +117,7 @@ def test_transposed_matrices(tmp_path, max_bytes, padding_bytes):
     stored = [stored for stored, _ in _write(tmp_path / "a", tensors, padding_bytes)]
     for dtype in (torch.bfloat16, torch.float32):
         filled = [torch.empty(tensor.mT.shape, dtype=dtype) for tensor in tensors]
-        _load(plan_stretches(zip(stored, [part.mT for part in filled], strict=True), max_bytes))
+        targets = [Target(part, Form.TRANSPOSED) for part in filled]
+        _load(plan_stretches(zip(stored, targets, strict=True), max_bytes))
         for part, tensor in zip(filled, tensors, strict=True):
             assert torch.equal(part, tensor.mT.to(dtype))

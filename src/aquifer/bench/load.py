@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
 import time
@@ -109,7 +110,7 @@ def _sums(store: WeightStore) -> dict[str, int]:
 
 
 def _stretches(checkpoint: Checkpoint, store: WeightStore) -> list[Stretch]:
-    jobs = [(checkpoint.tensors[name], part) for name, part in store.jobs(checkpoint)]
+    jobs = [(checkpoint.tensors[name], target) for name, target in store.jobs(checkpoint)]
     return plan_stretches(jobs, _PINNED_BYTES)
 
 
@@ -158,10 +159,24 @@ def made_checkpoint(model: Path, num_bytes: int) -> Iterator[Path]:
             (folder / "config.json").write_text(json.dumps(entries))
             return plan_model(Checkpoint.without_tensors(folder)).parameters
 
-        one, two = (sum(p.num_bytes for p in parameters_of(n)) for n in (1, 2))
+        one, two = (sum(map(_stored_bytes, parameters_of(n))) for n in (1, 2))
         num_layers = max(round((num_bytes - one) / (two - one)) + 1, 1)
         _write(folder, parameters_of(num_layers))
         yield folder
+
+
+def _stored_bytes(parameter: Parameter) -> int:
+    """Bytes of the stored tensors that fill a parameter."""
+    return sum(
+        math.prod(source.stored_shape(parameter))
+        * source.form.stored_dtype(parameter.dtype).itemsize
+        for source in parameter.sources
+    )
+
+
+def _fill_random(values: torch.Tensor) -> torch.Tensor:
+    """Fill a stored tensor; bytes with such as are small scales, if they are scales."""
+    return values.normal_(0, 0.02) if values.is_floating_point() else values.random_(96, 128)
 
 
 def _write(folder: Path, parameters: Sequence[Parameter]) -> None:
@@ -178,9 +193,10 @@ def _write(folder: Path, parameters: Sequence[Parameter]) -> None:
 
     for parameter in parameters:
         for source in parameter.sources:
-            shape = torch.empty(parameter.shape, device="meta")[source.index].shape
-            values = torch.empty(shape, dtype=parameter.dtype, device=device).normal_(0, 0.02)
-            shard[source.name] = values.cpu()
+            shape = source.stored_shape(parameter)
+            dtype = source.form.stored_dtype(parameter.dtype)
+            values = torch.empty(shape, dtype=dtype, device=device)
+            shard[source.name] = _fill_random(values).cpu()
             if sum(tensor.nbytes for tensor in shard.values()) >= _SHARD_BYTES:
                 finish_shard()
     if shard:

@@ -140,8 +140,10 @@ class DecoderPlan:
             ]
             down = [Source(f"{stored}{names.down.format(i)}.weight", (i,)) for i in range(count)]
         else:
-            up = [Source(stored + names.up[0], is_transposed=names.are_transposed)]
-            down = [Source(stored + names.down, is_transposed=names.are_transposed)]
+            up, down = (
+                [Source(f"{stored}{part}{suffix}", form=form) for suffix, form in names.forms]
+                for part in (names.up[0], names.down)
+            )
         share = experts.top_k / count
         yield Parameter(f"{name}experts_up", (count, 2 * width, hidden), dtype, tuple(up), share)
         yield Parameter(f"{name}experts_down", (count, hidden, width), dtype, tuple(down), share)
@@ -165,7 +167,7 @@ class DecoderPlan:
     def _expert_names(self, experts: Experts, stored: str) -> ExpertNames:
         """The way in which the checkpoint stores the experts of a layer."""
         for names in experts.names:
-            suffix = ".weight" if "{}" in names.down else ""
+            suffix = ".weight" if "{}" in names.down else names.forms[0][0]
             if f"{stored}{names.down.format(0)}{suffix}" in self._stored:
                 return names
         return experts.names[0]

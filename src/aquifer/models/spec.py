@@ -21,6 +21,7 @@ import torch
 from aquifer.cache.base import KVLayout, LayerKV
 from aquifer.kernels.experts import Activation, Routing
 from aquifer.models.rope import RotarySettings
+from aquifer.weights.forms import Form
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,15 +176,15 @@ class Mlp:
 class ExpertNames:
     """Names of the stored tensors of a mixture of experts, within its layer.
 
-    Experts are stored one by one, under a name with `{}` for their number, or all in one tensor,
-    which may be transposed: [experts, in, out]. The biases of such a tensor are in one of its name
-    and `_bias`.
+    Experts are stored one by one, under a name with `{}` for their number, or all together. Then
+    `forms` are the tensors that the weights are in: what is added to the name, and the form. The
+    biases are in a tensor of the name and `_bias`.
     """
 
     router: str
     up: tuple[str, ...]  # gate and up of each expert, or both of all of them
     down: str
-    are_transposed: bool = False
+    forms: tuple[tuple[str, Form], ...] = (("", Form.PLAIN),)
 
 
 @dataclass(frozen=True, slots=True)

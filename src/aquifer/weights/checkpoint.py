@@ -20,6 +20,7 @@ import torch
 
 from aquifer.errors import ConfigError, one_line
 from aquifer.fields import LIST_BYTES, Fields, read_fields
+from aquifer.weights.forms import Form, Target
 
 _DTYPES = {
     "F64": torch.float64,
@@ -36,7 +37,7 @@ _DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 _MAX_HEADER_BYTES = 100 << 20  # the limit that the format's own library has
-_CONVERT_BYTES = 8 << 20  # scratch buffer for tensors that are converted or transposed
+_CONVERT_BYTES = 8 << 20  # scratch buffer for tensors that are converted, transposed or decoded
 _MOST_DIMS = 64  # dimensions of a tensor of torch
 _MOST_NAME_BYTES = 255  # of a file, in the file systems of Linux
 _MOST_NAMED = 3  # names of missing files in one message
@@ -110,26 +111,27 @@ class Checkpoint:
         """Bytes of all tensors on disk."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
-    def read_into(self, name: str, out: torch.Tensor) -> None:
-        """Read a tensor into `out`, converting if the dtypes differ.
+    def read_into(self, name: str, target: Target) -> None:
+        """Read a tensor to where it belongs, through a scratch buffer if that is no mere copy.
 
         Args:
             name: the tensor's name.
-            out: of its shape, on the CPU; see `copy_elements`.
+            target: the part of a parameter to fill, on the CPU.
 
         Raises:
             ConfigError: the file ended early or cannot be read.
         """
         stored = self.tensors[name]
-        if stored.dtype == out.dtype and out.is_contiguous():
-            read_range(stored.file, stored.offset_bytes, out)
+        if target.is_copy(stored.dtype):
+            read_range(stored.file, stored.offset_bytes, target.part)
             return
+        count = stored.num_bytes // stored.dtype.itemsize
         step = max(_CONVERT_BYTES // stored.dtype.itemsize, 1)
-        scratch = torch.empty(min(step, out.numel()), dtype=stored.dtype)
-        for start in range(0, out.numel(), step):
-            piece = scratch[: out.numel() - start]
+        scratch = torch.empty(min(step, count), dtype=stored.dtype)
+        for start in range(0, count, step):
+            piece = scratch[: count - start]
             read_range(stored.file, stored.offset_bytes + start * stored.dtype.itemsize, piece)
-            copy_elements(piece, out, start)
+            target.write(piece, start)
 
 
 def read_config(folder: Path) -> Fields:
@@ -155,17 +157,22 @@ def read_config(folder: Path) -> Fields:
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """Dtype that a checkpoint's configuration declares, or else that of its largest tensor.
 
+    Tensors of other dtypes than models have, such as packed numbers, count only if all are so.
+
     Raises:
         ConfigError: the declaration is no text, or there is none and no tensor either.
     """
     fields = checkpoint.fields
     declared = fields.text("dtype", default=fields.text("torch_dtype", default="none"))
     dtype = getattr(torch, declared.removeprefix("torch."), None)
-    if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1:
+    if isinstance(dtype, torch.dtype) and Form.PLAIN.accepts(dtype):
         return dtype
     if not checkpoint.tensors:
         raise ConfigError(f"{fields.file} names no dtype; give --dtype bfloat16")
-    return max(checkpoint.tensors.values(), key=lambda tensor: tensor.num_bytes).dtype
+    tensors = checkpoint.tensors.values()
+    return max(
+        tensors, key=lambda stored: (Form.PLAIN.accepts(stored.dtype), stored.num_bytes)
+    ).dtype
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -294,31 +301,3 @@ def read_range(file: Path, offset_bytes: int, out: torch.Tensor) -> None:
                 done += count
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error}") from error
-
-
-def copy_elements(elements: torch.Tensor, out: torch.Tensor, first: int) -> None:
-    """Copy elements to [first, first + n) of a tensor, counted in row-major order of its indices.
-
-    Args:
-        elements: [n], contiguous, of any dtype.
-        out: contiguous, or matrices that are each transposed, [..., rows, columns].
-        first: number of the first element.
-    """
-    if out.is_contiguous():
-        out.view(-1)[first : first + len(elements)].copy_(elements)
-        return
-    num_rows, width = out.shape[-2:]
-    matrices = out.view(-1, num_rows, width)
-    done = 0
-    while done < len(elements):
-        row, column = divmod(first + done, width)
-        index, row = divmod(row, num_rows)
-        whole_rows = min((len(elements) - done) // width, num_rows - row)
-        if column or not whole_rows:  # a part of a row
-            count = min(len(elements) - done, width - column)
-            matrices[index, row, column : column + count].copy_(elements[done : done + count])
-        else:
-            count = whole_rows * width
-            part = elements[done : done + count].view(whole_rows, width)
-            matrices[index, row : row + whole_rows].copy_(part)
-        done += count

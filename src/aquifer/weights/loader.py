@@ -2,7 +2,7 @@
 
 For a device, a few threads read the files in large stretches, each with many tensors or a part of
 one, into page-locked buffers. Each buffer is copied to the device as a whole, and its tensors are
-copied from there to their places, converted to another dtype or transposed where needed:
+copied from there to their places, converted to another dtype, transposed or decoded where needed:
 
     file --read--> buffer (page-locked) --copy--> stage (device) --scatter--> parameters
 
@@ -16,11 +16,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import torch
 
-from aquifer.weights.checkpoint import Checkpoint, StoredTensor, copy_elements, read_range
+from aquifer.weights.checkpoint import Checkpoint, StoredTensor, read_range
+from aquifer.weights.forms import Target
 
 BUFFER_BYTES = 16 << 20
 """Size of one copy to the device. Copies of 8 MB or more reach the full speed of the bus."""
@@ -38,7 +40,7 @@ class Piece:
     """Bytes [start_bytes, start_bytes + num_bytes) of a stored tensor: whole elements."""
 
     stored: StoredTensor
-    out: torch.Tensor  # destination of the whole tensor
+    target: Target  # of the whole tensor
     start_bytes: int
     num_bytes: int
 
@@ -60,15 +62,14 @@ class Stretch:
 
 def load_tensors(
     checkpoint: Checkpoint,
-    jobs: Sequence[tuple[str, torch.Tensor]],
+    jobs: Sequence[tuple[str, Target]],
     on_bytes: Callable[[int], None],
 ) -> None:
     """Fill tensors of one device from a checkpoint; their contents are complete on return.
 
     Args:
         checkpoint: the checkpoint with the stored tensors.
-        jobs: (name of a stored tensor, tensor of its shape to fill), in file order; see
-            `copy_elements`.
+        jobs: (name of a stored tensor, what it fills), in the order in which they are read.
         on_bytes: called after each read with the number of stored bytes in it.
 
     Raises:
@@ -76,32 +77,30 @@ def load_tensors(
     """
     if not jobs:
         return
-    device = jobs[0][1].device
+    device = jobs[0][1].part.device
     if device.type != "cpu":
         stretches = plan_stretches(
-            [(checkpoint.tensors[name], out) for name, out in jobs], BUFFER_BYTES
+            [(checkpoint.tensors[name], target) for name, target in jobs], BUFFER_BYTES
         )
         _load_staged(stretches, device, on_bytes)
         return
-    for name, out in jobs:
-        checkpoint.read_into(name, out)
+    for name, target in jobs:
+        checkpoint.read_into(name, target)
         on_bytes(checkpoint.tensors[name].num_bytes)
 
 
-def plan_stretches(
-    jobs: Iterable[tuple[StoredTensor, torch.Tensor]], max_bytes: int
-) -> list[Stretch]:
-    """Cut tensors, given in file order, into stretches of at most `max_bytes`."""
+def plan_stretches(jobs: Iterable[tuple[StoredTensor, Target]], max_bytes: int) -> list[Stretch]:
+    """Cut tensors, in the order given, into stretches of at most `max_bytes`."""
     stretches: list[Stretch] = []
     last: Stretch | None = None
-    for stored, out in jobs:
+    for stored, target in jobs:
         done = 0
         while done < stored.num_bytes:
             at = stored.offset_bytes + done
             if (
                 last is None
                 or last.file != stored.file
-                or at < last.begin_bytes  # a tensor that fills two parameters occurs twice
+                or at < last.begin_bytes  # the same tensor again, or scales stored before numbers
                 or at - last.end_bytes > _MAX_GAP_BYTES
                 or at + stored.dtype.itemsize > last.begin_bytes + max_bytes
             ):
@@ -111,30 +110,30 @@ def plan_stretches(
             room_bytes = last.begin_bytes + max_bytes - at
             room_bytes -= room_bytes % stored.dtype.itemsize
             count = min(stored.num_bytes - done, room_bytes)
-            last.pieces.append(Piece(stored, out, done, count))
+            last.pieces.append(Piece(stored, target, done, count))
             last.end_bytes = max(last.end_bytes, at + count)
             done += count
     return stretches
 
 
 def scatter(stage: torch.Tensor, stretch: Stretch) -> None:
-    """Copy each piece of a stretch to its destination; see `copy_elements`.
+    """Write each piece of a stretch to its target, in order.
 
     Args:
-        stage: uint8, the bytes of the stretch, on the device of the tensors to fill.
+        stage: uint8, the bytes of the stretch, on the host or on the device of the targets.
         stretch: the pieces to copy.
     """
     for piece in stretch.pieces:
         begin = piece.offset_bytes - stretch.begin_bytes
         source = stage[begin : begin + piece.num_bytes]
         dtype = piece.stored.dtype
-        if dtype == piece.out.dtype and piece.out.is_contiguous():
-            out = piece.out.view(-1).view(torch.uint8)
+        if piece.target.is_copy(dtype):
+            out = piece.target.part.view(-1).view(torch.uint8)
             out[piece.start_bytes : piece.start_bytes + piece.num_bytes].copy_(source)
             continue
         if begin % dtype.itemsize:  # a file whose tensors are not aligned
             source = source.clone()
-        copy_elements(source.view(dtype), piece.out, piece.start_bytes // dtype.itemsize)
+        piece.target.write(source.view(dtype), piece.start_bytes // dtype.itemsize)
 
 
 class _Buffer:
@@ -151,12 +150,18 @@ class _Buffer:
         read_range(stretch.file, stretch.begin_bytes, self.bytes[:num_bytes])
 
 
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all loads: torch keeps freed memory, such as that of decoding, by stream."""
+    return torch.cuda.Stream(device)
+
+
 def _load_staged(
     stretches: Sequence[Stretch], device: torch.device, on_bytes: Callable[[int], None]
 ) -> None:
     with torch.cuda.device(device):
         stage = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device=device)
-        stream = torch.cuda.Stream(device)
+        stream = _stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         free = [_Buffer() for _ in range(min(NUM_BUFFERS, len(stretches)))]
         reading: deque[tuple[Stretch, _Buffer, Future[None]]] = deque()

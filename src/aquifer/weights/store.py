@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -24,6 +25,7 @@ from aquifer.memory.range import VirtualRange
 from aquifer.memory.residency import Residency
 from aquifer.sizes import format_size
 from aquifer.weights.checkpoint import Checkpoint
+from aquifer.weights.forms import Form, Target
 from aquifer.weights.loader import load_tensors
 
 _ALIGNMENT_BYTES = 256  # alignment of small parameters within the shared pages
@@ -35,22 +37,25 @@ _RANDOM_STD = 0.02  # standard deviation that most models are initialised with
 class Source:
     """A tensor of the checkpoint, and the part of a parameter that it fills.
 
-    `parameter[index]` must be contiguous and of the stored tensor's shape, or, if that is
-    transposed, of its shape with the last two dimensions swapped.
+    `parameter[index]` must be contiguous; its form says how the stored tensor fills it.
 
-    A transposed tensor is stored as [..., in, out] and becomes [..., out, in], as the kernels read
-    weights. It is transposed while it is loaded, also after an eviction: the copies to the device
-    take longer than that.
+    Weights that are stored as [..., in, out] become [..., out, in], as the kernels read them, and
+    numbers of four bits become those of the parameter's dtype. That is done while they are loaded,
+    also after an eviction: the copies to the device take longer.
     """
 
     name: str
     index: tuple[int | slice, ...] = ()
-    is_transposed: bool = False
+    form: Form = Form.PLAIN
 
-    def part(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The part of a parameter that it fills, a view of the stored tensor's shape."""
-        part = parameter[self.index]
-        return part.mT if self.is_transposed else part
+    def target(self, parameter: torch.Tensor) -> Target:
+        """The part of a parameter that it fills."""
+        return Target(parameter[self.index], self.form)
+
+    def stored_shape(self, parameter: Parameter) -> tuple[int, ...]:
+        """The shape that the stored tensor must have; takes no memory."""
+        part = torch.empty(parameter.shape, device="meta")[self.index]
+        return self.form.stored_shape(part.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,8 +304,10 @@ class WeightStore:
 
     def jobs(
         self, checkpoint: Checkpoint, groups: Iterable[ParameterGroup] | None = None
-    ) -> list[tuple[str, torch.Tensor]]:
-        """Name of each stored tensor, and the part of a parameter that it fills, in file order.
+    ) -> list[tuple[str, Target]]:
+        """Name of each stored tensor, and what it fills, in file order.
+
+        Tensors that change what others have filled in come after these, wherever they are stored.
 
         Args:
             checkpoint: the checkpoint.
@@ -311,14 +318,18 @@ class WeightStore:
         """
         parameters = self.parameters_of(groups)
         check_sources(checkpoint, parameters)
-        jobs = [
-            (source.name, source.part(self.tensors[parameter.name]))
-            for parameter in parameters
-            for source in parameter.sources
-        ]
-        stored = checkpoint.tensors
-        jobs.sort(key=lambda job: (stored[job[0]].file, stored[job[0]].offset_bytes))
-        return jobs
+        placed: list[tuple[tuple[Path, int], str, Target]] = []
+        for parameter in parameters:
+            latest = (Path(), 0)
+            for source in parameter.sources:
+                stored = checkpoint.tensors[source.name]
+                at = (stored.file, stored.offset_bytes)
+                if source.form.changes:
+                    at = max(at, latest)
+                latest = max(at, latest)
+                placed.append((at, source.name, source.target(self.tensors[parameter.name])))
+        placed.sort(key=lambda job: job[0])  # stable: at the same place, in the order of sources
+        return [(name, target) for _, name, target in placed]
 
     def parameters_of(
         self, groups: Iterable[ParameterGroup] | None = None
@@ -360,12 +371,12 @@ def check_sources(checkpoint: Checkpoint, parameters: Iterable[Parameter]) -> No
     """Check that a checkpoint has the tensors that parameters are made of; takes no memory.
 
     Raises:
-        ConfigError: a tensor is missing, has another shape, or is quantised.
+        ConfigError: a tensor is missing, has another shape, or is quantised in a way that its
+            source does not expect.
     """
     for parameter in parameters:
-        whole = torch.empty(parameter.shape, device="meta")
         for source in parameter.sources:
-            _check(checkpoint, source.name, tuple(source.part(whole).shape))
+            _check(checkpoint, source, source.stored_shape(parameter))
 
 
 def check_fits(pool: PagePool, model: str, parameters: Sequence[Parameter]) -> None:
@@ -382,7 +393,8 @@ def check_fits(pool: PagePool, model: str, parameters: Sequence[Parameter]) -> N
         )
 
 
-def _check(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
+def _check(checkpoint: Checkpoint, source: Source, shape: tuple[int, ...]) -> None:
+    name = source.name
     stored = checkpoint.tensors.get(name)
     if stored is None:
         raise ConfigError(
@@ -393,8 +405,12 @@ def _check(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> None:
             f"{checkpoint.path}: tensor {name!r} has shape {list(stored.shape)}, its config calls "
             f"for {list(shape)}"
         )
-    if not stored.dtype.is_floating_point or stored.dtype.itemsize == 1:
+    if not source.form.accepts(stored.dtype):
+        reason = (
+            "MXFP4 is stored as torch.uint8"
+            if source.form.is_mxfp4
+            else "quantised checkpoints are not supported, except GPT-OSS in MXFP4"
+        )
         raise ConfigError(
-            f"{checkpoint.path}: tensor {name!r} is stored as {stored.dtype}; quantised "
-            "checkpoints are not supported"
+            f"{checkpoint.path}: tensor {name!r} is stored as {stored.dtype}; {reason}"
         )

@@ -10,6 +10,8 @@ from aquifer.kernels.experts import CLAMP_LIMIT, CLAMP_SLOPE, Routing
 from aquifer.models.families import reading
 from aquifer.models.families.moe import MOST_EXPERTS
 from aquifer.models.spec import Block, DecoderSpec, ExpertNames, Experts, Head, Mlp
+from aquifer.weights.forms import Form
+from aquifer.weights.mxfp4 import BLOCK_VALUES
 
 _DEFAULTS = {
     "attention_bias": True,
@@ -31,11 +33,17 @@ _ROPE_DEFAULTS = {
     "truncate": False,
 }
 
+_PLAIN = ExpertNames(
+    "mlp.router",
+    ("mlp.experts.gate_up_proj",),
+    "mlp.experts.down_proj",
+    forms=(("", Form.TRANSPOSED),),
+)
+_MXFP4 = replace(_PLAIN, forms=(("_blocks", Form.MXFP4_BLOCKS), ("_scales", Form.MXFP4_SCALES)))
+
 
 def read(fields: Fields, architecture: str) -> DecoderSpec:
     """Read a configuration of GPT-OSS."""
-    if "quantization_config" in fields:
-        raise UnsupportedModelError(architecture, "its weights are quantised")
     has_rope = "rope_parameters" in fields or "rope_scaling" in fields
     known = fields.with_defaults(_DEFAULTS | ({} if has_rope else {"rope_scaling": _ROPE_DEFAULTS}))
     sizes = reading.read_sizes(known)
@@ -73,12 +81,6 @@ def _experts(known: Fields, architecture: str) -> Experts:
             f"{CLAMP_LIMIT:g}",
         )
     count = known.integer("num_local_experts", 1, MOST_EXPERTS)
-    stored = ExpertNames(
-        "mlp.router",
-        ("mlp.experts.gate_up_proj",),
-        "mlp.experts.down_proj",
-        are_transposed=True,
-    )
     return Experts(
         count=count,
         top_k=known.integer("num_experts_per_tok", 1, count),
@@ -87,5 +89,22 @@ def _experts(known: Fields, architecture: str) -> Experts:
         activation="clamped_swiglu",
         has_bias=True,
         is_interleaved=True,
-        names=(stored,),
+        names=_stored(known, architecture),
     )
+
+
+def _stored(known: Fields, architecture: str) -> tuple[ExpertNames, ...]:
+    """The ways in which a checkpoint may store the experts of a layer.
+
+    In a quantised one, layers may be left as they are (`modules_to_not_convert`), so the tensors of
+    each layer decide.
+    """
+    if not known.values.get("quantization_config"):
+        return (_PLAIN,)
+    method = known.section("quantization_config").text("quant_method", default="unknown")
+    if method != "mxfp4":
+        raise UnsupportedModelError(architecture, f"its weights are quantised ({method})")
+    for name in ("hidden_size", "intermediate_size"):  # the inputs of both products
+        if reading.read_width(known, name) % BLOCK_VALUES:
+            raise known.error(name, f"a multiple of {BLOCK_VALUES} for weights in MXFP4")
+    return (_MXFP4, _PLAIN)

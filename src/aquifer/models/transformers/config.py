@@ -57,9 +57,11 @@ def load_config(checkpoint: Checkpoint) -> Any:
     """
     fields, architecture = checkpoint.fields, checkpoint.architecture
     if fields.values.get("quantization_config"):
+        method = fields.section("quantization_config").text("quant_method", default="unknown")
         raise UnsupportedModelError(
             architecture,
-            "its weights are quantised (quantization_config); use a checkpoint in bfloat16",
+            f"its weights are quantised (quantization_config, {method}); use a checkpoint in "
+            "bfloat16",
         )
     model_type = fields.text("model_type")
     if model_type not in CONFIG_MAPPING:

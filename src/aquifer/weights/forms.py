@@ -1,0 +1,116 @@
+"""Forms in which checkpoints store parts of parameters, and how elements get into their places."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+
+from aquifer.weights import mxfp4
+
+
+class Form(Enum):
+    """How a stored tensor relates to the part of a parameter that it fills, [..., out, in].
+
+    A part may have several stored tensors. Those of a form that `changes` the part come after the
+    one that fills it.
+    """
+
+    PLAIN = auto()  # the part itself, of any shape
+    TRANSPOSED = auto()  # [..., in, out]
+    MXFP4_BLOCKS = auto()  # [..., out, in / 32, 16] uint8: numbers, two in a byte, without scales
+    MXFP4_SCALES = auto()  # [..., out, in / 32] uint8: the exponents of the scales of 32 numbers
+
+    @property
+    def is_mxfp4(self) -> bool:
+        """Whether the stored tensor is one of the two of MXFP4; see `aquifer.weights.mxfp4`."""
+        return self in (Form.MXFP4_BLOCKS, Form.MXFP4_SCALES)
+
+    @property
+    def changes(self) -> bool:
+        """Whether elements change what other tensors have filled in."""
+        return self is Form.MXFP4_SCALES
+
+    def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the stored tensor for a part of this shape.
+
+        Of MXFP4, the last dimension of the part is a multiple of 32.
+        """
+        if self is Form.TRANSPOSED:
+            return (*shape[:-2], shape[-1], shape[-2])
+        if self.is_mxfp4:
+            blocks = (*shape[:-1], shape[-1] // mxfp4.BLOCK_VALUES)
+            return blocks if self is Form.MXFP4_SCALES else (*blocks, mxfp4.BLOCK_BYTES)
+        return tuple(shape)
+
+    def stored_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Dtype in which a part of this dtype is stored without a conversion of floats."""
+        return torch.uint8 if self.is_mxfp4 else dtype
+
+    def accepts(self, dtype: torch.dtype) -> bool:
+        """Whether a stored tensor may have this dtype."""
+        if self.is_mxfp4:
+            return dtype == torch.uint8
+        return dtype.is_floating_point and dtype.itemsize > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The part of a parameter that a stored tensor fills, and the form in which it is stored.
+
+    Args:
+        part: contiguous.
+        form: the form; `form.stored_shape(part.shape)` is the stored tensor's shape.
+    """
+
+    part: torch.Tensor
+    form: Form = Form.PLAIN
+
+    def is_copy(self, dtype: torch.dtype) -> bool:
+        """Whether the bytes of a tensor stored in this dtype are the bytes of the part."""
+        return self.form is Form.PLAIN and self.part.dtype == dtype
+
+    def write(self, elements: torch.Tensor, first: int) -> None:
+        """Write stored elements to their places: converted, transposed or decoded.
+
+        Args:
+            elements: [n], contiguous, of a dtype that the form accepts: [first, first + n) of the
+                stored tensor's elements, in row-major order; on the host or on the part's device.
+            first: number of the first element.
+        """
+        values = self.part.view(-1)
+        if self.form is Form.MXFP4_BLOCKS:
+            mxfp4.write_numbers(elements, values, first)
+        elif self.form is Form.MXFP4_SCALES:
+            mxfp4.multiply_by_scales(elements, values, first)
+        elif self.form is Form.TRANSPOSED:
+            _copy_rows(elements, self.part.mT, first)
+        else:
+            values[first : first + len(elements)].copy_(elements)
+
+
+def _copy_rows(elements: torch.Tensor, out: torch.Tensor, first: int) -> None:
+    """Copy elements to [first, first + n) of matrices, counted in row-major order of their indices.
+
+    Args:
+        elements: [n], contiguous, of any dtype.
+        out: matrices that are each transposed, [..., rows, columns].
+        first: number of the first element.
+    """
+    num_rows, width = out.shape[-2:]
+    matrices = out.view(-1, num_rows, width)
+    done = 0
+    while done < len(elements):
+        row, column = divmod(first + done, width)
+        index, row = divmod(row, num_rows)
+        whole_rows = min((len(elements) - done) // width, num_rows - row)
+        if column or not whole_rows:  # a part of a row
+            count = min(len(elements) - done, width - column)
+            matrices[index, row, column : column + count].copy_(elements[done : done + count])
+        else:
+            count = whole_rows * width
+            part = elements[done : done + count].view(whole_rows, width)
+            matrices[index, row : row + whole_rows].copy_(part)
+        done += count
