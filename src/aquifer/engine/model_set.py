@@ -51,6 +51,7 @@ class ModelSet:
         self._policies = assembly.policies
         self._threads = ThreadPoolExecutor(1, "aquifer-load")
         self._hosts: dict[str, ModelHost] = {}
+        self._warned: set[ModelHost] = set()  # of which long requests are refused
 
     def __iter__(self) -> Iterator[ModelHost]:
         return iter(self._hosts.values())
@@ -154,6 +155,7 @@ class ModelSet:
     def remove(self, host: ModelHost) -> None:
         """Remove a model. Pre-condition: it has no requests, and no step is in flight."""
         host.close()
+        self._warned.discard(host)
         del self._hosts[host.info.name]
 
     def close(self) -> None:
@@ -298,7 +300,8 @@ class ModelSet:
                 f"{host.info.name} takes {format_size(room.size(footprint.pages(1)))}; raise "
                 "--memory"
             )
-        if longest < limit - 1:
+        if longest < limit - 1 and host not in self._warned:
+            self._warned.add(host)
             _log.warning(
                 "the pool holds at most %d tokens of %s at a time, its context length is %d; "
                 "longer requests will be refused",

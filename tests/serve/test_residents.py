@@ -1,0 +1,70 @@
+"""A server of models that do not fit into its memory together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.checkpoints import tiny_llama
+from tests.serve.running import RunningServer, running
+
+COMPLETIONS = "/v1/completions"
+PROMPTS = [f"prompt {i}" for i in range(6)]
+OPTIONS = ["--port", "0", "--page-size", "4K", "--max-model-len", "256"]
+
+
+@pytest.fixture(scope="module")
+def models(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("models")
+    others = [f"m{seed}={tiny_llama(folder / str(seed), seed=seed)}" for seed in (1, 2)]
+    return [f"m0={checkpoint}", *others]
+
+
+@pytest.fixture(scope="module")
+def narrow_server(models: list[str], server: RunningServer) -> Iterator[RunningServer]:
+    """A server with memory for one model and a half."""
+    _, memory, _ = server.call("GET", "/memory")
+    weight_bytes = memory["models"]["tiny"]["weights_total_bytes"]
+    options = [*OPTIONS, "--memory", str(int(1.5 * weight_bytes))]
+    with running(["-m", "aquifer", "serve", *models, *options]) as narrow:
+        yield narrow
+    assert narrow.process.returncode == 0
+    assert narrow.problems == ""
+
+
+def _statuses(server: RunningServer) -> dict[str, str]:
+    _, memory, _ = server.call("GET", "/memory")
+    return {name: model["status"] for name, model in memory["models"].items()}
+
+
+def _answer(server: RunningServer, model: str, prompt: str) -> Any:
+    body = {"model": model, "prompt": prompt, "max_tokens": 5, "temperature": 0}
+    status, answer, _ = server.call("POST", COMPLETIONS, body)
+    assert status == 200, answer
+    return answer["choices"][0]["text"]
+
+
+def test_what_does_not_fit_is_loaded_when_it_is_asked_for(narrow_server: RunningServer):
+    assert _statuses(narrow_server) == {"m0": "resident", "m1": "registered", "m2": "registered"}
+    _answer(narrow_server, "m1", "x")
+    statuses = _statuses(narrow_server)
+    assert statuses["m1"] == "resident"
+    assert statuses["m0"] != "resident"
+
+
+def test_answers_are_those_of_a_server_with_room_for_all(
+    narrow_server: RunningServer, models: list[str]
+):
+    """Requests of three models at once, from as many clients."""
+    asked = [(f"m{i % 3}", prompt) for i, prompt in enumerate(PROMPTS * 2)]
+    with running(["-m", "aquifer", "serve", *models, *OPTIONS, "--memory", "64M"]) as wide:
+        assert set(_statuses(wide).values()) == {"resident"}
+        expected = [_answer(wide, *one) for one in asked]
+    with ThreadPoolExecutor(len(asked)) as threads:
+        found = list(threads.map(lambda one: _answer(narrow_server, *one), asked))
+    assert found == expected
+    _, memory, _ = narrow_server.call("GET", "/memory")
+    assert memory["requests_running"] == memory["requests_waiting"] == 0
