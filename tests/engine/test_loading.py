@@ -275,8 +275,8 @@ def test_a_model_is_loaded_when_others_give_memory_back(
     while not sent.has_ended:
         if len(world.engine.lanes["a"].running) < 2:
             world.send("a", small)
-        world.step()
         assert world.engine.lanes["a"].has_work
+        world.step()
     world.finished(sent)
     assert all(one.error is None for one in world.sent.values())
 
@@ -330,18 +330,32 @@ def test_a_model_is_loaded_when_another_one_leaves(
 def test_a_request_ends_if_nothing_can_make_room_for_its_model(
     open_world: Open, cases: dict[str, list[Case]], sizes: dict[str, tuple[int, int]]
 ) -> None:
-    """What is pinned stays, also if that was asked for later."""
-    prefix = longest_prompt(cases["llama"]).prompt
-    pinned_pages = len(prefix) * sizes["llama"][1] // PAGE_BYTES
-    memory_bytes = sizes["llama-tied"][0] + (pinned_pages - 1) * PAGE_BYTES
-    world = open_world(memory_bytes, models={"a": "llama"})
+    """The process needs more memory beside the pages than when the request came."""
+    world = open_world(sizes["llama-tied"][0] + 20 * PAGE_BYTES, models={"a": "llama"})
+    world.engine.account_every_s = float("inf")
     world.add_model("b", "llama-tied", load=False)
-    world.send("a", make_short(cases["llama"]))
-    world.step()
     sent = world.send("b", make_short(cases["llama-tied"]))
-    assert world.engine.pin_prefix("a", prefix)
+    world.engine.pool.account_overhead(21 * PAGE_BYTES)
     world.finish()
     assert "the weights of b take 208.00 KiB and the pool has" in (sent.error or "")
+    world.finished(world.send("a", make_short(cases["llama"])))
+
+
+def test_pins_leave_room_for_each_model(
+    open_world: Open, cases: dict[str, list[Case]], sizes: dict[str, tuple[int, int]]
+) -> None:
+    memory_bytes = sizes["llama-tied"][0] + 7 * PAGE_BYTES
+    world = open_world(memory_bytes, models={"a": "llama"})
+    prefix = longest_prompt(cases["llama"]).prompt
+    assert world.engine.pin_prefix("a", prefix)
+    world.finish()
+    world.add_model("b", "llama-tied", load=False)
+    with pytest.raises(CapacityError, match="0 bytes"):  # it came after the pin
+        world.send("b", make_short(cases["llama-tied"]))
+    world.engine.unpin_prefix("a", prefix)
+    with pytest.raises(CapacityError, match="more than half of the 28"):
+        world.engine.pin_prefix("a", prefix)
+    world.finished(world.send("b", make_short(cases["llama-tied"])))
 
 
 def test_a_request_of_an_unloaded_model_holds_up_no_others(

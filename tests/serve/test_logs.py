@@ -55,13 +55,12 @@ def test_the_start_says_what_fits(idle_server: RunningServer):
 
 
 def test_the_kv_cache_holds_what_is_said(idle_server: RunningServer):
-    """The capacity is that of the memory that is left, and not more tokens than bytes allow."""
+    """The capacity is that of what its own weights leave: those of other models give way."""
     _, memory, _ = idle_server.call("GET", "/memory")
     (size,) = re.findall(r"Model tiny: served as .*KV (\S+) B per token", _start(idle_server))
     token_bytes = int(size)
-    weights = sum(model["weights_bytes"] for model in memory["models"].values())
-    left_bytes = memory["budget_bytes"] - weights
     tiny = memory["models"]["tiny"]
+    left_bytes = memory["budget_bytes"] - tiny["weights_total_bytes"]
     assert left_bytes - memory["page_bytes"] < tiny["kv_capacity_tokens"] * token_bytes
     assert tiny["kv_capacity_tokens"] * token_bytes <= left_bytes
     assert tiny["max_concurrency"] == pytest.approx(left_bytes / (2047 * token_bytes), rel=0.1)

@@ -93,6 +93,7 @@ class ModelHost:
         self._config = config
         self.ready_s = -math.inf
         self.turn = 0
+        self._num_loads = 0
         self._pool = assembly.pool
         self._scheduler = assembly.scheduler
         self._limits = limits
@@ -153,7 +154,9 @@ class ModelHost:
     @property
     def status(self) -> ModelStatus:
         """What it does and has."""
-        return ModelStatus(self.state, self.resident_bytes, self.info.weight_bytes, self.error)
+        return ModelStatus(
+            self.state, self.resident_bytes, self.info.weight_bytes, self._num_loads, self.error
+        )
 
     @property
     def is_idle(self) -> bool:
@@ -288,6 +291,7 @@ class ModelHost:
         self.lane.is_resident = True
         self.lane.last_turn = -1  # it comes next, before others take its weights again
         self.ready_s = time.monotonic()
+        self._num_loads += 1
 
     @contextmanager
     def _failing(self) -> Iterator[None]:

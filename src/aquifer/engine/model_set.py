@@ -267,6 +267,11 @@ class ModelSet:
         """The most pages that a model's KV can have, without weights of others in the pool."""
         return self._kv_pages_beside(host.info.weight_bytes)
 
+    @property
+    def least_kv_pages(self) -> int:
+        """The most pages that KV can have beside the weights of whichever model is loaded."""
+        return self._kv_pages_beside(max((host.info.weight_bytes for host in self), default=0))
+
     def _kv_pages_beside(self, weight_bytes: int) -> int:
         """The most pages that KV can have beside so many bytes of weights."""
         overhead_bytes = self._pool.usage().overhead_bytes

@@ -57,7 +57,7 @@ class Pinning:
                 param="prompt",
             )
         models = self._models
-        kv_bytes = self._room.size(models.kv_pages(host)) + models.pinned_bytes
+        kv_bytes = self._room.size(models.least_kv_pages) + models.pinned_bytes
         held = [size for key, size in self._held.items() if key[0] == request.client]
         keys = host.lane.prefix_keys(request.cache_salt, len(tokens))
         held_bytes = sum(held) + len(keys) * prefixes.prefix_bytes(len(tokens))

@@ -49,6 +49,7 @@ class ModelStatus:
     state: ModelState
     resident_bytes: int  # of its weights, in whole pages
     weight_bytes: int  # of all of them
+    num_loads: int = 0  # times that it became resident
     error: str | None = None  # why loading it failed
 
 
