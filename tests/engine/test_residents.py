@@ -182,3 +182,16 @@ def test_four_models_in_room_for_two_and_a_half(
     assert not world.open_requests
     assert num_loads > 20
     world.check()
+
+
+def test_all_are_prepared_at_the_start_where_that_takes_long(
+    open_world: Open, cases: dict[str, list[Case]], sizes: dict[str, tuple[int, int]]
+) -> None:
+    """The first one of the configuration comes last, and stays."""
+    memory_bytes = sizes["llama"][0] + sizes["sparse-kv"][0] + 10 * PAGE_BYTES
+    models = {"a": "llama", "c": "sparse-kv", "b": "llama-tied"}
+    world = open_world(memory_bytes, models=models, num_ahead=1, is_behind=True)
+    assert all(status.num_loads == 1 for status in world.engine.statuses.values())
+    assert states(world)["a"] == ModelState.RESIDENT
+    assert not world.is_loaded("b") or not world.is_loaded("c")
+    world.finished(world.send("b", make_short(cases["llama-tied"])))

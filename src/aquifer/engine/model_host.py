@@ -226,8 +226,11 @@ class ModelHost:
         self._weights.begin_filling(threads)
         return True
 
-    def is_filled_within(self, timeout_s: float) -> bool:
-        """Wait for a time; return whether `finish_loading` would not. Pre-condition: it loads."""
+    def is_filled_within(self, timeout_s: float | None) -> bool:
+        """Wait for a time, None for any; return whether `finish_loading` would not wait.
+
+        Pre-condition: it loads.
+        """
         return self._weights.is_filled_within(timeout_s)
 
     def finish_loading(self) -> None:
@@ -290,7 +293,7 @@ class ModelHost:
         self.state, self.error = ModelState.RESIDENT, None
         self.lane.is_resident = True
         self.lane.last_turn = -1  # it comes next, before others take its weights again
-        self.ready_s = time.monotonic()
+        self.ready_s = self._weights.victims.last_used_s = time.monotonic()
         self._num_loads += 1
 
     @contextmanager

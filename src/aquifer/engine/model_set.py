@@ -105,18 +105,28 @@ class ModelSet:
         """
         if host.state == ModelState.RESIDENT:
             return
+        for other in self:
+            if other.state == ModelState.LOADING and other is not host:
+                other.is_filled_within(None)  # nothing is prepared while a thread uses the device
         # Asked first: a load that cannot succeed must not evict what others retain.
         if not (self._has_room(host) and host.load(on_progress)):
             raise ConfigError(self._no_room(host))
         self._check_loaded(host)
 
     def load_first(self, on_progress: OnProgress) -> None:
-        """Load the models of a new engine, in order, as far as they fit into the pool together.
+        """Load the models of a new engine, as far as they fit into the pool together.
+
+        On a device of which kernels are compiled and steps captured, all are loaded in turn, so
+        that none has to be prepared under traffic. The first ones come last, and stay.
 
         Raises:
             ConfigError: as `load`.
             DriverError: likewise.
         """
+        if self._pool.driver.runs_ahead:
+            for host in reversed(list(self)):
+                self.load(host, on_progress)
+            return
         for host in self:
             is_first = not any(other.resident_bytes for other in self)
             if is_first or host.missing_pages <= self._room.free_pages:

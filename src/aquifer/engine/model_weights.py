@@ -130,8 +130,8 @@ class ModelWeights:
         """
         self._filling = threads.submit(self._fill, lambda progress: None)
 
-    def is_filled_within(self, timeout_s: float) -> bool:
-        """Wait for a time; return whether `finish_filling` would not wait any more."""
+    def is_filled_within(self, timeout_s: float | None) -> bool:
+        """Wait for a time, None for any; return whether `finish_filling` would not wait."""
         assert self._filling is not None
         return bool(wait([self._filling], timeout_s).done)
 

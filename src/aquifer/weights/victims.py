@@ -32,7 +32,8 @@ class IdleWeights:
             alpha).
 
     Attributes:
-        last_used_s: when a request of the model arrived or ran last, on the reclaimer's clock.
+        last_used_s: when the model was loaded, or a request of it arrived or ran last, on the
+            reclaimer's clock.
         num_uses: how many times a request came while it had none.
     """
 
