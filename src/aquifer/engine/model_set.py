@@ -154,7 +154,7 @@ class ModelSet:
             return False
         kv_pages = self.kv_pages(host)
         return all(
-            lane.cache.footprint.most(
+            lane.most_pages(
                 group.num_prompt_tokens, group.max_total, group.request.params.num_sequences
             )
             <= kv_pages
