@@ -59,7 +59,7 @@ class Ledger:
 
     Methods that change the books take `lock`, which is reentrant; a caller holds it around several
     calls that have to be one step. Of those that read, `idle_bytes`, `created_bytes`,
-    `excess_bytes`, `num_references`, `is_in_use` and `num_records` do not take it: a caller holds
+    `excess_bytes`, `num_references`, `are_single` and `num_records` do not take it: a caller holds
     it where the answer has to be of the same moment as another one.
 
     Args:
@@ -141,10 +141,9 @@ class Ledger:
         record = self._records.get(page)
         return record.num_references if record else 0
 
-    def is_in_use(self, page: Page) -> bool:
-        """Whether the page has a reference that is not retired."""
-        record = self._records.get(page)
-        return record is not None and not record.is_retired
+    def are_single(self, pages: Sequence[Page]) -> list[bool]:
+        """Whether each page, in use or retired, has one reference alone, retired ones included."""
+        return [record.num_references == 1 for record in map(self._records.__getitem__, pages)]
 
     # --- idle pages --------------------------------------------------------------------------
 
@@ -240,9 +239,18 @@ class Ledger:
 
         self._change(pages, transferred)
 
-    def retire(self, pages: Sequence[Page]) -> None:
-        """Note that one reference of each page was given up, and will be released later."""
-        self._change(pages, lambda record: record.changed(num_retired=1))
+    def retire(self, pages: Sequence[Page]) -> set[Page]:
+        """Note that one reference of each page was given up, and will be released later.
+
+        Returns: the pages that are still in use.
+        """
+        in_use: set[Page] = set()
+        for record, run in self._change(pages, lambda record: record.changed(num_retired=1)):
+            if record.is_retired:
+                in_use.difference_update(run)  # a page that is named twice
+            else:
+                in_use.update(run)
+        return in_use
 
     def unretire(self, pages: Sequence[Page]) -> None:
         """The opposite of `retire`: one retired reference of each page is an ordinary one again."""
@@ -344,7 +352,7 @@ class Ledger:
         change: Callable[[_Record], _Record],
         *,
         must_be_in_use: bool = True,
-    ) -> None:
+    ) -> list[tuple[_Record, Sequence[Page]]]:
         """Replace the records of pages, and update the bytes of states and owners.
 
         Thousands of pages come at once, and most of their records are equal. A record is changed
@@ -355,31 +363,39 @@ class Ledger:
             pages: the pages.
             change: returns the new record for the old one.
             must_be_in_use: whether it is an error if a page is not in use.
+
+        Returns: the stretches of pages with equal records, with the new one of each.
         """
+        runs: list[tuple[_Record, Sequence[Page]]] = []
+        start = end = 0
         before: _Record | None = None
         after: _Record | None = None
-        count = 0
+
+        def end_run() -> None:
+            if before is not None and after is not None:
+                self._rebook(before, after, end - start)
+                runs.append((after, pages[start:end]))
+
         with self.lock:
+            records = self._records
             try:
                 for page in pages:
-                    record = self._records.get(page)
+                    record = records.get(page)
                     if record is None or (record is not before and record != before):
-                        self._rebook(before, after, count)
-                        count = 0
-                        before = self._in_use(page) if must_be_in_use else self._records[page]
+                        end_run()
+                        start, after = end, None
+                        before = self._in_use(page) if must_be_in_use else records[page]
                         after = change(before)
                     assert after is not None
-                    self._records[page] = after
-                    count += 1
+                    records[page] = after
+                    end += 1
             finally:
-                self._rebook(before, after, count)
+                end_run()
+        return runs
 
-    def _rebook(self, before: _Record | None, after: _Record | None, count: int) -> None:
+    def _rebook(self, before: _Record, after: _Record, count: int) -> None:
         """Update the bytes of states and owners for `count` pages with another record."""
-        if not count:
-            return
         for record, sign in ((before, -1), (after, 1)):
-            assert record is not None
             if record.is_retired:
                 self._retired_bytes += sign * count * record.page_bytes
             else:
