@@ -24,6 +24,7 @@ from aquifer.cache.base import (
     Spans,
 )
 from aquifer.cache.swap import SwapSpace
+from aquifer.cache.tensors import KVShape
 from aquifer.cache.virtual import VirtualCache
 from aquifer.errors import ConfigError, DriverError
 from aquifer.kernels.alibi import alibi_slopes
@@ -625,6 +626,17 @@ class AnchoredDriver(HostDriver):
 
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+
+
+def test_blocks_behind_the_anchor_begin_where_a_page_does():
+    """So that `Footprint.pages` is right for them. Here a block is three quarters of a page."""
+    pool = PagePool(AnchoredDriver(), 8 * PAGE, PAGE)
+    layout = KVLayout((LayerKV(1, 3 * PAGE // 64, 3 * PAGE // 64),), torch.float32)
+    shape = KVShape.blocks(pool, layout, MAX_SEQS, MAX_TOKENS, 2, 10)
+    assert (shape.row_bytes, shape.num_anchor_pages) == (3 * PAGE // 4, 1)
+    assert shape.first_row == 4
+    assert shape.num_rows == 14
+    pool.driver.close()
 
 
 def test_the_anchor_comes_with_the_first_sequence():

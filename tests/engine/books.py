@@ -55,6 +55,7 @@ KV_OFFSET = 64
 LAYOUTS = {
     "small": KVLayout((LayerKV(2, 32, 32),) * 2, torch.float32),  # four tokens a page
     "large": KVLayout((LayerKV(4, 96, 96),) * 2, torch.float32),  # a page and a half a token
+    "narrow": KVLayout((LayerKV(1, 16, 16),) * 5, torch.float32),  # six tokens a page and a bit
     # Four tokens a page of either group, and a window that begins anywhere in a page.
     "windows": KVLayout(
         (LayerKV(2, 64, 64), LayerKV(2, 32, 32, 9), LayerKV(2, 32, 32, 5)), torch.float32
@@ -63,6 +64,8 @@ LAYOUTS = {
     "wide": KVLayout(
         (LayerKV(4, 32, 32, 7), LayerKV(1, 4, 4), LayerKV(4, 32, 32, 7)), torch.float32
     ),
+    # Windows of a page and a half in one group, and of less than a page in the other.
+    "uneven": KVLayout((LayerKV(2, 16, 16, 6), LayerKV(3, 16, 16, 9)), torch.float32),
     "sliding": KVLayout((LayerKV(2, 48, 48, 6),) * 2, torch.float32),  # no layer sees all
 }
 
@@ -265,8 +268,7 @@ class SchedulerWorld:
             ({}, {}, {"n": 2}, {"best_of": 3}, {"n": 2, "best_of": 3, "use_beam_search": True})
         )
         count = SamplingParams(**options).num_sequences
-        # Blocks of a group may be spread over one page more for each sequence.
-        needed_pages = lane.cache.footprint.most(num_prompt, max_total, count) + count - 1
+        needed_pages = lane.most_pages(num_prompt, max_total, count)
         if needed_pages * self.pool.page_bytes <= self.pool.budget_bytes:
             if not options and self.random.random() < 0.3:
                 options = {"min_tokens": 3}

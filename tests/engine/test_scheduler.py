@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from random import Random
+from typing import Any
 
 import pytest
-from tests.engine.books import MAX_TOKENS, PAGE_BYTES, SchedulerWorld
+from tests.engine.books import KV_LIMITS, MAX_TOKENS, PAGE_BYTES, SchedulerWorld
 
 from aquifer.cache import KV_CACHES
+from aquifer.engine.params import SamplingParams
 from aquifer.engine.planning import chunk_tokens
 from aquifer.memory.pool import Kind, Owner
 
@@ -60,6 +62,87 @@ def test_steps_fail_at_random(seed: int, cache: str, windows: bool) -> None:
         world.check_empty()
         endings = {tracked.ending for tracked in world.requests.values()}
         assert endings >= {"done", "error"}
+
+
+@pytest.mark.parametrize("cache", KV_CACHES)
+def test_samples_that_outgrow_their_kv_share_nothing(cache: str) -> None:
+    """The room that a request needs is known before, and suffices."""
+    with ExitStack() as resources:
+        world = SchedulerWorld(
+            Random(0),
+            cache,
+            resources,
+            names=("large",),
+            budget_bytes=128 * PAGE_BYTES,
+            kv_limits=KV_LIMITS,
+            block_size=1,
+        )
+        (lane,) = world.scheduler.lanes.values()
+        limit = KV_LIMITS[0]
+        shared = lane.most_pages(limit - 3, limit + 1, 3)
+        num_pages = lane.most_pages(limit - 3, limit + 2, 3)
+        assert num_pages == 3 * lane.most_pages(limit - 3, limit + 2) > 2 * shared
+        assert lane.longest(num_pages - 1, limit - 3, 3) == limit + 1
+        assert lane.longest(num_pages, limit - 3, 3) == limit + 2
+        others = world.pool.acquire(Owner("others", Kind.WEIGHTS), 128 - num_pages)
+        assert others is not None
+        tracked = world.add(lane, limit - 3, limit + 2, n=3, min_tokens=5)
+        world.finish()
+        assert tracked.ending == "done"
+        world.pool.release(others)
+        world.check_empty()
+
+
+@pytest.mark.parametrize(
+    ("names", "seed"),
+    [
+        *((("narrow", "large"), seed) for seed in (0, 73, 110)),
+        *((("windows", "wide", "uneven"), seed) for seed in (19, 45, 56, 136)),
+    ],
+)
+@pytest.mark.parametrize("cache", KV_CACHES)
+@pytest.mark.parametrize("num_together", [1, 2])
+def test_what_fits_alone_is_served(
+    num_together: int, cache: str, names: tuple[str, ...], seed: int
+) -> None:
+    """Whatever ran or was retained before, and where it leaves not a page to spare.
+
+    `SchedulerWorld.step` fails when a request does. In these cases blocks are scattered over more
+    pages than they need.
+    """
+    random = Random(seed)
+    with ExitStack() as resources:
+        world = SchedulerWorld(
+            random,
+            cache,
+            resources,
+            names=(random.choice(names),),
+            budget_bytes=1 << 20,
+            max_batched_tokens=random.choice((1, 7, 512)),
+            num_ahead=random.choice((0, 1)),
+            keeps_prefixes=random.random() < 0.7,
+            preemption_mode=random.choice(("recompute", "swap", "auto")),
+            kv_limits=random.choice(((), KV_LIMITS)),
+        )
+        (lane,) = world.scheduler.lanes.values()
+        options: dict[str, Any] = random.choice(
+            ({}, {}, {"n": 3}, {"n": 2, "use_beam_search": True})
+        )
+        count = SamplingParams(**options).num_sequences
+        num_prompt = random.randint(1, 20)
+        num_total = num_prompt + random.randint(1, 28)
+        most_pages = lane.most_pages(num_prompt, num_total, count)
+        num_pages = most_pages + random.choice((0, 0, 1, 3))
+        others = world.pool.acquire(
+            Owner("others", Kind.WEIGHTS), world.pool.budget_bytes // PAGE_BYTES - num_pages
+        )
+        assert others is not None
+        for _ in range(6):
+            for _ in range(num_together):
+                world.add(lane, num_prompt, random.randint(num_prompt + 1, num_total), **options)
+            world.finish()
+        world.pool.release(others)
+        world.check_empty()
 
 
 @pytest.mark.parametrize(

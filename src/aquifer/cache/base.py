@@ -263,7 +263,12 @@ class GroupCache(SequenceCache, Protocol):
 
     By itself it keeps all tokens; `admit` and `advance` give back nothing. The owner of several
     parts has it `forget` tokens. Then the blocks of a slot are those of its last tokens.
+
+    Attributes:
+        ahead_tokens: tokens beyond those asked for that `reserve` maps for at most.
     """
+
+    ahead_tokens: int
 
     @property
     def tensors(self) -> KVTensors:

@@ -166,11 +166,13 @@ class PartFootprint:
         footprint: footprint of the part's KV where nothing of it is given back.
         kept_tokens: tokens before the next one that the part keeps at most; None for all.
         step_tokens: tokens of a step at most, which it has beside those.
+        ahead_tokens: tokens that pages are mapped for ahead of need, which it has beside those.
     """
 
     footprint: Footprint
     kept_tokens: int | None
     step_tokens: int
+    ahead_tokens: int = 0
 
     def pages(self, num_tokens: Count, step_tokens: int | None = None) -> Count:
         """Pages under one sequence at most until it has `num_tokens` tokens.
@@ -183,6 +185,7 @@ class PartFootprint:
         if self.kept_tokens is None:
             return pages
         limit = self.kept_tokens + (self.step_tokens if step_tokens is None else step_tokens)
+        limit += self.ahead_tokens
         most = self.footprint.stretch_pages(_least(num_tokens, limit))
         return pages - (pages > most) * (pages - most)
 

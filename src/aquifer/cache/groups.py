@@ -235,6 +235,7 @@ class GroupedCache:
                 part.cache.footprint,
                 None if part.window_tokens is None else part.window_tokens - 1 + more,
                 self._step_tokens,
+                part.cache.ahead_tokens,
             )
             for part in self.parts
         )

@@ -47,6 +47,7 @@ class PagedCache(KeepsAll):
     """
 
     can_share = True
+    ahead_tokens = 0
 
     def __init__(
         self,

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from aquifer.errors import InvariantError
 from aquifer.memory.pages import Page
 from aquifer.memory.pool import Kind, Owner
+from aquifer.memory.records import Records
 from aquifer.memory.residency import Residency
 
 
-@dataclass(slots=True)
-class _Shared:
+class _Shared(NamedTuple):
     """Record of a page that is held, or has several users. All other pages have one user.
 
     Its references in the pool are one for each user, one if it is held, and the retired ones.
@@ -20,6 +20,15 @@ class _Shared:
 
     num_users: int = 1  # slots that have it, and pending copies that read it
     num_holds: int = 0
+
+    def changed(self, num_users: int = 0, num_holds: int = 0) -> _Shared | None:
+        """A record with that many more users and holds; None if it is not held and has one user at
+        most."""
+        changed = _Shared(self.num_users + num_users, self.num_holds + num_holds)
+        return changed if changed.num_holds or changed.num_users > 1 else None
+
+
+_PRIVATE = _Shared()
 
 
 class SharedPages:
@@ -38,7 +47,7 @@ class SharedPages:
         self._residency = residency
         self._owner = owner
         self._prefix_owner = Owner(owner.model, Kind.PREFIX)
-        self._shared: dict[Page, _Shared] = {}
+        self._shared: Records[_Shared] = Records()
 
     def __len__(self) -> int:
         return len(self._shared)
@@ -54,12 +63,12 @@ class SharedPages:
     def hold(self, pages: Sequence[Page]) -> None:
         """Keep a reference of each page, one also if it is held several times."""
         self._residency.share(pages)
-        again = []
-        for page in pages:
-            shared = self._shared.setdefault(page, _Shared())
-            if shared.num_holds:
-                again.append(page)
-            shared.num_holds += 1
+        again: list[Page] = []
+        for before, _, run in self._shared.change(
+            pages, lambda _, shared: (shared or _PRIVATE).changed(num_holds=1)
+        ):
+            if before is not None and before.num_holds:
+                again += run
         self._residency.release(again)
 
     def drop(self, pages: Sequence[Page]) -> None:
@@ -68,17 +77,19 @@ class SharedPages:
         Raises:
             InvariantError: a page is not held.
         """
-        done, unused = [], []
-        for page in pages:
-            shared = self._shared.get(page)
+
+        def dropped(page: Page, shared: _Shared | None) -> _Shared | None:
             if shared is None or not shared.num_holds:
                 raise InvariantError(f"page {page} is dropped, but not held")
-            shared.num_holds -= 1
-            if not shared.num_holds:
-                done.append(page)
-                if not shared.num_users:
-                    unused.append(page)
-                self._forget_private(page, shared)
+            return shared.changed(num_holds=-1)
+
+        done: list[Page] = []
+        unused: list[Page] = []
+        for before, _, run in self._shared.change(pages, dropped):
+            if before is not None and before.num_holds == 1:
+                done += run
+                if not before.num_users:
+                    unused += run
         # As pages of KV they need no zeroing for the next sequence.
         self._residency.transfer(unused, self._owner)
         self._residency.release(done)
@@ -86,34 +97,24 @@ class SharedPages:
     def begin_use(self, pages: Sequence[Page]) -> None:
         """Count one more user of each page, and add a reference for it."""
         self._residency.share(pages)
-        retained = []
-        for page in pages:
-            shared = self._shared.get(page)
-            if shared is None:
-                shared = self._shared[page] = _Shared()
-            if shared.num_users:
-                self.num_saved += 1
+        retained: list[Page] = []
+        for before, _, run in self._shared.change(
+            pages, lambda _, shared: (shared or _PRIVATE).changed(num_users=1)
+        ):
+            if before is not None and not before.num_users:
+                retained += run
             else:
-                retained.append(page)
-            shared.num_users += 1
+                self.num_saved += len(run)
         self._residency.transfer(retained, self._owner)
 
     def end_use(self, pages: Sequence[Page]) -> None:
         """Count one user less for each page; the caller releases its reference afterwards."""
-        retained = []
-        for page in pages:
-            shared = self._shared.get(page)
-            if shared is None:
-                continue
-            shared.num_users -= 1
-            if shared.num_users:
-                self.num_saved -= 1
-            elif shared.num_holds:
-                retained.append(page)
-            self._forget_private(page, shared)
+        retained: list[Page] = []
+        for before, _, run in self._shared.change(
+            pages, lambda _, shared: None if shared is None else shared.changed(num_users=-1)
+        ):
+            if before is not None and before.num_users > 1:
+                self.num_saved -= len(run)
+            elif before is not None:
+                retained += run
         self._residency.transfer(retained, self._prefix_owner)
-
-    def _forget_private(self, page: Page, shared: _Shared) -> None:
-        """Delete the record of a page that is not held and has at most one user."""
-        if not shared.num_holds and shared.num_users < 2:
-            del self._shared[page]

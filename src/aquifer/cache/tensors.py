@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import lcm
 
 import numpy as np
 import numpy.typing as npt
@@ -86,14 +87,14 @@ class KVShape:
         block_size: int,
         num_blocks: int,
     ) -> KVShape:
-        """`num_blocks` rows of `block_size` tokens, behind the rows that the anchor covers.
+        """`num_blocks` rows of `block_size` tokens, behind the anchor.
 
         Raises:
             ConfigError: there are not so many addresses.
         """
         num_anchor_pages = _anchor_pages(pool, layout)
         block_bytes = block_size * layout.token_bytes
-        num_rows = num_blocks + _num_pages(num_anchor_pages * pool.page_bytes, block_bytes)
+        num_rows = num_blocks + _first_block(num_anchor_pages, pool.page_bytes, block_bytes)
         _check_addresses(num_rows * block_bytes, max_seqs, max_tokens)
         return cls(
             layout=layout,
@@ -108,10 +109,13 @@ class KVShape:
 
     @property
     def first_row(self) -> int:
-        """The first row that has no byte in the anchor."""
+        """The first row that has no byte in the anchor, and begins where a page does.
+
+        So rows that lie side by side from there on take no page more than their bytes do.
+        """
         if self.table_shape is None:
             return 1
-        return _num_pages(self.num_anchor_pages * self.page_bytes, self.row_bytes)
+        return _first_block(self.num_anchor_pages, self.page_bytes, self.row_bytes)
 
 
 class KVTensors:
@@ -316,6 +320,12 @@ def _anchor_pages(pool: PagePool, layout: KVLayout) -> int:
     if pool.driver.device.type != "cuda":
         return 0
     return _num_pages(layout.token_bytes, pool.page_bytes)
+
+
+def _first_block(num_anchor_pages: int, page_bytes: int, block_bytes: int) -> int:
+    """The first block at or behind the end of the anchor that begins where a page does."""
+    aligned_bytes = lcm(page_bytes, block_bytes)
+    return _num_pages(num_anchor_pages * page_bytes, aligned_bytes) * (aligned_bytes // block_bytes)
 
 
 def _num_pages(num_bytes: int, page_bytes: int) -> int:

@@ -49,6 +49,7 @@ class VirtualCache(KeepsAll):
     """
 
     can_share = True
+    ahead_tokens = AHEAD_TOKENS - 1
 
     def __init__(
         self, pool: PagePool, owner: Owner, layout: KVLayout, max_seqs: int, max_tokens: int
@@ -103,7 +104,7 @@ class VirtualCache(KeepsAll):
         growing, tokens = slots.tolist(), num_tokens[chosen].tolist()
         held, most = self._num_pages[slots].tolist(), self._max_pages[slots].tolist()
         ahead = [
-            max(min(self.footprint.pages(count + AHEAD_TOKENS - 1), limit), has)
+            max(min(self.footprint.pages(count + self.ahead_tokens), limit), has)
             for count, limit, has in zip(tokens, most, held, strict=True)
         ]
         with suppress(DriverError):  # nothing depends on mapping ahead

@@ -88,22 +88,23 @@ class Admitter:
         slots: list[int] = []
         counts: list[int] = []
         num_running = len(lane.running)
-        while lane.waiting and budget_tokens > 0:
+        while lane.waiting and budget_tokens > 0 and not self._is_any_beginning_anew():
             group = self.next(lane, num_running)
             if group is None or len(group.sequences) > lane.slots.num_free:
                 break
             if only is not None and group.client not in only:
                 break
+            is_alone = not self._is_any_running()
             was_swapped = group.is_swapped
-            has_room, refusal = self._bring_in(lane, group)
-            lacks_room_alone = not has_room and not self._is_any_running()
-            if lacks_room_alone and refusal is None:
-                # Retained blocks may be scattered over more pages than there are.
+            has_room, refusal = self._bring_in(lane, group, is_alone=is_alone)
+            if not has_room and is_alone and refusal is None:
+                # What it had on the host, or retained, may take more pages than it needs.
                 entry.discard_swapped(group, self._preemption)
                 was_swapped = False
-                has_room, refusal = self._bring_in(lane, group, may_match=False)
+                group.begins_anew = True
+                has_room, refusal = self._bring_in(lane, group, is_alone=True)
             if not has_room:
-                if lacks_room_alone:
+                if is_alone:
                     self.forget(lane, group)
                     self._on_refusal(group, refusal)
                     continue
@@ -141,17 +142,29 @@ class Admitter:
         """Whether a request of any model runs, or a step of one is in flight."""
         return any(lane.running or lane.in_flight for lane in self._lanes.values())
 
+    def _is_any_beginning_anew(self) -> bool:
+        """Whether a request has the pool to itself, until its next token."""
+        return any(
+            lane.is_beginning_anew(group)
+            for lane in self._lanes.values()
+            for group in lane.running[:1]
+        )
+
     def _bring_in(
-        self, lane: Lane, group: SequenceGroup, *, may_match: bool = True
+        self, lane: Lane, group: SequenceGroup, *, is_alone: bool
     ) -> tuple[bool, DriverError | None]:
         """Try to admit a request; whether it got slots and memory, and the device's error."""
+        if group.begins_anew:
+            if not is_alone:
+                return False, None
+            lane.evict_retained(self._clock_s())
         try:
             if group.is_swapped:
                 assert self._preemption is not None
                 return entry.bring_back(lane, group, self._headroom, self._preemption), None
             now_s = self._clock_s()
             return (
-                entry.bring_in(lane, group, self._headroom, now_s, may_match=may_match),
+                entry.bring_in(lane, group, self._headroom, now_s),
                 None,
             )
         except DriverError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from aquifer.cache.footprint import Footprint
+from aquifer.engine.lane import Lane
 from aquifer.engine.params import Request
 from aquifer.engine.reports import ModelInfo
 from aquifer.errors import CapacityError, ContextLengthError, QueueFullError, RequestError
@@ -65,15 +65,13 @@ def check_waiting(
         )
 
 
-def max_total(
-    request: Request, info: ModelInfo, footprint: Footprint, room: Room, kv_pages: int
-) -> int:
+def max_total(request: Request, info: ModelInfo, lane: Lane, room: Room, kv_pages: int) -> int:
     """Length in tokens, prompt included, at which a request's sequences end.
 
     Args:
         request: the request.
         info: its model.
-        footprint: footprint of the model's KV.
+        lane: the model's lane.
         room: room of the pool.
         kv_pages: the most pages that KV can have.
 
@@ -98,13 +96,13 @@ def max_total(
         )
     num_sequences = request.params.num_sequences
     total = limit if wanted is None else num_prompt + wanted
-    if footprint.most(num_prompt, total, num_sequences) <= kv_pages:
+    if lane.most_pages(num_prompt, total, num_sequences) <= kv_pages:
         return total
-    longest = footprint.longest(kv_pages, num_prompt, num_sequences)
+    longest = lane.longest(kv_pages, num_prompt, num_sequences)
     if wanted is None and longest > num_prompt:
         return longest
     total = num_prompt + 1 if wanted is None else total
-    needed_bytes = room.size(footprint.most(num_prompt, total, num_sequences))
+    needed_bytes = room.size(lane.most_pages(num_prompt, total, num_sequences))
     kv_bytes = room.size(kv_pages)
     times = "" if num_sequences == 1 else f", {num_sequences} times except for the prompt,"
     raise CapacityError(

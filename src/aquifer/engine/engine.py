@@ -236,7 +236,7 @@ class Engine:
             max_total=checks.max_total(
                 request,
                 host.info,
-                host.lane.cache.footprint,
+                host.lane,
                 self._assembly.room,
                 self._models.kv_pages(host),
             ),

@@ -13,9 +13,7 @@ from aquifer.engine.sequence import SequenceGroup
 from aquifer.memory.runs import num_equal
 
 
-def bring_in(
-    lane: Lane, group: SequenceGroup, headroom: Headroom, now_s: float, *, may_match: bool = True
-) -> bool:
+def bring_in(lane: Lane, group: SequenceGroup, headroom: Headroom, now_s: float) -> bool:
     """Give a waiting request its slots and room for its tokens; if False, nothing has changed.
 
     Args:
@@ -23,7 +21,6 @@ def bring_in(
         group: the request; its KV is not on the host.
         headroom: checks that running sequences keep room to grow.
         now_s: the time.
-        may_match: whether to begin with retained KV, if the request allows that.
 
     Raises:
         DriverError: the device refused memory; nothing has changed.
@@ -31,7 +28,7 @@ def bring_in(
     table, cache = lane.slots, lane.cache
     first, *others = group.live
     match = None
-    if lane.prefixes is not None and group.reads_prefixes and may_match:
+    if lane.prefixes is not None and group.reads_prefixes and not group.begins_anew:
         # A request that waits is asked again and again: what was found before is not looked up
         # anew.
         match = lane.prefixes.match(first.token_ids, lane.prefix_key(first), group.match)
@@ -100,7 +97,8 @@ def bring_back(
         assert sequence.swapped is not None
         table.begin(sequence, sequence.swapped.num_tokens)
         sequence.swapped = None
-        if lane.prefixes is not None and group.reads_prefixes:
+        # KV that it retained while it begins anew would scatter its blocks.
+        if lane.prefixes is not None and group.reads_prefixes and not group.begins_anew:
             match = lane.prefixes.match(sequence.token_ids, lane.prefix_key(sequence))
             sequence.lease = lane.prefixes.lock(match)
             lane.prefixes.settle(sequence.lease)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -89,6 +90,24 @@ class Lane:
     def take_journal(self) -> tuple[KVOp, ...]:
         """What happened to the KV cache's memory since the last call, where a journal is kept."""
         return self.cache.tensors.take_journal() if self.keeps_journal else ()
+
+    # --- room that a request needs -------------------------------------------------------------
+
+    def most_pages(self, num_prompt: int, num_total: int, num_sequences: int = 1) -> int:
+        """Pages that a request takes at most: see `Footprint.most`.
+
+        Sequences that outgrow their KV compute it again, each its own: then they share nothing.
+        """
+        outgrows = num_total - 1 > self.slots.kv_limit_of(num_prompt)
+        return self.cache.footprint.most(1 if outgrows else num_prompt, num_total, num_sequences)
+
+    def longest(self, num_pages: int, num_prompt: int, num_sequences: int = 1) -> int:
+        """The largest `num_total` for which `most_pages` is not more: see `Footprint.longest`."""
+        footprint, limit = self.cache.footprint, self.slots.kv_limit_of(num_prompt)
+        longest = footprint.longest(num_pages, num_prompt, num_sequences)
+        if longest - 1 <= limit:
+            return longest
+        return max(footprint.longest(num_pages, 1, num_sequences), limit + 1)
 
     # --- slots -------------------------------------------------------------------------------
 
@@ -248,6 +267,14 @@ class Lane:
         leased = [sequence for sequence in group.sequences if self._end_lease(sequence, None)]
         return bool(leased)
 
+    def evict_retained(self, now_s: float) -> None:
+        """Evict all retained KV but what is pinned or running sequences have begun with.
+
+        Blocks that are taken then lie side by side, on as few pages as they need.
+        """
+        if self.prefixes is not None:
+            self.prefixes.evict(sys.maxsize, now_s)
+
     def _end_lease(self, sequence: Sequence, now_s: float | None) -> bool:
         """End a sequence's lease, if it has one; whether it had."""
         if self.prefixes is None or sequence.lease is None:
@@ -302,6 +329,10 @@ class Lane:
     def has_progressed(self, group: SequenceGroup) -> bool:
         """Whether any sequence of a running group has got tokens since it was admitted."""
         return any(len(self.slots.tokens(s)) > s.num_begun_with for s in group.live)
+
+    def is_beginning_anew(self, group: SequenceGroup) -> bool:
+        """Whether a running group has the pool to itself, until it gets its next token."""
+        return group.begins_anew and not self.has_progressed(group)
 
     # --- endings -----------------------------------------------------------------------------
 

@@ -242,7 +242,7 @@ class ModelSet:
         weight_bytes = sum(other.info.weight_bytes for other in (host, *others))
         kv_pages = self._kv_pages_beside(weight_bytes)
         return all(
-            other.lane.cache.footprint.most(
+            other.lane.most_pages(
                 group.num_prompt_tokens, group.max_total, group.request.params.num_sequences
             )
             <= kv_pages

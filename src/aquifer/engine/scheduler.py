@@ -252,20 +252,20 @@ class Scheduler:
     def _preempt(self, refusal: DriverError | None) -> None:
         """Preempt a running request.
 
-        If it runs alone, its blocks may be scattered over more pages than they need; when it begins
-        again, they are not. But it fails if the device refused, or if it got no further since it
-        was admitted, because the process holds more memory by now: to try again would not end.
+        If it runs alone, it begins anew (`SequenceGroup.begins_anew`). But it fails if the device
+        refused, or if it has just begun anew, because the process holds more memory by now.
         """
         running = [(lane, group) for lane in self.lanes.values() for group in lane.running]
         lane, group = running[self._policies.victims([running_request(*pair) for pair in running])]
         if len(running) == 1:
             if lane.forget_leases(group):
                 return
-            if refusal is not None or not lane.has_progressed(group):
+            if refusal is not None or lane.is_beginning_anew(group):
                 lane.end_all(group, self._clock_s())
                 self._fail(group, _out_of_memory(refusal))
                 return
         self._make_wait(lane, group)
+        group.begins_anew = len(running) == 1
 
     def preempt_all(self, lane: Lane) -> None:
         """Preempt all running requests of a model. Pre-condition: no step of it is in flight."""
@@ -279,6 +279,7 @@ class Scheduler:
 
     def _make_wait(self, lane: Lane, group: SequenceGroup) -> None:
         """Take slots and memory of a running request, and put it at the head of the queue."""
+        group.begins_anew = False
         if self._preemption is not None and entry.swap_out(lane, group, self._preemption):
             lane.num_swaps += 1
         for sequence in group.sequences:

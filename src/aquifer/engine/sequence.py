@@ -94,6 +94,9 @@ class SequenceGroup:
         client: number of the client that it is for.
         sequences: sequences that have not ended. A beam search has one for each of its beams, also
             when fewer beams are live.
+        begins_anew: whether it was or will be admitted alone, to a pool without retained KV. So its
+            blocks lie side by side; before, they were scattered over more pages than they need,
+            since others ran beside it or KV was retained between them.
     """
 
     request: Request
@@ -108,6 +111,7 @@ class SequenceGroup:
     match: Match | None = None  # retained KV found at the last attempt to admit it
     num_cached_tokens: int | None = None  # prompt tokens that were cached; None before admission
     num_preemptions: int = 0
+    begins_anew: bool = False
     scheduled_s: float | None = None
     first_token_s: float | None = None
 

@@ -22,13 +22,13 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import groupby
 from typing import NamedTuple
 
 from aquifer.errors import InvariantError
 from aquifer.memory.idle import IdlePages
 from aquifer.memory.owners import PROCESS, UNTOUCHED, Owner, PoolUsage
 from aquifer.memory.pages import Page
+from aquifer.memory.records import Records
 
 
 class _Record(NamedTuple):
@@ -59,7 +59,7 @@ class Ledger:
 
     Methods that change the books take `lock`, which is reentrant; a caller holds it around several
     calls that have to be one step. Of those that read, `idle_bytes`, `created_bytes`,
-    `excess_bytes`, `num_references`, `is_in_use` and `num_records` do not take it: a caller holds
+    `excess_bytes`, `num_references`, `are_single` and `num_records` do not take it: a caller holds
     it where the answer has to be of the same moment as another one.
 
     Args:
@@ -74,7 +74,7 @@ class Ledger:
         self.budget_bytes = budget_bytes
         self.keep_idle_bytes = keep_idle_bytes
         self.lock = threading.RLock()
-        self._records: dict[Page, _Record] = {}
+        self._records: Records[_Record] = Records()
         self._idle: dict[int, IdlePages] = {}  # by page size
         self._in_use_bytes: Counter[Owner] = Counter()
         self._retired_bytes = 0
@@ -141,10 +141,9 @@ class Ledger:
         record = self._records.get(page)
         return record.num_references if record else 0
 
-    def is_in_use(self, page: Page) -> bool:
-        """Whether the page has a reference that is not retired."""
-        record = self._records.get(page)
-        return record is not None and not record.is_retired
+    def are_single(self, pages: Sequence[Page]) -> list[bool]:
+        """Whether each page, in use or retired, has one reference alone, retired ones included."""
+        return [record.num_references == 1 for record in map(self._records.__getitem__, pages)]
 
     # --- idle pages --------------------------------------------------------------------------
 
@@ -240,9 +239,18 @@ class Ledger:
 
         self._change(pages, transferred)
 
-    def retire(self, pages: Sequence[Page]) -> None:
-        """Note that one reference of each page was given up, and will be released later."""
-        self._change(pages, lambda record: record.changed(num_retired=1))
+    def retire(self, pages: Sequence[Page]) -> set[Page]:
+        """Note that one reference of each page was given up, and will be released later.
+
+        Returns: the pages that are still in use.
+        """
+        in_use: set[Page] = set()
+        for record, run in self._change(pages, lambda record: record.changed(num_retired=1)):
+            if record.is_retired:
+                in_use.difference_update(run)  # a page that is named twice
+            else:
+                in_use.update(run)
+        return in_use
 
     def unretire(self, pages: Sequence[Page]) -> None:
         """The opposite of `retire`: one retired reference of each page is an ordinary one again."""
@@ -253,30 +261,25 @@ class Ledger:
 
         Returns: the pages that have only retired references left.
         """
+
+        def released(page: Page, record: _Record | None) -> _Record | None:
+            record = _in_use(page, record)
+            return None if record.num_references == 1 else record.changed(num_references=-1)
+
+        idle: dict[_Record, list[Page]] = {}
+        retired: list[Page] = []
         with self.lock:
-            done: dict[_Record, list[Page]] = {}
-            retired: list[Page] = []
-            # Mostly thousands of pages in a row have the same record. A record is read when the
-            # loop gets to its page, so a page that is named twice has its new one then.
-            for record, group in groupby(pages, self._records.get):
-                if record is None or record.is_retired:
-                    raise InvariantError(_not_in_use(next(group)))
-                if record.num_references == 1:
-                    idle = done.setdefault(record, [])
-                    for page in group:
-                        del self._records[page]
-                        idle.append(page)
-                else:
-                    after = record.changed(num_references=-1)
-                    for page in group:
-                        self._records[page] = after
-                        if after.is_retired:
-                            self._rebook(record, after, 1)
-                            retired.append(page)
-            for record, idle in done.items():
-                self._in_use_bytes[record.owner] -= len(idle) * record.page_bytes
-                self.put_idle(idle, record.owner, record.page_bytes)
-            return retired
+            for before, after, run in self._records.change(pages, released):
+                assert before is not None
+                if after is None:
+                    self._in_use_bytes[before.owner] -= len(run) * before.page_bytes
+                    idle.setdefault(before, []).extend(run)
+                elif after.is_retired:
+                    self._rebook(before, after, len(run))
+                    retired += run
+            for record, group in idle.items():
+                self.put_idle(group, record.owner, record.page_bytes)
+        return retired
 
     def check(self) -> None:
         """Verify the figures against the records.
@@ -332,59 +335,48 @@ class Ledger:
             idle = self._idle[page_bytes] = IdlePages()
         return idle
 
-    def _in_use(self, page: Page) -> _Record:
-        record = self._records.get(page)
-        if record is None or record.is_retired:
-            raise InvariantError(_not_in_use(page))
-        return record
-
     def _change(
         self,
         pages: Sequence[Page],
         change: Callable[[_Record], _Record],
         *,
         must_be_in_use: bool = True,
-    ) -> None:
+    ) -> list[tuple[_Record, Sequence[Page]]]:
         """Replace the records of pages, and update the bytes of states and owners.
-
-        Thousands of pages come at once, and most of their records are equal. A record is changed
-        once for all pages in a row that have it, and they share the new one. A page may be named
-        twice.
 
         Args:
             pages: the pages.
             change: returns the new record for the old one.
             must_be_in_use: whether it is an error if a page is not in use.
-        """
-        before: _Record | None = None
-        after: _Record | None = None
-        count = 0
-        with self.lock:
-            try:
-                for page in pages:
-                    record = self._records.get(page)
-                    if record is None or (record is not before and record != before):
-                        self._rebook(before, after, count)
-                        count = 0
-                        before = self._in_use(page) if must_be_in_use else self._records[page]
-                        after = change(before)
-                    assert after is not None
-                    self._records[page] = after
-                    count += 1
-            finally:
-                self._rebook(before, after, count)
 
-    def _rebook(self, before: _Record | None, after: _Record | None, count: int) -> None:
+        Returns: the stretches of pages that have equal records, and the new record of each.
+        """
+
+        def changed(page: Page, record: _Record | None) -> _Record:
+            if must_be_in_use or record is None:
+                record = _in_use(page, record)
+            return change(record)
+
+        runs: list[tuple[_Record, Sequence[Page]]] = []
+        with self.lock:
+            for before, after, run in self._records.change(pages, changed):
+                assert before is not None
+                assert after is not None
+                self._rebook(before, after, len(run))
+                runs.append((after, run))
+        return runs
+
+    def _rebook(self, before: _Record, after: _Record, count: int) -> None:
         """Update the bytes of states and owners for `count` pages with another record."""
-        if not count:
-            return
         for record, sign in ((before, -1), (after, 1)):
-            assert record is not None
             if record.is_retired:
                 self._retired_bytes += sign * count * record.page_bytes
             else:
                 self._in_use_bytes[record.owner] += sign * count * record.page_bytes
 
 
-def _not_in_use(page: Page) -> str:
-    return f"page {page} is not in use: the caller does not hold it"
+def _in_use(page: Page, record: _Record | None) -> _Record:
+    """The record of a page that has to be in use."""
+    if record is None or record.is_retired:
+        raise InvariantError(f"page {page} is not in use: the caller does not hold it")
+    return record

@@ -76,8 +76,15 @@ class VirtualRange:
             self._mapped[place] = page
 
     def page(self, index: int) -> Page:
-        """The page at an index."""
-        return self.pages_at((index,))[0]
+        """The page at an index.
+
+        Raises:
+            InvariantError: nothing is mapped there.
+        """
+        page = self._mapped.get(index)
+        if page is None:
+            raise InvariantError(f"page {index} of a range is not mapped")
+        return page
 
     def pages_at(self, indices: Iterable[int]) -> list[Page]:
         """The pages at these indices; mapping them elsewhere too aliases these places.

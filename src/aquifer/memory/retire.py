@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from itertools import compress
 
 from aquifer.errors import InvariantError
 from aquifer.memory.driver.base import Fence
@@ -121,19 +122,19 @@ class RetireQueue:
             self.release(range_.unmap(indices))
             return
         with self._changed:
-            for index in indices:
-                if (range_, index) in self._fences or (range_, index) in self._leaving:
-                    raise InvariantError(f"page {index} of a range was given up twice")
-            pages = range_.pages_at(indices)
-            self._ledger.retire(pages)
-            for index, page in zip(reversed(indices), reversed(pages), strict=True):
-                place = (range_, index)
-                self._fences[place] = fence
-                if self._ledger.is_in_use(page):
+            places = [(range_, index) for index in reversed(indices)]
+            if not (self._fences.keys().isdisjoint(places) and self._leaving.isdisjoint(places)):
+                raise InvariantError("a page of a range was given up twice")
+            pages = range_.pages_at(reversed(indices))
+            in_use = self._ledger.retire(pages)
+            self._fences.update(dict.fromkeys(places, fence))
+            for place, page in zip(places, pages, strict=True):
+                if page in in_use:
                     self._parked.setdefault(page, {})[place] = None
                 else:
-                    self._unpark(page)
                     self._waiting[place] = None
+            for page in self._parked.keys() & set(pages) - in_use:
+                self._unpark(page)
         if self.on_retire is not None:
             self.on_retire()
 
@@ -166,15 +167,12 @@ class RetireQueue:
                 for place, index in zip(places, indices, strict=True)
                 if place in self._waiting
             ]
-            taken: list[int] = []
-            pages: list[Page] = []
-            for index, page in zip(unused, range_.pages_at(unused), strict=True):
-                if self._ledger.num_references(page) == 1:
-                    taken.append(index)
-                    pages.append(page)
+            found = range_.pages_at(unused)
+            are_single = self._ledger.are_single(found)
+            taken = list(compress(unused, are_single))
+            pages = list(compress(found, are_single))
             self._ledger.unretire(pages)
-            for index in taken:
-                self._forget((range_, index))
+            self._forget([(range_, index) for index in taken], pages)
             if len(taken) < len(places):
                 self._vacate(places)
             return taken
@@ -202,9 +200,9 @@ class RetireQueue:
                 for i, (place, page) in enumerate(zip(places, pages, strict=True))
                 if place in self._parked.get(page, ())
             ]
-            self._ledger.unretire([pages[i] for i in taken])
-            for i in taken:
-                self._forget(places[i])
+            taken_pages = [pages[i] for i in taken]
+            self._ledger.unretire(taken_pages)
+            self._forget([places[i] for i in taken], taken_pages)
             self._vacate(places)
             return taken
 
@@ -236,8 +234,7 @@ class RetireQueue:
             batch = self._passed(self._unwanted, _COLLECT_PAGES)
             if not batch and frees_memory:
                 batch = self._passed(self._waiting, _COLLECT_PAGES)
-            for place in batch:
-                self._forget(place)
+            self._forget(batch, _pages_at(batch))
             self._leaving.update(batch)
         if not batch:
             return False
@@ -307,18 +304,20 @@ class RetireQueue:
         """Let the places of a page wait for collection, since it is no longer in use."""
         self._waiting.update(self._parked.pop(page, {}))
 
-    def _forget(self, place: _Place) -> None:
-        """Remove a place, which is no longer retired. Pre-condition: its page is still mapped."""
-        del self._fences[place]
-        self._unwanted.pop(place, None)
-        if place in self._waiting:
-            del self._waiting[place]
-            return
-        page = _page_at(place)
-        parked = self._parked[page]
-        del parked[place]
-        if not parked:
-            del self._parked[page]
+    def _forget(self, places: Sequence[_Place], pages: Sequence[Page]) -> None:
+        """Remove places, which are no longer retired, with the pages that are mapped there."""
+        for place, page in zip(places, pages, strict=True):
+            del self._fences[place]
+            if place in self._waiting:
+                del self._waiting[place]
+                continue
+            parked = self._parked[page]
+            del parked[place]
+            if not parked:
+                del self._parked[page]
+        if self._unwanted:
+            for place in places:
+                self._unwanted.pop(place, None)
 
     def _vacate(self, places: Sequence[_Place]) -> None:
         """Unmap and give back those of the places that are retired, after their fences."""
@@ -329,8 +328,7 @@ class RetireQueue:
 
     def _give_back(self, places: Sequence[_Place]) -> None:
         """Unmap and release. Pre-condition: their fences have passed."""
-        for place in places:
-            self._forget(place)
+        self._forget(places, _pages_at(places))
         self._release_retired(_unmap(places))
 
     def _release_retired(self, pages: Sequence[Page]) -> None:
@@ -340,9 +338,8 @@ class RetireQueue:
             self.release(pages)
 
 
-def _page_at(place: _Place) -> Page:
-    range_, index = place
-    return range_.page(index)
+def _pages_at(places: Iterable[_Place]) -> list[Page]:
+    return [range_.page(index) for range_, index in places]
 
 
 def _unmap(places: Iterable[_Place]) -> list[Page]:

@@ -57,13 +57,9 @@ class Node:
     num_children: int = 0
     num_guards: int = 0  # leases and pins on it, and children that are guarded
     num_pins: int = 0  # pins on it, and children that are pinned
+    is_checkpoint: bool = False
     ticket: int = NOT_QUEUED  # number of its entry in a queue of victims
     is_kept: bool = True  # False once it is removed
-
-    @property
-    def is_checkpoint(self) -> bool:
-        """Whether it is a checkpoint."""
-        return self.key[1] == _CHECKPOINT
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +176,7 @@ class Trie:
         self._last_number += 1
         key = (node.number, _CHECKPOINT)
         checkpoint = Node(self._last_number, key, node, None, node.index, now_s, kept)
+        checkpoint.is_checkpoint = True
         checkpoint.restore_tokens = restore_tokens
         self._nodes[key] = checkpoint
         node.num_children += 1
@@ -227,19 +224,20 @@ class Trie:
                 where nodes have none.
             now_s: the time.
         """
-        data = token_ids.tobytes()
+        num_whole, first = self.num_whole(len(token_ids)), next_index(node)
+        data, ends = token_ids.tobytes(), self._end_bytes
         added: list[Node] = []
-        for index in range(next_index(node), self.num_whole(len(token_ids))):
-            key_data = data[self._end_bytes[index] : self._end_bytes[index + 1]]
-            key = (parent_key(extra, node), key_data)
-            self._last_number += 1
-            child = Node(self._last_number, key, node, blocks[index], index, now_s)
-            child.num_bytes = self._block_bytes
+        parent, number = parent_key(extra, node), self._last_number
+        for index in range(first, num_whole):
+            key = (parent, data[ends[index] : ends[index + 1]])
+            number += 1
+            child = Node(number, key, node, blocks[index], index, now_s, (), self._block_bytes)
             self._nodes[key] = child
             if node is not None:
                 node.num_children += 1
             added.append(child)
-            node = child
+            node, parent = child, number
+        self._last_number = number
         self.num_blocks += len(added)
         return added
 

@@ -134,8 +134,12 @@ class VictimQueues:
             node.num_guards += 1
             if node.num_guards > 1:
                 return
-            self._count_guarded(node, 1)
-            self._queues.take(node)
+            if node.is_checkpoint:
+                self._checkpoints.guard(node, 1)
+            else:
+                self._num_guarded += 1
+            if node.ticket != NOT_QUEUED:
+                self._queues.take(node)
             node = node.parent
 
     def unguard(self, node: Node | None) -> None:
@@ -144,7 +148,10 @@ class VictimQueues:
             node.num_guards -= 1
             if node.num_guards:
                 return
-            self._count_guarded(node, -1)
+            if node.is_checkpoint:
+                self._checkpoints.guard(node, -1)
+            else:
+                self._num_guarded -= 1
             if not node.num_children:
                 self._queues.put(self._queue_key(node), node)
             node = node.parent
@@ -160,12 +167,6 @@ class VictimQueues:
         if not checkpoint.num_guards:
             self._queues.take(checkpoint)
             self._queues.put(self._queue_key(checkpoint), checkpoint)
-
-    def _count_guarded(self, node: Node, change: int) -> None:
-        if node.is_checkpoint:
-            self._checkpoints.guard(node, change)
-        else:
-            self._num_guarded += change
 
     def cheapest(self, now_s: float) -> float | None:
         """The least regret per byte of a leaf; None if there is no leaf to evict."""
@@ -210,7 +211,7 @@ class VictimQueues:
             parent_queue = self._remove(node)
             freed_bytes += self._freed(node, blocks)
             offer(key)
-            if parent_queue is not None:
+            if parent_queue is not None and parent_queue != key:
                 offer(parent_queue)
         return blocks, freed_bytes
 
