@@ -173,15 +173,13 @@ class Scheduler:
         None if nothing can run, for example because the pool is short and the steps in flight have
         to be committed first.
         """
-        lanes = list(self.lanes.values())
+        lanes = [lane for lane in self.lanes.values() if lane.is_resident]
         states = [
             ModelState(lane.name, len(lane.waiting), len(lane.running), lane.last_turn)
             for lane in lanes
         ]
         for index in self._policies.turns(states):
             lane = lanes[index]
-            if not lane.is_resident:
-                continue
             lane.last_turn = self._num_turns
             self._num_turns += 1
             with lane.being_planned():
