@@ -1,4 +1,4 @@
-"""The command line: serve, run, compile, info, bench, replay.
+"""The command line: serve, run, compile, ps, info, bench, replay.
 
 Heavy packages are imported inside the commands, so that `--help` and `--version` are quick, and a
 wrong option or path is reported at once.
@@ -191,6 +191,22 @@ def _compile(options: SimpleNamespace) -> None:
             Engine.open(replace(config, models=(model,)), bar.update).close()
     seconds = time.perf_counter() - begun_s
     print(f"{compilations.count} kernels are ready after {seconds:.1f} s, in {kernel_folder()}")
+
+
+@app.command("ps")
+def _ps(
+    url: Annotated[
+        str, typer.Option(metavar="URL", help="Address of the server.")
+    ] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", envvar="AQUIFER_API_KEY", help="Its API key, if it has one."),
+    ] = None,
+) -> None:
+    """Show the models of a running server: state, memory, requests."""
+    from aquifer.ps import fetch_memory, table_of
+
+    Console().print(table_of(fetch_memory(url, api_key)))
 
 
 @app.command("info")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -53,6 +55,21 @@ def test_what_does_not_fit_is_loaded_when_it_is_asked_for(narrow_server: Running
     statuses = _statuses(narrow_server)
     assert statuses["m1"] == "resident"
     assert statuses["m0"] != "resident"
+
+
+def test_ps_lists_them(narrow_server: RunningServer):
+    _answer(narrow_server, "m2", "x")
+    command = [sys.executable, "-m", "aquifer", "ps", "--url", narrow_server.url]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = {line.split()[0]: line for line in done.stdout.splitlines() if line}
+    assert lines.keys() >= {"MODEL", "m0", "m1", "m2", "cpu:"}
+    statuses = _statuses(narrow_server)
+    assert all(f" {statuses[name]} " in lines[name] for name in statuses)
+    wrong = subprocess.run(
+        [*command, "--url", "http://127.0.0.1:9"], capture_output=True, text=True
+    )
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("error: no server of Aquifer answers at http://127.0.0.1:9")
 
 
 def test_answers_are_those_of_a_server_with_room_for_all(
