@@ -75,6 +75,15 @@ class VirtualRange:
         for place, page in zip(indices, pages, strict=True):
             self._mapped[place] = page
 
+    def addresses(self, indices: Iterable[int]) -> list[int]:
+        """The addresses of the pages at these indices."""
+        first, page_bytes = self.address, self.page_bytes
+        return [first + index * page_bytes for index in indices]
+
+    def index_at(self, address: int) -> int:
+        """The index of the page at an address."""
+        return (address - self.address) // self.page_bytes
+
     def page(self, index: int) -> Page:
         """The page at an index.
 

@@ -37,8 +37,9 @@ costs a few microseconds for each sequence that ends, and does not depend on the
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from itertools import compress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, compress
+from typing import NamedTuple
 
 from aquifer.errors import InvariantError
 from aquifer.memory.driver.base import Fence
@@ -46,7 +47,15 @@ from aquifer.memory.ledger import Ledger
 from aquifer.memory.pages import Page, PageTable
 from aquifer.memory.range import VirtualRange
 
-_Place = tuple[VirtualRange, int]  # a range, and the index of a page in it
+_Place = int  # an address: no two ranges have pages at the same one
+
+
+class _Retired(NamedTuple):
+    """What is known of a retired place."""
+
+    range: VirtualRange
+    fence: Fence  # of the moment when it was given up
+
 
 _COLLECT_PAGES = 16
 """How many pages `collect` unmaps in one go: about 0.3 ms, which is how long `reuse` may have
@@ -77,11 +86,12 @@ class RetireQueue:
         self._pages = pages
         self._driver = pages.driver
         self._changed = threading.Condition(ledger.lock)
-        self._fences: dict[_Place, Fence] = {}  # all places that are retired and not leaving
+        # All places that are retired and not leaving. Those of one call share the value.
+        self._retired: dict[_Place, _Retired] = {}
         self._waiting: dict[_Place, None] = {}  # their part with pages out of use, oldest first
         self._parked: dict[Page, dict[_Place, None]] = {}  # the other places, by their page
         self._unwanted: dict[_Place, None] = {}  # those of `vacate_soon`, oldest first
-        self._leaving: set[_Place] = set()  # being unmapped by `collect` right now
+        self._leaving: dict[_Place, _Retired] = {}  # being unmapped by `collect` right now
 
     def __len__(self) -> int:
         """Places that were given up and still have their page, which is not in use elsewhere."""
@@ -97,7 +107,7 @@ class RetireQueue:
     def num_places(self) -> int:
         """Places that were given up and still have their page."""
         with self._changed:  # else a place could be missed between the two
-            return len(self._fences) + len(self._leaving)
+            return len(self._retired) + len(self._leaving)
 
     @property
     def has_unwanted(self) -> bool:
@@ -107,7 +117,8 @@ class RetireQueue:
     def indices(self, range_: VirtualRange) -> set[int]:
         """Indices of the places in a range that were given up and still have their page."""
         with self._changed:
-            return {i for place, i in [*self._fences, *self._leaving] if place is range_}
+            found = chain(self._retired.items(), self._leaving.items())
+            return {range_.index_at(place) for place, each in found if each.range is range_}
 
     def retire(self, range_: VirtualRange, indices: Sequence[int]) -> None:
         """Give up the pages at these indices, with the reference that the caller holds to each.
@@ -122,12 +133,14 @@ class RetireQueue:
             self.release(range_.unmap(indices))
             return
         with self._changed:
-            places = [(range_, index) for index in reversed(indices)]
-            if not (self._fences.keys().isdisjoint(places) and self._leaving.isdisjoint(places)):
+            places = range_.addresses(reversed(indices))
+            if not (
+                self._retired.keys().isdisjoint(places) and self._leaving.keys().isdisjoint(places)
+            ):
                 raise InvariantError("a page of a range was given up twice")
             pages = range_.pages_at(reversed(indices))
             in_use = self._ledger.retire(pages)
-            self._fences.update(dict.fromkeys(places, fence))
+            self._retired.update(dict.fromkeys(places, _Retired(range_, fence)))
             for place, page in zip(places, pages, strict=True):
                 if page in in_use:
                     self._parked.setdefault(page, {})[place] = None
@@ -159,20 +172,16 @@ class RetireQueue:
             page is shared, since writing to that one would change the bytes of its other users.
         """
         with self._changed:
-            if not (self._fences or self._leaving):
+            if not (self._retired or self._leaving):
                 return []
             places = self._places(range_, indices)
-            unused = [
-                index
-                for place, index in zip(places, indices, strict=True)
-                if place in self._waiting
-            ]
+            unused = list(compress(indices, map(self._waiting.__contains__, places)))
             found = range_.pages_at(unused)
             are_single = self._ledger.are_single(found)
             taken = list(compress(unused, are_single))
             pages = list(compress(found, are_single))
             self._ledger.unretire(pages)
-            self._forget([(range_, index) for index in taken], pages)
+            self._forget(range_.addresses(taken), pages)
             if len(taken) < len(places):
                 self._vacate(places)
             return taken
@@ -192,7 +201,7 @@ class RetireQueue:
             that was retired there is the caller's. At all other places nothing is mapped.
         """
         with self._changed:
-            if not (self._fences or self._leaving):
+            if not (self._retired or self._leaving):
                 return []
             places = self._places(range_, range(index, index + len(pages)))
             taken = [
@@ -209,7 +218,8 @@ class RetireQueue:
     def indices_of(self, range_: VirtualRange, page: Page) -> list[int]:
         """Indices of the places where `reuse_pages` would find the page, which is in use."""
         with self._changed:
-            return [index for place, index in self._parked.get(page, ()) if place is range_]
+            places = self._parked.get(page, ())
+            return [range_.index_at(each) for each in places if self._retired[each].range is range_]
 
     def vacate_soon(self, range_: VirtualRange, indices: Iterable[int]) -> None:
         """Have `collect` unmap these places before all others, also where pages are in use.
@@ -217,8 +227,8 @@ class RetireQueue:
         Those that have no retired page are left alone, as are those that are used again before.
         """
         with self._changed:
-            places = [(range_, index) for index in indices]
-            self._unwanted.update(dict.fromkeys(each for each in places if each in self._fences))
+            places = range_.addresses(indices)
+            self._unwanted.update(dict.fromkeys(each for each in places if each in self._retired))
         if self.on_retire is not None:
             self.on_retire()
 
@@ -234,16 +244,17 @@ class RetireQueue:
             batch = self._passed(self._unwanted, _COLLECT_PAGES)
             if not batch and frees_memory:
                 batch = self._passed(self._waiting, _COLLECT_PAGES)
-            self._forget(batch, _pages_at(batch))
-            self._leaving.update(batch)
+            leaving = self._forget(batch, self._pages_at(batch))
+            self._leaving.update(leaving)
         if not batch:
             return False
         pages: list[Page] = []
         try:
-            pages = _unmap(batch)
+            pages = _unmap(leaving)
         finally:
             with self._changed:
-                self._leaving.difference_update(batch)
+                for place in leaving:
+                    del self._leaving[place]
                 self._release_retired(pages)
                 self._changed.notify_all()
         return True
@@ -263,8 +274,9 @@ class RetireQueue:
             if not self._waiting:
                 return False
             oldest = next(iter(self._waiting))
-            self._fences[oldest].wait()
-            self._give_back(self._passed(self._waiting, -(-num_bytes // oldest[0].page_bytes)))
+            range_, fence = self._retired[oldest]
+            fence.wait()
+            self._give_back(self._passed(self._waiting, -(-num_bytes // range_.page_bytes)))
             return True
 
     def settle(self, range_: VirtualRange | None = None) -> None:
@@ -273,18 +285,18 @@ class RetireQueue:
         It waits for the fences of these places only; places in other ranges stay as they are.
         """
 
-        def is_of_range(place: _Place) -> bool:
-            return range_ is None or place[0] is range_
+        def is_of_range(retired: _Retired) -> bool:
+            return range_ is None or retired.range is range_
 
         with self._changed:
-            while any(map(is_of_range, self._leaving)):
+            while any(map(is_of_range, self._leaving.values())):
                 self._changed.wait()
-            self._vacate(list(filter(is_of_range, self._fences)))
+            self._vacate([place for place, each in self._retired.items() if is_of_range(each)])
 
     def _places(self, range_: VirtualRange, indices: Iterable[int]) -> list[_Place]:
         """These places, after `collect` has finished with those that it is unmapping."""
-        places = [(range_, index) for index in indices]
-        while self._leaving and not self._leaving.isdisjoint(places):
+        places = range_.addresses(indices)
+        while self._leaving and not self._leaving.keys().isdisjoint(places):
             self._changed.wait()
         return places
 
@@ -293,7 +305,7 @@ class RetireQueue:
         batch: list[_Place] = []
         passed: Fence | None = None
         for place in places:
-            fence = self._fences[place]
+            fence = self._retired[place].fence
             if len(batch) == max_pages or (fence is not passed and not fence.passed()):
                 break
             passed = fence
@@ -304,10 +316,11 @@ class RetireQueue:
         """Let the places of a page wait for collection, since it is no longer in use."""
         self._waiting.update(self._parked.pop(page, {}))
 
-    def _forget(self, places: Sequence[_Place], pages: Sequence[Page]) -> None:
-        """Remove places, which are no longer retired, with the pages that are mapped there."""
+    def _forget(self, places: Sequence[_Place], pages: Sequence[Page]) -> dict[_Place, _Retired]:
+        """Remove places, with these pages; returns what was known of them."""
+        removed: dict[_Place, _Retired] = {}
         for place, page in zip(places, pages, strict=True):
-            del self._fences[place]
+            removed[place] = self._retired.pop(place)
             if place in self._waiting:
                 del self._waiting[place]
                 continue
@@ -318,18 +331,23 @@ class RetireQueue:
         if self._unwanted:
             for place in places:
                 self._unwanted.pop(place, None)
+        return removed
+
+    def _pages_at(self, places: Iterable[_Place]) -> list[Page]:
+        """The pages that are mapped at retired places."""
+        ranges = [(self._retired[place].range, place) for place in places]
+        return [range_.page(range_.index_at(place)) for range_, place in ranges]
 
     def _vacate(self, places: Sequence[_Place]) -> None:
         """Unmap and give back those of the places that are retired, after their fences."""
-        retired = [place for place in places if place in self._fences]
-        for fence in {self._fences[place] for place in retired}:
+        retired = [place for place in places if place in self._retired]
+        for fence in {self._retired[place].fence for place in retired}:
             fence.wait()
         self._give_back(retired)
 
     def _give_back(self, places: Sequence[_Place]) -> None:
         """Unmap and release. Pre-condition: their fences have passed."""
-        self._forget(places, _pages_at(places))
-        self._release_retired(_unmap(places))
+        self._release_retired(_unmap(self._forget(places, self._pages_at(places))))
 
     def _release_retired(self, pages: Sequence[Page]) -> None:
         """Release references that were retired."""
@@ -338,12 +356,8 @@ class RetireQueue:
             self.release(pages)
 
 
-def _pages_at(places: Iterable[_Place]) -> list[Page]:
-    return [range_.page(index) for range_, index in places]
-
-
-def _unmap(places: Iterable[_Place]) -> list[Page]:
+def _unmap(places: Mapping[_Place, _Retired]) -> list[Page]:
     by_range: dict[VirtualRange, list[int]] = {}
-    for range_, index in places:
-        by_range.setdefault(range_, []).append(index)
+    for place, retired in places.items():
+        by_range.setdefault(retired.range, []).append(retired.range.index_at(place))
     return [page for range_, indices in by_range.items() for page in range_.unmap(sorted(indices))]
