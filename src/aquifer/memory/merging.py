@@ -1,0 +1,290 @@
+"""Room for new tensors in a list of regions: what to evict, what to move, where they go.
+
+`plan` decides, in the two stages of Tangram (section 3.2.2), and touches nothing. `execute` carries
+a plan out, on the list of regions and on the memory itself.
+
+Under virtual memory none of this is needed: a tensor is contiguous in addresses, whatever pages it
+has, so pages of any victims will do, and nothing is ever moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from aquifer.errors import InvariantError
+from aquifer.memory.packing import (
+    FreeSpace,
+    Groups,
+    Subspace,
+    best_fit,
+    groups_of,
+    partitioned_gain_packing,
+    total_bytes,
+)
+from aquifer.memory.regions import Layout, RegionList
+
+Pack = Callable[[FreeSpace, Groups], list[Subspace] | None]
+"""`partitioned_gain_packing` or `global_merge`."""
+
+Bytes = npt.NDArray[np.int64]
+
+_SCRATCH_BYTES = 16 << 20
+"""A region that moves by less than this, and by less than its size, goes through scratch memory."""
+
+
+class Move(NamedTuple):
+    """A region of `num_bytes` that is to begin at `target`, a lower address than `start`."""
+
+    start: int
+    target: int
+    num_bytes: int
+
+
+class Placement(NamedTuple):
+    """The region for a new tensor."""
+
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How room is made for new tensors. It holds for the layout that it was made from.
+
+    Args:
+        evictions: starts of regions to release, first of all.
+        moves: regions to move, one after the other: when its turn comes, the target of a move is
+            free, but for bytes of the region itself.
+        placements: the region of each new tensor, in the order in which they were given.
+    """
+
+    evictions: tuple[int, ...]
+    moves: tuple[Move, ...]
+    placements: tuple[Placement, ...]
+
+    @property
+    def merged_bytes(self) -> int:
+        """Bytes that are copied within the memory."""
+        return sum(move.num_bytes for move in self.moves)
+
+
+def eviction_costs_s(
+    probabilities: npt.NDArray[np.float64],
+    num_bytes: Bytes,
+    bytes_per_s: float,
+    sensitivities: npt.NDArray[np.float64] | float = 1.0,
+) -> npt.NDArray[np.float64]:
+    """Expected delay in seconds of evicting each tensor: c_j of Tangram's equation 2.
+
+    It is `aquifer.memory.reclaim.regret_per_byte` times the bytes. The paper evicts in ascending
+    order of this cost, so small tensors go first; the pool goes by the regret per byte.
+
+    Args:
+        probabilities: that each is needed again, p_m; [n].
+        num_bytes: sizes s_j; [n].
+        bytes_per_s: loading bandwidth b_m.
+        sensitivities: alpha_m; [n], or one for all.
+    """
+    return probabilities * (num_bytes / bytes_per_s) * sensitivities
+
+
+def plan(
+    layout: Layout,
+    sizes: Sequence[int],
+    victims: Sequence[int] | Bytes,
+    pack: Pack = partitioned_gain_packing,
+) -> Plan | None:
+    """Decide what to evict, what to move and where new tensors go.
+
+    Stage 1 evicts victims in their order until the free bytes suffice. Stage 2 places the tensors by
+    best fit without a copy if that is possible, and otherwise as `pack` says.
+
+    Pinned regions may separate free regions so that the tensors fit in none of the parts. Then
+    further victims are evicted: as few as a search by bisection finds.
+
+    Args:
+        layout: the regions as they are.
+        sizes: bytes of each new tensor.
+        victims: starts of regions that may be evicted, in the order of eviction; none is pinned.
+        pack: how to merge free regions.
+
+    Returns:
+        The plan; None if there is no room even when all victims are evicted.
+
+    Raises:
+        InvariantError: a victim is no region of the layout, or pinned.
+    """
+    align = layout.align_bytes
+    aligned = [max(-(-size // align), 1) * align for size in sizes]
+    order = np.asarray(victims, np.int64)
+    indices = np.searchsorted(layout.starts, order)
+    if len(order) and (
+        indices.max() >= len(layout.starts)
+        or (layout.starts[indices] != order).any()
+        or layout.is_pinned[indices].any()
+    ):
+        raise InvariantError("a victim is not a region of the layout that can be evicted")
+    groups = groups_of(aligned)
+    missing_bytes = total_bytes(groups) - layout.free_bytes
+    released = np.cumsum(layout.sizes[indices])
+    count = 0 if missing_bytes <= 0 else int(np.searchsorted(released, missing_bytes)) + 1
+    if count > len(order):
+        return None
+    found = _placed(layout, indices[:count], groups, pack)
+    if found is None:
+        # It fails with `count` victims. Twice as many more are tried until it works, then fewer.
+        extra = 1
+        while (found := _placed(layout, indices[: count + extra], groups, pack)) is None:
+            if count + extra >= len(order):
+                return None
+            extra *= 2
+        fails, works = count + extra // 2, min(count + extra, len(order))
+        while works - fails > 1:
+            middle = (fails + works) // 2
+            fewer = _placed(layout, indices[:middle], groups, pack)
+            if fewer is None:
+                fails = middle
+            else:
+                works, found = middle, fewer
+        count = works
+    rows, moves = found
+    return Plan(tuple(order[:count].tolist()), tuple(moves), _placements(aligned, rows))
+
+
+def execute(
+    plan: Plan,
+    regions: RegionList,
+    owners: Sequence[Hashable],
+    memory: torch.Tensor | None = None,
+) -> None:
+    """Carry a plan out: release, move and copy, allocate. Contents of new regions are not set.
+
+    Args:
+        plan: made from the layout that `regions` has now.
+        regions: the book.
+        owners: owner of each new region, in the order of the plan's placements.
+        memory: the bytes that the regions are of, uint8 [num_bytes], on any device. Copies are made
+            in the order of its current stream. None to change the book only.
+    """
+    for start in plan.evictions:
+        regions.release(start)
+    for move in plan.moves:
+        regions.move(move.start, move.target)
+    if memory is not None:
+        copy_down(memory, plan.moves)
+    for placement, owner in zip(plan.placements, owners, strict=True):
+        regions.acquire_at(placement.start, placement.num_bytes, owner)
+
+
+def copy_down(memory: torch.Tensor, moves: Sequence[Move]) -> None:
+    """Copy regions to lower addresses within one tensor, one after the other.
+
+    Neighbouring regions that move by the same distance are copied together. A copy onto itself is
+    made in parts that do not overlap: parts as long as the distance, or parts that go through
+    scratch memory where the distance is short.
+
+    Args:
+        memory: uint8 [num_bytes].
+        moves: in the order in which they are to be made.
+
+    Raises:
+        InvariantError: a target is not a lower address.
+    """
+    scratch: torch.Tensor | None = None
+    for start, target, num_bytes in _joined(moves):
+        distance = start - target
+        if distance <= 0:
+            raise InvariantError(f"a move from {start} to {target} is not to a lower address")
+        is_short = distance < min(num_bytes, _SCRATCH_BYTES)
+        if is_short and scratch is None:
+            scratch = torch.empty(
+                min(_SCRATCH_BYTES, len(memory)), dtype=torch.uint8, device=memory.device
+            )
+        part_bytes = len(scratch) if is_short and scratch is not None else distance
+        for offset in range(0, num_bytes, part_bytes):
+            end = min(offset + part_bytes, num_bytes)
+            part = memory[start + offset : start + end]
+            if is_short and scratch is not None:
+                part = scratch[: end - offset].copy_(part)
+            memory[target + offset : target + end].copy_(part)
+
+
+def _joined(moves: Sequence[Move]) -> list[tuple[int, int, int]]:
+    """Moves as (start, target, bytes), neighbours that move by the same distance in one."""
+    joined: list[tuple[int, int, int]] = []
+    for start, target, num_bytes in moves:
+        if joined:
+            last_start, last_target, last_bytes = joined[-1]
+            if last_start + last_bytes == start and last_target + last_bytes == target:
+                joined[-1] = (last_start, last_target, last_bytes + num_bytes)
+                continue
+        joined.append((start, target, num_bytes))
+    return joined
+
+
+def _placed(
+    layout: Layout, evicted: npt.NDArray[np.intp], groups: Groups, pack: Pack
+) -> tuple[list[tuple[int, int, int]], list[Move]] | None:
+    """Rows of equal tensors, (address of the first one, size, number), and moves; None if no room.
+
+    Args:
+        layout: the regions.
+        evicted: indices of those that are released before.
+        groups: the tensors.
+        pack: how to merge free regions.
+    """
+    is_kept = np.ones(len(layout.starts), np.bool_)
+    is_kept[evicted] = False
+    starts, sizes = layout.starts[is_kept], layout.sizes[is_kept]
+    # Before region i, and after the last one, there are gap_bytes[i] free bytes.
+    begins = np.concatenate(([0], starts + sizes))
+    gap_bytes = np.concatenate((starts, [layout.num_bytes])) - begins
+    gaps = np.flatnonzero(gap_bytes)
+    free_starts, free_sizes = begins[gaps].tolist(), gap_bytes[gaps].tolist()
+    rows = best_fit(free_starts, free_sizes, groups)
+    if rows is not None:
+        return rows, []
+    num_pinned = np.concatenate(([0], np.cumsum(layout.is_pinned[is_kept])))
+    bytes_before = np.concatenate(([0], np.cumsum(sizes)))
+    space = FreeSpace(
+        free_starts,
+        free_sizes,
+        np.diff(bytes_before[gaps]).tolist(),
+        (np.diff(num_pinned[gaps]) > 0).tolist(),
+    )
+    subspaces = pack(space, groups)
+    if subspaces is None:
+        return None
+    rows, moves = [], []
+    for subspace in subspaces:
+        if not subspace.groups:
+            continue
+        target = free_starts[subspace.first]
+        if subspace.last > subspace.first:
+            inside = slice(gaps[subspace.first], gaps[subspace.last])
+            lengths = sizes[inside].tolist()
+            targets = list(accumulate(lengths, initial=target))
+            moves += map(Move, starts[inside].tolist(), targets, lengths)
+            target = targets[-1]
+        for size, count in subspace.groups:
+            rows.append((target, size, count))
+            target += size * count
+    return rows, moves
+
+
+def _placements(
+    sizes: Sequence[int], rows: Sequence[tuple[int, int, int]]
+) -> tuple[Placement, ...]:
+    """The region of each tensor: equal tensors are taken in the order in which they were given."""
+    starts: dict[int, list[int]] = {}
+    for start, size, count in rows:
+        starts.setdefault(size, []).extend(range(start, start + size * count, size))
+    following = {size: iter(of) for size, of in starts.items()}
+    return tuple(map(Placement, map(next, map(following.__getitem__, sizes)), sizes))
