@@ -95,25 +95,45 @@ def eviction_costs_s(
     return probabilities * (num_bytes / bytes_per_s) * sensitivities
 
 
+@dataclass(frozen=True, slots=True)
+class Weighing:
+    """What evictions and moves cost, to weigh one against the other.
+
+    Args:
+        costs_s: cost of evicting each victim, in the order of the victims; [n].
+        copy_bytes_per_s: bandwidth of a copy within the memory.
+    """
+
+    costs_s: npt.NDArray[np.float64]
+    copy_bytes_per_s: float
+
+
 def plan(
     layout: Layout,
     sizes: Sequence[int],
     victims: Sequence[int] | Bytes,
     pack: Pack = partitioned_gain_packing,
+    weighing: Weighing | None = None,
 ) -> Plan | None:
     """Decide what to evict, what to move and where new tensors go.
 
     Stage 1 evicts victims in their order until the free bytes suffice. Stage 2 places the tensors by
     best fit without a copy if that is possible, and otherwise as `pack` says.
 
+    Stage 1 leaves at most a victim's bytes to spare. So nearly every free region has to be filled to
+    the last byte, and much has to be moved, however it is packed. With `weighing`, further victims
+    are evicted if that costs less than the moves that it saves: the sum of both is the objective of
+    the paper's equation 1, which its two stages do not look at together.
+
     Pinned regions may separate free regions so that the tensors fit in none of the parts. Then
-    further victims are evicted: as few as a search by bisection finds.
+    further victims are evicted too: as few as a search by bisection finds.
 
     Args:
         layout: the regions as they are.
         sizes: bytes of each new tensor.
         victims: starts of regions that may be evicted, in the order of eviction; none is pinned.
         pack: how to merge free regions.
+        weighing: costs of evictions and moves; None for the paper's two stages.
 
     Returns:
         The plan; None if there is no room even when all victims are evicted.
@@ -137,25 +157,19 @@ def plan(
     count = 0 if missing_bytes <= 0 else int(np.searchsorted(released, missing_bytes)) + 1
     if count > len(order):
         return None
-    found = _placed(layout, indices[:count], groups, pack)
-    if found is None:
-        # It fails with `count` victims. Twice as many more are tried until it works, then fewer.
-        extra = 1
-        while (found := _placed(layout, indices[: count + extra], groups, pack)) is None:
-            if count + extra >= len(order):
-                return None
-            extra *= 2
-        fails, works = count + extra // 2, min(count + extra, len(order))
-        while works - fails > 1:
-            middle = (fails + works) // 2
-            fewer = _placed(layout, indices[:middle], groups, pack)
-            if fewer is None:
-                fails = middle
-            else:
-                works, found = middle, fewer
-        count = works
-    rows, moves = found
-    return Plan(tuple(order[:count].tolist()), tuple(moves), _placements(aligned, rows))
+
+    def placed(num_victims: int) -> Placed | None:
+        return _placed(layout, indices[:num_victims], groups, pack)
+
+    search = _fewest(placed, count, len(order))
+    if search is None:
+        return None
+    count, found = search
+    if weighing is not None and found.moves:
+        count, found = _weighed(placed, count, found, weighing)
+    return Plan(
+        tuple(order[:count].tolist()), tuple(found.moves), _placements(aligned, found.rows)
+    )
 
 
 def execute(
@@ -229,10 +243,89 @@ def _joined(moves: Sequence[Move]) -> list[tuple[int, int, int]]:
     return joined
 
 
+def _fewest(
+    placed: Callable[[int], Placed | None], count: int, most: int
+) -> tuple[int, Placed] | None:
+    """The fewest victims from `count` on that make room, and what is placed where; None if none do.
+
+    Twice as many more are tried until there is room, and then fewer again.
+    """
+    found = placed(count)
+    if found is not None:
+        return count, found
+    fails, works = count, count
+    while found is None:
+        if works == most:
+            return None
+        fails, works = works, min(2 * works - count + 1, most)
+        found = placed(works)
+    while works - fails > 1:
+        middle = (fails + works) // 2
+        fewer = placed(middle)
+        if fewer is None:
+            fails = middle
+        else:
+            works, found = middle, fewer
+    return works, found
+
+
+def _weighed(
+    placed: Callable[[int], Placed | None], count: int, found: Placed, weighing: Weighing
+) -> tuple[int, Placed]:
+    """A number of victims, `count` or more, at which evictions and moves together cost least.
+
+    As in `_fewest`, twice as many more are tried, until no move is left or the evictions alone cost
+    more than the best that was found; and then numbers below the best one. What the moves cost does
+    not always fall with the number of victims, so it may not be the best number of all.
+    """
+    costs_s = np.cumsum(weighing.costs_s)
+    before_s = float(costs_s[count - 1]) if count else 0.0
+    best = count
+    best_s = found.moved_bytes / weighing.copy_bytes_per_s
+
+    def is_better(num_victims: int) -> bool:
+        nonlocal best, best_s, found
+        evictions_s = float(costs_s[num_victims - 1]) - before_s
+        other = placed(num_victims) if evictions_s < best_s else None
+        if other is None:
+            return False
+        total_s = evictions_s + other.moved_bytes / weighing.copy_bytes_per_s
+        if total_s >= best_s:
+            return False
+        best, best_s, found = num_victims, total_s, other
+        return True
+
+    extra, below = 1, count  # `below` was tried last before `best`
+    while found.moves and count + extra <= len(costs_s):
+        if costs_s[count + extra - 1] - before_s >= best_s:
+            break
+        if is_better(count + extra):
+            below = count + extra // 2
+        extra *= 2
+    while best - below > 1:
+        middle = (best + below) // 2
+        if not is_better(middle):
+            below = middle
+    return best, found
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Rows of equal tensors, (address of the first one, size, number), and the moves before."""
+
+    rows: list[tuple[int, int, int]]
+    moves: list[Move]
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of all moves."""
+        return sum(move.num_bytes for move in self.moves)
+
+
 def _placed(
     layout: Layout, evicted: npt.NDArray[np.intp], groups: Groups, pack: Pack
-) -> tuple[list[tuple[int, int, int]], list[Move]] | None:
-    """Rows of equal tensors, (address of the first one, size, number), and moves; None if no room.
+) -> Placed | None:
+    """Place tensors once some regions are released; None if there is no room.
 
     Args:
         layout: the regions.
@@ -250,7 +343,7 @@ def _placed(
     free_starts, free_sizes = begins[gaps].tolist(), gap_bytes[gaps].tolist()
     rows = best_fit(free_starts, free_sizes, groups)
     if rows is not None:
-        return rows, []
+        return Placed(rows, [])
     num_pinned = np.concatenate(([0], np.cumsum(layout.is_pinned[is_kept])))
     bytes_before = np.concatenate(([0], np.cumsum(sizes)))
     space = FreeSpace(
@@ -276,7 +369,7 @@ def _placed(
         for size, count in subspace.groups:
             rows.append((target, size, count))
             target += size * count
-    return rows, moves
+    return Placed(rows, moves)
 
 
 def _placements(
