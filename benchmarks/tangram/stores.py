@@ -7,7 +7,7 @@ evict them where there is no room. They keep books only: no bytes are copied.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -115,25 +115,31 @@ def by_regret(catalogue: Catalogue, ids: Ids, now_s: float) -> Ids:
     return ids[np.argsort(probabilities, kind="stable")]
 
 
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """How room is made: the order of eviction, and how free regions are merged.
+
+    `pack` is None under virtual memory. `weighs` says whether evictions are weighed against moves.
+    """
+
+    order: Order
+    pack: Pack | None
+    weighs: bool = False
+
+
 class RegionStore:
     """Tensors and KV blocks as regions of one list.
 
     Args:
         num_bytes: size of the memory.
         catalogue: all tensors.
-        order: order of eviction.
-        pack: how free regions are merged.
-        weighs: whether evictions are weighed against moves.
+        strategy: how room is made.
     """
 
-    def __init__(
-        self, num_bytes: int, catalogue: Catalogue, order: Order, pack: Pack, *, weighs: bool = False
-    ) -> None:
+    def __init__(self, num_bytes: int, catalogue: Catalogue, strategy: Strategy) -> None:
         self.regions = RegionList(num_bytes)
         self._catalogue = catalogue
-        self._order = order
-        self._pack = pack
-        self._weighs = weighs
+        self._strategy = strategy
         self._starts = np.full(len(catalogue.sizes), -1, np.int64)
         self._in_use: dict[int, list[int]] = {}  # starts of KV blocks, by model
 
@@ -143,33 +149,38 @@ class RegionStore:
         Other models in use are pinned: their tensors and KV blocks stay where they are. The tensors
         that the model has already are not evicted, but they may be moved, as it does not run yet.
         """
-        catalogue, regions = self._catalogue, self.regions
-        is_own = catalogue.models == model
-        absent = np.flatnonzero(is_own & (self._starts < 0))
-        if not len(absent):
-            self._in_use[model] = []
-            return Load(0)
-        sizes = catalogue.sizes[absent].tolist()
-        for other in self._in_use:
-            for start in self._starts[(catalogue.models == other) & (self._starts >= 0)].tolist():
-                regions.pin(start)
-        num_regions = len(regions)
-        begin_s = time.thread_time()
-        layout = regions.layout()
-        victims = self._victims(model, now_s)
-        weighing = (
-            Weighing(catalogue.costs_s(victims, now_s), COPY_BYTES_PER_S) if self._weighs else None
-        )
-        made = plan(layout, sizes, self._starts[victims], self._pack, weighing)
-        plan_s = time.thread_time() - begin_s
-        for other in self._in_use:
-            for start in self._starts[(catalogue.models == other) & (self._starts >= 0)].tolist():
-                regions.unpin(start)
-        if made is None:
-            return None
-        self._carry_out(made, absent)
+        absent = self._absent(model)
+        made: Plan | None = None
+        load = Load(0)
+        if len(absent):
+            made, plan_s = self.planned(model, now_s, self._strategy)
+            if made is None:
+                return None
+            loaded_bytes = int(self._catalogue.sizes[absent].sum())
+            num_regions = len(self.regions)
+            load = Load(loaded_bytes, made.merged_bytes, len(made.moves), num_regions, plan_s)
+            self._carry_out(made, absent)
         self._in_use[model] = []
-        return Load(sum(sizes), made.merged_bytes, len(made.moves), num_regions, plan_s)
+        for start in self._starts[self._catalogue.models == model].tolist():
+            self.regions.pin(start)
+        return load
+
+    def planned(self, model: int, now_s: float, strategy: Strategy) -> tuple[Plan | None, float]:
+        """What a strategy would do to load a model, and the CPU time to plan it; changes nothing.
+
+        The time is that of all that depends on the state: the snapshot of the regions, the order of
+        eviction, and the plan.
+        """
+        assert strategy.pack is not None
+        sizes = self._catalogue.sizes[self._absent(model)].tolist()
+        begin_s = time.thread_time()
+        layout = self.regions.layout()
+        victims = self._victims(model, now_s, strategy.order)
+        weighing = None
+        if strategy.weighs:
+            weighing = Weighing(self._catalogue.costs_s(victims, now_s), COPY_BYTES_PER_S)
+        made = plan(layout, sizes, self._starts[victims], strategy.pack, weighing)
+        return made, time.thread_time() - begin_s
 
     def grow(self, model: int, num_blocks: int, now_s: float) -> int:
         """Take KV blocks of a model that is in use; returns the number that there was room for.
@@ -181,7 +192,7 @@ class RegionStore:
         for i in range(num_blocks):
             while (start := self.regions.acquire(size, -1, is_pinned=True)) is None:
                 if victims is None:
-                    victims = self._victims(model, now_s).tolist()[::-1]
+                    victims = self._victims(model, now_s, self._strategy.order).tolist()[::-1]
                 if not victims:
                     return i
                 self._evict(victims.pop())
@@ -192,18 +203,27 @@ class RegionStore:
         """End an instance: its KV blocks are released together, its tensors stay."""
         for start in self._in_use.pop(model):
             self.regions.release(start)
+        for start in self._starts[self._catalogue.models == model].tolist():
+            self.regions.unpin(start)
+
+    def num_absent(self, model: int) -> int:
+        """Number of tensors of a model that are not resident."""
+        return len(self._absent(model))
 
     def resident_bytes(self) -> int:
         """Bytes of all tensors that are resident."""
         return int(self._catalogue.sizes[self._starts >= 0].sum())
 
-    def _victims(self, model: int, now_s: float) -> Ids:
+    def _absent(self, model: int) -> Ids:
+        return np.flatnonzero((self._catalogue.models == model) & (self._starts < 0))
+
+    def _victims(self, model: int, now_s: float, order: Order) -> Ids:
         """Tensors that may be evicted, in the order of eviction."""
         is_idle = self._starts >= 0
         for used in (model, *self._in_use):
             is_idle &= self._catalogue.models != used
         idle = np.flatnonzero(is_idle)
-        return self._order(self._catalogue, idle[np.argsort(self._starts[idle])], now_s)
+        return order(self._catalogue, idle[np.argsort(self._starts[idle])], now_s)
 
     def _evict(self, tensor: int) -> None:
         self.regions.release(int(self._starts[tensor]))
@@ -216,7 +236,7 @@ class RegionStore:
         execute(made, self.regions, absent.tolist())
         for move in made.moves:
             self._starts[tensor_at[move.start]] = move.target
-        self._starts[absent] = [placement.start for placement in made.placements]
+        self._starts[absent] = made.starts
 
 
 class PageStore:
@@ -227,13 +247,13 @@ class PageStore:
     Args:
         num_bytes: size of the memory.
         catalogue: all tensors.
-        order: order of eviction.
+        strategy: how room is made; it has no `pack`.
     """
 
-    def __init__(self, num_bytes: int, catalogue: Catalogue, order: Order) -> None:
+    def __init__(self, num_bytes: int, catalogue: Catalogue, strategy: Strategy) -> None:
         self._pool = PagePool(ModelledDriver(num_bytes), num_bytes, keep_idle_bytes=num_bytes)
         self._catalogue = catalogue
-        self._order = order
+        self._order = strategy.order
         self._pages: dict[int, list[Page]] = {}  # by tensor
         self._in_use: dict[int, list[Page]] = {}  # pages of KV, by model
         self._kv_bytes: dict[int, int] = {}
@@ -299,5 +319,3 @@ class PageStore:
         ]
         return self._order(self._catalogue, np.array(sorted(idle), np.int64), now_s)
 
-
-MakeStore = Callable[[int, Catalogue], RegionStore | PageStore]

@@ -38,19 +38,15 @@ Bytes = npt.NDArray[np.int64]
 _SCRATCH_BYTES = 16 << 20
 """A region that moves by less than this, and by less than its size, goes through scratch memory."""
 
+_TRIAL_S = 0.3e-3
+"""Time that it takes to try another number of victims. Less than that is not worth saving."""
+
 
 class Move(NamedTuple):
     """A region of `num_bytes` that is to begin at `target`, a lower address than `start`."""
 
     start: int
     target: int
-    num_bytes: int
-
-
-class Placement(NamedTuple):
-    """The region for a new tensor."""
-
-    start: int
     num_bytes: int
 
 
@@ -62,12 +58,14 @@ class Plan:
         evictions: starts of regions to release, first of all.
         moves: regions to move, one after the other: when its turn comes, the target of a move is
             free, but for bytes of the region itself.
-        placements: the region of each new tensor, in the order in which they were given.
+        starts: address of each new tensor, in the order in which they were given.
+        sizes: bytes of their regions.
     """
 
     evictions: tuple[int, ...]
     moves: tuple[Move, ...]
-    placements: tuple[Placement, ...]
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
 
     @property
     def merged_bytes(self) -> int:
@@ -142,7 +140,8 @@ def plan(
         InvariantError: a victim is no region of the layout, or pinned.
     """
     align = layout.align_bytes
-    aligned = [max(-(-size // align), 1) * align for size in sizes]
+    num_units = np.maximum(-(-np.asarray(sizes, np.int64) // align), 1)
+    aligned = (num_units * align).tolist()
     order = np.asarray(victims, np.int64)
     indices = np.searchsorted(layout.starts, order)
     if len(order) and (
@@ -165,11 +164,11 @@ def plan(
     if search is None:
         return None
     count, found = search
-    if weighing is not None and found.moves:
+    if weighing is not None:
         count, found = _weighed(placed, count, found, weighing)
-    return Plan(
-        tuple(order[:count].tolist()), tuple(found.moves), _placements(aligned, found.rows)
-    )
+    rows, moves = found.rows_and_moves()
+    evictions = tuple(order[:count].tolist())
+    return Plan(evictions, tuple(moves), _starts(aligned, rows), tuple(aligned))
 
 
 def execute(
@@ -183,7 +182,7 @@ def execute(
     Args:
         plan: made from the layout that `regions` has now.
         regions: the book.
-        owners: owner of each new region, in the order of the plan's placements.
+        owners: owner of each new region, in the order of the new tensors.
         memory: the bytes that the regions are of, uint8 [num_bytes], on any device. Copies are made
             in the order of its current stream. None to change the book only.
     """
@@ -193,8 +192,8 @@ def execute(
         regions.move(move.start, move.target)
     if memory is not None:
         copy_down(memory, plan.moves)
-    for placement, owner in zip(plan.placements, owners, strict=True):
-        regions.acquire_at(placement.start, placement.num_bytes, owner)
+    for start, size, owner in zip(plan.starts, plan.sizes, owners, strict=True):
+        regions.acquire_at(start, size, owner)
 
 
 def copy_down(memory: torch.Tensor, moves: Sequence[Move]) -> None:
@@ -275,8 +274,8 @@ def _weighed(
     """A number of victims, `count` or more, at which evictions and moves together cost least.
 
     As in `_fewest`, twice as many more are tried, until no move is left or the evictions alone cost
-    more than the best that was found; and then numbers below the best one. What the moves cost does
-    not always fall with the number of victims, so it may not be the best number of all.
+    as much as the best that was found; and then numbers below the best one. What the moves cost
+    does not always fall with the number of victims, so it may not be the best number of all.
     """
     costs_s = np.cumsum(weighing.costs_s)
     before_s = float(costs_s[count - 1]) if count else 0.0
@@ -296,13 +295,13 @@ def _weighed(
         return True
 
     extra, below = 1, count  # `below` was tried last before `best`
-    while found.moves and count + extra <= len(costs_s):
+    while found.moved_bytes and best_s > _TRIAL_S and count + extra <= len(costs_s):
         if costs_s[count + extra - 1] - before_s >= best_s:
             break
         if is_better(count + extra):
             below = count + extra // 2
         extra *= 2
-    while best - below > 1:
+    while best - below > 1 and best_s > _TRIAL_S:
         middle = (best + below) // 2
         if not is_better(middle):
             below = middle
@@ -311,15 +310,43 @@ def _weighed(
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Rows of equal tensors, (address of the first one, size, number), and the moves before."""
+    """Where tensors go once some regions are released.
 
+    Args:
+        starts: addresses of the regions that are left, [n].
+        sizes: their bytes, [n].
+        gaps: for each free region, the number of regions before it.
+        space: the free regions and what lies between them.
+        subspaces: what is merged; None if `rows` has room without it.
+        rows: rows of equal tensors, (address of the first one, size, number).
+        moved_bytes: bytes of all moves.
+    """
+
+    starts: Bytes
+    sizes: Bytes
+    gaps: npt.NDArray[np.intp]
+    space: FreeSpace
+    subspaces: list[Subspace] | None
     rows: list[tuple[int, int, int]]
-    moves: list[Move]
+    moved_bytes: int = 0
 
-    @property
-    def moved_bytes(self) -> int:
-        """Bytes of all moves."""
-        return sum(move.num_bytes for move in self.moves)
+    def rows_and_moves(self) -> tuple[list[tuple[int, int, int]], list[Move]]:
+        """Rows of all tensors, and the moves to make before they are placed."""
+        rows, moves = list(self.rows), []
+        for subspace in self.subspaces or ():
+            if not subspace.groups:
+                continue
+            target = self.space.starts[subspace.first]
+            if subspace.last > subspace.first:
+                inside = slice(self.gaps[subspace.first], self.gaps[subspace.last])
+                lengths = self.sizes[inside].tolist()
+                targets = list(accumulate(lengths, initial=target))
+                moves += map(Move, self.starts[inside].tolist(), targets, lengths)
+                target = targets[-1]
+            for size, count in subspace.groups:
+                rows.append((target, size, count))
+                target += size * count
+        return rows, moves
 
 
 def _placed(
@@ -340,44 +367,28 @@ def _placed(
     begins = np.concatenate(([0], starts + sizes))
     gap_bytes = np.concatenate((starts, [layout.num_bytes])) - begins
     gaps = np.flatnonzero(gap_bytes)
-    free_starts, free_sizes = begins[gaps].tolist(), gap_bytes[gaps].tolist()
-    rows = best_fit(free_starts, free_sizes, groups)
-    if rows is not None:
-        return Placed(rows, [])
-    num_pinned = np.concatenate(([0], np.cumsum(layout.is_pinned[is_kept])))
-    bytes_before = np.concatenate(([0], np.cumsum(sizes)))
+    bytes_before = np.concatenate(([0], np.cumsum(sizes)))[gaps]
+    num_pinned = np.concatenate(([0], np.cumsum(layout.is_pinned[is_kept])))[gaps]
     space = FreeSpace(
-        free_starts,
-        free_sizes,
-        np.diff(bytes_before[gaps]).tolist(),
-        (np.diff(num_pinned[gaps]) > 0).tolist(),
+        begins[gaps].tolist(),
+        gap_bytes[gaps].tolist(),
+        (bytes_before[1:] - bytes_before[:-1]).tolist(),
+        (num_pinned[1:] > num_pinned[:-1]).tolist(),
     )
+    rows = best_fit(space.starts, space.sizes, groups)
+    if rows is not None:
+        return Placed(starts, sizes, gaps, space, None, rows)
     subspaces = pack(space, groups)
     if subspaces is None:
         return None
-    rows, moves = [], []
-    for subspace in subspaces:
-        if not subspace.groups:
-            continue
-        target = free_starts[subspace.first]
-        if subspace.last > subspace.first:
-            inside = slice(gaps[subspace.first], gaps[subspace.last])
-            lengths = sizes[inside].tolist()
-            targets = list(accumulate(lengths, initial=target))
-            moves += map(Move, starts[inside].tolist(), targets, lengths)
-            target = targets[-1]
-        for size, count in subspace.groups:
-            rows.append((target, size, count))
-            target += size * count
-    return Placed(rows, moves)
+    moved_bytes = sum(subspace.merged_bytes(space) for subspace in subspaces)
+    return Placed(starts, sizes, gaps, space, subspaces, [], moved_bytes)
 
 
-def _placements(
-    sizes: Sequence[int], rows: Sequence[tuple[int, int, int]]
-) -> tuple[Placement, ...]:
-    """The region of each tensor: equal tensors are taken in the order in which they were given."""
+def _starts(sizes: Sequence[int], rows: Sequence[tuple[int, int, int]]) -> tuple[int, ...]:
+    """Address of each tensor: equal tensors are taken in the order in which they were given."""
     starts: dict[int, list[int]] = {}
     for start, size, count in rows:
         starts.setdefault(size, []).extend(range(start, start + size * count, size))
     following = {size: iter(of) for size, of in starts.items()}
-    return tuple(map(Placement, map(next, map(following.__getitem__, sizes)), sizes))
+    return tuple(map(next, map(following.__getitem__, sizes)))
