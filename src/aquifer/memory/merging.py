@@ -9,6 +9,7 @@ has, so pages of any victims will do, and nothing is ever moved.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -38,8 +39,11 @@ Bytes = npt.NDArray[np.int64]
 _SCRATCH_BYTES = 16 << 20
 """A region that moves by less than this, and by less than its size, goes through scratch memory."""
 
-_TRIAL_S = 0.3e-3
+_TRIAL_S = 0.2e-3
 """Time that it takes to try another number of victims. Less than that is not worth saving."""
+
+_MOST_TRIALS = 4
+"""Numbers of victims that are tried to save moves; the plan of a load is to take a millisecond."""
 
 
 class Move(NamedTuple):
@@ -273,38 +277,39 @@ def _weighed(
 ) -> tuple[int, Placed]:
     """A number of victims, `count` or more, at which evictions and moves together cost least.
 
-    As in `_fewest`, twice as many more are tried, until no move is left or the evictions alone cost
-    as much as the best that was found; and then numbers below the best one. What the moves cost
-    does not always fall with the number of victims, so it may not be the best number of all.
+    Some more are tried, then four times as many more, until no move is left or the evictions alone
+    cost as much as the best that was found; and then numbers between the best one and a smaller
+    one. It ends after a few trials, and what moves cost does not always fall with the number of
+    victims. So it may not be the best number of all.
     """
     costs_s = np.cumsum(weighing.costs_s)
     before_s = float(costs_s[count - 1]) if count else 0.0
-    best = count
-    best_s = found.moved_bytes / weighing.copy_bytes_per_s
-
-    def is_better(num_victims: int) -> bool:
-        nonlocal best, best_s, found
-        evictions_s = float(costs_s[num_victims - 1]) - before_s
-        other = placed(num_victims) if evictions_s < best_s else None
-        if other is None:
-            return False
-        total_s = evictions_s + other.moved_bytes / weighing.copy_bytes_per_s
-        if total_s >= best_s:
-            return False
-        best, best_s, found = num_victims, total_s, other
-        return True
-
-    extra, below = 1, count  # `below` was tried last before `best`
-    while found.moved_bytes and best_s > _TRIAL_S and count + extra <= len(costs_s):
-        if costs_s[count + extra - 1] - before_s >= best_s:
+    best, best_s = count, found.moved_bytes / weighing.copy_bytes_per_s
+    below, extra, is_growing = count, 2, True
+    for _ in range(_MOST_TRIALS):
+        if is_growing:
+            tried = count + extra
+            extra *= 4
+            is_growing = (
+                found.moved_bytes > 0
+                and tried <= len(costs_s)
+                and float(costs_s[tried - 1]) - before_s < best_s
+            )
+        if not is_growing:
+            tried = (best + below) // 2
+        if best_s <= _TRIAL_S or tried == below:
             break
-        if is_better(count + extra):
-            below = count + extra // 2
-        extra *= 2
-    while best - below > 1 and best_s > _TRIAL_S:
-        middle = (best + below) // 2
-        if not is_better(middle):
-            below = middle
+        other = placed(tried)
+        total_s = math.inf
+        if other is not None:
+            total_s = float(costs_s[tried - 1]) - before_s
+            total_s += other.moved_bytes / weighing.copy_bytes_per_s
+        if other is not None and total_s < best_s:
+            if is_growing:
+                below = best
+            best, best_s, found = tried, total_s, other
+        elif not is_growing:
+            below = tried
     return best, found
 
 
