@@ -169,7 +169,9 @@ def plan(
         return None
     count, found = search
     if weighing is not None:
-        count, found = _weighed(placed, count, found, weighing)
+        # Enough for one more new tensor, on average, is what is tried first.
+        step_bytes = total_bytes(groups) // max(len(aligned), 1)
+        count, found = _weighed(placed, count, found, weighing, released, step_bytes)
     rows, moves = found.rows_and_moves()
     evictions = tuple(order[:count].tolist())
     return Plan(evictions, tuple(moves), _starts(aligned, rows), tuple(aligned))
@@ -273,28 +275,43 @@ def _fewest(
 
 
 def _weighed(
-    placed: Callable[[int], Placed | None], count: int, found: Placed, weighing: Weighing
+    placed: Callable[[int], Placed | None],
+    count: int,
+    found: Placed,
+    weighing: Weighing,
+    released: Bytes,
+    step_bytes: int,
 ) -> tuple[int, Placed]:
     """A number of victims, `count` or more, at which evictions and moves together cost least.
 
-    Some more are tried, then four times as many more, until no move is left or the evictions alone
-    cost as much as the best that was found; and then numbers between the best one and a smaller
-    one. It ends after a few trials, and what moves cost does not always fall with the number of
-    victims. So it may not be the best number of all.
+    Victims of `step_bytes` more are tried, then of twice as many, until no move is left or the
+    evictions alone cost as much as the best that was found; and then numbers between the best one
+    and a smaller one. It ends after a few trials, and what moves cost does not always fall with the
+    number of victims. So it may not be the best number of all.
+
+    Args:
+        placed: what a number of victims leads to.
+        count: number of victims that suffices.
+        found: what it leads to.
+        weighing: costs.
+        released: bytes of the first victims, for each number of them but 0; [n].
+        step_bytes: the first step.
     """
     costs_s = np.cumsum(weighing.costs_s)
     before_s = float(costs_s[count - 1]) if count else 0.0
     best, best_s = count, found.moved_bytes / weighing.copy_bytes_per_s
-    below, extra, is_growing = count, 2, True
+    base_bytes = int(released[count - 1]) if count else 0
+    most, below, extra_bytes, is_growing = count, count, step_bytes, True
     for _ in range(_MOST_TRIALS):
         if is_growing:
-            tried = count + extra
-            extra *= 4
+            number = int(np.searchsorted(released, base_bytes + extra_bytes)) + 1
+            tried = min(number, len(costs_s))
             is_growing = (
                 found.moved_bytes > 0
-                and tried <= len(costs_s)
+                and tried > most
                 and float(costs_s[tried - 1]) - before_s < best_s
             )
+            most, extra_bytes = tried, 2 * extra_bytes
         if not is_growing:
             tried = (best + below) // 2
         if best_s <= _TRIAL_S or tried == below:
