@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 
 import numpy as np
+from benchmarks.tangram.stores import COPY_BYTES_PER_S, LOAD_BYTES_PER_S
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from aquifer.memory.packing import FreeSpace
 from aquifer.memory.regions import RegionList
-from benchmarks.tangram.stores import COPY_BYTES_PER_S, LOAD_BYTES_PER_S
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import matplotlib as mpl
 import numpy as np
 import numpy.typing as npt
-
-from aquifer.bench.result import save
-from aquifer.memory.merging import Plan, Weighing, plan
-from aquifer.memory.packing import FreeSpace, global_merge, partitioned_gain_packing
 from benchmarks.tangram import listing
 from benchmarks.tangram.optimum import (
     Instance,
@@ -34,6 +30,10 @@ from benchmarks.tangram.optimum import (
 from benchmarks.tangram.replay import MEMORY_BYTES, planning_times, replay, strategies
 from benchmarks.tangram.stores import COPY_BYTES_PER_S, LOAD_BYTES_PER_S
 from benchmarks.tangram.workload import MODELS, Workload
+
+from aquifer.bench.result import save
+from aquifer.memory.merging import Plan, Weighing, plan
+from aquifer.memory.packing import FreeSpace, global_merge, partitioned_gain_packing
 
 mpl.use("Agg")
 
@@ -96,7 +96,7 @@ def total_costs(instance: Instance) -> dict[str, float]:
 def free_space(instance: Instance, evicted: Sequence[int]) -> FreeSpace:
     """Free regions of an instance and what lies between them, after an eviction."""
     kept = [j for j in range(len(instance.sizes)) if j not in evicted]
-    starts, sizes, walls = [], [], []
+    starts, sizes, walls = list[int](), list[int](), list[int]()
     end = wall = 0
     for j in [*kept, None]:
         begin = instance.num_bytes if j is None else instance.starts[j]
@@ -135,7 +135,7 @@ def _objective(made: Plan, costs: npt.NDArray[np.float64]) -> float:
 def _compared(costs: Sequence[Mapping[str, float]], optimum: str) -> dict[str, Any]:
     best = np.array([of[optimum] for of in costs])
     is_positive = best > 0
-    compared = {}
+    compared: dict[str, Any] = {}
     for name in costs[0]:
         values = np.array([of[name] for of in costs])
         ratios = values[is_positive] / best[is_positive]

@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from aquifer.bench.result import summarize
-from aquifer.memory.packing import global_merge, partitioned_gain_packing
 from benchmarks.tangram.stores import (
     COPY_BYTES_PER_S,
     LOAD_BYTES_PER_S,
@@ -24,6 +22,9 @@ from benchmarks.tangram.stores import (
     by_use,
 )
 from benchmarks.tangram.workload import MODELS, Workload, block_demand
+
+from aquifer.bench.result import summarize
+from aquifer.memory.packing import global_merge, partitioned_gain_packing
 
 MEMORY_BYTES = 45 << 30
 
@@ -88,8 +89,8 @@ def replay(workload: Workload, strategy: Strategy, *, overlaps: bool = False) ->
         "loads_with_moves": sum(load.num_moves > 0 for load in loads),
         "loaded_gb": sum(load.loaded_bytes for load in loads) / 1e9,
         "merged_gb": sum(load.merged_bytes for load in loads) / 1e9,
-        "load_ms_per_request": _mean_ms(loads, "loaded_bytes", LOAD_BYTES_PER_S),
-        "merge_ms_per_request": _mean_ms(loads, "merged_bytes", COPY_BYTES_PER_S),
+        "load_ms_per_request": _mean_ms([load.loaded_bytes for load in loads], LOAD_BYTES_PER_S),
+        "merge_ms_per_request": _mean_ms([load.merged_bytes for load in loads], COPY_BYTES_PER_S),
         "mean_resident_gb": resident_bytes / len(loads) / 1e9,
         "most_regions": max(load.num_regions for load in loads),
         "refused_blocks": refused_blocks,
@@ -117,9 +118,7 @@ def planning_times(workload: Workload, named: Mapping[str, Strategy]) -> dict[st
                 if absent:
                     num_tensors.append(absent)
                 for name in plans_ms if absent else ():
-                    plans = [
-                        store.planned(run.model, run.arrival_s, named[name]) for _ in range(3)
-                    ]
+                    plans = [store.planned(run.model, run.arrival_s, named[name]) for _ in range(3)]
                     plans_ms[name].append(1e3 * statistics.median(of_s for _, of_s in plans))
                     made = plans[0][0]
                     assert made is not None
@@ -140,8 +139,8 @@ def planning_times(workload: Workload, named: Mapping[str, Strategy]) -> dict[st
     }
 
 
-def _mean_ms(loads: Sequence[Load], field: str, bytes_per_s: float) -> float:
-    return 1e3 * sum(getattr(load, field) for load in loads) / bytes_per_s / len(loads)
+def _mean_ms(num_bytes: Sequence[int], bytes_per_s: float) -> float:
+    return 1e3 * sum(num_bytes) / bytes_per_s / len(num_bytes)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+from benchmarks.tangram.workload import Shape
 
 from aquifer.memory.merging import Pack, Plan, Weighing, eviction_costs_s, execute, plan
 from aquifer.memory.owners import Kind, Owner
@@ -21,13 +22,12 @@ from aquifer.memory.pool import PagePool
 from aquifer.memory.reclaim import ReuseModel
 from aquifer.memory.regions import RegionList
 from aquifer.sim.driver import PAGE_BYTES, ModelledDriver
-from benchmarks.tangram.workload import Shape
 
 LOAD_BYTES_PER_S = 25e9
 """Bandwidth of loading: PCIe 4.0 x16, as an L40 has it, at about four fifths of its peak."""
 
 COPY_BYTES_PER_S = 350e9
-"""Bandwidth of a copy within the memory of an L40: 864 GB/s for reading and writing, four fifths."""
+"""Bandwidth of a copy within an L40: 864 GB/s for reading and writing, about four fifths of it."""
 
 Ids = npt.NDArray[np.int64]
 
@@ -67,7 +67,7 @@ class Catalogue:
         self._num_uses[model] += 1
 
     def probabilities(self, now_s: float) -> npt.NDArray[np.float64]:
-        """Probability that each model is used again soon, by the rule of the pool (`ReuseModel`)."""
+        """Probability that each model is used again soon, by the pool's `ReuseModel`."""
         ages_s, uses = (now_s - self.used_s).tolist(), self._num_uses.tolist()
         return np.array(
             [
@@ -314,8 +314,5 @@ class PageStore:
 
     def _victims(self, model: int, now_s: float) -> Ids:
         models = self._catalogue.models
-        idle = [
-            i for i in self._pages if models[i] != model and models[i] not in self._in_use
-        ]
+        idle = [i for i in self._pages if models[i] != model and models[i] not in self._in_use]
         return self._order(self._catalogue, np.array(sorted(idle), np.int64), now_s)
-

@@ -128,4 +128,4 @@ def block_demand(run: Run) -> list[int]:
     lengths = np.where(steps <= outputs, prompts + steps, 0)  # [steps, sequences]
     most = np.maximum.accumulate((-(-lengths // BLOCK_TOKENS)).sum(1))
     taken = np.diff(most, prepend=0)
-    return taken[taken > 0].tolist()
+    return [int(count) for count in taken[taken > 0]]

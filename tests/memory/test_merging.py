@@ -166,9 +166,11 @@ def test_weighing_never_costs_more() -> None:
                 random.integers(1, 40, 30), random.choice(["idle", "used", ""], 30), strict=True
             )
         ]
-        regions = regions_of([(size, kind or None) for size, kind in rows], 1200)
+        num_bytes = sum(-(-size // ALIGN) * ALIGN for size, _ in rows)
+        regions = regions_of([(size, kind or None) for size, kind in rows], num_bytes)
         idle = [region.start for region in regions if region.owner == "idle"]
-        sizes = random.integers(20, 60, 8).tolist()
+        most = regions.free_bytes + sum(regions.region(start).num_bytes for start in idle)
+        sizes = [most // 16 // ALIGN * ALIGN] * 8 + [ALIGN] * 4
         costs = random.uniform(0.0, 2.0, len(idle))
         totals = []
         for weighing in (None, Weighing(costs, 30.0)):

@@ -143,18 +143,19 @@ def test_best_fit_of_groups_is_that_of_tensors_one_by_one(
 ) -> None:
     space, tensors = case
     gaps = sorted(zip(space.sizes, space.starts, strict=True))
-    expected: list[tuple[int, int]] | None = []
+    expected: list[tuple[int, int]] = []
+    has_room = True
     for size in sorted(tensors, reverse=True):
         index = bisect_left(gaps, (size, -1))
         if index == len(gaps):
-            expected = None
+            has_room = False
             break
         length, start = gaps.pop(index)
         expected.append((start, size))
         if length > size:
             insort(gaps, (length - size, start + size))
     rows = best_fit(space.starts, space.sizes, groups_of(tensors))
-    if expected is None:
+    if not has_room:
         assert rows is None
         return
     assert rows is not None

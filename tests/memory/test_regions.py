@@ -109,9 +109,7 @@ def _compare(
     layout = regions.layout()
     assert layout.free_bytes == regions.free_bytes
     assert list(
-        zip(
-            layout.starts.tolist(), layout.sizes.tolist(), layout.is_pinned.tolist(), strict=True
-        )
+        zip(layout.starts.tolist(), layout.sizes.tolist(), layout.is_pinned.tolist(), strict=True)
     ) == [(start, taken[start], start in pinned) for start in sorted(taken)]
 
 

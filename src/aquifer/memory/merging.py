@@ -119,13 +119,13 @@ def plan(
 ) -> Plan | None:
     """Decide what to evict, what to move and where new tensors go.
 
-    Stage 1 evicts victims in their order until the free bytes suffice. Stage 2 places the tensors by
-    best fit without a copy if that is possible, and otherwise as `pack` says.
+    Stage 1 evicts victims in their order until the free bytes suffice. Stage 2 places the tensors
+    by best fit without a copy if that is possible, and otherwise as `pack` says.
 
-    Stage 1 leaves at most a victim's bytes to spare. So nearly every free region has to be filled to
-    the last byte, and much has to be moved, however it is packed. With `weighing`, further victims
-    are evicted if that costs less than the moves that it saves: the sum of both is the objective of
-    the paper's equation 1, which its two stages do not look at together.
+    Stage 1 leaves at most a victim's bytes to spare. So nearly every free region has to be filled
+    to the last byte, and much has to be moved, however it is packed. With `weighing`, further
+    victims are evicted if that costs less than the moves that it saves: the sum of both is the
+    objective of the paper's equation 1, which its two stages do not look at together.
 
     Pinned regions may separate free regions so that the tensors fit in none of the parts. Then
     further victims are evicted too: as few as a search by bisection finds.
@@ -354,7 +354,7 @@ class Placed:
 
     def rows_and_moves(self) -> tuple[list[tuple[int, int, int]], list[Move]]:
         """Rows of all tensors, and the moves to make before they are placed."""
-        rows, moves = list(self.rows), []
+        rows, moves = list(self.rows), list[Move]()
         for subspace in self.subspaces or ():
             if not subspace.groups:
                 continue

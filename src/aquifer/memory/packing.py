@@ -160,8 +160,9 @@ def partitioned_gain_packing(space: FreeSpace, groups: Groups) -> list[Subspace]
       listing it would count with all its walls, as line 8 takes no tensors for a failure.
     - **Pinned regions** must not move: see `global_merge`.
 
-    Dividing equal tensors between two parts takes one step (`_difference`), and all partition points
-    of a subspace are tried at once. The result is the same as that of the loops of the listing.
+    Dividing equal tensors between two parts takes one step (`_difference`), and all partition
+    points of a subspace but the first few are tried at once. The result is the same as that of the
+    loops of the listing.
 
     Returns:
         Subspaces in address order; None if tensors could not be divided between pinned regions.
