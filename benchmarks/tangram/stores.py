@@ -234,8 +234,8 @@ class RegionStore:
         for start in made.evictions:
             self._starts[tensor_at[start]] = -1
         execute(made, self.regions, absent.tolist())
-        for move in made.moves:
-            self._starts[tensor_at[move.start]] = move.target
+        for start, target, _ in made.moves:
+            self._starts[tensor_at[start]] = target
         self._starts[absent] = made.starts
 
 

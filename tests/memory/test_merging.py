@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from aquifer.errors import InvariantError
 from aquifer.memory import merging
 from aquifer.memory.merging import (
-    Move,
     Pack,
     Plan,
     Weighing,
@@ -82,7 +81,7 @@ def test_what_stays_keeps_its_bytes(
         patch.setattr(merging, "_SCRATCH_BYTES", scratch_bytes)
         execute(made, regions, [f"new {i}" for i in range(len(sizes))], memory)
     regions.check()  # no two overlap, and the sums hold
-    targets = {move.start: move.target for move in made.moves}
+    targets = {start: target for start, target, _ in made.moves}
     after = {region.start: (region, held) for region, held in contents(regions, memory)}
     for region, held in before:
         if region.start in made.evictions:
@@ -118,7 +117,7 @@ def test_pinned_regions_are_split_at() -> None:
     rows = [(8, None), (4, "kv"), (8, None), (20, "used"), (8, None)]
     regions = regions_of(rows, 48)
     made = plan(regions.layout(), [16], [])
-    assert made == Plan((), (Move(20, 12, 20),), (32,), (16,))
+    assert made == Plan((), ((20, 12, 20),), (32,), (16,))
     assert plan(regions.layout(), [20], []) is None
 
 
@@ -148,9 +147,9 @@ def test_tensors_and_kv_blocks_in_one_list() -> None:
 def test_a_little_more_is_evicted_instead_of_moving_much() -> None:
     regions = regions_of([(8, None), (400, "used"), (4, None), (8, "idle")], 420)
     for costs, expected in (
-        (None, Plan((), (Move(8, 0, 400),), (400,), (12,))),
+        (None, Plan((), ((8, 0, 400),), (400,), (12,))),
         ([0.1], Plan((412,), (), (408,), (12,))),
-        ([0.5], Plan((), (Move(8, 0, 400),), (400,), (12,))),
+        ([0.5], Plan((), ((8, 0, 400),), (400,), (12,))),
     ):
         weighing = None if costs is None else Weighing(np.array(costs), 1000.0)
         assert plan(regions.layout(), [12], [412], weighing=weighing) == expected
@@ -189,11 +188,11 @@ def test_copies_onto_themselves() -> None:
             memory = torch.arange(100, dtype=torch.uint8)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(merging, "_SCRATCH_BYTES", scratch_bytes)
-                copy_down(memory, [Move(50, 50 - distance, 20), Move(70, 70 - distance, 30)])
+                copy_down(memory, [(50, 50 - distance, 20), (70, 70 - distance, 30)])
             assert memory[50 - distance : 100 - distance].tolist() == list(range(50, 100))
             assert memory[: 50 - distance].tolist() == list(range(50 - distance))
     with pytest.raises(InvariantError):
-        copy_down(torch.zeros(10, dtype=torch.uint8), [Move(0, 4, 4)])
+        copy_down(torch.zeros(10, dtype=torch.uint8), [(0, 4, 4)])
 
 
 def test_victims_that_cannot_be_evicted() -> None:

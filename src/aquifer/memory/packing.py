@@ -174,19 +174,20 @@ def partitioned_gain_packing(space: FreeSpace, groups: Groups) -> list[Subspace]
     free_before = np.fromiter(accumulate(space.sizes, initial=0), np.int64, len(space.sizes) + 1)
     by_gain = np.argsort(-np.asarray(space.walls, np.int64), kind="stable")
     found = []
-    pending = [
-        (subspace, by_gain[(by_gain >= subspace.first) & (by_gain < subspace.last)])
-        for subspace in merged
-    ]
+    pending = [(subspace, by_gain) for subspace in merged]
     while pending:
         subspace, points = pending.pop()
-        split = _first_split(subspace, points, free_before) if subspace.groups else None
+        first, last = subspace.first, subspace.last
+        split = None
+        if subspace.groups and first < last:
+            points = points[(points >= first) & (points < last)]
+            split = _first_split(subspace, points, free_before)
         if split is None:
             found.append(subspace)
             continue
         point, left, right = split
-        pending.append((Subspace(subspace.first, point, left), points[points < point]))
-        pending.append((Subspace(point + 1, subspace.last, right), points[points > point]))
+        pending.append((Subspace(first, point, left), points))
+        pending.append((Subspace(point + 1, last, right), points))
     return sorted(found, key=lambda subspace: subspace.first)
 
 
