@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 EXAMPLES := .venv-examples
 
-.PHONY: demo test lint types unit test-families examples test-gpu bench-cpu bench-serving bench-web bench-compare bench-gpu bench-families bench-pagedattention clean
+.PHONY: demo test lint types unit test-families examples test-gpu bench-cpu bench-serving bench-web bench-compare bench-gpu bench-families bench-pagedattention bench-tangram clean
 
 demo: $(VENV)/installed
 	$(BIN)/python tools/demo.py
@@ -66,6 +66,10 @@ bench-families:
 # PagedAttention's figures, replayed in an hour or two; DATA is the folder of the traces.
 bench-pagedattention: $(VENV)/installed-test
 	$(BIN)/python benchmarks/pagedattention/run.py --data $(DATA) --output benchmarks/pagedattention
+
+# Merge copies of regions as in Tangram, planning times, distance to the optimum: about a minute.
+bench-tangram: $(VENV)/installed-test
+	$(BIN)/python benchmarks/tangram/regions.py --output benchmarks/tangram
 
 $(VENV)/created:
 	$(PYTHON) -m venv $(VENV)
