@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -99,7 +101,7 @@ def test_bin_packing_is_exact() -> None:
 
 
 def test_the_printed_test_of_line_21_fails_in_figure_6() -> None:
-    """`size >= min(C1, C2)`: the example of the text cannot come out so."""
+    """`size >= min(C1, C2)`: with these sizes the split that the text describes would fail."""
     space = FreeSpace([0, 3, 8], [2, 2, 4], [1, 3], [False, False])
     assert merged_bytes(space, algorithm_1(space, [4, 4])) == 1
     assert merged_bytes(space, algorithm_1(space, [4, 4], is_printed=True)) == 4
@@ -141,3 +143,34 @@ def test_figures_have_what_the_documents_name() -> None:
     assert found["equation_1_objective"]["MCE+PGP"]["mean_ratio"] >= 1
     times = planning_times(Workload(num_runs=40), strategies(seed=0))
     assert set(times["plan_ms"]) == {n for n in strategies(0) if "pages" not in n}
+
+
+def test_the_tables_are_those_of_the_results() -> None:
+    folder = Path(__file__).parents[2] / "benchmarks" / "tangram"
+    readme = (folder / "README.md").read_text()
+    results = json.loads((folder / "regions.json").read_text())
+    rows = [
+        f"| {name} | {_grouped(of['merged_gb'])} | {of['loads_with_moves']} of {of['loads']} |"
+        f" {_grouped(of['loaded_gb'])} | {of['load_ms_per_request']:.0f} |"
+        f" {of['merge_ms_per_request']:.1f} |"
+        for part in ("replay", "replay_beside_another_instance")
+        for name, of in results[part].items()
+    ]
+    rows += [
+        f"| {name} | {of['median']:.2f} | {of['p99']:.2f} | {of['max']:.2f} |"
+        f" {of['loads_with_moves']} |"
+        for name, of in results["planning"]["plan_ms"].items()
+    ]
+    for part in ("merge_bytes", "equation_1_objective"):
+        compared = results["distances"][part]
+        rows += [
+            f"| {name} | {of['mean']:.1f} | {of['mean_ratio']:.2f} | {of['worst_ratio']:.1f} |"
+            f" {100 * of['equal_to_optimum']:.0f} % |"
+            for name, of in compared.items()
+            if name != "instances_with_optimum_0"
+        ]
+    assert not [row for row in rows if row not in readme]
+
+
+def _grouped(number: float) -> str:
+    return f"{number:,.0f}".replace(",", " ")

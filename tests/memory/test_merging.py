@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aquifer.errors import InvariantError
-from aquifer.memory import merging
 from aquifer.memory.merging import (
     Pack,
     Plan,
@@ -77,9 +76,7 @@ def test_what_stays_keeps_its_bytes(
         assert is_divided or regions.free_bytes + released < needed
         return
     assert list(made.evictions) == victims[: len(made.evictions)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(merging, "_SCRATCH_BYTES", scratch_bytes)
-        execute(made, regions, [f"new {i}" for i in range(len(sizes))], memory)
+    execute(made, regions, [f"new {i}" for i in range(len(sizes))], memory, scratch_bytes)
     regions.check()  # no two overlap, and the sums hold
     targets = {start: target for start, target, _ in made.moves}
     after = {region.start: (region, held) for region, held in contents(regions, memory)}
@@ -186,9 +183,8 @@ def test_copies_onto_themselves() -> None:
     for scratch_bytes in (1, 5, 64):
         for distance in (1, 3, 20, 50):
             memory = torch.arange(100, dtype=torch.uint8)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(merging, "_SCRATCH_BYTES", scratch_bytes)
-                copy_down(memory, [(50, 50 - distance, 20), (70, 70 - distance, 30)])
+            moves = [(50, 50 - distance, 20), (70, 70 - distance, 30)]
+            copy_down(memory, moves, scratch_bytes)
             assert memory[50 - distance : 100 - distance].tolist() == list(range(50, 100))
             assert memory[: 50 - distance].tolist() == list(range(50 - distance))
     with pytest.raises(InvariantError):

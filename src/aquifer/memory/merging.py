@@ -35,8 +35,8 @@ Pack = Callable[[FreeSpace, Groups], list[Subspace] | None]
 
 Bytes = npt.NDArray[np.int64]
 
-_SCRATCH_BYTES = 16 << 20
-"""A region that moves by less than this, and by less than its size, goes through scratch memory."""
+SCRATCH_BYTES = 16 << 20
+"""Scratch memory for regions that move by a shorter distance, and by less than their size."""
 
 _TRIAL_S = 0.2e-3
 """Time that it takes to try another number of victims. Less than that is not worth saving."""
@@ -178,6 +178,7 @@ def execute(
     regions: RegionList,
     owners: Sequence[Hashable],
     memory: torch.Tensor | None = None,
+    scratch_bytes: int = SCRATCH_BYTES,
 ) -> None:
     """Carry a plan out: release, move and copy, allocate. Contents of new regions are not set.
 
@@ -187,18 +188,21 @@ def execute(
         owners: owner of each new region, in the order of the new tensors.
         memory: the bytes that the regions are of, uint8 [num_bytes], on any device. Copies are made
             in the order of its current stream. None to change the book only.
+        scratch_bytes: see `copy_down`.
     """
     for start in plan.evictions:
         regions.release(start)
     for start, target, _ in plan.moves:
         regions.move(start, target)
     if memory is not None:
-        copy_down(memory, plan.moves)
+        copy_down(memory, plan.moves, scratch_bytes)
     for start, size, owner in zip(plan.starts, plan.sizes, owners, strict=True):
         regions.acquire_at(start, size, owner)
 
 
-def copy_down(memory: torch.Tensor, moves: Sequence[Move]) -> None:
+def copy_down(
+    memory: torch.Tensor, moves: Sequence[Move], scratch_bytes: int = SCRATCH_BYTES
+) -> None:
     """Copy regions to lower addresses within one tensor, one after the other.
 
     Neighbouring regions that move by the same distance are copied together. A copy onto itself is
@@ -208,6 +212,7 @@ def copy_down(memory: torch.Tensor, moves: Sequence[Move]) -> None:
     Args:
         memory: uint8 [num_bytes].
         moves: in the order in which they are to be made.
+        scratch_bytes: a copy onto itself by a shorter distance goes through this much memory.
 
     Raises:
         InvariantError: a target is not a lower address.
@@ -217,10 +222,10 @@ def copy_down(memory: torch.Tensor, moves: Sequence[Move]) -> None:
         distance = start - target
         if distance <= 0:
             raise InvariantError(f"a move from {start} to {target} is not to a lower address")
-        is_short = distance < min(num_bytes, _SCRATCH_BYTES)
+        is_short = distance < min(num_bytes, scratch_bytes)
         if is_short and scratch is None:
             scratch = torch.empty(
-                min(_SCRATCH_BYTES, len(memory)), dtype=torch.uint8, device=memory.device
+                min(scratch_bytes, len(memory)), dtype=torch.uint8, device=memory.device
             )
         part_bytes = len(scratch) if is_short and scratch is not None else distance
         for offset in range(0, num_bytes, part_bytes):
