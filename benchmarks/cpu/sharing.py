@@ -152,7 +152,7 @@ def main() -> None:
     """Measure both caches, with pages in one run and scattered; print medians."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, help="file for the results")
-    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--rounds", type=int, default=60)
     arguments = parser.parse_args()
     gc.freeze()
     columns: dict[str, dict[str, list[float]]] = {}

@@ -45,10 +45,10 @@ class Records(dict[Page, R], Generic[R]):
                     yield before, after, pages[start:end]
                 start, before = end, record
                 after = change(page, record)
-            if after is None:
-                self.pop(page, None)
-            else:
+            if after is not None:
                 self[page] = after
+            elif record is not None:
+                del self[page]
             end += 1
         if end > start:
             yield before, after, pages[start:end]

@@ -244,7 +244,8 @@ class RetireQueue:
             batch = self._passed(self._unwanted, _COLLECT_PAGES)
             if not batch and frees_memory:
                 batch = self._passed(self._waiting, _COLLECT_PAGES)
-            leaving = self._forget(batch, self._pages_at(batch))
+            leaving = {place: self._retired[place] for place in batch}
+            self._forget(batch, _pages_at(leaving))
             self._leaving.update(leaving)
         if not batch:
             return False
@@ -316,11 +317,10 @@ class RetireQueue:
         """Let the places of a page wait for collection, since it is no longer in use."""
         self._waiting.update(self._parked.pop(page, {}))
 
-    def _forget(self, places: Sequence[_Place], pages: Sequence[Page]) -> dict[_Place, _Retired]:
-        """Remove places, with these pages; returns what was known of them."""
-        removed: dict[_Place, _Retired] = {}
+    def _forget(self, places: Sequence[_Place], pages: Sequence[Page]) -> None:
+        """Remove places, which are no longer retired, with the pages that are mapped there."""
         for place, page in zip(places, pages, strict=True):
-            removed[place] = self._retired.pop(place)
+            del self._retired[place]
             if place in self._waiting:
                 del self._waiting[place]
                 continue
@@ -331,12 +331,6 @@ class RetireQueue:
         if self._unwanted:
             for place in places:
                 self._unwanted.pop(place, None)
-        return removed
-
-    def _pages_at(self, places: Iterable[_Place]) -> list[Page]:
-        """The pages that are mapped at retired places."""
-        ranges = [(self._retired[place].range, place) for place in places]
-        return [range_.page(range_.index_at(place)) for range_, place in ranges]
 
     def _vacate(self, places: Sequence[_Place]) -> None:
         """Unmap and give back those of the places that are retired, after their fences."""
@@ -347,13 +341,19 @@ class RetireQueue:
 
     def _give_back(self, places: Sequence[_Place]) -> None:
         """Unmap and release. Pre-condition: their fences have passed."""
-        self._release_retired(_unmap(self._forget(places, self._pages_at(places))))
+        given_back = {place: self._retired[place] for place in places}
+        self._forget(places, _pages_at(given_back))
+        self._release_retired(_unmap(given_back))
 
     def _release_retired(self, pages: Sequence[Page]) -> None:
         """Release references that were retired."""
         if pages:
             self._ledger.unretire(pages)
             self.release(pages)
+
+
+def _pages_at(places: Mapping[_Place, _Retired]) -> list[Page]:
+    return [each.range.page(each.range.index_at(place)) for place, each in places.items()]
 
 
 def _unmap(places: Mapping[_Place, _Retired]) -> list[Page]:
