@@ -313,6 +313,8 @@ def test_pins_of_two_models_have_nothing_in_common(folders: dict[str, Path]) -> 
         kept = {model: engine.pin_prefix(model, prefix) for model in MODELS}
         finish(engine)
         engine.unpin_prefix("gpt2", prefix)
+        add(engine, "llama", random_prompts(6, 20)[0])
+        engine.step()  # its weights are in use, and none of them is evicted for others
         crowd(engine, "gpt2")
         assert cached_tokens(engine, "llama", [*prefix, 1]) >= kept["llama"]
         assert cached_tokens(engine, "gpt2", [*prefix, 1]) < kept["gpt2"]

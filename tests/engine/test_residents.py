@@ -7,7 +7,7 @@ from itertools import count
 from random import Random
 
 import pytest
-from tests.engine.life import PAGE_BYTES, Case, Open, World, each_kv_cache, longest_prompt
+from tests.engine.life import PAGE_BYTES, Case, Open, World, each_kv_cache
 from tests.engine.test_loading import make_short
 
 from aquifer.engine.policies import Policies
@@ -78,20 +78,6 @@ def test_all_that_fit_are_loaded_at_the_start(
     }
     world.finished(world.send("b", make_short(cases["llama-tied"])))
     world.finished(world.send("a", make_short(cases["llama"])))
-
-
-def test_retained_prefixes_and_idle_weights_go_by_one_rule(
-    open_world: Open, cases: dict[str, list[Case]], sizes: dict[str, tuple[int, int]]
-) -> None:
-    """Weights that no request has asked for go before a prefix that was just used."""
-    memory_bytes = sizes["llama"][0] + sizes["sparse-kv"][0] + 40 * PAGE_BYTES
-    world = open_world(memory_bytes, models={"a": "llama", "c": "sparse-kv"})
-    case = longest_prompt(cases["llama"])
-    world.finished(world.send("a", case))
-    kept_bytes = world.engine.memory().models["a"].bytes_by_kind
-    world.add_model("d", "windows")
-    assert states(world)["c"] != ModelState.RESIDENT
-    assert world.engine.memory().models["a"].bytes_by_kind == kept_bytes
 
 
 # --- turns ---------------------------------------------------------------------------------------

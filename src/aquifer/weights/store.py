@@ -231,9 +231,10 @@ class WeightStore:
     def by_use(self) -> tuple[ParameterGroup, ...]:
         """All groups in the order in which a step uses them first.
 
-        Small parameters, which are one group, are norms and biases of all layers.
+        The small parameters, which are the last group, are norms and biases of all layers.
         """
-        return tuple(sorted(self.groups, key=lambda group: len(group.names) == 1))
+        has_small = any(p.num_bytes < self.placement.page_bytes for p in self.parameters)
+        return (*self.groups[-1:], *self.groups[:-1]) if has_small else self.groups
 
     @property
     def missing_pages(self) -> int:
