@@ -159,7 +159,7 @@ class Measurement:
 
 
 def variations(best: DecodeConfig) -> list[list[DecodeConfig]]:
-    """For each field in turn, the configs that differ from this one in it."""
+    """Return a list for each field: configurations that differ from `best` in that field only."""
     fields: dict[str, tuple[Any, ...]] = {
         "block_heads": (16, 32, 64),
         "block_tokens": (16, 32, 64, 128),

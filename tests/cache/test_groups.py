@@ -438,7 +438,7 @@ def ids(tokens: list[int]) -> TokenIds:
 
 
 def marks_of(tokens: list[int]) -> torch.Tensor:
-    """For each token a number that depends on it and on all before it."""
+    """Return a number for each token, computed from that token and all tokens before it."""
     found, state = [], 1
     for token in tokens:
         state = (state * 1103 + token * 7 + 12345) % 65_521

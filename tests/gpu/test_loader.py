@@ -99,7 +99,7 @@ def test_what_is_loaded_is_what_is_stored(folder, pool, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("scales_first", [False, True])
 def test_mxfp4(pool: PagePool, tmp_path: Path, scales_first: bool, dtype: torch.dtype) -> None:
-    """As the host decodes it, with every byte under every scale, and in bounded memory."""
+    """The device decodes every byte under every scale as the host does, in bounded memory."""
     blocks = torch.randint(256, (12, 2050, 60, 16), dtype=torch.uint8)  # 22.5 MiB: two stretches
     blocks[0, :256, :16] = torch.arange(256, dtype=torch.uint8).view(16, 16)
     scales = torch.randint(118, 138, blocks.shape[:-1], dtype=torch.uint8)

@@ -12,7 +12,7 @@ MIB = 1 << 20
 
 @pytest.mark.parametrize("distance", [512, MIB, 24 * MIB, 96 * MIB])
 def test_moves_that_overlap(distance: int) -> None:
-    """By less than the scratch memory, by more than it, and without overlap."""
+    """Bytes move by less than the scratch memory, by more than it, and without overlap."""
     expected = torch.randint(0, 256, (192 * MIB,), dtype=torch.uint8)
     memory = expected.cuda()
     moves: list[Move] = [

@@ -66,7 +66,7 @@ def num_ahead(request: pytest.FixtureRequest) -> int:
 
 @pytest.mark.parametrize("kv_cache", KV_CACHES)
 def test_long_sequences(folder: Path, kv_cache: str, num_ahead: int) -> None:
-    """As Transformers', at first and with cached prefixes; memory is that of the windows."""
+    """Tokens equal Transformers', also with cached prefixes; KV takes the memory of its windows."""
     model = load(folder, torch.float32)
     options = {"kv_cache": kv_cache, "max_num_batched_tokens": STEP_TOKENS}
     with open_llm(folder, **options) as llm:

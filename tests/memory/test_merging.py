@@ -179,7 +179,7 @@ def test_weighing_never_costs_more() -> None:
 
 
 def test_copies_onto_themselves() -> None:
-    """By parts as long as the distance, and through scratch memory where the distance is short."""
+    """Bytes that overlap are copied in parts of the distance, or through scratch memory."""
     for scratch_bytes in (1, 5, 64):
         for distance in (1, 3, 20, 50):
             memory = torch.arange(100, dtype=torch.uint8)

@@ -45,7 +45,10 @@ async def _serve(listener: socket.socket, num_requests: int) -> int:
 
 
 def _backlog_of(listener: socket.socket) -> int:
-    """Of a listening socket, Linux reports it as `tcpi_sacked`."""
+    """Read a listening socket's limit of waiting connections.
+
+    Linux reports it in the field `tcpi_sacked` of TCP_INFO.
+    """
     info = listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
     (backlog,) = struct.unpack_from("I", info, 28)
     return int(backlog)

@@ -166,7 +166,7 @@ def test_the_order_of_the_files_does_not_matter(pool: PagePool, tmp_path: Path) 
 
 
 def _parameter(sources: tuple[Source, ...] = SOURCES) -> Parameter:
-    """Of one expert more than `sources` fill, so that these have an index."""
+    """Return a parameter of six experts, which `sources` fill wholly or in part."""
     return Parameter("w", (6, 24, 64), torch.bfloat16, sources)
 
 

@@ -117,7 +117,7 @@ def test_regret_is_that_of_equation_2_for_each_byte(make: Callable[..., Model]):
 
 
 def test_models_go_in_the_order_of_equation_2(make: Callable[..., Model]):
-    """With one speed, tensors of one size and no prefixes: by p x alpha."""
+    """Models of one speed and equal tensors are evicted in ascending order of p x alpha."""
     models = {
         name: make(name, sensitivity=sensitivity)
         for name, sensitivity in (("a", 1.0), ("b", 0.3), ("c", 1.0), ("d", 2.0))

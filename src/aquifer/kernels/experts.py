@@ -46,7 +46,7 @@ Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 GPT-OSS's g * sigmoid(1.702 g) * (u + 1), where g = min(gate, 7) and u = up within [-7, 7]."""
 
 CLAMP_LIMIT, CLAMP_SLOPE = 7.0, 1.702
-"""Of the clamped activation."""
+"""Limit and slope of the clamped SwiGLU activation: 7 and 1.702 in the formula above."""
 
 _MIN_SUM = 1e-20  # added to the sum of the weights before a division, as in DeepSeek-V3
 

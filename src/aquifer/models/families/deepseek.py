@@ -58,7 +58,8 @@ _COMPRESSED = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim":
 _Q_RANK, _VALUE_DIM = 1536, 128  # unless they are given
 
 _NORM = Norm(1e-6)
-"""Of what is compressed; Transformers does not give it the configuration's epsilon."""
+"""The norm of the compressed query and of the compressed KV. Its epsilon is 1e-6, whatever
+`rms_norm_eps` says, as in Transformers."""
 
 _SINGLE = ExpertNames(
     "mlp.gate",
