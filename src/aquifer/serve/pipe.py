@@ -52,6 +52,11 @@ class Pipe:
         """Send a message, which is not None; it is lost if the other process is gone."""
         self._outbox.put(message)
 
+    def finish_sending(self) -> None:
+        """Send what is left. Nothing can be sent after this."""
+        self._outbox.put(None)
+        self._threads[1].join()
+
     def close(self) -> None:
         """Send what is left, and end the threads. Pre-condition: the other process is gone."""
         self._outbox.put(None)

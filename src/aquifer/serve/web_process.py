@@ -160,6 +160,7 @@ class _WebProcess:
         stopping.cancel()
         await web.stop(self._timeout_s)
         await serving
+        self._pipe.finish_sending()
 
     def _handle(self, web: WebSide, message: ToWeb | None) -> None:
         match message:
@@ -186,14 +187,16 @@ class _WebProcess:
             await web.prepare()
         except AquiferError as error:
             self._pipe.send(Prepared(error))
+            self._stopping.set()
         else:
             self._pipe.send(Prepared())
 
     async def _open(self, web: WebSide, models: Mapping[str, ModelInfo]) -> None:
         await self._preparing
-        await web.open(models)
-        collect_less()
-        self._pipe.send(Opened())
+        if not self._stopping.is_set():
+            await web.open(models)
+            collect_less()
+            self._pipe.send(Opened())
 
     async def _report(self, web: WebSide) -> None:
         for families in await web.request_metrics() or [[]]:

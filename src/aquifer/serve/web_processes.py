@@ -308,6 +308,8 @@ class _Process:
             self.prepared.set_result(None)
         else:
             self.prepared.set_exception(error)
+            self.prepared.exception()  # nothing waits for a process that was started again
+            _logger.error("a web process cannot serve: %s", error)
 
     def fail(self, error: EngineError) -> None:
         """End everything that waits for the process, which is gone."""
