@@ -145,10 +145,6 @@ def test_bad_chat_templates(idle_server: RunningServer, template: str):
     ("template", "words"),
     [
         ("{{ [1]|batch(10**9, 0)|first|length }}", "more memory than 2.00 GiB"),
-        (
-            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-            "longer than 10 s",
-        ),
         ("{{ (3 ** (10 ** 8)) % 7 }}", "longer than 10 s"),
     ],
 )

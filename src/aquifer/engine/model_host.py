@@ -178,6 +178,7 @@ class ModelHost:
 
     def launch(self, step: StepInput) -> InFlight:
         """Launch a step, with as many threads as it is worth. Pre-condition: it is resident."""
+        assert self.state == ModelState.RESIDENT, f"{self.info.name} is {self.state}"
         self._weights.victims.last_used_s = time.monotonic()
         with self._thread_control.threads_for(step.spans.num_tokens):
             return self.runner.launch(step)

@@ -183,7 +183,8 @@ class Scheduler:
             lane.last_turn = self._num_turns
             self._num_turns += 1
             with lane.being_planned():
-                plan = self._plan(lane)
+                # Planning those before it may have evicted its weights.
+                plan = self._plan(lane) if lane.is_resident else None
             if plan is not None:
                 lane.in_flight.append(plan)
                 return plan
