@@ -14,7 +14,7 @@ from aquifer.cache.footprint import Footprint
 from aquifer.models.registry import plan_model
 from aquifer.sizes import format_size
 from aquifer.weights.checkpoint import Checkpoint
-from aquifer.weights.store import placed_bytes
+from aquifer.weights.parameters import placed_bytes
 
 ROOT = Path(__file__).parents[1]
 GUIDE = ROOT / "docs" / "guide" / "sizing.md"

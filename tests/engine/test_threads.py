@@ -26,7 +26,7 @@ from aquifer.engine.threads import (
 )
 from aquifer.models.base import ModelInput
 from aquifer.models.decoder import Decoder
-from aquifer.weights.store import Parameter
+from aquifer.weights.parameters import Parameter
 
 DEMO = Products(count=25, num_elements=2_750_000, num_bytes=11_000_000)
 LLAMA_8B = Products(count=226, num_elements=8_030_000_000, num_bytes=16_060_000_000)

@@ -17,7 +17,8 @@ from aquifer.memory.driver.cuda import CudaDriver
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.memory.range import VirtualRange
 from aquifer.memory.stock import PageStocker
-from aquifer.weights.store import Parameter, WeightStore
+from aquifer.weights.parameters import Parameter
+from aquifer.weights.store import WeightStore
 
 MIB, GIB, TIB = 1 << 20, 1 << 30, 1 << 40
 PAGE, LARGE = 2 * MIB, 32 * MIB

@@ -14,7 +14,8 @@ from aquifer.memory.driver.cuda import CudaDriver
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.weights.checkpoint import Checkpoint
 from aquifer.weights.forms import Form, Target
-from aquifer.weights.store import Parameter, Source, WeightStore
+from aquifer.weights.parameters import Parameter, Source
+from aquifer.weights.store import WeightStore
 
 OWNER = Owner("a", Kind.WEIGHTS)
 HIDDEN = 4096

@@ -21,7 +21,7 @@ from aquifer.memory.budget import (
 from aquifer.memory.driver.host import HostDriver
 from aquifer.memory.pool import PROCESS, Kind, Owner
 from aquifer.sizes import parse_size
-from aquifer.weights.store import Parameter, placed_bytes
+from aquifer.weights.parameters import Parameter, placed_bytes
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 MODELS = (ModelSpec("a", Path("a")),)

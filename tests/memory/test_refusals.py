@@ -24,7 +24,8 @@ from aquifer.memory.driver.host import HostDriver
 from aquifer.memory.pool import Kind, Owner, Page, PagePool
 from aquifer.memory.range import VirtualRange
 from aquifer.memory.stock import PageStocker
-from aquifer.weights.store import Parameter, WeightStore
+from aquifer.weights.parameters import Parameter
+from aquifer.weights.store import WeightStore
 
 PAGE = 4096
 NUM_PAGES = 16

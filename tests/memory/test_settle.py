@@ -14,7 +14,8 @@ from aquifer.cache import KV_CACHES, kv_cache
 from aquifer.cache.base import KVLayout, LayerKV
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.memory.range import VirtualRange
-from aquifer.weights.store import Parameter, WeightStore
+from aquifer.weights.parameters import Parameter
+from aquifer.weights.store import WeightStore
 
 PAGE, LARGE = 4096, 4 * 4096
 A, B = Owner("a", Kind.KV), Owner("b", Kind.KV)

@@ -27,7 +27,7 @@ from aquifer.models.families import FAMILIES
 from aquifer.models.spec import DecoderSpec, LatentAttention
 from aquifer.models.transformers import TransformersPlan
 from aquifer.weights.checkpoint import Checkpoint
-from aquifer.weights.store import check_sources
+from aquifer.weights.parameters import check_sources
 
 YARN = {
     "type": "yarn",

@@ -23,7 +23,7 @@ from aquifer.llm import LLM
 from aquifer.memory.pool import Kind
 from aquifer.models import plan_model
 from aquifer.weights.checkpoint import Checkpoint
-from aquifer.weights.store import check_sources
+from aquifer.weights.parameters import check_sources
 
 from .serving import loaded_weights
 

@@ -26,7 +26,7 @@ from aquifer.cache.base import AttentionOptions, KVLayout, KVView, LayerKV
 from aquifer.models import ModelInput, ModelPlan, StateLayout, plan_model
 from aquifer.models.base import num_elements
 from aquifer.weights.checkpoint import Checkpoint, stored_dtype
-from aquifer.weights.store import Parameter, Source
+from aquifer.weights.parameters import Parameter, Source
 
 Config = Mapping[str, Any]
 Tensors = Mapping[str, torch.Tensor]

@@ -28,7 +28,8 @@ from aquifer.memory.driver.host import HostDriver
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.weights.checkpoint import Checkpoint, stored_dtype
 from aquifer.weights.forms import Form, Target
-from aquifer.weights.store import Parameter, Source, WeightStore, check_sources
+from aquifer.weights.parameters import Parameter, Source, check_sources
+from aquifer.weights.store import WeightStore
 
 PAGE = 4096
 OWNER = Owner("a", Kind.WEIGHTS)

@@ -19,7 +19,8 @@ from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.weights.checkpoint import Checkpoint, read_range
 from aquifer.weights.forms import Form, Target
 from aquifer.weights.loader import plan_stretches, scatter
-from aquifer.weights.store import Parameter, Source, WeightStore, check_sources
+from aquifer.weights.parameters import Parameter, Source, check_sources
+from aquifer.weights.store import WeightStore
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -18,7 +18,8 @@ from aquifer.errors import ConfigError, DriverError
 from aquifer.memory.driver.faulty import FaultyDriver
 from aquifer.memory.driver.host import HostDriver
 from aquifer.memory.pool import Kind, Owner, PagePool
-from aquifer.weights.store import Parameter, Placement, WeightStore
+from aquifer.weights.parameters import Parameter, Placement
+from aquifer.weights.store import WeightStore
 
 PAGE, LARGE = 4096, 4 * 4096
 OWNER = Owner("a", Kind.WEIGHTS)

@@ -11,7 +11,8 @@ import torch
 from aquifer.memory.driver.host import HostDriver
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.memory.reclaim import Reclaimer, ReuseModel
-from aquifer.weights.store import Parameter, WeightStore
+from aquifer.weights.parameters import Parameter
+from aquifer.weights.store import WeightStore
 from aquifer.weights.victims import IdleWeights
 
 PAGE = 4096

@@ -22,7 +22,8 @@ from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.models import plan_model
 from aquifer.weights.checkpoint import Checkpoint, read_config, read_range
 from aquifer.weights.loader import Stretch, plan_stretches, scatter
-from aquifer.weights.store import Parameter, Placement, WeightStore
+from aquifer.weights.parameters import Parameter, Placement
+from aquifer.weights.store import WeightStore
 
 _SHARD_BYTES = 4 << 30
 _PINNED_BYTES = 1 << 30  # one allocation of page-locked memory; torch rounds to powers of two

@@ -38,7 +38,8 @@ from aquifer.fields import read_fields
 from aquifer.models import ModelPlan, Planner
 from aquifer.models.limits import MOST_HEADS
 from aquifer.weights.checkpoint import Checkpoint
-from aquifer.weights.store import check_fits, check_sources
+from aquifer.weights.parameters import check_sources
+from aquifer.weights.store import check_fits
 
 _log = logging.getLogger(__name__)
 

@@ -12,7 +12,8 @@ from aquifer.engine.reports import LoadProgress
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.memory.reclaim import Reclaimer
 from aquifer.weights.checkpoint import Checkpoint
-from aquifer.weights.store import Parameter, ParameterGroup, WeightStore
+from aquifer.weights.parameters import Parameter, ParameterGroup
+from aquifer.weights.store import WeightStore
 from aquifer.weights.victims import IdleWeights
 
 _LOAD_BYTES_PER_S = 2e9

@@ -18,7 +18,7 @@ from aquifer.memory.driver import open_driver
 from aquifer.memory.driver.base import Driver
 from aquifer.memory.meter import OverheadMeter
 from aquifer.memory.stock import PageStocker
-from aquifer.weights.store import Parameter, placed_bytes
+from aquifer.weights.parameters import Parameter, placed_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from aquifer.cpus import usable_cpus
-from aquifer.weights.store import Parameter
+from aquifer.weights.parameters import Parameter
 
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Variables by which a user sets the number of torch's threads."""

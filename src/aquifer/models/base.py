@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from aquifer.cache.base import KVLayout, KVView
-from aquifer.weights.store import Parameter
+from aquifer.weights.parameters import Parameter
 
 
 @dataclass(frozen=True, slots=True)

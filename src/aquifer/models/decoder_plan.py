@@ -23,7 +23,7 @@ from aquifer.models.spec import (
     Norm,
 )
 from aquifer.weights.checkpoint import Checkpoint, stored_dtype
-from aquifer.weights.store import Parameter, Source
+from aquifer.weights.parameters import Parameter, Source
 
 
 class DecoderPlan:

@@ -15,7 +15,8 @@ import math
 from collections.abc import Callable
 
 from aquifer.memory.reclaim import ReuseModel, regret_per_byte
-from aquifer.weights.store import ParameterGroup, WeightStore
+from aquifer.weights.parameters import ParameterGroup
+from aquifer.weights.store import WeightStore
 
 
 class IdleWeights:

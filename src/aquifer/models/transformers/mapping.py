@@ -20,7 +20,7 @@ from transformers.core_model_loading import (
 
 from aquifer.errors import ConfigError, UnsupportedModelError
 from aquifer.weights.checkpoint import Checkpoint
-from aquifer.weights.store import Parameter, Source
+from aquifer.weights.parameters import Parameter, Source
 
 
 def tied_names(model: Any) -> dict[str, list[str]]:

@@ -1,0 +1,179 @@
+"""Parameters of a model: the stored tensors that they are made of, and their places.
+
+Each large parameter starts on a page of its own, so that it can be evicted and brought back by
+itself; small ones share the pages at the end of the model's range. These are the groups of a model:
+one for each large parameter, one for all small ones.
+
+Where the device has large pages, a parameter takes as many full large pages as fit in it, and then
+ordinary pages: mapping costs by the page, and no more bytes are taken than with ordinary pages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from aquifer.errors import ConfigError
+from aquifer.weights.checkpoint import Checkpoint
+from aquifer.weights.forms import Form, Target
+
+_ALIGNMENT_BYTES = 256  # alignment of small parameters within the shared pages
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A tensor of the checkpoint, and the part of a parameter that it fills.
+
+    `parameter[index]` must be contiguous; its form says how the stored tensor fills it.
+
+    Weights that are stored as [..., in, out] become [..., out, in], as the kernels read them, and
+    numbers of four bits become those of the parameter's dtype. That is done while they are loaded,
+    also after an eviction: the copies to the device take longer.
+    """
+
+    name: str
+    index: tuple[int | slice, ...] = ()
+    form: Form = Form.PLAIN
+
+    def target(self, parameter: torch.Tensor) -> Target:
+        """The part of a parameter that it fills."""
+        return Target(parameter[self.index], self.form)
+
+    def stored_shape(self, parameter: Parameter) -> tuple[int, ...]:
+        """The shape that the stored tensor must have; takes no memory."""
+        part = torch.empty(parameter.shape, device="meta")[self.index]
+        return self.form.stored_shape(part.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter as the model needs it: possibly several stored tensors in one.
+
+    `used_share` is the share of it that one token needs: less than 1 for the experts of a mixture.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sources: tuple[Source, ...]
+    used_share: float = 1.0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the parameter."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Offsets of all parameters in one range of addresses."""
+
+    offsets_bytes: Mapping[str, int]
+    num_pages: int
+    page_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pages together."""
+        return self.num_pages * self.page_bytes
+
+    @classmethod
+    def plan(cls, parameters: Sequence[Parameter], page_bytes: int) -> Placement:
+        """Place large parameters page-aligned, in the order given; then small ones, packed."""
+        offsets: dict[str, int] = {}
+        end = 0
+        for parameter in parameters:
+            if parameter.num_bytes >= page_bytes:
+                offsets[parameter.name] = end
+                end += -(-parameter.num_bytes // page_bytes) * page_bytes
+        for parameter in parameters:
+            if parameter.num_bytes < page_bytes:
+                end = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+                offsets[parameter.name] = end
+                end += parameter.num_bytes
+        return cls(offsets, -(-end // page_bytes), page_bytes)
+
+    def groups(
+        self, parameters: Sequence[Parameter], large_page_bytes: int
+    ) -> tuple[ParameterGroup, ...]:
+        """Group parameters that have pages in common, and choose the pages to take as large ones.
+
+        Args:
+            parameters: as given to `plan`.
+            large_page_bytes: a multiple of `page_bytes`; equal to it for ordinary pages only.
+        """
+        ratio = large_page_bytes // self.page_bytes
+        groups: list[ParameterGroup] = []
+        end = 0
+        for parameter in parameters:
+            if parameter.num_bytes >= self.page_bytes:
+                first = self.offsets_bytes[parameter.name] // self.page_bytes
+                end = first + -(-parameter.num_bytes // self.page_bytes)
+                middle = first + ((end - first) // ratio * ratio if ratio > 1 else 0)
+                groups.append(
+                    ParameterGroup((parameter.name,), range(first, middle), range(middle, end))
+                )
+        if end < self.num_pages:
+            small = tuple(p.name for p in parameters if p.num_bytes < self.page_bytes)
+            groups.append(ParameterGroup(small, range(end, end), range(end, self.num_pages)))
+        return tuple(groups)
+
+
+def placed_bytes(models: Iterable[Sequence[Parameter]], page_bytes: int) -> list[int]:
+    """Bytes of all pages under the parameters of each of several models."""
+    return [Placement.plan(parameters, page_bytes).num_bytes for parameters in models]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterGroup:
+    """Parameters that become resident and are evicted together, and their pages.
+
+    Both ranges are indices of ordinary pages of the placement.
+    """
+
+    names: tuple[str, ...]
+    large: range  # taken as large pages; a whole number of these
+    ordinary: range
+
+    @property
+    def num_pages(self) -> int:
+        """Size of the group in ordinary pages."""
+        return len(self.large) + len(self.ordinary)
+
+
+def check_sources(checkpoint: Checkpoint, parameters: Iterable[Parameter]) -> None:
+    """Check that a checkpoint has the tensors that parameters are made of; takes no memory.
+
+    Raises:
+        ConfigError: a tensor is missing, has another shape, or is quantised in a way that its
+            source does not expect.
+    """
+    for parameter in parameters:
+        for source in parameter.sources:
+            _check(checkpoint, source, source.stored_shape(parameter))
+
+
+def _check(checkpoint: Checkpoint, source: Source, shape: tuple[int, ...]) -> None:
+    name = source.name
+    stored = checkpoint.tensors.get(name)
+    if stored is None:
+        raise ConfigError(
+            f"{checkpoint.path} lacks the tensor {name!r}, which its config calls for"
+        )
+    if stored.shape != shape:
+        raise ConfigError(
+            f"{checkpoint.path}: tensor {name!r} has shape {list(stored.shape)}, its config calls "
+            f"for {list(shape)}"
+        )
+    if not source.form.accepts(stored.dtype):
+        reason = (
+            "MXFP4 is stored as torch.uint8"
+            if source.form.is_mxfp4
+            else "quantised checkpoints are not supported, except GPT-OSS in MXFP4"
+        )
+        raise ConfigError(
+            f"{checkpoint.path}: tensor {name!r} is stored as {stored.dtype}; {reason}"
+        )
