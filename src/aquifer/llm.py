@@ -66,6 +66,7 @@ class LLMOptions(TypedDict, total=False):
     block_size: str | int
     enable_prefix_caching: bool
     swap_space: str | int
+    host_cache: str | int | None
     preemption_mode: str
     chat_template: str | None
     seed: int | None

@@ -336,6 +336,18 @@ OPTIONS: tuple[Option, ...] = (
         minimum=0,
     ),
     Option(
+        "host_cache",
+        int,
+        None,
+        "Host memory for weights that are not on the device, or may have to leave it; 0 for none.",
+        unit="bytes",
+        scopes=("serve", "llm"),
+        field="host_cache_bytes",
+        minimum=0,
+        example="64GiB",
+        unset="half of the host's free memory for several models on a GPU, else none",
+    ),
+    Option(
         "preemption_mode",
         str,
         "auto",

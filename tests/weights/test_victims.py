@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from aquifer.memory.driver.host import HostDriver
 from aquifer.memory.pool import Kind, Owner, PagePool
-from aquifer.memory.reclaim import Reclaimer, ReuseModel
+from aquifer.memory.reclaim import Reclaimer
+from aquifer.weights.host_cache import HostCache
 from aquifer.weights.parameters import Parameter
+from aquifer.weights.reuse import ReuseStore
 from aquifer.weights.store import WeightStore
 from aquifer.weights.victims import IdleWeights
 
@@ -21,37 +25,73 @@ NOW_S = 1000.0
 
 
 class Model:
-    """A model's weights, and what it does."""
+    """A model's weights, and what it does.
+
+    Those of models of one `origin` are the same, but for `own`.
+    """
 
     def __init__(
-        self, pool: PagePool, name: str, bytes_per_s: float = 1e6, sensitivity: float = 1.0
+        self,
+        pool: PagePool,
+        reuse: ReuseStore,
+        name: str,
+        bytes_per_s: float = 1e6,
+        sensitivity: float = 1.0,
+        p: float = 0.5,
+        origin: str = "",
+        own: tuple[str, ...] = (),
     ) -> None:
+        self.pool = pool
         parameters = [
             Parameter(name, (pages * PAGE // 4,), torch.float32, ())
             for name, pages in SIZES.items()
         ]
         norm = Parameter("norm", (8,), torch.float32, ())
         self.store = WeightStore(pool, Owner(name, Kind.WEIGHTS), [*parameters, norm])
-        self.is_idle, self.is_wanted = True, False
+        self.is_idle, self.p, self.sensitivity = True, p, sensitivity
+        self.byte_s = 1 / bytes_per_s
         self.num_evictions = 0
-        self.victims = IdleWeights(
-            self.store,
-            lambda num_bytes: num_bytes / bytes_per_s,
-            lambda: self.is_idle,
-            lambda: self.is_wanted,
-            self._evicted,
-            sensitivity=sensitivity,
-        )
-        self.victims.last_used_s = NOW_S - 100
-        assert self.store.populate()
+        keys = {
+            group: f"{name if group.names[0] in own else origin or name} {group.names}"
+            for group in self.store.groups
+        }
+        self.member = reuse.register(self.store, self, {}, keys)
+        self.victims = IdleWeights(reuse, self.member, lambda group: self.byte_s)
+        self.reuse = reuse
+        self.load()
 
-    def _evicted(self) -> None:
+    def load(self) -> None:
+        """Fill what nobody has, each group with its number among those of this model."""
+        to_fill = self.reuse.populate(self.member)
+        assert to_fill is not None
+        for group in to_fill:
+            for name in group.names:
+                self.store.tensors[name].fill_(hash((self.member.keys[group], name)) % 1000)
+        self.reuse.filled(self.member, to_fill)
+
+    def probability(self, now_s: float) -> float:
+        assert now_s == NOW_S
+        return self.p
+
+    def on_evict(self) -> None:
         self.num_evictions += 1
 
     @property
     def left(self) -> list[str]:
         """Parameters that are resident, in the order of their use."""
         return [name for group in self.store.by_use for name in group.names if self._has(group)]
+
+    @property
+    def own_pages(self) -> int:
+        """Pages that are accounted to it."""
+        return self.pool.owned_bytes(self.store.owner) // PAGE
+
+    def check(self) -> None:
+        """Each parameter that is left has its contents."""
+        for group in self.store.resident:
+            for name in group.names:
+                expected = hash((self.member.keys[group], name)) % 1000
+                assert (self.store.tensors[name] == expected).all()
 
     def _has(self, group: object) -> bool:
         return group in self.store.resident
@@ -64,13 +104,17 @@ def make() -> Iterator[Callable[..., Model]]:
         resources.callback(driver.close)
         pool = PagePool(driver, 100 * PAGE, PAGE)
         resources.callback(pool.close)
+        host = HostCache(0, driver.device)
+        reuse = ReuseStore(host, Path("nowhere"))
 
-        def make_it(name: str, **options: float) -> Model:
-            model = Model(pool, name, **options)
+        def make_it(name: str, **options: Any) -> Model:
+            model = Model(pool, reuse, name, **options)
             resources.callback(model.store.close)
+            resources.callback(reuse.evict, model.member)
             return model
 
         yield make_it
+        pool.check()
 
 
 def test_what_a_step_uses_last_goes_first(make: Callable[..., Model]):
@@ -105,13 +149,12 @@ def test_what_is_in_use_stays(make: Callable[..., Model]):
 
 def test_regret_is_that_of_equation_2_for_each_byte(make: Callable[..., Model]):
     """p x (s / b) x alpha, by size: the same for all groups of a model."""
-    model = make("a", bytes_per_s=2e6, sensitivity=0.5)
-    model.victims.num_uses = 3
-    expected = ReuseModel().probability(100.0, 3) / 2e6 * 0.5
+    model = make("a", bytes_per_s=2e6, sensitivity=0.5, p=0.25)
+    expected = 0.25 / 2e6 * 0.5
     assert model.victims.cheapest(NOW_S) == pytest.approx(expected)
     model.victims.evict(4 * PAGE, NOW_S)
     assert model.victims.cheapest(NOW_S) == pytest.approx(expected)
-    model.is_wanted = True
+    model.p = 1.0
     assert model.victims.cheapest(NOW_S) == pytest.approx(1 / 2e6 * 0.5)
     assert model.victims.evictable_below(100 * PAGE, NOW_S, 0.4 / 2e6) == 0
     assert model.victims.evictable_below(2 * PAGE, NOW_S, 1.0) == 3 * PAGE
@@ -119,26 +162,15 @@ def test_regret_is_that_of_equation_2_for_each_byte(make: Callable[..., Model]):
 
 def test_models_go_in_the_order_of_equation_2(make: Callable[..., Model]):
     """Models of one speed and equal tensors are evicted in ascending order of p x alpha."""
-    models = {
-        name: make(name, sensitivity=sensitivity)
-        for name, sensitivity in (("a", 1.0), ("b", 0.3), ("c", 1.0), ("d", 2.0))
-    }
-    for name, age_s, num_uses in (("a", 50, 4), ("b", 50, 4), ("c", 400, 1), ("d", 50, 4)):
-        models[name].victims.last_used_s = NOW_S - age_s
-        models[name].victims.num_uses = num_uses
-    reuse = ReuseModel()
-    costs = {
-        name: reuse.probability(NOW_S - model.victims.last_used_s, model.victims.num_uses)
-        * sensitivity
-        for (name, model), sensitivity in zip(models.items(), (1.0, 0.3, 1.0, 2.0), strict=True)
-    }
+    weights = {"a": (0.4, 1.0), "b": (0.4, 0.3), "c": (0.1, 1.0), "d": (0.4, 2.0)}
+    models = {name: make(name, p=p, sensitivity=alpha) for name, (p, alpha) in weights.items()}
     reclaimer = Reclaimer(lambda: NOW_S)
     for model in models.values():
         reclaimer.register(model.victims)
     gone: list[str] = []
     while reclaimer.reclaim(PAGE):
         gone += [name for name, model in models.items() if not model.left and name not in gone]
-    assert gone == sorted(costs, key=lambda name: costs[name])
+    assert gone == sorted(weights, key=lambda name: weights[name][0] * weights[name][1])
 
 
 def test_it_stops_where_another_tenant_is_cheaper(make: Callable[..., Model]):
@@ -147,3 +179,65 @@ def test_it_stops_where_another_tenant_is_cheaper(make: Callable[..., Model]):
     assert regret is not None
     assert model.victims.evict(100 * PAGE, NOW_S, regret / 2) == 4 * PAGE  # the first in any case
     assert model.victims.evict(100 * PAGE, NOW_S, 1.01 * regret) == 7 * PAGE
+
+
+def test_what_is_restored_sooner_goes_first(make: Callable[..., Model]):
+    model = make("a")
+    (up,) = [group for group in model.store.groups if group.names == ("up",)]
+    victims = IdleWeights(model.reuse, model.member, lambda group: 1e-7 if group is up else 1e-6)
+    assert victims.evict(PAGE, NOW_S) == 2 * PAGE
+    assert model.left == ["norm", "embed", "down", "head"]
+
+
+# --- weights that several models share ---------------------------------------------------------
+
+
+def test_equal_groups_take_their_pages_once(make: Callable[..., Model]):
+    base = make("base", origin="x")
+    tuned = make("tuned", origin="x", own=("up",))
+    same = make("same", origin="x")
+    assert [model.own_pages for model in (base, tuned, same)] == [11, 2, 0]
+    for model in (base, tuned, same):
+        assert len(model.left) == 5
+        model.check()
+    members = [model.member for model in (base, tuned, same)]
+    assert base.reuse.distinct_bytes(members) == 13 * PAGE
+    assert base.reuse.distinct_bytes(members[1:]) == 13 * PAGE
+
+
+def test_a_shared_group_stays_while_any_model_uses_it(make: Callable[..., Model]):
+    """And what the others hold of it is accounted to one of them."""
+    base = make("base", origin="x")
+    tuned = make("tuned", origin="x", own=("up",))
+    tuned.is_idle = False
+    assert base.victims.evictable_bytes == 2 * PAGE
+    assert base.victims.evict(100 * PAGE, NOW_S) == 2 * PAGE
+    assert base.left == ["norm", "embed", "down", "head"]
+    base.reuse.evict(base.member)
+    assert (base.left, len(tuned.left)) == ([], 5)
+    assert (base.own_pages, tuned.own_pages) == (0, 11)
+    tuned.check()
+    base.load()
+    base.check()
+    assert (base.own_pages, tuned.own_pages) == (2, 11)
+
+
+def test_a_shared_group_goes_from_all_at_once(make: Callable[..., Model]):
+    """At a regret that is that of either of them being needed; the bytes count once."""
+    base = make("base", origin="x", p=0.5)
+    tuned = make("tuned", origin="x", own=("up",), p=0.2)
+    victims = [base.victims, tuned.victims]
+    assert [each.evictable_bytes for each in victims] == [11 * PAGE, 2 * PAGE]
+    assert tuned.victims.cheapest(NOW_S) == pytest.approx(0.2 / 1e6)
+    assert base.victims.cheapest(NOW_S) == pytest.approx(0.5 / 1e6)  # its own one
+    assert base.victims.evict(3 * PAGE, NOW_S) == 6 * PAGE
+    assert (base.left, tuned.left) == (["norm", "embed", "down"], ["norm", "embed", "up", "down"])
+    assert base.victims.cheapest(NOW_S) == pytest.approx((1 - 0.5 * 0.8) / 1e6)
+    assert (base.num_evictions, tuned.num_evictions) == (1, 1)
+    assert [each.evictable_bytes for each in victims] == [5 * PAGE, 2 * PAGE]
+    tuned.load()
+    base.load()
+    assert [model.own_pages for model in (base, tuned)] == [7, 6]
+    assert [each.evictable_bytes for each in victims] == [7 * PAGE, 6 * PAGE]
+    base.check()
+    tuned.check()

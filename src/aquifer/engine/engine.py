@@ -73,7 +73,7 @@ class Engine:
         self._stocker = parts.stocker
         self._meter = parts.meter
         self._resources = parts.resources
-        self._models = ModelSet(config, assembly, planner, parts.limits)
+        self._models = ModelSet(config, assembly, planner, parts.limits, parts.reuse)
         self._requests: dict[str, tuple[ModelHost, SequenceGroup]] = {}
         self._own_requests: set[str] = set()  # the engine's own requests: outputs are dropped
         self._steps = Pipeline(assembly.scheduler, assembly.pool.driver)

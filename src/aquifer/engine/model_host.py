@@ -39,6 +39,7 @@ from aquifer.models import ModelPlan, Planner
 from aquifer.models.limits import MOST_HEADS
 from aquifer.weights.checkpoint import Checkpoint
 from aquifer.weights.parameters import check_sources
+from aquifer.weights.reuse import ReuseStore
 from aquifer.weights.store import check_fits
 
 _log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class ModelHost:
         config: the engine's options.
         assembly: pool and scheduler.
         limits: the limits of a step.
+        reuse: the weights of all models.
 
     Attributes:
         info: description of the model for other processes.
@@ -86,6 +88,7 @@ class ModelHost:
         config: EngineConfig,
         assembly: Assembly,
         limits: StepLimits,
+        reuse: ReuseStore,
     ) -> None:
         self.state = ModelState.REGISTERED
         self.error: str | None = None
@@ -114,11 +117,12 @@ class ModelHost:
             self._weights = ModelWeights(
                 assembly.pool,
                 assembly.room.reclaimer,
+                reuse,
                 spec.name,
                 plan.parameters,
                 checkpoint,
                 (config.seed or 0) if config.load_format == "dummy" else None,
-                is_idle=lambda: self.is_idle,
+                is_unused=lambda: self.is_unused,
                 is_wanted=lambda: bool(self.lane.waiting),
                 on_evict=self._on_evict,
             )
@@ -143,11 +147,6 @@ class ModelHost:
             self._resources = resources.pop_all()
 
     @property
-    def missing_pages(self) -> int:
-        """Number of pages of its weights that are not in the pool."""
-        return self._weights.missing_pages
-
-    @property
     def resident_bytes(self) -> int:
         """Bytes of its weights that are in the pool."""
         return self._weights.resident_bytes
@@ -156,20 +155,26 @@ class ModelHost:
     def status(self) -> ModelStatus:
         """What it does and has."""
         return ModelStatus(
-            self.state, self.resident_bytes, self.info.weight_bytes, self._num_loads, self.error
+            self.state,
+            self.resident_bytes,
+            self.info.weight_bytes,
+            self._num_loads,
+            self.error,
+            shared_bytes=self.weights.shared_bytes,
+            host_bytes=self.weights.host_bytes,
         )
 
     @property
-    def is_idle(self) -> bool:
-        """Whether its weights may be evicted: none of its requests runs. Some may wait."""
+    def weights(self) -> ModelWeights:
+        """Its weights."""
+        return self._weights
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether no step needs its weights: none of its requests runs. Some may wait."""
         if self.state == ModelState.RESIDENT:
             return not self.lane.is_busy
         return self.state == ModelState.PARTIAL
-
-    @property
-    def missing_s(self) -> float:
-        """Seconds to load the weights that are not in the pool, as fast as the last time."""
-        return self._weights.missing_s
 
     @property
     def runner(self) -> Runner:
@@ -180,15 +185,12 @@ class ModelHost:
     def launch(self, step: StepInput) -> InFlight:
         """Launch a step, with as many threads as it is worth. Pre-condition: it is resident."""
         assert self.state == ModelState.RESIDENT, f"{self.info.name} is {self.state}"
-        self._weights.victims.last_used_s = time.monotonic()
         with self._thread_control.threads_for(step.spans.num_tokens):
             return self.runner.launch(step)
 
     def wanted(self) -> None:
         """A request of it arrives."""
-        if not self.lane.has_work:
-            self._weights.victims.num_uses += 1
-        self._weights.victims.last_used_s = time.monotonic()
+        self._weights.uses.use(time.monotonic())
 
     # --- loading and evicting ----------------------------------------------------------------
 
@@ -295,7 +297,7 @@ class ModelHost:
         self.state, self.error = ModelState.RESIDENT, None
         self.lane.is_resident = True
         self.lane.last_turn = -1  # it comes next, before others take its weights again
-        self.ready_s = self._weights.victims.last_used_s = time.monotonic()
+        self.ready_s = time.monotonic()
         self._num_loads += 1
 
     @contextmanager

@@ -16,10 +16,11 @@ from aquifer.engine.policies.residents import ResidentsSnapshot
 from aquifer.engine.reports import KVCapacity, LoadProgress, ModelState
 from aquifer.engine.step_limits import StepLimits
 from aquifer.errors import ConfigError, DriverError, UnknownModelError
-from aquifer.memory.pool import PoolUsage
+from aquifer.memory.pool import Kind, PoolUsage
 from aquifer.models import ModelPlan, Planner
 from aquifer.sizes import format_size
 from aquifer.weights.checkpoint import Checkpoint
+from aquifer.weights.reuse import ReuseStore
 
 _log = logging.getLogger(__name__)
 
@@ -37,10 +38,16 @@ class ModelSet:
         assembly: pool and scheduler.
         planner: finds the implementation of a checkpoint.
         limits: the limits of a step.
+        reuse: the weights of all models.
     """
 
     def __init__(
-        self, config: EngineConfig, assembly: Assembly, planner: Planner, limits: StepLimits
+        self,
+        config: EngineConfig,
+        assembly: Assembly,
+        planner: Planner,
+        limits: StepLimits,
+        reuse: ReuseStore,
     ) -> None:
         self._config = config
         self._pool = assembly.pool
@@ -49,7 +56,9 @@ class ModelSet:
         self._planner = planner
         self._limits = limits
         self._policies = assembly.policies
+        self._reuse = reuse
         self._threads = ThreadPoolExecutor(1, "aquifer-load")
+        self._savers = ThreadPoolExecutor(1, "aquifer-save")
         self._hosts: dict[str, ModelHost] = {}
         self._warned: set[ModelHost] = set()  # of which long requests are refused
 
@@ -89,7 +98,9 @@ class ModelSet:
         if spec.name in self._hosts:
             raise ConfigError(f"a model named {spec.name!r} is registered already")
         checkpoint, plan = read or read_model(spec, self._planner, self._config)
-        host = ModelHost(spec, plan, checkpoint, self._config, self._assembly, self._limits)
+        host = ModelHost(
+            spec, plan, checkpoint, self._config, self._assembly, self._limits, self._reuse
+        )
         self._hosts[spec.name] = host
         return host
 
@@ -108,6 +119,10 @@ class ModelSet:
         for other in self:
             if other.state == ModelState.LOADING and other is not host:
                 other.is_filled_within(None)  # nothing is prepared while a thread uses the device
+        self._reuse.compare(self._threads, None)
+        if not self._has_room(host):
+            for other in self:
+                other.weights.finish_saving()  # then they may go
         # Asked first: a load that cannot succeed must not evict what others retain.
         if not (self._has_room(host) and host.load(on_progress)):
             raise ConfigError(self._no_room(host))
@@ -127,9 +142,10 @@ class ModelSet:
             for host in reversed(list(self)):
                 self.load(host, on_progress)
             return
+        self._reuse.compare(self._threads, None)
         for host in self:
             is_first = not any(other.resident_bytes for other in self)
-            if is_first or host.missing_pages <= self._room.free_pages:
+            if is_first or host.weights.missing_pages <= self._room.free_pages:
                 self.load(host, on_progress)
             else:
                 _log.info("%s is loaded when a request asks for it", host.info.name)
@@ -139,8 +155,8 @@ class ModelSet:
 
         What is there of it does not count as room.
         """
-        own_pages = self._room.pages(host.resident_bytes) if host.is_idle else 0
-        return self._room.has(host.missing_pages + own_pages + kv_pages)
+        own_pages = self._room.pages(host.weights.own_victim_bytes)
+        return self._room.has(host.weights.missing_pages + own_pages + kv_pages)
 
     def _no_room(self, host: ModelHost) -> str:
         left_bytes = self._room.size(self._room.reachable_pages)
@@ -161,6 +177,7 @@ class ModelSet:
         except ConfigError:
             host.unload()
             raise
+        host.weights.begin_saving(self._savers)
 
     def remove(self, host: ModelHost) -> None:
         """Remove a model. Pre-condition: it has no requests, and no step is in flight."""
@@ -173,6 +190,7 @@ class ModelSet:
         for host in reversed(list(self)):
             self.remove(host)
         self._threads.shutdown()
+        self._savers.shutdown()
 
     def load_wanted(
         self,
@@ -195,6 +213,9 @@ class ModelSet:
                 self._continue(host, on_failure)
                 return
         wanted = [host for host in self if host.lane.waiting and host.state != ModelState.RESIDENT]
+        # Which weights they share is to be known before they get pages.
+        if wanted and not self._reuse.compare(self._threads, self._pause_s):
+            return
         wanted.sort(key=lambda host: max(_first_arrival(host.lane), host.turn))
         for host in wanted:
             others = [other for other in self if other.lane.is_resident and other.lane.has_work]
@@ -204,6 +225,9 @@ class ModelSet:
             except DriverError as error:
                 on_failure(host, str(error))
                 continue
+            if any(other.weights.is_saving for other in self):
+                time.sleep(self._pause_s)
+                return  # they may go when they have been saved
             if others or any(other.lane.in_flight for other in self):
                 holder = self._policies.residents(self._residents(host, others)) if others else None
                 if holder is not None:
@@ -214,11 +238,7 @@ class ModelSet:
 
     def _continue(self, host: ModelHost, on_failure: Callable[[ModelHost, str], None]) -> None:
         """Let a model run if its weights are there by now; waits a little if no other runs."""
-        can_others_run = any(
-            (lane.is_resident and lane.has_work) or lane.in_flight
-            for lane in self._assembly.scheduler.lanes.values()
-        )
-        if not host.is_filled_within(0.0 if can_others_run else _PAUSE_S):
+        if not host.is_filled_within(self._pause_s):
             return
         try:
             host.finish_loading()
@@ -226,9 +246,20 @@ class ModelSet:
         except (ConfigError, DriverError) as error:
             on_failure(host, str(error))
 
+    @property
+    def _pause_s(self) -> float:
+        """How long the loop may wait for weights: not while any model has something to run."""
+        can_run = any(
+            (lane.is_resident and lane.has_work) or lane.in_flight
+            for lane in self._assembly.scheduler.lanes.values()
+        )
+        return 0.0 if can_run else _PAUSE_S
+
     def _residents(self, host: ModelHost, others: Iterable[ModelHost]) -> ResidentsSnapshot:
         now_s = time.monotonic()
-        return ResidentsSnapshot(host.missing_s, [now_s - other.ready_s for other in others])
+        return ResidentsSnapshot(
+            host.weights.missing_s, [now_s - other.ready_s for other in others]
+        )
 
     def _leaves_room(self, host: ModelHost, others: Sequence[ModelHost]) -> bool:
         """Whether there is room for a model and its next request beside models that run.
@@ -239,8 +270,8 @@ class ModelSet:
         """
         if not self._has_room(host, _first_pages(host.lane) if others else 0):
             return False
-        weight_bytes = sum(other.info.weight_bytes for other in (host, *others))
-        kv_pages = self._kv_pages_beside(weight_bytes)
+        together = (other.weights.member for other in (host, *others))
+        kv_pages = self._kv_pages_beside(self._reuse.distinct_bytes(together))
         return all(
             other.lane.most_pages(
                 group.num_prompt_tokens, group.max_total, group.request.params.num_sequences
@@ -270,7 +301,11 @@ class ModelSet:
         Args:
             usage: usage of the pool, now.
         """
-        weight_bytes = sum(host.resident_bytes for host in self)
+        weight_bytes = sum(
+            num_bytes
+            for owner, num_bytes in usage.in_use_bytes.items()
+            if owner.kind == Kind.WEIGHTS
+        )
         return usage.overhead_bytes + weight_bytes + self.pinned_bytes
 
     def kv_pages(self, host: ModelHost) -> int:

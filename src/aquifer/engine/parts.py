@@ -12,13 +12,19 @@ from aquifer.config import EngineConfig
 from aquifer.engine.assembly import Assembly
 from aquifer.engine.policies import Policies
 from aquifer.engine.step_limits import StepLimits
+from aquifer.errors import ConfigError
 from aquifer.kernels import start_compiler
 from aquifer.memory.budget import make_pool
 from aquifer.memory.driver import open_driver
 from aquifer.memory.driver.base import Driver
+from aquifer.memory.driver.host import available_host_bytes
 from aquifer.memory.meter import OverheadMeter
 from aquifer.memory.stock import PageStocker
+from aquifer.sizes import format_size
+from aquifer.weights.fingerprint import cache_folder
+from aquifer.weights.host_cache import HostCache
 from aquifer.weights.parameters import Parameter, placed_bytes
+from aquifer.weights.reuse import ReuseStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +35,7 @@ class EngineParts:
     assembly: Assembly
     stocker: PageStocker
     meter: OverheadMeter
+    reuse: ReuseStore
     resources: ExitStack
 
     @classmethod
@@ -73,10 +80,31 @@ class EngineParts:
                 max_prefill_s=limits.max_prefill_s,
                 policies=policies,
             )
+            host_cache = HostCache(_host_cache_bytes(config, driver), driver.device)
+            resources.callback(host_cache.close)
+            reuse = ReuseStore(host_cache, cache_folder())
             stocker = PageStocker(pool)
             stocker.start()
             resources.callback(stocker.close)
             meter = OverheadMeter(driver)
             meter.start()
             resources.callback(meter.close)
-            return cls(limits, assembly, stocker, meter, resources.pop_all())
+            return cls(limits, assembly, stocker, meter, reuse, resources.pop_all())
+
+
+def _host_cache_bytes(config: EngineConfig, driver: Driver) -> int:
+    """Size of the host cache: as configured, or half of the host's free memory where a GPU has
+    several models.
+
+    Raises:
+        ConfigError: the host has less free memory.
+    """
+    if config.host_cache_bytes is None:
+        is_of_use = driver.device.type != "cpu" and len(config.models) > 1
+        return available_host_bytes() // 2 if is_of_use else 0
+    if config.host_cache_bytes > (free_bytes := available_host_bytes()):
+        raise ConfigError(
+            f"--host-cache is {format_size(config.host_cache_bytes)} and this machine has "
+            f"{format_size(free_bytes)} free"
+        )
+    return config.host_cache_bytes

@@ -51,6 +51,8 @@ class ModelStatus:
     weight_bytes: int  # of all of them
     num_loads: int = 0  # times that it became resident
     error: str | None = None  # why loading it failed
+    shared_bytes: int = 0  # of the resident ones, in pages that are accounted to another model
+    host_bytes: int = 0  # of all of them, in the host cache
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,11 +229,11 @@ class Ledger:
         """Add a reference to each page."""
         self._change(pages, lambda record: record.changed(num_references=1))
 
-    def transfer(self, pages: Sequence[Page], owner: Owner) -> None:
-        """Account pages to another owner of the same model."""
+    def transfer(self, pages: Sequence[Page], owner: Owner, *, is_shared: bool = False) -> None:
+        """Account pages to another owner: of the same model, or of one that has the same bytes."""
 
         def transferred(record: _Record) -> _Record:
-            if record.owner.model != owner.model:
+            if record.owner.model != owner.model and not is_shared:
                 raise InvariantError(f"a page of {record.owner} cannot go to {owner} unzeroed")
             return record._replace(owner=owner)
 

@@ -168,12 +168,17 @@ class PagePool:
         """References to a page, those that are retired included; 0 if it is idle."""
         return self._ledger.num_references(page)
 
-    def transfer(self, pages: Sequence[Page], owner: Owner) -> None:
-        """Account pages to another owner of the same model from now on; their bytes stay.
+    def transfer(self, pages: Sequence[Page], owner: Owner, *, is_shared: bool = False) -> None:
+        """Account pages to another owner from now on; their bytes stay.
 
         This is how a finished request's KV becomes a retained prefix.
+
+        Args:
+            pages: the pages.
+            owner: an owner of the same model.
+            is_shared: whether the owner may be of another model, which has the same bytes.
         """
-        self._ledger.transfer(pages, owner)
+        self._ledger.transfer(pages, owner, is_shared=is_shared)
 
     def release(self, pages: Sequence[Page]) -> None:
         """Drop one reference of each page. Pre-condition: the caller has unmapped them.

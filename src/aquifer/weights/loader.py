@@ -89,6 +89,31 @@ def load_tensors(
         on_bytes(checkpoint.tensors[name].num_bytes)
 
 
+def copy_bytes(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> int:
+    """Copy (source, target) pairs between page-locked memory and a device; done on return.
+
+    Args:
+        copies: uint8, of equal sizes; the others on one device, or all on the host.
+
+    Returns: the number of bytes.
+    """
+    num_bytes = sum(source.numel() for source, _ in copies)
+    devices = {t.device for pair in copies for t in pair if t.device.type != "cpu"}
+    if not devices:
+        for source, target in copies:
+            target.copy_(source)
+        return num_bytes
+    (device,) = devices
+    with torch.cuda.device(device):
+        stream = _stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for source, target in copies:
+                target.copy_(source, non_blocking=True)
+        stream.synchronize()
+    return num_bytes
+
+
 def plan_stretches(jobs: Iterable[tuple[StoredTensor, Target]], max_bytes: int) -> list[Stretch]:
     """Cut tensors, in the order given, into stretches of at most `max_bytes`."""
     stretches: list[Stretch] = []

@@ -6,9 +6,10 @@ Addresses stay for as long as the model is registered, while pages come and go, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -32,6 +33,13 @@ _MOST_PARAMETERS = 1 << 20  # of one model, for seeds of their own
 _RANDOM_STD = 0.02  # standard deviation that most models are initialised with
 
 
+class GroupPlace(NamedTuple):
+    """A group of parameters of a store."""
+
+    store: WeightStore
+    group: ParameterGroup
+
+
 class WeightStore:
     """The parameters of one model at addresses of their own, with pages of the pool under them.
 
@@ -44,6 +52,7 @@ class WeightStore:
         parameters: the model's parameters.
 
     Attributes:
+        owner: as given.
         parameters: as given.
         placement: offsets of the parameters.
         groups: parameters that are resident or evicted as a whole.
@@ -60,6 +69,7 @@ class WeightStore:
         is_default = pool.page_bytes == driver.default_page_bytes  # else the size was chosen
         large_page_bytes = driver.large_page_bytes if is_default else pool.page_bytes
         self.groups = placement.groups(parameters, large_page_bytes)
+        self.owner = owner
         self._pool = pool
         self._range = VirtualRange(pool.pages, placement.num_bytes, placement.page_bytes)
         self._ordinary = Residency(pool, owner, self._range)
@@ -80,6 +90,7 @@ class WeightStore:
         }
         self._resident: set[ParameterGroup] = set()
         self._num_resident_pages = 0  # of these
+        self._sizes_bytes = {p.name: p.num_bytes for p in self.parameters}
         self.tensors = {
             p.name: self._range.tensor(p.shape, p.dtype, self.placement.offsets_bytes[p.name])
             for p in self.parameters
@@ -119,11 +130,21 @@ class WeightStore:
         """Number of ordinary pages that `populate` takes."""
         return self.placement.num_pages - self._num_resident_pages
 
-    def populate(self, groups: Iterable[ParameterGroup] | None = None) -> bool:
+    def populate(
+        self,
+        groups: Iterable[ParameterGroup] | None = None,
+        same_as: Mapping[ParameterGroup, GroupPlace] | None = None,
+    ) -> bool:
         """Take pages for these groups, or for all; those that are resident stay as they are.
 
         All or nothing: False means that the pool is short, and nothing has changed. The caller then
         writes the contents with `load` or `fill_random`.
+
+        Args:
+            groups: the groups.
+            same_as: groups of other stores with the same contents, of which the pages are mapped
+                here too instead. Pre-condition: placed alike, and resident. None of the stores may
+                write to them from now on.
 
         Raises:
             DriverError: the device refused; nothing has changed.
@@ -131,21 +152,62 @@ class WeightStore:
         missing = [
             g for g in (self.groups if groups is None else groups) if g not in self._resident
         ]
+        same_as = same_as or {}
         with ExitStack() as undo:
-            # Large pages first: they leave a whole number of ordinary pages of the budget.
             for group in missing:
+                if group in same_as:
+                    self._alias(group, same_as[group], undo)
+            new = [group for group in missing if group not in same_as]
+            # Large pages first: they leave a whole number of ordinary pages of the budget.
+            for group in new:
                 if group in self._large:
                     large = self._large[group]
                     indices = range(large.range.num_pages)
                     if not large.populate([indices]):
                         return False
                     undo.callback(large.give_up, indices)
-            if not self._ordinary.populate([g.ordinary for g in missing if g.ordinary]):
+            if not self._ordinary.populate([g.ordinary for g in new if g.ordinary]):
                 return False
             undo.pop_all()
         self._resident.update(missing)
         self._num_resident_pages += sum(group.num_pages for group in missing)
         return True
+
+    def _alias(self, group: ParameterGroup, other: GroupPlace, undo: ExitStack) -> None:
+        """Map the pages of a group of another store here."""
+        for (residency, places), (theirs, their_places) in zip(
+            self.places(group), other.store.places(other.group), strict=True
+        ):
+            pages = theirs.range.pages_at(their_places)
+            residency.share(pages)
+            try:
+                residency.alias(places.start, pages)
+            except BaseException:
+                residency.release(pages)
+                raise
+            undo.callback(residency.give_up, places)
+
+    def places(self, group: ParameterGroup) -> list[tuple[Residency, range]]:
+        """Where the pages of a group are: large ones, then ordinary ones."""
+        large = self._large.get(group)
+        places = [] if large is None else [(large, range(large.range.num_pages))]
+        return [*places, (self._ordinary, group.ordinary)]
+
+    def hand_over(self, group: ParameterGroup, other: WeightStore) -> None:
+        """Account the pages of a group to another store, which has them too."""
+        for residency, places in self.places(group):
+            self._pool.transfer(residency.range.pages_at(places), other.owner, is_shared=True)
+
+    def bytes_of(self, group: ParameterGroup) -> torch.Tensor:
+        """[n] uint8, the bytes of a group from its first parameter to its last; to be used only
+        while it is resident."""
+        page_bytes = self.placement.page_bytes
+        first = group.large.start if group.large else group.ordinary.start
+        end = max(
+            self.placement.offsets_bytes[name] + self._sizes_bytes[name] for name in group.names
+        )
+        start = first * page_bytes
+        return self._range.tensor((end - start,), torch.uint8, start)
 
     def evict(self, groups: Iterable[ParameterGroup] | None = None) -> None:
         """Give up the pages of these groups, or of all. Their addresses stay.
@@ -156,10 +218,8 @@ class WeightStore:
             if group in self._resident:
                 self._resident.remove(group)
                 self._num_resident_pages -= group.num_pages
-                if group in self._large:
-                    large = self._large[group]
-                    large.give_up(range(large.range.num_pages))
-                self._ordinary.give_up(group.ordinary)
+                for residency, places in self.places(group):
+                    residency.give_up(places)
 
     def load(
         self,

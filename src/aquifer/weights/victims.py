@@ -5,79 +5,78 @@ the regret of a group of parameters is that of Tangram's equation 2 for each byt
 
     p(the model is needed again) x seconds to load the group x sensitivity / bytes
 
-It is the same for all groups of a model, up to how fast each is loaded. Of these the last ones go
-first: a model of which the first layers are resident can begin to compute while the others load.
+It is the same for all groups of a model that are restored from the same place, the host or the
+disk. Of these the last ones go first: a model of which the first layers are resident can begin to
+compute while the others load.
+
+A group that several models share goes from all of them at once, once all are idle, and p is that
+any of them is needed again.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
-from aquifer.memory.reclaim import ReuseModel, regret_per_byte
+from aquifer.memory.reclaim import regret_per_byte
 from aquifer.weights.parameters import ParameterGroup
-from aquifer.weights.store import WeightStore
+from aquifer.weights.reuse import Member, ReuseStore
+
+
+class _Offer(NamedTuple):
+    """A group that may go."""
+
+    regret: float  # in seconds per byte
+    group: ParameterGroup
 
 
 class IdleWeights:
     """The weights of one model: a source of victims while the model is idle.
 
     Args:
-        store: the weights.
-        load_s: seconds to load so many bytes of them.
-        is_idle: tells whether they are neither in use nor being loaded, and may go.
-        is_wanted: tells whether requests wait for them: then they are needed again for certain.
-        on_evict: called when some have been evicted.
-        reuse: probability that the model is needed again.
-        sensitivity: weight of a second of delay of this model, compared with others (Tangram's
-            alpha).
-
-    Attributes:
-        last_used_s: when the model was loaded, or a request of it arrived or ran last, on the
-            reclaimer's clock.
-        num_uses: how many times a request came while it had none.
+        reuse: the weights of all models.
+        member: those of this one.
+        byte_s: seconds to load a byte of a group again.
     """
 
     def __init__(
-        self,
-        store: WeightStore,
-        load_s: Callable[[int], float],
-        is_idle: Callable[[], bool],
-        is_wanted: Callable[[], bool],
-        on_evict: Callable[[], None],
-        reuse: ReuseModel | None = None,
-        sensitivity: float = 1.0,
+        self, reuse: ReuseStore, member: Member, byte_s: Callable[[ParameterGroup], float]
     ) -> None:
-        self.last_used_s = -math.inf
-        self.num_uses = 0
-        self._store = store
-        self._load_s = load_s
-        self._is_idle = is_idle
-        self._is_wanted = is_wanted
-        self._on_evict = on_evict
-        self._reuse = reuse or ReuseModel()
-        self._sensitivity = sensitivity
+        self._reuse = reuse
+        self._member = member
+        self._byte_s = byte_s
+        # Bytes that may go beside shared groups, and what they were counted for.
+        self._counted: tuple[int, tuple[bool, ...], int] = (-1, (), 0)
 
     @property
     def evictable_bytes(self) -> int:
         """Bytes that `evict` could give back in all."""
-        return self._store.resident_bytes if self._is_idle() else 0
+        if not self._member.use.is_idle:
+            return 0
+        if not self._reuse.has_shared:
+            return self._member.store.resident_bytes
+        idle, resident_bytes = self._reuse.idle(), self._member.store.resident_bytes
+        if self._counted[:2] != (self._reuse.version, idle):
+            kept_bytes = resident_bytes - sum(
+                self._member.bytes_of(group) for group in self._groups()
+            )
+            self._counted = (self._reuse.version, idle, kept_bytes)
+        return resident_bytes - self._counted[2]
 
     def evictable_below(self, num_bytes: int, now_s: float, limit: float) -> int:
         """Bytes that `evict` could give back at a regret per byte below `limit`."""
-        if not self._is_idle():
-            return 0
         found_bytes = 0
-        for group in self._by_regret():
-            if found_bytes >= num_bytes or self._regret(group, now_s) >= limit:
+        for offer in self._offers(now_s):
+            if found_bytes >= num_bytes or offer.regret >= limit:
                 break
-            found_bytes += self._bytes(group)
+            found_bytes += self._member.bytes_of(offer.group)
         return found_bytes
 
     def cheapest(self, now_s: float) -> float | None:
         """The regret per byte of the next group to go; None if there is none."""
-        groups = self._by_regret() if self._is_idle() else []
-        return self._regret(groups[0], now_s) if groups else None
+        offers = self._offers(now_s)
+        return offers[0].regret if offers else None
 
     def evict(self, num_bytes: int, now_s: float, limit: float = math.inf) -> int:
         """Evict groups in order of regret until `num_bytes` are dropped; returns the bytes dropped.
@@ -86,27 +85,54 @@ class IdleWeights:
         """
         evicted: list[ParameterGroup] = []
         evicted_bytes = 0
-        for group in self._by_regret() if self._is_idle() else []:
-            if evicted_bytes >= num_bytes or (evicted and self._regret(group, now_s) > limit):
+        for offer in self._offers(now_s):
+            if evicted_bytes >= num_bytes or (evicted and offer.regret > limit):
                 break
-            evicted.append(group)
-            evicted_bytes += self._bytes(group)
-        if evicted:
-            self._store.evict(evicted)
-            self._on_evict()
+            evicted.append(offer.group)
+            evicted_bytes += self._member.bytes_of(offer.group)
+        for loser in self._reuse.evict_from_all(self._member, evicted):
+            loser.use.on_evict()
         return evicted_bytes
 
-    def _by_regret(self) -> list[ParameterGroup]:
-        """The groups that are resident, the next one to go first: the last one to be used."""
-        resident = self._store.resident
-        return [group for group in reversed(self._store.by_use) if group in resident]
+    def _groups(self) -> list[ParameterGroup]:
+        """The groups that may go, those that a step uses last first.
 
-    def _bytes(self, group: ParameterGroup) -> int:
-        return group.num_pages * self._store.placement.page_bytes
+        Shared ones are the business of the model that their pages are accounted to.
+        """
+        member = self._member
+        if not member.use.is_idle:
+            return []
+        resident = member.store.resident
+        groups = [group for group in reversed(member.store.by_use) if group in resident]
+        if not self._reuse.has_shared:
+            return groups
+        return [group for group in groups if self._is_mine(group)]
 
-    def _regret(self, group: ParameterGroup, now_s: float) -> float:
-        probability = 1.0
-        if not self._is_wanted():
-            probability = self._reuse.probability(now_s - self.last_used_s, self.num_uses)
-        num_bytes = self._bytes(group)
-        return regret_per_byte(probability, self._load_s(num_bytes), num_bytes, self._sensitivity)
+    def _is_mine(self, group: ParameterGroup) -> bool:
+        holders = self._reuse.holders(self._member, group)
+        return holders[0] is self._member and all(holder.use.is_idle for holder in holders)
+
+    def _offers(self, now_s: float) -> list[_Offer]:
+        """The groups that may go, in order of regret."""
+        groups = self._groups()
+        if not groups:
+            return []
+        own = self._member.use.probability(now_s), self._member.use.sensitivity
+        offers: list[_Offer] = []
+        for group in groups:
+            probability, sensitivity = self._shared(group, now_s) or own
+            # By the byte, so that groups of any size are equal where nothing else differs.
+            regret = regret_per_byte(probability, self._byte_s(group), 1, sensitivity)
+            offers.append(_Offer(regret, group))
+        offers.sort(key=lambda offer: offer.regret)  # stable
+        return offers
+
+    def _shared(self, group: ParameterGroup, now_s: float) -> tuple[float, float] | None:
+        """Probability that a shared group is needed again, and its weight; None if it is not."""
+        if not self._reuse.has_shared:
+            return None
+        uses = [holder.use for holder in self._reuse.holders(self._member, group)]
+        if len(uses) == 1:
+            return None
+        none_needed = math.prod(1 - use.probability(now_s) for use in uses)
+        return 1 - none_needed, max(use.sensitivity for use in uses)

@@ -71,10 +71,8 @@ class HostDriver:
         return max(limit - _MAPPINGS_LEFT_TO_OTHERS, limit // 2)
 
     def available_bytes(self) -> int:
-        """Free and reclaimable memory, or the room in the control group if that is less."""
-        available = proc_bytes("/proc/meminfo", "MemAvailable")
-        room = cgroup_room_bytes()
-        return available if room is None else min(available, room)
+        """See `available_host_bytes`."""
+        return available_host_bytes()
 
     def total_bytes(self) -> int:
         """The machine's memory, or the limit of the control group if that is less."""
@@ -296,6 +294,13 @@ def cgroup_limit_bytes() -> int | None:
         return None if limit == "max" else int(limit)
     except (OSError, ValueError):
         return None
+
+
+def available_host_bytes() -> int:
+    """Free and reclaimable memory, or the room in the control group if that is less."""
+    available = proc_bytes("/proc/meminfo", "MemAvailable")
+    room = cgroup_room_bytes()
+    return available if room is None else min(available, room)
 
 
 def cgroup_room_bytes() -> int | None:

@@ -1,0 +1,288 @@
+"""Reuse store: which weights are on the device and in host memory, of all models together.
+
+It is Tangram's (section 3.1), on pages: a map from what a group of parameters is
+(`aquifer.weights.fingerprint`) to the models that have it on the device. A group that one model has
+there is mapped for another one too, so that fine-tunes take the memory of what they differ in. The
+pages are accounted to one of them, the first. Behind it are the host cache and the checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Executor, Future, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from aquifer.weights.fingerprint import GroupOrigin, keys_of_equals
+from aquifer.weights.host_cache import HostCache
+from aquifer.weights.parameters import ParameterGroup
+from aquifer.weights.store import GroupPlace, WeightStore
+
+
+class WeightUse(Protocol):
+    """How the weights of one model are used."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether they are neither in use nor being loaded or copied, and may be evicted."""
+
+    def probability(self, now_s: float) -> float:
+        """p(the model is needed again)."""
+
+    @property
+    def sensitivity(self) -> float:
+        """Weight of a second of delay of this model, compared with others (Tangram's alpha)."""
+
+    def on_evict(self) -> None:
+        """Some of them have been evicted."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Member:
+    """The weights of one registered model.
+
+    Attributes:
+        store: the weights.
+        use: how they are used.
+        origins: how each group is made; of groups without one, only the key is known.
+        keys: what each group is; equal ones may be shared.
+    """
+
+    store: WeightStore
+    use: WeightUse
+    origins: Mapping[ParameterGroup, GroupOrigin]
+    keys: dict[ParameterGroup, str]
+
+    def bytes_of(self, group: ParameterGroup) -> int:
+        """Bytes of the pages of a group."""
+        return group.num_pages * self.store.placement.page_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    groups: dict[GroupOrigin, tuple[Member, ParameterGroup]]
+    found: Future[dict[GroupOrigin, str]]
+
+
+_Holder = tuple[Member, ParameterGroup]
+"""A model that has a group on the device with its contents, and that group of the model."""
+
+
+class ReuseStore:
+    """Weights of all models on the device, by what they are.
+
+    All methods are for the engine's loop.
+
+    Args:
+        host: copies of them in host memory.
+        hashes: folder in which hashes of checkpoints are kept.
+
+    Attributes:
+        host: as given.
+        version: changes whenever a model gets or loses a group that others have.
+    """
+
+    def __init__(self, host: HostCache, hashes: Path) -> None:
+        self.host = host
+        self.version = 0
+        self._hashes = hashes
+        self._members: list[Member] = []
+        self._holders: dict[str, list[_Holder]] = {}  # the pages are the first one's
+        self._num_shared = 0  # groups that several models have
+        self._is_stale = False  # models were registered since the last comparison
+        self._comparison: _Comparison | None = None  # under way
+
+    # --- members -----------------------------------------------------------------------------
+
+    def register(
+        self,
+        store: WeightStore,
+        use: WeightUse,
+        origins: Mapping[ParameterGroup, GroupOrigin],
+        keys: Mapping[ParameterGroup, str],
+    ) -> Member:
+        """Add a model.
+
+        Args:
+            store: its weights, none of which are resident.
+            use: how they are used.
+            origins: how its groups are made from a checkpoint.
+            keys: what groups are that are not made from one.
+        """
+        member = Member(store, use, origins, {})
+        for group in store.groups:
+            key = keys.get(group)
+            with suppress(OSError):  # the load will say what is wrong with the file
+                if group in origins:
+                    key = origins[group].key_by_file()
+            if key is not None and key not in member.keys.values():
+                member.keys[group] = key
+        self._members.append(member)
+        self._is_stale = sum(1 for each in self._members if each.origins) > 1
+        return member
+
+    def unregister(self, member: Member) -> None:
+        """The opposite of `register`. Pre-condition: none of its groups is resident."""
+        self._members.remove(member)
+
+    # --- equal groups of several checkpoints ---------------------------------------------------
+
+    def compare(self, threads: Executor, timeout_s: float | None = 0.0) -> bool:
+        """Let groups that are equal in several checkpoints have equal keys.
+
+        To be called until it is done, before anything is loaded.
+
+        Args:
+            threads: where the checkpoints are read.
+            timeout_s: how long to wait for that; None for any time.
+
+        Returns: whether it is done for all models.
+        """
+        if self._comparison is None:
+            if not self._is_stale:
+                return True
+            self._is_stale = False
+            groups = {
+                origin: (member, group)
+                for member in self._members
+                for group, origin in member.origins.items()
+            }
+            found = threads.submit(keys_of_equals, list(groups), self._hashes)
+            self._comparison = _Comparison(groups, found)
+        if not wait([self._comparison.found], timeout_s).done:
+            return False
+        comparison, self._comparison = self._comparison, None
+        for origin, key in comparison.found.result().items():
+            self._rename(*comparison.groups[origin], key)
+        return self.compare(threads, timeout_s)
+
+    def _rename(self, member: Member, group: ParameterGroup, key: str) -> None:
+        """Let a group have another key, and those of other models that had the same one.
+
+        Where both keys have pages already, the groups go on as different ones.
+        """
+        old = member.keys.get(group)
+        if old in (None, key) or (old in self._holders and key in self._holders):
+            return
+        if old in self._holders:
+            self._holders[key] = self._holders.pop(old)
+        self.host.rename(old, key)
+        for other in self._members:
+            if key not in other.keys.values():
+                other.keys.update({g: key for g, theirs in other.keys.items() if theirs == old})
+
+    # --- residency ---------------------------------------------------------------------------
+
+    def holders(self, member: Member, group: ParameterGroup) -> Sequence[Member]:
+        """The models that have the pages of a group that a model has.
+
+        The first one is the one that they are accounted to.
+        """
+        found = self._found(member, group)
+        return [holder for holder, _ in found] if (member, group) in found else [member]
+
+    def holders_of_like(self, member: Member, group: ParameterGroup) -> Sequence[Member]:
+        """The models that have the contents of a group on the device; the model itself if it has
+        pages of its own."""
+        found = self._found(member, group)
+        if group in member.store.resident and (member, group) not in found:
+            return [member]
+        return [holder for holder, _ in found]
+
+    @property
+    def has_shared(self) -> bool:
+        """Whether any group is shared."""
+        return self._num_shared > 0
+
+    def idle(self) -> tuple[bool, ...]:
+        """Whether each model is idle."""
+        return tuple(member.use.is_idle for member in self._members)
+
+    def missing(self, member: Member) -> tuple[ParameterGroup, ...]:
+        """Groups of a model that `populate` takes pages for: nobody has them on the device."""
+        return tuple(g for g in member.store.missing if not self._found(member, g))
+
+    def populate(self, member: Member) -> tuple[ParameterGroup, ...] | None:
+        """Take pages for all missing groups of a model, or share those of other models.
+
+        Returns: those that are to be filled; then `filled` is to be called. None if the pool is
+            short, and nothing has changed.
+
+        Raises:
+            DriverError: the device refused; nothing has changed.
+        """
+        missing = member.store.missing
+        same_as = {
+            group: GroupPlace(holder.store, theirs)
+            for group in missing
+            for holder, theirs in self._found(member, group)[:1]
+        }
+        if not member.store.populate(missing, same_as):
+            return None
+        for group in same_as:
+            self._join(member, group)
+        return tuple(group for group in missing if group not in same_as)
+
+    def filled(self, member: Member, groups: Iterable[ParameterGroup]) -> None:
+        """Note that groups of a model have their contents: others may share them from now on."""
+        for group in groups:
+            if group in member.keys and not self._found(member, group):
+                self._join(member, group)
+
+    def evict(self, member: Member, groups: Iterable[ParameterGroup] | None = None) -> None:
+        """Take pages from groups of a model, or from all; other models keep theirs."""
+        wanted = member.store.groups if groups is None else tuple(groups)
+        for group in wanted:
+            if (member, group) in self._found(member, group):
+                self._leave(member, group)
+        member.store.evict(wanted)
+
+    def evict_from_all(self, member: Member, groups: Iterable[ParameterGroup]) -> list[Member]:
+        """Take pages from groups of a model, and from all models that share these; returns the
+        models."""
+        losers: dict[Member, list[ParameterGroup]] = {}
+        for group in groups:
+            found = self._found(member, group)
+            for holder, theirs in found if (member, group) in found else [(member, group)]:
+                losers.setdefault(holder, []).append(theirs)
+        for loser, lost in losers.items():
+            self.evict(loser, lost)
+        return list(losers)
+
+    def distinct_bytes(self, members: Iterable[Member]) -> int:
+        """Bytes of pages of the weights of several models, equal groups counted once."""
+        seen: set[str] = set()
+        num_bytes = 0
+        for member in members:
+            for group in member.store.groups:
+                key = member.keys.get(group)
+                if key is None or key not in seen:
+                    num_bytes += member.bytes_of(group)
+                if key is not None:
+                    seen.add(key)
+        return num_bytes
+
+    def _found(self, member: Member, group: ParameterGroup) -> Sequence[_Holder]:
+        """Who has a group like one of a model on the device."""
+        key = member.keys.get(group)
+        return self._holders.get(key, ()) if key is not None else ()
+
+    def _join(self, member: Member, group: ParameterGroup) -> None:
+        holders = self._holders.setdefault(member.keys[group], [])
+        holders.append((member, group))
+        if len(holders) > 1:
+            self.version += 1
+            self._num_shared += len(holders) == 2
+
+    def _leave(self, member: Member, group: ParameterGroup) -> None:
+        holders = self._holders[member.keys[group]]
+        if len(holders) > 1:
+            self.version += 1
+            self._num_shared -= len(holders) == 2
+            if holders[0] == (member, group):
+                member.store.hand_over(group, holders[1][0].store)
+        holders.remove((member, group))
+        if not holders:
+            del self._holders[member.keys[group]]
