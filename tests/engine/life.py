@@ -296,7 +296,7 @@ class World:
         for name, model in memory.models.items():
             lane, by_kind = engine.lanes[name], model.bytes_by_kind
             status = engine.statuses[name]
-            assert by_kind[Kind.WEIGHTS] == status.resident_bytes
+            assert by_kind[Kind.WEIGHTS] == status.resident_bytes - status.shared_bytes
             if lane.is_resident:
                 assert status.state == ModelState.RESIDENT
                 assert status.resident_bytes == status.weight_bytes

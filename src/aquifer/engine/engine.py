@@ -72,6 +72,7 @@ class Engine:
         self._scheduler = assembly.scheduler
         self._stocker = parts.stocker
         self._meter = parts.meter
+        self._host_cache = parts.reuse.host
         self._resources = parts.resources
         self._models = ModelSet(config, assembly, planner, parts.limits, parts.reuse)
         self._requests: dict[str, tuple[ModelHost, SequenceGroup]] = {}
@@ -342,7 +343,9 @@ class Engine:
     def memory(self) -> MemoryReport:
         """Breakdown of the pool's budget by owner, now."""
         capacities = {host.info.name: self._models.kv_capacity(host) for host in self._models}
-        return memory_report(self._scheduler.lanes, self.pool, self.statuses, capacities)
+        return memory_report(
+            self._scheduler.lanes, self.pool, self.statuses, capacities, self._host_cache
+        )
 
     def close(self) -> None:
         """End all requests and release everything."""

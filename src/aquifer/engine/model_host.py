@@ -162,6 +162,7 @@ class ModelHost:
             self.error,
             shared_bytes=self.weights.shared_bytes,
             host_bytes=self.weights.host_bytes,
+            is_saving=self.weights.is_saving,
         )
 
     @property

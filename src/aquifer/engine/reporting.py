@@ -18,6 +18,7 @@ from aquifer.memory.pool import Kind, Owner, PagePool, PoolUsage
 from aquifer.memory.proc import proc_bytes
 from aquifer.models import ModelPlan
 from aquifer.weights.checkpoint import Checkpoint
+from aquifer.weights.host_cache import HostCache
 
 
 def model_info(
@@ -85,6 +86,7 @@ def memory_report(
     pool: PagePool,
     statuses: Mapping[str, ModelStatus],
     capacities: Mapping[str, KVCapacity],
+    host_cache: HostCache,
 ) -> MemoryReport:
     """Breakdown of the pool's budget by owner, now.
 
@@ -93,6 +95,7 @@ def memory_report(
         pool: the memory.
         statuses: by model.
         capacities: by model.
+        host_cache: copies of weights in host memory.
     """
     usage = pool.usage()
     models = {}
@@ -125,4 +128,6 @@ def memory_report(
         free_pages=usage.free_bytes // pool.page_bytes,
         models=models,
         process_resident_bytes=proc_bytes("/proc/self/status", "VmRSS"),
+        host_cache_bytes=host_cache.used_bytes,
+        host_cache_budget_bytes=host_cache.num_bytes,
     )

@@ -53,6 +53,7 @@ class ModelStatus:
     error: str | None = None  # why loading it failed
     shared_bytes: int = 0  # of the resident ones, in pages that are accounted to another model
     host_bytes: int = 0  # of all of them, in the host cache
+    is_saving: bool = False  # whether they are being copied there
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,8 @@ class MemoryReport:
     free_pages: int
     models: dict[str, ModelMemory]
     process_resident_bytes: int
+    host_cache_bytes: int  # host memory with copies of weights
+    host_cache_budget_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

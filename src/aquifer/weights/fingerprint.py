@@ -153,7 +153,8 @@ def _sample(origin: GroupOrigin) -> Any:
 
 
 def _have_several_files(origins: Sequence[GroupOrigin]) -> bool:
-    return len({origin.key_by_file() for origin in origins}) > 1
+    places = ([(stored.file, stored.offset_bytes) for stored in each.stored] for each in origins)
+    return len({tuple(place) for place in places}) > 1
 
 
 def _digests(

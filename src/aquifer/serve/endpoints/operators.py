@@ -48,6 +48,8 @@ def _memory_dict(report: MemoryReport) -> dict[str, Any]:
             idle=report.idle_bytes,
             retired=report.retired_bytes,
             process_resident=report.process_resident_bytes,
+            host_cache=report.host_cache_bytes,
+            host_cache_budget=report.host_cache_budget_bytes,
         ),
         "mapped_pages": report.mapped_pages,
         "free_pages": report.free_pages,
@@ -57,7 +59,12 @@ def _memory_dict(report: MemoryReport) -> dict[str, Any]:
             name: {
                 "status": model.status.state.value,
                 "error": model.status.error,
-                **_sizes(weights_total=model.status.weight_bytes),
+                **_sizes(
+                    weights_total=model.status.weight_bytes,
+                    weights_resident=model.status.resident_bytes,
+                    weights_shared=model.status.shared_bytes,
+                    weights_in_host_cache=model.status.host_bytes,
+                ),
                 **_sizes(**{kind.value: n for kind, n in model.bytes_by_kind.items()}),
                 **_sizes(
                     kv_written=model.kv_written_bytes,
