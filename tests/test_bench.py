@@ -254,6 +254,18 @@ def test_load(checkpoint: Path, tmp_path: Path) -> None:
         bench(tmp_path / "x", "load", str(checkpoint), "--device", "cpu", "--from-pinned")
 
 
+def test_switch(checkpoint: Path, tmp_path: Path) -> None:
+    """The weights are where each row says they are."""
+    options = ("--device", "cpu", "--memory", "8MiB", "--input-len", "9", "--repeats", "2")
+    figures = bench(tmp_path / "s.json", "switch", str(checkpoint), *options)
+    places = {place["name"]: place for place in figures["places"]}
+    assert [*places] == ["resident", "files", "half resident", "host"]
+    assert all(len(place["first_token_s"]) == 2 for place in places.values())
+    moved = {name: place["moved_bytes"] for name, place in places.items()}
+    assert moved["resident"] == 0 < moved["half resident"] < moved["host"] == moved["files"]
+    assert all(place["floor_s"] > 0 for place in places.values())
+
+
 @pytest.mark.parametrize("num_layers", [1, 2, 7])
 def test_a_checkpoint_is_made_of_as_many_layers_as_its_size_asks_for(
     checkpoint: Path, num_layers: int

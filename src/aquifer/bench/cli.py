@@ -258,6 +258,60 @@ def load(model: ModelArgument, options: SimpleNamespace) -> None:
 
 
 @app.command()
+@with_options(table_of.SWITCH)
+def switch(model: ModelArgument, options: SimpleNamespace) -> None:
+    """Measure the time to the first token by where a model's weights are."""
+    import torch
+
+    from aquifer.bench.load import made_checkpoint
+    from aquifer.bench.switch import copy_rate, measure_switch
+
+    engine = values_for("bench", options)
+    with contextlib.ExitStack() as resources:
+        (found,) = locate(
+            [ModelSpec.parse(model)],
+            engine.pop("revision"),
+            weights=options.make_bytes is None,
+        )
+        path = found.path
+        if options.make_bytes is not None:
+            path = resources.enter_context(made_checkpoint(path, options.make_bytes))
+        described: dict[str, Any] = {}
+
+        def open_llm(host_cache_bytes: int) -> LLM:
+            text = f"{found.name}={path}"
+            llm = _open(text, {**engine, "host_cache": host_cache_bytes}, 1, options.seed)
+            described.update(describe("switch", llm, engine))
+            return llm
+
+        places = measure_switch(open_llm, path, options.input_len, options.repeats, options.seed)
+    rate = copy_rate(torch.device(described["device"]))
+    resident_s = summarize(places[0].first_token_s)["median"]
+    figures = {
+        **described,
+        "make_bytes": options.make_bytes,
+        "input_len": options.input_len,
+        "seed": options.seed,
+        "copy_bytes_per_s": rate,
+        "places": [place.figures(resident_s, rate) for place in places],
+    }
+    table = new_table(f"{title(figures)}: time to the first token")
+    for column in ("weights in", "median, s", "p99", "floor", "GB moved", "GB/s"):
+        table.add_column(column, justify="left" if column == "weights in" else "right")
+    for place in figures["places"]:
+        moved = place["moved_bytes_per_s"]
+        table.add_row(
+            place["name"],
+            *(f"{place['summary'][key]:.3f}" for key in ("median", "p99")),
+            f"{place['floor_s']:.3f}",
+            f"{place['moved_bytes'] / 1e9:.2f}",
+            "" if moved is None else f"{moved / 1e9:.1f}",
+        )
+    table.caption = f"floor: the resident one, and a copy at {rate / 1e9:.1f} GB/s"
+    finish(table, figures, options.output)
+
+
+@app.command()
 @with_options(table_of.SOAK)
 def soak(model: ModelArgument, options: SimpleNamespace) -> None:
     """Send many random requests to a pool that is too small, with clients that leave.

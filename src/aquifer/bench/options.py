@@ -71,22 +71,33 @@ START = (
     OUTPUT,
 )
 
+_MAKE_BYTES = Option(
+    "make_bytes",
+    int,
+    None,
+    "First write random weights of the model's shapes, of about this size.",
+    unit="bytes",
+    minimum=1,
+    example="16GiB",
+    unset="the checkpoint's own weights",
+)
+
 LOAD = (
-    Option(
-        "make_bytes",
-        int,
-        None,
-        "First write random weights of the model's shapes, of about this size.",
-        unit="bytes",
-        minimum=1,
-        example="16GiB",
-        unset="the checkpoint's own weights",
-    ),
+    _MAKE_BYTES,
     Option("from_pinned", bool, False, "Also time loading from page-locked host memory."),
     find_option("revision"),
     find_option("device"),
     find_option("dtype"),
     _repeats(2, "Timed loads; the first may read from disk."),
+    OUTPUT,
+)
+
+SWITCH = (
+    _MAKE_BYTES,
+    Option("input_len", int, 512, "Length of the prompt.", unit="tokens", minimum=1),
+    *(option for option in ENGINE if option.name != "load_format"),
+    SEED,
+    _repeats(5, "Requests for each place of the weights."),
     OUTPUT,
 )
 

@@ -175,18 +175,22 @@ class Engine:
         """
         self._models.load(self._models.find(name), on_progress)
 
-    def unload_model(self, name: str) -> None:
+    def unload_model(self, name: str, keep_bytes: int = 0) -> None:
         """Take the weights of a model out of the pool; it stays registered.
 
         Its running requests are preempted. They go on when it has been loaded again, which happens
         as soon as there is room for it, because they wait.
+
+        Args:
+            name: the model.
+            keep_bytes: how much of its first layers may stay.
 
         Raises:
             UnknownModelError: no such model.
         """
         host = self._models.find(name)
         self._preempt_all(host)
-        host.unload()
+        host.unload(keep_bytes)
 
     def remove_model(self, name: str) -> None:
         """Remove a model. Its requests end with an error, which the next `step` returns.

@@ -260,11 +260,14 @@ class ModelHost:
         self._leave(ModelState.PARTIAL)
         self.turn = turn
 
-    def unload(self) -> None:
-        """Evict the weights. Pre-condition: no request of it runs, and no step is in flight."""
+    def unload(self, keep_bytes: int = 0) -> None:
+        """Evict the weights, but for so many bytes.
+
+        Pre-condition: no request of it runs, and no step is in flight.
+        """
         if self.state in (ModelState.LOADING, ModelState.RESIDENT, ModelState.PARTIAL):
-            self._weights.evict()
-            self._leave(ModelState.REGISTERED)
+            self._weights.evict(keep_bytes)
+            self._on_evict()
 
     def close(self) -> None:
         """Release everything. Pre-condition: it has no requests, and no step is in flight."""

@@ -18,7 +18,7 @@ from aquifer.memory.reclaim import Reclaimer
 from aquifer.memory.use_rate import UseRate
 from aquifer.weights.checkpoint import Checkpoint
 from aquifer.weights.fingerprint import GroupOrigin
-from aquifer.weights.loader import copy_bytes
+from aquifer.weights.loader import begin_copying
 from aquifer.weights.parameters import Parameter, ParameterGroup
 from aquifer.weights.reuse import ReuseStore
 from aquifer.weights.store import WeightStore
@@ -225,13 +225,22 @@ class ModelWeights:
         filling.result()
         self._reuse.filled(self.member, self._to_fill)
 
-    def evict(self) -> None:
-        """Evict all of them; whatever loads or copies them is waited for."""
+    def evict(self, keep_bytes: int = 0) -> None:
+        """Evict all of them but so many bytes; whatever loads or copies them is waited for.
+
+        Those that a step uses first are kept.
+        """
         if self._filling is not None:
             wait([self._filling])
             self._filling = None
         self._end_saving()
-        self._reuse.evict(self.member)
+        left_bytes = self.resident_bytes
+        evicted: list[ParameterGroup] = []
+        for group in reversed(self._store.by_use):
+            if left_bytes > keep_bytes and group in self._store.resident:
+                evicted.append(group)
+                left_bytes -= self.member.bytes_of(group)
+        self._reuse.evict(self.member, evicted)
 
     def close(self) -> None:
         """Give pages and addresses back."""
@@ -263,12 +272,17 @@ class ModelWeights:
                 else:
                     copies.append((kept, self._store.bytes_of(group)))
             begun_s = time.monotonic()
-            copied_bytes = copy_bytes(copies)
-            self._measure("host", copied_bytes, begun_s)
-            advance(copied_bytes)
-        begun_s = time.monotonic()
-        self._fill_from_disk(others, advance)
-        self._measure("disk", sum(map(self.member.bytes_of, others)), begun_s)
+            wait_for_copies = begin_copying(copies)
+            try:  # those from disk come meanwhile
+                self._fill_from_disk(others, advance)
+            finally:
+                wait_for_copies()
+            seconds = time.monotonic() - begun_s
+        # Those from disk take longer than what is copied beside them.
+        place, measured = ("disk", others) if others else ("host", groups)
+        num_bytes = sum(map(self.member.bytes_of, measured))
+        if num_bytes:
+            self._bytes_per_s[place] = num_bytes / max(seconds, 1e-6)
         on_progress(LoadProgress(self._name, total_bytes, total_bytes))
 
     def _fill_from_disk(
@@ -278,11 +292,6 @@ class ModelWeights:
             self._store.fill_random(self._random_seed, groups)
         elif groups:
             self._store.load(self._checkpoint, advance, groups)
-
-    def _measure(self, place: str, num_bytes: int, begun_s: float) -> None:
-        """Learn how fast weights are loaded from a load that has ended."""
-        if num_bytes:
-            self._bytes_per_s[place] = num_bytes / max(time.monotonic() - begun_s, 1e-6)
 
     # --- copies in host memory -----------------------------------------------------------------
 

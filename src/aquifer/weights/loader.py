@@ -89,20 +89,24 @@ def load_tensors(
         on_bytes(checkpoint.tensors[name].num_bytes)
 
 
-def copy_bytes(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> int:
-    """Copy (source, target) pairs between page-locked memory and a device; done on return.
+def copy_bytes(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy (source, target) pairs as `begin_copying` does; done on return."""
+    begin_copying(copies)()
+
+
+def begin_copying(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
+    """Begin to copy (source, target) pairs between page-locked memory and a device.
 
     Args:
         copies: uint8, of equal sizes; the others on one device, or all on the host.
 
-    Returns: the number of bytes.
+    Returns: waits until the copies are done.
     """
-    num_bytes = sum(source.numel() for source, _ in copies)
     devices = {t.device for pair in copies for t in pair if t.device.type != "cpu"}
     if not devices:
         for source, target in copies:
             target.copy_(source)
-        return num_bytes
+        return lambda: None
     (device,) = devices
     with torch.cuda.device(device):
         stream = _stream(device)
@@ -110,8 +114,8 @@ def copy_bytes(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> int:
         with torch.cuda.stream(stream):
             for source, target in copies:
                 target.copy_(source, non_blocking=True)
-        stream.synchronize()
-    return num_bytes
+        done: torch.cuda.Event = stream.record_event()
+    return lambda: done.synchronize()
 
 
 def plan_stretches(jobs: Iterable[tuple[StoredTensor, Target]], max_bytes: int) -> list[Stretch]:
