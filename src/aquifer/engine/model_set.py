@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Generic, TypeVar
 
 from aquifer.cache.footprint import UNLIMITED_TOKENS
-from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.assembly import Assembly
 from aquifer.engine.lane import Lane
-from aquifer.engine.model_host import ModelHost, read_model
+from aquifer.engine.model_life import ModelLife
 from aquifer.engine.policies.residents import ResidentsSnapshot
 from aquifer.engine.reports import KVCapacity, LoadProgress, ModelState
-from aquifer.engine.step_limits import StepLimits
 from aquifer.errors import ConfigError, DriverError, UnknownModelError
 from aquifer.memory.pool import PoolUsage
-from aquifer.models import ModelPlan, Planner
 from aquifer.sizes import format_size
-from aquifer.weights.checkpoint import Checkpoint
 
 _log = logging.getLogger(__name__)
 
@@ -29,37 +25,32 @@ _PAUSE_S = 0.005
 """How long to wait for weights where no other model has anything to run."""
 
 
-class ModelSet:
+HostT = TypeVar("HostT", bound=ModelLife)
+
+
+class ModelSet(Generic[HostT]):
     """All registered models. Their weights together may exceed the pool.
 
     Args:
-        config: the engine's options.
         assembly: pool and scheduler.
-        planner: finds the implementation of a checkpoint.
-        limits: the limits of a step.
     """
 
-    def __init__(
-        self, config: EngineConfig, assembly: Assembly, planner: Planner, limits: StepLimits
-    ) -> None:
-        self._config = config
+    def __init__(self, assembly: Assembly) -> None:
         self._pool = assembly.pool
         self._room = assembly.room
         self._assembly = assembly
-        self._planner = planner
-        self._limits = limits
         self._policies = assembly.policies
         self._threads = ThreadPoolExecutor(1, "aquifer-load")
-        self._hosts: dict[str, ModelHost] = {}
-        self._warned: set[ModelHost] = set()  # of which long requests are refused
+        self._hosts: dict[str, HostT] = {}
+        self._warned: set[HostT] = set()  # of which long requests are refused
 
-    def __iter__(self) -> Iterator[ModelHost]:
+    def __iter__(self) -> Iterator[HostT]:
         return iter(self._hosts.values())
 
-    def __getitem__(self, name: str) -> ModelHost:
+    def __getitem__(self, name: str) -> HostT:
         return self._hosts[name]
 
-    def find(self, name: str) -> ModelHost:
+    def find(self, name: str) -> HostT:
         """The model of that name.
 
         Raises:
@@ -73,27 +64,23 @@ class ModelSet:
             )
         return host
 
-    def register(
-        self, spec: ModelSpec, read: tuple[Checkpoint, ModelPlan] | None = None
-    ) -> ModelHost:
+    def register(self, name: str, make: Callable[[], HostT]) -> HostT:
         """Register a model. It gets addresses and no memory.
 
         Args:
-            spec: its name and path.
-            read: its checkpoint and plan, if they were read before.
+            name: its name.
+            make: makes it, if there is none of that name.
 
         Raises:
             ConfigError: the checkpoint cannot be used, or the name is taken.
             DriverError: the device has no addresses left.
         """
-        if spec.name in self._hosts:
-            raise ConfigError(f"a model named {spec.name!r} is registered already")
-        checkpoint, plan = read or read_model(spec, self._planner, self._config)
-        host = ModelHost(spec, plan, checkpoint, self._config, self._assembly, self._limits)
-        self._hosts[spec.name] = host
+        if name in self._hosts:
+            raise ConfigError(f"a model named {name!r} is registered already")
+        host = self._hosts[name] = make()
         return host
 
-    def load(self, host: ModelHost, on_progress: OnProgress) -> None:
+    def load(self, host: HostT, on_progress: OnProgress) -> None:
         """Bring the weights of a model into the pool where they are not there.
 
         Those of models of which no request runs make room.
@@ -134,7 +121,7 @@ class ModelSet:
             else:
                 _log.info("%s is loaded when a request asks for it", host.info.name)
 
-    def _has_room(self, host: ModelHost, kv_pages: int = 0) -> bool:
+    def _has_room(self, host: HostT, kv_pages: int = 0) -> bool:
         """Whether there is room for the weights of a model that are missing, and for some KV.
 
         What is there of it does not count as room.
@@ -142,14 +129,14 @@ class ModelSet:
         own_pages = self._room.pages(host.resident_bytes) if host.is_idle else 0
         return self._room.has(host.missing_pages + own_pages + kv_pages)
 
-    def _no_room(self, host: ModelHost) -> str:
+    def _no_room(self, host: HostT) -> str:
         left_bytes = self._room.size(self._room.reachable_pages)
         return (
             f"the weights of {host.info.name} take {format_size(host.info.weight_bytes)} and the "
             f"pool has {format_size(left_bytes)} left; raise --memory, or unload another model"
         )
 
-    def _check_loaded(self, host: ModelHost) -> None:
+    def _check_loaded(self, host: HostT) -> None:
         """Account for what was prepared to run a model, and unload it if that leaves no KV for it.
 
         Raises:
@@ -162,7 +149,7 @@ class ModelSet:
             host.unload()
             raise
 
-    def remove(self, host: ModelHost) -> None:
+    def remove(self, host: HostT) -> None:
         """Remove a model. Pre-condition: it has no requests, and no step is in flight."""
         host.close()
         self._warned.discard(host)
@@ -177,8 +164,8 @@ class ModelSet:
     def load_wanted(
         self,
         num_arrivals: int,
-        preempt: Callable[[ModelHost], None],
-        on_failure: Callable[[ModelHost, str], None],
+        preempt: Callable[[HostT], None],
+        on_failure: Callable[[HostT, str], None],
     ) -> None:
         """Load models of which requests wait, one at a time and the earliest request's first.
 
@@ -212,7 +199,7 @@ class ModelSet:
                 return
             on_failure(host, self._no_room(host))
 
-    def _continue(self, host: ModelHost, on_failure: Callable[[ModelHost, str], None]) -> None:
+    def _continue(self, host: HostT, on_failure: Callable[[HostT, str], None]) -> None:
         """Let a model run if its weights are there by now; waits a little if no other runs."""
         can_others_run = any(
             (lane.is_resident and lane.has_work) or lane.in_flight
@@ -226,11 +213,11 @@ class ModelSet:
         except (ConfigError, DriverError) as error:
             on_failure(host, str(error))
 
-    def _residents(self, host: ModelHost, others: Iterable[ModelHost]) -> ResidentsSnapshot:
-        now_s = time.monotonic()
+    def _residents(self, host: HostT, others: Iterable[HostT]) -> ResidentsSnapshot:
+        now_s = self._assembly.clock_s()
         return ResidentsSnapshot(host.missing_s, [now_s - other.ready_s for other in others])
 
-    def _leaves_room(self, host: ModelHost, others: Sequence[ModelHost]) -> bool:
+    def _leaves_room(self, host: HostT, others: Sequence[HostT]) -> bool:
         """Whether there is room for a model and its next request beside models that run.
 
         If others run, there must be room for its request, for which it would be loaded in vain
@@ -273,7 +260,7 @@ class ModelSet:
         weight_bytes = sum(host.resident_bytes for host in self)
         return usage.overhead_bytes + weight_bytes + self.pinned_bytes
 
-    def kv_pages(self, host: ModelHost) -> int:
+    def kv_pages(self, host: HostT) -> int:
         """The most pages that a model's KV can have, without weights of others in the pool."""
         return self._kv_pages_beside(host.info.weight_bytes)
 
@@ -287,7 +274,7 @@ class ModelSet:
         overhead_bytes = self._pool.usage().overhead_bytes
         return self._room.budget_pages(overhead_bytes + weight_bytes + self.pinned_bytes)
 
-    def kv_capacity(self, host: ModelHost) -> KVCapacity:
+    def kv_capacity(self, host: HostT) -> KVCapacity:
         """What fits into the KV cache if a model has all of it."""
         footprint, num_pages = host.lane.cache.footprint, self.kv_pages(host)
         most_pages = footprint.most(1, host.info.max_model_len)
@@ -299,7 +286,7 @@ class ModelSet:
             longest = int(num_seqs * host.info.max_model_len) + 1
         return KVCapacity(longest - 1, num_seqs)
 
-    def _check_room(self, host: ModelHost) -> None:
+    def _check_room(self, host: HostT) -> None:
         """Refuse a model of which no request could run; warn where long ones cannot.
 
         Raises:
