@@ -61,6 +61,8 @@ class ModelHost(ModelLife):
             end-of-sequence tokens are none.
     """
 
+    _weights: ModelWeights
+
     def __init__(
         self,
         spec: ModelSpec,
