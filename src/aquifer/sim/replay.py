@@ -177,6 +177,16 @@ class DeviceReplay:
         return self._clock.now_s
 
     @property
+    def budget_bytes(self) -> int:
+        """Memory for KV, and for weights that come and go."""
+        return self._kv_budget_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Memory that holds nothing."""
+        return self._occupancy.free_bytes
+
+    @property
     def num_requests(self) -> int:
         """Requests that have arrived and have not ended."""
         return len(self._arrivals) - self._num_ended
