@@ -73,6 +73,7 @@ class Assembly:
 
     Attributes:
         pool: as given.
+        clock_s: as given.
         room: free memory, and memory that tenants could give up.
         policies: as given, or the defaults.
         preemption: moves the KV of preempted requests; None without swapping.
@@ -92,6 +93,7 @@ class Assembly:
         max_prefill_s: float | None = None,
     ) -> None:
         self.pool = pool
+        self.clock_s = clock_s
         self.policies = policies or Policies()
         self.room = Room.of(pool, clock_s)
         self.preemption = None if swap_space is None else Preemption(swap_space, restore_mode)

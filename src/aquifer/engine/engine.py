@@ -72,9 +72,10 @@ class Engine:
         self._scheduler = assembly.scheduler
         self._stocker = parts.stocker
         self._meter = parts.meter
-        self._host_cache = parts.reuse.host
         self._resources = parts.resources
-        self._models = ModelSet(config, assembly, planner, parts.limits, parts.reuse)
+        self._planner = planner
+        self._reuse = parts.reuse
+        self._models: ModelSet[ModelHost] = ModelSet(assembly, parts.reuse)
         self._requests: dict[str, tuple[ModelHost, SequenceGroup]] = {}
         self._own_requests: set[str] = set()  # the engine's own requests: outputs are dropped
         self._steps = Pipeline(assembly.scheduler, assembly.pool.driver)
@@ -156,7 +157,7 @@ class Engine:
                 has no room for the weights; then it is not registered.
             DriverError: the device refused memory; likewise.
         """
-        host = self._models.register(spec)
+        host = self._register(spec)
         if load:
             try:
                 self._models.load(host, on_progress)
@@ -348,7 +349,7 @@ class Engine:
         """Breakdown of the pool's budget by owner, now."""
         capacities = {host.info.name: self._models.kv_capacity(host) for host in self._models}
         return memory_report(
-            self._scheduler.lanes, self.pool, self.statuses, capacities, self._host_cache
+            self._scheduler.lanes, self.pool, self.statuses, capacities, self._reuse.host
         )
 
     def close(self) -> None:
@@ -368,8 +369,21 @@ class Engine:
     ) -> None:
         """Register the models of the configuration, and load those that fit together."""
         for spec, read in models:
-            self._models.register(spec, read)
+            self._register(spec, read)
         self._models.load_first(on_progress)
+
+    def _register(
+        self, spec: ModelSpec, read: tuple[Checkpoint, ModelPlan] | None = None
+    ) -> ModelHost:
+        """Register a model; `read` is its checkpoint and plan, if they were read before."""
+
+        def make() -> ModelHost:
+            checkpoint, plan = read or read_model(spec, self._planner, self.config)
+            return ModelHost(
+                *(spec, plan, checkpoint, self.config, self._assembly, self.limits, self._reuse)
+            )
+
+        return self._models.register(spec.name, make)
 
     def _end_requests(self, host: ModelHost, error: str) -> None:
         """End all requests of a model with an error, which the next `step` returns."""

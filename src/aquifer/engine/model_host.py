@@ -1,22 +1,11 @@
-"""Life of a model: registered, loading, resident, partly resident, removed.
-
-    registered -> loading -> resident -> partly resident -> registered
-    partly resident -> loading        failed from loading, removed from any
-
-A registered model has addresses for its weights and its KV, a queue of requests, and no memory. It
-is loaded into pages of the pool. While it has no requests its weights may be evicted, tensor by
-tensor; those that are gone are loaded again when it is wanted. Its addresses stay, so the model
-that was built over them and the captured steps stay valid.
-"""
+"""A model of an engine: its weights, its requests and the runner of its steps."""
 
 from __future__ import annotations
 
 import logging
 import math
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -26,9 +15,10 @@ from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.assembly import Assembly, LaneSpec
 from aquifer.engine.costs import PrefillCost
 from aquifer.engine.first_step import run_first_step
+from aquifer.engine.model_life import ModelLife
 from aquifer.engine.model_weights import ModelWeights
 from aquifer.engine.reporting import model_info
-from aquifer.engine.reports import LoadProgress, ModelState, ModelStatus, Stage
+from aquifer.engine.reports import LoadProgress, ModelState, Stage
 from aquifer.engine.runner import InFlight, Runner
 from aquifer.engine.step_input import StepInput
 from aquifer.engine.step_limits import StepLimits
@@ -52,7 +42,7 @@ _SPARE_SLOTS = 16
 taken while a slot is vacated."""
 
 
-class ModelHost:
+class ModelHost(ModelLife):
     """One model of an engine, and the owner of all its resources.
 
     Args:
@@ -66,19 +56,15 @@ class ModelHost:
 
     Attributes:
         info: description of the model for other processes.
-        state: its state.
-        error: why loading it failed; None if it did not.
-        lane: its requests.
         eos_ids: its end-of-sequence tokens.
         prefill_cost: cost model of its prefills.
-        ready_s: when it became resident last, in seconds of time.monotonic().
-        turn: number of requests that had arrived when it gave way to another model; it is loaded
-            again after models of which a request had arrived before.
 
     Raises:
         ConfigError: an option does not fit the model, its weights do not fit the pool, or its
             end-of-sequence tokens are none.
     """
+
+    _weights: ModelWeights
 
     def __init__(
         self,
@@ -90,16 +76,10 @@ class ModelHost:
         limits: StepLimits,
         reuse: ReuseStore,
     ) -> None:
-        self.state = ModelState.REGISTERED
-        self.error: str | None = None
+        super().__init__(assembly)
         self._plan = plan
         self._checkpoint = checkpoint
-        self._config = config
-        self.ready_s = -math.inf
-        self.turn = 0
-        self._num_loads = 0
         self._pool = assembly.pool
-        self._scheduler = assembly.scheduler
         self._limits = limits
         self._runner: Runner | None = None
         self._thread_limit = ThreadLimit.of_process(config.threads)
@@ -115,16 +95,13 @@ class ModelHost:
         self.prefill_cost = PrefillCost(_even_tokens(checkpoint, plan))
         with ExitStack() as resources:
             self._weights = ModelWeights(
-                assembly.pool,
-                assembly.room.reclaimer,
+                assembly,
                 reuse,
                 spec.name,
                 plan.parameters,
                 checkpoint,
                 (config.seed or 0) if config.load_format == "dummy" else None,
-                is_unused=lambda: self.is_unused,
-                is_wanted=lambda: bool(self.lane.waiting),
-                on_evict=self._on_evict,
+                self.weights_life(),
             )
             resources.callback(self._weights.close)
             self.lane = assembly.open_lane(
@@ -147,37 +124,6 @@ class ModelHost:
             self._resources = resources.pop_all()
 
     @property
-    def resident_bytes(self) -> int:
-        """Bytes of its weights that are in the pool."""
-        return self._weights.resident_bytes
-
-    @property
-    def status(self) -> ModelStatus:
-        """What it does and has."""
-        return ModelStatus(
-            self.state,
-            self.resident_bytes,
-            self.info.weight_bytes,
-            self._num_loads,
-            self.error,
-            shared_bytes=self.weights.shared_bytes,
-            host_bytes=self.weights.host_bytes,
-            is_saving=self.weights.is_saving,
-        )
-
-    @property
-    def weights(self) -> ModelWeights:
-        """Its weights."""
-        return self._weights
-
-    @property
-    def is_unused(self) -> bool:
-        """Whether no step needs its weights: none of its requests runs. Some may wait."""
-        if self.state == ModelState.RESIDENT:
-            return not self.lane.is_busy
-        return self.state == ModelState.PARTIAL
-
-    @property
     def runner(self) -> Runner:
         """The runner of its steps. Pre-condition: it is resident."""
         assert self._runner is not None
@@ -186,143 +132,30 @@ class ModelHost:
     def launch(self, step: StepInput) -> InFlight:
         """Launch a step, with as many threads as it is worth. Pre-condition: it is resident."""
         assert self.state == ModelState.RESIDENT, f"{self.info.name} is {self.state}"
+        self.used()
         with self._thread_control.threads_for(step.spans.num_tokens):
             return self.runner.launch(step)
-
-    def wanted(self) -> None:
-        """A request of it arrives."""
-        self._weights.uses.use(time.monotonic())
-
-    # --- loading and evicting ----------------------------------------------------------------
-
-    def load(self, on_progress: Callable[[LoadProgress], None]) -> bool:
-        """Bring the weights that are missing into the pool, and prepare the model to run.
-
-        Returns: False if the pool has no room for them, and nothing has changed.
-
-        Raises:
-            ConfigError: the checkpoint cannot be used; the model has failed.
-            DriverError: the device refused memory.
-        """
-        if self.state == ModelState.LOADING:
-            self.finish_loading()
-        if self.state == ModelState.RESIDENT:
-            return True
-        if not self._take_pages():
-            return False
-        with self._failing(), torch_threads(self._thread_limit.most):
-            self._weights.fill(on_progress)
-        self._prepare(on_progress)
-        return True
-
-    def begin_loading(self, threads: Executor) -> bool:
-        """Begin to load the weights that are missing, while other models run.
-
-        Args:
-            threads: where they are loaded; `finish_loading` ends it.
-
-        Returns: False if the pool has no room for them, and nothing has changed.
-
-        Raises:
-            DriverError: the device refused memory; nothing has changed.
-        """
-        if not self._take_pages():
-            return False
-        self._weights.begin_filling(threads)
-        return True
-
-    def is_filled_within(self, timeout_s: float | None) -> bool:
-        """Wait for a time, None for any; return whether `finish_loading` would not wait.
-
-        Pre-condition: it loads.
-        """
-        return self._weights.is_filled_within(timeout_s)
-
-    def finish_loading(self) -> None:
-        """Wait for the weights, and prepare the model to run. Pre-condition: it loads.
-
-        Raises:
-            ConfigError: the checkpoint cannot be used; the model has failed.
-            DriverError: the device refused memory; likewise.
-        """
-        with self._failing():
-            self._weights.finish_filling()
-        self._prepare(lambda progress: None)
-
-    def give_way(self, turn: int) -> None:
-        """Run no more requests until it is loaded again; its weights may be evicted.
-
-        Pre-condition: none of them runs, and no step of it is in flight.
-
-        Args:
-            turn: number of requests that have arrived so far, of all models.
-        """
-        self._leave(ModelState.PARTIAL)
-        self.turn = turn
-
-    def unload(self, keep_bytes: int = 0) -> None:
-        """Evict the weights, but for so many bytes.
-
-        Pre-condition: no request of it runs, and no step is in flight.
-        """
-        if self.state in (ModelState.LOADING, ModelState.RESIDENT, ModelState.PARTIAL):
-            self._weights.evict(keep_bytes)
-            self._on_evict()
 
     def close(self) -> None:
         """Release everything. Pre-condition: it has no requests, and no step is in flight."""
         self.state = ModelState.REMOVED
         self._resources.close()
 
-    def _take_pages(self) -> bool:
-        """Take pages for the weights that are missing; it is loading then. False without room."""
-        before = self.state
-        self.state = ModelState.LOADING  # meanwhile what is there of it stays
-        has_room = False
-        try:
-            has_room = self._weights.take_pages()
-        finally:
-            if not has_room:
-                self.state = before
-        return has_room
+    def _fill(self, on_progress: Callable[[LoadProgress], None]) -> None:
+        with torch_threads(self._thread_limit.most):
+            super()._fill(on_progress)
 
-    def _prepare(self, on_progress: Callable[[LoadProgress], None]) -> None:
-        """Prepare to run over the weights, which are there."""
-        if self._runner is None:
-            file = self._checkpoint.fields.file
-            with (
-                self._failing(),
-                torch_threads(self._thread_limit.most),
-                as_config_error(f"{self.info.name} cannot run; check {file}"),
-            ):
-                # One that fails to warm up is not kept for the next load.
-                self._runner = self._make_runner(on_progress)
-                self.lane.captured_sizes = self._runner.captured_sizes
-        self.state, self.error = ModelState.RESIDENT, None
-        self.lane.is_resident = True
-        self.lane.last_turn = -1  # it comes next, before others take its weights again
-        self.ready_s = time.monotonic()
-        self._num_loads += 1
-
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """If an exception is raised, the model has failed, and its weights are evicted."""
-        try:
-            yield
-        except BaseException as error:
-            self._weights.evict()
-            self.state, self.error = ModelState.FAILED, str(error)
-            raise
-
-    def _on_evict(self) -> None:
-        """Some weights have been evicted, since it was idle."""
-        self._leave(ModelState.PARTIAL if self.resident_bytes else ModelState.REGISTERED)
-
-    def _leave(self, state: ModelState) -> None:
-        """Plan nothing of it until it has been loaded again."""
-        self.state = state
-        self.lane.is_resident = False
-        self._scheduler.unblock(self.lane)
+    def _make_ready(self, on_progress: Callable[[LoadProgress], None]) -> None:
+        if self._runner is not None:
+            return
+        file = self._checkpoint.fields.file
+        with (
+            torch_threads(self._thread_limit.most),
+            as_config_error(f"{self.info.name} cannot run; check {file}"),
+        ):
+            # One that fails to warm up is not kept for the next load.
+            self._runner = self._make_runner(on_progress)
+            self.lane.captured_sizes = self._runner.captured_sizes
 
     def _close_runner(self) -> None:
         if self._runner is not None:

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Generic, TypeVar
 
 from aquifer.cache.footprint import UNLIMITED_TOKENS
-from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.assembly import Assembly
 from aquifer.engine.lane import Lane
-from aquifer.engine.model_host import ModelHost, read_model
+from aquifer.engine.model_life import ModelLife
 from aquifer.engine.policies.residents import ResidentsSnapshot
 from aquifer.engine.reports import KVCapacity, LoadProgress, ModelState
-from aquifer.engine.step_limits import StepLimits
 from aquifer.errors import ConfigError, DriverError, UnknownModelError
 from aquifer.memory.pool import Kind, PoolUsage
-from aquifer.models import ModelPlan, Planner
 from aquifer.sizes import format_size
-from aquifer.weights.checkpoint import Checkpoint
 from aquifer.weights.reuse import ReuseStore
 
 _log = logging.getLogger(__name__)
@@ -30,45 +26,35 @@ _PAUSE_S = 0.005
 """How long to wait for weights where no other model has anything to run."""
 
 
-class ModelSet:
+HostT = TypeVar("HostT", bound=ModelLife)
+
+
+class ModelSet(Generic[HostT]):
     """All registered models. Their weights together may exceed the pool.
 
     Args:
-        config: the engine's options.
         assembly: pool and scheduler.
-        planner: finds the implementation of a checkpoint.
-        limits: the limits of a step.
         reuse: the weights of all models.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        assembly: Assembly,
-        planner: Planner,
-        limits: StepLimits,
-        reuse: ReuseStore,
-    ) -> None:
-        self._config = config
+    def __init__(self, assembly: Assembly, reuse: ReuseStore) -> None:
         self._pool = assembly.pool
         self._room = assembly.room
         self._assembly = assembly
-        self._planner = planner
-        self._limits = limits
         self._policies = assembly.policies
         self._reuse = reuse
         self._threads = ThreadPoolExecutor(1, "aquifer-load")
         self._savers = ThreadPoolExecutor(1, "aquifer-save")
-        self._hosts: dict[str, ModelHost] = {}
-        self._warned: set[ModelHost] = set()  # of which long requests are refused
+        self._hosts: dict[str, HostT] = {}
+        self._warned: set[HostT] = set()  # of which long requests are refused
 
-    def __iter__(self) -> Iterator[ModelHost]:
+    def __iter__(self) -> Iterator[HostT]:
         return iter(self._hosts.values())
 
-    def __getitem__(self, name: str) -> ModelHost:
+    def __getitem__(self, name: str) -> HostT:
         return self._hosts[name]
 
-    def find(self, name: str) -> ModelHost:
+    def find(self, name: str) -> HostT:
         """The model of that name.
 
         Raises:
@@ -82,29 +68,23 @@ class ModelSet:
             )
         return host
 
-    def register(
-        self, spec: ModelSpec, read: tuple[Checkpoint, ModelPlan] | None = None
-    ) -> ModelHost:
+    def register(self, name: str, make: Callable[[], HostT]) -> HostT:
         """Register a model. It gets addresses and no memory.
 
         Args:
-            spec: its name and path.
-            read: its checkpoint and plan, if they were read before.
+            name: its name.
+            make: makes it, if there is none of that name.
 
         Raises:
             ConfigError: the checkpoint cannot be used, or the name is taken.
             DriverError: the device has no addresses left.
         """
-        if spec.name in self._hosts:
-            raise ConfigError(f"a model named {spec.name!r} is registered already")
-        checkpoint, plan = read or read_model(spec, self._planner, self._config)
-        host = ModelHost(
-            spec, plan, checkpoint, self._config, self._assembly, self._limits, self._reuse
-        )
-        self._hosts[spec.name] = host
+        if name in self._hosts:
+            raise ConfigError(f"a model named {name!r} is registered already")
+        host = self._hosts[name] = make()
         return host
 
-    def load(self, host: ModelHost, on_progress: OnProgress) -> None:
+    def load(self, host: HostT, on_progress: OnProgress) -> None:
         """Bring the weights of a model into the pool where they are not there.
 
         Those of models of which no request runs make room.
@@ -122,7 +102,7 @@ class ModelSet:
         self._reuse.compare(self._threads, None)
         if not self._has_room(host):
             for other in self:
-                other.weights.finish_saving()  # then they may go
+                other.weights.is_saved_within(None)  # then they may go
         # Asked first: a load that cannot succeed must not evict what others retain.
         if not (self._has_room(host) and host.load(on_progress)):
             raise ConfigError(self._no_room(host))
@@ -150,7 +130,7 @@ class ModelSet:
             else:
                 _log.info("%s is loaded when a request asks for it", host.info.name)
 
-    def _has_room(self, host: ModelHost, kv_pages: int = 0) -> bool:
+    def _has_room(self, host: HostT, kv_pages: int = 0) -> bool:
         """Whether there is room for the weights of a model that are missing, and for some KV.
 
         What is there of it does not count as room.
@@ -158,14 +138,14 @@ class ModelSet:
         own_pages = self._room.pages(host.weights.own_victim_bytes)
         return self._room.has(host.weights.missing_pages + own_pages + kv_pages)
 
-    def _no_room(self, host: ModelHost) -> str:
+    def _no_room(self, host: HostT) -> str:
         left_bytes = self._room.size(self._room.reachable_pages)
         return (
             f"the weights of {host.info.name} take {format_size(host.info.weight_bytes)} and the "
             f"pool has {format_size(left_bytes)} left; raise --memory, or unload another model"
         )
 
-    def _check_loaded(self, host: ModelHost) -> None:
+    def _check_loaded(self, host: HostT) -> None:
         """Account for what was prepared to run a model, and unload it if that leaves no KV for it.
 
         Raises:
@@ -179,7 +159,7 @@ class ModelSet:
             raise
         host.weights.begin_saving(self._savers)
 
-    def remove(self, host: ModelHost) -> None:
+    def remove(self, host: HostT) -> None:
         """Remove a model. Pre-condition: it has no requests, and no step is in flight."""
         host.close()
         self._warned.discard(host)
@@ -195,8 +175,8 @@ class ModelSet:
     def load_wanted(
         self,
         num_arrivals: int,
-        preempt: Callable[[ModelHost], None],
-        on_failure: Callable[[ModelHost, str], None],
+        preempt: Callable[[HostT], None],
+        on_failure: Callable[[HostT, str], None],
     ) -> None:
         """Load models of which requests wait, one at a time and the earliest request's first.
 
@@ -225,9 +205,10 @@ class ModelSet:
             except DriverError as error:
                 on_failure(host, str(error))
                 continue
-            if any(other.weights.is_saving for other in self):
-                time.sleep(self._pause_s)
-                return  # they may go when they have been saved
+            saving = [other for other in self if other.weights.is_saving]
+            if saving:  # they may go when they have been copied
+                saving[0].weights.is_saved_within(self._pause_s)
+                return
             if others or any(other.lane.in_flight for other in self):
                 holder = self._policies.residents(self._residents(host, others)) if others else None
                 if holder is not None:
@@ -236,7 +217,7 @@ class ModelSet:
                 return
             on_failure(host, self._no_room(host))
 
-    def _continue(self, host: ModelHost, on_failure: Callable[[ModelHost, str], None]) -> None:
+    def _continue(self, host: HostT, on_failure: Callable[[HostT, str], None]) -> None:
         """Let a model run if its weights are there by now; waits a little if no other runs."""
         if not host.is_filled_within(self._pause_s):
             return
@@ -255,13 +236,13 @@ class ModelSet:
         )
         return 0.0 if can_run else _PAUSE_S
 
-    def _residents(self, host: ModelHost, others: Iterable[ModelHost]) -> ResidentsSnapshot:
-        now_s = time.monotonic()
+    def _residents(self, host: HostT, others: Iterable[HostT]) -> ResidentsSnapshot:
+        now_s = self._assembly.clock_s()
         return ResidentsSnapshot(
             host.weights.missing_s, [now_s - other.ready_s for other in others]
         )
 
-    def _leaves_room(self, host: ModelHost, others: Sequence[ModelHost]) -> bool:
+    def _leaves_room(self, host: HostT, others: Sequence[HostT]) -> bool:
         """Whether there is room for a model and its next request beside models that run.
 
         If others run, there must be room for its request, for which it would be loaded in vain
@@ -308,7 +289,7 @@ class ModelSet:
         )
         return usage.overhead_bytes + weight_bytes + self.pinned_bytes
 
-    def kv_pages(self, host: ModelHost) -> int:
+    def kv_pages(self, host: HostT) -> int:
         """The most pages that a model's KV can have, without weights of others in the pool."""
         return self._kv_pages_beside(host.info.weight_bytes)
 
@@ -322,7 +303,7 @@ class ModelSet:
         overhead_bytes = self._pool.usage().overhead_bytes
         return self._room.budget_pages(overhead_bytes + weight_bytes + self.pinned_bytes)
 
-    def kv_capacity(self, host: ModelHost) -> KVCapacity:
+    def kv_capacity(self, host: HostT) -> KVCapacity:
         """What fits into the KV cache if a model has all of it."""
         footprint, num_pages = host.lane.cache.footprint, self.kv_pages(host)
         most_pages = footprint.most(1, host.info.max_model_len)
@@ -334,7 +315,7 @@ class ModelSet:
             longest = int(num_seqs * host.info.max_model_len) + 1
         return KVCapacity(longest - 1, num_seqs)
 
-    def _check_room(self, host: ModelHost) -> None:
+    def _check_room(self, host: HostT) -> None:
         """Refuse a model of which no request could run; warn where long ones cannot.
 
         Raises:

@@ -1,4 +1,4 @@
-"""The weights of one model: loaded into pages of the pool, in the background too, and evicted."""
+"""The weights of one model of an engine: loaded into pages of the pool, in the background too."""
 
 from __future__ import annotations
 
@@ -11,18 +11,15 @@ from threading import Event
 
 import torch
 
+from aquifer.engine.assembly import Assembly
+from aquifer.engine.pooled_weights import Life, PooledWeights
 from aquifer.engine.reports import LoadProgress
 from aquifer.errors import DriverError
-from aquifer.memory.pool import Kind, Owner, PagePool
-from aquifer.memory.reclaim import Reclaimer
-from aquifer.memory.use_rate import UseRate
 from aquifer.weights.checkpoint import Checkpoint
 from aquifer.weights.fingerprint import GroupOrigin
 from aquifer.weights.loader import begin_copying
 from aquifer.weights.parameters import Parameter, ParameterGroup
 from aquifer.weights.reuse import ReuseStore
-from aquifer.weights.store import WeightStore
-from aquifer.weights.victims import IdleWeights
 
 _log = logging.getLogger(__name__)
 
@@ -31,24 +28,17 @@ _HOST_BYTES_PER_S = 20e9
 """Speeds of a load from the checkpoint and from the host cache, until they were measured."""
 
 
-class ModelWeights:
-    """Keeps the weights of one model, and measures how fast they are loaded.
+class ModelWeights(PooledWeights):
+    """Loads the weights of one model, measures how fast, and keeps copies in the host cache.
 
     Args:
-        pool: where pages come from.
-        reclaimer: evicts them while the model is idle.
+        assembly: pool, clock, and what evicts them while the model is idle.
         reuse: the weights of all models.
         name: of the model.
         parameters: what is to be loaded.
         checkpoint: where it is.
         random_seed: seed of random numbers that take the place of the checkpoint's; None for none.
-        is_unused: tells whether they are neither in use nor being loaded.
-        is_wanted: tells whether requests wait for them: then they are needed again for certain.
-        on_evict: called when some of them have been evicted.
-
-    Attributes:
-        uses: the requests for the model.
-        sensitivity: weight of a second of its delay, compared with other models.
+        life: the model's.
 
     Raises:
         DriverError: the device has no addresses left.
@@ -56,117 +46,47 @@ class ModelWeights:
 
     def __init__(
         self,
-        pool: PagePool,
-        reclaimer: Reclaimer,
+        assembly: Assembly,
         reuse: ReuseStore,
         name: str,
         parameters: Sequence[Parameter],
         checkpoint: Checkpoint,
         random_seed: int | None,
-        *,
-        is_unused: Callable[[], bool],
-        is_wanted: Callable[[], bool],
-        on_evict: Callable[[], None],
+        life: Life,
     ) -> None:
-        self._name = name
         self._checkpoint = checkpoint
         self._random_seed = random_seed
-        self._reclaimer = reclaimer
-        self._reuse = reuse
-        self._is_unused = is_unused
-        self._is_wanted = is_wanted
-        self._on_evict = on_evict
-        self.uses = UseRate(time.monotonic())
-        self.sensitivity = 1.0
-        self._store = WeightStore(pool, Owner(name, Kind.WEIGHTS), parameters)
-        by_name = {parameter.name: parameter for parameter in parameters}
-        parts = {g: tuple(by_name[each] for each in g.names) for g in self._store.groups}
-        if random_seed is None:
-            origins = {g: GroupOrigin(part, checkpoint) for g, part in parts.items()}
-            self.member = reuse.register(self._store, self, origins, {})
-        else:  # those of another model are others
-            keys = {g: f"{name} {random_seed} {g.names}" for g in parts}
-            self.member = reuse.register(self._store, self, {}, keys)
-        # Of the load that is under way:
-        self._filling: Future[None] | None = None  # in the background
-        self._to_fill: tuple[ParameterGroup, ...] = ()
         self._bytes_per_s = {"disk": _DISK_BYTES_PER_S, "host": _HOST_BYTES_PER_S}
+        self._filling: Future[None] | None = None  # in the background
         self._saving: Future[None] | None = None
         self._stop_saving = Event()
-        self._victims = IdleWeights(reuse, self.member, self._byte_s)
-        reclaimer.register(self._victims)
+        reclaimer = assembly.room.reclaimer
+        super().__init__(assembly, reclaimer, reuse, name, parameters, life)
 
-    # --- how they are used: a `WeightUse` -------------------------------------------------------
+    def _origins(self) -> Mapping[ParameterGroup, GroupOrigin]:
+        if self._random_seed is not None:
+            return {}
+        by_name = {parameter.name: parameter for parameter in self._store.parameters}
+        return {
+            group: GroupOrigin(tuple(by_name[name] for name in group.names), self._checkpoint)
+            for group in self._store.groups
+        }
+
+    def _keys(self) -> Mapping[ParameterGroup, str]:
+        if self._random_seed is None:
+            return {}
+        # Random numbers of another model are others.
+        return {g: f"{self._name} {self._random_seed} {g.names}" for g in self._store.groups}
 
     @property
     def is_idle(self) -> bool:
         """Whether they are neither in use nor being loaded or copied, and may be evicted."""
-        return self._is_unused() and not self.is_saving
-
-    def probability(self, now_s: float) -> float:
-        """p(the model is needed again)."""
-        return 1.0 if self._is_wanted() else self.uses.probability(now_s)
-
-    def on_evict(self) -> None:
-        """Some of them have been evicted."""
-        self._on_evict()
-
-    # --- what is there -------------------------------------------------------------------------
+        return super().is_idle and not self.is_saving
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """The parameters by name, to be used only while all are resident."""
         return self._store.tensors
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the pages of all weights."""
-        return self._store.placement.num_bytes
-
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes of the pages of those that are in the pool, shared ones included."""
-        return self._store.resident_bytes
-
-    @property
-    def shared_bytes(self) -> int:
-        """Bytes of the pages of those that are in pages of another model."""
-        if not self._reuse.has_shared:
-            return 0
-        return sum(
-            self.member.bytes_of(group)
-            for group in self._store.resident
-            if self._reuse.holders(self.member, group)[0] is not self.member
-        )
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of the pages of those that the host cache has."""
-        has = self._reuse.host.has
-        return sum(
-            self.member.bytes_of(group) for group, key in self.member.keys.items() if has(key)
-        )
-
-    @property
-    def missing_pages(self) -> int:
-        """Number of pages that a load takes: of those that no model has in the pool."""
-        return sum(group.num_pages for group in self._reuse.missing(self.member))
-
-    @property
-    def own_victim_bytes(self) -> int:
-        """Bytes of the pool that the model needs and that count as evictable now."""
-        needed = 0
-        for group in self._store.groups:
-            holders = self._reuse.holders_of_like(self.member, group)
-            if holders and all(holder.use.is_idle for holder in holders):
-                needed += self.member.bytes_of(group)
-        return needed
-
-    @property
-    def missing_s(self) -> float:
-        """Seconds to load those that are not in the pool, as fast as the last time."""
-        missing = self._reuse.missing(self.member)
-        return sum(self.member.bytes_of(group) * self._byte_s(group) for group in missing)
 
     def _byte_s(self, group: ParameterGroup) -> float:
         """Seconds to load a byte of a group, from where it would come."""
@@ -177,20 +97,6 @@ class ModelWeights:
         return key is not None and self._reuse.host.has(key)
 
     # --- loading -------------------------------------------------------------------------------
-
-    def take_pages(self) -> bool:
-        """Take pages for those that are not in the pool; False if it has no room for them.
-
-        They are then to be filled, or to be evicted.
-
-        Raises:
-            DriverError: the device refused memory; nothing has changed.
-        """
-        to_fill = self._reuse.populate(self.member)
-        if to_fill is None:
-            return False
-        self._to_fill = to_fill
-        return True
 
     def fill(self, on_progress: Callable[[LoadProgress], None]) -> None:
         """Load the contents of the pages that were taken.
@@ -226,29 +132,17 @@ class ModelWeights:
         self._reuse.filled(self.member, self._to_fill)
 
     def evict(self, keep_bytes: int = 0) -> None:
-        """Evict all of them but so many bytes; whatever loads or copies them is waited for.
-
-        Those that a step uses first are kept.
-        """
+        """See `PooledWeights`."""
         if self._filling is not None:
             wait([self._filling])
             self._filling = None
         self._end_saving()
-        left_bytes = self.resident_bytes
-        evicted: list[ParameterGroup] = []
-        for group in reversed(self._store.by_use):
-            if left_bytes > keep_bytes and group in self._store.resident:
-                evicted.append(group)
-                left_bytes -= self.member.bytes_of(group)
-        self._reuse.evict(self.member, evicted)
+        super().evict(keep_bytes)
 
     def close(self) -> None:
-        """Give pages and addresses back."""
-        self.evict()
-        self._reclaimer.unregister(self._victims)
-        self._reuse.unregister(self.member)
+        """Give pages and addresses back, and copies in host memory."""
+        super().close()
         self._reuse.host.forget(self._worth)
-        self._store.close()
 
     def _fill(self, on_progress: Callable[[LoadProgress], None]) -> None:
         """Copy the weights from the host, and read the others or fill them with random numbers."""
@@ -306,19 +200,18 @@ class ModelWeights:
         if self._reuse.host.num_bytes:
             self._saving = threads.submit(self._save)
 
-    def finish_saving(self) -> None:
-        """Wait until they have been copied to the host cache."""
-        if self._saving is not None:
-            wait([self._saving])
+    def is_saved_within(self, timeout_s: float | None) -> bool:
+        """Wait for a time, None for any; return whether they are not being copied any more."""
+        return self._saving is None or bool(wait([self._saving], timeout_s).done)
 
     def _end_saving(self) -> None:
         self._stop_saving.set()
-        self.finish_saving()
+        self.is_saved_within(None)
         self._saving = None
         self._stop_saving.clear()
 
     def _worth(self) -> float:
-        return self.probability(time.monotonic())
+        return self.probability(self._clock_s())
 
     def _save(self) -> None:
         try:

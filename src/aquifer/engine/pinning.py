@@ -26,7 +26,7 @@ class Pinning:
         share: of what may be pinned, that one client may have.
     """
 
-    def __init__(self, models: ModelSet, room: Room, share: float) -> None:
+    def __init__(self, models: ModelSet[ModelHost], room: Room, share: float) -> None:
         self._models = models
         self._room = room
         self._share = share

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import get_args
 
 from aquifer.cache import kv_cache
 from aquifer.cache.base import CacheFactory
 from aquifer.engine.params import MAX_SEQUENCES
 from aquifer.engine.policies import RestoreMode
 from aquifer.errors import ConfigError
+from aquifer.sim.baselines.evictions import Eviction
 from aquifer.sim.baselines.reserved import Policy, ReservedCache
 from aquifer.sim.device import DeviceModel, ModelShape
 from aquifer.sim.driver import PAGE_BYTES
@@ -27,6 +29,50 @@ joins a running batch, and all of its outputs return when the last is done (Fast
 section 6.1)."""
 
 _UTILIZATION = 0.9  # fraction of the device's memory; vLLM's default too
+
+
+@dataclass(frozen=True, slots=True)
+class LoadingConfig:
+    """How weights come and go in a replay of several models.
+
+    By default this is what the engine does: tensors of idle models are evicted one by one, and
+    what is missing of a model is loaded when a request waits for it.
+
+    Args:
+        bytes_per_s: how fast weights are loaded, from host memory.
+        disk_bytes_per_s: how fast at most a model is loaded for the first time; None if all weights
+            are in host memory from the start.
+        is_exclusive: a model has the device for itself, and is evicted and loaded as a whole.
+        keep_alive_s: seconds after which the weights of a model without requests are evicted; None
+            if that happens for others only.
+        start_s: seconds to start a process before each load; 0 if context and kernels are kept.
+        eviction: which weights are evicted: see `aquifer.sim.baselines.evictions`.
+        weight_share: a fixed part of the budget that weights have, from 0 to 1; None for one rule
+            for weights and prefixes.
+
+    Raises:
+        ConfigError: an option is invalid, or does not go with another one.
+    """
+
+    bytes_per_s: float
+    disk_bytes_per_s: float | None = None
+    is_exclusive: bool = False
+    keep_alive_s: float | None = None
+    start_s: float = 0.0
+    eviction: Eviction = "regret"
+    weight_share: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_s <= 0 or (self.disk_bytes_per_s or 1) <= 0:
+            raise ConfigError("weights must be loaded at more than 0 bytes per second")
+        if self.eviction not in get_args(Eviction):
+            raise ConfigError(
+                f"unknown eviction {self.eviction!r}; choose one of {', '.join(get_args(Eviction))}"
+            )
+        if self.weight_share is not None and not 0 < self.weight_share < 1:
+            raise ConfigError(f"weight_share is {self.weight_share}; it must be between 0 and 1")
+        if self.is_exclusive and (self.weight_share is not None or self.eviction != "regret"):
+            raise ConfigError("a model that has the device for itself is evicted as a whole")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +96,7 @@ class ReplayConfig:
         swap_space_bytes: host memory for the KV of preempted requests; 0 for none.
         fast_forward: process steps in which nothing changes together.
         seed: seed of the made-up beam scores.
+        loading: how weights come and go; None if all stay in the pool.
 
     Raises:
         ConfigError: an option is invalid.
@@ -71,6 +118,7 @@ class ReplayConfig:
     swap_space_bytes: int = 4 << 30
     fast_forward: bool = True
     seed: int = 0
+    loading: LoadingConfig | None = None
 
     def __post_init__(self) -> None:
         if self.manager not in MANAGERS:
@@ -79,6 +127,10 @@ class ReplayConfig:
             )
         if self.prefix_caching and self.is_reserved:
             raise ConfigError(f"{self.manager} cannot share, so there is no prefix caching with it")
+        if self.loading is not None and self.is_reserved:
+            raise ConfigError(
+                f"{self.manager} reserves its memory for good, so no weights can come and go"
+            )
         if self.beam_width and self.num_samples > 1:
             raise ConfigError("give one of --num-samples and --beam-width")
         if self.num_sequences > min(self.max_num_seqs, MAX_SEQUENCES):

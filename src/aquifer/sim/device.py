@@ -38,7 +38,7 @@ class ModelShape:
         kv_layout: layout of one token's KV.
         body_parameters: elements of all matrices but embedding and head, used by every token.
         head_parameters: elements of the head, used by tokens that are sampled from.
-        weight_bytes: bytes of all parameters.
+        tensor_bytes: bytes of each parameter, as they are placed in memory, in order of use.
         attention_operations: operations for each pair of a token and one that it attends to, over
             all layers.
         max_tokens: the longest context.
@@ -48,9 +48,14 @@ class ModelShape:
     kv_layout: KVLayout
     body_parameters: int
     head_parameters: int
-    weight_bytes: int
+    tensor_bytes: tuple[int, ...]
     attention_operations: float
     max_tokens: int
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters."""
+        return sum(self.tensor_bytes)
 
     @property
     def read_bytes(self) -> int:
@@ -72,22 +77,28 @@ class ModelShape:
         tied: bool,
         max_tokens: int,
     ) -> ModelShape:
-        """Make the shape of a dense decoder in 16 bits, with heads of hidden / num_heads."""
+        """Make the shape of a dense decoder in 16 bits, with heads of hidden / num_heads.
+
+        Matrices of which the products are computed together are one parameter: those of queries,
+        keys and values, and those that a gated MLP begins with. Norms and biases are left out.
+        """
         head_dim = hidden // num_heads
         kv_dim = num_kv_heads * head_dim
-        body = num_layers * (
-            2 * hidden * hidden
-            + 2 * hidden * kv_dim
-            + feed_forward_matrices * hidden * feed_forward
-        )
+        layer = [
+            hidden * (hidden + 2 * kv_dim),
+            hidden * hidden,
+            (feed_forward_matrices - 1) * hidden * feed_forward,
+            hidden * feed_forward,
+        ]
         table = vocab_size * hidden
+        elements = [table, *(layer * num_layers), *([] if tied else [table])]
         layout = KVLayout((LayerKV(num_kv_heads, head_dim, head_dim),) * num_layers, torch.float16)
         return cls(
             name=name,
             kv_layout=layout,
-            body_parameters=body,
+            body_parameters=num_layers * sum(layer),
             head_parameters=table,
-            weight_bytes=2 * (body + table * (1 if tied else 2)),
+            tensor_bytes=tuple(2 * count for count in elements),
             attention_operations=layout.attention_operations(num_heads),
             max_tokens=max_tokens,
         )
@@ -114,25 +125,10 @@ class ModelShape:
             kv_layout=plan.kv_layout,
             body_parameters=num_elements(matrices) - sum(tables),
             head_parameters=tables[-1] if tables else 0,
-            weight_bytes=sum(p.num_bytes for p in parameters),
+            tensor_bytes=tuple(p.num_bytes for p in parameters),
             attention_operations=plan.kv_layout.attention_operations(num_heads),
             max_tokens=plan.max_model_len,
         )
-
-
-def _llama_13b(name: str, max_tokens: int) -> ModelShape:
-    return ModelShape.dense(
-        name,
-        num_layers=40,
-        hidden=5120,
-        num_heads=40,
-        num_kv_heads=40,
-        feed_forward_matrices=3,
-        feed_forward=13824,
-        vocab_size=32000,
-        tied=False,
-        max_tokens=max_tokens,
-    )
 
 
 def _opt(name: str, num_layers: int, hidden: int, num_heads: int) -> ModelShape:
@@ -150,30 +146,67 @@ def _opt(name: str, num_layers: int, hidden: int, num_heads: int) -> ModelShape:
     )
 
 
+def _gated(
+    name: str,
+    num_layers: int,
+    hidden: int,
+    heads: tuple[int, int],
+    feed_forward: int,
+    vocab_size: int,
+    max_tokens: int,
+    *,
+    tied: bool = False,
+) -> ModelShape:
+    """A decoder with a gated MLP; `heads` are those of queries, and those of keys and values."""
+    return ModelShape.dense(
+        name,
+        num_layers=num_layers,
+        hidden=hidden,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        feed_forward_matrices=3,
+        feed_forward=feed_forward,
+        vocab_size=vocab_size,
+        tied=tied,
+        max_tokens=max_tokens,
+    )
+
+
+_GPT_NEOX_20B = ModelShape.dense(
+    "gpt-neox-20b",
+    num_layers=44,
+    hidden=6144,
+    num_heads=64,
+    num_kv_heads=64,
+    feed_forward_matrices=2,
+    feed_forward=24576,
+    vocab_size=50432,
+    tied=False,
+    max_tokens=2048,
+)
+
 MODELS = {
     shape.name: shape
     for shape in (
         _opt("opt-13b", 40, 5120, 40),
         _opt("opt-66b", 64, 9216, 72),
         _opt("opt-175b", 96, 12288, 96),
-        _llama_13b("llama-13b", 2048),
+        _gated("llama-13b", 40, 5120, (40, 40), 13824, 32000, 2048),
         # The same with a longer context, for traces with longer requests.
-        _llama_13b("llama-2-13b", 4096),
-        ModelShape.dense(
-            "llama-3-8b",
-            num_layers=32,
-            hidden=4096,
-            num_heads=32,
-            num_kv_heads=8,
-            feed_forward_matrices=3,
-            feed_forward=14336,
-            vocab_size=128256,
-            tied=False,
-            max_tokens=8192,
-        ),
+        _gated("llama-2-13b", 40, 5120, (40, 40), 13824, 32000, 4096),
+        _gated("llama-3-8b", 32, 4096, (32, 8), 14336, 128256, 8192),
+        _opt("opt-1.3b", 24, 2048, 32),
+        _opt("opt-6.7b", 32, 4096, 32),
+        _gated("llama-3.2-3b", 28, 3072, (24, 8), 8192, 128256, 8192, tied=True),
+        _gated("qwen-2.5-0.5b", 24, 896, (14, 2), 4864, 151936, 8192, tied=True),
+        _gated("qwen-2.5-3b", 36, 2048, (16, 2), 11008, 151936, 8192, tied=True),
+        _gated("yi-9b", 48, 4096, (32, 4), 11008, 64000, 4096),
+        _gated("glm-4-9b", 40, 4096, (32, 2), 13696, 151552, 8192),
+        _GPT_NEOX_20B,
     )
 }
-"""Named shapes: those of PagedAttention's evaluation (Table 1, section 6.4), and Llama 3."""
+"""Named shapes: those of PagedAttention's evaluation (Table 1, section 6.4), those of Tangram's
+(Table 1), and some more in between."""
 
 
 def find_model(text: str) -> ModelShape:
@@ -235,6 +268,8 @@ DEVICES = {
         # is that of a Python loop that waits for every step.
         DeviceModel("a100-40g", 40 << 30, 1.555e12, 312e12, 25e9, 2e-3, 0.8, 0.6),
         DeviceModel("a100-80g", 80 << 30, 2.039e12, 312e12, 25e9, 2e-3, 0.8, 0.6),
+        DeviceModel("l40", 45 << 30, 0.864e12, 181e12, 25e9, 2e-3, 0.8, 0.6),
+        DeviceModel("4090", 24 << 30, 1.008e12, 165e12, 25e9, 2e-3, 0.8, 0.6),
         # Measured: bandwidth of a copy, rate of a large matrix product. Fitted by `calibrate` to
         # benchmarks/gpu/llama-3-8b-latency-virtual.json: the rest.
         DeviceModel("h200", 150_109_880_320, 4.289e12, 787e12, 55.4e9, 0.0, 0.78, 0.76),

@@ -26,11 +26,15 @@ class ModelledDriver:
     Args:
         total_bytes: the device's memory.
         page_bytes: the size of a page, and the granularity.
+
+    Attributes:
+        held_bytes: memory that counts as the process's, outside of pages.
     """
 
     def __init__(self, total_bytes: int, page_bytes: int = PAGE_BYTES) -> None:
         self._total_bytes = total_bytes
         self._page_bytes = page_bytes
+        self.held_bytes = 0
         self._created_bytes = 0
         self._page_sizes: dict[Handle, int] = {}
         self._num_handles = 0
@@ -84,8 +88,8 @@ class ModelledDriver:
         return self._total_bytes
 
     def overhead_bytes(self) -> int:
-        """0: the budget of a replay leaves out what a real process takes."""
-        return 0
+        """`held_bytes`: the budget of a replay leaves out what a real process takes."""
+        return self.held_bytes
 
     def create(self, page_bytes: int, count: int) -> list[Handle]:
         """See `Driver`.

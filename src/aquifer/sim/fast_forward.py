@@ -64,7 +64,7 @@ class FastForward:
         self._arrivals = arrivals
         self._occupancy = occupancy
 
-    def run(self, plan: StepInput, *, has_freed: bool) -> Skipped | None:
+    def run(self, plan: StepInput, until_s: float, *, has_freed: bool) -> Skipped | None:
         """Do as many steps as go on like the last one; None if there are none.
 
         The scheduler tells whether steps repeat (`Scheduler.repeats`). They do so until a sequence
@@ -72,6 +72,7 @@ class FastForward:
 
         Args:
             plan: the last step's, committed.
+            until_s: no step begins at this time or later.
             has_freed: whether a sequence has ended in it or been preempted for it.
         """
         lane = self._scheduler.lanes[plan.model]
@@ -90,30 +91,33 @@ class FastForward:
         seconds = self._steps[lane.name].decode_seconds(num_seqs, kv_tokens)
         # Accumulated one after the other, as in single steps: [i] is when step i begins.
         begins_s = np.add.accumulate(np.concatenate(([self._clock.now_s], seconds)))
+        most_steps = int(begins_s[:most_steps].searchsorted(until_s))
         may_join = not lane.waiting or len(self._scheduler.lanes) > 1
         if may_join and (arrival_s := self._arrivals.next_s) is not None:
             most_steps = int(begins_s[:most_steps].searchsorted(arrival_s))
-        free_bytes, retained_bytes = self._reserve(lane, slots, begins_s[:most_steps].tolist())
-        count = len(free_bytes)
+        parts = self._reserve(lane, slots, begins_s[:most_steps].tolist())
+        count = len(parts[0])
         if not count:
             return None
         skip_steps(lane, slots, count, made_up_tokens(table.serial[slots]))
         lane.cache.upload()
         num_untaken = self._arrivals.num_untaken(begins_s[:count])
-        values = self._occupancy.values_of_decodes(lane, num_untaken, free_bytes, retained_bytes)
+        values = self._occupancy.values_of_decodes(lane, num_untaken, *parts)
         self._clock.now_s = float(begins_s[count])
         return Skipped(seconds[:count], values)
 
     def _reserve(
         self, lane: Lane, slots: IntArray, begins_s: list[float]
-    ) -> tuple[list[int], list[int]]:
+    ) -> tuple[list[int], list[int], list[int]]:
         """Ask for room as the scheduler does, until a step is refused.
 
-        Returns: free bytes and retained bytes after each step that was not refused.
+        Returns: free bytes, retained bytes and bytes of weights that come and go, after each step
+            that was not refused.
         """
         needed_tokens = lane.slots.num_computed[slots] + 1
         free_bytes: list[int] = []
         retained_bytes: list[int] = []
+        weight_bytes: list[int] = []
         clock, occupancy, reserve = self._clock, self._occupancy, lane.cache.reserve
         for begin_s in begins_s:
             clock.now_s = begin_s
@@ -122,4 +126,5 @@ class FastForward:
             needed_tokens += 1
             free_bytes.append(occupancy.free_bytes)
             retained_bytes.append(occupancy.retained_bytes)
-        return free_bytes, retained_bytes
+            weight_bytes.append(occupancy.weight_bytes)
+        return free_bytes, retained_bytes, weight_bytes

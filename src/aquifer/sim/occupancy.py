@@ -13,10 +13,11 @@ from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.sim.baselines.reserved import ReservedCache
 from aquifer.sim.config import ReplayConfig
 
-_PARTS = ("written", "future", "internal", "external", "retained", "free")
+_PARTS = ("written", "future", "internal", "external", "weights", "retained", "free")
 """Parts of the memory for KV: written tokens (shared blocks count once); memory reserved for future
 tokens; for tokens that never come (internal fragmentation); lost between regions (external
-fragmentation, section 3.1); prefixes retained for later requests; and free memory."""
+fragmentation, section 3.1); weights that come and go, with a part of the memory that is theirs
+alone; prefixes retained for later requests; and free memory."""
 
 COLUMNS = ("requests", "sequences", "waiting", "shared", *_PARTS)
 """Quantities that are averaged over time: counts, then bytes."""
@@ -57,6 +58,16 @@ class Occupancy:
         in_use_bytes = self._pool.usage().in_use_bytes
         return sum(in_use_bytes.get(Owner(name, Kind.PREFIX), 0) for name in self._lanes)
 
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of weights that come and go."""
+        if self._config.loading is None:
+            return 0
+        usage = self._pool.usage()
+        owners = (Owner(name, Kind.WEIGHTS) for name in self._lanes)
+        resident_bytes = sum(usage.in_use_bytes.get(owner, 0) for owner in owners)
+        return resident_bytes + usage.overhead_bytes
+
     def values(self) -> list[int]:
         """Return the current values of `COLUMNS`."""
         num_requests = num_seqs = num_waiting = 0
@@ -80,8 +91,9 @@ class Occupancy:
                 external_bytes += waste.external_bytes
             else:
                 internal_bytes += stats.wasted_bytes
-        free_bytes = self._pool.free_bytes
-        known_bytes = written_bytes + future_bytes + internal_bytes + external_bytes + free_bytes
+        free_bytes, weight_bytes = self._pool.free_bytes, self.weight_bytes
+        known_bytes = written_bytes + future_bytes + internal_bytes + external_bytes
+        known_bytes += weight_bytes + free_bytes
         return [
             num_requests,
             num_seqs,
@@ -91,6 +103,7 @@ class Occupancy:
             future_bytes,
             internal_bytes,
             external_bytes,
+            weight_bytes,
             self._kv_budget_bytes - known_bytes,
             free_bytes,
         ]
@@ -101,6 +114,7 @@ class Occupancy:
         num_untaken: IntArray,
         free_bytes: list[int],
         retained_bytes: list[int],
+        weight_bytes: list[int],
     ) -> npt.NDArray[np.float64]:
         """Return the values of `COLUMNS` in each of several steps that were done at once: [n, ...].
 
@@ -112,6 +126,7 @@ class Occupancy:
             num_untaken: [n], requests that have arrived by each step and are in no queue yet.
             free_bytes: of each step.
             retained_bytes: of each step.
+            weight_bytes: of each step.
         """
         count = len(num_untaken)
         values = np.array(self.values()) + np.zeros((count, 1))
@@ -125,7 +140,9 @@ class Occupancy:
         else:
             column["free"][:] = free_bytes
             column["retained"][:] = retained_bytes
+            column["weights"][:] = weight_bytes
             known_bytes = column["written"] + column["free"] + column["retained"]
+            known_bytes += column["weights"]
             column["internal"][:] = self._kv_budget_bytes - known_bytes
         column["waiting"][:] += num_untaken
         return values

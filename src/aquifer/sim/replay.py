@@ -6,6 +6,10 @@ scheduler plans, the clock advances by the time that the device model predicts
 code; time is modelled, and token values are left out. A sequence ends at the length in the trace.
 Planning one step ahead is left out too: a step is planned when the one before it is done.
 
+With `ReplayConfig.loading`, weights come and go as in the engine: the models share the pool with KV
+and prefixes under the one eviction rule, and are loaded when requests wait for them
+(`aquifer.sim.models`).
+
 While the same sequences decode for many steps, most of the scheduler's work is the same at each
 step, and is done at once for all of them (`aquifer.sim.fast_forward`). The outcome is the same
 (`tests/sim/test_replay.py` compares them).
@@ -13,6 +17,7 @@ step, and is done at once for all of them (`aquifer.sim.fast_forward`). The outc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
@@ -21,7 +26,6 @@ import torch
 
 from aquifer.cache.swap import SwapSpace
 from aquifer.engine.assembly import Assembly, LaneSpec
-from aquifer.engine.lane import Lane
 from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request, SamplingParams
 from aquifer.engine.policies import Policies
@@ -37,6 +41,7 @@ from aquifer.sim.config import ReplayConfig
 from aquifer.sim.device import StepModel, StepWork
 from aquifer.sim.driver import ModelledDriver
 from aquifer.sim.fast_forward import FastForward
+from aquifer.sim.models import ReplayedModel, ReplayedModels
 from aquifer.sim.occupancy import Occupancy
 from aquifer.sim.outputs import OutputMaker
 from aquifer.sim.results import ReplayResult, RequestRecord
@@ -65,29 +70,42 @@ def replay(
                 f"the trace asks for a model {name!r}; name one with --model {name}=SHAPE"
             )
     with ExitStack() as resources:
-        run = _Replay(config, requests, resources)
-        run.run(on_progress)
-        return run.result
+        arrivals = Arrivals()
+        for request in requests:
+            arrivals.add(request)
+        device = DeviceReplay(config, arrivals, PromptMaker(requests), resources)
+        device.run(on_progress)
+        return device.finish()
 
 
-class _Replay:
-    """State of one replay.
+class DeviceReplay:
+    """State of the replay on one device.
 
     Args:
         config: the configuration.
-        requests: in order of arrival.
+        arrivals: the requests in order of arrival. More may be added between two calls of `run`.
+        prompts: makes the prompts of the requests.
         resources: the stack that closes all resources opened here.
+
+    Attributes:
+        models: the models, if their weights come and go.
+
+    Raises:
+        ConfigError: the weights do not fit.
     """
 
     def __init__(
-        self, config: ReplayConfig, requests: Sequence[TraceRequest], resources: ExitStack
+        self,
+        config: ReplayConfig,
+        arrivals: Arrivals,
+        prompts: PromptMaker,
+        resources: ExitStack,
     ) -> None:
         self._config = config
-        self._requests = requests
         self._clock = Clock()
-        self._arrivals = Arrivals(requests)
+        self._arrivals = arrivals
         self._num_ended = 0
-        self._prompts = PromptMaker(requests)
+        self._prompts = prompts
         self._outputs = OutputMaker(config.beam_width > 0, config.seed)
         self._averages = Averages()
         self._outputs_left: dict[str, int] = {}  # unfinished completions of each request
@@ -97,7 +115,9 @@ class _Replay:
         # Keep all idle pages, so that pages are not created again.
         pool = PagePool(driver, config.budget_bytes, keep_idle_bytes=config.budget_bytes)
         resources.callback(pool.close)
-        pool.account_overhead(_weight_bytes(config, pool.budget_bytes))
+        if config.loading is None:
+            driver.held_bytes = _weight_bytes(config, pool.budget_bytes)
+            pool.account_overhead(driver.held_bytes)
         self._kv_budget_bytes = pool.free_bytes
         # Without physical memory, like the KV.
         space = SwapSpace(
@@ -119,44 +139,88 @@ class _Replay:
         self._steps = {
             name: StepModel(model, config.device) for name, model in config.models.items()
         }
-        self._lanes: dict[str, Lane] = {}
-        for name, model in config.models.items():
-            lane = self._lanes[name] = assembly.open_lane(
-                LaneSpec(
-                    name,
-                    model.kv_layout,
-                    config.max_num_seqs,
-                    config.context(model),
-                    config.factory(),
-                    config.prefix_caching,
-                    self._steps[name].prefill_seconds,
-                )
+        specs = [
+            LaneSpec(
+                name,
+                model.kv_layout,
+                config.max_num_seqs,
+                config.context(model),
+                config.factory(),
+                config.prefix_caching,
+                self._steps[name].prefill_seconds,
             )
-            resources.callback(assembly.close_lane, lane)
+            for name, model in config.models.items()
+        ]
+        self.models: ReplayedModels | None = None
+        if config.loading is None:
+            for spec in specs:
+                resources.callback(assembly.close_lane, assembly.open_lane(spec))
+        else:
+            self.models = ReplayedModels.open(
+                assembly,
+                self._clock,
+                config.loading,
+                list(zip(specs, config.models.values(), strict=True)),
+                resources,
+                driver,
+            )
+        self._lanes = self._scheduler.lanes
         self._occupancy = Occupancy(config, pool, self._lanes, self._kv_budget_bytes)
         self._fast_forward = FastForward(
             self._scheduler, self._steps, self._clock, self._arrivals, self._occupancy
         )
-        self.result = ReplayResult([], kv_budget_bytes=self._kv_budget_bytes)
+        self._result = ReplayResult([], kv_budget_bytes=self._kv_budget_bytes)
 
-    def run(self, on_progress: Callable[[int], None]) -> None:
-        """Run the simulation until the last request has ended."""
-        scheduler, clock, result = self._scheduler, self._clock, self.result
-        while True:
-            for number in self._arrivals.take(clock.now_s):
-                self._add(number, self._requests[number])
+    @property
+    def now_s(self) -> float:
+        """The time on this device: the end of its latest step."""
+        return self._clock.now_s
+
+    @property
+    def budget_bytes(self) -> int:
+        """Memory for KV, and for weights that come and go."""
+        return self._kv_budget_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Memory that holds nothing."""
+        return self._occupancy.free_bytes
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have arrived and have not ended."""
+        return len(self._arrivals) - self._num_ended
+
+    def run(
+        self, on_progress: Callable[[int], None] = lambda _: None, until_s: float = math.inf
+    ) -> None:
+        """Run the simulation until a time, or until the last request has ended.
+
+        A step that has begun before `until_s` is run to its end.
+
+        Args:
+            on_progress: called from time to time with the number of requests that have ended.
+            until_s: no step begins at this time or later.
+        """
+        scheduler, clock, result = self._scheduler, self._clock, self._result
+        while clock.now_s < until_s:
+            has_changed = self._arrive()
             num_preemptions = scheduler.num_preemptions
             plan = scheduler.plan()
             for output in scheduler.take_failed():
                 self._end(output)
             if plan is None:
-                arrival_s = self._arrivals.next_s
-                if arrival_s is None:
+                if has_changed:
+                    continue  # a model has given way, or is there: ask again
+                next_s = self._next_s()
+                clock.now_s = clock.now_s if next_s is None else min(next_s, until_s)
+                if next_s is None:
                     break
-                clock.now_s = arrival_s
                 continue
             seconds = self._steps[plan.model].seconds(self._work(plan))
             self._averages.add_step(seconds, self._occupancy.values())
+            if self.models is not None:
+                self.models.set[plan.model].used()
             clock.now_s += seconds
             result.num_steps += 1
             num_ended = self._num_ended
@@ -164,35 +228,83 @@ class _Replay:
             if self._num_ended > num_ended:
                 on_progress(self._num_ended)
             if self._config.fast_forward:
-                skipped = self._fast_forward.run(plan, has_freed=has_freed)
+                skipped = self._fast_forward.run(plan, until_s, has_freed=has_freed)
                 if skipped is not None:
                     self._averages.add(skipped.seconds, skipped.values)
                     result.num_steps += len(skipped.seconds)
-        if scheduler.has_work:
+                    if self.models is not None:
+                        # When the last of these steps began.
+                        used_s = clock.now_s - float(skipped.seconds[-1])
+                        self.models.set[plan.model].used_s = used_s
+
+    def finish(self) -> ReplayResult:
+        """The result, when all requests have ended.
+
+        Raises:
+            InvariantError: some have not.
+        """
+        result = self._result
+        if self._scheduler.has_work:
             raise InvariantError("requests are left that are never planned")
-        result.duration_s = clock.now_s
+        result.duration_s = self._clock.now_s
         result.busy_s = self._averages.seconds
-        result.num_preemptions = scheduler.num_preemptions
+        result.num_preemptions = self._scheduler.num_preemptions
         for lane in self._lanes.values():
             if lane.prefixes is not None:
                 stats = lane.prefixes.stats
                 result.queried_tokens += stats.queried_tokens
                 result.hit_tokens += stats.hit_tokens
         result.averages, result.averages_waiting = self._averages.means()
+        if self.models is not None:
+            loads = [load for host in self.models.set for load in host.loads]
+            result.loads = sorted(loads, key=lambda load: load.begun_s)
+        return result
+
+    def _arrive(self) -> bool:
+        """Add the requests that have arrived, and load models; return whether one has changed."""
+        models = self.models
+        if models is not None:
+            models.expire(self._clock.now_s)
+        for number in self._arrivals.take(self._clock.now_s):
+            self._add(number, self._arrivals[number])
+        if models is None:
+            return False
+        before = models.states
+        models.set.load_wanted(self._arrivals.num_taken, self._preempt_all, self._end_requests)
+        return models.states != before
+
+    def _next_s(self) -> float | None:
+        """When the next request arrives or a load ends; None if neither is to come."""
+        times_s = [self._arrivals.next_s, None if self.models is None else self.models.filled_s]
+        return min((time_s for time_s in times_s if time_s is not None), default=None)
+
+    def _preempt_all(self, host: ReplayedModel) -> None:
+        """Preempt all running requests of a model. No step is in flight here."""
+        self._scheduler.preempt_all(host.lane)
+
+    def _end_requests(self, host: ReplayedModel, error: str) -> None:
+        """End all requests of a model that cannot be loaded; they count as not served."""
+        for group in [*host.lane.waiting, *host.lane.running]:
+            self._scheduler.abort(host.lane, group)
+            request_id = group.request.request_id
+            self._end(TokenOutput(request_id, finish_reason="error", error=error))
 
     def _add(self, number: int, request: TraceRequest) -> None:
         """Add a request that has arrived, as the engine does."""
         config = self._config
         name = request.model or next(iter(config.models))
         lane = self._lanes[name]
+        kv_budget_bytes = self._kv_budget_bytes
+        if self.models is not None:
+            kv_budget_bytes = self._room.size(self.models.set.kv_pages(self.models.set[name]))
         record = RequestRecord(
             name, self._arrivals.time_s(number), request.prompt_tokens, request.output_tokens
         )
-        self.result.records.append(record)
+        self._result.records.append(record)
         max_total = request.prompt_tokens + request.output_tokens
         footprint, num_sequences = lane.cache.footprint, config.num_sequences
         needed_pages = footprint.most(request.prompt_tokens, max_total, num_sequences)
-        is_too_large = self._room.size(needed_pages) > self._kv_budget_bytes
+        is_too_large = self._room.size(needed_pages) > kv_budget_bytes
         if max_total > config.context(config.models[name]) or is_too_large:
             self._num_ended += 1  # refused
             return
@@ -201,6 +313,8 @@ class _Replay:
         asked = Request(str(number), name, prompt.tolist(), params, record.arrival_s)
         group = SequenceGroup.of(asked, number, prompt, seed=0, max_total=max_total)
         self._outputs_left[asked.request_id] = config.num_sequences
+        if self.models is not None:
+            self.models.set[name].wanted()
         self._scheduler.add(lane, group)
 
     def _work(self, plan: StepInput) -> StepWork:
@@ -243,7 +357,7 @@ class _Replay:
 
     def _end(self, output: TokenOutput) -> None:
         """Record an output: cached tokens, and the end of a completion."""
-        record = self.result.records[int(output.request_id)]
+        record = self._result.records[int(output.request_id)]
         record.cached_tokens = max(record.cached_tokens, output.num_cached_tokens)
         if output.finish_reason is None:
             return

@@ -32,6 +32,17 @@ class RequestRecord:
         return (self.finished_s - self.arrival_s) / self.output_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class LoadRecord:
+    """Record of a load of a model's weights: of all of them, or of those that were missing."""
+
+    model: str
+    begun_s: float  # since the start of the trace
+    seconds: float
+    loaded_bytes: int
+    weight_bytes: int
+
+
 @dataclass(slots=True)
 class ReplayResult:
     """Result of a replay.
@@ -44,7 +55,8 @@ class ReplayResult:
         num_preemptions: preemptions of requests.
         queried_tokens: prompt tokens looked up among retained prefixes.
         hit_tokens: prompt tokens found there.
-        kv_budget_bytes: the memory for KV.
+        kv_budget_bytes: the memory for KV; with weights that come and go, for these too.
+        loads: loads of weights, in order of time; those that stay in the pool are not loaded.
         averages: averages of `aquifer.sim.occupancy.COLUMNS` over the busy time.
         averages_waiting: the same over the part of it in which requests were waiting.
     """
@@ -59,6 +71,7 @@ class ReplayResult:
     kv_budget_bytes: int = 0
     averages: dict[str, float] = field(default_factory=dict)
     averages_waiting: dict[str, float] = field(default_factory=dict)
+    loads: list[LoadRecord] = field(default_factory=list)
 
     @property
     def served(self) -> list[RequestRecord]:
@@ -108,6 +121,9 @@ class ReplayResult:
             **_percentiles("e2el", latency),
             "prefix_cache_queries": self.queried_tokens,
             "prefix_cache_hits": self.hit_tokens,
+            "num_loads": len(self.loads),
+            "loaded_bytes": sum(load.loaded_bytes for load in self.loads),
+            "loading_seconds": sum(load.seconds for load in self.loads),
             "kv_budget_bytes": self.kv_budget_bytes,
             "averages": self.averages,
             "averages_while_waiting": self.averages_waiting,

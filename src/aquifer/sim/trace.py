@@ -33,7 +33,8 @@ NUM_OUTPUT_IDS = 1 << 30
 """Token ids of made-up outputs are below this, those of prompts are not: no output is taken for a
 part of a prompt."""
 
-_ID_LIMIT = 1 << 31  # token ids are int32
+ID_LIMIT = 1 << 31
+"""Token ids are below this, since they are int32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +182,7 @@ class PromptMaker:
 
     def __init__(self, requests: Iterable[TraceRequest]) -> None:
         self._first_ids: dict[int, int] = {}  # token id that begins the block of a prefix id
-        self._end = _ID_LIMIT
+        self._end = ID_LIMIT
         num_own = 0
         next_id = NUM_OUTPUT_IDS
         for request in requests:
@@ -190,10 +191,10 @@ class PromptMaker:
                 if prefix_id not in self._first_ids:
                     self._first_ids[prefix_id] = next_id
                     next_id += PREFIX_BLOCK_TOKENS
-        if next_id + num_own > _ID_LIMIT:
+        if next_id + num_own > ID_LIMIT:
             raise ConfigError(
                 f"the prompts have {next_id - NUM_OUTPUT_IDS + num_own} different tokens; there "
-                f"are {_ID_LIMIT - NUM_OUTPUT_IDS} token ids for them: give a lower --num-requests"
+                f"are {ID_LIMIT - NUM_OUTPUT_IDS} token ids for them: give a lower --num-requests"
             )
 
     def ids(self, request: TraceRequest) -> npt.NDArray[np.int32]:

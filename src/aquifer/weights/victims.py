@@ -24,7 +24,7 @@ from aquifer.weights.parameters import ParameterGroup
 from aquifer.weights.reuse import Member, ReuseStore
 
 
-class _Offer(NamedTuple):
+class Offer(NamedTuple):
     """A group that may go."""
 
     regret: float  # in seconds per byte
@@ -112,18 +112,18 @@ class IdleWeights:
         holders = self._reuse.holders(self._member, group)
         return holders[0] is self._member and all(holder.use.is_idle for holder in holders)
 
-    def _offers(self, now_s: float) -> list[_Offer]:
+    def _offers(self, now_s: float) -> list[Offer]:
         """The groups that may go, in order of regret."""
         groups = self._groups()
         if not groups:
             return []
         own = self._member.use.probability(now_s), self._member.use.sensitivity
-        offers: list[_Offer] = []
+        offers: list[Offer] = []
         for group in groups:
             probability, sensitivity = self._shared(group, now_s) or own
             # By the byte, so that groups of any size are equal where nothing else differs.
             regret = regret_per_byte(probability, self._byte_s(group), 1, sensitivity)
-            offers.append(_Offer(regret, group))
+            offers.append(Offer(regret, group))
         offers.sort(key=lambda offer: offer.regret)  # stable
         return offers
 

@@ -5,6 +5,8 @@
     displacement    the running request that gives its place to another client's waiting one
     express         the clients that run in a step of their own
     victims         the running request that is preempted when the pool is short
+    placement       the device that gets a request, where several could serve it
+    residents       the model that gives its memory to one that waits to be loaded
     restore         whether its KV is copied to the host or computed again
 
 A policy sees tokens, counts and times, never pages or requests, and changes nothing. To replace
@@ -24,6 +26,16 @@ from aquifer.engine.policies.displacement import (
     place_for_each_client,
 )
 from aquifer.engine.policies.express import Express, smallest_clients
+from aquifer.engine.policies.placement import (
+    DeviceState,
+    Placement,
+    PlacementSnapshot,
+    affinity,
+    affinity_with_evictions,
+    least_loaded,
+    random_device,
+    round_robin_devices,
+)
 from aquifer.engine.policies.requests import Candidate, ClientState, RunningRequest
 from aquifer.engine.policies.restore import RestoreMode, restore_by_copy
 from aquifer.engine.policies.turns import ModelState, Turns, round_robin
@@ -34,21 +46,29 @@ __all__ = [
     "AdmissionSnapshot",
     "Candidate",
     "ClientState",
+    "DeviceState",
     "Displacement",
     "DisplacementSnapshot",
     "Express",
     "ModelState",
+    "Placement",
+    "PlacementSnapshot",
     "Policies",
     "RestoreMode",
     "RunningRequest",
     "Turns",
     "Victims",
+    "affinity",
+    "affinity_with_evictions",
     "first_come",
     "latest_arrival",
     "latest_of_busiest",
+    "least_loaded",
     "least_served",
     "place_for_each_client",
+    "random_device",
     "restore_by_copy",
     "round_robin",
+    "round_robin_devices",
     "smallest_clients",
 ]

@@ -22,8 +22,13 @@ Residents = Callable[[ResidentsSnapshot], int | None]
 """Gives the index of the model that gives way, or None if the other is to wait."""
 
 
+def least_run_s(load_s: float) -> float:
+    """Seconds that a model runs at least before it gives way to one that takes `load_s` to load."""
+    return max(_LEAST_RUN_S, _RUN_BY_LOAD * load_s)
+
+
 def longest_resident(snapshot: ResidentsSnapshot) -> int | None:
     """The model that has been resident for longest gives way, after a least time."""
     load_s, ran_s = snapshot
     index = max(range(len(ran_s)), key=lambda i: ran_s[i])
-    return index if ran_s[index] >= max(_LEAST_RUN_S, _RUN_BY_LOAD * load_s) else None
+    return index if ran_s[index] >= least_run_s(load_s) else None

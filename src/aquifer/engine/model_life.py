@@ -1,0 +1,235 @@
+"""Life of a model: registered, loading, resident, partly resident, removed.
+
+    registered -> loading -> resident -> partly resident -> registered
+    partly resident -> loading        failed from loading, removed from any
+
+A registered model has addresses for its weights and its KV, a queue of requests, and no memory. It
+is loaded into pages of the pool. While it has no requests its weights may be evicted, tensor by
+tensor; those that are gone are loaded again when it is wanted. Its addresses stay, so the model
+that was built over them and the captured steps stay valid.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from contextlib import contextmanager
+
+from aquifer.engine.assembly import Assembly
+from aquifer.engine.lane import Lane
+from aquifer.engine.pooled_weights import Life, PooledWeights
+from aquifer.engine.reports import LoadProgress, ModelInfo, ModelState, ModelStatus
+
+
+class ModelLife(ABC):
+    """State of one model, and the ways from one state to another.
+
+    The engine's `ModelHost` builds a model over the weights and runs it; a replay only counts time.
+
+    Args:
+        assembly: pool and scheduler.
+
+    Attributes:
+        info: description of the model for other processes.
+        state: its state.
+        error: why loading it failed; None if it did not.
+        lane: its requests.
+        ready_s: when it became resident last, on the assembly's clock.
+        used_s: when it became resident, or a request of it arrived or ran last, on that clock.
+        turn: number of requests that had arrived when it gave way to another model; it is loaded
+            again after models of which a request had arrived before.
+    """
+
+    info: ModelInfo
+    lane: Lane
+    _weights: PooledWeights
+
+    def __init__(self, assembly: Assembly) -> None:
+        self.state = ModelState.REGISTERED
+        self.error: str | None = None
+        self.ready_s = -math.inf
+        self.used_s = -math.inf
+        self.turn = 0
+        self._num_loads = 0
+        self._scheduler = assembly.scheduler
+        self._clock_s = assembly.clock_s
+
+    @property
+    def weights(self) -> PooledWeights:
+        """Its weights."""
+        return self._weights
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of its weights that are in the pool."""
+        return self._weights.resident_bytes
+
+    @property
+    def status(self) -> ModelStatus:
+        """What it does and has."""
+        return ModelStatus(
+            self.state,
+            self.resident_bytes,
+            self.info.weight_bytes,
+            self._num_loads,
+            self.error,
+            shared_bytes=self._weights.shared_bytes,
+            host_bytes=self._weights.host_bytes,
+            is_saving=self._weights.is_saving,
+        )
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether no step needs its weights: none of its requests runs. Some may wait."""
+        if self.state == ModelState.RESIDENT:
+            return not self.lane.is_busy
+        return self.state == ModelState.PARTIAL
+
+    def weights_life(self) -> Life:
+        """What its weights have to know of it."""
+        return Life(
+            is_unused=lambda: self.is_unused,
+            is_wanted=lambda: bool(self.lane.waiting),
+            on_evict=self._on_evict,
+        )
+
+    def wanted(self) -> None:
+        """A request of it arrives."""
+        self.used_s = self._clock_s()
+        self._weights.uses.use(self.used_s)
+
+    def used(self) -> None:
+        """A step of it is launched."""
+        self.used_s = self._clock_s()
+
+    # --- loading and evicting ----------------------------------------------------------------
+
+    def load(self, on_progress: Callable[[LoadProgress], None]) -> bool:
+        """Bring the weights that are missing into the pool, and prepare the model to run.
+
+        Returns: False if the pool has no room for them, and nothing has changed.
+
+        Raises:
+            ConfigError: the checkpoint cannot be used; the model has failed.
+            DriverError: the device refused memory.
+        """
+        if self.state == ModelState.LOADING:
+            self.finish_loading()
+        if self.state == ModelState.RESIDENT:
+            return True
+        if not self._take_pages():
+            return False
+        with self._failing():
+            self._fill(on_progress)
+        self._prepare(on_progress)
+        return True
+
+    def begin_loading(self, threads: Executor) -> bool:
+        """Begin to load the weights that are missing, while other models run.
+
+        Args:
+            threads: where they are loaded; `finish_loading` ends it.
+
+        Returns: False if the pool has no room for them, and nothing has changed.
+
+        Raises:
+            DriverError: the device refused memory; nothing has changed.
+        """
+        if not self._take_pages():
+            return False
+        self._weights.begin_filling(threads)
+        return True
+
+    def is_filled_within(self, timeout_s: float | None) -> bool:
+        """Wait for a time, None for any; return whether `finish_loading` would not wait.
+
+        Pre-condition: it loads.
+        """
+        return self._weights.is_filled_within(timeout_s)
+
+    def finish_loading(self) -> None:
+        """Wait for the weights, and prepare the model to run. Pre-condition: it loads.
+
+        Raises:
+            ConfigError: the checkpoint cannot be used; the model has failed.
+            DriverError: the device refused memory; likewise.
+        """
+        with self._failing():
+            self._weights.finish_filling()
+        self._prepare(lambda progress: None)
+
+    def give_way(self, turn: int) -> None:
+        """Run no more requests until it is loaded again; its weights may be evicted.
+
+        Pre-condition: none of them runs, and no step of it is in flight.
+
+        Args:
+            turn: number of requests that have arrived so far, of all models.
+        """
+        self._leave(ModelState.PARTIAL)
+        self.turn = turn
+
+    def unload(self, keep_bytes: int = 0) -> None:
+        """Evict the weights, but for so many bytes.
+
+        Pre-condition: no request of it runs, and no step is in flight.
+        """
+        if self.state in (ModelState.LOADING, ModelState.RESIDENT, ModelState.PARTIAL):
+            self._weights.evict(keep_bytes)
+            self._on_evict()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything. Pre-condition: it has no requests, and no step is in flight."""
+
+    def _take_pages(self) -> bool:
+        """Take pages for the weights that are missing; it is loading then. False without room."""
+        before = self.state
+        self.state = ModelState.LOADING  # meanwhile what is there of it stays
+        has_room = False
+        try:
+            has_room = self._weights.take_pages()
+        finally:
+            if not has_room:
+                self.state = before
+        return has_room
+
+    def _fill(self, on_progress: Callable[[LoadProgress], None]) -> None:
+        """Load the contents of the pages that were taken."""
+        self._weights.fill(on_progress)
+
+    @abstractmethod
+    def _make_ready(self, on_progress: Callable[[LoadProgress], None]) -> None:
+        """Make what runs steps over the weights, which are there, if it is not made yet."""
+
+    def _prepare(self, on_progress: Callable[[LoadProgress], None]) -> None:
+        """Prepare to run over the weights, which are there."""
+        with self._failing():
+            self._make_ready(on_progress)
+        self.state, self.error = ModelState.RESIDENT, None
+        self.lane.is_resident = True
+        self.lane.last_turn = -1  # it comes next, before others take its weights again
+        self.ready_s = self.used_s = self._clock_s()
+        self._num_loads += 1
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """If an exception is raised, the model has failed, and its weights are evicted."""
+        try:
+            yield
+        except BaseException as error:
+            self._weights.evict()
+            self.state, self.error = ModelState.FAILED, str(error)
+            raise
+
+    def _on_evict(self) -> None:
+        """Some weights have been evicted, since it was idle."""
+        self._leave(ModelState.PARTIAL if self.resident_bytes else ModelState.REGISTERED)
+
+    def _leave(self, state: ModelState) -> None:
+        """Plan nothing of it until it has been loaded again."""
+        self.state = state
+        self.lane.is_resident = False
+        self._scheduler.unblock(self.lane)
