@@ -57,6 +57,34 @@ def test_what_does_not_fit_is_loaded_when_it_is_asked_for(narrow_server: Running
     assert statuses["m0"] != "resident"
 
 
+def test_memory_and_metrics_have_the_eviction_log(narrow_server: RunningServer):
+    _answer(narrow_server, "m1", "x")
+    _answer(narrow_server, "m0", "x")
+    _, memory, _ = narrow_server.call("GET", "/memory")
+    latest = memory["evictions"][0]
+    assert latest["time"] >= memory["evictions"][-1]["time"] > 0
+    assert latest["loser_kind"] in ("weights", "prefix")
+    assert latest["evicted_bytes"] > 0
+    _, metrics, _ = narrow_server.call("GET", "/metrics")
+    labels = '{kind="weights",model="m1"}'
+    values = {
+        name: float(line.rpartition(" ")[2])
+        for name in ("evictions", "evicted_bytes", "eviction_regret_expected_seconds")
+        for line in metrics.splitlines()
+        if line.startswith(f"aquifer:{name}_total{labels}")
+    }
+    assert len(values) == 3
+    assert all(value > 0 for value in values.values()), values
+    of_m1 = [
+        entry
+        for entry in memory["evictions"]
+        if (entry["loser_model"], entry["loser_kind"]) == ("m1", "weights")
+    ]
+    assert values["evictions"] == len(of_m1)
+    assert values["evicted_bytes"] == sum(entry["evicted_bytes"] for entry in of_m1)
+    assert "aquifer:eviction_regret_paid_seconds_total" + labels in metrics
+
+
 def test_ps_lists_them(narrow_server: RunningServer):
     _answer(narrow_server, "m2", "x")
     command = [sys.executable, "-m", "aquifer", "ps", "--url", narrow_server.url]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from aquifer.memory.driver.host import HostDriver
+from aquifer.memory.eviction_log import EvictionLog
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.memory.reclaim import Reclaimer, ReuseModel
 from aquifer.weights.store import Parameter, WeightStore
@@ -33,6 +34,7 @@ class Model:
         self.store = WeightStore(pool, Owner(name, Kind.WEIGHTS), [*parameters, norm])
         self.is_idle, self.is_wanted = True, False
         self.num_evictions = 0
+        self.log = EvictionLog()
         self.victims = IdleWeights(
             self.store,
             lambda num_bytes: num_bytes / bytes_per_s,
@@ -40,6 +42,7 @@ class Model:
             lambda: self.is_wanted,
             self._evicted,
             sensitivity=sensitivity,
+            losses=self.log.losses_of(Owner(name, Kind.WEIGHTS)),
         )
         self.victims.last_used_s = NOW_S - 100
         assert self.store.populate()
@@ -86,6 +89,17 @@ def test_what_a_step_uses_last_goes_first(make: Callable[..., Model]):
     assert (model.left, model.victims.cheapest(NOW_S)) == ([], None)
     assert model.victims.evict(PAGE, NOW_S) == 0
     assert model.num_evictions == 3
+
+
+def test_the_log_has_the_regret_of_what_went(make: Callable[..., Model]):
+    model = make("logged", bytes_per_s=1e6, sensitivity=2.0)
+    model.log.begin(Owner("b", Kind.KV), NOW_S)
+    assert model.victims.evict(5 * PAGE, NOW_S) == 5 * PAGE
+    entry = model.log.latest[-1]
+    assert (entry.loser, entry.asker) == (Owner("logged", Kind.WEIGHTS), Owner("b", Kind.KV))
+    assert (entry.num_items, entry.num_bytes) == (2, 5 * PAGE)
+    probability = ReuseModel().probability(100, 0)
+    assert entry.expected_s == pytest.approx(probability * 2.0 * 5 * PAGE / 1e6)
 
 
 def test_what_is_in_use_stays(make: Callable[..., Model]):
@@ -135,7 +149,7 @@ def test_models_go_in_the_order_of_equation_2(make: Callable[..., Model]):
     for model in models.values():
         reclaimer.register(model.victims)
     gone: list[str] = []
-    while reclaimer.reclaim(PAGE):
+    while reclaimer.reclaim(PAGE, Owner("asker", Kind.KV)):
         gone += [name for name, model in models.items() if not model.left and name not in gone]
     assert gone == sorted(costs, key=lambda name: costs[name])
 

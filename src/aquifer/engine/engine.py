@@ -342,7 +342,8 @@ class Engine:
     def memory(self) -> MemoryReport:
         """Breakdown of the pool's budget by owner, now."""
         capacities = {host.info.name: self._models.kv_capacity(host) for host in self._models}
-        return memory_report(self._scheduler.lanes, self.pool, self.statuses, capacities)
+        log = self._assembly.room.reclaimer.log
+        return memory_report(self._scheduler.lanes, self.pool, self.statuses, capacities, log)
 
     def close(self) -> None:
         """End all requests and release everything."""

@@ -57,14 +57,18 @@ class ModelWeights:
         self._checkpoint = checkpoint
         self._random_seed = random_seed
         self._reclaimer = reclaimer
-        self._store = WeightStore(pool, Owner(name, Kind.WEIGHTS), parameters)
+        owner = Owner(name, Kind.WEIGHTS)
+        self._store = WeightStore(pool, owner, parameters)
+        self._losses = reclaimer.log.losses_of(owner)
         self._filling: Future[None] | None = None  # in the background
         # Of the load that is under way:
         self._to_fill: tuple[ParameterGroup, ...] = ()
         self._begun_s = 0.0
         self._missing_bytes = 0
         self._bytes_per_s = _LOAD_BYTES_PER_S
-        self.victims = IdleWeights(self._store, self.load_s, is_idle, is_wanted, on_evict)
+        self.victims = IdleWeights(
+            self._store, self.load_s, is_idle, is_wanted, on_evict, losses=self._losses
+        )
         reclaimer.register(self.victims)
 
     @property
@@ -152,6 +156,7 @@ class ModelWeights:
             wait([self._filling])
             self._filling = None
         self._store.evict()
+        self._losses.forget()
 
     def close(self) -> None:
         """Give pages and addresses back."""
@@ -160,10 +165,11 @@ class ModelWeights:
         self._store.close()
 
     def _measure(self) -> None:
-        """Learn how fast weights are loaded from the load that has ended."""
+        """Learn how fast weights are loaded from the load that has ended, and log what it took."""
         if self._missing_bytes:
             seconds = max(time.monotonic() - self._begun_s, 1e-6)
             self._bytes_per_s = self._missing_bytes / seconds
+            self.victims.restored(self._to_fill)
 
     def _fill(self, on_progress: Callable[[LoadProgress], None]) -> None:
         """Read the weights, or fill them with random numbers."""

@@ -14,6 +14,7 @@ from aquifer.engine.reports import (
     ModelMemory,
     ModelStatus,
 )
+from aquifer.memory.eviction_log import EvictionLog
 from aquifer.memory.pool import Kind, Owner, PagePool, PoolUsage
 from aquifer.memory.proc import proc_bytes
 from aquifer.models import ModelPlan
@@ -85,6 +86,7 @@ def memory_report(
     pool: PagePool,
     statuses: Mapping[str, ModelStatus],
     capacities: Mapping[str, KVCapacity],
+    log: EvictionLog,
 ) -> MemoryReport:
     """Breakdown of the pool's budget by owner, now.
 
@@ -93,6 +95,7 @@ def memory_report(
         pool: the memory.
         statuses: by model.
         capacities: by model.
+        log: what was evicted.
     """
     usage = pool.usage()
     models = {}
@@ -125,4 +128,6 @@ def memory_report(
         free_pages=usage.free_bytes // pool.page_bytes,
         models=models,
         process_resident_bytes=proc_bytes("/proc/self/status", "VmRSS"),
+        evictions=log.latest,
+        eviction_totals=log.totals,
     )

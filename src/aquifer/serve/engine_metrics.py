@@ -10,8 +10,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from aquifer.engine.reports import EngineStats, MemoryReport
-from aquifer.memory.owners import Kind
+from aquifer.memory.eviction_log import EvictionTotals
+from aquifer.memory.owners import Kind, Owner
 from aquifer.serve.metrics import GENERATION_TOKENS, PROMPT_TOKENS
+
+_EVICTABLE = (Kind.WEIGHTS, Kind.PREFIX)
 
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
@@ -62,6 +65,7 @@ class EngineMetrics:
         families += _engine_families([*self._step_tokens], stats, num_restarts)
         if report is not None:
             families.append(_pool_bytes(report))
+            families += _evictions(report)
         registry = CollectorRegistry()
         registry.register(_Families(families))
         return generate_latest(registry)
@@ -199,3 +203,35 @@ def _pool_bytes(report: MemoryReport) -> Metric:
     uncreated_bytes = max(report.free_bytes - retained_bytes, 0)
     family.add_metric([report.device, "", "free", "uncreated"], uncreated_bytes)
     return family
+
+
+def _evictions(report: MemoryReport) -> Iterator[Metric]:
+    """Yield the counters of the eviction log, by the tenant that lost."""
+    labels = ["model", "kind"]
+    evictions = CounterMetricFamily(
+        "aquifer:evictions", "Evictions, each of a batch of one tenant's data.", labels=labels
+    )
+    num_bytes = CounterMetricFamily(
+        "aquifer:evicted_bytes", "Bytes that evictions gave back.", labels=labels
+    )
+    expected = CounterMetricFamily(
+        "aquifer:eviction_regret_expected_seconds",
+        "Delay that the eviction rule expected of what it evicted.",
+        labels=labels,
+    )
+    paid = CounterMetricFamily(
+        "aquifer:eviction_regret_paid_seconds",
+        "Time to restore what was evicted: loading weights, as measured; computing prefixes, by "
+        "the measured prefill cost.",
+        labels=labels,
+    )
+    owners = [Owner(model, kind) for model in report.models for kind in _EVICTABLE]
+    # A model that was removed keeps its counters.
+    for owner in dict.fromkeys([*owners, *report.eviction_totals]):
+        totals = report.eviction_totals.get(owner, EvictionTotals())
+        values = [owner.model, owner.kind.value]
+        evictions.add_metric(values, totals.num_evictions)
+        num_bytes.add_metric(values, totals.num_bytes)
+        expected.add_metric(values, totals.expected_s)
+        paid.add_metric(values, totals.paid_s)
+    yield from (evictions, num_bytes, expected, paid)

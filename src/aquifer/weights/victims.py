@@ -12,8 +12,9 @@ first: a model of which the first layers are resident can begin to compute while
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+from aquifer.memory.eviction_log import Losses
 from aquifer.memory.reclaim import ReuseModel, regret_per_byte
 from aquifer.weights.store import ParameterGroup, WeightStore
 
@@ -30,6 +31,7 @@ class IdleWeights:
         reuse: probability that the model is needed again.
         sensitivity: weight of a second of delay of this model, compared with others (Tangram's
             alpha).
+        losses: where it reports what it has evicted, by group; None for nowhere.
 
     Attributes:
         last_used_s: when the model was loaded, or a request of it arrived or ran last, on the
@@ -46,6 +48,7 @@ class IdleWeights:
         on_evict: Callable[[], None],
         reuse: ReuseModel | None = None,
         sensitivity: float = 1.0,
+        losses: Losses | None = None,
     ) -> None:
         self.last_used_s = -math.inf
         self.num_uses = 0
@@ -56,6 +59,7 @@ class IdleWeights:
         self._on_evict = on_evict
         self._reuse = reuse or ReuseModel()
         self._sensitivity = sensitivity
+        self._losses = losses
 
     @property
     def evictable_bytes(self) -> int:
@@ -92,8 +96,16 @@ class IdleWeights:
             evicted_bytes += self._bytes(group)
         if evicted:
             self._store.evict(evicted)
+            if self._losses is not None:
+                regrets_s = (self._regret(each, now_s) * self._bytes(each) for each in evicted)
+                self._losses.evicted(evicted, evicted_bytes, sum(regrets_s))
             self._on_evict()
         return evicted_bytes
+
+    def restored(self, groups: Iterable[ParameterGroup]) -> None:
+        """Report groups that have been loaded, as fast as `load_s` says."""
+        if self._losses is not None:
+            self._losses.restored((group, self._load_s(self._bytes(group))) for group in groups)
 
     def _by_regret(self) -> list[ParameterGroup]:
         """The groups that are resident, the next one to go first: the last one to be used."""

@@ -9,6 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from aquifer import __version__
 from aquifer.engine.reports import MemoryReport
+from aquifer.memory.eviction_log import Eviction
 from aquifer.serve.http import response_to
 from aquifer.serve.service import Client, Served
 from aquifer.sizes import format_size
@@ -72,6 +73,23 @@ def _memory_dict(report: MemoryReport) -> dict[str, Any]:
             }
             for name, model in report.models.items()
         },
+        "evictions": [_eviction_dict(entry) for entry in reversed(report.evictions)],
+    }
+
+
+def _eviction_dict(entry: Eviction) -> dict[str, Any]:
+    return {
+        "time": round(entry.time_s, 3),
+        "clock_seconds": round(entry.clock_s, 3),
+        "loser_model": entry.loser.model,
+        "loser_kind": entry.loser.kind.value,
+        "asker_model": entry.asker.model,
+        "asker_kind": entry.asker.kind.value,
+        "items": entry.num_items,
+        **_sizes(evicted=entry.num_bytes),
+        "regret_expected_seconds": entry.expected_s,
+        "regret_paid_seconds": entry.paid_s,
+        "items_restored": entry.num_restored,
     }
 
 
