@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -12,7 +12,8 @@ from prometheus_client.registry import Collector
 from aquifer.engine.reports import EngineStats, MemoryReport
 from aquifer.memory.eviction_log import EvictionTotals
 from aquifer.memory.owners import Kind, Owner
-from aquifer.serve.metrics import GENERATION_TOKENS, PROMPT_TOKENS
+from aquifer.serve.metrics import COMPLETIONS, GENERATION_TOKENS, PROMPT_TOKENS
+from aquifer.serve.snapshots import RequestCounts
 
 _EVICTABLE = (Kind.WEIGHTS, Kind.PREFIX)
 
@@ -114,23 +115,20 @@ def _with_values(
     return result
 
 
-@dataclass(frozen=True, slots=True)
-class TokenCounts:
-    """Tokens of a model since the start."""
-
-    of_prompts: int = 0
-    generated: int = 0
-
-
-def token_counts(families: Iterable[Metric]) -> dict[str, TokenCounts]:
-    """Read the tokens of each model off the metrics of its requests."""
-    counted: dict[str, dict[str, int]] = {PROMPT_TOKENS: {}, GENERATION_TOKENS: {}}
+def request_counts(families: Iterable[Metric]) -> dict[str, RequestCounts]:
+    """Read what each model has served off the metrics of its requests."""
+    counted: dict[str, Counter[str]] = {
+        name: Counter() for name in (PROMPT_TOKENS, GENERATION_TOKENS, COMPLETIONS)
+    }
     for family in families:
         if family.name in counted:
             for sample in family.samples:
-                counted[family.name][sample.labels["model_name"]] = int(sample.value)
+                if not sample.name.endswith("_created"):
+                    counted[family.name][sample.labels["model_name"]] += int(sample.value)
     return {
-        model: TokenCounts(num_tokens, counted[GENERATION_TOKENS][model])
+        model: RequestCounts(
+            num_tokens, counted[GENERATION_TOKENS][model], counted[COMPLETIONS][model]
+        )
         for model, num_tokens in counted[PROMPT_TOKENS].items()
     }
 
