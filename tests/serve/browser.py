@@ -105,6 +105,7 @@ class Page:
         """Use a colour scheme, "light" or "dark", and a size of the window in pixels."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.command("Emulation.setEmulatedMedia", features=features)
+        self.command("Emulation.setScrollbarsHidden", hidden=True)
         self.command(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -135,9 +136,9 @@ class Browser:
     def page(self) -> Iterator[Page]:
         """A new page with a session of its own; it is closed at the end."""
         context = self._command("Target.createBrowserContext")["browserContextId"]
-        target = self._command(
-            "Target.createTarget", url="about:blank", browserContextId=context
-        )["targetId"]
+        target = self._command("Target.createTarget", url="about:blank", browserContextId=context)[
+            "targetId"
+        ]
         with connect(f"ws://{self._address}/devtools/page/{target}", max_size=None) as connection:
             yield Page(connection)
         self._command("Target.disposeBrowserContext", browserContextId=context)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 from tests.checkpoints import tiny_llama
-from tests.serve.running import RunningServer, running
+from tests.serve.running import ROOT, RunningServer, running
 
 COMPLETIONS = "/v1/completions"
 PROMPTS = [f"prompt {i}" for i in range(6)]
@@ -65,6 +66,17 @@ def test_memory_and_metrics_have_the_eviction_log(narrow_server: RunningServer):
     assert latest["time"] >= memory["evictions"][-1]["time"] > 0
     assert latest["loser_kind"] in ("weights", "prefix")
     assert latest["evicted_bytes"] > 0
+    guide = (ROOT / "docs" / "guide" / "sizing.md").read_text()
+    table = guide.partition("| field of an eviction |")[2].partition("\n\n")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    named = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+    assert named == {name.removesuffix("_bytes") for name in latest}
+    (totals,) = (
+        each
+        for each in memory["eviction_totals"]
+        if (each["loser_model"], each["loser_kind"]) == ("m1", "weights")
+    )
+    assert totals.keys() - {"evictions"} < latest.keys()
     _, metrics, _ = narrow_server.call("GET", "/metrics")
     labels = '{kind="weights",model="m1"}'
     values = {
@@ -80,8 +92,9 @@ def test_memory_and_metrics_have_the_eviction_log(narrow_server: RunningServer):
         for entry in memory["evictions"]
         if (entry["loser_model"], entry["loser_kind"]) == ("m1", "weights")
     ]
-    assert values["evictions"] == len(of_m1)
-    assert values["evicted_bytes"] == sum(entry["evicted_bytes"] for entry in of_m1)
+    assert values["evictions"] == totals["evictions"] == len(of_m1)
+    num_bytes = sum(entry["evicted_bytes"] for entry in of_m1)
+    assert values["evicted_bytes"] == totals["evicted_bytes"] == num_bytes
     assert "aquifer:eviction_regret_paid_seconds_total" + labels in metrics
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 from aquifer.memory.owners import PROCESS, Owner
 
-_MOST_ENTRIES = 200
+_MOST_ENTRIES = 100
 _MOST_KEYS = 1 << 15  # of one tenant
 
 
