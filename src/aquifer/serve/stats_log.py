@@ -132,8 +132,8 @@ class StatsLog:
         now = self._before[name] = _Counts(
             counts.prompt_tokens,
             counts.generated_tokens,
-            stats.num_prefix_queried_counts.get(name, 0),
-            stats.num_prefix_hit_counts.get(name, 0),
+            stats.num_prefix_queried_tokens.get(name, 0),
+            stats.num_prefix_hit_tokens.get(name, 0),
         )
         if (
             now.queried_tokens < before.queried_tokens
