@@ -86,7 +86,7 @@ def test_a_line_has_what_happened_since_the_line_before(caplog: pytest.LogCaptur
     log.log(_stats(2, 3, queried=40, hits=10), counts, 5.0)
     log.log(_stats(queried=60, hits=30), counts, 5.0)
     log.log(_stats(queried=60, hits=30), counts, 5.0)
-    log.log(_stats(1, queried=10, hits=5), tokens, 5.0)  # the engine process was started again
+    log.log(_stats(1, queried=10, hits=5), counts, 5.0)  # the engine process was started again
     assert [record.getMessage() for record in caplog.records] == [
         f"Model m: Avg prompt throughput: {prompt} tokens/s, Avg generation throughput: "
         f"{generated} tokens/s, Running: {running} reqs, Waiting: {waiting} reqs, "
