@@ -150,10 +150,7 @@ class SteadyEngine:
         if "status" in memory:  # older checkouts have none
             memory["status"] = reports.ModelStatus(reports.ModelState.RESIDENT, 0, 0)
         model = ModelMemory(**memory | {"num_running": len(self._running)})
-        names = {f.name for f in fields(MemoryReport)}
-        host = {name: 0 for name in names if name.startswith("host_")}  # older checkouts have none
         return MemoryReport(
-            **host,
             device="none",
             page_bytes=1,
             budget_bytes=1,

@@ -469,7 +469,7 @@ def test_virtual_maps_ahead_of_need_only_what_lies_ready():
     pool, cache, mapped = _growing(num_seqs, num_seqs + 3)
     asked: list[int] = []
 
-    def on_short(missing_bytes: int) -> bool:
+    def on_short(missing_bytes: int, asker: Owner) -> bool:
         asked.append(missing_bytes)
         return False
 

@@ -161,10 +161,13 @@ class GroupsMachine(RuleBasedStateMachine):
         self.cache = make(self.pool, KV, self.layout, MAX_SEQS, MAX_TOKENS)
         self.cache.keep_checkpoints()
         self.now_s = 0.0
+        self.reclaimer = reclaimer = Reclaimer(lambda: self.now_s)
         self.prefixes = PrefixCache(
-            self.cache, lambda first, count: count * (1 + first / 100), parts=self.cache.parts
+            self.cache,
+            lambda first, count: count * (1 + first / 100),
+            parts=self.cache.parts,
+            losses=reclaimer.log.losses_of(PREFIX),
         )
-        reclaimer = Reclaimer(lambda: self.now_s)
         reclaimer.register(self.prefixes)
         self.pool.on_short = reclaimer.reclaim
         self.space = SwapSpace(1 << 20, torch.device("cpu"))
@@ -315,7 +318,15 @@ class GroupsMachine(RuleBasedStateMachine):
     @rule(num_pages=st.integers(1, 6))
     def evict(self, num_pages: int):
         evictable_bytes = self.prefixes.evictable_bytes
+        totals = self.reclaimer.log.totals.get(PREFIX)
         freed_bytes = self.prefixes.evict(num_pages * PAGE, self.now_s)
+        if freed_bytes:
+            before_bytes = 0 if totals is None else totals.num_bytes
+            assert self.reclaimer.log.totals[PREFIX].num_bytes == before_bytes + freed_bytes
+        assert all(
+            entry.num_restored <= entry.num_items and entry.expected_s >= 0 <= entry.paid_s
+            for entry in self.reclaimer.log.latest
+        )
         assert freed_bytes >= min(evictable_bytes, num_pages * PAGE)
         assert self.prefixes.evictable_bytes == evictable_bytes - freed_bytes
 

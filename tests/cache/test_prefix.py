@@ -21,6 +21,7 @@ from aquifer.cache.footprint import Footprint
 from aquifer.cache.prefix import Lease, Match, PrefixCache
 from aquifer.errors import InvariantError
 from aquifer.memory.driver.host import HostDriver
+from aquifer.memory.eviction_log import EvictionLog, EvictionTotals
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.memory.reclaim import Reclaimer, ReuseModel, regret_per_byte
 
@@ -611,6 +612,48 @@ def test_what_a_sequence_runs_with_stays():
         prefixes.close()
     prefixes.unlock(lease, 1.0)
     assert prefixes.evict(1000, 1.0) == 8
+
+
+def test_computing_again_what_was_evicted_is_logged():
+    """Block by block, whatever else was computed; a block that was not lost costs nothing."""
+    cache, log = FakeCache(4, 1), EvictionLog()
+    owner = Owner("a", Kind.PREFIX)
+    prefixes = PrefixCache(cache, restore_s, losses=log.losses_of(owner))
+    compute(prefixes, cache, [7] * 16, 0.0)
+    log.begin(Owner("b", Kind.KV), 1.0)
+    regret = prefixes.cheapest(1.0)
+    assert regret is not None
+    assert prefixes.evict(4, 1.0) == 4
+    assert log.totals[owner] == EvictionTotals(1, 4, 4 * regret)
+    assert prefixes.evict(8, 1.0) == 8
+    compute(prefixes, cache, [8] * 16, 2.0)
+    compute(prefixes, cache, [7] * 16, 2.0, extra="salt")
+    compute(prefixes, cache, [7] * 4 + [8] * 8, 2.0)
+    assert log.totals[owner].paid_s == 0.0, "other tokens"
+    compute(prefixes, cache, [7] * 8 + [8] * 4, 3.0)
+    assert log.totals[owner].paid_s == pytest.approx(restore_s(4, 4))
+    compute(prefixes, cache, [7] * 17, 4.0)
+    paid_s = sum(restore_s(first, 4) for first in (4, 8, 12))
+    assert log.totals[owner].paid_s == pytest.approx(paid_s)
+    compute(prefixes, cache, [7] * 17, 5.0)
+    assert log.totals[owner].paid_s == pytest.approx(paid_s), "it is paid once"
+    (entry,) = log.latest
+    assert (entry.num_items, entry.num_restored) == (3, 3)
+
+
+def test_a_prefix_that_was_evicted_whole_is_known_again():
+    cache, log = FakeCache(4, 1), EvictionLog()
+    owner = Owner("a", Kind.PREFIX)
+    prefixes = PrefixCache(cache, restore_s, losses=log.losses_of(owner))
+    compute(prefixes, cache, [7] * 16, 0.0, extra="salt")
+    prefixes.evict(1000, 1.0)
+    compute(prefixes, cache, [7] * 16, 2.0, extra="salt")
+    paid_s = sum(restore_s(first, 4) for first in (0, 4, 8, 12))
+    assert log.totals[owner].paid_s == pytest.approx(paid_s)
+    prefixes.evict(1000, 3.0)
+    prefixes.clear()
+    compute(prefixes, cache, [7] * 16, 4.0, extra="salt")
+    assert log.totals[owner].paid_s == pytest.approx(paid_s), "what was cleared is not counted"
 
 
 def test_a_match_that_was_evicted_cannot_be_locked():

@@ -276,7 +276,7 @@ class SharingMachine(RuleBasedStateMachine):
         if has_hook:
             self.harness.pool.on_short = self.evict
 
-    def evict(self, missing_bytes: int) -> bool:
+    def evict(self, missing_bytes: int, asker: Owner) -> bool:
         """The pool's hook: drop what was retained first."""
         if not self.retained:
             return False
@@ -598,7 +598,7 @@ def test_blocks_that_are_adopted_may_be_dropped_to_make_room(name):
     assert others is not None
     asked: list[int] = []
 
-    def evict(missing_bytes: int) -> bool:
+    def evict(missing_bytes: int, asker: Owner) -> bool:
         asked.append(missing_bytes)
         if len(asked) == 1:
             harness.cache.unretain(retained.blocks)
@@ -638,7 +638,7 @@ def test_the_pool_is_short_before_blocks_run_out_of_numbers():
     harness = Harness("paged", LAYOUTS["aligned"], 40, max_seqs=1)
     retained: list[Retained] = []
 
-    def evict(missing_bytes: int) -> bool:
+    def evict(missing_bytes: int, asker: Owner) -> bool:
         harness.cache.unretain(retained.pop(0).blocks)
         return True
 

@@ -13,6 +13,7 @@ from tests.engine.test_loading import make_short
 from aquifer.engine.policies import Policies
 from aquifer.engine.policies.residents import ResidentsSnapshot, longest_resident
 from aquifer.engine.reports import ModelState
+from aquifer.memory.owners import Kind, Owner
 
 NAMES = ("a", "b", "c", "d")
 CHECKPOINTS = {"a": "llama", "b": "llama-tied", "c": "sparse-kv", "d": "windows"}
@@ -62,6 +63,46 @@ def test_logits_are_equal_bit_for_bit_after_an_eviction(
         world.finished(world.send("b", make_short(cases["llama-tied"])))
         assert not world.is_loaded("a")
         assert world.finished(world.send("a", case)).logprobs == before.logprobs
+
+
+def test_the_log_tells_who_lost_what_to_whom(
+    open_world: Open, cases: dict[str, list[Case]], sizes: dict[str, tuple[int, int]]
+) -> None:
+    """And what it took to load it again, in the report and in its sums."""
+    memory_bytes = sizes["llama"][0] + sizes["llama-tied"][0] - 5 * PAGE_BYTES
+    world = open_world(memory_bytes, models={"a": "llama"}, enable_prefix_caching=False)
+    world.add_model("b", "llama-tied", load=False)
+    world.finished(world.send("a", cases["llama"][0]))
+    world.finished(world.send("b", make_short(cases["llama-tied"])))
+    loser = Owner("a", Kind.WEIGHTS)
+    lost_bytes = sizes["llama"][0] - world.engine.statuses["a"].resident_bytes
+    report = world.engine.memory()
+    assert {entry.loser for entry in report.evictions} == {loser}
+    assert {entry.asker for entry in report.evictions} <= {Owner("b", kind) for kind in Kind}
+    assert Owner("b", Kind.WEIGHTS) in {entry.asker for entry in report.evictions}
+    assert report.eviction_totals[loser].num_bytes == lost_bytes
+    assert report.eviction_totals[loser].expected_s > 0
+    assert report.eviction_totals[loser].paid_s == 0
+    world.finished(world.send("a", cases["llama"][0]))
+    report = world.engine.memory()
+    of_a = [entry for entry in report.evictions if entry.loser == loser]
+    assert all(entry.num_restored == entry.num_items and entry.paid_s > 0 for entry in of_a)
+    assert sum(entry.paid_s for entry in of_a) == pytest.approx(
+        report.eviction_totals[loser].paid_s
+    )
+    assert Owner("b", Kind.WEIGHTS) in {entry.loser for entry in report.evictions}
+
+
+def test_loading_what_an_operator_unloaded_is_no_regret(
+    open_world: Open, cases: dict[str, list[Case]], sizes: dict[str, tuple[int, int]]
+) -> None:
+    memory_bytes = sizes["llama"][0] + sizes["llama-tied"][0] - 5 * PAGE_BYTES
+    world = open_world(memory_bytes, models={"a": "llama"}, enable_prefix_caching=False)
+    world.add_model("b", "llama-tied", load=False)
+    world.finished(world.send("b", make_short(cases["llama-tied"])))
+    world.engine.unload_model("a")
+    world.finished(world.send("a", cases["llama"][0]))
+    assert world.engine.memory().eviction_totals[Owner("a", Kind.WEIGHTS)].paid_s == 0
 
 
 def test_all_that_fit_are_loaded_at_the_start(

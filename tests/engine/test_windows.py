@@ -209,6 +209,24 @@ def test_a_pinned_prefix_stays_of_use(reference: Reference, kv_cache: str) -> No
 
 
 @pytest.mark.parametrize("kv_cache", KV_CACHES)
+@pytest.mark.parametrize("reference", ["gemma2", "mistral"], indirect=True)
+def test_windows_that_are_computed_again_are_logged(reference: Reference, kv_cache: str) -> None:
+    """Of all layers, or of some."""
+    with LLM(reference.folder, memory="16MiB", kv_cache=kv_cache, **OPTIONS) as llm:
+        (lane,) = llm.engine.lanes.values()
+        assert lane.prefixes is not None
+        check(llm, reference, [8])
+        freed_bytes = lane.prefixes.evict(1 << 40, 1e9)
+        (before,) = llm.engine.memory().eviction_totals.values()
+        assert (before.num_bytes, before.paid_s) == (freed_bytes, 0.0)
+        check(llm, reference, [8])
+        report = llm.engine.memory()
+        (entry,), (after,) = report.evictions, report.eviction_totals.values()
+        assert 0 < entry.num_restored <= entry.num_items
+        assert after.paid_s == entry.paid_s > 0
+
+
+@pytest.mark.parametrize("kv_cache", KV_CACHES)
 @pytest.mark.parametrize("reference", ["gemma3_text"], indirect=True)
 def test_a_request_needs_room_for_its_windows_alone(reference: Reference, kv_cache: str) -> None:
     """A pool that could not hold all KV of a prompt serves it, and knows that before."""

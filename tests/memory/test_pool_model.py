@@ -90,7 +90,7 @@ class PoolMachine(RuleBasedStateMachine):
         if handles:
             self.holdings.append(handles)
 
-    def reclaim(self, missing_bytes: int) -> bool:
+    def reclaim(self, missing_bytes: int, asker: Owner) -> bool:
         """The hook: give up any of the holdings, as long as there is one."""
         assert missing_bytes > 0
         if not self.holdings:
@@ -308,7 +308,7 @@ def test_the_hook_is_asked_until_it_gives_up():
     held = [pool.acquire(owner, 2) for _ in range(4)]
     asked = []
 
-    def reclaim(missing_bytes: int) -> bool:
+    def reclaim(missing_bytes: int, asker: Owner) -> bool:
         asked.append(missing_bytes)
         handles = held.pop() if len(held) > 1 else None
         if handles is not None:

@@ -16,6 +16,8 @@ from aquifer.memory.reclaim import Reclaimer, ReuseModel, regret_per_byte
 
 reproducible = settings(deadline=None, database=None, derandomize=True)
 
+ASKER = Owner("asker", Kind.KV)
+
 ages = st.floats(0, 1e7)
 reuses = st.integers(0, 50)
 models = st.builds(
@@ -125,7 +127,7 @@ def test_the_least_regret_of_all_tenants_goes_first(
     everything = sorted(victim for victims in contents for victim in victims)
     total = sum(size for _, size in everything)
     assert reclaimer.evictable_bytes == total
-    assert reclaimer.reclaim(wanted) == bool(everything)
+    assert reclaimer.reclaim(wanted, ASKER) == bool(everything)
     regrets = [regret for regret, _ in log]
     assert regrets == [regret for regret, _ in everything[: len(log)]], "cheapest first"
     dropped = sum(size for _, size in log)
@@ -154,7 +156,7 @@ def test_tenants_are_asked_for_one_moment():
     shelf = Shelf([(1.0, 1), (2.0, 1)], [])
     reclaimer = reclaimer_of(shelf)
     reclaimer.evictable_below(2, 1.5)
-    reclaimer.reclaim(2)
+    reclaimer.reclaim(2, ASKER)
     assert set(shelf.now_s) == {12.5}
 
 
@@ -164,15 +166,15 @@ def test_a_tenant_that_offers_but_gives_nothing_does_not_hold_up_others():
             return 0
 
     log: list[tuple[float, int]] = []
-    assert reclaimer_of(Stubborn([(0.0, 9)], log), Shelf([(1.0, 3)], log)).reclaim(5)
+    assert reclaimer_of(Stubborn([(0.0, 9)], log), Shelf([(1.0, 3)], log)).reclaim(5, ASKER)
     assert log == [(1.0, 3)]
-    assert not reclaimer_of(Stubborn([(0.0, 9)], log)).reclaim(5)
+    assert not reclaimer_of(Stubborn([(0.0, 9)], log)).reclaim(5, ASKER)
 
 
 def test_of_equals_the_first_registered_goes():
     log: list[tuple[float, int]] = []
     first, second = Shelf([(1.0, 1)], log), Shelf([(1.0, 2)], log)
-    reclaimer_of(first, second).reclaim(1)
+    reclaimer_of(first, second).reclaim(1, ASKER)
     assert log == [(1.0, 1)]
 
 
@@ -180,7 +182,7 @@ def test_an_unregistered_tenant_keeps_its_victims():
     shelf = Shelf([(1.0, 1)], [])
     reclaimer = reclaimer_of(shelf)
     reclaimer.unregister(shelf)
-    assert not reclaimer.reclaim(1)
+    assert not reclaimer.reclaim(1, ASKER)
     assert shelf.victims
     with pytest.raises(InvariantError, match="never was registered"):
         reclaimer.unregister(shelf)

@@ -98,7 +98,7 @@ def test_without_fences_it_leaves_at_once():
 def test_a_short_pool_waits_for_the_oldest_and_does_not_call_its_hook(driver, pool, range_):
     asked: list[int] = []
 
-    def on_short(missing_bytes: int) -> bool:
+    def on_short(missing_bytes: int, asker: Owner) -> bool:
         asked.append(missing_bytes)
         return False
 

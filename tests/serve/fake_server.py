@@ -197,8 +197,6 @@ class FakeEngine:
             free_pages=free,
             models={self._name: model},
             process_resident_bytes=0,
-            host_cache_bytes=0,
-            host_cache_budget_bytes=0,
         )
 
     def close(self) -> None:

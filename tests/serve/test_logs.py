@@ -14,7 +14,7 @@ from tests.serve.running import RunningServer, eventually, running
 from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request, SamplingParams
 from aquifer.engine.reports import EngineStats
-from aquifer.serve.engine_metrics import token_counts
+from aquifer.serve.engine_metrics import request_counts
 from aquifer.serve.metrics import Metrics
 from aquifer.serve.stats_log import StatsLog
 
@@ -81,12 +81,12 @@ def test_a_line_has_what_happened_since_the_line_before(caplog: pytest.LogCaptur
     watch = metrics.watch(request)
     watch.output(TokenOutput("r", [1]), 1.0)
     watch.tokens(0, [2.0] * 9)
-    tokens = token_counts(metrics.families())
-    log.log(_stats(2, 3, queried=40, hits=10), tokens, 5.0)
-    log.log(_stats(2, 3, queried=40, hits=10), tokens, 5.0)
-    log.log(_stats(queried=60, hits=30), tokens, 5.0)
-    log.log(_stats(queried=60, hits=30), tokens, 5.0)
-    log.log(_stats(1, queried=10, hits=5), tokens, 5.0)  # the engine process was started again
+    counts = request_counts(metrics.families())
+    log.log(_stats(2, 3, queried=40, hits=10), counts, 5.0)
+    log.log(_stats(2, 3, queried=40, hits=10), counts, 5.0)
+    log.log(_stats(queried=60, hits=30), counts, 5.0)
+    log.log(_stats(queried=60, hits=30), counts, 5.0)
+    log.log(_stats(1, queried=10, hits=5), counts, 5.0)  # the engine process was started again
     assert [record.getMessage() for record in caplog.records] == [
         f"Model m: Avg prompt throughput: {prompt} tokens/s, Avg generation throughput: "
         f"{generated} tokens/s, Running: {running} reqs, Waiting: {waiting} reqs, "

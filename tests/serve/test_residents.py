@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 from tests.checkpoints import tiny_llama
-from tests.serve.running import RunningServer, running
+from tests.serve.running import ROOT, RunningServer, running
 
 COMPLETIONS = "/v1/completions"
 PROMPTS = [f"prompt {i}" for i in range(6)]
@@ -55,6 +56,46 @@ def test_what_does_not_fit_is_loaded_when_it_is_asked_for(narrow_server: Running
     statuses = _statuses(narrow_server)
     assert statuses["m1"] == "resident"
     assert statuses["m0"] != "resident"
+
+
+def test_memory_and_metrics_have_the_eviction_log(narrow_server: RunningServer):
+    _answer(narrow_server, "m1", "x")
+    _answer(narrow_server, "m0", "x")
+    _, memory, _ = narrow_server.call("GET", "/memory")
+    latest = memory["evictions"][0]
+    assert latest["time"] >= memory["evictions"][-1]["time"] > 0
+    assert latest["loser_kind"] in ("weights", "prefix")
+    assert latest["evicted_bytes"] > 0
+    guide = (ROOT / "docs" / "guide" / "sizing.md").read_text()
+    table = guide.partition("| field of an eviction |")[2].partition("\n\n")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    named = {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+    assert named == {name.removesuffix("_bytes") for name in latest}
+    (totals,) = (
+        each
+        for each in memory["eviction_totals"]
+        if (each["loser_model"], each["loser_kind"]) == ("m1", "weights")
+    )
+    assert totals.keys() - {"evictions"} < latest.keys()
+    _, metrics, _ = narrow_server.call("GET", "/metrics")
+    labels = '{kind="weights",model="m1"}'
+    values = {
+        name: float(line.rpartition(" ")[2])
+        for name in ("evictions", "evicted_bytes", "eviction_regret_expected_seconds")
+        for line in metrics.splitlines()
+        if line.startswith(f"aquifer:{name}_total{labels}")
+    }
+    assert len(values) == 3
+    assert all(value > 0 for value in values.values()), values
+    of_m1 = [
+        entry
+        for entry in memory["evictions"]
+        if (entry["loser_model"], entry["loser_kind"]) == ("m1", "weights")
+    ]
+    assert values["evictions"] == totals["evictions"] == len(of_m1)
+    num_bytes = sum(entry["evicted_bytes"] for entry in of_m1)
+    assert values["evicted_bytes"] == totals["evicted_bytes"] == num_bytes
+    assert "aquifer:eviction_regret_paid_seconds_total" + labels in metrics
 
 
 def test_ps_lists_them(narrow_server: RunningServer):

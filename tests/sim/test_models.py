@@ -12,6 +12,7 @@ from tests.sim.tiny_replay import DEVICE, MODEL, PAGE_BYTES, STEPS, config_of
 
 from aquifer.errors import ConfigError
 from aquifer.memory.driver.base import Driver
+from aquifer.memory.eviction_log import EvictionLog
 from aquifer.memory.pool import Kind as PageKind
 from aquifer.memory.pool import Owner, PagePool
 from aquifer.sim.baselines.evictions import VICTIMS, Eviction, recent_use
@@ -239,7 +240,9 @@ def test_choices_of_weights_to_evict(eviction: Eviction) -> None:
     store = WeightStore(pool, Owner("a", PageKind.WEIGHTS), _tensors(8))
     reuse, use = ReuseStore(HostCache(0, driver.device), Path()), Use()
     member = reuse.register(store, use, {}, {})
-    victims = VICTIMS[eviction](reuse, member, lambda group: 1e-6)
+    victims = VICTIMS[eviction](
+        reuse, member, lambda group: 1e-6, EvictionLog().losses_of(store.owner)
+    )
     assert reuse.populate(member) == store.groups
     likely = victims.cheapest(50.0)
     use.p = 0.1

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from aquifer.memory.driver.host import HostDriver
+from aquifer.memory.eviction_log import EvictionLog
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.memory.reclaim import Reclaimer
 from aquifer.weights.host_cache import HostCache
@@ -51,12 +52,18 @@ class Model:
         self.is_idle, self.p, self.sensitivity = True, p, sensitivity
         self.byte_s = 1 / bytes_per_s
         self.num_evictions = 0
+        self.log = EvictionLog()
         keys = {
             group: f"{name if group.names[0] in own else origin or name} {group.names}"
             for group in self.store.groups
         }
         self.member = reuse.register(self.store, self, {}, keys)
-        self.victims = IdleWeights(reuse, self.member, lambda group: self.byte_s)
+        self.victims = IdleWeights(
+            reuse,
+            self.member,
+            lambda group: self.byte_s,
+            self.log.losses_of(self.store.owner),
+        )
         self.reuse = reuse
         self.load()
 
@@ -133,6 +140,16 @@ def test_what_a_step_uses_last_goes_first(make: Callable[..., Model]):
     assert model.num_evictions == 3
 
 
+def test_the_log_has_the_regret_of_what_went(make: Callable[..., Model]):
+    model = make("logged", bytes_per_s=1e6, sensitivity=2.0, p=0.3)
+    model.log.begin(Owner("b", Kind.KV), NOW_S)
+    assert model.victims.evict(5 * PAGE, NOW_S) == 5 * PAGE
+    entry = model.log.latest[-1]
+    assert (entry.loser, entry.asker) == (Owner("logged", Kind.WEIGHTS), Owner("b", Kind.KV))
+    assert (entry.num_items, entry.num_bytes) == (2, 5 * PAGE)
+    assert entry.expected_s == pytest.approx(0.3 * 2.0 * 5 * PAGE / 1e6)
+
+
 def test_what_is_in_use_stays(make: Callable[..., Model]):
     model = make("a")
     model.is_idle = False
@@ -168,7 +185,7 @@ def test_models_go_in_the_order_of_equation_2(make: Callable[..., Model]):
     for model in models.values():
         reclaimer.register(model.victims)
     gone: list[str] = []
-    while reclaimer.reclaim(PAGE):
+    while reclaimer.reclaim(PAGE, Owner("asker", Kind.KV)):
         gone += [name for name, model in models.items() if not model.left and name not in gone]
     assert gone == sorted(weights, key=lambda name: weights[name][0] * weights[name][1])
 
@@ -184,7 +201,10 @@ def test_it_stops_where_another_tenant_is_cheaper(make: Callable[..., Model]):
 def test_what_is_restored_sooner_goes_first(make: Callable[..., Model]):
     model = make("a")
     (up,) = [group for group in model.store.groups if group.names == ("up",)]
-    victims = IdleWeights(model.reuse, model.member, lambda group: 1e-7 if group is up else 1e-6)
+    losses = model.log.losses_of(model.store.owner)
+    victims = IdleWeights(
+        model.reuse, model.member, lambda group: 1e-7 if group is up else 1e-6, losses
+    )
     assert victims.evict(PAGE, NOW_S) == 2 * PAGE
     assert model.left == ["norm", "embed", "down", "head"]
 

@@ -134,13 +134,17 @@ class Assembly:
             cache.tensors.record()
             lane.keeps_journal = True
         if spec.keeps_prefixes and cache.can_share:
+            owner = Owner(spec.name, Kind.PREFIX)
             retained_bytes = None
             if lane.has_windows:
                 cache.keep_checkpoints()
-                owner = Owner(spec.name, Kind.PREFIX)
                 retained_bytes = partial(self.pool.owned_bytes, owner)
             lane.prefixes = PrefixCache(
-                cache, spec.recompute_s, parts=cache.parts, retained_bytes=retained_bytes
+                cache,
+                spec.recompute_s,
+                parts=cache.parts,
+                retained_bytes=retained_bytes,
+                losses=self.room.reclaimer.log.losses_of(owner),
             )
             self.room.reclaimer.register(lane.prefixes)
         self.scheduler.add_lane(lane)

@@ -349,7 +349,12 @@ class Engine:
         """Breakdown of the pool's budget by owner, now."""
         capacities = {host.info.name: self._models.kv_capacity(host) for host in self._models}
         return memory_report(
-            self._scheduler.lanes, self.pool, self.statuses, capacities, self._reuse.host
+            self._scheduler.lanes,
+            self.pool,
+            self.statuses,
+            capacities,
+            self._reuse.host,
+            self._assembly.room.reclaimer.log,
         )
 
     def close(self) -> None:

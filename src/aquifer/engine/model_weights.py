@@ -105,7 +105,7 @@ class ModelWeights(PooledWeights):
             ConfigError: the checkpoint cannot be read.
         """
         self._fill(on_progress)
-        self._reuse.filled(self.member, self._to_fill)
+        self._filled()
 
     def begin_filling(self, threads: Executor) -> None:
         """Begin to load the contents of the pages that were taken.
@@ -129,7 +129,7 @@ class ModelWeights(PooledWeights):
         assert self._filling is not None
         filling, self._filling = self._filling, None
         filling.result()
-        self._reuse.filled(self.member, self._to_fill)
+        self._filled()
 
     def evict(self, keep_bytes: int = 0) -> None:
         """See `PooledWeights`."""

@@ -76,7 +76,8 @@ class PooledWeights(ABC):
         self._store = WeightStore(assembly.pool, Owner(name, Kind.WEIGHTS), parameters)
         self._to_fill: tuple[ParameterGroup, ...] = ()  # of the load that is under way
         self.member: Member = reuse.register(self._store, self, self._origins(), self._keys())
-        self.victims = victims(reuse, self.member, self._byte_s)
+        self._losses = reclaimer.log.losses_of(self._store.owner)
+        self.victims = victims(reuse, self.member, self._byte_s, self._losses)
         reclaimer.register(self.victims)
 
     def _origins(self) -> Mapping[ParameterGroup, GroupOrigin]:
@@ -226,6 +227,15 @@ class PooledWeights(ABC):
                 evicted.append(group)
                 left_bytes -= self.member.bytes_of(group)
         self._reuse.evict(self.member, evicted)
+        if not keep_bytes:
+            self._losses.forget()
+
+    def _filled(self) -> None:
+        """Note that the pages that were taken have their contents, and what that has taken."""
+        self._reuse.filled(self.member, self._to_fill)
+        self._losses.restored(
+            (group, self.member.bytes_of(group) * self._byte_s(group)) for group in self._to_fill
+        )
 
     def close(self) -> None:
         """Give pages and addresses back."""

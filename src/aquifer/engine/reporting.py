@@ -14,6 +14,7 @@ from aquifer.engine.reports import (
     ModelMemory,
     ModelStatus,
 )
+from aquifer.memory.eviction_log import EvictionLog
 from aquifer.memory.pool import Kind, Owner, PagePool, PoolUsage
 from aquifer.memory.proc import proc_bytes
 from aquifer.models import ModelPlan
@@ -87,6 +88,7 @@ def memory_report(
     statuses: Mapping[str, ModelStatus],
     capacities: Mapping[str, KVCapacity],
     host_cache: HostCache,
+    log: EvictionLog,
 ) -> MemoryReport:
     """Breakdown of the pool's budget by owner, now.
 
@@ -96,6 +98,7 @@ def memory_report(
         statuses: by model.
         capacities: by model.
         host_cache: copies of weights in host memory.
+        log: what was evicted.
     """
     usage = pool.usage()
     models = {}
@@ -130,4 +133,6 @@ def memory_report(
         process_resident_bytes=proc_bytes("/proc/self/status", "VmRSS"),
         host_cache_bytes=host_cache.used_bytes,
         host_cache_budget_bytes=host_cache.num_bytes,
+        evictions=log.latest,
+        eviction_totals=log.totals,
     )

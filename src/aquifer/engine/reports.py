@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal
 
-from aquifer.memory.owners import Kind
+from aquifer.memory.eviction_log import Eviction, EvictionTotals
+from aquifer.memory.owners import Kind, Owner
 
 Stage = Literal["weights", "kernels", "steps"]
 """What is done to load a model: weights are read, kernels compiled, steps captured."""
@@ -110,8 +111,10 @@ class MemoryReport:
     free_pages: int
     models: dict[str, ModelMemory]
     process_resident_bytes: int
-    host_cache_bytes: int  # host memory with copies of weights
-    host_cache_budget_bytes: int
+    host_cache_bytes: int = 0  # host memory with copies of weights
+    host_cache_budget_bytes: int = 0
+    evictions: tuple[Eviction, ...] = ()  # the latest ones, the oldest first
+    eviction_totals: Mapping[Owner, EvictionTotals] = field(default_factory=dict)  # by loser
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,9 @@ class PagePool:
     Attributes:
         pages: the pages that exist, by number.
         on_short: the reclaim hook. Called with the number of bytes missing, in the budget or on the
-            device; it should release pages of its choice and return whether it released any. It may
-            be called again within one `acquire`, until it returns False.
+            device, and the owner that they are for; it should release pages of its choice and
+            return whether it released any. It may be called again within one `acquire`, until it
+            returns False.
         retired: pages that were given up, but are mapped until nothing in flight can touch them,
             or until they are needed elsewhere.
     """
@@ -57,7 +58,7 @@ class PagePool:
         self.keep_idle_bytes = (
             self.budget_bytes // 8 if keep_idle_bytes is None else keep_idle_bytes
         )
-        self.on_short: Callable[[int], bool] | None = None
+        self.on_short: Callable[[int, Owner], bool] | None = None
         self._ledger = Ledger(self.budget_bytes, self.keep_idle_bytes)
         # Held while pages are created; taken before the ledger's lock where both are needed.
         # `stock` creates pages without the ledger's lock, so that the loop can go on.
@@ -229,7 +230,7 @@ class PagePool:
         while True:
             missing_bytes = count * page_bytes - ledger.within_reach_bytes(page_bytes)
             if missing_bytes > 0:
-                if may_reclaim and self._reclaim(missing_bytes):
+                if may_reclaim and self._reclaim(missing_bytes, owner):
                     continue
                 return None
             # A device that has refused has less than the budget says: there is no room but what
@@ -256,15 +257,15 @@ class PagePool:
                 ledger.put_idle(own, owner, page_bytes)
                 ledger.put_idle(fresh, UNTOUCHED, page_bytes)
                 ledger.put_idle(foreign, UNKNOWN, page_bytes)  # zeroed or not: they will be again
-                if has_idle or (may_reclaim and self._reclaim(max(new_bytes, page_bytes))):
+                if has_idle or (may_reclaim and self._reclaim(max(new_bytes, page_bytes), owner)):
                     continue
                 raise
             pages = own + fresh + foreign + new
             ledger.hand_out(pages, owner, page_bytes)
             return pages
 
-    def _reclaim(self, num_bytes: int) -> bool:
+    def _reclaim(self, num_bytes: int, owner: Owner) -> bool:
         """Make some bytes idle or not created: first retired ones, then those the hook releases."""
         return self.retired.reclaim(num_bytes) or (
-            self.on_short is not None and self.on_short(num_bytes)
+            self.on_short is not None and self.on_short(num_bytes, owner)
         )

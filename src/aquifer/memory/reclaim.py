@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from aquifer.errors import InvariantError
+from aquifer.memory.eviction_log import EvictionLog
+from aquifer.memory.owners import Owner
 
 _BATCH_PAGES = 32
 """Size of a batch of victims that are evicted together."""
@@ -140,9 +142,13 @@ class Reclaimer:
         clock_s: tells the time in seconds; the same clock that the tenants' uses are marked with.
         batch_bytes: drop that much at a time, even if less is missing. A pool that is short once
             will soon be short again, and a batch of victims costs less than one at a time.
+
+    Attributes:
+        log: what was evicted. Each tenant reports there what it loses.
     """
 
     def __init__(self, clock_s: Callable[[], float], batch_bytes: int = 0) -> None:
+        self.log = EvictionLog()
         self._clock_s = clock_s
         self._batch_bytes = batch_bytes
         self._sources: list[Victims] = []
@@ -183,16 +189,21 @@ class Reclaimer:
             found_bytes += source.evictable_below(num_bytes - found_bytes, now_s, limit)
         return found_bytes
 
-    def reclaim(self, num_bytes: int) -> bool:
+    def reclaim(self, num_bytes: int, asker: Owner) -> bool:
         """Drop victims, least regret first, until enough is dropped or there are no more.
 
         The bytes dropped are those of victims. Where several share a page, the pool gets the page
         when the last of them has gone; it then asks again.
 
+        Args:
+            num_bytes: how much is missing.
+            asker: the owner that they are for, which the log names.
+
         Returns:
             Whether anything was dropped.
         """
         now_s = self._clock_s()
+        self.log.begin(asker, now_s)
         num_bytes = max(num_bytes, self._batch_bytes)
         offers: dict[int, float] = {}  # index of a source: its least regret per byte
         for index, source in enumerate(self._sources):

@@ -11,7 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from aquifer import __version__
 from aquifer.serve.client import EngineClient
 from aquifer.serve.cors import CorsPolicy
-from aquifer.serve.endpoints import openai, operators, prefixes, tokens
+from aquifer.serve.endpoints import openai, operators, page, prefixes, tokens
 from aquifer.serve.http import ApiKeyMiddleware, install_error_handlers
 from aquifer.serve.openapi import Operation, document
 from aquifer.serve.protocol.requests import (
@@ -32,6 +32,7 @@ from aquifer.serve.protocol.responses import (
     PrefixCard,
     PrefixDeleted,
     PrefixList,
+    Snapshot,
     TokenizeResponse,
     TokenizerInfo,
     Version,
@@ -71,6 +72,8 @@ _ROUTES: tuple[_Route, ...] = (
     ("/metrics", "GET", operators.metrics, Operation(media_type="text/plain", is_guarded=False)),
     ("/version", "GET", operators.version, Operation(Version, statuses=(), is_guarded=False)),
     ("/memory", "GET", operators.memory, Operation(Memory)),
+    ("/", "GET", page.page, Operation(media_type="text/html", statuses=(), is_guarded=False)),
+    ("/events", "GET", page.events, Operation(stream=Snapshot)),
 )
 _TOKENIZER_INFO: _Route = (
     "/tokenizer_info",

@@ -11,6 +11,7 @@ from aquifer.engine.reports import MemoryReport, ModelInfo
 from aquifer.errors import EngineError
 from aquifer.serve.messages import Abort, Add, Availability, Outputs
 from aquifer.serve.prefixes import PinnedPrefix
+from aquifer.serve.snapshots import Snapshot
 
 
 class Backend(Protocol):
@@ -35,6 +36,9 @@ class Backend(Protocol):
 
     async def metrics(self) -> bytes:
         """Return the metrics of the whole server in Prometheus's exposition format."""
+
+    async def snapshot(self) -> Snapshot:
+        """Return the state of the server, made at most once in `SNAPSHOT_S` for all who ask."""
 
     async def pin(
         self,

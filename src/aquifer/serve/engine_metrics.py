@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from aquifer.engine.reports import EngineStats, MemoryReport
-from aquifer.memory.owners import Kind
-from aquifer.serve.metrics import GENERATION_TOKENS, PROMPT_TOKENS
+from aquifer.memory.eviction_log import EvictionTotals
+from aquifer.memory.owners import Kind, Owner
+from aquifer.serve.metrics import COMPLETIONS, GENERATION_TOKENS, PROMPT_TOKENS
+from aquifer.serve.snapshots import RequestCounts
+
+_EVICTABLE = (Kind.WEIGHTS, Kind.PREFIX)
 
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
@@ -62,6 +66,7 @@ class EngineMetrics:
         families += _engine_families([*self._step_tokens], stats, num_restarts)
         if report is not None:
             families.append(_pool_bytes(report))
+            families += _evictions(report)
         registry = CollectorRegistry()
         registry.register(_Families(families))
         return generate_latest(registry)
@@ -110,23 +115,20 @@ def _with_values(
     return result
 
 
-@dataclass(frozen=True, slots=True)
-class TokenCounts:
-    """Tokens of a model since the start."""
-
-    of_prompts: int = 0
-    generated: int = 0
-
-
-def token_counts(families: Iterable[Metric]) -> dict[str, TokenCounts]:
-    """Read the tokens of each model off the metrics of its requests."""
-    counted: dict[str, dict[str, int]] = {PROMPT_TOKENS: {}, GENERATION_TOKENS: {}}
+def request_counts(families: Iterable[Metric]) -> dict[str, RequestCounts]:
+    """Read what each model has served off the metrics of its requests."""
+    counted: dict[str, Counter[str]] = {
+        name: Counter() for name in (PROMPT_TOKENS, GENERATION_TOKENS, COMPLETIONS)
+    }
     for family in families:
         if family.name in counted:
             for sample in family.samples:
-                counted[family.name][sample.labels["model_name"]] = int(sample.value)
+                if not sample.name.endswith("_created"):
+                    counted[family.name][sample.labels["model_name"]] += int(sample.value)
     return {
-        model: TokenCounts(num_tokens, counted[GENERATION_TOKENS][model])
+        model: RequestCounts(
+            num_tokens, counted[GENERATION_TOKENS][model], counted[COMPLETIONS][model]
+        )
         for model, num_tokens in counted[PROMPT_TOKENS].items()
     }
 
@@ -199,3 +201,35 @@ def _pool_bytes(report: MemoryReport) -> Metric:
     uncreated_bytes = max(report.free_bytes - retained_bytes, 0)
     family.add_metric([report.device, "", "free", "uncreated"], uncreated_bytes)
     return family
+
+
+def _evictions(report: MemoryReport) -> Iterator[Metric]:
+    """Yield the counters of the eviction log, by the tenant that lost."""
+    labels = ["model", "kind"]
+    evictions = CounterMetricFamily(
+        "aquifer:evictions", "Evictions, each of a batch of one tenant's data.", labels=labels
+    )
+    num_bytes = CounterMetricFamily(
+        "aquifer:evicted_bytes", "Bytes that evictions gave back.", labels=labels
+    )
+    expected = CounterMetricFamily(
+        "aquifer:eviction_regret_expected_seconds",
+        "Delay that the eviction rule expected of what it evicted.",
+        labels=labels,
+    )
+    paid = CounterMetricFamily(
+        "aquifer:eviction_regret_paid_seconds",
+        "Time to restore what was evicted: loading weights, as measured; computing prefixes, by "
+        "the measured prefill cost.",
+        labels=labels,
+    )
+    owners = [Owner(model, kind) for model in report.models for kind in _EVICTABLE]
+    # A model that was removed keeps its counters.
+    for owner in dict.fromkeys([*owners, *report.eviction_totals]):
+        totals = report.eviction_totals.get(owner, EvictionTotals())
+        values = [owner.model, owner.kind.value]
+        evictions.add_metric(values, totals.num_evictions)
+        num_bytes.add_metric(values, totals.num_bytes)
+        expected.add_metric(values, totals.expected_s)
+        paid.add_metric(values, totals.paid_s)
+    yield from (evictions, num_bytes, expected, paid)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 
 from prometheus_client.core import Metric
@@ -11,11 +12,12 @@ from aquifer.config import EngineConfig, aliases_of
 from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelInfo
 from aquifer.errors import EngineError
 from aquifer.serve.backend import WebSide
-from aquifer.serve.engine_metrics import EngineMetrics, TokenCounts, summed, token_counts
+from aquifer.serve.engine_metrics import EngineMetrics, request_counts, summed
 from aquifer.serve.keeper import EngineKeeper
 from aquifer.serve.messages import Abort, AbortAll, Add, Availability, Step
 from aquifer.serve.prefixes import PinnedPrefix, PinnedPrefixes
 from aquifer.serve.process import OpenEngine
+from aquifer.serve.snapshots import SNAPSHOT_S, RequestCounts, Shared, Snapshot
 from aquifer.serve.stats_log import StatsLog, log_start
 
 
@@ -42,6 +44,7 @@ class Hub:
         self._metrics = EngineMetrics([])
         self._availability = self._keeper.availability  # as the web side knows it
         self._logging: asyncio.Task[None] | None = None
+        self._snapshots = Shared(self._snapshot, 0.9 * SNAPSHOT_S)
 
     # ---- life
 
@@ -119,6 +122,14 @@ class Hub:
         of_requests = await self._request_metrics()
         return self._metrics.render(of_requests, self._stats, report, self._keeper.num_restarts)
 
+    async def snapshot(self) -> Snapshot:
+        """Return the state of the server, which may be as old as the time between two snapshots.
+
+        Raises:
+            EngineError: the engine has stopped.
+        """
+        return await self._snapshots.get()
+
     async def pin(
         self,
         owner: str | None,
@@ -170,6 +181,11 @@ class Hub:
         assert self._web is not None
         return summed(await self._web.request_metrics())
 
-    async def _counts(self) -> tuple[EngineStats, Mapping[str, TokenCounts]]:
-        """The engine's counters, and the tokens of each model."""
-        return self._stats, token_counts(await self._request_metrics())
+    async def _snapshot(self) -> Snapshot:
+        report = await self.memory()
+        counts = request_counts(await self._request_metrics())
+        return Snapshot(time.time(), report, counts, self._keeper.num_restarts)
+
+    async def _counts(self) -> tuple[EngineStats, Mapping[str, RequestCounts]]:
+        """The engine's counters, and what each model has served."""
+        return self._stats, request_counts(await self._request_metrics())

@@ -23,6 +23,7 @@ from aquifer.engine.params import Request
 
 PROMPT_TOKENS = "aquifer:prompt_tokens"
 GENERATION_TOKENS = "aquifer:generation_tokens"
+COMPLETIONS = "aquifer:request_success"
 
 _FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
@@ -54,7 +55,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._histograms: dict[str, Histogram] = {}
         self._finished = Counter(
-            "aquifer:request_success",
+            COMPLETIONS,
             "Finished completions, of which a request may have several, by why they finished.",
             ["model_name", "finished_reason"],
             registry=self._registry,

@@ -18,6 +18,7 @@ from aquifer.engine.reports import ModelInfo
 from aquifer.errors import ContextLengthError, RequestError, UnavailableError, UnknownModelError
 from aquifer.serve.answers import PieceBuffer, Pieces, pieces_of
 from aquifer.serve.client import EngineClient
+from aquifer.serve.feed import Feed
 from aquifer.serve.generation import Deltas, EncodedPrompt, Job, Shortcut, run_jobs
 from aquifer.serve.http import key_name_of
 from aquifer.serve.limits import BodyReader
@@ -82,6 +83,7 @@ class Service:
         self._request_log = request_log
         self.started_s = int(time.time())
         self.bodies = BodyReader(num_processes)
+        self.feed = Feed(self.backend, num_processes)
         self._salts_by_key = salts_by_key
         self._shares_by_key = shares_by_key
         self._trusts_templates = trusts_templates

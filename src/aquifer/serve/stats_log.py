@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from aquifer import __version__
 from aquifer.engine.reports import EngineStats, MemoryReport, ModelInfo
-from aquifer.serve.engine_metrics import TokenCounts
+from aquifer.serve.snapshots import RequestCounts
 from aquifer.sizes import format_size
 
 INTERVAL_S = 10.0
@@ -91,43 +91,47 @@ class StatsLog:
         self._had_traffic = dict.fromkeys(self._before, False)
 
     async def run(
-        self, read: Callable[[], Awaitable[tuple[EngineStats, Mapping[str, TokenCounts]]]]
+        self, read: Callable[[], Awaitable[tuple[EngineStats, Mapping[str, RequestCounts]]]]
     ) -> None:
         """Log every `INTERVAL_S` seconds until cancelled.
 
         Args:
-            read: returns the engine's counters, and the tokens of each model.
+            read: returns the engine's counters, and what each model has served.
         """
         before_s = time.monotonic()
         while True:
             await asyncio.sleep(INTERVAL_S)
-            stats, tokens = await read()
+            stats, counts = await read()
             now_s = time.monotonic()
-            self.log(stats, tokens, now_s - before_s)
+            self.log(stats, counts, now_s - before_s)
             before_s = now_s
 
-    def log(self, stats: EngineStats, tokens: Mapping[str, TokenCounts], elapsed_s: float) -> None:
+    def log(
+        self, stats: EngineStats, counts: Mapping[str, RequestCounts], elapsed_s: float
+    ) -> None:
         """Log a line for each model.
 
         Args:
             stats: the engine's counters.
-            tokens: of each model.
+            counts: of each model.
             elapsed_s: seconds since the last call.
         """
         for name in self._before:
-            has_traffic, line = self._line(name, stats, tokens.get(name, TokenCounts()), elapsed_s)
+            has_traffic, line = self._line(
+                name, stats, counts.get(name, RequestCounts()), elapsed_s
+            )
             is_shown = has_traffic or self._had_traffic[name]
             _log.log(logging.INFO if is_shown else logging.DEBUG, line)
             self._had_traffic[name] = has_traffic
 
     def _line(
-        self, name: str, stats: EngineStats, tokens: TokenCounts, elapsed_s: float
+        self, name: str, stats: EngineStats, counts: RequestCounts, elapsed_s: float
     ) -> tuple[bool, str]:
         """Whether a model had traffic since the last call, and its line."""
         before = self._before[name]
         now = self._before[name] = _Counts(
-            tokens.of_prompts,
-            tokens.generated,
+            counts.prompt_tokens,
+            counts.generated_tokens,
             stats.num_prefix_queried_tokens.get(name, 0),
             stats.num_prefix_hit_tokens.get(name, 0),
         )

@@ -118,6 +118,8 @@ class Web:
     async def stop(self, timeout_s: float) -> None:
         """Accept no more requests; end those that still run after `timeout_s` with an error."""
         self._uvicorn.should_exit = True
+        if self._service is not None:
+            self._service.feed.close()
         await self._client.drain(timeout_s)
         if self._service is not None:
             self._service.close()

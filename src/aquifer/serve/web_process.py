@@ -36,6 +36,7 @@ from aquifer.serve.messages import (
 )
 from aquifer.serve.pipe import Pipe, ignore_stop_signals
 from aquifer.serve.prefixes import PinnedPrefix
+from aquifer.serve.snapshots import Snapshot
 
 
 def run_web_process(
@@ -88,6 +89,12 @@ class RemoteHub:
     async def metrics(self) -> bytes:
         """Return the metrics of the whole server in Prometheus's exposition format."""
         return bytes(await self._ask("metrics"))
+
+    async def snapshot(self) -> Snapshot:
+        """Return the state of the server, made at most once in `SNAPSHOT_S` for all who ask."""
+        snapshot = await self._ask("snapshot")
+        assert isinstance(snapshot, Snapshot)
+        return snapshot
 
     async def pin(
         self,

@@ -96,7 +96,7 @@ class TimedWeights(PooledWeights):
     def take_pages(self) -> bool:
         """See `PooledWeights`."""
         missing_bytes = self.num_bytes - self.resident_bytes
-        if self._share is not None and not self._share.make_room(missing_bytes):
+        if self._share is not None and not self._share.make_room(missing_bytes, self._store.owner):
             return False
         if not super().take_pages():
             self._settle()
@@ -127,7 +127,7 @@ class TimedWeights(PooledWeights):
         """Wait until all are in the pool. Pre-condition: a load is under way."""
         self.is_filled_within(None)
         self.filled_s = None
-        self._reuse.filled(self.member, self._to_fill)
+        self._filled()
 
     def evict(self, keep_bytes: int = 0) -> None:
         """See `PooledWeights`."""

@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+from aquifer.memory.eviction_log import Losses
 from aquifer.memory.reclaim import regret_per_byte
 from aquifer.weights.parameters import ParameterGroup
 from aquifer.weights.reuse import Member, ReuseStore
@@ -38,14 +39,20 @@ class IdleWeights:
         reuse: the weights of all models.
         member: those of this one.
         byte_s: seconds to load a byte of a group again.
+        losses: where it is logged what was evicted.
     """
 
     def __init__(
-        self, reuse: ReuseStore, member: Member, byte_s: Callable[[ParameterGroup], float]
+        self,
+        reuse: ReuseStore,
+        member: Member,
+        byte_s: Callable[[ParameterGroup], float],
+        losses: Losses,
     ) -> None:
         self._reuse = reuse
         self._member = member
         self._byte_s = byte_s
+        self._losses = losses
         # Bytes that may go beside shared groups, and what they were counted for.
         self._counted: tuple[int, tuple[bool, ...], int] = (-1, (), 0)
 
@@ -84,12 +91,16 @@ class IdleWeights:
         The first one goes in any case; it stops before another one of a regret above `limit`.
         """
         evicted: list[ParameterGroup] = []
-        evicted_bytes = 0
+        evicted_bytes, regret_s = 0, 0.0
         for offer in self._offers(now_s):
             if evicted_bytes >= num_bytes or (evicted and offer.regret > limit):
                 break
             evicted.append(offer.group)
-            evicted_bytes += self._member.bytes_of(offer.group)
+            group_bytes = self._member.bytes_of(offer.group)
+            evicted_bytes += group_bytes
+            regret_s += offer.regret * group_bytes
+        if evicted:
+            self._losses.evicted(evicted, evicted_bytes, regret_s)
         for loser in self._reuse.evict_from_all(self._member, evicted):
             loser.use.on_evict()
         return evicted_bytes

@@ -17,6 +17,7 @@ from aquifer.cache.prefix.pins import Pins
 from aquifer.cache.prefix.trie import Match, Node, TokenIds, Trie, check_token_ids, next_index
 from aquifer.cache.prefix.victims import VictimQueues
 from aquifer.errors import InvariantError
+from aquifer.memory.eviction_log import Losses
 from aquifer.memory.reclaim import ReuseModel
 
 
@@ -77,6 +78,8 @@ class PrefixCache:
         parts: the parts of the cache, of which `cache` is the first; none if it is the only one.
         retained_bytes: bytes of pages that are only held. Windows of running sequences may be held,
             too, and evicting them gives back nothing; None to count them as evictable.
+        losses: where it reports what it has evicted, and what of that is computed again; None for
+            nowhere.
     """
 
     def __init__(
@@ -87,7 +90,9 @@ class PrefixCache:
         sensitivity: float = 1.0,
         parts: Sequence[CachePart] = (),
         retained_bytes: Callable[[], int] | None = None,
+        losses: Losses | None = None,
     ) -> None:
+        self._losses = losses
         self._retained_bytes = retained_bytes
         self._cache = cache
         self._footprint = cache.footprint
@@ -245,6 +250,8 @@ class PrefixCache:
             added = self._trie.extend(token_ids, extra, node, blocks, now_s)
             node = added[-1]
             self._cache.retain([new.block for new in added if new.block is not None])
+            if self._has_blocks:
+                self._restored(added)
         if node is not lease.node:
             self._victims.guard(node)
             self._victims.unguard(lease.node)
@@ -294,6 +301,8 @@ class PrefixCache:
             since = 0 if before is None else trie.num_tokens(before)
             checkpoint = trie.add_checkpoint(node, kept, num_tokens - since, now_s)
             checkpoint.num_bytes = self._checkpoints.hold(kept)
+            if i <= num_found or not self._has_blocks:  # else its tokens count with their blocks
+                self._restored([checkpoint])
             self._victims.offer(checkpoint)
             self._pins.take_checkpoint(node)
 
@@ -316,6 +325,8 @@ class PrefixCache:
         Pins stay: their prefixes are kept again once they are computed again.
         """
         self._pins.detach()
+        if self._losses is not None:
+            self._losses.forget()
         self._drop(self._victims.evict_all())
         self._pins.attach()
 
@@ -396,10 +407,17 @@ class PrefixCache:
 
     def evict(self, num_bytes: int, now_s: float, limit: float = math.inf) -> int:
         """Drop leaves in order of regret, until `num_bytes` are dropped: see `Victims.evict`."""
-        blocks, freed_bytes = self._victims.evict(num_bytes, now_s, limit)
-        self._evicted_blocks += len(blocks)
-        self._drop(blocks)
-        return freed_bytes
+        evicted = self._victims.evict(num_bytes, now_s, limit)
+        self._evicted_blocks += len(evicted.blocks)
+        if self._losses is not None and evicted.paths:
+            self._losses.evicted(evicted.paths, evicted.num_bytes, evicted.regret_s)
+        self._drop(evicted.blocks)
+        return evicted.num_bytes
+
+    def _restored(self, nodes: Sequence[Node]) -> None:
+        """Report nodes that are kept now: some may have been evicted, and were computed again."""
+        if self._losses:
+            self._losses.restored((node.path, self._victims.restore_node_s(node)) for node in nodes)
 
     def _lease(self, match: Match, node: Node | None) -> Lease:
         self._victims.guard(node)

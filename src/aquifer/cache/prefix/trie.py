@@ -60,6 +60,7 @@ class Node:
     is_checkpoint: bool = False
     ticket: int = NOT_QUEUED  # number of its entry in a queue of victims
     is_kept: bool = True  # False once it is removed
+    path: int = 0  # hash of all tokens up to its end, and of `extra`; not unique
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +179,7 @@ class Trie:
         checkpoint = Node(self._last_number, key, node, None, node.index, now_s, kept)
         checkpoint.is_checkpoint = True
         checkpoint.restore_tokens = restore_tokens
+        checkpoint.path = hash((node.path, _CHECKPOINT))
         self._nodes[key] = checkpoint
         node.num_children += 1
         return checkpoint
@@ -228,11 +230,13 @@ class Trie:
         data, ends = token_ids.tobytes(), self._end_bytes
         added: list[Node] = []
         parent, number = parent_key(extra, node), self._last_number
+        path = hash(parent) if node is None else node.path
         for index in range(first, num_whole):
             key = (parent, data[ends[index] : ends[index + 1]])
             number += 1
             child = Node(number, key, node, blocks[index], index, now_s, (), self._block_bytes)
             self._nodes[key] = child
+            child.path = path = hash((path, key[1]))
             if node is not None:
                 node.num_children += 1
             added.append(child)

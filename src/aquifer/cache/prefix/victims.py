@@ -93,6 +93,16 @@ class _Remainder:
     last_used_s: float
 
 
+@dataclass(slots=True)
+class Evicted:
+    """What `VictimQueues.evict` has removed."""
+
+    blocks: list[int] = field(default_factory=list)  # to be dropped
+    num_bytes: int = 0  # that it gives back, checkpoints included
+    paths: list[int] = field(default_factory=list)  # of the nodes that give back bytes
+    regret_s: float = 0.0  # of all of them
+
+
 class VictimQueues:
     """Guards nodes of a trie, and removes others in order of regret.
 
@@ -179,14 +189,12 @@ class VictimQueues:
             default=None,
         )
 
-    def evict(self, num_bytes: int, now_s: float, limit: float = math.inf) -> tuple[list[int], int]:
+    def evict(self, num_bytes: int, now_s: float, limit: float = math.inf) -> Evicted:
         """Remove nodes in order of regret, until they give back `num_bytes`.
 
         A node without children left is a leaf and may be the next victim. The first victim is
         removed at any regret; the removal ends before another one of a regret above `limit`. The
-        blocks of checkpoints are dropped.
-
-        Returns: the blocks of the other nodes, to be dropped; and the bytes that all give back.
+        blocks of checkpoints are dropped, those of the other nodes are left to the caller.
         """
         # The heads of the queues by regret. A head that is no longer one, because of a new leaf or
         # its removal, is skipped: its queue was offered again at that moment.
@@ -199,21 +207,23 @@ class VictimQueues:
 
         for key in list(self._queues.heaps):
             offer(key)
-        blocks: list[int] = []
-        freed_bytes = 0
-        while offers and freed_bytes < num_bytes:
+        evicted = Evicted()
+        while offers and evicted.num_bytes < num_bytes:
             regret, ticket, key = heapq.heappop(offers)
             node = self._queues.first(key)
             if node is None or node.ticket != ticket:
                 continue
-            if freed_bytes and regret > limit:
+            if evicted.num_bytes and regret > limit:
                 break
             parent_queue = self._remove(node)
-            freed_bytes += self._freed(node, blocks)
+            if node.num_bytes:
+                evicted.paths.append(node.path)
+                evicted.regret_s += regret * node.num_bytes
+            evicted.num_bytes += self._freed(node, evicted.blocks)
             offer(key)
             if parent_queue is not None and parent_queue != key:
                 offer(parent_queue)
-        return blocks, freed_bytes
+        return evicted
 
     def evict_all(self) -> list[int]:
         """Remove all nodes that are not guarded; see `evict`."""
@@ -224,6 +234,13 @@ class VictimQueues:
             self._remove(node)
             self._freed(node, blocks)
         return blocks
+
+    def restore_node_s(self, node: Node) -> float:
+        """Seconds to compute a block again, or the tokens from one checkpoint to another."""
+        if node.is_checkpoint:
+            first = self._trie.num_tokens(node) - node.restore_tokens
+            return self._restore_s(first, node.restore_tokens)
+        return self._restore_s(node.index * self._block_tokens, self._block_tokens)
 
     def _freed(self, node: Node, blocks: list[int]) -> int:
         """Drop the blocks of a checkpoint, or add that of another node to `blocks`; its bytes."""
@@ -303,13 +320,6 @@ class VictimQueues:
         self._queues.put(key, parent)
         return key
 
-    def _restore_node_s(self, node: Node) -> float:
-        """Seconds to compute a block again, or the tokens from one checkpoint to another."""
-        if node.is_checkpoint:
-            first = self._trie.num_tokens(node) - node.restore_tokens
-            return self._restore_s(first, node.restore_tokens)
-        return self._restore_s(node.index * self._block_tokens, self._block_tokens)
-
     def _regret_of(self, leaf: Node, now_s: float) -> float:
         """Regret per byte of a leaf."""
         return self._regret(leaf, leaf.reuses, leaf.last_used_s, now_s)
@@ -320,11 +330,11 @@ class VictimQueues:
             return 0.0
         probability = self._reuse.probability(now_s - last_used_s, reuses)
         return regret_per_byte(
-            probability, self._restore_node_s(node), node.num_bytes, self._sensitivity
+            probability, self.restore_node_s(node), node.num_bytes, self._sensitivity
         )
 
     def _queue_key(self, leaf: Node) -> _QueueKey:
         """The class of a leaf: costs to restore a byte differ by less than √2 within one."""
-        cost_s = self._restore_node_s(leaf) / leaf.num_bytes if leaf.num_bytes else 0.0
+        cost_s = self.restore_node_s(leaf) / leaf.num_bytes if leaf.num_bytes else 0.0
         mantissa, exponent = math.frexp(cost_s)
         return min(leaf.reuses, self._reuse.max_reuses), 2 * exponent + (mantissa >= math.sqrt(0.5))

@@ -8,10 +8,9 @@ from fastapi import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from aquifer import __version__
-from aquifer.engine.reports import MemoryReport
 from aquifer.serve.http import response_to
 from aquifer.serve.service import Client, Served
-from aquifer.sizes import format_size
+from aquifer.serve.snapshots import memory_dict
 
 
 async def health(client: Client) -> Response:
@@ -32,60 +31,4 @@ async def metrics(service: Served) -> Response:
 
 async def memory(service: Served) -> dict[str, Any]:
     """Return the breakdown of the pool's budget, in bytes and human-readable."""
-    return _memory_dict(await service.backend.memory())
-
-
-def _memory_dict(report: MemoryReport) -> dict[str, Any]:
-    used_bytes = report.budget_bytes - report.free_bytes
-    return {
-        "device": report.device,
-        **_sizes(
-            page=report.page_bytes,
-            budget=report.budget_bytes,
-            used=used_bytes,
-            overhead=report.overhead_bytes,
-            free=report.free_bytes,
-            idle=report.idle_bytes,
-            retired=report.retired_bytes,
-            process_resident=report.process_resident_bytes,
-            host_cache=report.host_cache_bytes,
-            host_cache_budget=report.host_cache_budget_bytes,
-        ),
-        "mapped_pages": report.mapped_pages,
-        "free_pages": report.free_pages,
-        "requests_running": sum(model.num_running for model in report.models.values()),
-        "requests_waiting": sum(model.num_waiting for model in report.models.values()),
-        "models": {
-            name: {
-                "status": model.status.state.value,
-                "error": model.status.error,
-                **_sizes(
-                    weights_total=model.status.weight_bytes,
-                    weights_resident=model.status.resident_bytes,
-                    weights_shared=model.status.shared_bytes,
-                    weights_in_host_cache=model.status.host_bytes,
-                ),
-                **_sizes(**{kind.value: n for kind, n in model.bytes_by_kind.items()}),
-                **_sizes(
-                    kv_written=model.kv_written_bytes,
-                    kv_mapped=model.kv_mapped_bytes,
-                    kv_wasted=model.kv_wasted_bytes,
-                ),
-                "kv_written_tokens": model.kv_written_tokens,
-                "kv_capacity_tokens": model.kv_capacity.num_tokens,
-                "max_concurrency": round(model.kv_capacity.num_sequences, 2),
-                "requests_running": model.num_running,
-                "requests_waiting": model.num_waiting,
-            }
-            for name, model in report.models.items()
-        },
-    }
-
-
-def _sizes(**num_bytes: int) -> dict[str, int | str]:
-    """Return each quantity twice: `name_bytes` as a number, `name` human-readable."""
-    sizes: dict[str, int | str] = {}
-    for name, value in num_bytes.items():
-        sizes[f"{name}_bytes"] = value
-        sizes[name] = format_size(value)
-    return sizes
+    return memory_dict(await service.backend.memory())

@@ -193,6 +193,10 @@ class Memory(RootModel[dict[str, Any]]):
     """Response to GET /memory: sizes in bytes and as text, in all and by model."""
 
 
+class Snapshot(RootModel[dict[str, Any]]):
+    """Event of GET /events: the answer of GET /memory, and counters by model; or an error."""
+
+
 class ErrorInfo(BaseModel):
     """Description of an error."""
 

@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable
 from typing import Literal
 
+from aquifer.memory.eviction_log import Losses
 from aquifer.weights.parameters import ParameterGroup
 from aquifer.weights.reuse import Member, ReuseStore
 from aquifer.weights.victims import IdleWeights, Offer
@@ -24,9 +25,13 @@ class RandomWeights(IdleWeights):
     """Idle weights with random regrets, drawn anew after each eviction."""
 
     def __init__(
-        self, reuse: ReuseStore, member: Member, byte_s: Callable[[ParameterGroup], float]
+        self,
+        reuse: ReuseStore,
+        member: Member,
+        byte_s: Callable[[ParameterGroup], float],
+        losses: Losses,
     ) -> None:
-        super().__init__(reuse, member, byte_s)
+        super().__init__(reuse, member, byte_s, losses)
         self._random = random.Random(member.store.owner.model)
         self._draw()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from aquifer.engine.assembly import Assembly
-from aquifer.memory.pool import PagePool
+from aquifer.memory.pool import Owner, PagePool
 from aquifer.memory.reclaim import Reclaimer
 from aquifer.sim.driver import ModelledDriver
 from aquifer.weights.store import WeightStore
@@ -49,13 +49,17 @@ class WeightShare:
         """Bytes of it that hold no weights."""
         return self.num_bytes - sum(store.resident_bytes for store in self.stores)
 
-    def make_room(self, num_bytes: int) -> bool:
+    def make_room(self, num_bytes: int, asker: Owner) -> bool:
         """Evict idle weights until so many bytes are free, and let the pool have these.
+
+        Args:
+            num_bytes: how many.
+            asker: the owner that they are for.
 
         Returns: False if there are not so many; then idle weights may be gone.
         """
         while (short_bytes := num_bytes - self.free_bytes) > 0:
-            if not self.reclaimer.reclaim(short_bytes):
+            if not self.reclaimer.reclaim(short_bytes, asker):
                 return False
         self._hold(self.free_bytes - num_bytes)
         return True

@@ -1,0 +1,160 @@
+"""The page to look at in a real browser, without a window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.serve.browser import Browser, Page, find_browser, running_browser
+from tests.serve.running import RunningServer, running
+
+import aquifer
+
+DEMO = Path(aquifer.__file__).parent / "bundled" / "demo"
+MARKUP = "<b><u>x</u></b>"
+
+_FAKE_OPERATIONS = """
+const realFetch = window.fetch;
+window.asked = [];
+window.fetch = async (address, options = {}) => {
+  if (!String(address).startsWith("models")) return realFetch(address, options);
+  window.asked.push([options.method ?? "GET", String(address), options.headers]);
+  if (address === "models") return new Response("{}");
+  const body = JSON.stringify({error: {message: "<b>it is busy</b>"}});
+  return String(address).endsWith("/pin") ? new Response(body, {status: 409}) : new Response("{}");
+};
+"""
+"""A part of the server in its page: operations on models, of which one is refused."""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    program = find_browser()
+    if program is None:
+        pytest.skip("there is no Chromium here: apt-get install chromium")
+    with running_browser(program) as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def small_server() -> Iterator[RunningServer]:
+    """Two demo models in memory for one and a half."""
+    models = ["demo", f"{MARKUP}={DEMO}"]
+    options = ["--port", "0", "--memory", "16M", "--max-model-len", "256"]
+    with running(["-m", "aquifer", "serve", *models, *options]) as server:
+        yield server
+    assert server.problems == ""
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    with browser.page() as page:
+        yield page
+
+
+def complete(server: RunningServer, model: str, num_tokens: int) -> None:
+    body = {"model": model, "prompt": "Once", "max_tokens": num_tokens, "ignore_eos": True}
+    status, answer, _ = server.call("POST", "/v1/completions", body)
+    assert status == 200, answer
+
+
+def problems(page: Page) -> list[str]:
+    """What went wrong, but for a server that has no operations on models."""
+    return [
+        each for each in page.problems if "404 (Not Found)" not in each or "/models" not in each
+    ]
+
+
+def test_it_shows_the_server_as_it_is(small_server: RunningServer, page: Page):
+    page.open(small_server.url)
+    page.wait_for("document.querySelector('#status').textContent === 'live'")
+    names = page.evaluate(
+        "[...document.querySelectorAll('#models tr')].map(row => row.dataset.model)"
+    )
+    assert names == ["demo", MARKUP]
+    shown = page.evaluate(
+        "[...document.querySelectorAll('#models .name')].map(name => name.textContent)"
+    )
+    assert shown == names, "a name is text"
+    assert page.evaluate("document.querySelectorAll('b, u').length") == 0
+    assert page.text("tr[data-model=demo] .pill") == "resident"
+    page.wait_for("document.querySelectorAll('#legend li').length > 1")
+    assert "demo · weights" in page.text("#legend")
+    assert page.evaluate("document.querySelectorAll('#map rect').length") > 1
+
+    before = page.text("#generated-all")
+    complete(small_server, "demo", 20)
+    page.wait_for(f"document.querySelector('#generated-all').textContent !== {before!r}")
+    page.wait_for("document.querySelector('#completions-all').textContent !== '0 since the start'")
+
+    complete(small_server, MARKUP, 5)
+    page.wait_for("document.querySelectorAll('#log .swatch').length > 0")
+    assert "demo · weights" in page.text("#log")
+    assert f"{MARKUP} · weights" in page.text("#log")
+    page.wait_for("document.querySelector('tr[data-model=demo] .pill').textContent !== 'resident'")
+    assert problems(page) == []
+
+
+def test_it_fits_narrow_and_wide_windows(small_server: RunningServer, page: Page):
+    page.open(small_server.url)
+    backgrounds = set()
+    for scheme in ("light", "dark"):
+        for width in (340, 780, 1280):
+            page.show_as(scheme, width, 800)
+            page.wait_for("document.querySelectorAll('#map rect').length > 1")
+            assert page.evaluate("document.documentElement.scrollWidth") == width
+            backgrounds.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert len(backgrounds) == 2
+    assert problems(page) == []
+
+
+def test_buttons_operate_on_models(small_server: RunningServer, page: Page):
+    page.command("Page.addScriptToEvaluateOnNewDocument", source=_FAKE_OPERATIONS)
+    page.open(small_server.url)
+    row = f'#models tr[data-model="{MARKUP}"]'
+    page.wait_for(f"document.querySelector({row + ' [aria-label^=Pin]'!r})?.disabled === false")
+    page.click(f"{row} [aria-label^=Pin]")
+    page.wait_for(f"document.querySelector({row + ' .problem'!r}).textContent !== ''")
+    assert page.text(f"{row} .problem") == "<b>it is busy</b>"
+    assert page.evaluate("asked") == [
+        ["GET", "models", {}],
+        ["POST", "models/%3Cb%3E%3Cu%3Ex%3C%2Fu%3E%3C%2Fb%3E/pin", {}],
+    ]
+    state = page.text(f"{row} .pill")
+    of_no_use = {"resident": "Load", "registered": "Unload"}.get(state)
+    if of_no_use is not None:
+        assert page.evaluate(f"document.querySelector(`{row} [aria-label^={of_no_use}]`).disabled")
+    assert problems(page) == []
+
+
+def test_without_operations_the_buttons_tell_why_they_do_nothing(
+    small_server: RunningServer, page: Page
+):
+    source = _FAKE_OPERATIONS.replace('new Response("{}");', 'new Response("", {status: 404});', 1)
+    page.command("Page.addScriptToEvaluateOnNewDocument", source=source)
+    page.open(small_server.url)
+    page.wait_for("document.querySelectorAll('#models button').length > 0")
+    page.wait_for("document.querySelector('#models-note').textContent !== ''")
+    assert page.text("#models-note") == "This server has no operations on models."
+    assert page.evaluate("[...document.querySelectorAll('#models button')].every(b => b.disabled)")
+
+
+def test_it_asks_for_the_key(browser: Browser):
+    command = ["-m", "aquifer", "serve", "demo", "--port", "0", "--memory", "16M"]
+    with running([*command, "--api-key", "secret"]) as server, browser.page() as page:
+        page.open(server.url)
+        page.wait_for("!document.querySelector('#key-card').hidden")
+        page.type("wrong")
+        page.click("#key-form button")
+        page.wait_for("document.querySelector('#key-problem').textContent !== ''")
+        assert "does not accept" in page.text("#key-problem")
+        page.type("secret")
+        page.click("#key-form button")
+        page.wait_for("document.querySelector('#status').textContent === 'live'")
+        assert page.evaluate("document.querySelector('#key-card').hidden")
+        assert page.text("#models .name") == "demo"
+        page.click("#forget")
+        page.wait_for("document.querySelector('#key-card')?.hidden === false")
+        # The browser itself notes the answers of status 401.
+        assert [each for each in problems(page) if "401 (Unauthorized)" not in each] == []
