@@ -166,6 +166,7 @@ class EngineConfig:
     express_share: float = default_of("express_share")
     enable_prefix_caching: bool = default_of("enable_prefix_caching")
     swap_space_bytes: int = default_of("swap_space")
+    keep_alive_s: float | None = default_of("keep_alive")
     host_cache_bytes: int | None = default_of("host_cache")
     preemption_mode: Literal["auto", "swap", "recompute"] = default_of("preemption_mode")
     seed: int | None = default_of("seed")

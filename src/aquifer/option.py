@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from aquifer.durations import parse_duration
 from aquifer.errors import ConfigError
 from aquifer.sizes import exact_size, parse_size
 
@@ -30,7 +31,8 @@ class Option:
         type: type of the value: bool, int, float, str or Path.
         default: the value if no source sets the option. None is a value where it is the default.
         help: what the option does, in a sentence or two.
-        unit: numbers of "bytes" and "tokens" may be written like 4GiB and 32K. Text with the unit
+        unit: numbers of "bytes" and "tokens" may be written like 4GiB and 32K, a "duration" in
+            seconds like 5m, and a negative one is infinite. Text with the unit
             "file" is a path everywhere but in Python, and the value is the text of that file. Other
             units only describe.
         scopes: interfaces that have the option.
@@ -107,7 +109,8 @@ class Option:
             return "choose " + (f"{', '.join(others)} or {last}" if others else last)
         if self.type is bool:
             return "write true or false"
-        noun = "a size" if self.unit == "bytes" else _NOUNS[self.type]
+        nouns = {"bytes": "a size", "duration": "a duration"}
+        noun = nouns.get(self.unit, _NOUNS[self.type])
         example = self.example or self.default_text
         return f"it must be {noun}{self._bounds}" + (f", such as {example}" if example else "")
 
@@ -164,6 +167,8 @@ class Option:
         try:
             if self.type is int and isinstance(value, str):
                 return parse_size(value) if self.unit in ("bytes", "tokens") else int(value)
+            if self.unit == "duration" and isinstance(value, (int, str)):
+                return parse_duration(value)
             if self.type is float and isinstance(value, (int, str)):
                 return float(value)
             if self.type is Path and isinstance(value, str):

@@ -13,7 +13,7 @@ from tests.engine.life import Case, Open, World, each_kv_cache, longest_prompt
 from tests.models.tiny import TINY_MODELS
 
 from aquifer.engine.params import Request, SamplingParams
-from aquifer.errors import CapacityError, ConfigError, UnknownModelError
+from aquifer.errors import CapacityError, ConfigError, RequestError, UnknownModelError
 
 NAMES = ("a", "b", "c", "d")
 NUM_OPERATIONS = 300
@@ -30,14 +30,18 @@ class Life:
         self.cases = cases
         self.random = Random(seed)
         self.seen: Counter[str] = Counter()
+        self.pinned: set[str] = set()
 
     def run(self, num_operations: int) -> None:
         operations: list[Callable[[], str]] = [self.send] * 10
         operations += [self.add_model] * 4 + [self.unload_model] * 2
         operations += [self.remove_model, self.load_model, self.abort]
+        operations += [self.pin_model, self.unpin_model, self.unpin_model, self.ask_for_model]
         for _ in range(num_operations):
             self.seen[self.random.choice(operations)()] += 1
             self.world.check()
+            for name, status in self.world.engine.statuses.items():
+                assert status.is_pinned == (name in self.pinned)
             for _ in range(self.random.randrange(3)):
                 self.world.step()
         self.world.finish()
@@ -77,8 +81,8 @@ class Life:
             assert "registered already" in error
             return "added twice"
         if error:
-            assert load
             assert says_no_room(error)
+            assert load or "pinned" in error
             return "refused"
         assert world.is_loaded(name) == load
         return "added"
@@ -92,6 +96,7 @@ class Life:
         was_running = bool(world.engine.lanes[name].running)
         sent = [world.sent[i] for i in world.open_requests if world.sent[i].model == name]
         world.remove_model(name)
+        self.pinned.discard(name)
         world.step()
         for one in sent:
             assert one.has_ended
@@ -103,6 +108,10 @@ class Life:
         if name not in world.checkpoints:
             return "unloaded unknown"
         was_running = bool(world.engine.lanes[name].running)
+        if name in self.pinned:
+            with pytest.raises(RequestError, match="is pinned"):
+                world.engine.unload_model(name)
+            return "not unloaded"
         world.engine.unload_model(name)
         assert not world.is_loaded(name)
         return "unloaded running" if was_running else "unloaded"
@@ -119,19 +128,50 @@ class Life:
             return "not loaded"
         return "loaded before" if was_loaded else "loaded"
 
+    def ask_for_model(self) -> str:
+        world, name = self.world, self.name()
+        if name not in world.checkpoints:
+            return "asked for unknown"
+        world.engine.ask_for_model(name)
+        return "asked for"
+
+    def pin_model(self) -> str:
+        world, name = self.world, self.name()
+        if name not in world.checkpoints:
+            return "pinned unknown"
+        error = failure(lambda: world.engine.pin_model(name))
+        if error:
+            assert says_no_room(error)
+            return "not pinned"
+        self.pinned.add(name)
+        return "pinned"
+
+    def unpin_model(self) -> str:
+        world, name = self.world, self.name()
+        if name not in world.checkpoints:
+            return "unpinned unknown"
+        world.engine.unpin_model(name)
+        self.pinned.discard(name)
+        return "unpinned"
+
 
 def failure(operation: Callable[[], None]) -> str:
-    """The ConfigError that an operation ends with; empty if it succeeds."""
+    """The error that an operation is refused with; empty if it succeeds."""
     try:
         operation()
-    except ConfigError as error:
+    except (ConfigError, RequestError) as error:
         return str(error)
     return ""
 
 
 def says_no_room(error: str) -> bool:
     """Whether an error says that the pool has no room for a model or for a request."""
-    texts = ("left; raise --memory", "for KV, and the first token", "out of memory")
+    texts = (
+        "left; raise --memory",
+        "for KV, and the first token",
+        "out of memory",
+        "could not be loaded beside what is pinned",
+    )
     return any(text in error for text in texts)
 
 
@@ -171,6 +211,7 @@ def test_models_come_and_go_while_others_stream(
     assert all(error in removed or says_no_room(error or "") for error in errors)
     assert errors.keys() & removed
     expected = {"added", "added twice", "refused", "sent", "sent to wait", "aborted"}
+    expected |= {"pinned", "not unloaded", "asked for"}
     assert life.seen.keys() >= expected | {"removed running", "unloaded running"}
     assert world.num_preemptions > 0
 

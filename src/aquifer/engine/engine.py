@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from aquifer.config import EngineConfig, ModelSpec
+from aquifer.config import EngineConfig
 from aquifer.engine import checks
 from aquifer.engine.lane import Lane
 from aquifer.engine.late_compilations import LateCompilations
+from aquifer.engine.model_control import ModelControl
 from aquifer.engine.model_host import ModelHost, read_model
-from aquifer.engine.model_set import ModelSet, OnProgress
+from aquifer.engine.model_set import OnProgress
 from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request, SamplingParams
 from aquifer.engine.parts import EngineParts
-from aquifer.engine.pinning import Pinning
 from aquifer.engine.pipeline import Pipeline, require_device
 from aquifer.engine.policies import Policies
 from aquifer.engine.reporting import engine_stats, memory_report
-from aquifer.engine.reports import (
-    EngineStats,
-    LoadProgress,
-    MemoryReport,
-    ModelInfo,
-    ModelState,
-    ModelStatus,
-)
+from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelState
 from aquifer.engine.sequence import SequenceGroup
 from aquifer.errors import RequestError, UnknownModelError
 from aquifer.memory.driver.base import Driver
 from aquifer.memory.pool import PagePool
-from aquifer.models import ModelPlan, Planner, plan_model
-from aquifer.weights.checkpoint import Checkpoint
+from aquifer.models import Planner, plan_model
 
 
 def _ignore(_: LoadProgress) -> None:
@@ -44,7 +36,7 @@ def _ignore_launch(_: str, __: int) -> None:
     """Ignore that a step is launched."""
 
 
-class Engine:
+class Engine(ModelControl):
     """Serves models from one pool. Made by `Engine.open`.
 
     It is not thread-safe; one loop calls all methods.
@@ -60,30 +52,23 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, parts: EngineParts, planner: Planner) -> None:
+        super().__init__(config, parts, planner)
         assembly = parts.assembly
-        self.config = config
         self.limits = parts.limits
         self.pool: PagePool = assembly.pool
         # On a synchronous device, running ahead would only compute sequences that have ended.
         self.num_ahead = 1 if assembly.pool.driver.runs_ahead else 0
         self.on_launch: Callable[[str, int], None] = _ignore_launch
         self.account_every_s = 1.0
-        self._assembly = assembly
-        self._scheduler = assembly.scheduler
         self._stocker = parts.stocker
         self._meter = parts.meter
         self._resources = parts.resources
-        self._planner = planner
-        self._reuse = parts.reuse
-        self._models: ModelSet[ModelHost] = ModelSet(assembly, parts.reuse)
         self._requests: dict[str, tuple[ModelHost, SequenceGroup]] = {}
         self._own_requests: set[str] = set()  # the engine's own requests: outputs are dropped
         self._steps = Pipeline(assembly.scheduler, assembly.pool.driver)
         self._undelivered: list[TokenOutput] = []  # outputs that the next step returns
         self._asked_s = time.monotonic()
         self._late = LateCompilations()
-        self._num_arrivals = 0
-        self._pinning = Pinning(self._models, assembly.room, config.max_share_by_key)
         self._seeds = np.random.default_rng(config.seed)
 
     @classmethod
@@ -121,89 +106,19 @@ class Engine:
         return engine
 
     @property
-    def models(self) -> dict[str, ModelInfo]:
-        """The models that are registered, by name."""
-        return {host.info.name: host.info for host in self._models}
-
-    @property
-    def statuses(self) -> dict[str, ModelStatus]:
-        """What the registered models do and have, by name."""
-        return {host.info.name: host.status for host in self._models}
-
-    @property
     def lanes(self) -> Mapping[str, Lane]:
         """The sequences of each model, with their cache; for measurements and tests."""
         return self._scheduler.lanes
 
     @property
     def has_work(self) -> bool:
-        """Whether requests wait or run, steps are in flight, or outputs are to be returned."""
-        return self._scheduler.has_work or bool(self._steps or self._undelivered)
-
-    # --- models ------------------------------------------------------------------------------
-
-    def add_model(
-        self, spec: ModelSpec, on_progress: OnProgress = _ignore, *, load: bool = True
-    ) -> ModelInfo:
-        """Register a model while others are served; it gets addresses, and no memory.
-
-        Args:
-            spec: its name and path.
-            on_progress: called for each stretch of weights that was read.
-            load: whether to load it at once. If not, it is loaded when a request for it waits.
-
-        Raises:
-            ConfigError: the checkpoint cannot be used, the name is taken, or, with `load`, the pool
-                has no room for the weights; then it is not registered.
-            DriverError: the device refused memory; likewise.
-        """
-        host = self._register(spec)
-        if load:
-            try:
-                self._models.load(host, on_progress)
-            except BaseException:
-                self._models.remove(host)
-                raise
-        return host.info
-
-    def load_model(self, name: str, on_progress: OnProgress = _ignore) -> None:
-        """Bring the weights of a registered model into the pool, if they are not there.
-
-        Raises:
-            UnknownModelError: no such model.
-            ConfigError: the pool has no room for them, or the checkpoint cannot be used.
-            DriverError: the device refused memory.
-        """
-        self._models.load(self._models.find(name), on_progress)
-
-    def unload_model(self, name: str, keep_bytes: int = 0) -> None:
-        """Take the weights of a model out of the pool; it stays registered.
-
-        Its running requests are preempted. They go on when it has been loaded again, which happens
-        as soon as there is room for it, because they wait.
-
-        Args:
-            name: the model.
-            keep_bytes: how much of its first layers may stay.
-
-        Raises:
-            UnknownModelError: no such model.
-        """
-        host = self._models.find(name)
-        self._preempt_all(host)
-        host.unload(keep_bytes)
-
-    def remove_model(self, name: str) -> None:
-        """Remove a model. Its requests end with an error, which the next `step` returns.
-
-        Raises:
-            UnknownModelError: no such model.
-        """
-        host = self._models.find(name)
-        self._finish_steps()
-        self._end_requests(host, f"model {name!r} was removed")
-        self._models.remove(host)
-        self._pinning.remove_model(name)
+        """Whether requests wait or run, steps are in flight, outputs are to be returned, or a model
+        is to be loaded or unloaded."""
+        return (
+            self._scheduler.has_work
+            or bool(self._steps or self._undelivered)
+            or self._models.has_work
+        )
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -252,7 +167,7 @@ class Engine:
             eos_ids=host.eos_ids,
         )
         self._num_arrivals += 1
-        host.wanted()
+        host.wanted(request.keep_alive_s)
         self._requests[request.request_id] = (host, group)
         self._scheduler.add(host.lane, group)
 
@@ -315,6 +230,7 @@ class Engine:
         so that the device always has work. Requests of a step that fails end with an error; only a
         failure of the device itself, a bug or an interrupt is raised (`aquifer.engine.pipeline`).
         """
+        self._models.expire()
         self._models.load_wanted(self._num_arrivals, self._preempt_all, self._end_requests)
         self._late.begin()
         plan = self._scheduler.plan()
@@ -367,29 +283,6 @@ class Engine:
 
     # --- parts -------------------------------------------------------------------------------
 
-    def _load_first(
-        self,
-        models: Sequence[tuple[ModelSpec, tuple[Checkpoint, ModelPlan]]],
-        on_progress: OnProgress,
-    ) -> None:
-        """Register the models of the configuration, and load those that fit together."""
-        for spec, read in models:
-            self._register(spec, read)
-        self._models.load_first(on_progress)
-
-    def _register(
-        self, spec: ModelSpec, read: tuple[Checkpoint, ModelPlan] | None = None
-    ) -> ModelHost:
-        """Register a model; `read` is its checkpoint and plan, if they were read before."""
-
-        def make() -> ModelHost:
-            checkpoint, plan = read or read_model(spec, self._planner, self.config)
-            return ModelHost(
-                *(spec, plan, checkpoint, self.config, self._assembly, self.limits, self._reuse)
-            )
-
-        return self._models.register(spec.name, make)
-
     def _end_requests(self, host: ModelHost, error: str) -> None:
         """End all requests of a model with an error, which the next `step` returns."""
         for request_id, (owner, group) in list(self._requests.items()):
@@ -397,11 +290,6 @@ class Engine:
                 self._scheduler.abort(host.lane, group)
                 del self._requests[request_id]
                 self._deliver([TokenOutput(request_id, finish_reason="error", error=error)])
-
-    def _preempt_all(self, host: ModelHost) -> None:
-        """Preempt all running requests of a model, when all steps in flight are done."""
-        self._finish_steps()
-        self._scheduler.preempt_all(host.lane)
 
     def _commit_first(self) -> None:
         """Wait for the earliest step in flight, and commit it."""

@@ -76,7 +76,7 @@ class ModelHost(ModelLife):
         limits: StepLimits,
         reuse: ReuseStore,
     ) -> None:
-        super().__init__(assembly)
+        super().__init__(assembly, math.inf if config.keep_alive_s is None else config.keep_alive_s)
         self._plan = plan
         self._checkpoint = checkpoint
         self._pool = assembly.pool
@@ -213,6 +213,34 @@ class ModelHost(ModelLife):
             for slot in slots:
                 cache.release(slot)
         self.prefill_cost.observe(0, num_tokens, num_tokens * token_s)
+
+
+def make_host(
+    config: EngineConfig,
+    assembly: Assembly,
+    limits: StepLimits,
+    reuse: ReuseStore,
+    planner: Planner,
+    spec: ModelSpec,
+    read: tuple[Checkpoint, ModelPlan] | None = None,
+) -> ModelHost:
+    """Make a model that is registered and not loaded.
+
+    Args:
+        config: the engine's options.
+        assembly: pool and scheduler.
+        limits: the limits of a step.
+        reuse: the weights of all models.
+        planner: finds the implementation of a checkpoint.
+        spec: its name and path.
+        read: its checkpoint and plan, if they were read before.
+
+    Raises:
+        ConfigError: the checkpoint cannot be used.
+        DriverError: the device has no addresses left.
+    """
+    checkpoint, plan = read or read_model(spec, planner, config)
+    return ModelHost(spec, plan, checkpoint, config, assembly, limits, reuse)
 
 
 def read_model(

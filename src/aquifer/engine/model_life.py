@@ -21,6 +21,7 @@ from aquifer.engine.assembly import Assembly
 from aquifer.engine.lane import Lane
 from aquifer.engine.pooled_weights import Life, PooledWeights
 from aquifer.engine.reports import LoadProgress, ModelInfo, ModelState, ModelStatus
+from aquifer.errors import RequestError
 
 
 class ModelLife(ABC):
@@ -30,6 +31,8 @@ class ModelLife(ABC):
 
     Args:
         assembly: pool and scheduler.
+        keep_alive_s: how long its weights are kept while nothing uses them; infinite for as long as
+            nothing else needs the memory.
 
     Attributes:
         info: description of the model for other processes.
@@ -40,18 +43,25 @@ class ModelLife(ABC):
         used_s: when it became resident, or a request of it arrived or ran last, on that clock.
         turn: number of requests that had arrived when it gave way to another model; it is loaded
             again after models of which a request had arrived before.
+        asked: number of requests that had arrived when an operator asked for it, until it is
+            resident; None if nobody did.
+        is_pinned: whether its weights stay.
+        keep_alive_s: as given, or as the latest request says.
     """
 
     info: ModelInfo
     lane: Lane
     _weights: PooledWeights
 
-    def __init__(self, assembly: Assembly) -> None:
+    def __init__(self, assembly: Assembly, keep_alive_s: float = math.inf) -> None:
         self.state = ModelState.REGISTERED
         self.error: str | None = None
         self.ready_s = -math.inf
         self.used_s = -math.inf
         self.turn = 0
+        self.asked: int | None = None
+        self.is_pinned = False
+        self.keep_alive_s = keep_alive_s
         self._num_loads = 0
         self._scheduler = assembly.scheduler
         self._clock_s = assembly.clock_s
@@ -78,11 +88,19 @@ class ModelLife(ABC):
             shared_bytes=self._weights.shared_bytes,
             host_bytes=self._weights.host_bytes,
             is_saving=self._weights.is_saving,
+            is_pinned=self.is_pinned,
+            keep_alive_s=None if self.keep_alive_s == math.inf else self.keep_alive_s,
+            left_s=self.left_s,
         )
 
     @property
     def is_unused(self) -> bool:
-        """Whether no step needs its weights: none of its requests runs. Some may wait."""
+        """Whether nothing needs its weights: it is not pinned, and no request of it runs.
+
+        Some may wait.
+        """
+        if self.is_pinned:
+            return False
         if self.state == ModelState.RESIDENT:
             return not self.lane.is_busy
         return self.state == ModelState.PARTIAL
@@ -95,10 +113,52 @@ class ModelLife(ABC):
             on_evict=self._on_evict,
         )
 
-    def wanted(self) -> None:
-        """A request of it arrives."""
+    @property
+    def is_wanted(self) -> bool:
+        """Whether it is to be loaded."""
+        return self.state != ModelState.RESIDENT and (
+            self.asked is not None or bool(self.lane.waiting)
+        )
+
+    @property
+    def first_arrival(self) -> int:
+        """The number of the earliest request that waits, or at which it was asked for."""
+        arrivals = [group.arrival for group in self.lane.waiting]
+        return min(arrivals if self.asked is None else [self.asked, *arrivals])
+
+    @property
+    def left_s(self) -> float | None:
+        """Time until it is unloaded because nothing has used it; None for never."""
+        has_weights = self.state in (ModelState.RESIDENT, ModelState.PARTIAL)
+        if self.is_pinned or not has_weights or self.keep_alive_s == math.inf:
+            return None
+        if self.lane.has_work or self.lane.in_flight or self.asked is not None:
+            return None
+        return max(self.used_s + self.keep_alive_s - self._clock_s(), 0.0)
+
+    def ask(self, arrival: int) -> None:
+        """It is to be loaded, as if a request with this number had arrived."""
+        if self.state == ModelState.FAILED:
+            self.state = ModelState.REGISTERED
+        self.error = None
+        self.asked = None if self.state == ModelState.RESIDENT else arrival
+        self.used_s = self._clock_s()
+
+    def check_not_pinned(self) -> None:
+        """Refuse what a pinned model must not lose.
+
+        Raises:
+            RequestError: it is pinned.
+        """
+        if self.is_pinned:
+            raise RequestError(f"model {self.info.name!r} is pinned; unpin it first")
+
+    def wanted(self, keep_alive_s: float | None = None) -> None:
+        """A request of it arrives; it may change how long the weights are kept without any."""
         self.used_s = self._clock_s()
         self._weights.uses.use(self.used_s)
+        if keep_alive_s is not None:
+            self.keep_alive_s = keep_alive_s
 
     def used(self) -> None:
         """A step of it is launched."""
@@ -208,7 +268,7 @@ class ModelLife(ABC):
         """Prepare to run over the weights, which are there."""
         with self._failing():
             self._make_ready(on_progress)
-        self.state, self.error = ModelState.RESIDENT, None
+        self.state, self.error, self.asked = ModelState.RESIDENT, None, None
         self.lane.is_resident = True
         self.lane.last_turn = -1  # it comes next, before others take its weights again
         self.ready_s = self.used_s = self._clock_s()
@@ -221,7 +281,7 @@ class ModelLife(ABC):
             yield
         except BaseException as error:
             self._weights.evict()
-            self.state, self.error = ModelState.FAILED, str(error)
+            self.state, self.error, self.asked = ModelState.FAILED, str(error), None
             raise
 
     def _on_evict(self) -> None:

@@ -13,7 +13,7 @@ from aquifer.engine.lane import Lane
 from aquifer.engine.model_life import ModelLife
 from aquifer.engine.policies.residents import ResidentsSnapshot
 from aquifer.engine.reports import KVCapacity, LoadProgress, ModelState
-from aquifer.errors import ConfigError, DriverError, UnknownModelError
+from aquifer.errors import ConfigError, DriverError, RequestError, UnknownModelError
 from aquifer.memory.pool import Kind, PoolUsage
 from aquifer.sizes import format_size
 from aquifer.weights.reuse import ReuseStore
@@ -76,12 +76,18 @@ class ModelSet(Generic[HostT]):
             make: makes it, if there is none of that name.
 
         Raises:
-            ConfigError: the checkpoint cannot be used, or the name is taken.
+            ConfigError: the checkpoint cannot be used, the name is taken, or it could not be loaded
+                beside pinned models.
             DriverError: the device has no addresses left.
         """
         if name in self._hosts:
             raise ConfigError(f"a model named {name!r} is registered already")
         host = self._hosts[name] = make()
+        try:
+            self._check_beside_pinned(host)
+        except ConfigError:
+            self.remove(host)
+            raise
         return host
 
     def load(self, host: HostT, on_progress: OnProgress) -> None:
@@ -192,11 +198,11 @@ class ModelSet(Generic[HostT]):
             if host.state == ModelState.LOADING:
                 self._continue(host, on_failure)
                 return
-        wanted = [host for host in self if host.lane.waiting and host.state != ModelState.RESIDENT]
+        wanted = [host for host in self if host.is_wanted]
         # Which weights they share is to be known before they get pages.
         if wanted and not self._reuse.compare(self._threads, self._pause_s):
             return
-        wanted.sort(key=lambda host: max(_first_arrival(host.lane), host.turn))
+        wanted.sort(key=lambda host: max(host.first_arrival, host.turn))
         for host in wanted:
             others = [other for other in self if other.lane.is_resident and other.lane.has_work]
             try:
@@ -210,12 +216,14 @@ class ModelSet(Generic[HostT]):
                 saving[0].weights.is_saved_within(self._pause_s)
                 return
             if others or any(other.lane.in_flight for other in self):
-                holder = self._policies.residents(self._residents(host, others)) if others else None
+                able = [other for other in others if not other.is_pinned]
+                holder = self._policies.residents(self._residents(host, able)) if able else None
                 if holder is not None:
-                    preempt(others[holder])
-                    others[holder].give_way(num_arrivals)
+                    preempt(able[holder])
+                    able[holder].give_way(num_arrivals)
                 return
-            on_failure(host, self._no_room(host))
+            host.error, host.asked = self._no_room(host), None
+            on_failure(host, host.error)
 
     def _continue(self, host: HostT, on_failure: Callable[[HostT, str], None]) -> None:
         """Let a model run if its weights are there by now; waits a little if no other runs."""
@@ -261,6 +269,59 @@ class ModelSet(Generic[HostT]):
             for other in others
             for group in (*other.lane.running, *other.lane.waiting)
         )
+
+    # --- what stays, and for how long --------------------------------------------------------
+
+    def pin(self, host: HostT) -> None:
+        """Let the weights of a model stay. Pre-condition: it is loaded, or asked for after this.
+
+        Raises:
+            RequestError: beside it and the other pinned ones, another model could not be loaded.
+        """
+        host.is_pinned = True
+        try:
+            for other in self:
+                self._check_beside_pinned(other)
+        except ConfigError as error:
+            host.is_pinned = False
+            raise RequestError(str(error)) from None
+
+    def expire(self) -> None:
+        """Unload the models that nothing has used for as long as they are to be kept."""
+        for host in self:
+            if host.left_s == 0.0 and not host.weights.is_saving:
+                host.unload()
+
+    @property
+    def idle_s(self) -> float | None:
+        """Time until `expire` has something to do, if nothing happens; None for any time."""
+        return min((host.left_s for host in self if host.left_s is not None), default=None)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a model is to be loaded or unloaded."""
+        return any(
+            host.is_wanted or host.state == ModelState.LOADING or host.left_s == 0.0
+            for host in self
+        )
+
+    def _check_beside_pinned(self, host: HostT) -> None:
+        """Refuse a model that could not be loaded beside those that are pinned.
+
+        Raises:
+            ConfigError: it could not.
+        """
+        pinned = {other for other in self if other.is_pinned}
+        if not pinned:
+            return
+        num_bytes = self._reuse.distinct_bytes(other.weights.member for other in {host, *pinned})
+        if self._kv_pages_beside(num_bytes) < host.lane.cache.footprint.pages(1):
+            names = ", ".join(sorted(other.info.name for other in pinned))
+            raise ConfigError(
+                f"{host.info.name} could not be loaded beside what is pinned ({names}): together "
+                f"their weights take {format_size(num_bytes)} of "
+                f"{format_size(self._pool.budget_bytes)}"
+            )
 
     # --- the budget --------------------------------------------------------------------------
 
@@ -342,12 +403,9 @@ class ModelSet(Generic[HostT]):
             )
 
 
-def _first_arrival(lane: Lane) -> int:
-    """Number of the earliest request that waits."""
-    return min(group.arrival for group in lane.waiting)
-
-
 def _first_pages(lane: Lane) -> int:
-    """Pages for the KV of the earliest request that waits."""
+    """Pages for the KV of the earliest request that waits, if any does."""
+    if not lane.waiting:
+        return 0
     group = min(lane.waiting, key=lambda group: group.arrival)
     return lane.cache.footprint.pages(len(group.live[0].token_ids) + 1)

@@ -331,6 +331,7 @@ class Request:
     arrival_s: float  # time.monotonic(), which all processes of a machine share
     cache_salt: str | None = None
     client: str = ""  # name of the client that it is for
+    keep_alive_s: float | None = None  # for its model from now on; None to leave it as it is
 
 
 def _require(holds: bool, name: str, value: object, instead: str) -> None:

@@ -55,6 +55,9 @@ class ModelStatus:
     shared_bytes: int = 0  # of the resident ones, in pages that are accounted to another model
     host_bytes: int = 0  # of all of them, in the host cache
     is_saving: bool = False  # whether they are being copied there
+    is_pinned: bool = False
+    keep_alive_s: float | None = None  # how long they are kept unused; None for any time
+    left_s: float | None = None  # time until they are given up for that; None for never
 
 
 @dataclass(frozen=True, slots=True)
