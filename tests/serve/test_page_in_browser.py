@@ -100,10 +100,15 @@ def test_it_fits_narrow_and_wide_windows(small_server: RunningServer, page: Page
     page.open(small_server.url)
     backgrounds = set()
     for scheme in ("light", "dark"):
-        for width in (340, 780, 1280):
+        for width in (340, 780, 900, 1060, 1061, 1280):
             page.show_as(scheme, width, 800)
             page.wait_for("document.querySelectorAll('#map rect').length > 1")
             assert page.evaluate("document.documentElement.scrollWidth") == width
+            overflowing = page.evaluate(
+                "[...document.querySelectorAll('.card')]"
+                ".filter(card => card.scrollWidth > card.clientWidth).length"
+            )
+            assert overflowing == 0, width
             backgrounds.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
     assert len(backgrounds) == 2
     assert problems(page) == []
