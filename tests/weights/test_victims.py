@@ -69,7 +69,9 @@ class Model:
 
     def load(self) -> None:
         """Fill what nobody has, each group with its number among those of this model."""
+        was_idle, self.is_idle = self.is_idle, False
         to_fill = self.reuse.populate(self.member)
+        self.is_idle = was_idle
         assert to_fill is not None
         for group in to_fill:
             for name in group.names:
@@ -261,3 +263,37 @@ def test_a_shared_group_goes_from_all_at_once(make: Callable[..., Model]):
     assert [each.evictable_bytes for each in victims] == [7 * PAGE, 6 * PAGE]
     base.check()
     tuned.check()
+
+
+def test_a_load_does_not_evict_what_it_is_about_to_share(make: Callable[..., Model]):
+    """A short pool takes a group that the model to be loaded has of its own."""
+    base = make("base", origin="x")
+    reclaimer = Reclaimer(lambda: NOW_S)
+    reclaimer.register(base.victims)
+    base.pool.on_short = reclaimer.reclaim
+    rest = base.pool.acquire(Owner("rest", Kind.KV), 89)
+    assert rest is not None
+    tuned = make("tuned", origin="x", own=("embed",))
+    assert (base.left, len(tuned.left)) == (["norm", "up", "down", "head"], 5)
+    assert (base.own_pages, tuned.own_pages) == (8, 3)
+    base.pool.on_short = None
+    base.check()
+    tuned.check()
+    base.reuse.evict(base.member)
+    assert (base.own_pages, tuned.own_pages) == (0, 11)
+    base.pool.release(rest)
+
+
+def test_a_load_without_room_leaves_shared_groups_as_they_were(make: Callable[..., Model]):
+    base = make("base", origin="x")
+    base.is_idle = False
+    tuned = make("tuned", origin="x", own=("head",))
+    tuned.reuse.evict(tuned.member)
+    rest = base.pool.acquire(Owner("rest", Kind.KV), 86)
+    assert rest is not None
+    assert tuned.reuse.populate(tuned.member) is None
+    assert not tuned.reuse.has_shared
+    assert (base.own_pages, tuned.own_pages, tuned.left) == (11, 0, [])
+    base.pool.release(rest)
+    tuned.load()
+    assert (base.own_pages, tuned.own_pages) == (11, 4)

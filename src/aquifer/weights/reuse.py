@@ -161,17 +161,24 @@ class ReuseStore:
     def _rename(self, member: Member, group: ParameterGroup, key: str) -> None:
         """Let a group have another key, and those of other models that had the same one.
 
-        Where both keys have pages already, the groups go on as different ones.
+        Where both keys have pages already, or a model has a group of either, they stay different.
         """
         old = member.keys.get(group)
         if old in (None, key) or (old in self._holders and key in self._holders):
             return
+        same = [
+            (other, theirs)
+            for other in self._members
+            for theirs, known in other.keys.items()
+            if known == old
+        ]
+        if any(key in other.keys.values() for other, _ in same):
+            return
+        for other, theirs in same:
+            other.keys[theirs] = key
         if old in self._holders:
             self._holders[key] = self._holders.pop(old)
         self.host.rename(old, key)
-        for other in self._members:
-            if key not in other.keys.values():
-                other.keys.update({g: key for g, theirs in other.keys.items() if theirs == old})
 
     # --- residency ---------------------------------------------------------------------------
 
@@ -219,10 +226,17 @@ class ReuseStore:
             for group in missing
             for holder, theirs in self._found(member, group)[:1]
         }
-        if not member.store.populate(missing, same_as):
-            return None
-        for group in same_as:
+        for group in same_as:  # before pages are acquired, or the others might lose these for it
             self._join(member, group)
+        is_done = False
+        try:
+            is_done = member.store.populate(missing, same_as)
+        finally:
+            if not is_done:
+                for group in same_as:
+                    self._leave(member, group)
+        if not is_done:
+            return None
         return tuple(group for group in missing if group not in same_as)
 
     def filled(self, member: Member, groups: Iterable[ParameterGroup]) -> None:
@@ -282,7 +296,8 @@ class ReuseStore:
             self.version += 1
             self._num_shared -= len(holders) == 2
             if holders[0] == (member, group):
-                member.store.hand_over(group, holders[1][0].store)
+                heir, theirs = holders[1]
+                heir.store.own(theirs)
         holders.remove((member, group))
         if not holders:
             del self._holders[member.keys[group]]

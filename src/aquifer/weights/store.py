@@ -169,6 +169,8 @@ class WeightStore:
             if not self._ordinary.populate([g.ordinary for g in new if g.ordinary]):
                 return False
             undo.pop_all()
+        for group in new:  # a page that was still here may have been another store's by the end
+            self.own(group)
         self._resident.update(missing)
         self._num_resident_pages += sum(group.num_pages for group in missing)
         return True
@@ -193,10 +195,10 @@ class WeightStore:
         places = [] if large is None else [(large, range(large.range.num_pages))]
         return [*places, (self._ordinary, group.ordinary)]
 
-    def hand_over(self, group: ParameterGroup, other: WeightStore) -> None:
-        """Account the pages of a group to another store, which has them too."""
+    def own(self, group: ParameterGroup) -> None:
+        """Have the pages of a group accounted to this store, whichever they were accounted to."""
         for residency, places in self.places(group):
-            self._pool.transfer(residency.range.pages_at(places), other.owner, is_shared=True)
+            self._pool.transfer(residency.range.pages_at(places), self.owner, is_shared=True)
 
     def bytes_of(self, group: ParameterGroup) -> torch.Tensor:
         """[n] uint8, the bytes of a group from its first parameter to its last; to be used only
