@@ -172,6 +172,14 @@ class SteadyEngine:
         """No client unpins one."""
         raise NotImplementedError
 
+    idle_s = None
+
+    def ask_for_model(self, name: str) -> None:
+        """No client loads one."""
+        raise NotImplementedError
+
+    unload_model = pin_model = unpin_model = ask_for_model
+
     def close(self) -> None:
         """End all requests."""
         self._running.clear()

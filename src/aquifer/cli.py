@@ -1,4 +1,4 @@
-"""The command line: serve, run, compile, ps, info, bench, replay.
+"""The command line: serve, run, compile, info, bench, replay, and commands to a running server.
 
 Heavy packages are imported inside the commands, so that `--help` and `--version` are quick, and a
 wrong option or path is reported at once.
@@ -193,20 +193,56 @@ def _compile(options: SimpleNamespace) -> None:
     print(f"{compilations.count} kernels are ready after {seconds:.1f} s, in {kernel_folder()}")
 
 
+_Url = Annotated[str, typer.Option(metavar="URL", help="Address of the server.")]
+_Key = Annotated[
+    str | None,
+    typer.Option(metavar="KEY", envvar="AQUIFER_API_KEY", help="Its API key, if it has one."),
+]
+_ServedModel = Annotated[str, typer.Argument(metavar="MODEL", help="Name of a served model.")]
+_LOCAL_URL = "http://127.0.0.1:8000"
+
+
 @app.command("ps")
-def _ps(
-    url: Annotated[
-        str, typer.Option(metavar="URL", help="Address of the server.")
-    ] = "http://127.0.0.1:8000",
-    api_key: Annotated[
-        str | None,
-        typer.Option(metavar="KEY", envvar="AQUIFER_API_KEY", help="Its API key, if it has one."),
-    ] = None,
-) -> None:
+def _ps(url: _Url = _LOCAL_URL, api_key: _Key = None) -> None:
     """Show the models of a running server: state, memory, requests."""
-    from aquifer.ps import fetch_memory, table_of
+    from aquifer.operate import fetch_memory, table_of
 
     Console().print(table_of(fetch_memory(url, api_key)))
+
+
+@app.command("load")
+def _load(model: _ServedModel, url: _Url = _LOCAL_URL, api_key: _Key = None) -> None:
+    """Have a running server load a model, and wait until it is loaded."""
+    _manage("load", model, url, api_key)
+
+
+@app.command("unload")
+def _unload(model: _ServedModel, url: _Url = _LOCAL_URL, api_key: _Key = None) -> None:
+    """Have a running server give back the memory of a model's weights."""
+    _manage("unload", model, url, api_key)
+
+
+@app.command("pin")
+def _pin(model: _ServedModel, url: _Url = _LOCAL_URL, api_key: _Key = None) -> None:
+    """Have a running server load a model and keep it, whatever else is asked for."""
+    _manage("pin", model, url, api_key)
+
+
+@app.command("unpin")
+def _unpin(model: _ServedModel, url: _Url = _LOCAL_URL, api_key: _Key = None) -> None:
+    """Let the weights of a model that was pinned give way again."""
+    _manage("unpin", model, url, api_key)
+
+
+def _manage(verb: str, model: str, url: str, api_key: str | None) -> None:
+    from aquifer.operate import manage
+
+    done = manage(url, api_key, verb, model)
+    print(
+        f"{done['name']} is {done['status']}: {done['weights_resident']} of "
+        f"{done['weights_total']} of its weights are in the pool"
+        + (", pinned" if done["pinned"] else "")
+    )
 
 
 @app.command("info")

@@ -113,6 +113,14 @@ class FakeEngine:
         assert model == self._name
         self._pinned.remove((salt, tuple(token_ids)))
 
+    idle_s = None
+
+    def ask_for_model(self, name: str) -> None:
+        """No client loads one."""
+        raise NotImplementedError
+
+    unload_model = pin_model = unpin_model = ask_for_model
+
     def step(self) -> list[TokenOutput]:
         time.sleep(_STEP_S)
         self.on_launch(self._name, sum(len(running.open) for running in self._running.values()))

@@ -11,7 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from aquifer import __version__
 from aquifer.serve.client import EngineClient
 from aquifer.serve.cors import CorsPolicy
-from aquifer.serve.endpoints import openai, operators, page, prefixes, tokens
+from aquifer.serve.endpoints import models, openai, operators, page, prefixes, tokens
 from aquifer.serve.http import ApiKeyMiddleware, install_error_handlers
 from aquifer.serve.openapi import Operation, document
 from aquifer.serve.protocol.requests import (
@@ -29,6 +29,8 @@ from aquifer.serve.protocol.responses import (
     Memory,
     ModelCard,
     ModelList,
+    ModelStates,
+    ModelStatus,
     PrefixCard,
     PrefixDeleted,
     PrefixList,
@@ -65,6 +67,13 @@ _ROUTES: tuple[_Route, ...] = (
         "DELETE",
         prefixes.unpin_prefix,
         Operation(PrefixDeleted, statuses=_GONE),
+    ),
+    ("/models", "GET", models.list_states, Operation(ModelStates)),
+    (
+        "/models/{model_id:path}/{verb}",
+        "POST",
+        models.manage,
+        Operation(ModelStatus, statuses=_GONE),
     ),
     ("/tokenize", "POST", tokens.tokenize, Operation(TokenizeResponse, TokenizeRequest)),
     ("/detokenize", "POST", tokens.detokenize, Operation(DetokenizeResponse, DetokenizeRequest)),

@@ -9,7 +9,7 @@ from prometheus_client.core import Metric
 
 from aquifer.engine.reports import MemoryReport, ModelInfo
 from aquifer.errors import EngineError
-from aquifer.serve.messages import Abort, Add, Availability, Outputs
+from aquifer.serve.messages import Abort, Add, Availability, ModelVerb, Outputs
 from aquifer.serve.prefixes import PinnedPrefix
 from aquifer.serve.snapshots import Snapshot
 
@@ -55,6 +55,9 @@ class Backend(Protocol):
 
     async def prefixes(self, owner: str | None) -> list[PinnedPrefix]:
         """List this owner's pinned prefixes, oldest first."""
+
+    async def manage(self, verb: ModelVerb, model: str) -> None:
+        """Do something with a model; a load has only begun when this returns."""
 
 
 class WebSide(Protocol):

@@ -54,12 +54,20 @@ class Job:
         arrival_s: float,
         cache_salt: str | None,
         client: str,
+        keep_alive_s: float | None = None,
         *,
         only_scores: bool = False,
     ) -> Job:
         """Create a job; it is not started."""
         request = Request(
-            request_id, model.name, prompt.token_ids, params, arrival_s, cache_salt, client
+            request_id,
+            model.name,
+            prompt.token_ids,
+            params,
+            arrival_s,
+            cache_salt,
+            client,
+            keep_alive_s,
         )
         builder = OutputBuilder(request, prompt.text, model.tokenizer)
         return cls(request, builder, model.tokenizer, only_scores)

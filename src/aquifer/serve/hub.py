@@ -14,7 +14,7 @@ from aquifer.errors import EngineError
 from aquifer.serve.backend import WebSide
 from aquifer.serve.engine_metrics import EngineMetrics, request_counts, summed
 from aquifer.serve.keeper import EngineKeeper
-from aquifer.serve.messages import Abort, AbortAll, Add, Availability, Step
+from aquifer.serve.messages import Abort, AbortAll, Add, Availability, ModelVerb, Step
 from aquifer.serve.prefixes import PinnedPrefix, PinnedPrefixes
 from aquifer.serve.process import OpenEngine
 from aquifer.serve.snapshots import SNAPSHOT_S, RequestCounts, Shared, Snapshot
@@ -148,6 +148,10 @@ class Hub:
     async def prefixes(self, owner: str | None) -> list[PinnedPrefix]:
         """List this owner's pinned prefixes, oldest first."""
         return self._prefixes.of(owner)
+
+    async def manage(self, verb: ModelVerb, model: str) -> None:
+        """Do something with a model, as `EngineKeeper.manage` does."""
+        await self._keeper.manage(verb, model)
 
     # ---- what the engine process does
 

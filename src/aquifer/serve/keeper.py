@@ -23,7 +23,10 @@ from aquifer.serve.messages import (
     Close,
     FromEngine,
     GetMemory,
+    Manage,
+    Managed,
     Memory,
+    ModelVerb,
     OpenFailed,
     Pin,
     Ping,
@@ -100,6 +103,7 @@ class EngineKeeper:
         self._restarting: asyncio.Task[None] | None = None
         self._beating: asyncio.Task[None] | None = None
         self._pins: list[Pin] = []  # what the engine process was told to pin
+        self._pinned_models: set[str] = set()  # likewise
         self._has_refused = False  # the engine process could not start, and ends by itself
         self._asked_s: float | None = None  # when the question was sent that is not answered yet
 
@@ -206,6 +210,20 @@ class EngineKeeper:
         prefix = (model, token_ids, salt)
         self._pins = [pin for pin in self._pins if (pin.model, pin.token_ids, pin.salt) != prefix]
 
+    async def manage(self, verb: ModelVerb, model: str) -> None:
+        """Do something with a model; a load has only begun when this returns.
+
+        Raises:
+            RequestError: it cannot be done.
+            EngineError: the engine has stopped.
+        """
+        self._check_serving()
+        await self._ask(Manage(verb, model))
+        if verb == "pin":
+            self._pinned_models.add(model)
+        elif verb == "unpin":
+            self._pinned_models.discard(model)
+
     def kill(self) -> None:
         """Kill the engine process at once."""
         self._link.kill()
@@ -236,7 +254,7 @@ class EngineKeeper:
         if (reason := self._unavailable) is not None:
             raise reason
 
-    async def _ask(self, question: GetMemory | Pin | Unpin) -> Any:
+    async def _ask(self, question: GetMemory | Pin | Unpin | Manage) -> Any:
         """Send a question and return the engine's answer; answers come in order."""
         waiter: asyncio.Future[Any] = self._loop.create_future()
         self._waiters.append(waiter)
@@ -272,7 +290,7 @@ class EngineKeeper:
                 for model in message.completed:
                     self._supervisor.completed(model)
                 self._listener.stepped(message)
-            case Memory(answer) | Pinned(answer):
+            case Memory(answer) | Pinned(answer) | Managed(answer):
                 self._answer(answer)
             case Pong():
                 self._asked_s = None
@@ -309,6 +327,12 @@ class EngineKeeper:
 
     async def _restore(self) -> None:
         """Pin what the process before had pinned, and accept requests again."""
+        for model in self._pinned_models:
+            if not self._supervisor.is_out_of_service(model):
+                try:
+                    await self._ask(Manage("pin", model))
+                except AquiferError as error:
+                    _logger.error("%r could not be pinned again: %s", model, error)
         for pin in self._pins:
             if not self._supervisor.is_out_of_service(pin.model):
                 try:

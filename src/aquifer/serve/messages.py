@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request
@@ -90,6 +90,21 @@ class Unpin:
     salt: str | None
 
 
+ModelVerb = Literal["load", "unload", "pin", "unpin"]
+"""What an operator does with a model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manage:
+    """Do something with a model; answered by a `Managed`, in the order of the questions.
+
+    A load has only begun by then.
+    """
+
+    verb: ModelVerb
+    model: str
+
+
 @dataclass(frozen=True, slots=True)
 class Ping:
     """Ask whether the engine's loop runs; answered by a `Pong`."""
@@ -100,7 +115,7 @@ class Close:
     """Close the engine and exit."""
 
 
-ToEngine = Add | Abort | AbortAll | GetMemory | Pin | Unpin | Ping | Close
+ToEngine = Add | Abort | AbortAll | GetMemory | Pin | Unpin | Manage | Ping | Close
 
 # ---- from the engine process
 
@@ -200,11 +215,18 @@ class Pinned:
 
 
 @dataclass(frozen=True, slots=True)
+class Managed:
+    """The answer to `Manage`: None, or the error."""
+
+    answer: AquiferError | None
+
+
+@dataclass(frozen=True, slots=True)
 class Pong:
     """The answer to `Ping`."""
 
 
-FromEngine = LoadProgress | Ready | OpenFailed | Step | Memory | Pinned | Pong
+FromEngine = LoadProgress | Ready | OpenFailed | Step | Memory | Pinned | Managed | Pong
 
 # ---- to a web process, where there are several
 

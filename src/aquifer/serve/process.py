@@ -28,6 +28,8 @@ from aquifer.serve.messages import (
     Close,
     FromEngine,
     GetMemory,
+    Manage,
+    Managed,
     Memory,
     OpenFailed,
     Outputs,
@@ -82,6 +84,22 @@ class EngineLike(Protocol):
 
     def unpin_prefix(self, model: str, token_ids: list[int], salt: str | None) -> None:
         """Unpin the KV of a prefix."""
+
+    def ask_for_model(self, name: str) -> None:
+        """Begin to load a model, or raise a `RequestError`."""
+
+    def unload_model(self, name: str) -> None:
+        """Take the weights of a model out of the pool, or raise a `RequestError`."""
+
+    def pin_model(self, name: str) -> None:
+        """Load a model and keep its weights, or raise a `RequestError`."""
+
+    def unpin_model(self, name: str) -> None:
+        """The opposite of `pin_model`."""
+
+    @property
+    def idle_s(self) -> float | None:
+        """Time until a step has something to do, if no message comes; None for any time."""
 
     def close(self) -> None:
         """Release all memory and close the device."""
@@ -252,11 +270,12 @@ def _run(engine: EngineLike, connection: Connection, current: CurrentModel) -> N
     while True:
         launched = None
         refused: dict[int, AquiferError] = {}
-        may_block = not engine.has_work
-        if may_block:
+        timeout_s: float | None = 0.0
+        if not engine.has_work:
             current.clear()
-        while may_block or connection.poll():
-            may_block = False
+            timeout_s = engine.idle_s
+        while connection.poll(timeout_s):
+            timeout_s = 0.0
             message: ToEngine = connection.recv()
             match message:
                 case Add(request, number):
@@ -277,6 +296,8 @@ def _run(engine: EngineLike, connection: Connection, current: CurrentModel) -> N
                     _send(connection, Memory(engine.memory()))
                 case Pin() | Unpin():
                     _send(connection, Pinned(_pin(engine, message)))
+                case Manage():
+                    _send(connection, Managed(_manage(engine, message)))
                 case Ping():
                     _send(connection, Pong())
                 case Close():
@@ -295,6 +316,21 @@ def _pin(engine: EngineLike, message: Pin | Unpin) -> int | RequestError:
     except RequestError as error:
         return error
     return 0
+
+
+def _manage(engine: EngineLike, message: Manage) -> AquiferError | None:
+    """Do something with a model; return the error, if it is refused."""
+    operations = {
+        "load": engine.ask_for_model,
+        "unload": engine.unload_model,
+        "pin": engine.pin_model,
+        "unpin": engine.unpin_model,
+    }
+    try:
+        operations[message.verb](message.model)
+    except RequestError as error:
+        return error
+    return None
 
 
 def _send(connection: Connection, message: FromEngine) -> None:

@@ -198,6 +198,7 @@ class Service:
         arrival_s: float,
         cache_salt: str | None,
         client: str,
+        keep_alive_s: float | None = None,
         *,
         only_scores: bool = False,
     ) -> list[Job]:
@@ -221,6 +222,7 @@ class Service:
                 arrival_s,
                 cache_salt,
                 client,
+                keep_alive_s,
                 only_scores=only_scores,
             )
             for index, prompt in enumerate(prompts)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from aquifer import __version__
-from aquifer.engine.reports import MemoryReport
+from aquifer.engine.reports import MemoryReport, ModelInfo, ModelStatus
 from aquifer.memory.eviction_log import Eviction
 from aquifer.sizes import format_size
 
@@ -90,6 +90,42 @@ def snapshot_dict(snapshot: Snapshot) -> dict[str, Any]:
     }
 
 
+def models_dict(report: MemoryReport, infos: Mapping[str, ModelInfo]) -> dict[str, Any]:
+    """Models and what they do, as `GET /models` answers it.
+
+    Args:
+        report: of the engine.
+        infos: descriptions of the models, by name.
+    """
+    return {
+        "models": [
+            model_dict(name, report, info) for name, info in infos.items() if name in report.models
+        ]
+    }
+
+
+def model_dict(name: str, report: MemoryReport, info: ModelInfo) -> dict[str, Any]:
+    """One of them."""
+    model = report.models[name]
+    status = model.status
+    return {
+        "name": name,
+        "path": info.path,
+        "status": status.state.value,
+        "error": status.error,
+        **_sizes(
+            weights_total=status.weight_bytes,
+            weights_resident=status.resident_bytes,
+            weights_shared=status.shared_bytes,
+            weights_in_host_cache=status.host_bytes,
+        ),
+        "loads": status.num_loads,
+        **_keeping(status),
+        "requests_running": model.num_running,
+        "requests_waiting": model.num_waiting,
+    }
+
+
 def memory_dict(report: MemoryReport) -> dict[str, Any]:
     """A memory report as `GET /memory` answers it."""
     used_bytes = report.budget_bytes - report.free_bytes
@@ -115,6 +151,7 @@ def memory_dict(report: MemoryReport) -> dict[str, Any]:
             name: {
                 "status": model.status.state.value,
                 "error": model.status.error,
+                **_keeping(model.status),
                 **_sizes(
                     weights_total=model.status.weight_bytes,
                     weights_resident=model.status.resident_bytes,
@@ -163,6 +200,15 @@ def _eviction_dict(entry: Eviction) -> dict[str, Any]:
         "regret_expected_seconds": entry.expected_s,
         "regret_paid_seconds": entry.paid_s,
         "items_restored": entry.num_restored,
+    }
+
+
+def _keeping(status: ModelStatus) -> dict[str, Any]:
+    """How long a model's weights stay."""
+    return {
+        "pinned": status.is_pinned,
+        "keep_alive_seconds": status.keep_alive_s,
+        "seconds_left": None if status.left_s is None else round(status.left_s, 3),
     }
 
 

@@ -25,6 +25,7 @@ from aquifer.serve.messages import (
     Availability,
     GetRequestMetrics,
     Lost,
+    ModelVerb,
     Open,
     Opened,
     Outputs,
@@ -116,6 +117,10 @@ class RemoteHub:
     async def prefixes(self, owner: str | None) -> list[PinnedPrefix]:
         """List this owner's pinned prefixes, oldest first."""
         return list(await self._ask("prefixes", owner))
+
+    async def manage(self, verb: ModelVerb, model: str) -> None:
+        """Do something with a model, as `EngineKeeper.manage` does."""
+        await self._ask("manage", verb, model)
 
     def answer(self, answer: Answer) -> None:
         """Give a method the answer that it waits for."""

@@ -43,7 +43,7 @@ from aquifer.serve.pipe import Pipe, stop_signals_blocked
 from aquifer.serve.supervisor import pause_s
 from aquifer.serve.web_process import run_web_process
 
-_METHODS = frozenset({"memory", "metrics", "pin", "unpin", "prefixes", "snapshot"})
+_METHODS = frozenset({"memory", "metrics", "pin", "unpin", "prefixes", "snapshot", "manage"})
 """Methods of the hub that web processes call."""
 
 _logger = logging.getLogger(__name__)

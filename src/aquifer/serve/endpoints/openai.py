@@ -58,7 +58,15 @@ async def completions(
     salt = joined_salt(service.owner(request), body.cache_salt)
     client = service.client_name(request)
     jobs = service.jobs(
-        model, prompts, params, response_id, arrival_s, salt, client, only_scores=body.only_scores
+        model,
+        prompts,
+        params,
+        response_id,
+        arrival_s,
+        salt,
+        client,
+        body.keep_alive_s,
+        only_scores=body.only_scores,
     )
     echoes = [_echo_of(job) if body.echo else None for job in jobs]
     writer = CompletionWriter(response_id, model.info.name, jobs)
@@ -92,7 +100,14 @@ async def chat_completions(
     salt = joined_salt(service.owner(request), body.cache_salt)
     client = service.client_name(request)
     jobs = service.jobs(
-        model, [EncodedPrompt(None, token_ids)], params, response_id, arrival_s, salt, client
+        model,
+        [EncodedPrompt(None, token_ids)],
+        params,
+        response_id,
+        arrival_s,
+        salt,
+        client,
+        body.keep_alive_s,
     )
     writer = ChatWriter(response_id, model.info.name, jobs[0])
     if not body.stream:

@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, WrapValidator
 
+from aquifer.durations import parse_duration
 from aquifer.engine.params import BOUNDS, MAX_LOGPROBS, SamplingParams
-from aquifer.errors import RequestError
+from aquifer.errors import ConfigError, RequestError
 from aquifer.serve.protocol.fields import (
     AtMost,
     Biases,
@@ -109,7 +110,7 @@ class ClientFields(BaseModel):
     user: str | None = None
 
 
-_NO_PARAMS = frozenset({"model", "cache_salt", "stream", "stream_options"})
+_NO_PARAMS = frozenset({"model", "cache_salt", "stream", "stream_options", "keep_alive"})
 
 
 class SamplingFields(BaseModel):
@@ -137,6 +138,7 @@ class SamplingFields(BaseModel):
     logit_bias: Biases | None = None
     allowed_token_ids: TokenIds | None = None
     cache_salt: CacheSalt = None
+    keep_alive: float | str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -144,6 +146,20 @@ class SamplingFields(BaseModel):
     def include_usage(self) -> bool:
         """Whether a stream ends with a usage chunk."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def keep_alive_s(self) -> float | None:
+        """How long the model's weights are to be kept unused from now on; None if not given.
+
+        Raises:
+            RequestError: it is no duration.
+        """
+        if self.keep_alive is None:
+            return None
+        try:
+            return parse_duration(self.keep_alive)
+        except ConfigError as error:
+            raise RequestError(f"keep_alive: {error}", param="keep_alive") from None
 
     def _params(self, defaults: Mapping[str, Any], **others: Any) -> SamplingParams:
         if self.stream_options is not None and not self.stream:

@@ -193,6 +193,35 @@ class Memory(RootModel[dict[str, Any]]):
     """Response to GET /memory: sizes in bytes and as text, in all and by model."""
 
 
+class ModelStatus(BaseModel):
+    """What a model does, and how long its weights stay."""
+
+    name: str
+    path: str
+    status: str
+    error: str | None
+    weights_total: str
+    weights_total_bytes: int
+    weights_resident: str
+    weights_resident_bytes: int
+    weights_shared: str
+    weights_shared_bytes: int
+    weights_in_host_cache: str
+    weights_in_host_cache_bytes: int
+    loads: int
+    pinned: bool
+    keep_alive_seconds: float | None
+    seconds_left: float | None
+    requests_running: int
+    requests_waiting: int
+
+
+class ModelStates(BaseModel):
+    """Response to GET /models."""
+
+    models: list[ModelStatus]
+
+
 class Snapshot(RootModel[dict[str, Any]]):
     """Event of GET /events: the answer of GET /memory, and counters by model; or an error."""
 

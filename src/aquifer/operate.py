@@ -1,0 +1,121 @@
+"""Commands to a running server: `aquifer ps` tells what its models do, others manage them."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from contextlib import suppress
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import quote
+
+from rich.table import Table
+
+from aquifer.errors import ConfigError
+
+
+def fetch_memory(url: str, api_key: str | None) -> dict[str, Any]:
+    """Ask a server for its memory report.
+
+    Args:
+        url: its base URL.
+        api_key: sent as the bearer token; None for none.
+
+    Raises:
+        ConfigError: there is no server, or it does not answer as Aquifer does.
+    """
+    report = _call(url, api_key, "memory")
+    if not isinstance(report.get("models"), dict):
+        raise ConfigError(f"{url}/memory is no memory report; is {url} a server of Aquifer?")
+    return report
+
+
+def manage(url: str, api_key: str | None, verb: str, model: str) -> dict[str, Any]:
+    """Have a server load, unload, pin or unpin a model; returns what the model does then.
+
+    A load may take minutes.
+
+    Raises:
+        ConfigError: it cannot be done, or as for `fetch_memory`.
+    """
+    return _call(url, api_key, f"models/{quote(model)}/{verb}", b"", timeout_s=None)
+
+
+def _call(
+    url: str,
+    api_key: str | None,
+    path: str,
+    body: bytes | None = None,
+    timeout_s: float | None = 10,
+) -> dict[str, Any]:
+    """The JSON object that a server answers.
+
+    Raises:
+        ConfigError: there is no server, or it answers with an error, or with something else.
+    """
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    where = f"{url.rstrip('/')}/{path}"
+    try:
+        request = urllib.request.Request(where, body, headers)
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            answer = json.load(response)
+    except urllib.error.HTTPError as error:
+        if error.code == HTTPStatus.UNAUTHORIZED:
+            raise ConfigError(f"{url} requires an API key; give --api-key") from error
+        raise ConfigError(
+            _message(error) or f"{where} answers {error.code} {error.reason}"
+        ) from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise ConfigError(
+            f"no server of Aquifer answers at {url} ({reason}); give its address with --url"
+        ) from error
+    if not isinstance(answer, dict):
+        raise ConfigError(f"{where} answers no object; is {url} a server of Aquifer?")
+    return answer
+
+
+def _message(error: urllib.error.HTTPError) -> str | None:
+    """The message of an error as Aquifer answers it."""
+    with suppress(ValueError, KeyError, TypeError):
+        return str(json.load(error)["error"]["message"])
+    return None
+
+
+def table_of(report: Mapping[str, Any]) -> Table:
+    """A line for each model, and one for the pool.
+
+    Args:
+        report: as `fetch_memory` returns it.
+    """
+    table = Table(box=None, pad_edge=False)
+    table.add_column("MODEL")
+    table.add_column("STATUS")
+    for column in ("WEIGHTS", "OF", "KV", "PREFIXES", "RUNNING", "WAITING", "STAYS"):
+        table.add_column(column, justify="right")
+    for name, model in report["models"].items():
+        table.add_row(
+            name,
+            model["status"] if model["error"] is None else f"failed: {model['error']}",
+            model["weights_resident"],
+            model["weights_total"],
+            model["kv"],
+            model["prefix"],
+            str(model["requests_running"]),
+            str(model["requests_waiting"]),
+            _stays(model),
+        )
+    table.caption = (
+        f"{report['device']}: {report['used']} of {report['budget']} in use, {report['free']} free"
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def _stays(model: Mapping[str, Any]) -> str:
+    """How long a model's weights stay in the pool."""
+    if model["pinned"]:
+        return "pinned"
+    return "" if model["seconds_left"] is None else f"{model['seconds_left']:.0f} s"

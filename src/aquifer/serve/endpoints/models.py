@@ -1,0 +1,52 @@
+"""Endpoints for the life of models: what they do, and loading, unloading and pinning them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, get_args
+
+from fastapi import Request, Response
+
+from aquifer.engine.reports import ModelState
+from aquifer.errors import RequestError
+from aquifer.serve.http import error_response
+from aquifer.serve.messages import ModelVerb
+from aquifer.serve.service import Served
+from aquifer.serve.snapshots import model_dict, models_dict
+
+_PAUSE_S = 0.05
+"""How long to wait before asking again whether a model is loaded."""
+
+_LOADING: tuple[ModelVerb, ...] = ("load", "pin")
+
+
+async def list_states(service: Served) -> dict[str, Any]:
+    """List the models with their states, the bytes of their weights, and how long these stay."""
+    infos = {name: model.info for name, model in service.models.items()}
+    return models_dict(await service.backend.memory(), infos)
+
+
+async def manage(
+    request: Request, model_id: str, verb: str, service: Served
+) -> Response | dict[str, Any]:
+    """Load, unload, pin or unpin a model; a load is answered when it has ended."""
+    if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+        return error_response(403, "pages of other sites may not manage models")
+    known = {name: name for name in get_args(ModelVerb)}
+    if verb not in known:
+        return error_response(404, f"{verb!r} is none of {', '.join(known)}")
+    model = service.model(model_id)
+    name, backend = model.info.name, service.backend
+    num_loads = (await backend.memory()).models[name].status.num_loads
+    await backend.manage(verb, name)  # type: ignore[arg-type]
+    while True:
+        report = await backend.memory()
+        status = report.models[name].status
+        has_ended = status.state == ModelState.RESIDENT or status.num_loads > num_loads
+        if verb not in _LOADING or has_ended:
+            return model_dict(name, report, model.info)
+        if status.error is not None:
+            raise RequestError(f"model {name!r} could not be loaded: {status.error}")
+        if await request.is_disconnected():
+            return Response(status_code=499)
+        await asyncio.sleep(_PAUSE_S)
