@@ -101,10 +101,10 @@ def test_answers_are_those_of_the_document(
         status_code_conformance,
     ]
     operations = [x.ok() for x in schema.get_all_operations() if isinstance(x, Ok)]
-    assert len(operations) == 16
+    assert len(operations) == 18
     # An answer without an end.
     operations = [operation for operation in operations if operation.path != "/events"]
-    assert len(operations) == 15
+    assert len(operations) == 17
     sent: Counter[str] = Counter()
 
     for operation in operations:

@@ -59,13 +59,6 @@ def complete(server: RunningServer, model: str, num_tokens: int) -> None:
     assert status == 200, answer
 
 
-def problems(page: Page) -> list[str]:
-    """What went wrong, but for a server that has no operations on models."""
-    return [
-        each for each in page.problems if "404 (Not Found)" not in each or "/models" not in each
-    ]
-
-
 def test_it_shows_the_server_as_it_is(small_server: RunningServer, page: Page):
     page.open(small_server.url)
     page.wait_for("document.querySelector('#status').textContent === 'live'")
@@ -93,7 +86,7 @@ def test_it_shows_the_server_as_it_is(small_server: RunningServer, page: Page):
     assert "demo · weights" in page.text("#log")
     assert f"{MARKUP} · weights" in page.text("#log")
     page.wait_for("document.querySelector('tr[data-model=demo] .pill').textContent !== 'resident'")
-    assert problems(page) == []
+    assert page.problems == []
 
 
 def test_it_fits_narrow_and_wide_windows(small_server: RunningServer, page: Page):
@@ -111,7 +104,7 @@ def test_it_fits_narrow_and_wide_windows(small_server: RunningServer, page: Page
             assert overflowing == 0, width
             backgrounds.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
     assert len(backgrounds) == 2
-    assert problems(page) == []
+    assert page.problems == []
 
 
 def test_buttons_operate_on_models(small_server: RunningServer, page: Page):
@@ -130,7 +123,7 @@ def test_buttons_operate_on_models(small_server: RunningServer, page: Page):
     of_no_use = {"resident": "Load", "registered": "Unload"}.get(state)
     if of_no_use is not None:
         assert page.evaluate(f"document.querySelector(`{row} [aria-label^={of_no_use}]`).disabled")
-    assert problems(page) == []
+    assert page.problems == []
 
 
 def test_without_operations_the_buttons_tell_why_they_do_nothing(
@@ -162,4 +155,4 @@ def test_it_asks_for_the_key(browser: Browser):
         page.click("#forget")
         page.wait_for("document.querySelector('#key-card')?.hidden === false")
         # The browser itself notes the answers of status 401.
-        assert [each for each in problems(page) if "401 (Unauthorized)" not in each] == []
+        assert [each for each in page.problems if "401 (Unauthorized)" not in each] == []
