@@ -92,9 +92,11 @@ def table_of(report: Mapping[str, Any]) -> Table:
     """
     table = Table(box=None, pad_edge=False)
     table.add_column("MODEL")
-    table.add_column("STATUS")
-    for column in ("WEIGHTS", "OF", "KV", "PREFIXES", "RUNNING", "WAITING", "STAYS"):
+    table.add_column("STATUS", no_wrap=True)
+    for column in ("WEIGHTS", "OF", "KV", "PREFIXES", "RUNNING", "WAITING"):
         table.add_column(column, justify="right")
+    if has_limits := any(map(_stays, report["models"].values())):
+        table.add_column("STAYS", justify="right")
     for name, model in report["models"].items():
         table.add_row(
             name,
@@ -105,7 +107,7 @@ def table_of(report: Mapping[str, Any]) -> Table:
             model["prefix"],
             str(model["requests_running"]),
             str(model["requests_waiting"]),
-            _stays(model),
+            *([_stays(model)] if has_limits else []),
         )
     table.caption = (
         f"{report['device']}: {report['used']} of {report['budget']} in use, {report['free']} free"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from tests.serve.browser import Browser, Page, find_browser, running_browser
 from tests.serve.running import RunningServer, running
 
@@ -38,9 +40,13 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def small_server() -> Iterator[RunningServer]:
-    """Two demo models in memory for one and a half."""
-    models = ["demo", f"{MARKUP}={DEMO}"]
+def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """The demo model, and one with other weights, in memory for one and a half."""
+    other = tmp_path_factory.mktemp("models") / "other"
+    shutil.copytree(DEMO, other)
+    file = other / "model.safetensors"
+    save_file({name: tensor * 1.001 for name, tensor in load_file(file).items()}, file)
+    models = ["demo", f"{MARKUP}={other}"]
     options = ["--port", "0", "--memory", "16M", "--max-model-len", "256"]
     with running(["-m", "aquifer", "serve", *models, *options]) as server:
         yield server
