@@ -64,6 +64,15 @@ def settings() -> dict[str, Setting]:
     }
 
 
+def mixed_settings() -> dict[str, Setting]:
+    """Where models and prefixes share a pool: the eight of 1 to 19 GB in about half their size."""
+    eight = {name: MODELS[name] for name in EIGHT}
+    return {
+        "h200": Setting(eight, DEVICES["h200"], 48 * 10**9),
+        "l40": Setting(eight, DEVICES["l40"], 43 * 10**9),
+    }
+
+
 def by_class(num_models: int) -> Setting:
     """So many models by the paper's size classes, on L40s."""
     models = {name: MODELS[shape] for name, shape in models_by_class(num_models).items()}

@@ -1,6 +1,6 @@
 """Models in one pool: modes of loading, placement on devices, one rule against fixed splits.
 
-    python benchmarks/tangram/models.py --data FOLDER [--requests 250] [--output FOLDER]
+    python benchmarks/tangram/models.py --data FOLDER [--requests 150] [--output FOLDER]
 
 FOLDER has the lengths of real requests. All times are simulated: the decisions are the engine's,
 and the time of steps and loads is modelled (`aquifer.sim`). It writes `models.json` and
@@ -20,13 +20,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import matplotlib as mpl
 import numpy as np
-from benchmarks.tangram.mixes import MixedTrace, Setting, by_class, lengths, settings
+from benchmarks.tangram.mixes import (
+    MixedTrace,
+    Setting,
+    by_class,
+    lengths,
+    mixed_settings,
+    settings,
+)
 
 from aquifer.bench.result import save
 from aquifer.engine.policies.placement import (
     Placement,
     affinity,
-    affinity_with_evictions,
     least_loaded,
     random_device,
     round_robin_devices,
@@ -57,8 +63,9 @@ _NUM_MODELS_PLACED = 20
 _POOLS = (4, 8, 12, 16, 20)
 _SPLITS = (0.45, 0.5, 0.6, 0.67, 0.75, 0.85, 0.92)
 _REASONABLE = (0.5, 0.67, 0.75)
-_MIXED_RATES = {"h200": 1.0, "l40": 0.5}
-_MIXED_BYTES = {"h200": 48 * 10**9, "l40": 43 * 10**9}
+
+MIXED_RATE = 0.5
+"""Requests per second of the mixed trace."""
 
 
 def modes(bytes_per_s: float) -> dict[str, LoadingConfig]:
@@ -79,7 +86,7 @@ def config_of(setting: Setting, loading: LoadingConfig, **options: Any) -> Repla
     return ReplayConfig(
         setting.models,
         setting.device,
-        memory_bytes=options.pop("memory_bytes", setting.memory_bytes),
+        memory_bytes=setting.memory_bytes,
         loading=loading,
         **options,
     )
@@ -136,7 +143,6 @@ def placements() -> dict[str, tuple[bool, Placement]]:
         "tensor, round robin": (False, round_robin_devices),
         "tensor, least loaded": (False, least_loaded),
         "tensor, affinity": (False, affinity),
-        "tensor, affinity with evictions": (False, affinity_with_evictions),
     }
 
 
@@ -161,17 +167,17 @@ def by_devices(
 
 
 def by_split(
-    name: str, setting: Setting, of: Sequence[TraceRequest], num_requests: int, seeds: Sequence[int]
+    setting: Setting, of: Sequence[TraceRequest], num_requests: int, seeds: Sequence[int]
 ) -> dict[str, Any]:
     """TTFT with the one rule, and with fixed parts of the pool for weights; over all seeds."""
     traces = [
-        MixedTrace(setting.models, of, _MIXED_RATES[name], num_requests, seed=seed).requests()
+        MixedTrace(setting.models, of, MIXED_RATE, num_requests, seed=seed).requests()
         for seed in seeds
     ]
     found: dict[str, Any] = {}
     for share in (None, *_SPLITS):
         loading = LoadingConfig(setting.device.link_bandwidth, weight_share=share)
-        config = config_of(setting, loading, memory_bytes=_MIXED_BYTES[name], prefix_caching=True)
+        config = config_of(setting, loading, prefix_caching=True)
         results = [replay(config, requests) for requests in traces]
         row = figures(
             [record for result in results for record in result.records],
@@ -262,7 +268,11 @@ def measure(of: Sequence[TraceRequest], num_requests: int) -> dict[str, Any]:
                 model: shape.weight_bytes / 1e9 for model, shape in setting.models.items()
             },
         }
-        for name, setting in {**compared, "20 models": by_class(_NUM_MODELS_PLACED)}.items()
+        for name, setting in {
+            **compared,
+            "devices": by_class(_NUM_MODELS_PLACED),
+            **{f"splits, {name}": setting for name, setting in mixed_settings().items()},
+        }.items()
     }
     return {
         "process_start_s": START_S,
@@ -280,8 +290,8 @@ def measure(of: Sequence[TraceRequest], num_requests: int) -> dict[str, Any]:
         "pool": by_pool_size(of, num_requests // 2),
         "devices": by_devices(of, num_requests),
         "splits": {
-            name: by_split(name, setting, of, num_requests, seeds=(0, 1))
-            for name, setting in compared.items()
+            name: by_split(setting, of, num_requests, seeds=(0, 1))
+            for name, setting in mixed_settings().items()
         },
     }
 
@@ -290,7 +300,7 @@ def main() -> None:
     """Replay all of it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of the lengths")
-    parser.add_argument("--requests", type=int, default=250, help="requests of each run")
+    parser.add_argument("--requests", type=int, default=150, help="requests of each run")
     parser.add_argument("--output", type=Path, default=_HERE, help="folder of the results")
     arguments = parser.parse_args()
     begin_s = time.process_time()

@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from benchmarks.tangram.mixes import EIGHT, MixedTrace, Setting, by_class, settings
+from benchmarks.tangram.mixes import EIGHT, MixedTrace, Setting, by_class, mixed_settings, settings
 from benchmarks.tangram.models import (
     LOW_RATE,
     by_devices,
@@ -31,7 +31,7 @@ def test_settings() -> None:
     assert min(sizes_gb) == pytest.approx(1, abs=0.1)
     assert 18 < max(sizes_gb) < 20
     assert compared["l40"].weight_bytes / compared["l40"].memory_bytes > 2.5
-    for setting in (*compared.values(), by_class(20)):
+    for setting in (*compared.values(), *mixed_settings().values(), by_class(20)):
         largest = max(model.weight_bytes for model in setting.models.values())
         assert largest < setting.memory_bytes < setting.device.memory_bytes
 
@@ -78,7 +78,7 @@ def test_placements() -> None:
     found = by_devices(LENGTHS, 6, counts=(1, 2))
     for rows in found.values():
         assert list(rows["1"]) == ["whole, random", "tensor, random"]
-        assert len(rows["2"]) == 6
+        assert len(rows["2"]) == 5
         assert all(row["not_served"] == 0 for of in rows.values() for row in of.values())
 
 
@@ -99,8 +99,7 @@ def test_ratios_of_splits() -> None:
 
 
 def test_splits() -> None:
-    setting = settings()["h200"]
-    found = by_split("h200", setting, LENGTHS, 8, seeds=(0,))
+    found = by_split(mixed_settings()["h200"], LENGTHS, 8, seeds=(0,))
     assert set(found) >= {"one rule", "0.5", "compared"}
     assert found["one rule"]["not_served"] == 0
 
