@@ -306,7 +306,8 @@ def main() -> None:
     begin_s = time.process_time()
     content = measure(lengths(arguments.data), arguments.requests)
     content["cpu_s"] = time.process_time() - begin_s
-    save(arguments.output / "models.json", content)
+    command = f"benchmarks/tangram/models.py --data DATA --requests {arguments.requests}"
+    save(arguments.output / "models.json", content, command=command)
     draw(content, arguments.output / "models.png")
     print(f"{content['cpu_s']:.0f} s of CPU time")
 

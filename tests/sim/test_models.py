@@ -81,7 +81,8 @@ def test_a_model_is_loaded_when_it_is_asked_for() -> None:
     result = replay(_config(100), requests)
     (load,) = result.loads
     load_s = WEIGHT_BYTES / BYTES_PER_S
-    assert (load.model, load.begun_s, load.seconds) == ("b", 1.0, pytest.approx(load_s))
+    assert (load.model, load.begun_s) == ("b", 1.0)
+    assert load.seconds == pytest.approx(load_s)
     assert load.loaded_bytes == load.weight_bytes == WEIGHT_BYTES
     first, second = _ttfts(result)
     assert first == pytest.approx(load_s + _first_step_s(10))
@@ -254,7 +255,7 @@ def _tensors(count: int) -> list[Parameter]:
 
 def test_impossible_options_are_refused() -> None:
     with pytest.raises(ConfigError, match="eviction"):
-        replace(LOADING, eviction="none")
+        replace(LOADING, eviction="none")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="weight_share"):
         replace(LOADING, weight_share=1.0)
     with pytest.raises(ConfigError, match="as a whole"):
