@@ -64,12 +64,18 @@ def settings() -> dict[str, Setting]:
     }
 
 
-def mixed_settings() -> dict[str, Setting]:
-    """Where models and prefixes share a pool: the eight of 1 to 19 GB in about half their size."""
+def mixed_settings() -> dict[str, tuple[Setting, float]]:
+    """Where models and prefixes share a pool, with requests per second.
+
+    The eight models of 1 to 19 GB have about half their size. The L40 is nearly always busy at the
+    higher rate, and two thirds of the time at the lower one.
+    """
     eight = {name: MODELS[name] for name in EIGHT}
+    on_l40 = Setting(eight, DEVICES["l40"], 43 * 10**9)
     return {
-        "h200": Setting(eight, DEVICES["h200"], 48 * 10**9),
-        "l40": Setting(eight, DEVICES["l40"], 43 * 10**9),
+        "h200, 0.5/s": (Setting(eight, DEVICES["h200"], 48 * 10**9), 0.5),
+        "l40, 0.5/s": (on_l40, 0.5),
+        "l40, 0.3/s": (on_l40, 0.3),
     }
 
 

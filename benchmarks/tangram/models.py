@@ -63,9 +63,8 @@ _NUM_MODELS_PLACED = 20
 _POOLS = (4, 8, 12, 16, 20)
 _SPLITS = (0.45, 0.5, 0.6, 0.67, 0.75, 0.85, 0.92)
 _REASONABLE = (0.5, 0.67, 0.75)
-
-MIXED_RATE = 0.5
-"""Requests per second of the mixed trace."""
+_MIXED_FACTOR = 3
+"""Requests of a mixed trace, by those of other runs: it has phases, so it must be longer."""
 
 
 def modes(bytes_per_s: float) -> dict[str, LoadingConfig]:
@@ -167,12 +166,15 @@ def by_devices(
 
 
 def by_split(
-    setting: Setting, of: Sequence[TraceRequest], num_requests: int, seeds: Sequence[int]
+    setting: Setting,
+    rate: float,
+    of: Sequence[TraceRequest],
+    num_requests: int,
+    seeds: Sequence[int],
 ) -> dict[str, Any]:
     """TTFT with the one rule, and with fixed parts of the pool for weights; over all seeds."""
     traces = [
-        MixedTrace(setting.models, of, MIXED_RATE, num_requests, seed=seed).requests()
-        for seed in seeds
+        MixedTrace(setting.models, of, rate, num_requests, seed=seed).requests() for seed in seeds
     ]
     found: dict[str, Any] = {}
     for share in (None, *_SPLITS):
@@ -237,7 +239,7 @@ def draw(content: Mapping[str, Any], file: Path) -> None:
         axis.set_title(f"p99 TTFT, s, {rate} requests/s", fontsize=10)
         axis.legend(fontsize=7)
     axis = axes[1][2]
-    for colour, (setting, found) in zip(("C0", "C1"), content["splits"].items(), strict=True):
+    for colour, (setting, found) in zip(("C0", "C1", "C2"), content["splits"].items(), strict=True):
         rule = found["one rule"]["ttft_mean_ms"]
         axis.plot(
             _SPLITS,
@@ -271,7 +273,7 @@ def measure(of: Sequence[TraceRequest], num_requests: int) -> dict[str, Any]:
         for name, setting in {
             **compared,
             "devices": by_class(_NUM_MODELS_PLACED),
-            **{f"splits, {name}": setting for name, setting in mixed_settings().items()},
+            **{f"splits, {name}": setting for name, (setting, _) in mixed_settings().items()},
         }.items()
     }
     return {
@@ -290,8 +292,8 @@ def measure(of: Sequence[TraceRequest], num_requests: int) -> dict[str, Any]:
         "pool": by_pool_size(of, num_requests // 2),
         "devices": by_devices(of, num_requests),
         "splits": {
-            name: by_split(setting, of, num_requests, seeds=(0, 1))
-            for name, setting in mixed_settings().items()
+            name: by_split(setting, rate, of, _MIXED_FACTOR * num_requests, seeds=(0, 1))
+            for name, (setting, rate) in mixed_settings().items()
         },
     }
 

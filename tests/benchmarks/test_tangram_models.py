@@ -31,7 +31,7 @@ def test_settings() -> None:
     assert min(sizes_gb) == pytest.approx(1, abs=0.1)
     assert 18 < max(sizes_gb) < 20
     assert compared["l40"].weight_bytes / compared["l40"].memory_bytes > 2.5
-    for setting in (*compared.values(), *mixed_settings().values(), by_class(20)):
+    for setting in (*compared.values(), mixed_settings()["l40, 0.5/s"][0], by_class(20)):
         largest = max(model.weight_bytes for model in setting.models.values())
         assert largest < setting.memory_bytes < setting.device.memory_bytes
 
@@ -99,7 +99,8 @@ def test_ratios_of_splits() -> None:
 
 
 def test_splits() -> None:
-    found = by_split(mixed_settings()["h200"], LENGTHS, 8, seeds=(0,))
+    setting, rate = mixed_settings()["h200, 0.5/s"]
+    found = by_split(setting, rate, LENGTHS, 8, seeds=(0,))
     assert set(found) >= {"one rule", "0.5", "compared"}
     assert found["one rule"]["not_served"] == 0
 
