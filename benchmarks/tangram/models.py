@@ -257,11 +257,9 @@ def draw(content: Mapping[str, Any], file: Path) -> None:
     plt.close(figure)
 
 
-def measure(of: Sequence[TraceRequest], num_requests: int) -> dict[str, Any]:
-    """All experiments, with so many requests in each run."""
-    compared = settings()
-    every = set(modes(1.0))
-    described = {
+def described() -> dict[str, Any]:
+    """Models and devices of all experiments."""
+    return {
         name: {
             "device": setting.device.name,
             "memory_gb": setting.memory_bytes / 1e9,
@@ -271,14 +269,20 @@ def measure(of: Sequence[TraceRequest], num_requests: int) -> dict[str, Any]:
             },
         }
         for name, setting in {
-            **compared,
+            **settings(),
             "devices": by_class(_NUM_MODELS_PLACED),
             **{f"splits, {name}": setting for name, (setting, _) in mixed_settings().items()},
         }.items()
     }
+
+
+def measure(of: Sequence[TraceRequest], num_requests: int) -> dict[str, Any]:
+    """All experiments, with so many requests in each run."""
+    compared = settings()
+    every = set(modes(1.0))
     return {
         "process_start_s": START_S,
-        "settings": described,
+        "settings": described(),
         "locality": {
             name: by_locality(setting, of, LOW_RATE, num_requests, every)
             for name, setting in compared.items()

@@ -17,6 +17,7 @@ from benchmarks.tangram.models import (
     draw,
     modes,
 )
+from benchmarks.tangram.tables import tables
 
 from aquifer.sim.trace import PREFIX_BLOCK_TOKENS, TraceRequest
 
@@ -105,9 +106,11 @@ def test_splits() -> None:
     assert found["one rule"]["not_served"] == 0
 
 
-def test_the_committed_result_has_what_is_plotted(tmp_path: Path) -> None:
-    file = Path(__file__).parents[2] / "benchmarks" / "tangram" / "models.json"
-    content = json.loads(file.read_text())
+def test_the_readme_has_the_tables_and_the_plot_can_be_drawn(tmp_path: Path) -> None:
+    folder = Path(__file__).parents[2] / "benchmarks" / "tangram"
+    content = json.loads((folder / "models.json").read_text())
+    readme = (folder / "README.md").read_text()
+    for table in tables(content):
+        assert table in readme
     draw(content, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
-    assert set(content) >= {"environment", "locality", "pool", "devices", "splits"}
