@@ -72,7 +72,7 @@ bench-tangram: $(VENV)/installed-test
 	$(BIN)/python benchmarks/tangram/regions.py --output benchmarks/tangram
 
 # Models in one pool against whole models, on several devices, and against fixed splits, all replayed;
-# DATA is the folder of the lengths. About ten minutes.
+# DATA is the folder of the lengths. About fifteen minutes.
 bench-tangram-replay: $(VENV)/installed-test
 	$(BIN)/python benchmarks/tangram/models.py --data $(DATA) --output benchmarks/tangram
 

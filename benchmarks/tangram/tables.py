@@ -45,7 +45,9 @@ def _devices(content: Mapping[str, Any]) -> str:
             ]
             rows.append([f"{rate}/s", name, *cells])
     counts = list(next(iter(content["devices"].values())))
-    return _table(["", "", *(f"{count} devices" for count in counts)], rows)
+    return _table(
+        ["", "", *("1 device" if count == "1" else f"{count} devices" for count in counts)], rows
+    )
 
 
 def _splits(content: Mapping[str, Any]) -> str:
