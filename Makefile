@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 EXAMPLES := .venv-examples
 
-.PHONY: demo test lint types unit test-families examples test-gpu bench-cpu bench-serving bench-web bench-compare bench-gpu bench-families bench-pagedattention bench-tangram clean
+.PHONY: demo test lint types unit test-families examples test-gpu bench-cpu bench-serving bench-web bench-compare bench-gpu bench-families bench-pagedattention bench-tangram bench-tangram-replay clean
 
 demo: $(VENV)/installed
 	$(BIN)/python tools/demo.py
@@ -70,6 +70,11 @@ bench-pagedattention: $(VENV)/installed-test
 # Merge copies of regions as in Tangram, planning times, distance to the optimum: about a minute.
 bench-tangram: $(VENV)/installed-test
 	$(BIN)/python benchmarks/tangram/regions.py --output benchmarks/tangram
+
+# Models in one pool against whole models, on several devices, and against fixed splits, all replayed;
+# DATA is the folder of the lengths. About fifteen minutes.
+bench-tangram-replay: $(VENV)/installed-test
+	$(BIN)/python benchmarks/tangram/models.py --data $(DATA) --output benchmarks/tangram
 
 $(VENV)/created:
 	$(PYTHON) -m venv $(VENV)

@@ -11,7 +11,6 @@ from aquifer.engine.policies.placement import (
     DeviceState,
     PlacementSnapshot,
     affinity,
-    affinity_with_evictions,
     least_loaded,
     load_s,
     random_device,
@@ -63,15 +62,6 @@ def test_affinity_counts_time_and_not_bytes() -> None:
 
 def test_affinity_among_equals_evicts_least() -> None:
     assert affinity(_seen([_device(8, evicted_gb=3), _device(8, 2, evicted_gb=1)])) == 1
-
-
-def test_evictions_as_loads_to_come() -> None:
-    """A device that has a little of the model, and one that is empty."""
-    devices = [_device(15, evicted_gb=15), _device(16)]
-    assert affinity(_seen(devices)) == 0
-    assert affinity_with_evictions(_seen(devices)) == 1
-    devices = [_device(5, evicted_gb=5), _device(16)]
-    assert affinity_with_evictions(_seen(devices)) == 0
 
 
 def test_affinity_among_equals_takes_the_least_loaded() -> None:

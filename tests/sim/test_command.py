@@ -54,6 +54,27 @@ def test_rates_managers_and_a_plot(trace, tmp_path):
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_models_that_are_loaded_for_their_requests(tmp_path):
+    """Two of them fit into the pool beside each other but for a few tensors."""
+    trace = tmp_path / "trace.csv"
+    rows = [f"{10 * i},100,4,{'ab'[i % 2]}" for i in range(6)]
+    trace.write_text("\n".join(["arrival,prompt_tokens,output_tokens,model", *rows]))
+    models = ("--model", "a=opt-1.3b", "--model", "b=opt-1.3b", "--memory", "4700MiB")
+    loading = ("--load-gb-per-s", "2", "--output", tmp_path / "out.json")
+    loaded_bytes = []
+    for weights in ("tensor", "whole"):
+        output = _replay(trace, *models, *loading, "--weights", weights)
+        assert "virtual: 6 loads of weights" in " ".join(output.split())
+        assert "for weights and KV" in " ".join(output.split())
+        result = json.loads((tmp_path / "out.json").read_text())
+        (run,) = result["runs"]
+        assert (run["completed"], run["num_loads"]) == (6, 6)
+        assert run["loading_seconds"] == pytest.approx(run["loaded_bytes"] / 2e9)
+        assert result["loading"]["is_exclusive"] == (weights == "whole")
+        loaded_bytes.append(run["loaded_bytes"])
+    assert loaded_bytes[0] < loaded_bytes[1] / 2
+
+
 def test_find_rate(trace, tmp_path):
     arguments = ("--kv-cache", "virtual,orca-max", "--num-requests", "40", "--memory", "30GiB")
     options = ("--page-size", "32MiB", "--latency-bound", "0.05", "--output", tmp_path / "o.json")
@@ -139,6 +160,10 @@ def _latency_result(folder: Path) -> Path:
         ("--model opt-1b", "--model 'opt-1b' is neither a folder"),
         ("--model opt-13b --model opt-13b", "--model names opt-13b twice; write NAME=SHAPE"),
         ("--device tpu", "--device 'tpu' is unknown"),
+        ("--load-gb-per-s 2", "--load-gb-per-s needs --weights tensor or whole"),
+        ("--weights tensor --load-gb-per-s 0", "--load-gb-per-s is 0.0; .* above 0"),
+        ("--weights layer", "--weights is 'layer'; choose resident, tensor or whole"),
+        ("--weights tensor --kv-cache orca-max", "so no weights can come and go"),
         ("--memory 20GiB", "give more --memory"),
         ("--memory 24516MiB", "none of the 30 requests could be served in .*; give more --memory"),
         ("--max-model-len 50", "no request .* fits 50 tokens; try --cut"),

@@ -150,7 +150,7 @@ REPLAY = (
         "device",
         str,
         "a100-40g",
-        "Modelled device: a100-40g, a100-80g or h200; 4xa100-40g is four of them.",
+        "Modelled device: a100-40g, a100-80g, l40, 4090 or h200; 4xa100-40g is four of them.",
         unit="device",
     ),
     Option(
@@ -172,6 +172,22 @@ REPLAY = (
         find_option("memory"),
         help="Budget of the pool, weights included.",
         unset="nine tenths of the device",
+    ),
+    Option(
+        "weights",
+        str,
+        "resident",
+        "All stay in the pool; or models are loaded for their requests, by tensor or as a whole.",
+        choices=("resident", "tensor", "whole"),
+    ),
+    Option(
+        "load_gb_per_s",
+        float,
+        None,
+        "How fast weights are loaded, in GB/s.",
+        above=0,
+        example="2.2",
+        unset="the device's link to the host",
     ),
     Option(
         "rate",

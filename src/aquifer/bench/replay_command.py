@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from aquifer.bench.replay import Bounds, Run, Workload
-    from aquifer.sim.config import ReplayConfig
+    from aquifer.sim.config import LoadingConfig, ReplayConfig
+    from aquifer.sim.device import DeviceModel
 
 
 @with_options(REPLAY)
@@ -60,9 +61,10 @@ def replay(
             f"none of the {workload.num_requests} requests could be served in {kv_size} for KV; "
             "give more --memory"
         )
+    for_what = "KV" if config.loading is None else "weights and KV"
     title = (
         f"{trace.name}: {workload.num_requests} requests, {' and '.join(config.models)} on "
-        f"{config.device.name}, {kv_size} for KV"
+        f"{config.device.name}, {kv_size} for {for_what}"
     )
     table = _table(title, runs, options)
     if num_changed:
@@ -197,8 +199,22 @@ def _configs(options: SimpleNamespace) -> list[ReplayConfig]:
         preemption_mode=options.preemption_mode,
         swap_space_bytes=options.swap_space,
         seed=options.seed,
+        loading=_loading(options, device),
     )
     return [replace(config, manager=name) for name in managers]
+
+
+def _loading(options: SimpleNamespace, device: DeviceModel) -> LoadingConfig | None:
+    """How weights come and go; None if all stay in the pool."""
+    from aquifer.sim.config import LoadingConfig
+
+    if options.weights == "resident":
+        if options.load_gb_per_s is not None:
+            raise ConfigError("--load-gb-per-s needs --weights tensor or whole")
+        return None
+    given = options.load_gb_per_s
+    bytes_per_s = device.link_bandwidth if given is None else 1e9 * given
+    return LoadingConfig(bytes_per_s, is_exclusive=options.weights == "whole")
 
 
 def _run(
@@ -240,6 +256,7 @@ def _described(config: ReplayConfig, options: SimpleNamespace) -> dict[str, Any]
         "beam_width": config.beam_width,
         "prefix_caching": config.prefix_caching,
         "preemption_mode": config.preemption_mode,
+        "loading": None if config.loading is None else asdict(config.loading),
         "seed": config.seed,
         "latency_bound": options.latency_bound,
         "ttft_bound": options.ttft_bound,
@@ -260,6 +277,13 @@ def _table(title: str, runs: list[Run], options: SimpleNamespace) -> Table:
     lines.append("TTFT, TPOT: 99th percentiles")
     for run in runs:
         table.add_row(*_row(run, run.figures()))
+        if run.result.loads:
+            loaded = format_size(sum(load.loaded_bytes for load in run.result.loads))
+            seconds = sum(load.seconds for load in run.result.loads)
+            lines.append(
+                f"{_named(run)}: {len(run.result.loads)} loads of weights, {loaded} in "
+                f"{seconds:.3g} s"
+            )
         if run.result.num_unserved:
             lines.append(
                 f"{_named(run)}: {run.result.num_unserved} of {len(run.result.records)} "

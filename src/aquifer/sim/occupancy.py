@@ -64,8 +64,11 @@ class Occupancy:
         if self._config.loading is None:
             return 0
         usage = self._pool.usage()
-        owners = (Owner(name, Kind.WEIGHTS) for name in self._lanes)
-        resident_bytes = sum(usage.in_use_bytes.get(owner, 0) for owner in owners)
+        resident_bytes = sum(
+            num_bytes
+            for owner, num_bytes in usage.in_use_bytes.items()
+            if owner.kind is Kind.WEIGHTS
+        )
         return resident_bytes + usage.overhead_bytes
 
     def values(self) -> list[int]:

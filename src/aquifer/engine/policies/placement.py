@@ -55,20 +55,6 @@ def affinity(snapshot: PlacementSnapshot) -> int | None:
     )
 
 
-def affinity_with_evictions(snapshot: PlacementSnapshot) -> int | None:
-    """As `affinity`, but what is evicted for the model counts as if it had to be loaded again.
-
-    With Algorithm 2 a device that has a little of a model gets it, though another one is empty.
-    """
-    return _least(
-        snapshot,
-        lambda device: (
-            device.wait_s + load_s(device) + device.evicted_bytes / device.bytes_per_s,
-            device.num_requests,
-        ),
-    )
-
-
 def least_loaded(snapshot: PlacementSnapshot) -> int | None:
     """The device with the fewest requests."""
     return _least(snapshot, lambda device: (device.num_requests,))

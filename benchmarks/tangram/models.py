@@ -1,0 +1,322 @@
+"""Models in one pool: modes of loading, placement on devices, one rule against fixed splits.
+
+    python benchmarks/tangram/models.py --data FOLDER [--requests 150] [--output FOLDER]
+
+FOLDER has the lengths of real requests. All times are simulated: the decisions are the engine's,
+and the time of steps and loads is modelled (`aquifer.sim`). It writes `models.json` and
+`models.png`; README.md compares them with the paper's figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import matplotlib as mpl
+import numpy as np
+from benchmarks.tangram.mixes import (
+    MixedTrace,
+    Setting,
+    by_class,
+    lengths,
+    mixed_settings,
+    settings,
+)
+
+from aquifer.bench.result import save
+from aquifer.engine.policies.placement import (
+    Placement,
+    affinity,
+    least_loaded,
+    random_device,
+    round_robin_devices,
+)
+from aquifer.sim.cluster import replay_devices
+from aquifer.sim.config import LoadingConfig, ReplayConfig
+from aquifer.sim.locality import LOCALITIES, LocalityWorkload
+from aquifer.sim.replay import replay
+from aquifer.sim.results import LoadRecord, RequestRecord
+from aquifer.sim.trace import TraceRequest
+
+mpl.use("Agg")
+
+from matplotlib import pyplot as plt
+
+_HERE = Path(__file__).resolve().parent
+
+START_S = 9.0
+"""A fresh process: import and engine start for Llama-3-8B on an H200, without its weights."""
+
+LOW_RATE = 0.05
+"""Requests per second at which hardly any two run at once: TTFT is loading and the first step."""
+
+RATES = (0.4, 1.6)
+"""Of the paper's Fig. 13."""
+
+_NUM_MODELS_PLACED = 20
+_POOLS = (4, 8, 12, 16, 20)
+_SPLITS = (0.45, 0.5, 0.6, 0.67, 0.75, 0.85, 0.92)
+_REASONABLE = (0.5, 0.67, 0.75)
+_MIXED_FACTOR = 3
+"""Requests of a mixed trace, by those of other runs: it has phases, so it must be longer."""
+
+
+def modes(bytes_per_s: float) -> dict[str, LoadingConfig]:
+    """Ours first, then other choices of what is evicted, then the paper's baselines."""
+    return {
+        "tensor": LoadingConfig(bytes_per_s),
+        "tensor, lru": LoadingConfig(bytes_per_s, eviction="lru"),
+        "tensor, random": LoadingConfig(bytes_per_s, eviction="random"),
+        "model": LoadingConfig(bytes_per_s, eviction="model"),
+        "whole": LoadingConfig(bytes_per_s, is_exclusive=True),
+        "whole, not kept": LoadingConfig(bytes_per_s, is_exclusive=True, keep_alive_s=0.0),
+        "process": LoadingConfig(bytes_per_s, is_exclusive=True, start_s=START_S),
+    }
+
+
+def config_of(setting: Setting, loading: LoadingConfig, **options: Any) -> ReplayConfig:
+    """A replay of a setting."""
+    return ReplayConfig(
+        setting.models,
+        setting.device,
+        memory_bytes=setting.memory_bytes,
+        loading=loading,
+        **options,
+    )
+
+
+def figures(records: Sequence[RequestRecord], loads: Sequence[LoadRecord]) -> dict[str, Any]:
+    """Loading and TTFT of one run. Loading is divided by all requests, loaded for or not."""
+    ttfts_s = [r.first_token_s - r.arrival_s for r in records if r.first_token_s is not None]
+    return {
+        "requests": len(records),
+        "not_served": sum(record.finished_s is None for record in records),
+        "loads": len(loads),
+        "loaded_gb": sum(load.loaded_bytes for load in loads) / 1e9,
+        "loading_ms": 1e3 * sum(load.seconds for load in loads) / len(records),
+        "ttft_mean_ms": 1e3 * float(np.mean(ttfts_s)),
+        "ttft_p50_ms": 1e3 * float(np.percentile(ttfts_s, 50)),
+        "ttft_p99_ms": 1e3 * float(np.percentile(ttfts_s, 99)),
+    }
+
+
+def by_locality(
+    setting: Setting, of: Sequence[TraceRequest], rate: float, num_requests: int, names: set[str]
+) -> dict[str, Any]:
+    """Loading and TTFT by level of locality and mode."""
+    workload = LocalityWorkload(tuple(setting.models), of, rate, num_requests)
+    found: dict[str, Any] = {}
+    for level, locality in LOCALITIES.items():
+        requests = workload.requests(locality)
+        row = found[level] = {}
+        for name, loading in modes(setting.device.link_bandwidth).items():
+            if name in names:
+                result = replay(config_of(setting, loading), requests)
+                row[name] = figures(result.records, result.loads)
+    return found
+
+
+def by_pool_size(of: Sequence[TraceRequest], num_requests: int) -> dict[str, Any]:
+    """Loading by the size of all models together (Fig. 12b), on one L40."""
+    found: dict[str, Any] = {}
+    for num_models in _POOLS:
+        setting = by_class(num_models)
+        found[str(num_models)] = {
+            "models_gb": setting.weight_bytes / 1e9,
+            **by_locality(setting, of, LOW_RATE, num_requests, {"tensor", "whole, not kept"}),
+        }
+    return found
+
+
+def placements() -> dict[str, tuple[bool, Placement]]:
+    """Whether models are reloaded as a whole, and the placement."""
+    return {
+        "whole, random": (True, random_device(0)),
+        "tensor, random": (False, random_device(0)),
+        "tensor, round robin": (False, round_robin_devices),
+        "tensor, least loaded": (False, least_loaded),
+        "tensor, affinity": (False, affinity),
+    }
+
+
+def by_devices(
+    of: Sequence[TraceRequest], num_requests: int, counts: Sequence[int] = (1, 2, 4, 8)
+) -> dict[str, Any]:
+    """TTFT by rate, number of devices, and placement (Fig. 13)."""
+    setting = by_class(_NUM_MODELS_PLACED)
+    found: dict[str, Any] = {}
+    for rate in RATES:
+        workload = LocalityWorkload(tuple(setting.models), of, rate, num_requests)
+        requests = workload.requests(LOCALITIES["L3"])
+        for count in counts:
+            row = found.setdefault(str(rate), {}).setdefault(str(count), {})
+            for name, (is_exclusive, placement) in placements().items():
+                if count == 1 and name.startswith("tensor") and name != "tensor, random":
+                    continue  # one device, one placement
+                loading = LoadingConfig(setting.device.link_bandwidth, is_exclusive=is_exclusive)
+                result = replay_devices(config_of(setting, loading), count, requests, placement)
+                row[name] = figures(result.records, result.loads)
+    return found
+
+
+def by_split(
+    setting: Setting,
+    rate: float,
+    of: Sequence[TraceRequest],
+    num_requests: int,
+    seeds: Sequence[int],
+) -> dict[str, Any]:
+    """TTFT with the one rule, and with fixed parts of the pool for weights; over all seeds."""
+    traces = [
+        MixedTrace(setting.models, of, rate, num_requests, seed=seed).requests() for seed in seeds
+    ]
+    found: dict[str, Any] = {}
+    for share in (None, *_SPLITS):
+        loading = LoadingConfig(setting.device.link_bandwidth, weight_share=share)
+        config = config_of(setting, loading, prefix_caching=True)
+        results = [replay(config, requests) for requests in traces]
+        row = figures(
+            [record for result in results for record in result.records],
+            [load for result in results for load in result.loads],
+        )
+        hits = sum(result.hit_tokens for result in results)
+        row["prefix_hits"] = hits / sum(result.queried_tokens for result in results)
+        row["preemptions"] = sum(result.num_preemptions for result in results)
+        found["one rule" if share is None else str(share)] = row
+    return found | {"compared": compared_splits(found)}
+
+
+def compared_splits(found: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    """Ratios of the best and the worst fixed split to the one rule; above 1 the rule is better."""
+    compared: dict[str, Any] = {"reasonable": _REASONABLE}
+    for field in ("ttft_mean_ms", "ttft_p99_ms"):
+        rule = found["one rule"][field]
+        splits = {share: found[str(share)][field] for share in _SPLITS}
+        best = min(splits, key=lambda share: splits[share])
+        compared[field] = {
+            "best_split": best,
+            "best_by_rule": splits[best] / rule,
+            "worst_reasonable_by_rule": max(splits[share] for share in _REASONABLE) / rule,
+        }
+    return compared
+
+
+def draw(content: Mapping[str, Any], file: Path) -> None:
+    """Draw loading by locality, p99 TTFT by devices, and TTFT by split."""
+    figure, axes = plt.subplots(2, 3, figsize=(13, 7))
+    names = ("tensor", "tensor, random", "model", "whole", "whole, not kept")
+    for axis, (setting, found) in zip(axes[0], content["locality"].items(), strict=False):
+        for index, name in enumerate(names):
+            heights = [found[level][name]["loading_ms"] for level in LOCALITIES]
+            axis.bar(np.arange(4) + 0.16 * (index - 2), heights, 0.16, label=name)
+        axis.set_xticks(range(4), list(LOCALITIES))
+        axis.set_title(f"{setting}: loading, ms a request", fontsize=10)
+        axis.legend(fontsize=7)
+    axis = axes[0][2]
+    for level in LOCALITIES:
+        rows = content["pool"].values()
+        shares = [
+            100 * row[level]["tensor"]["loading_ms"] / row[level]["whole, not kept"]["loading_ms"]
+            for row in rows
+        ]
+        axis.plot([row["models_gb"] for row in rows], shares, "o-", label=level)
+    axis.set_title("l40: loading, % of whole models, by GB of models", fontsize=10)
+    axis.set_ylim(0, None)
+    axis.legend(fontsize=7)
+    for axis, rate in zip(axes[1], RATES, strict=False):
+        rows = content["devices"][str(rate)]
+        for name in placements():
+            counts = [count for count in rows if name in rows[count]]
+            values = [rows[count][name]["ttft_p99_ms"] / 1e3 for count in counts]
+            axis.plot([int(count) for count in counts], values, "o-", label=name)
+        axis.set(yscale="log", xlabel="devices")
+        axis.set_title(f"p99 TTFT, s, {rate} requests/s", fontsize=10)
+        axis.legend(fontsize=7)
+    axis = axes[1][2]
+    for colour, (setting, found) in zip(("C0", "C1", "C2"), content["splits"].items(), strict=True):
+        rule = found["one rule"]["ttft_mean_ms"]
+        axis.plot(
+            _SPLITS,
+            [found[str(share)]["ttft_mean_ms"] for share in _SPLITS],
+            "o-",
+            color=colour,
+            label=f"{setting}, fixed split",
+        )
+        axis.axhline(rule, color=colour, linestyle="--", label=f"{setting}, one rule")
+    axis.set(xlabel="part of the pool for weights", yscale="log")
+    axis.set_title("mean TTFT, ms, models and prefixes", fontsize=10)
+    axis.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(file, dpi=80)
+    plt.close(figure)
+
+
+def described() -> dict[str, Any]:
+    """Models and devices of all experiments."""
+    return {
+        name: {
+            "device": setting.device.name,
+            "memory_gb": setting.memory_bytes / 1e9,
+            "load_gb_per_s": setting.device.link_bandwidth / 1e9,
+            "models_gb": {
+                model: shape.weight_bytes / 1e9 for model, shape in setting.models.items()
+            },
+        }
+        for name, setting in {
+            **settings(),
+            "devices": by_class(_NUM_MODELS_PLACED),
+            **{f"splits, {name}": setting for name, (setting, _) in mixed_settings().items()},
+        }.items()
+    }
+
+
+def measure(of: Sequence[TraceRequest], num_requests: int) -> dict[str, Any]:
+    """All experiments, with so many requests in each run."""
+    compared = settings()
+    every = set(modes(1.0))
+    return {
+        "process_start_s": START_S,
+        "settings": described(),
+        "locality": {
+            name: by_locality(setting, of, LOW_RATE, num_requests, every)
+            for name, setting in compared.items()
+        },
+        "locality_at_higher_rate": {
+            "rate": 0.4,
+            "h200": by_locality(
+                compared["h200"], of, 0.4, num_requests, {"tensor", "whole", "whole, not kept"}
+            ),
+        },
+        "pool": by_pool_size(of, num_requests // 2),
+        "devices": by_devices(of, num_requests),
+        "splits": {
+            name: by_split(setting, rate, of, _MIXED_FACTOR * num_requests, seeds=(0, 1))
+            for name, (setting, rate) in mixed_settings().items()
+        },
+    }
+
+
+def main() -> None:
+    """Replay all of it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="folder of the lengths")
+    parser.add_argument("--requests", type=int, default=150, help="requests of each run")
+    parser.add_argument("--output", type=Path, default=_HERE, help="folder of the results")
+    arguments = parser.parse_args()
+    begin_s = time.process_time()
+    content = measure(lengths(arguments.data), arguments.requests)
+    content["cpu_s"] = time.process_time() - begin_s
+    command = f"benchmarks/tangram/models.py --data DATA --requests {arguments.requests}"
+    save(arguments.output / "models.json", content, command=command)
+    draw(content, arguments.output / "models.png")
+    print(f"{content['cpu_s']:.0f} s of CPU time")
+
+
+if __name__ == "__main__":
+    main()
