@@ -130,7 +130,7 @@ class Kept:
     """
 
     first: int
-    blocks: list[int]
+    blocks: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)

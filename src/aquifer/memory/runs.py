@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -36,3 +36,20 @@ def num_equal(
     count = min(len(left), len(right))
     differs = np.flatnonzero(np.asarray(left[:count]) != np.asarray(right[:count]))
     return int(differs[0]) if len(differs) else count
+
+
+def join(parts: Sequence[Sequence[int]]) -> Sequence[int]:
+    """All parts in turn; a range where they are ranges that continue each other.
+
+    Pre-condition: all parts that are ranges have the same step.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    stop = None
+    for part in parts:
+        if not isinstance(part, range) or stop not in (None, part.start):
+            return list(chain.from_iterable(parts))
+        stop = part.stop
+    if stop is None or not isinstance(first := parts[0], range):
+        return []
+    return range(first.start, stop, first.step)
