@@ -1,54 +1,200 @@
-"""Records of pages: the state of each, as a value that all pages in the same state share."""
+"""Records of pages or places by number: stretches of equal ones are read and written at once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-from aquifer.memory.pages import Page
-
+N = TypeVar("N", bound=int)
 R = TypeVar("R")
 
-_NONE_YET = object()
+_CHUNK = 2048
+"""Numbers of a chunk, a power of two."""
+
+_FEW = 8
+"""Numbers up to which a loop is faster than slices of lists."""
+
+_NONE_YET: Any = object()
 
 
-class Records(dict[Page, R], Generic[R]):
-    """The record of each page that has one.
+class Records(Generic[R]):
+    """The record of each number that has one: a value, which all numbers in the same state share.
 
-    Hundreds of pages come at once, in stretches whose records are equal. So what happens to a page
-    is written once for each stretch, and only the pages' records one by one.
+    Hundreds of pages come at once, in stretches whose records are equal. So what happens to them is
+    decided once for each stretch. Where their numbers are a `range` too, records are read, compared
+    and written as slices of lists: about 2 us for 512 numbers. Other numbers take 0.1 us each.
+
+    There is a list for each _CHUNK numbers of which some have records. Numbers may be negative.
     """
 
-    def change(
-        self, pages: Sequence[Page], change: Callable[[Page, R | None], R | None]
-    ) -> Iterator[tuple[R | None, R | None, Sequence[Page]]]:
-        """Replace the records of pages, stretch by stretch: to be iterated to its end.
+    def __init__(self) -> None:
+        self._chunks: dict[int, list[R | None]] = {}  # by the first number
+        self._num_records = 0
+        self._sweep_at = 16  # chunks at which empty ones are dropped
 
-        A page may be named twice; the second time it has the new record.
+    def __len__(self) -> int:
+        return self._num_records
+
+    def __contains__(self, number: int) -> bool:
+        return self.get(number) is not None
+
+    def get(self, number: int) -> R | None:
+        """The record of a number; None if it has none."""
+        chunk = self._chunks.get(number & -_CHUNK)
+        return None if chunk is None else chunk[number & (_CHUNK - 1)]
+
+    def items(self) -> Iterator[tuple[int, R]]:
+        """All numbers with their records, in ascending order."""
+        for first in sorted(self._chunks):
+            for number, record in enumerate(self._chunks[first], first):
+                if record is not None:
+                    yield number, record
+
+    def values_of(self, numbers: Sequence[int]) -> list[R | None]:
+        """The record of each number, or None."""
+        if isinstance(numbers, range) and len(numbers) > _FEW:
+            found: list[R | None] = []
+            for part in _pieces(numbers):
+                chunk = self._chunks.get(min(part[0], part[-1]) & -_CHUNK)
+                found += [None] * len(part) if chunk is None else chunk[_places(part)][:: part.step]
+            return found
+        return list(map(self.get, numbers))
+
+    def stretches(self, numbers: Sequence[N]) -> Iterator[tuple[R | None, Sequence[N]]]:
+        """Yields (record or None, numbers) of each stretch with equal records, in order."""
+        records = self.values_of(numbers)
+        for start, end in _equal_runs(records):
+            yield records[start], numbers if end - start == len(numbers) else numbers[start:end]
+
+    def fill(self, numbers: Sequence[int], record: R | None) -> None:
+        """Give all numbers this record, or none if it is None."""
+        if isinstance(numbers, range) and len(numbers) > _FEW:
+            for _ in self.change(numbers, lambda _number, _record: record):
+                pass
+            return
+        chunk: list[R | None] = []
+        first = num_before = 0
+        for number in numbers:
+            place = number - first
+            if not 0 <= place < len(chunk):
+                first = number & -_CHUNK
+                chunk = self._chunk(first)
+                place = number - first
+            num_before += chunk[place] is not None
+            chunk[place] = record
+        self._num_records += (record is not None) * len(numbers) - num_before
+
+    def change(
+        self, numbers: Sequence[N], change: Callable[[N, R | None], R | None]
+    ) -> Iterator[tuple[R | None, R | None, Sequence[N]]]:
+        """Replace the records of numbers, stretch by stretch: to be iterated to its end.
+
+        A number may be named twice; the second time it has the new record.
 
         Args:
-            pages: the pages.
-            change: returns the new record, given the first page of a stretch and the old record of
-                all its pages; None stands for none. If it raises an error, the stretches before it
-                are changed, and no others.
+            numbers: the numbers.
+            change: returns the new record, given the first number of a stretch and the old record
+                of all its numbers; None stands for none. If it raises an error, the stretches
+                before it are changed, and no others.
 
-        Yields: (old record, new record, pages) of each stretch.
+        Yields: (old record, new record, numbers) of each stretch; neighbours may be equal.
         """
-        get = self.get
+        if not isinstance(numbers, range) or len(numbers) <= _FEW:
+            yield from self._change_each(numbers, change)
+            return
+        for part in _pieces(numbers):
+            places, chunk = _places(part), self._chunk(min(part[0], part[-1]) & -_CHUNK)
+            records = chunk[places][:: part.step]
+            for start, end in _equal_runs(records):
+                before, run = records[start], part[start:end]
+                after = change(run[0], before)
+                chunk[_places(run)] = [after] * len(run)
+                self._count(before, after, len(run))
+                yield before, after, run
+
+    def _change_each(
+        self, numbers: Sequence[N], change: Callable[[N, R | None], R | None]
+    ) -> Iterator[tuple[R | None, R | None, Sequence[N]]]:
+        """`change`, number by number."""
         before: Any = _NONE_YET
         after: R | None = None
-        start = end = 0
-        for page in pages:
-            record = get(page)
+        chunk: list[R | None] = []
+        first = start = end = 0
+        for number in numbers:
+            place = number - first
+            if not 0 <= place < len(chunk):
+                first = number & -_CHUNK
+                chunk = self._chunk(first)
+                place = number - first
+            record = chunk[place]
             if record is not before and record != before:
                 if end > start:
-                    yield before, after, pages[start:end]
+                    self._count(before, after, end - start)
+                    yield before, after, numbers[start:end]
                 start, before = end, record
-                after = change(page, record)
-            if after is not None:
-                self[page] = after
-            elif record is not None:
-                del self[page]
+                after = change(number, record)
+            chunk[place] = after
             end += 1
         if end > start:
-            yield before, after, pages[start:end]
+            self._count(before, after, end - start)
+            yield before, after, numbers[start:end]
+
+    def _count(self, before: R | None, after: R | None, count: int) -> None:
+        self._num_records += count * ((after is not None) - (before is not None))
+
+    def _chunk(self, first: int) -> list[R | None]:
+        """The records of _CHUNK numbers from the first on."""
+        chunk = self._chunks.get(first)
+        if chunk is None:
+            if len(self._chunks) >= self._sweep_at:
+                self._chunks = {
+                    each: records
+                    for each, records in self._chunks.items()
+                    if records.count(None) < _CHUNK
+                }
+                self._sweep_at = 2 * len(self._chunks) + 16
+            chunk = self._chunks[first] = [None] * _CHUNK
+        return chunk
+
+
+def _equal_runs(records: list[Any]) -> Iterator[tuple[int, int]]:
+    """Positions [start, end) of stretches of equal records, which cover all, in order."""
+    start = 0
+    for _ in range(_FEW):
+        rest = records[start:] if start else records
+        if not rest:
+            return
+        # Mostly all that are equal to the first one come first.
+        count = rest.count(rest[0])
+        if count < len(rest) and rest[:count].count(rest[0]) < count:
+            break
+        yield start, start + count
+        start += count
+    before = records[start] if start < len(records) else None
+    for end in range(start + 1, len(records) + 1):
+        if end == len(records) or (records[end] is not before and records[end] != before):
+            yield start, end
+            start = end
+            before = records[start] if start < len(records) else None
+
+
+def _pieces(numbers: range) -> Sequence[range]:
+    """The parts of a range, of step 1 or -1, that lie in one chunk each."""
+    if (numbers[0] ^ numbers[-1]) & -_CHUNK == 0:
+        return (numbers,)
+    parts = []
+    start, step = numbers.start, numbers.step
+    while start != numbers.stop:
+        if step == 1:
+            stop = min((start & -_CHUNK) + _CHUNK, numbers.stop)
+        else:
+            stop = max((start & -_CHUNK) - 1, numbers.stop)
+        parts.append(range(start, stop, step))
+        start = stop
+    return parts
+
+
+def _places(part: range) -> slice:
+    """Where the records of a part in one chunk are, in ascending order."""
+    first = min(part[0], part[-1]) & (_CHUNK - 1)
+    return slice(first, first + len(part))

@@ -17,6 +17,8 @@ def runs(numbers: Sequence[int], step: int = 1) -> list[tuple[int, int]]:
 
     The stretches cover all positions, in order: `runs([4, 5, 9]) == [(0, 2), (2, 3)]`.
     """
+    if isinstance(numbers, range) and numbers.step == step:
+        return [(0, len(numbers))] if numbers else []
     if len(numbers) > _MANY:
         ends = np.flatnonzero(np.diff(np.asarray(numbers)) != step) + 1
         return list(pairwise([0, *ends.tolist(), len(numbers)]))
@@ -53,3 +55,19 @@ def join(parts: Sequence[Sequence[int]]) -> Sequence[int]:
     if stop is None or not isinstance(first := parts[0], range):
         return []
     return range(first.start, stop, first.step)
+
+
+def shift(numbers: Sequence[int], offset: int) -> Sequence[int]:
+    """Each number plus the offset; a range if the numbers are one."""
+    if isinstance(numbers, range):
+        return range(numbers.start + offset, numbers.stop + offset, numbers.step)
+    return [number + offset for number in numbers]
+
+
+def as_run(numbers: Sequence[int]) -> Sequence[int]:
+    """The same numbers, as a range if each is the one before plus 1."""
+    if len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        run = range(numbers[0], numbers[-1] + 1)
+        if numbers == list(run):
+            return run
+    return numbers
