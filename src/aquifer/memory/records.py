@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 N = TypeVar("N", bound=int)
@@ -52,13 +52,16 @@ class Records(Generic[R]):
 
     def values_of(self, numbers: Sequence[int]) -> list[R | None]:
         """The record of each number, or None."""
-        if isinstance(numbers, range) and len(numbers) > _FEW:
-            found: list[R | None] = []
-            for part in _pieces(numbers):
-                chunk = self._chunks.get(min(part[0], part[-1]) & -_CHUNK)
-                found += [None] * len(part) if chunk is None else chunk[_places(part)][:: part.step]
-            return found
-        return list(map(self.get, numbers))
+        if not isinstance(numbers, range) or len(numbers) <= _FEW:
+            return list(map(self.get, numbers))
+        found: list[R | None] = []
+        for part in _pieces(numbers):
+            first = part[0] if part.step == 1 else part[-1]
+            place, count = first & (_CHUNK - 1), len(part)
+            chunk = self._chunks.get(first - place)
+            records = [None] * count if chunk is None else chunk[place : place + count]
+            found += records if part.step == 1 else records[::-1]
+        return found
 
     def stretches(self, numbers: Sequence[N]) -> Iterator[tuple[R | None, Sequence[N]]]:
         """Yields (record or None, numbers) of each stretch with equal records, in order."""
@@ -86,7 +89,7 @@ class Records(Generic[R]):
 
     def change(
         self, numbers: Sequence[N], change: Callable[[N, R | None], R | None]
-    ) -> Iterator[tuple[R | None, R | None, Sequence[N]]]:
+    ) -> Iterable[tuple[R | None, R | None, Sequence[N]]]:
         """Replace the records of numbers, stretch by stretch: to be iterated to its end.
 
         A number may be named twice; the second time it has the new record.
@@ -100,17 +103,49 @@ class Records(Generic[R]):
         Yields: (old record, new record, numbers) of each stretch; neighbours may be equal.
         """
         if not isinstance(numbers, range) or len(numbers) <= _FEW:
-            yield from self._change_each(numbers, change)
-            return
+            return self._change_each(numbers, change)
+        first = numbers[0] if numbers.step == 1 else numbers[-1]
+        place, count = first & (_CHUNK - 1), len(numbers)
+        end = place + count
+        if end > _CHUNK:
+            return self._change_pieces(numbers, change)
+        chunk = self._chunk(first - place)
+        records = chunk[place:end]
+        before = records[0]
+        if records.count(before) < count:
+            return self._change_stretches(numbers, chunk, records, change)
+        after = change(numbers[0], before)
+        chunk[place:end] = [after] * count
+        if before is None or after is None:
+            self._num_records += count * ((before is None) - (after is None))
+        return ((before, after, numbers),)
+
+    def _change_pieces(
+        self, numbers: Any, change: Callable[[N, R | None], R | None]
+    ) -> Iterator[tuple[R | None, R | None, Sequence[N]]]:
+        """`change`, for a range that lies in several chunks."""
         for part in _pieces(numbers):
-            places, chunk = _places(part), self._chunk(min(part[0], part[-1]) & -_CHUNK)
-            records = chunk[places][:: part.step]
-            for start, end in _equal_runs(records):
-                before, run = records[start], part[start:end]
-                after = change(run[0], before)
-                chunk[_places(run)] = [after] * len(run)
-                self._count(before, after, len(run))
-                yield before, after, run
+            yield from self.change(part, change)
+
+    def _change_stretches(
+        self,
+        numbers: Sequence[N],
+        chunk: list[R | None],
+        records: list[R | None],
+        change: Callable[[N, R | None], R | None],
+    ) -> Iterator[tuple[R | None, R | None, Sequence[N]]]:
+        """`change`, for a range in one chunk whose records, in ascending order, are not equal."""
+        is_ascending = numbers[0] < numbers[-1]
+        if not is_ascending:
+            records.reverse()
+        for start, end in _equal_runs(records):
+            before, run, count = records[start], numbers[start:end], end - start
+            after = change(run[0], before)
+            place = run[0 if is_ascending else -1] & (_CHUNK - 1)
+            chunk[place : place + count] = [after] * count
+            if before is None or after is None:
+                self._num_records += count * ((before is None) - (after is None))
+            yield before, after, run
 
     def _change_each(
         self, numbers: Sequence[N], change: Callable[[N, R | None], R | None]
@@ -159,23 +194,22 @@ class Records(Generic[R]):
 
 def _equal_runs(records: list[Any]) -> Iterator[tuple[int, int]]:
     """Positions [start, end) of stretches of equal records, which cover all, in order."""
-    start = 0
+    start, rest = 0, records
     for _ in range(_FEW):
-        rest = records[start:] if start else records
         if not rest:
             return
+        first = rest[0]
         # Mostly all that are equal to the first one come first.
-        count = rest.count(rest[0])
-        if count < len(rest) and rest[:count].count(rest[0]) < count:
+        count = rest.count(first)
+        if count < len(rest) and rest[:count].count(first) < count:
             break
         yield start, start + count
         start += count
-    before = records[start] if start < len(records) else None
+        rest = rest[count:]
     for end in range(start + 1, len(records) + 1):
-        if end == len(records) or (records[end] is not before and records[end] != before):
+        if end == len(records) or records[end] != records[start]:
             yield start, end
             start = end
-            before = records[start] if start < len(records) else None
 
 
 def _pieces(numbers: range) -> Sequence[range]:
@@ -192,9 +226,3 @@ def _pieces(numbers: range) -> Sequence[range]:
         parts.append(range(start, stop, step))
         start = stop
     return parts
-
-
-def _places(part: range) -> slice:
-    """Where the records of a part in one chunk are, in ascending order."""
-    first = min(part[0], part[-1]) & (_CHUNK - 1)
-    return slice(first, first + len(part))

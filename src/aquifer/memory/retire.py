@@ -165,9 +165,8 @@ class RetireQueue:
             return
         with self._changed:
             places = self._retired.setdefault(range_, Records())
-            if self._is_leaving(range_, indices) or any(
-                batch is not None for batch, _ in places.stretches(indices)
-            ):
+            is_retired = places.values_of(indices).count(None) < len(indices)
+            if is_retired or self._is_leaving(range_, indices):
                 raise InvariantError("a page of a range was given up twice")
             indices = indices[::-1]
             start = 0
@@ -246,7 +245,7 @@ class RetireQueue:
             self._await_leaving(range_, indices)
             taken: list[Sequence[int]] = []
             others: list[Sequence[int]] = []
-            for batch, part in self._places(range_).stretches(indices):
+            for batch, part in list(self._places(range_).stretches(indices)):
                 if batch is None:
                     continue
                 wanted = pages[part[0] - index : part[-1] + 1 - index]
@@ -254,15 +253,18 @@ class RetireQueue:
                 if not batch.is_parked:
                     others.append(part)
                 elif _are_equal(found, wanted):
+                    self._ledger.unretire(wanted)
+                    self._forget(range_, part)
                     taken.append(part)
                 else:
                     is_same = [page == other for page, other in zip(found, wanted, strict=True)]
-                    taken.append(list(compress(part, is_same)))
+                    same = list(compress(part, is_same))
+                    self._ledger.unretire(list(compress(wanted, is_same)))
+                    self._forget(range_, same)
+                    taken.append(same)
                     others.append([i for i, same in zip(part, is_same, strict=True) if not same])
-            for places in filter(None, taken):
-                self._ledger.unretire(range_.pages_at(places))
-                self._forget(range_, places)
-            self._vacate(range_, join(others))
+            if others:
+                self._vacate(range_, join(others))
             return shift(join(taken), -index)
 
     def indices_of(self, range_: VirtualRange, page: Page) -> list[int]:
