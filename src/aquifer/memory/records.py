@@ -38,6 +38,11 @@ class Records(Generic[R]):
     def __contains__(self, number: int) -> bool:
         return self.get(number) is not None
 
+    @property
+    def num_chunks(self) -> int:
+        """Lists that exist."""
+        return len(self._chunks)
+
     def get(self, number: int) -> R | None:
         """The record of a number; None if it has none."""
         chunk = self._chunks.get(number & -_CHUNK)

@@ -48,7 +48,7 @@ from aquifer.memory.ledger import Ledger
 from aquifer.memory.pages import Page, PageTable
 from aquifer.memory.range import VirtualRange
 from aquifer.memory.records import Records
-from aquifer.memory.runs import join, shift
+from aquifer.memory.runs import are_equal, join, shift
 
 _Place = tuple[VirtualRange, int]  # a range, and an index in it
 
@@ -252,7 +252,7 @@ class RetireQueue:
                 found = range_.pages_at(part)
                 if not batch.is_parked:
                     others.append(part)
-                elif _are_equal(found, wanted):
+                elif are_equal(found, wanted):
                     self._ledger.unretire(wanted)
                     self._forget(range_, part)
                     taken.append(part)
@@ -449,8 +449,3 @@ def _without(
     """The batches but for one; None if there is no other."""
     assert batches is not None
     return tuple(batch for batch in batches if batch is not gone) or None
-
-
-def _are_equal(left: Sequence[Page], right: Sequence[Page]) -> bool:
-    """Whether both are the same pages in the same order, as lists or ranges."""
-    return left == right if type(left) is type(right) else list(left) == list(right)
