@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -49,7 +50,7 @@ def test_against_a_dictionary(seed):
             assert [n for _, run in stretches for n in run] == list(numbers)
             for record, run in stretches:
                 assert all((expected.get(number) or None) == record for number in run)
-            assert all(one[0] != two[0] for one, two in zip(stretches, stretches[1:], strict=False))
+            assert all(one[0] != two[0] for one, two in pairwise(stretches))
         else:
             assert records.values_of(numbers) == [expected.get(n) or None for n in numbers]
         expected = {number: record for number, record in expected.items() if record}

@@ -94,10 +94,7 @@ class RetireQueue:
 
     Places are unmapped in that order, and those of one call from its last to its first, so that the
     beginning of a stretch stays longest. Places of a page that is still in use join the queue when
-    that use ends.
-
-    Places of one call are kept as stretches, and so are their pages: what is done with 512 places
-    in a row takes little more than with one.
+    that use ends. Places in a row are handled as one stretch, as far as the same is true of them.
 
     `collect` may be called from another thread than the other methods.
 
