@@ -71,7 +71,7 @@ def test_an_error_leaves_what_comes_after_it(make):
             raise ValueError(number)
         return "c"
 
-    done = []
+    done: list[object] = []
     with pytest.raises(ValueError, match="20"):
         done += records.change(make(range(10, 30)), change)
     assert records.values_of(range(30)) == ["a"] * 10 + ["c"] * 10 + ["b"] * 10

@@ -223,7 +223,8 @@ class PagedCache(KeepsAll):
     def unretain(self, blocks: Sequence[int]) -> None:
         """Count one hold less for each block, and free those without holds and users."""
         if isinstance(blocks, range):
-            dropped, counts = as_array(blocks[:: blocks.step]), np.int64(1)  # in ascending order
+            dropped = as_array(blocks[:: blocks.step])  # in ascending order
+            counts = np.ones(1, np.int64)
         else:
             dropped, counts = np.unique(as_array(blocks), return_counts=True)
         if (self._holds[dropped] < counts).any():

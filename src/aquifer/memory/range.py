@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from operator import add
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from aquifer.errors import InvariantError
 from aquifer.memory.pages import Page, PageTable
 from aquifer.memory.records import Records
-from aquifer.memory.runs import runs
+from aquifer.memory.runs import runs, shift
 
 if TYPE_CHECKING:
     import torch  # the web process does without it
@@ -96,15 +96,13 @@ class VirtualRange:
         Raises:
             InvariantError: nothing is mapped at one of them.
         """
-        offsets = self._offsets.values_of(indices)
-        if not offsets:
-            return []
-        first = offsets[0]
-        if None in offsets:
-            raise InvariantError(f"page {indices[offsets.index(None)]} of a range is not mapped")
-        if isinstance(indices, range) and offsets.count(first) == len(offsets):
-            return range(indices.start + first, indices.stop + first, indices.step)
-        return list(map(add, indices, offsets))
+        found = self._offsets.values_of(indices)
+        if None in found:
+            raise InvariantError(f"page {indices[found.index(None)]} of a range is not mapped")
+        offsets = cast(list[int], found)
+        if isinstance(indices, range) and offsets and offsets.count(offsets[0]) == len(offsets):
+            return cast(Sequence[Page], shift(indices, offsets[0]))
+        return cast(list[Page], list(map(add, indices, offsets)))
 
     def unmap(self, indices: Sequence[int]) -> Sequence[Page]:
         """Unmap the pages at these indices, in ascending order; returns them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 N = TypeVar("N", bound=int)
@@ -97,7 +98,7 @@ class Records(Generic[R]):
     ) -> Iterable[tuple[R | None, R | None, Sequence[N]]]:
         """Replace the records of numbers, stretch by stretch: to be iterated to its end.
 
-        A number may be named twice; the second time it has the new record.
+        Nothing else may change the records until then. A number may be named twice; the second time it has the new record.
 
         Args:
             numbers: the numbers.
@@ -107,13 +108,14 @@ class Records(Generic[R]):
 
         Yields: (old record, new record, numbers) of each stretch; neighbours may be equal.
         """
-        if not isinstance(numbers, range) or len(numbers) <= _FEW:
+        run: Any = numbers
+        if not isinstance(run, range) or len(run) <= _FEW:
             return self._change_each(numbers, change)
-        first = numbers[0] if numbers.step == 1 else numbers[-1]
+        first = run[0] if run.step == 1 else run[-1]
         place, count = first & (_CHUNK - 1), len(numbers)
         end = place + count
         if end > _CHUNK:
-            return self._change_pieces(numbers, change)
+            return chain.from_iterable(self.change(part, change) for part in _pieces(run))
         chunk = self._chunk(first - place)
         records = chunk[place:end]
         before = records[0]
@@ -124,13 +126,6 @@ class Records(Generic[R]):
         if before is None or after is None:
             self._num_records += count * ((before is None) - (after is None))
         return ((before, after, numbers),)
-
-    def _change_pieces(
-        self, numbers: Any, change: Callable[[N, R | None], R | None]
-    ) -> Iterator[tuple[R | None, R | None, Sequence[N]]]:
-        """`change`, for a range that lies in several chunks."""
-        for part in _pieces(numbers):
-            yield from self.change(part, change)
 
     def _change_stretches(
         self,

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain, pairwise
+from typing import TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
+
+N = TypeVar("N", bound=int)
 
 _MANY = 64
 """Numbers from which on an array operation is faster than a loop."""
@@ -44,7 +47,7 @@ def num_equal(
     return int(differs[0]) if len(differs) else count
 
 
-def join(parts: Sequence[Sequence[int]]) -> Sequence[int]:
+def join(parts: Sequence[Sequence[N]]) -> Sequence[N]:
     """All parts in turn; a range where they are ranges that continue each other.
 
     Pre-condition: all parts that are ranges have the same step.
@@ -58,7 +61,7 @@ def join(parts: Sequence[Sequence[int]]) -> Sequence[int]:
         stop = part.stop
     if stop is None or not isinstance(first := parts[0], range):
         return []
-    return range(first.start, stop, first.step)
+    return cast(Sequence[N], range(first.start, stop, first.step))
 
 
 def shift(numbers: Sequence[int], offset: int) -> Sequence[int]:
@@ -68,12 +71,12 @@ def shift(numbers: Sequence[int], offset: int) -> Sequence[int]:
     return [number + offset for number in numbers]
 
 
-def as_run(numbers: Sequence[int]) -> Sequence[int]:
+def as_run(numbers: Sequence[N]) -> Sequence[N]:
     """The same numbers, as a range if each is the one before plus 1."""
     if len(numbers) > 1 and numbers[-1] - numbers[0] == len(numbers) - 1:
         run = range(numbers[0], numbers[-1] + 1)
         if numbers == list(run):
-            return run
+            return cast(Sequence[N], run)
     return numbers
 
 

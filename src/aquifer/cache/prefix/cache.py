@@ -147,7 +147,7 @@ class PrefixCache:
         """
         node, num_guarded = self._trie.kept_part(match)
         while node is not None and not node.num_guards:  # all above a guarded one are guarded
-            node, num_guarded = node.parent, node.begin
+            num_guarded, node = node.begin, node.parent
         num_blocks = match.end - num_guarded if self._has_blocks else 0
         num_pages = self._footprint.blocks_pages(num_blocks)
         if match.checkpoint is not None and not match.checkpoint.num_guards:

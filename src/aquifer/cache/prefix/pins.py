@@ -90,7 +90,7 @@ class Pins:
         """Blocks that a pin of this prefix would add to `num_promised`, if it is not pinned."""
         node, end = self._trie.descend(token_ids, extra, None, 0)
         while node is not None and not node.num_pins:
-            node, end = node.parent, node.begin
+            end, node = node.begin, node.parent
         num_pinned = end  # all above a pinned node is pinned
         return self._trie.num_whole(len(token_ids)) - num_pinned
 

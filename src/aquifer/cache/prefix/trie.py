@@ -184,7 +184,7 @@ class Trie:
             # Parents stay longer than their children. What was split off is above.
             if node.is_kept and end > node.begin:
                 return node, min(end, node.end)
-            node, end = node.parent, min(end, node.begin)
+            end, node = min(end, node.begin), node.parent
         return None, 0
 
     def checkpoint(self, node: Node) -> Node | None:
@@ -351,7 +351,7 @@ class Trie:
         while node is not None:
             if node.blocks:
                 parts.append(node.blocks[: end - node.begin])
-            node, end = node.parent, node.begin
+            end, node = node.begin, node.parent
         return join(parts[::-1])
 
     def _require_same(self, known: Match, token_ids: TokenIds, extra: Hashable) -> None:
