@@ -115,7 +115,8 @@ class Records(Generic[R]):
         place, count = first & (_CHUNK - 1), len(numbers)
         end = place + count
         if end > _CHUNK:
-            return chain.from_iterable(self.change(part, change) for part in _pieces(run))
+            parts: Any = _pieces(run)
+            return chain.from_iterable(self.change(part, change) for part in parts)
         chunk = self._chunk(first - place)
         records = chunk[place:end]
         before = records[0]
