@@ -29,8 +29,12 @@ def test_against_a_dictionary(seed):
     expected: dict[int, int] = {}
     for _ in range(300):
         numbers = numbers_of(random)
-        act = random.randrange(4)
-        if act == 0:
+        act = random.randrange(5)
+        if act == 4 and isinstance(numbers, range):
+            new = [random.choice([None, 1, 2]) for _ in numbers]
+            records.assign(numbers, new)
+            expected |= {number: record or 0 for number, record in zip(numbers, new, strict=True)}
+        elif act == 0:
             record = random.choice([None, 1, 2])
             records.fill(numbers, record)
             for number in numbers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from operator import add
+from operator import add, sub
 from typing import TYPE_CHECKING, cast
 
 from aquifer.errors import InvariantError
@@ -71,11 +71,13 @@ class VirtualRange:
         if index < 0 or index + len(pages) > self.num_pages:
             raise InvariantError(f"pages [{index}, {index + len(pages)}) leave the range")
         indices = range(index, index + len(pages))
-        if any(offset is not None for offset, _ in self._offsets.stretches(indices)):
+        if self._offsets.values_of(indices).count(None) < len(pages):
             raise InvariantError(f"a page of [{index}, {index + len(pages)}) is mapped already")
         self._table.map(self.address + index * self.page_bytes, pages)
-        for start, end in runs(pages):
-            self._offsets.fill(indices[start:end], pages[start] - indices[start])
+        if isinstance(pages, range):
+            self._offsets.fill(indices, pages.start - index if pages else None)
+        else:
+            self._offsets.assign(indices, list(map(sub, pages, indices)))
 
     def page(self, index: int) -> Page:
         """The page at an index.

@@ -58,7 +58,7 @@ class Records(Generic[R]):
 
     def values_of(self, numbers: Sequence[int]) -> list[R | None]:
         """The record of each number, or None."""
-        if not isinstance(numbers, range) or len(numbers) <= _FEW:
+        if not isinstance(numbers, range) or not numbers:
             return list(map(self.get, numbers))
         found: list[R | None] = []
         for part in _pieces(numbers):
@@ -77,9 +77,8 @@ class Records(Generic[R]):
 
     def fill(self, numbers: Sequence[int], record: R | None) -> None:
         """Give all numbers this record, or none if it is None."""
-        if isinstance(numbers, range) and len(numbers) > _FEW:
-            for _ in self.change(numbers, lambda _number, _record: record):
-                pass
+        if isinstance(numbers, range):
+            self.assign(numbers, [record] * len(numbers))
             return
         chunk: list[R | None] = []
         first = num_before = 0
@@ -93,12 +92,27 @@ class Records(Generic[R]):
             chunk[place] = record
         self._num_records += (record is not None) * len(numbers) - num_before
 
+    def assign(self, numbers: range, records: list[R | None]) -> None:
+        """Give each number, of a range of step 1 or -1, its own record, or none."""
+        done = 0
+        for part in _pieces(numbers) if records else ():
+            count = len(part)
+            new = records if count == len(records) else records[done : done + count]
+            done += count
+            place = part[0] & (_CHUNK - 1)
+            if part.step == -1:
+                place, new = place - count + 1, new[::-1]
+            chunk = self._chunk(part[0] & -_CHUNK)
+            self._num_records += chunk[place : place + count].count(None) - new.count(None)
+            chunk[place : place + count] = new
+
     def change(
         self, numbers: Sequence[N], change: Callable[[N, R | None], R | None]
     ) -> Iterable[tuple[R | None, R | None, Sequence[N]]]:
         """Replace the records of numbers, stretch by stretch: to be iterated to its end.
 
-        Nothing else may change the records until then. A number may be named twice; the second time it has the new record.
+        Nothing else may change the records until then. A number may be named twice; the second time
+        it has the new record.
 
         Args:
             numbers: the numbers.
