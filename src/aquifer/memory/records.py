@@ -81,11 +81,11 @@ class Records(Generic[R]):
             self.assign(numbers, [record] * len(numbers))
             return
         chunk: list[R | None] = []
-        first = num_before = 0
+        first = size = num_before = 0
         for number in numbers:
             place = number - first
-            if not 0 <= place < len(chunk):
-                first = number & -_CHUNK
+            if not 0 <= place < size:
+                first, size = number & -_CHUNK, _CHUNK
                 chunk = self._chunk(first)
                 place = number - first
             num_before += chunk[place] is not None
@@ -169,11 +169,11 @@ class Records(Generic[R]):
         before: Any = _NONE_YET
         after: R | None = None
         chunk: list[R | None] = []
-        first = start = end = 0
+        first = size = start = end = 0
         for number in numbers:
             place = number - first
-            if not 0 <= place < len(chunk):
-                first = number & -_CHUNK
+            if not 0 <= place < size:
+                first, size = number & -_CHUNK, _CHUNK
                 chunk = self._chunk(first)
                 place = number - first
             record = chunk[place]
