@@ -226,7 +226,8 @@ class Ledger:
     def hand_out(self, pages: Sequence[Page], owner: Owner, page_bytes: int) -> None:
         """Enter pages without a record as in use, with one reference each."""
         with self.lock:
-            self._records.fill(as_run(pages), _Record(page_bytes, owner))
+            numbers = as_run(pages) if len(pages) > 1 else pages
+            self._records.fill(numbers, _Record(page_bytes, owner))
             self._in_use_bytes[owner] += len(pages) * page_bytes
 
     def share(self, pages: Sequence[Page]) -> None:

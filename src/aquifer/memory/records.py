@@ -77,10 +77,16 @@ class Records(Generic[R]):
 
     def fill(self, numbers: Sequence[int], record: R | None) -> None:
         """Give all numbers this record, or none if it is None."""
+        if len(numbers) == 1:
+            number = numbers[0]
+            chunk = self._chunk(number & -_CHUNK)
+            place = number & (_CHUNK - 1)
+            self._num_records += (record is not None) - (chunk[place] is not None)
+            chunk[place] = record
+            return
         if isinstance(numbers, range):
             self.assign(numbers, [record] * len(numbers))
             return
-        chunk: list[R | None] = []
         first = size = num_before = 0
         for number in numbers:
             place = number - first
@@ -122,6 +128,15 @@ class Records(Generic[R]):
 
         Yields: (old record, new record, numbers) of each stretch; neighbours may be equal.
         """
+        if len(numbers) == 1:  # nothing but a shorter way, for growing sequences
+            number = numbers[0]
+            chunk = self._chunk(number & -_CHUNK)
+            place = number & (_CHUNK - 1)
+            before = chunk[place]
+            chunk[place] = after = change(number, before)
+            if before is None or after is None:
+                self._num_records += (before is None) - (after is None)
+            return ((before, after, numbers),)
         run: Any = numbers
         if not isinstance(run, range) or len(run) <= _FEW:
             return self._change_each(numbers, change)
