@@ -78,11 +78,7 @@ class Records(Generic[R]):
     def fill(self, numbers: Sequence[int], record: R | None) -> None:
         """Give all numbers this record, or none if it is None."""
         if len(numbers) == 1:
-            number = numbers[0]
-            chunk = self._chunk(number & -_CHUNK)
-            place = number & (_CHUNK - 1)
-            self._num_records += (record is not None) - (chunk[place] is not None)
-            chunk[place] = record
+            self.put(numbers[0], record)
             return
         if isinstance(numbers, range):
             self.assign(numbers, [record] * len(numbers))
@@ -97,6 +93,14 @@ class Records(Generic[R]):
             num_before += chunk[place] is not None
             chunk[place] = record
         self._num_records += (record is not None) * len(numbers) - num_before
+
+    def put(self, number: int, record: R | None) -> None:
+        """Give one number this record, or none if it is None."""
+        first = number & -_CHUNK
+        chunk = self._chunks.get(first) or self._chunk(first)
+        place = number - first
+        self._num_records += (record is not None) - (chunk[place] is not None)
+        chunk[place] = record
 
     def assign(self, numbers: range, records: list[R | None]) -> None:
         """Give each number, of a range of step 1 or -1, its own record, or none."""
