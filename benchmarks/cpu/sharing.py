@@ -5,6 +5,7 @@
 The layout is that of Llama 3 8B: 128 KiB a token, so 512 pages of 2 MiB. The driver is that of the
 simulator, with fences that have always passed: calls to a device, such as mapping, cost nothing.
 Pages are in one run, or scattered: then no two neighbours in the sequence are neighbours in number.
+A run is passed on as a range of numbers, as a cache does.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from aquifer.cache.base import GroupCache, KVLayout, LayerKV
 from aquifer.cache.prefix import PrefixCache
 from aquifer.memory.driver.base import Fence
 from aquifer.memory.pool import Kind, Owner, PagePool
+from aquifer.memory.runs import as_run
 from aquifer.sim.driver import PAGE_BYTES, ModelledDriver
 
 NUM_TOKENS = 8192
@@ -97,8 +99,9 @@ def measure_pool(watch: Stopwatch, num_rounds: int, *, is_scattered: bool) -> No
     for count, suffix in ((_NUM_PAGES, ""), (1, ", one page")):
         for _ in range(num_rounds):
             with watch.of(f"pool: acquire{suffix}"):
-                pages = pool.acquire(OWNER, count)
-            assert pages is not None
+                acquired = pool.acquire(OWNER, count)
+            assert acquired is not None
+            pages = as_run(acquired)
             with watch.of(f"pool: share{suffix}"):
                 pool.share(pages)
             with watch.of(f"pool: transfer{suffix}"):

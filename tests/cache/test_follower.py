@@ -168,7 +168,7 @@ def test_random_lives(name, layout, seed):
         elif act == "end" and lengths:
             slot = random.choice(list(lengths))
             if random.random() < 0.7:
-                blocks = cache.blocks(slot, lengths[slot])
+                blocks = list(cache.blocks(slot, lengths[slot]))
                 cache.upload()
                 cache.retain(blocks)
                 retained.append((blocks, lengths[slot]))

@@ -667,6 +667,33 @@ def test_a_match_that_was_evicted_cannot_be_locked():
         prefixes.lock(match)
 
 
+def test_a_prefix_loses_its_end_first():
+    """What is left matches. A match of what has gone is not complete again with other blocks."""
+    cache = FakeCache(4, 1)
+    prefixes = PrefixCache(cache, restore_s)
+    tokens = ids(range(41))
+    compute(prefixes, cache, range(40), 0.0)
+    whole = prefixes.match(tokens)
+    inner = prefixes.match(tokens[:25])
+    assert prefixes.evict(3 * 4, 1.0) == 3 * 4
+    assert cache.drops == whole.blocks[:6:-1]
+    left = prefixes.match(tokens, None, whole)
+    assert (left.num_tokens, left.blocks) == (28, whole.blocks[:7])
+    prefixes.unlock(prefixes.lock(inner))  # its end is inside of what was computed together
+    assert prefixes.evict(1, 1.0) == 4
+    assert prefixes.match(tokens, None, left).blocks == whole.blocks[:6]
+    compute(prefixes, cache, range(40), 2.0)
+    again = prefixes.match(tokens, None, whole)
+    assert (again.num_tokens, again.blocks[:6]) == (40, whole.blocks[:6])
+    assert set(again.blocks[6:]).isdisjoint(whole.blocks)
+    for gone in (whole, left):
+        with pytest.raises(InvariantError, match="evicted since"):
+            prefixes.lock(gone)
+    prefixes.unlock(prefixes.lock(inner))
+    prefixes.close()
+    assert not +cache.holds
+
+
 def test_a_match_is_resumed_where_it_ended():
     cache = FakeCache(4, 1)
     prefixes = PrefixCache(cache, restore_s)

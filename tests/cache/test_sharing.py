@@ -102,7 +102,7 @@ class Harness:
 
     def blocks(self, slot: int) -> list[int]:
         """All blocks of the slot, including those for tokens to come."""
-        return self.cache.slot_blocks(slot)
+        return list(self.cache.slot_blocks(slot))
 
     def num_whole_blocks(self, slot: int) -> int:
         """Number of blocks that the slot will not write to any more."""
@@ -175,7 +175,7 @@ class Harness:
     def end(self, slot: int) -> Retained:
         """End a sequence and hold its blocks, the last one included."""
         marks = self.marks[slot]
-        retained = Retained(self.cache.blocks(slot, len(marks)), marks)
+        retained = Retained(list(self.cache.blocks(slot, len(marks))), marks)
         self.cache.retain(retained.blocks)
         self.release(slot)
         return retained
@@ -342,7 +342,7 @@ class SharingMachine(RuleBasedStateMachine):
         num_blocks = -(
             -num_tokens * harness.layout.token_bytes // harness.cache.footprint.block_bytes
         )
-        assert harness.cache.blocks(slot, num_tokens) == blocks[:num_blocks]
+        assert list(harness.cache.blocks(slot, num_tokens)) == blocks[:num_blocks]
         self.retained.append(Retained(blocks, harness.marks[slot][:num_tokens]))
 
     @precondition(lambda self: self.harness.marks and not self.harness.num_pending)
@@ -850,7 +850,7 @@ def test_misuse(name):
     harness.close()
     harness = Harness(name, LAYOUTS["aligned"], 60)
     harness.begin(0, 20)
-    blocks = harness.cache.blocks(0, 20)
+    blocks = list(harness.cache.blocks(0, 20))
     for slot, some in ((0, blocks), (1, blocks[:-1]), (1, blocks * 2)):
         with pytest.raises(InvariantError, match="in a slot of"):
             harness.cache.adopt(slot, some, 20)

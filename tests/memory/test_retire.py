@@ -121,8 +121,8 @@ def test_taken_back_where_it_is(driver, pool, range_):
     before = range_.pages_at(range(4))
     _launch(driver, range_, 0, 4)
     pool.retired.retire(range_, range(4))
-    assert pool.retired.reuse(range_, range(3)) == [0, 1, 2]
-    assert pool.retired.reuse(range_, range(4, 6)) == []
+    assert list(pool.retired.reuse(range_, range(3))) == [0, 1, 2]
+    assert not pool.retired.reuse(range_, range(4, 6))
     driver.finish()
     while pool.retired.collect():
         pass
@@ -137,7 +137,7 @@ def test_what_is_left_of_a_stretch_is_its_beginning(driver, pool, range_):
     pool.retired.retire(range_, range(6))
     assert pool.retired.reclaim(4 * PAGE)
     assert sorted(range_.pages) == [0, 1]
-    assert pool.retired.reuse(range_, range(6)) == [0, 1]
+    assert list(pool.retired.reuse(range_, range(6))) == [0, 1]
 
 
 def test_a_shared_page_is_not_written_by_two(driver, pool, range_):
@@ -149,7 +149,7 @@ def test_a_shared_page_is_not_written_by_two(driver, pool, range_):
     _launch(driver, range_, 0, 3)
     pool.retired.retire(range_, range(3))
     assert (pool.usage().retired_bytes, pool.usage().in_use_bytes) == (2 * PAGE, {A: PAGE})
-    assert pool.retired.reuse(range_, range(3)) == [0, 2]
+    assert list(pool.retired.reuse(range_, range(3))) == [0, 2]
     assert driver.num_waits == 1
     assert sorted(range_.pages) == [0, 2, 9]
     assert pool.num_references(shared[0]) == 1
@@ -210,7 +210,7 @@ def test_a_place_of_a_page_in_use_is_left_alone(driver, pool, range_):
     pages = pool.acquire(B, 7)
     assert pages is not None
     assert sorted(range_.pages) == [1]
-    pool.release(pages + kept[1:])
+    pool.release([*pages, *kept[1:]])
 
 
 def test_room_is_made_to_the_end_where_a_page_is_at_several_places(driver, pool, range_):
@@ -239,13 +239,13 @@ def test_a_page_is_taken_back_where_it_is_though_others_have_it(driver, pool, ra
     pool.retired.retire(range_, range(4))
     # The last is not in use, so it cannot be reused by name.
     assert [pool.retired.indices_of(range_, page) for page in pages] == [[0], [1], [2], []]
-    assert pool.retired.reuse_pages(range_, 0, held[:1]) == [0]
+    assert list(pool.retired.reuse_pages(range_, 0, held[:1])) == [0]
     assert driver.num_waits == 0
     assert pool.num_references(held[0]) == 2
-    assert pool.retired.reuse_pages(range_, 1, [held[2], held[2]]) == [1]
+    assert list(pool.retired.reuse_pages(range_, 1, [held[2], held[2]])) == [1]
     assert driver.num_waits == 1
     assert sorted(range_.pages) == [0, 2, 3]
-    assert pool.retired.reuse_pages(range_, 8, held) == []
+    assert list(pool.retired.reuse_pages(range_, 8, held)) == []
     pool.check()
     pool.release(held)
     assert pool.usage().in_use_bytes == {A: 2 * PAGE}
@@ -270,7 +270,7 @@ def test_a_place_on_its_way_out_is_waited_for(driver, pool, range_, monkeypatch)
     stocker.start()
     started.wait()
     page = range_.pages_at(range(5, 6))
-    assert pool.retired.reuse_pages(range_, 0, page) == []
+    assert list(pool.retired.reuse_pages(range_, 0, page)) == []
     pool.share(page)
     range_.map(0, page)
     stocker.join()
@@ -356,7 +356,7 @@ def test_random_accounts(seed):
             page = random.choice([retired[index], *held.values()])
             if page in held.values() or page in kept:
                 is_there = retired.pop(index) == page
-                assert pool.retired.reuse_pages(range_, index, [page]) == [0] * is_there
+                assert list(pool.retired.reuse_pages(range_, index, [page])) == [0] * is_there
                 if is_there:
                     held[index] = page
         elif act == "keep" and (held or kept):
@@ -455,7 +455,9 @@ def test_the_stocker_leaves_retired_pages_alone_until_the_pool_gets_short(driver
     _until(lambda: pool.ready_bytes >= 2 * PAGE)
     assert 0 < range_.num_mapped_pages < 24
     pool.check()
-    assert pool.retired.reuse(range_, range(8)) == list(range(8))  # what is left is the beginning
+    assert list(pool.retired.reuse(range_, range(8))) == list(
+        range(8)
+    )  # what is left is the beginning
     stocker.close()
     pool.release(pages)
     pool.retired.retire(range_, range(8))

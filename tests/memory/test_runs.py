@@ -7,7 +7,17 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from aquifer.memory.runs import num_equal, runs
+from aquifer.memory.runs import (
+    are_equal,
+    as_array,
+    as_numbers,
+    as_run,
+    is_run,
+    join,
+    num_equal,
+    runs,
+    shift,
+)
 
 
 @pytest.mark.parametrize(
@@ -42,3 +52,34 @@ def test_runs_of_many_numbers_are_those_of_few(step):
 def test_num_equal(make, left, right, expected):
     assert num_equal(make(left), make(right)) == expected
     assert num_equal(make(right), make(left)) == expected
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ([], []),
+        ([range(3, 5)], range(3, 5)),
+        ([range(3, 5), range(5, 9)], range(3, 9)),
+        ([range(9, 4, -1), range(4, -1, -1)], range(9, -1, -1)),
+        ([range(3, 5), range(6, 9)], [3, 4, 6, 7, 8]),
+        ([range(3, 5), [5, 6]], [3, 4, 5, 6]),
+        ([[1], [7, 8]], [1, 7, 8]),
+    ],
+)
+def test_join(parts, expected):
+    assert join(parts) == expected
+
+
+def test_a_run_is_a_range():
+    for numbers in ([], [4], [4, 6], [4, 6, 5, 7], [7, 6, 5], [4, 4, 6]):
+        assert as_run(numbers) == numbers
+        assert is_run(np.array(numbers, np.int64)) == (numbers == [4])
+        assert list(as_numbers(np.array(numbers, np.int64))) == numbers
+    for numbers in ([4, 5], [4, 5, 6, 7]):
+        run = range(4, 4 + len(numbers))
+        assert as_run(numbers) == as_numbers(np.array(numbers)) == run
+        assert as_array(run).tolist() == as_array(numbers).tolist() == numbers
+        assert shift(run, 3) == range(7, 7 + len(run))
+        assert shift(numbers, 3) == list(shift(run, 3))
+        assert are_equal(run, numbers)
+        assert not are_equal(run, numbers[::-1])

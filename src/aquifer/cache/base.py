@@ -84,7 +84,7 @@ class Blocks(Protocol):
         The contents of these blocks depend on these tokens, and on nothing else.
         """
 
-    def blocks(self, slot: int, num_tokens: int) -> list[int]:
+    def blocks(self, slot: int, num_tokens: int) -> Sequence[int]:
         """The blocks that the first `num_tokens` tokens of a sequence lie in, in order.
 
         Pre-condition: room was reserved for these tokens.
@@ -130,7 +130,7 @@ class Kept:
     """
 
     first: int
-    blocks: list[int]
+    blocks: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ class SequenceCache(Blocks, Protocol):
         sequence has begun.
         """
 
-    def slot_blocks(self, slot: int) -> list[int]:
+    def slot_blocks(self, slot: int) -> Sequence[int]:
         """All blocks of a slot that it still has, in order, including those for tokens to come."""
 
     def expect(self, slot: int, num_prompt: int, num_total: int) -> None:

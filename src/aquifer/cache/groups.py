@@ -89,11 +89,11 @@ class GroupedCache:
         """Number of tokens that have any byte in the first blocks of the first part."""
         return self._first.tokens_touching(num_blocks)
 
-    def blocks(self, slot: int, num_tokens: int) -> list[int]:
+    def blocks(self, slot: int, num_tokens: int) -> Sequence[int]:
         """The blocks of a slot's first tokens in the first part, but for those given back."""
         return self._first.blocks(slot, num_tokens)
 
-    def slot_blocks(self, slot: int) -> list[int]:
+    def slot_blocks(self, slot: int) -> Sequence[int]:
         """All blocks of a slot in the first part."""
         return self._first.slot_blocks(slot)
 

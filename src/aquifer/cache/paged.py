@@ -12,7 +12,6 @@ retained prefixes if blocks on it are only held, and is given up when all of the
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
@@ -22,10 +21,11 @@ import torch
 
 from aquifer.cache.base import CacheStats, IntArray, KeepsAll, KVLayout
 from aquifer.cache.footprint import Footprint
+from aquifer.cache.free_blocks import FreeBlocks
 from aquifer.cache.tensors import KVShape, KVTensors
 from aquifer.errors import InvariantError
 from aquifer.memory.pool import Kind, Owner, PagePool
-from aquifer.memory.runs import runs
+from aquifer.memory.runs import as_array, as_numbers, is_run, runs
 
 _UNMAPPED, _KV, _PREFIX = range(3)  # state of the page at a place: unmapped, or its owner's kind
 
@@ -74,14 +74,16 @@ class PagedCache(KeepsAll):
         self.tensors = KVTensors(pool, owner, shape)
         self._residency = self.tensors.residency
         self._table = self.tensors.table
-        self._freed_blocks: list[int] = []  # a heap: the lowest comes first
-        self._next_block = shape.first_row  # this one and all later ones have never been taken
+        self._free = FreeBlocks(shape.first_row, shape.num_rows)
         # Sequences that have a block, and pending copies that read it.
         self._users = np.zeros(shape.num_rows, np.int32)
         self._holds = np.zeros(shape.num_rows, np.int32)
         num_pages = self.tensors.range.num_pages
         # From the first page of a block to any other that it may touch.
         self._page_steps = np.arange((self._block_bytes - 2) // pool.page_bytes + 2)
+        # Whether a block is whole pages, or a page whole blocks.
+        sizes = sorted((self._block_bytes, pool.page_bytes))
+        self._is_aligned = sizes[1] % sizes[0] == 0
         self._page_users = np.zeros(num_pages, np.int32)  # blocks on each page that are used
         self._page_holds = np.zeros(num_pages, np.int32)  # blocks that are held, and not used
         self._page_owner = np.zeros(num_pages, np.int8)  # _UNMAPPED
@@ -162,18 +164,16 @@ class PagedCache(KeepsAll):
         """The same as `tokens_in`, since no token lies in two blocks."""
         return self.tokens_in(num_blocks)
 
-    def blocks(self, slot: int, num_tokens: int) -> list[int]:
+    def blocks(self, slot: int, num_tokens: int) -> Sequence[int]:
         """The beginning of the slot's table, but for blocks that were given up."""
         end = -(-num_tokens // self._block_size)
         if end > self._num_blocks[slot]:
             raise InvariantError(f"slot {slot} has no room for {num_tokens} tokens")
-        blocks: list[int] = self._table[slot, self._first_block[slot] : end].tolist()
-        return blocks
+        return as_numbers(self._table[slot, self._first_block[slot] : end])
 
-    def slot_blocks(self, slot: int) -> list[int]:
+    def slot_blocks(self, slot: int) -> Sequence[int]:
         """All blocks of a slot, including those for tokens to come."""
-        blocks: list[int] = self._slot_table(slot).tolist()
-        return blocks
+        return as_numbers(self._slot_table(slot))
 
     def adopt(self, slot: int, blocks: Sequence[int], num_tokens: int, first: int = 0) -> bool:
         """Enter whole blocks in the slot's table too; one that is partly filled is copied."""
@@ -183,7 +183,7 @@ class PagedCache(KeepsAll):
                 f"{len(blocks)} blocks for {num_tokens} tokens in a slot of "
                 f"{self._num_blocks[slot]}"
             )
-        used = np.array(blocks, np.int64)
+        used = as_array(blocks)
         entries = used.copy()
         self._require_contents(used)
         with ExitStack() as undo:
@@ -216,21 +216,25 @@ class PagedCache(KeepsAll):
 
     def retain(self, blocks: Sequence[int]) -> None:
         """Count one more hold of each block."""
-        held = np.array(blocks, np.int64)
+        held = as_array(blocks)
         self._require_contents(held)
-        np.add.at(self._holds, held, 1)
+        _add(self._holds, held, 1)
 
     def unretain(self, blocks: Sequence[int]) -> None:
         """Count one hold less for each block, and free those without holds and users."""
-        dropped, counts = np.unique(np.array(blocks, np.int64), return_counts=True)
+        if isinstance(blocks, range):
+            dropped = as_array(blocks[:: blocks.step])  # in ascending order
+            counts = np.ones(1, np.int64)
+        else:
+            dropped, counts = np.unique(as_array(blocks), return_counts=True)
         if (self._holds[dropped] < counts).any():
             raise InvariantError(f"blocks {blocks} are dropped, but not all of them are held")
         self._holds[dropped] -= counts
         self._num_drops += 1
         freed = dropped[(self._holds[dropped] == 0) & (self._users[dropped] == 0)]
         pages = self._pages_of(freed)
-        np.subtract.at(self._page_holds, pages, 1)
-        self._put_back(freed)
+        _add(self._page_holds, pages, -1)
+        self._free.put(freed)
         self._settle(pages)
 
     def preferred_slot(self, blocks: Sequence[int], free_slots: Sequence[int]) -> None:
@@ -308,33 +312,22 @@ class PagedCache(KeepsAll):
         """One attempt of `_claim`."""
         if not self.tensors.open():
             return None
-        blocks = self._take_blocks(count)
+        blocks = self._free.take(count)
         with ExitStack() as undo:
             # Users come first: to make room for an acquisition, held blocks may be dropped, and the
             # pages that these blocks need must stay.
             self._users[blocks] = 1
             pages = self._occupy(blocks)
             undo.callback(self._end_use, blocks)
-            new = sorted(set(pages[self._page_owner[pages] == _UNMAPPED].tolist()))
-            stretches = [range(new[start], new[end - 1] + 1) for start, end in runs(new)]
+            new = _unique(pages[self._page_owner[pages] == _UNMAPPED])
+            numbers = as_numbers(new)
+            stretches = [range(numbers[i], numbers[end - 1] + 1) for i, end in runs(numbers)]
             if not self._residency.populate(stretches):
                 return None
             undo.pop_all()
         self._page_owner[new] = _KV
         self._num_used_pages += len(new)
         return blocks
-
-    def _take_blocks(self, count: int) -> IntArray:
-        """The lowest free blocks, in ascending order."""
-        num_freed = min(count, len(self._freed_blocks))
-        blocks = [heapq.heappop(self._freed_blocks) for _ in range(num_freed)]
-        first = self._next_block
-        self._next_block += count - num_freed
-        return np.array([*blocks, *range(first, self._next_block)], np.int64)
-
-    def _put_back(self, blocks: IntArray) -> None:
-        for block in blocks.tolist():
-            heapq.heappush(self._freed_blocks, block)
 
     def _require_contents(self, blocks: IntArray) -> None:
         if ((self._users[blocks] == 0) & (self._holds[blocks] == 0)).any():
@@ -344,7 +337,7 @@ class PagedCache(KeepsAll):
         """Count one more user of each block; all of them are used or held."""
         unused = blocks[self._users[blocks] == 0]  # so they are held
         self._users[blocks] += 1
-        np.subtract.at(self._page_holds, self._pages_of(unused), 1)
+        _add(self._page_holds, self._pages_of(unused), -1)
         self._occupy(unused)
 
     def _occupy(self, blocks: IntArray) -> IntArray:
@@ -354,21 +347,21 @@ class PagedCache(KeepsAll):
         """
         self._num_used_blocks += len(blocks)
         pages = self._pages_of(blocks)
-        np.add.at(self._page_users, pages, 1)
+        _add(self._page_users, pages, 1)
         if (self._page_owner[pages] == _PREFIX).any():
             self._settle(pages)
         return pages
 
     def _end_use(self, blocks: IntArray) -> None:
         """Count one user less for each block, which may occur twice; free blocks without users."""
-        np.subtract.at(self._users, blocks, 1)
-        unused = np.unique(blocks[self._users[blocks] == 0])
+        _add(self._users, blocks, -1)
+        unused = _unique(blocks[self._users[blocks] == 0])
         is_held = self._holds[unused] > 0
         self._num_used_blocks -= len(unused)
         pages = self._pages_of(unused)
-        np.subtract.at(self._page_users, pages, 1)
-        np.add.at(self._page_holds, self._pages_of(unused[is_held]), 1)
-        self._put_back(unused[~is_held])
+        _add(self._page_users, pages, -1)
+        _add(self._page_holds, self._pages_of(unused[is_held]), 1)
+        self._free.put(unused[~is_held])
         self._settle(pages)
 
     def _settle(self, pages: IntArray) -> None:
@@ -377,13 +370,13 @@ class PagedCache(KeepsAll):
         moves &= self._page_owner[pages] != _UNMAPPED
         if not moves.any():
             return
-        pages = np.unique(pages[moves])
+        pages = _unique(pages[moves])
         before, after = self._page_owner[pages], self._wanted_owner(pages)
         # Pages are given up as KV, so they need no zeroing for the next sequence.
         self._transfer(pages[before == _PREFIX], self._owner)
         self._transfer(pages[after == _PREFIX], self._prefix_owner)
         self._account(pages, after)
-        self._residency.give_up(pages[after == _UNMAPPED].tolist())
+        self._residency.give_up(as_numbers(pages[after == _UNMAPPED]))
 
     def _wanted_owner(self, pages: IntArray) -> npt.NDArray[np.int8]:
         """The owner that each page should have, given the blocks on it."""
@@ -398,7 +391,7 @@ class PagedCache(KeepsAll):
         self._num_used_pages += int(np.count_nonzero(self._page_owner[pages] == _KV))
 
     def _transfer(self, pages: IntArray, owner: Owner) -> None:
-        self._residency.transfer(self.tensors.range.pages_at(pages.tolist()), owner)
+        self._residency.transfer(self.tensors.range.pages_at(as_numbers(pages)), owner)
 
     def _make_copies(self) -> None:
         """Launch the pending copies, and end their use of the blocks that they read."""
@@ -411,6 +404,12 @@ class PagedCache(KeepsAll):
 
     def _pages_of(self, blocks: IntArray) -> IntArray:
         """Indices of the pages that each block touches, one block after the other."""
+        if self._is_aligned:
+            num_pages = max(self._block_bytes // self._page_bytes, 1)
+            pages = blocks * self._block_bytes // self._page_bytes
+            if num_pages > 1:
+                pages = (pages[:, None] + self._page_steps[:num_pages]).ravel()
+            return pages
         begin = blocks * self._block_bytes
         last = (begin + self._block_bytes - 1) // self._page_bytes
         pages = (begin // self._page_bytes)[:, None] + self._page_steps
@@ -431,3 +430,16 @@ class PagedCache(KeepsAll):
             offset_bytes = table[start] * self._block_bytes + (begin - origin) * token_bytes
             place = slice((begin - tokens.start) * token_bytes, (stop - tokens.start) * token_bytes)
             yield offset_bytes, place
+
+
+def _add(counts: npt.NDArray[np.int32], places: IntArray, change: int) -> None:
+    """Add to the counts at these places, as often as each occurs."""
+    if is_run(places):
+        counts[places[0] : places[-1] + 1] += change
+    else:
+        np.add.at(counts, places, change)
+
+
+def _unique(numbers: IntArray) -> IntArray:
+    """The numbers in ascending order, each once."""
+    return numbers if is_run(numbers) else np.unique(numbers)

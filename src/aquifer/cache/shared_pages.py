@@ -10,6 +10,7 @@ from aquifer.memory.pages import Page
 from aquifer.memory.pool import Kind, Owner
 from aquifer.memory.records import Records
 from aquifer.memory.residency import Residency
+from aquifer.memory.runs import join
 
 
 class _Shared(NamedTuple):
@@ -58,18 +59,18 @@ class SharedPages:
     @property
     def num_held(self) -> int:
         """Number of pages that are held."""
-        return sum(page.num_holds > 0 for page in self._shared.values())
+        return sum(page.num_holds > 0 for _, page in self._shared.items())
 
     def hold(self, pages: Sequence[Page]) -> None:
         """Keep a reference of each page, one also if it is held several times."""
         self._residency.share(pages)
-        again: list[Page] = []
+        again: list[Sequence[Page]] = []
         for before, _, run in self._shared.change(
             pages, lambda _, shared: (shared or _PRIVATE).changed(num_holds=1)
         ):
             if before is not None and before.num_holds:
-                again += run
-        self._residency.release(again)
+                again.append(run)
+        self._residency.release(join(again))
 
     def drop(self, pages: Sequence[Page]) -> None:
         """The opposite of `hold`: release the reference of a page at its last drop.
@@ -83,38 +84,38 @@ class SharedPages:
                 raise InvariantError(f"page {page} is dropped, but not held")
             return shared.changed(num_holds=-1)
 
-        done: list[Page] = []
-        unused: list[Page] = []
+        done: list[Sequence[Page]] = []
+        unused: list[Sequence[Page]] = []
         for before, _, run in self._shared.change(pages, dropped):
             if before is not None and before.num_holds == 1:
-                done += run
+                done.append(run)
                 if not before.num_users:
-                    unused += run
+                    unused.append(run)
         # As pages of KV they need no zeroing for the next sequence.
-        self._residency.transfer(unused, self._owner)
-        self._residency.release(done)
+        self._residency.transfer(join(unused), self._owner)
+        self._residency.release(join(done))
 
     def begin_use(self, pages: Sequence[Page]) -> None:
         """Count one more user of each page, and add a reference for it."""
         self._residency.share(pages)
-        retained: list[Page] = []
+        retained: list[Sequence[Page]] = []
         for before, _, run in self._shared.change(
             pages, lambda _, shared: (shared or _PRIVATE).changed(num_users=1)
         ):
             if before is not None and not before.num_users:
-                retained += run
+                retained.append(run)
             else:
                 self.num_saved += len(run)
-        self._residency.transfer(retained, self._owner)
+        self._residency.transfer(join(retained), self._owner)
 
     def end_use(self, pages: Sequence[Page]) -> None:
         """Count one user less for each page; the caller releases its reference afterwards."""
-        retained: list[Page] = []
+        retained: list[Sequence[Page]] = []
         for before, _, run in self._shared.change(
             pages, lambda _, shared: None if shared is None else shared.changed(num_users=-1)
         ):
             if before is not None and before.num_users > 1:
                 self.num_saved -= len(run)
             elif before is not None:
-                retained += run
-        self._residency.transfer(retained, self._prefix_owner)
+                retained.append(run)
+        self._residency.transfer(join(retained), self._prefix_owner)

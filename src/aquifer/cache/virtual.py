@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from typing import cast
 
 import numpy as np
 import torch
@@ -174,11 +175,11 @@ class VirtualCache(KeepsAll):
         """Number of tokens that begin on these pages, at most those of the longest sequence."""
         return self._tokens_before(num_blocks)
 
-    def blocks(self, slot: int, num_tokens: int) -> list[int]:
+    def blocks(self, slot: int, num_tokens: int) -> Sequence[int]:
         """The pages under a slot's first tokens, but for those that were given up."""
         return self._pages_of(slot, self.footprint.pages(num_tokens))
 
-    def slot_blocks(self, slot: int) -> list[int]:
+    def slot_blocks(self, slot: int) -> Sequence[int]:
         """All pages of a slot, including those for tokens to come."""
         return self._pages_of(slot, int(self._num_pages[slot]))
 
@@ -196,11 +197,11 @@ class VirtualCache(KeepsAll):
 
     def retain(self, blocks: Sequence[int]) -> None:
         """Keep a reference of each page."""
-        self._shared.hold([Page(block) for block in blocks])
+        self._shared.hold(cast(Sequence[Page], blocks))
 
     def unretain(self, blocks: Sequence[int]) -> None:
         """Release the reference of a page at its last drop."""
-        self._shared.drop([Page(block) for block in blocks])
+        self._shared.drop(cast(Sequence[Page], blocks))
 
     def preferred_slot(self, blocks: Sequence[int], free_slots: Sequence[int]) -> int | None:
         """A slot where the first of these pages, and if possible the last, are still mapped.
@@ -275,10 +276,10 @@ class VirtualCache(KeepsAll):
             self.release(int(slot))
         self.tensors.close()
 
-    def _pages_of(self, slot: int, end: int) -> list[int]:
+    def _pages_of(self, slot: int, end: int) -> Sequence[int]:
         first = slot * self._slot_pages
         begin = int(self._first_page[slot])
-        return list(self.tensors.range.pages_at(range(first + begin, first + end)))
+        return self.tensors.range.pages_at(range(first + begin, first + end))
 
     def _tokens_before(self, page: int) -> int:
         """Number of tokens that begin before a page of a slot."""
@@ -340,7 +341,7 @@ class VirtualCache(KeepsAll):
     ) -> bool:
         """`adopt`; for `fork`, the pages are mapped from the place `parent_place` on."""
         num_shared, num_bytes = divmod(self.footprint.kv_bytes(num_tokens), self._page_bytes)
-        pages = [Page(block) for block in blocks]
+        pages = cast(Sequence[Page], blocks)
         if self._num_pages[slot] or begin + len(blocks) != num_shared + (num_bytes > 0):
             raise InvariantError(
                 f"{len(blocks)} pages for {num_tokens} tokens in a slot of {self._num_pages[slot]}"

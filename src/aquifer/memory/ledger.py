@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from aquifer.errors import InvariantError
@@ -29,6 +29,7 @@ from aquifer.memory.idle import IdlePages
 from aquifer.memory.owners import PROCESS, UNTOUCHED, Owner, PoolUsage
 from aquifer.memory.pages import Page
 from aquifer.memory.records import Records
+from aquifer.memory.runs import as_run, join
 
 
 class _Record(NamedTuple):
@@ -59,7 +60,7 @@ class Ledger:
 
     Methods that change the books take `lock`, which is reentrant; a caller holds it around several
     calls that have to be one step. Of those that read, `idle_bytes`, `created_bytes`,
-    `excess_bytes`, `num_references`, `are_single` and `num_records` do not take it: a caller holds
+    `excess_bytes`, `num_references`, `single_runs` and `num_records` do not take it: a caller holds
     it where the answer has to be of the same moment as another one.
 
     Args:
@@ -141,9 +142,14 @@ class Ledger:
         record = self._records.get(page)
         return record.num_references if record else 0
 
-    def are_single(self, pages: Sequence[Page]) -> list[bool]:
-        """Whether each page, in use or retired, has one reference alone, retired ones included."""
-        return [record.num_references == 1 for record in map(self._records.__getitem__, pages)]
+    def single_runs(self, pages: Sequence[Page]) -> Iterator[tuple[bool, Sequence[Page]]]:
+        """Whether pages, in use or retired, have one reference alone, retired ones included.
+
+        Yields: (whether it is so, pages) of stretches that cover all pages, in order.
+        """
+        for record, run in self._records.stretches(pages):
+            assert record is not None
+            yield record.num_references == 1, run
 
     # --- idle pages --------------------------------------------------------------------------
 
@@ -220,9 +226,8 @@ class Ledger:
     def hand_out(self, pages: Sequence[Page], owner: Owner, page_bytes: int) -> None:
         """Enter pages without a record as in use, with one reference each."""
         with self.lock:
-            record = _Record(page_bytes, owner)
-            for page in pages:
-                self._records[page] = record
+            numbers = as_run(pages) if len(pages) > 1 else pages
+            self._records.fill(numbers, _Record(page_bytes, owner))
             self._in_use_bytes[owner] += len(pages) * page_bytes
 
     def share(self, pages: Sequence[Page]) -> None:
@@ -239,46 +244,42 @@ class Ledger:
 
         self._change(pages, transferred)
 
-    def retire(self, pages: Sequence[Page]) -> set[Page]:
+    def retire(self, pages: Sequence[Page]) -> list[tuple[bool, Sequence[Page]]]:
         """Note that one reference of each page was given up, and will be released later.
 
-        Returns: the pages that are still in use.
+        Returns: (whether they are still in use, pages) of stretches that cover all pages, in order.
+            What is said of a page that is named twice is true before the next of these.
         """
-        in_use: set[Page] = set()
-        for record, run in self._change(pages, lambda record: record.changed(num_retired=1)):
-            if record.is_retired:
-                in_use.difference_update(run)  # a page that is named twice
-            else:
-                in_use.update(run)
-        return in_use
+        changed = self._change(pages, lambda record: record.changed(num_retired=1))
+        return [(not record.is_retired, run) for record, run in changed]
 
     def unretire(self, pages: Sequence[Page]) -> None:
         """The opposite of `retire`: one retired reference of each page is an ordinary one again."""
         self._change(pages, lambda record: record.changed(num_retired=-1), must_be_in_use=False)
 
-    def release(self, pages: Sequence[Page]) -> list[Page]:
+    def release(self, pages: Sequence[Page]) -> list[Sequence[Page]]:
         """Drop one reference of each page; pages without references become idle.
 
-        Returns: the pages that have only retired references left.
+        Returns: the pages that have only retired references left, in stretches.
         """
 
         def released(page: Page, record: _Record | None) -> _Record | None:
             record = _in_use(page, record)
             return None if record.num_references == 1 else record.changed(num_references=-1)
 
-        idle: dict[_Record, list[Page]] = {}
-        retired: list[Page] = []
+        idle: dict[_Record, list[Sequence[Page]]] = {}
+        retired: list[Sequence[Page]] = []
         with self.lock:
             for before, after, run in self._records.change(pages, released):
                 assert before is not None
                 if after is None:
                     self._in_use_bytes[before.owner] -= len(run) * before.page_bytes
-                    idle.setdefault(before, []).extend(run)
+                    idle.setdefault(before, []).append(run)
                 elif after.is_retired:
                     self._rebook(before, after, len(run))
-                    retired += run
+                    retired.append(run)
             for record, group in idle.items():
-                self.put_idle(group, record.owner, record.page_bytes)
+                self.put_idle(join(group), record.owner, record.page_bytes)
         return retired
 
     def check(self) -> None:
@@ -313,7 +314,7 @@ class Ledger:
                     f"M1: {idle_bytes} bytes idle and {retired_bytes} retired, the ledger says "
                     f"{self._idle_bytes} and {self._retired_bytes}"
                 )
-            if len(set(idle)) != len(idle) or set(idle) & self._records.keys():
+            if len(set(idle)) != len(idle) or any(page in self._records for page in idle):
                 raise InvariantError("M3: a page is in two places")
             if self.excess_bytes > 0 and self._idle_bytes:
                 raise InvariantError(

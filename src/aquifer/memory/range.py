@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from types import MappingProxyType
-from typing import TYPE_CHECKING
+from operator import add, sub
+from typing import TYPE_CHECKING, cast
 
 from aquifer.errors import InvariantError
 from aquifer.memory.pages import Page, PageTable
-from aquifer.memory.runs import runs
+from aquifer.memory.records import Records
+from aquifer.memory.runs import runs, shift
 
 if TYPE_CHECKING:
     import torch  # the web process does without it
@@ -43,22 +44,23 @@ class VirtualRange:
         self._driver = pages.driver
         self._is_own = address is None
         self.address = self._driver.reserve(self.num_bytes) if address is None else address
-        self._mapped: dict[int, Page] = {}
+        # The number of the page at each index, less the index: equal where both ascend together.
+        self._offsets: Records[int] = Records()
 
     @property
     def pages(self) -> Mapping[int, Page]:
-        """The pages that are mapped now, by their index in the range."""
-        return MappingProxyType(self._mapped)
+        """The pages that are mapped now, by their index in the range; time in their proportion."""
+        return {index: Page(index + offset) for index, offset in self._offsets.items()}
 
     @property
     def num_mapped_pages(self) -> int:
         """Pages mapped now."""
-        return len(self._mapped)
+        return len(self._offsets)
 
     @property
     def mapped_bytes(self) -> int:
         """Bytes mapped now."""
-        return len(self._mapped) * self.page_bytes
+        return len(self._offsets) * self.page_bytes
 
     def map(self, index: int, pages: Sequence[Page]) -> None:
         """Map pages at [index, index + len(pages)), all or none.
@@ -68,21 +70,18 @@ class VirtualRange:
         """
         if index < 0 or index + len(pages) > self.num_pages:
             raise InvariantError(f"pages [{index}, {index + len(pages)}) leave the range")
+        if len(pages) == 1 and index not in self._offsets:  # a shorter way, for growing sequences
+            self._table.map(self.address + index * self.page_bytes, pages)
+            self._offsets.put(index, pages[0] - index)
+            return
         indices = range(index, index + len(pages))
-        if not self._mapped.keys().isdisjoint(indices):
+        if self._offsets.values_of(indices).count(None) < len(pages):
             raise InvariantError(f"a page of [{index}, {index + len(pages)}) is mapped already")
         self._table.map(self.address + index * self.page_bytes, pages)
-        for place, page in zip(indices, pages, strict=True):
-            self._mapped[place] = page
-
-    def addresses(self, indices: Iterable[int]) -> list[int]:
-        """The addresses of the pages at these indices."""
-        first, page_bytes = self.address, self.page_bytes
-        return [first + index * page_bytes for index in indices]
-
-    def index_at(self, address: int) -> int:
-        """The index of the page at an address."""
-        return (address - self.address) // self.page_bytes
+        if isinstance(pages, range):
+            self._offsets.fill(indices, pages.start - index if pages else None)
+        else:
+            self._offsets.assign(indices, list(map(sub, pages, indices)))
 
     def page(self, index: int) -> Page:
         """The page at an index.
@@ -90,33 +89,37 @@ class VirtualRange:
         Raises:
             InvariantError: nothing is mapped there.
         """
-        page = self._mapped.get(index)
-        if page is None:
+        offset = self._offsets.get(index)
+        if offset is None:
             raise InvariantError(f"page {index} of a range is not mapped")
-        return page
+        return Page(index + offset)
 
-    def pages_at(self, indices: Iterable[int]) -> list[Page]:
+    def pages_at(self, indices: Sequence[int]) -> Sequence[Page]:
         """The pages at these indices; mapping them elsewhere too aliases these places.
+
+        It is a `range` if the indices are one, and the pages' numbers ascend with them.
 
         Raises:
             InvariantError: nothing is mapped at one of them.
         """
-        try:
-            return list(map(self._mapped.__getitem__, indices))
-        except KeyError as error:
-            raise InvariantError(f"page {error} of a range is not mapped") from None
+        found = self._offsets.values_of(indices)
+        if None in found:
+            raise InvariantError(f"page {indices[found.index(None)]} of a range is not mapped")
+        offsets = cast(list[int], found)
+        if isinstance(indices, range) and offsets and offsets.count(offsets[0]) == len(offsets):
+            return cast(Sequence[Page], shift(indices, offsets[0]))
+        return cast(list[Page], list(map(add, indices, offsets)))
 
-    def unmap(self, indices: Sequence[int]) -> list[Page]:
+    def unmap(self, indices: Sequence[int]) -> Sequence[Page]:
         """Unmap the pages at these indices, in ascending order; returns them.
 
         The caller still holds its references to them. Neighbours are unmapped by one call.
         """
         pages = self.pages_at(indices)
-        for start, end in _stretches(indices):
+        for start, end in runs(indices):
             address = self.address + indices[start] * self.page_bytes
             self._driver.unmap(address, self.page_bytes, end - start)
-            for index in indices[start:end]:
-                del self._mapped[index]
+            self._offsets.fill(indices[start:end], None)
         return pages
 
     def tensor(
@@ -143,8 +146,8 @@ class VirtualRange:
 
     def close(self) -> None:
         """Give back the range's own addresses. Pre-condition: nothing is mapped."""
-        if self._mapped:
-            raise InvariantError(f"{len(self._mapped)} pages are still mapped in this range")
+        if self._offsets:
+            raise InvariantError(f"{len(self._offsets)} pages are still mapped in this range")
         if self._is_own:
             self._driver.free(self.address, self.num_bytes)
 
@@ -156,10 +159,3 @@ class VirtualRange:
         # A tensor made in inference mode could not be written to outside of it.
         with torch.inference_mode(mode=False):
             return self._driver.view(self.address, self.num_bytes)
-
-
-def _stretches(indices: Sequence[int]) -> list[tuple[int, int]]:
-    """Positions [start, end) of stretches of neighbours; mostly there is one."""
-    if indices and indices[-1] - indices[0] == len(indices) - 1:
-        return [(0, len(indices))]
-    return runs(indices)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from aquifer.memory.pages import Page
 from aquifer.memory.pool import Owner, PagePool
 from aquifer.memory.range import VirtualRange
-from aquifer.memory.runs import runs
+from aquifer.memory.runs import as_run, join, runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +96,9 @@ class Residency:
         """
         retired = self._pool.retired
         missing = stretches
-        taken: list[int] = []
+        taken: Sequence[int] = ()
         if retired.num_places:
-            taken = retired.reuse(self.range, [i for each in stretches for i in each])
+            taken = retired.reuse(self.range, join(stretches))
             missing = _without(stretches, taken)
         is_done = False
         try:  # nearly every step comes here, and an ExitStack would take a fifth of the time
@@ -133,7 +133,9 @@ class Residency:
                 self._map(missing, [pages[i - index] for each in missing for i in each])
             undo.pop_all()
         # A place that is reused has its own reference, which was retired with it.
-        self._pool.release([pages[i] for i in taken])
+        if taken:
+            is_all = len(taken) == len(pages)
+            self._pool.release(pages if is_all else [pages[i] for i in taken])
         if self.record is not None and pages:
             self.record(Aliased(index, tuple(pages)))
 
@@ -153,19 +155,24 @@ class Residency:
         Raises:
             InvariantError: one of the pages is not in use.
         """
+        if not pages:
+            return
         self._pool.share(pages)
-        if self.record is not None and pages:
+        if self.record is not None:
             self.record(Shared(tuple(pages)))
 
     def release(self, pages: Sequence[Page]) -> None:
         """Release the references that `share` added."""
+        if not pages:
+            return
         self._pool.release(pages)
-        if self.record is not None and pages:
+        if self.record is not None:
             self.record(Released(tuple(pages)))
 
     def transfer(self, pages: Sequence[Page], owner: Owner) -> None:
         """Account pages to another owner of the same model."""
-        self._pool.transfer(pages, owner)
+        if pages:
+            self._pool.transfer(pages, owner)
 
     def _map_new(self, stretches: Sequence[range], may_reclaim: bool) -> bool:
         """Acquire pages and map them at these stretches, all or none; False if the pool is short.
@@ -182,7 +189,7 @@ class Residency:
         if pages is None:
             return False
         try:
-            self._map(stretches, pages)
+            self._map(stretches, as_run(pages))
         except BaseException:
             self._pool.release(pages)
             raise
@@ -209,10 +216,12 @@ class Residency:
             raise
 
 
-def _without(stretches: Iterable[range], taken: Sequence[int]) -> list[range]:
+def _without(stretches: Sequence[range], taken: Sequence[int]) -> list[range]:
     """The stretches without some of their numbers."""
     if not taken:
         return list(stretches)
+    if len(taken) == sum(map(len, stretches)):
+        return []
     gone = set(taken)
     left: list[range] = []
     for stretch in stretches:

@@ -37,24 +37,51 @@ costs a few microseconds for each sequence that ends, and does not depend on the
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, compress
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import compress
 
 from aquifer.errors import InvariantError
 from aquifer.memory.driver.base import Fence
 from aquifer.memory.ledger import Ledger
 from aquifer.memory.pages import Page, PageTable
 from aquifer.memory.range import VirtualRange
+from aquifer.memory.records import Records
+from aquifer.memory.runs import are_equal, join, shift
 
-_Place = int  # an address: no two ranges have pages at the same one
+_Place = tuple[VirtualRange, int]  # a range, and an index in it
 
 
-class _Retired(NamedTuple):
-    """What is known of a retired place."""
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """Places of one range that were retired together, and are all parked or all waiting.
+
+    A place belongs to the batch that its record names: it may have left this one.
+    """
 
     range: VirtualRange
-    fence: Fence  # of the moment when it was given up
+    fence: Fence  # of the moment when they were given up
+    indices: Sequence[int]  # in the order in which they are unmapped
+    pages: Sequence[Page] | None  # if they are parked: those in use; none is there twice
+    num_left: int = 0  # places that still belong to it
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether the pages are in use elsewhere."""
+        return self.pages is not None
+
+    def indices_of(self, pages: Sequence[Page]) -> Sequence[int]:
+        """The indices of some of its pages."""
+        assert self.pages is not None
+        if isinstance(self.indices, range) and isinstance(self.pages, range):
+            return shift(pages, self.indices[0] - self.pages[0])
+        if pages == self.pages:
+            return self.indices
+        if len(pages) == 1:
+            return [self.indices[self.pages.index(pages[0])]]
+        found = dict(zip(self.pages, self.indices, strict=True))
+        return [found[page] for page in pages]
 
 
 _COLLECT_PAGES = 16
@@ -67,7 +94,7 @@ class RetireQueue:
 
     Places are unmapped in that order, and those of one call from its last to its first, so that the
     beginning of a stretch stays longest. Places of a page that is still in use join the queue when
-    that use ends.
+    that use ends. Places in a row are handled as one stretch, as far as the same is true of them.
 
     `collect` may be called from another thread than the other methods.
 
@@ -86,17 +113,18 @@ class RetireQueue:
         self._pages = pages
         self._driver = pages.driver
         self._changed = threading.Condition(ledger.lock)
-        # All places that are retired and not leaving. Those of one call share the value.
-        self._retired: dict[_Place, _Retired] = {}
-        self._waiting: dict[_Place, None] = {}  # their part with pages out of use, oldest first
-        self._parked: dict[Page, dict[_Place, None]] = {}  # the other places, by their page
+        # All places that are retired and not leaving, by their range and index.
+        self._retired: dict[VirtualRange, Records[_Batch]] = {}
+        self._waiting: dict[_Batch, None] = {}  # those with pages out of use, oldest first
+        self._num_waiting = 0  # their places
+        self._parked: Records[tuple[_Batch, ...]] = Records()  # the other places, by their page
         self._unwanted: dict[_Place, None] = {}  # those of `vacate_soon`, oldest first
-        self._leaving: dict[_Place, _Retired] = {}  # being unmapped by `collect` right now
+        self._leaving: dict[_Place, None] = {}  # being unmapped by `collect` right now
 
     def __len__(self) -> int:
         """Places that were given up and still have their page, which is not in use elsewhere."""
         with self._changed:
-            return len(self._waiting) + len(self._leaving)
+            return self._num_waiting + len(self._leaving)
 
     @property
     def defers(self) -> bool:
@@ -107,7 +135,7 @@ class RetireQueue:
     def num_places(self) -> int:
         """Places that were given up and still have their page."""
         with self._changed:  # else a place could be missed between the two
-            return len(self._retired) + len(self._leaving)
+            return sum(map(len, self._retired.values())) + len(self._leaving)
 
     @property
     def has_unwanted(self) -> bool:
@@ -117,8 +145,8 @@ class RetireQueue:
     def indices(self, range_: VirtualRange) -> set[int]:
         """Indices of the places in a range that were given up and still have their page."""
         with self._changed:
-            found = chain(self._retired.items(), self._leaving.items())
-            return {range_.index_at(place) for place, each in found if each.range is range_}
+            found = {index for index, _ in self._places(range_).items()}
+            return found | {index for each, index in self._leaving if each is range_}
 
     def retire(self, range_: VirtualRange, indices: Sequence[int]) -> None:
         """Give up the pages at these indices, with the reference that the caller holds to each.
@@ -133,21 +161,21 @@ class RetireQueue:
             self.release(range_.unmap(indices))
             return
         with self._changed:
-            places = range_.addresses(reversed(indices))
-            if not (
-                self._retired.keys().isdisjoint(places) and self._leaving.keys().isdisjoint(places)
-            ):
+            places = self._retired.setdefault(range_, Records())
+            is_retired = places.values_of(indices).count(None) < len(indices)
+            if is_retired or self._is_leaving(range_, indices):
                 raise InvariantError("a page of a range was given up twice")
-            pages = range_.pages_at(reversed(indices))
-            in_use = self._ledger.retire(pages)
-            self._retired.update(dict.fromkeys(places, _Retired(range_, fence)))
-            for place, page in zip(places, pages, strict=True):
-                if page in in_use:
-                    self._parked.setdefault(page, {})[place] = None
-                else:
-                    self._waiting[place] = None
-            for page in self._parked.keys() & set(pages) - in_use:
-                self._unpark(page)
+            indices = indices[::-1]
+            start = 0
+            ended: list[Sequence[Page]] = []
+            for is_in_use, pages in self._ledger.retire(range_.pages_at(indices)):
+                part = indices[start : start + len(pages)]
+                start += len(part)
+                self._add(_Batch(range_, fence, part, pages if is_in_use else None), places)
+                if not is_in_use:
+                    ended.append(pages)
+            for pages in ended:
+                self._unpark(pages)
         if self.on_retire is not None:
             self.on_retire()
 
@@ -157,14 +185,14 @@ class RetireQueue:
         The places of a page that has only retired references left may be collected from now on.
         """
         with self._changed:
-            ended = [page for page in self._ledger.release(pages) if page in self._parked]
-            for page in ended:
-                self._unpark(page)
+            has_ended = False
+            for ended in self._ledger.release(pages):
+                has_ended |= self._unpark(ended)
             self._pages.release(self._ledger.take_surplus())
-        if ended and self.on_retire is not None:
+        if has_ended and self.on_retire is not None:
             self.on_retire()
 
-    def reuse(self, range_: VirtualRange, indices: Sequence[int]) -> list[int]:
+    def reuse(self, range_: VirtualRange, indices: Sequence[int]) -> Sequence[int]:
         """Use places again: to be called before pages are mapped at these indices.
 
         Returns: the indices where the page is still mapped; it is the caller's again, with its
@@ -172,21 +200,30 @@ class RetireQueue:
             page is shared, since writing to that one would change the bytes of its other users.
         """
         with self._changed:
-            if not (self._retired or self._leaving):
-                return []
-            places = self._places(range_, indices)
-            unused = list(compress(indices, map(self._waiting.__contains__, places)))
-            found = range_.pages_at(unused)
-            are_single = self._ledger.are_single(found)
-            taken = list(compress(unused, are_single))
-            pages = list(compress(found, are_single))
-            self._ledger.unretire(pages)
-            self._forget(range_.addresses(taken), pages)
-            if len(taken) < len(places):
-                self._vacate(places)
-            return taken
+            self._await_leaving(range_, indices)
+            taken: list[Sequence[int]] = []
+            others: list[Sequence[int]] = []
+            for batch, part in self._places(range_).stretches(indices):
+                if batch is None:
+                    continue
+                if batch.is_parked:
+                    others.append(part)
+                    continue
+                start = 0
+                for is_single, pages in self._ledger.single_runs(range_.pages_at(part)):
+                    places = part[start : start + len(pages)]
+                    start += len(places)
+                    if is_single:
+                        self._ledger.unretire(pages)
+                        self._forget(range_, places)
+                        taken.append(places)
+                    else:
+                        others.append(places)
+            if others:
+                self._vacate(range_, join(others))
+            return join(taken)
 
-    def reuse_pages(self, range_: VirtualRange, index: int, pages: Sequence[Page]) -> list[int]:
+    def reuse_pages(self, range_: VirtualRange, index: int, pages: Sequence[Page]) -> Sequence[int]:
         """Use places again to read what these pages hold, one page a place from `index` on.
 
         To be called before the pages are mapped there. They may have other users too, so the
@@ -201,25 +238,37 @@ class RetireQueue:
             that was retired there is the caller's. At all other places nothing is mapped.
         """
         with self._changed:
-            if not (self._retired or self._leaving):
-                return []
-            places = self._places(range_, range(index, index + len(pages)))
-            taken = [
-                i
-                for i, (place, page) in enumerate(zip(places, pages, strict=True))
-                if place in self._parked.get(page, ())
-            ]
-            taken_pages = [pages[i] for i in taken]
-            self._ledger.unretire(taken_pages)
-            self._forget([places[i] for i in taken], taken_pages)
-            self._vacate(places)
-            return taken
+            indices = range(index, index + len(pages))
+            self._await_leaving(range_, indices)
+            taken: list[Sequence[int]] = []
+            others: list[Sequence[int]] = []
+            for batch, part in list(self._places(range_).stretches(indices)):
+                if batch is None:
+                    continue
+                wanted = pages[part[0] - index : part[-1] + 1 - index]
+                found = range_.pages_at(part)
+                if not batch.is_parked:
+                    others.append(part)
+                elif are_equal(found, wanted):
+                    self._ledger.unretire(wanted)
+                    self._forget(range_, part)
+                    taken.append(part)
+                else:
+                    is_same = [page == other for page, other in zip(found, wanted, strict=True)]
+                    same = list(compress(part, is_same))
+                    self._ledger.unretire(list(compress(wanted, is_same)))
+                    self._forget(range_, same)
+                    taken.append(same)
+                    others.append([i for i, same in zip(part, is_same, strict=True) if not same])
+            if others:
+                self._vacate(range_, join(others))
+            return shift(join(taken), -index)
 
     def indices_of(self, range_: VirtualRange, page: Page) -> list[int]:
         """Indices of the places where `reuse_pages` would find the page, which is in use."""
         with self._changed:
-            places = self._parked.get(page, ())
-            return [range_.index_at(each) for each in places if self._retired[each].range is range_]
+            batches = self._parked.get(page) or ()
+            return [each.indices_of([page])[0] for each in batches if each.range is range_]
 
     def vacate_soon(self, range_: VirtualRange, indices: Iterable[int]) -> None:
         """Have `collect` unmap these places before all others, also where pages are in use.
@@ -227,8 +276,8 @@ class RetireQueue:
         Those that have no retired page are left alone, as are those that are used again before.
         """
         with self._changed:
-            places = range_.addresses(indices)
-            self._unwanted.update(dict.fromkeys(each for each in places if each in self._retired))
+            places = self._places(range_)
+            self._unwanted.update(((range_, i), None) for i in indices if i in places)
         if self.on_retire is not None:
             self.on_retire()
 
@@ -241,21 +290,23 @@ class RetireQueue:
         Returns: whether there may be more of them.
         """
         with self._changed:
-            batch = self._passed(self._unwanted, _COLLECT_PAGES)
-            if not batch and frees_memory:
-                batch = self._passed(self._waiting, _COLLECT_PAGES)
-            leaving = {place: self._retired[place] for place in batch}
-            self._forget(batch, _pages_at(leaving))
-            self._leaving.update(leaving)
-        if not batch:
+            leaving = self._passed(iter(self._unwanted), _COLLECT_PAGES)
+            if not leaving and frees_memory:
+                leaving = self._passed(self._all_waiting(), _COLLECT_PAGES)
+            for range_, indices in leaving.items():
+                self._forget(range_, indices)
+                self._leaving.update(((range_, index), None) for index in indices)
+        if not leaving:
             return False
         pages: list[Page] = []
         try:
-            pages = _unmap(leaving)
+            for range_, indices in leaving.items():
+                pages += range_.unmap(sorted(indices))
         finally:
             with self._changed:
-                for place in leaving:
-                    del self._leaving[place]
+                for range_, indices in leaving.items():
+                    for index in indices:
+                        del self._leaving[range_, index]
                 self._release_retired(pages)
                 self._changed.notify_all()
         return True
@@ -275,9 +326,10 @@ class RetireQueue:
             if not self._waiting:
                 return False
             oldest = next(iter(self._waiting))
-            range_, fence = self._retired[oldest]
-            fence.wait()
-            self._give_back(self._passed(self._waiting, -(-num_bytes // range_.page_bytes)))
+            oldest.fence.wait()
+            num_pages = -(-num_bytes // oldest.range.page_bytes)
+            for range_, indices in self._passed(self._all_waiting(), num_pages).items():
+                self._give_back(range_, indices)
             return True
 
     def settle(self, range_: VirtualRange | None = None) -> None:
@@ -285,65 +337,101 @@ class RetireQueue:
 
         It waits for the fences of these places only; places in other ranges stay as they are.
         """
-
-        def is_of_range(retired: _Retired) -> bool:
-            return range_ is None or retired.range is range_
-
         with self._changed:
-            while any(map(is_of_range, self._leaving.values())):
+            while any(range_ in (None, each) for each, _ in self._leaving):
                 self._changed.wait()
-            self._vacate([place for place, each in self._retired.items() if is_of_range(each)])
+            for each in list(self._retired) if range_ is None else [range_]:
+                self._vacate(each, [index for index, _ in self._places(each).items()])
+                self._retired.pop(each, None)
 
-    def _places(self, range_: VirtualRange, indices: Iterable[int]) -> list[_Place]:
-        """These places, after `collect` has finished with those that it is unmapping."""
-        places = range_.addresses(indices)
-        while self._leaving and not self._leaving.keys().isdisjoint(places):
+    def _places(self, range_: VirtualRange) -> Records[_Batch]:
+        """The retired places of a range."""
+        return self._retired.get(range_) or Records()
+
+    def _is_leaving(self, range_: VirtualRange, indices: Sequence[int]) -> bool:
+        """Whether `collect` is unmapping any of these places."""
+        return bool(self._leaving) and any((range_, index) in self._leaving for index in indices)
+
+    def _await_leaving(self, range_: VirtualRange, indices: Sequence[int]) -> None:
+        """Wait until `collect` has finished with those of these places that it is unmapping."""
+        while self._is_leaving(range_, indices):
             self._changed.wait()
-        return places
 
-    def _passed(self, places: Iterable[_Place], max_pages: int) -> list[_Place]:
+    def _all_waiting(self) -> Iterator[_Place]:
+        """All waiting places, oldest first."""
+        for batch in self._waiting:
+            places = self._places(batch.range)
+            for index in batch.indices:
+                if places.get(index) is batch:
+                    yield batch.range, index
+
+    def _passed(self, places: Iterator[_Place], max_pages: int) -> dict[VirtualRange, list[int]]:
         """The first of these places that have passed their fences, up to one that has not."""
-        batch: list[_Place] = []
+        found: dict[VirtualRange, list[int]] = {}
         passed: Fence | None = None
-        for place in places:
-            fence = self._retired[place].fence
-            if len(batch) == max_pages or (fence is not passed and not fence.passed()):
+        for (range_, index), _ in zip(places, range(max_pages), strict=False):
+            batch = self._retired[range_].get(index)
+            assert batch is not None
+            if batch.fence is not passed and not batch.fence.passed():
                 break
-            passed = fence
-            batch.append(place)
-        return batch
+            passed = batch.fence
+            found.setdefault(range_, []).append(index)
+        return found
 
-    def _unpark(self, page: Page) -> None:
-        """Let the places of a page wait for collection, since it is no longer in use."""
-        self._waiting.update(self._parked.pop(page, {}))
+    def _add(self, batch: _Batch, places: Records[_Batch]) -> None:
+        """Enter a new batch with its places, which belong to no other from now on."""
+        batch.num_left = len(batch.indices)
+        places.fill(batch.indices, batch)
+        if batch.pages is None:
+            self._waiting[batch] = None
+            self._num_waiting += batch.num_left
+            return
+        for _ in self._parked.change(batch.pages, lambda _, before: (*(before or ()), batch)):
+            pass
 
-    def _forget(self, places: Sequence[_Place], pages: Sequence[Page]) -> None:
-        """Remove places, which are no longer retired, with the pages that are mapped there."""
-        for place, page in zip(places, pages, strict=True):
-            del self._retired[place]
-            if place in self._waiting:
-                del self._waiting[place]
+    def _unpark(self, pages: Sequence[Page]) -> bool:
+        """Let the places of pages wait for collection, since these are no longer in use.
+
+        Returns: whether there are such places.
+        """
+        if not self._parked:
+            return False
+        ended: list[tuple[_Batch, Sequence[Page]]] = []
+        for before, _, run in self._parked.change(pages, lambda _page, _before: None):
+            ended += ((batch, run) for batch in before or ())
+        for batch, run in ended:
+            waiting = _Batch(batch.range, batch.fence, batch.indices_of(run), None)
+            self._add(waiting, self._retired[batch.range])
+        return bool(ended)
+
+    def _forget(self, range_: VirtualRange, indices: Sequence[int]) -> None:
+        """Remove places, which are no longer retired; their pages are still mapped there."""
+        for batch, _, part in self._retired[range_].change(indices, lambda _, _batch: None):
+            assert batch is not None
+            if batch.is_parked:
+                for _ in self._parked.change(range_.pages_at(part), partial(_without, batch)):
+                    pass
                 continue
-            parked = self._parked[page]
-            del parked[place]
-            if not parked:
-                del self._parked[page]
+            self._num_waiting -= len(part)
+            batch.num_left -= len(part)
+            if not batch.num_left:
+                del self._waiting[batch]
         if self._unwanted:
-            for place in places:
-                self._unwanted.pop(place, None)
+            for index in indices:
+                self._unwanted.pop((range_, index), None)
 
-    def _vacate(self, places: Sequence[_Place]) -> None:
-        """Unmap and give back those of the places that are retired, after their fences."""
-        retired = [place for place in places if place in self._retired]
-        for fence in {self._retired[place].fence for place in retired}:
+    def _vacate(self, range_: VirtualRange, indices: Sequence[int]) -> None:
+        """Unmap and give back these places, which are retired, after their fences."""
+        batches = {batch for batch, _ in self._places(range_).stretches(indices)}
+        for fence in {batch.fence for batch in batches if batch is not None}:
             fence.wait()
-        self._give_back(retired)
+        self._give_back(range_, indices)
 
-    def _give_back(self, places: Sequence[_Place]) -> None:
+    def _give_back(self, range_: VirtualRange, indices: Sequence[int]) -> None:
         """Unmap and release. Pre-condition: their fences have passed."""
-        given_back = {place: self._retired[place] for place in places}
-        self._forget(places, _pages_at(given_back))
-        self._release_retired(_unmap(given_back))
+        if indices:
+            self._forget(range_, indices)
+            self._release_retired(range_.unmap(sorted(indices)))
 
     def _release_retired(self, pages: Sequence[Page]) -> None:
         """Release references that were retired."""
@@ -352,12 +440,9 @@ class RetireQueue:
             self.release(pages)
 
 
-def _pages_at(places: Mapping[_Place, _Retired]) -> list[Page]:
-    return [each.range.page(each.range.index_at(place)) for place, each in places.items()]
-
-
-def _unmap(places: Mapping[_Place, _Retired]) -> list[Page]:
-    by_range: dict[VirtualRange, list[int]] = {}
-    for place, retired in places.items():
-        by_range.setdefault(retired.range, []).append(retired.range.index_at(place))
-    return [page for range_, indices in by_range.items() for page in range_.unmap(sorted(indices))]
+def _without(
+    gone: _Batch, _page: Page, batches: tuple[_Batch, ...] | None
+) -> tuple[_Batch, ...] | None:
+    """The batches but for one; None if there is no other."""
+    assert batches is not None
+    return tuple(batch for batch in batches if batch is not gone) or None

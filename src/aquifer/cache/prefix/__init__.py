@@ -1,6 +1,6 @@
 """Prefix caching: KV of earlier requests, found by their tokens.
 
-trie.py       blocks that are kept, found by the tokens in them and before them
+trie.py       radix tree of the blocks that are kept, found by the tokens in them and before them
 victims.py    guards of blocks in use, and the order in which others are evicted
 pins.py       prefixes that stay until they are unpinned
 cache.py      PrefixCache: matches, leases and statistics over these three

@@ -7,14 +7,13 @@ are counters: but for `promised_bytes`, they take the same time however many blo
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from aquifer.cache.base import Blocks, CachePart, Kept
 from aquifer.cache.prefix.checkpoints import Checkpoints
 from aquifer.cache.prefix.pins import Pins
-from aquifer.cache.prefix.trie import Match, Node, TokenIds, Trie, check_token_ids, next_index
+from aquifer.cache.prefix.trie import Match, Node, TokenIds, Trie, check_token_ids, path_end
 from aquifer.cache.prefix.victims import VictimQueues
 from aquifer.errors import InvariantError
 from aquifer.memory.eviction_log import Losses
@@ -28,12 +27,14 @@ class Lease:
     Attributes:
         match: the prefix that the sequence began with.
         node: node of its last known block, for this package; None before the first block.
+        match_node: the node that the match ends with, for this package; None if it is empty.
         checkpoint: the checkpoint that it guards until `PrefixCache.settle`, for this package.
         is_open: True until `PrefixCache.unlock`.
     """
 
     match: Match
     node: Node | None
+    match_node: Node | None = None
     checkpoint: Node | None = None
     is_open: bool = True
 
@@ -103,11 +104,13 @@ class PrefixCache:
         self._trie = Trie(cache, self._block_bytes, has_checkpoints=bool(self._checkpoints))
         self._victims = VictimQueues(
             self._trie,
-            cache.footprint,
+            cache.footprint.block_tokens,
+            self._block_bytes,
             self._checkpoints,
             restore_s,
             reuse or ReuseModel(),
             sensitivity,
+            is_logged=losses is not None,
         )
         self._pins = Pins(self._trie, self._victims)
         self._num_leases = 0
@@ -148,9 +151,10 @@ class PrefixCache:
         A request that begins with this match needs room for them too.
         Pre-condition: nothing was evicted since the match.
         """
-        # Nodes above a guarded one are guarded.
-        num_guarded = bisect_left(match.nodes, True, key=lambda node: not node.num_guards)
-        num_blocks = len(match.nodes) - num_guarded if self._has_blocks else 0
+        node, num_guarded = self._trie.kept_part(match)
+        while node is not None and not node.num_guards:  # all above a guarded one are guarded
+            num_guarded, node = node.begin, node.parent
+        num_blocks = match.end - num_guarded if self._has_blocks else 0
         num_pages = self._footprint.blocks_pages(num_blocks)
         if match.checkpoint is not None and not match.checkpoint.num_guards:
             num_pages += self._checkpoints.pages(match.checkpoint)
@@ -162,11 +166,12 @@ class PrefixCache:
         Raises:
             InvariantError: some of the match has been evicted since.
         """
-        node, checkpoint = match.last_node, match.checkpoint
-        if any(each is not None and not each.is_kept for each in (node, checkpoint)):
+        node, end = self._trie.kept_part(match)
+        checkpoint = match.checkpoint
+        if end < match.end or (checkpoint is not None and not checkpoint.is_kept):
             raise InvariantError("a match is locked that was evicted since")
-        lease = self._lease(match, node)
-        lease.checkpoint = checkpoint
+        lease = self._lease(match, node, end)
+        lease.match_node, lease.checkpoint = lease.node, checkpoint
         self._victims.guard(checkpoint)
         return lease
 
@@ -181,11 +186,11 @@ class PrefixCache:
     def fork(self, lease: Lease, num_tokens: int) -> Lease:
         """A lease for a sequence that shares the first tokens of another one, and no more."""
         _check_open(lease)
-        num_whole = self._trie.num_whole(num_tokens)
         node = lease.node
-        while node is not None and next_index(node) > num_whole:
+        end = min(path_end(node), self._trie.num_whole(num_tokens))
+        while node is not None and end <= node.begin:
             node = node.parent
-        return self._lease(lease.match, node)
+        return self._lease(lease.match, node, end)
 
     def unlock(self, lease: Lease, now_s: float | None = None) -> None:
         """End a lease. What the sequence computed may be evicted from now on.
@@ -212,7 +217,7 @@ class PrefixCache:
         _check_open(lease)
         self._queried_tokens += lease.match.num_query_tokens
         self._hit_tokens += lease.match.num_tokens
-        node = lease.match.last_node
+        node = lease.match_node
         if node is not None:
             node.reuses += 1
             node.last_used_s = max(node.last_used_s, now_s)
@@ -238,71 +243,78 @@ class PrefixCache:
         _check_open(lease)
         check_token_ids(token_ids)
         token_ids = token_ids[:num_computed]
-        extra = lease.match.extra
-        found = self._trie.descend(token_ids, extra, lease.node)
-        node = found[-1] if found else lease.node
-        added: list[Node] = []
+        extra, before = lease.match.extra, lease.node
+        start = path_end(before)
+        node, num_known = self._trie.descend(token_ids, extra, before, start)
+        if node is not None:
+            node = self._trie.split(node, num_known)
         num_whole = self._trie.num_whole(num_computed)
-        if next_index(node) < num_whole:
-            blocks: list[int] | list[None] = [None] * num_whole
+        added: Node | None = None
+        if num_known < num_whole:
+            blocks: Sequence[int] = ()
             if self._has_blocks:
-                blocks = self._cache.blocks(slot, num_computed)
-            added = self._trie.extend(token_ids, extra, node, blocks, now_s)
-            node = added[-1]
-            self._cache.retain([new.block for new in added if new.block is not None])
+                blocks = self._cache.blocks(slot, num_computed)[num_known:num_whole]
+            node = added = self._trie.extend(token_ids, extra, node, blocks, now_s)
+            self._cache.retain(blocks)
             if self._has_blocks:
                 self._restored(added)
-        if node is not lease.node:
+        if node is not before:
             self._victims.guard(node)
-            self._victims.unguard(lease.node)
+            self._victims.unguard(before)
             lease.node = node
+        if added is not None:
             self._pins.follow(added)
         if self._checkpoints:
-            path = [node] if not found and not added else [*found, *added]
-            self._add_checkpoints(slot, path, len(found), num_computed, now_s)
+            self._add_checkpoints(lease, slot, start, num_known, num_computed, now_s)
 
     def _add_checkpoints(
         self,
+        lease: Lease,
         slot: int,
-        path: Sequence[Node | None],
-        num_found: int,
+        start: int,
+        num_known: int,
         num_computed: int,
         now_s: float,
     ) -> None:
         """Take checkpoints of a sequence: at its end, where it leaves earlier ones, and between.
 
         Args:
+            lease: its lease.
             slot: its slot.
-            path: nodes that it has gone through since it was inserted last, at least the last one;
-                None before the first block.
-            num_found: nodes of these that were there before.
+            start: whole blocks that it had when it was inserted last.
+            num_known: of those that it has now, the first that were kept before.
             num_computed: as for `insert`.
             now_s: the time.
         """
         trie, every_tokens = self._trie, self._checkpoints.every_tokens
-        for i, node in enumerate(path, 1):
-            if node is None:
-                continue
-            num_tokens = trie.num_tokens(node)
-            begin = trie.num_tokens(node.parent) if node.parent is not None else 0
-            is_place = (
-                i in (num_found, len(path)) or num_tokens // every_tokens > begin // every_tokens
-            )
+        end = path_end(lease.node)
+        places = {end, max(num_known, start)}
+        first, last = (trie.num_tokens(place) // every_tokens for place in (start, end))
+        places.update(trie.first_blocks(i * every_tokens) for i in range(first + 1, last + 1))
+        for place in sorted(places):
+            num_tokens = trie.num_tokens(place)
             # The last node may be that of a match, of which the last token is computed again.
-            is_written = 0 < num_tokens <= num_computed
-            if not is_place or not is_written or trie.checkpoint(node) is not None:
+            if not 0 < num_tokens <= num_computed:
+                continue
+            node = lease.node
+            while node is not None and place <= node.begin:
+                node = node.parent
+            assert node is not None
+            if place == node.end and trie.checkpoint(node) is not None:
                 continue
             kept = self._checkpoints.take(slot, num_tokens)
             if kept is None:
                 continue
+            node = trie.split(node, place)
             before = node.parent
             while before is not None and trie.checkpoint(before) is None:
                 before = before.parent
-            since = 0 if before is None else trie.num_tokens(before)
+            since = trie.num_tokens(path_end(before))
             checkpoint = trie.add_checkpoint(node, kept, num_tokens - since, now_s)
-            checkpoint.num_bytes = self._checkpoints.hold(kept)
-            if i <= num_found or not self._has_blocks:  # else its tokens count with their blocks
-                self._restored([checkpoint])
+            checkpoint.checkpoint_bytes = self._checkpoints.hold(kept)
+            # Else its tokens count with their blocks.
+            if place <= num_known or not self._has_blocks:
+                self._restored(checkpoint)
             self._victims.offer(checkpoint)
             self._pins.take_checkpoint(node)
 
@@ -414,17 +426,20 @@ class PrefixCache:
         self._drop(evicted.blocks)
         return evicted.num_bytes
 
-    def _restored(self, nodes: Sequence[Node]) -> None:
-        """Report nodes that are kept now: some may have been evicted, and were computed again."""
+    def _restored(self, node: Node) -> None:
+        """Report what is kept now: it may have been evicted, and was computed again."""
         if self._losses:
-            self._losses.restored((node.path, self._victims.restore_node_s(node)) for node in nodes)
+            self._losses.restored(self._victims.restored(node))
 
-    def _lease(self, match: Match, node: Node | None) -> Lease:
+    def _lease(self, match: Match, node: Node | None, end: int) -> Lease:
+        """A lease of the first `end` blocks of the path to a node, in which they end."""
+        if node is not None:
+            node = self._trie.split(node, end)
         self._victims.guard(node)
         self._num_leases += 1
         return Lease(match, node)
 
-    def _drop(self, blocks: list[int]) -> None:
+    def _drop(self, blocks: Sequence[int]) -> None:
         if blocks:
             self._cache.unretain(blocks)
 

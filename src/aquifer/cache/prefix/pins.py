@@ -5,12 +5,12 @@ A pin guards the blocks of its prefix that are kept, and moves down as more of t
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import numpy as np
 
-from aquifer.cache.prefix.trie import Node, ParentKey, TokenIds, Trie, parent_key
+from aquifer.cache.prefix.trie import Node, ParentKey, TokenIds, Trie, parent_key, path_end
 from aquifer.cache.prefix.victims import VictimQueues
 
 
@@ -32,7 +32,7 @@ class _Pin:
     @property
     def num_missing(self) -> int:
         """Whole blocks that are not kept yet."""
-        return self.num_whole - (0 if self.node is None else self.node.index + 1)
+        return self.num_whole - path_end(self.node)
 
 
 class Pins:
@@ -88,17 +88,18 @@ class Pins:
 
     def num_more(self, token_ids: TokenIds, extra: Hashable) -> int:
         """Blocks that a pin of this prefix would add to `num_promised`, if it is not pinned."""
-        found = self._trie.descend(token_ids, extra, None)
-        num_pinned = sum(node.num_pins > 0 for node in found)
+        node, end = self._trie.descend(token_ids, extra, None, 0)
+        while node is not None and not node.num_pins:
+            end, node = node.begin, node.parent
+        num_pinned = end  # all above a pinned node is pinned
         return self._trie.num_whole(len(token_ids)) - num_pinned
 
-    def follow(self, added: Iterable[Node]) -> None:
-        """Let pins move down to nodes that were added to the trie."""
+    def follow(self, added: Node) -> None:
+        """Let pins move down to the blocks of a node that was added to the trie."""
         if self._pins:
-            for node in added:
-                parent, _ = node.key
-                for pin in list(self._waiting.get(parent, ())):
-                    self._advance(pin)
+            parent, _ = added.key
+            for pin in list(self._waiting.get(parent, ())):
+                self._advance(pin)
 
     def take_checkpoint(self, node: Node) -> None:
         """Guard the checkpoint that a node has got, where a pinned prefix ends."""
@@ -123,11 +124,11 @@ class Pins:
 
     def _advance(self, pin: _Pin) -> None:
         """Move a pin down as far as its prefix is kept."""
-        found = self._trie.descend(pin.token_ids, pin.extra, pin.node)
-        if found:
-            before = pin.node
+        before = pin.node
+        node, end = self._trie.descend(pin.token_ids, pin.extra, before, path_end(before))
+        if node is not None and node is not before:
             self._stop_waiting(pin)
-            pin.node = found[-1]
+            pin.node = self._trie.split(node, end)
             self._wait(pin)
             self._mark(pin.node)
             self._unmark(before)
@@ -173,7 +174,7 @@ class Pins:
             node.num_pins += 1
             if node.num_pins > 1:
                 return
-            self.num_blocks += 1
+            self.num_blocks += node.num_blocks
             node = node.parent
 
     def _unmark(self, node: Node | None) -> None:
@@ -183,5 +184,5 @@ class Pins:
             node.num_pins -= 1
             if node.num_pins:
                 return
-            self.num_blocks -= 1
+            self.num_blocks -= node.num_blocks
             node = node.parent

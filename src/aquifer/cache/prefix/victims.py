@@ -4,6 +4,10 @@
     inner       it has children, none of them guarded: it stays until they have been evicted
     leaf        it has no children: the next victims are among these
 
+All blocks of a node are guarded or none is. Those of a leaf have the same last use and the same
+number of reuses, and go one by one, the last one first. Later tokens cost no less to restore than
+earlier ones, so a block that follows a victim in this order has no larger regret.
+
 A checkpoint is a leaf too: it is a child of the node that it follows, so it goes before that node.
 A lease guards nodes and not the checkpoints after them: its sequence has blocks of its own window.
 
@@ -18,13 +22,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from aquifer.cache.footprint import Footprint
 from aquifer.cache.prefix.checkpoints import Checkpoints
 from aquifer.cache.prefix.trie import NOT_QUEUED, Node, Trie
 from aquifer.memory.reclaim import ReuseModel, regret_per_byte
+from aquifer.memory.runs import join
 
 # Stale queue entries that may pile up before the queues are rebuilt, beside as many as live ones.
 _STALE_ENTRIES = 1024
@@ -97,9 +101,9 @@ class _Remainder:
 class Evicted:
     """What `VictimQueues.evict` has removed."""
 
-    blocks: list[int] = field(default_factory=list)  # to be dropped
+    blocks: Sequence[int] = ()  # to be dropped
     num_bytes: int = 0  # that it gives back, checkpoints included
-    paths: list[int] = field(default_factory=list)  # of the nodes that give back bytes
+    paths: list[int] = field(default_factory=list)  # of what gives back bytes, if it is logged
     regret_s: float = 0.0  # of all of them
 
 
@@ -108,24 +112,31 @@ class VictimQueues:
 
     Args:
         trie: the nodes.
-        footprint: footprint of the cache that the blocks belong to.
+        block_tokens: tokens of a block; 0 without KV.
+        block_bytes: what evicting a block gives back; 0 if nodes have no blocks.
         checkpoints: the checkpoints of the trie.
         restore_s: as for `PrefixCache`.
         reuse: probability that a prefix is needed again.
         sensitivity: as for `PrefixCache`.
+        is_logged: whether to tell the paths of what is evicted.
     """
 
     def __init__(
         self,
         trie: Trie,
-        footprint: Footprint,
+        block_tokens: float,
+        block_bytes: int,
         checkpoints: Checkpoints,
         restore_s: Callable[[float, float], float],
         reuse: ReuseModel,
         sensitivity: float,
+        *,
+        is_logged: bool = False,
     ) -> None:
+        self._is_logged = is_logged
         self._trie = trie
-        self._block_tokens = footprint.block_tokens
+        self._block_tokens = block_tokens
+        self._block_bytes = block_bytes
         self._checkpoints = checkpoints
         self._restore_s = restore_s
         self._reuse = reuse
@@ -135,7 +146,7 @@ class VictimQueues:
 
     @property
     def num_evictable(self) -> int:
-        """Nodes that are not guarded, without checkpoints."""
+        """Blocks of nodes that are not guarded."""
         return self._trie.num_blocks - self._num_guarded
 
     def guard(self, node: Node | None) -> None:
@@ -147,7 +158,7 @@ class VictimQueues:
             if node.is_checkpoint:
                 self._checkpoints.guard(node, 1)
             else:
-                self._num_guarded += 1
+                self._num_guarded += node.num_blocks
             if node.ticket != NOT_QUEUED:
                 self._queues.take(node)
             node = node.parent
@@ -161,14 +172,14 @@ class VictimQueues:
             if node.is_checkpoint:
                 self._checkpoints.guard(node, -1)
             else:
-                self._num_guarded -= 1
+                self._num_guarded -= node.num_blocks
             if not node.num_children:
-                self._queues.put(self._queue_key(node), node)
+                self._put(node)
             node = node.parent
 
     def offer(self, checkpoint: Node) -> None:
         """Let a new checkpoint be evicted, unless it is guarded."""
-        self._queues.put(self._queue_key(checkpoint), checkpoint)
+        self._put(checkpoint)
 
     def touch(self, checkpoint: Node, now_s: float) -> None:
         """Record a use of a checkpoint."""
@@ -176,7 +187,7 @@ class VictimQueues:
         checkpoint.last_used_s = max(checkpoint.last_used_s, now_s)
         if not checkpoint.num_guards:
             self._queues.take(checkpoint)
-            self._queues.put(self._queue_key(checkpoint), checkpoint)
+            self._put(checkpoint)
 
     def cheapest(self, now_s: float) -> float | None:
         """The least regret per byte of a leaf; None if there is no leaf to evict."""
@@ -190,7 +201,7 @@ class VictimQueues:
         )
 
     def evict(self, num_bytes: int, now_s: float, limit: float = math.inf) -> Evicted:
-        """Remove nodes in order of regret, until they give back `num_bytes`.
+        """Remove blocks and checkpoints in order of regret, until they give back `num_bytes`.
 
         A node without children left is a leaf and may be the next victim. The first victim is
         removed at any regret; the removal ends before another one of a regret above `limit`. The
@@ -208,6 +219,7 @@ class VictimQueues:
         for key in list(self._queues.heaps):
             offer(key)
         evicted = Evicted()
+        dropped: list[Sequence[int]] = []
         while offers and evicted.num_bytes < num_bytes:
             regret, ticket, key = heapq.heappop(offers)
             node = self._queues.first(key)
@@ -215,40 +227,48 @@ class VictimQueues:
                 continue
             if evicted.num_bytes and regret > limit:
                 break
-            parent_queue = self._remove(node)
-            if node.num_bytes:
-                evicted.paths.append(node.path)
-                evicted.regret_s += regret * node.num_bytes
-            evicted.num_bytes += self._freed(node, evicted.blocks)
+            num_blocks = node.num_blocks
+            if self._block_bytes:
+                # The blocks before the last one have no larger regret, so they go with it.
+                wanted = -(-(num_bytes - evicted.num_bytes) // self._block_bytes)
+                num_blocks = min(num_blocks, wanted if regret <= limit else 1)
+            before_bytes = evicted.num_bytes
+            if self._is_logged and (node.is_checkpoint or self._block_bytes):
+                evicted.paths += self._trie.paths(node)[-max(num_blocks, 1) :]
+            if num_blocks < node.num_blocks:
+                dropped.append(self._trie.trim(node, num_blocks))
+                evicted.num_bytes += num_blocks * self._block_bytes
+                self._queues.take(node)
+                other_key: _QueueKey | None = self._put(node)
+            else:
+                other_key = self._remove(node)
+                evicted.num_bytes += self._freed(node, dropped)
+            evicted.regret_s += regret * (evicted.num_bytes - before_bytes)
             offer(key)
-            if parent_queue is not None and parent_queue != key:
-                offer(parent_queue)
+            if other_key is not None and other_key != key:
+                offer(other_key)
+        evicted.blocks = join(dropped)
         return evicted
 
-    def evict_all(self) -> list[int]:
+    def evict_all(self) -> Sequence[int]:
         """Remove all nodes that are not guarded; see `evict`."""
+        nodes = [node for node in self._trie.nodes if not node.num_guards]
         # Each node is a leaf when its turn comes.
-        nodes = [node for node in self._trie.newest_first() if not node.num_guards]
-        blocks: list[int] = []
+        nodes.sort(key=lambda node: (node.end, node.is_checkpoint), reverse=True)
+        dropped: list[Sequence[int]] = []
         for node in nodes:
             self._remove(node)
-            self._freed(node, blocks)
-        return blocks
+            self._freed(node, dropped)
+        return join(dropped)
 
-    def restore_node_s(self, node: Node) -> float:
-        """Seconds to compute a block again, or the tokens from one checkpoint to another."""
-        if node.is_checkpoint:
-            first = self._trie.num_tokens(node) - node.restore_tokens
-            return self._restore_s(first, node.restore_tokens)
-        return self._restore_s(node.index * self._block_tokens, self._block_tokens)
-
-    def _freed(self, node: Node, blocks: list[int]) -> int:
-        """Drop the blocks of a checkpoint, or add that of another node to `blocks`; its bytes."""
+    def _freed(self, node: Node, dropped: list[Sequence[int]]) -> int:
+        """Drop the blocks of a removed checkpoint, or add those of another node to `dropped`, the
+        last one first; returns their bytes."""
         if node.is_checkpoint:
             return self._checkpoints.drop(node)
-        if node.block is not None:
-            blocks.append(node.block)
-        return node.num_bytes
+        if node.blocks:
+            dropped.append(node.blocks[: node.num_blocks][::-1])
+        return node.num_blocks * self._block_bytes
 
     def bytes_below(self, num_bytes: int, now_s: float, limit: float) -> int:
         """Bytes that could be evicted at a regret per byte below `limit`, up to `num_bytes` or a
@@ -271,7 +291,7 @@ class VictimQueues:
                 if node.ticket == ticket:
                     if self._regret_of(node, now_s) >= limit:
                         continue
-                    found_bytes += node.num_bytes
+                    found_bytes += self._num_bytes(node)
                     found_bytes += self._bytes_above(node, now_s, limit, remainders)
                 places += (2 * place + 1, 2 * place + 2)
         return found_bytes
@@ -301,7 +321,7 @@ class VictimQueues:
             reuses, last_used_s = left.reuses, left.last_used_s
             if left.num_children or self._regret(node, reuses, last_used_s, now_s) >= limit:
                 break
-            found_bytes += node.num_bytes
+            found_bytes += self._num_bytes(node)
             node = node.parent
         return found_bytes
 
@@ -316,25 +336,57 @@ class VictimQueues:
         parent = node.parent
         if parent is None or parent.num_children or parent.num_guards:
             return None
-        key = self._queue_key(parent)
-        self._queues.put(key, parent)
+        return self._put(parent)
+
+    def _put(self, leaf: Node) -> _QueueKey:
+        """Add a leaf to the queue of its class, which is returned."""
+        key = self._queue_key(leaf)
+        self._queues.put(key, leaf)
         return key
+
+    def _num_bytes(self, node: Node) -> int:
+        """What evicting a node as a whole gives back."""
+        return node.checkpoint_bytes or node.num_blocks * self._block_bytes
+
+    def _victim_bytes(self, node: Node) -> int:
+        """What evicting the last block of a node gives back, or a checkpoint."""
+        return node.checkpoint_bytes if node.is_checkpoint else self._block_bytes
+
+    def restored(self, node: Node) -> list[tuple[int, float]]:
+        """The path of each block of a node, or of a checkpoint, and the seconds to compute it."""
+        paths = self._trie.paths(node)
+        if node.is_checkpoint:
+            return [(paths[0], self._restore_victim_s(node))]
+        tokens = self._block_tokens
+        return [
+            (path, self._restore_s(index * tokens, tokens))
+            for index, path in enumerate(paths, node.begin)
+        ]
+
+    def _restore_victim_s(self, node: Node) -> float:
+        """Seconds to compute the last block again, or the tokens from checkpoint to checkpoint."""
+        if node.is_checkpoint:
+            first = self._trie.num_tokens(node.end) - node.restore_tokens
+            return self._restore_s(first, node.restore_tokens)
+        return self._restore_s((node.end - 1) * self._block_tokens, self._block_tokens)
 
     def _regret_of(self, leaf: Node, now_s: float) -> float:
         """Regret per byte of a leaf."""
         return self._regret(leaf, leaf.reuses, leaf.last_used_s, now_s)
 
     def _regret(self, node: Node, reuses: int, last_used_s: float, now_s: float) -> float:
-        """Regret per byte of a node with this number of reuses and this last use."""
-        if not node.num_bytes:
+        """Regret per byte of a node's last block with this number of reuses and this last use."""
+        num_bytes = self._victim_bytes(node)
+        if not num_bytes:
             return 0.0
         probability = self._reuse.probability(now_s - last_used_s, reuses)
         return regret_per_byte(
-            probability, self.restore_node_s(node), node.num_bytes, self._sensitivity
+            probability, self._restore_victim_s(node), num_bytes, self._sensitivity
         )
 
     def _queue_key(self, leaf: Node) -> _QueueKey:
         """The class of a leaf: costs to restore a byte differ by less than √2 within one."""
-        cost_s = self.restore_node_s(leaf) / leaf.num_bytes if leaf.num_bytes else 0.0
+        num_bytes = self._victim_bytes(leaf)
+        cost_s = self._restore_victim_s(leaf) / num_bytes if num_bytes else 0.0
         mantissa, exponent = math.frexp(cost_s)
         return min(leaf.reuses, self._reuse.max_reuses), 2 * exponent + (mantissa >= math.sqrt(0.5))
