@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, aclosing
@@ -34,6 +35,9 @@ from aquifer.serve.prefixes import joined_salt
 from aquifer.serve.protocol.requests import ChatCompletionRequest, CompletionRequest
 from aquifer.serve.protocol.responses import ModelCard, ModelList
 from aquifer.serve.service import Served, check_prompt, parsed
+
+_SILENT_S = 10.0
+"""How long a stream may send nothing before its first event; many proxies wait for a minute."""
 
 
 async def list_models(service: Served) -> ModelList:
@@ -77,7 +81,7 @@ async def completions(
         [PieceBuffer(job, echo) for _ in range(params.n)]
         for job, echo in zip(jobs, echoes, strict=True)
     ]
-    return await _stream(
+    return await stream(
         request,
         partial(service.pieces, jobs, buffers),
         writer.events,
@@ -114,7 +118,7 @@ async def chat_completions(
         await unless_disconnected(request.receive, service.finish(jobs))
         return json_response(writer.response(whole_pieces(jobs[0])))
     buffers = [[PieceBuffer(jobs[0]) for _ in range(params.n)]]
-    return await _stream(
+    return await stream(
         request,
         partial(service.pieces, jobs, buffers),
         lambda _, index, piece: writer.events(index, piece),
@@ -122,7 +126,7 @@ async def chat_completions(
     )
 
 
-async def _stream(
+async def stream(
     request: Request,
     run: Callable[..., AsyncGenerator[Pieces, None]],
     events_of: Callable[[int, int, Piece], bytes],
@@ -130,7 +134,9 @@ async def _stream(
 ) -> Response:
     """Stream pieces as server-sent events; a failure before the first one is an HTTP error.
 
-    Pieces that arrive together are events of one write.
+    Pieces that arrive together are events of one write. If the first ones take long, because the
+    model is being loaded, the response begins without them, and has comments so that no proxy
+    between takes the connection for dead.
 
     Args:
         request: the request.
@@ -145,12 +151,12 @@ async def _stream(
 
     batches = run(lambda pieces: shortcut.write(joined(pieces)), lambda: shortcut.is_open)
 
-    async def first_batch() -> Pieces:
-        return await anext(batches)
-
-    async def events(first: Pieces) -> AsyncGenerator[bytes, None]:
-        yield joined(first)
+    async def events(first: asyncio.Task[Pieces]) -> AsyncGenerator[bytes, None]:
+        while not first.done():
+            yield b": the model is not ready yet\n\n"
+            await asyncio.wait({first}, timeout=_SILENT_S)
         try:
+            yield joined(first.result())
             async for pieces in batches:
                 yield joined(pieces)
         except (RequestError, EngineError) as error:
@@ -162,8 +168,21 @@ async def _stream(
 
     async with AsyncExitStack() as resources:
         await resources.enter_async_context(aclosing(batches))
-        first = await unless_disconnected(request.receive, first_batch())
+        first = asyncio.create_task(_next(batches))
+        resources.push_async_callback(_cancel, first)
+        await unless_disconnected(request.receive, asyncio.wait({first}, timeout=_SILENT_S))
+        if first.done():
+            first.result()
         return EventStream(events(first), resources.pop_all(), shortcut)
+
+
+async def _next(batches: AsyncGenerator[Pieces, None]) -> Pieces:
+    return await anext(batches)
+
+
+async def _cancel(task: asyncio.Task[Pieces]) -> None:
+    task.cancel()
+    await asyncio.wait({task})
 
 
 def _echo_of(job: Job) -> str:
