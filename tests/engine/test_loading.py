@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
@@ -11,6 +12,7 @@ from tests.engine.life import PAGE_BYTES, Case, Open, each_kv_cache, longest_pro
 from tests.models.tiny import TINY_MODELS
 
 from aquifer.config import ModelSpec
+from aquifer.engine import model_life
 from aquifer.engine.policies import Policies
 from aquifer.errors import CapacityError, ConfigError, DriverError, UnknownModelError
 
@@ -61,12 +63,12 @@ def test_requests_for_a_model_that_cannot_be_loaded(
     file.write_bytes(file.read_bytes()[:-100])
     sent = [world.send("b", cases["llama"][i]) for i in range(2)]
     if is_explicit:
-        with pytest.raises(ConfigError, match="ended early"):
+        with pytest.raises(ConfigError, match="changed since b was registered"):
             world.engine.load_model("b")
     while not all(one.has_ended for one in sent):
         world.step()
     for one in sent:
-        assert "model.safetensors ended early" in (one.error or "")
+        assert "model.safetensors changed since b was registered" in (one.error or "")
     with pytest.raises(UnknownModelError, match="'b' could not be loaded"):
         world.send("b", cases["llama"][0])
     world.finished(other)
@@ -83,13 +85,14 @@ def test_a_model_that_failed_can_be_loaded_again(
     file = TINY_MODELS["llama"].save(tmp_path / "llama") / "model.safetensors"
     world.engine.add_model(ModelSpec("a", tmp_path / "llama"), load=False)
     world.checkpoints["a"] = "llama"
-    contents = file.read_bytes()
+    contents, status = file.read_bytes(), file.stat()
     file.write_bytes(contents[:-100])
     for _ in range(2):
-        with pytest.raises(ConfigError, match="ended"):
+        with pytest.raises(ConfigError, match="changed since a was registered"):
             world.engine.load_model("a")
         assert world.used_bytes("a") == 0
     file.write_bytes(contents)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
     world.engine.load_model("a")
     world.finished(world.send("a", cases["llama"][0]))
     world.engine.unload_model("a")
@@ -384,3 +387,25 @@ def test_a_request_of_an_unloaded_model_holds_up_no_others(
     assert first.error is None
     assert later.error is None
     assert blocked.error is None
+
+
+def test_a_checkpoint_that_is_gone_fails_its_own_requests(
+    open_world: Open, cases: dict[str, list[Case]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is deleted while its weights are evicted; a request after a while tries it again."""
+    world = open_world(models={"a": "llama"})
+    file = TINY_MODELS["sparse-kv"].save(tmp_path / "b") / "model.safetensors"
+    world.engine.add_model(ModelSpec("b", tmp_path / "b"))
+    world.checkpoints["b"] = "sparse-kv"
+    case = cases["sparse-kv"][0]
+    world.finished(world.send("b", case))
+    world.engine.unload_model("b")
+    file.rename(tmp_path / "away")
+    other, lost = world.send("a", cases["llama"][0]), world.send("b", case)
+    world.finished(other)
+    assert "cannot read" in (lost.error or "")
+    with pytest.raises(UnknownModelError, match="'b' could not be loaded: cannot read"):
+        world.send("b", case)
+    (tmp_path / "away").rename(file)
+    monkeypatch.setattr(model_life, "RETRY_S", 0.0)
+    world.finished(world.send("b", case))

@@ -20,9 +20,9 @@ from aquifer.engine.parts import EngineParts
 from aquifer.engine.pipeline import Pipeline, require_device
 from aquifer.engine.policies import Policies
 from aquifer.engine.reporting import engine_stats, memory_report
-from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelState
+from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport
 from aquifer.engine.sequence import SequenceGroup
-from aquifer.errors import RequestError, UnknownModelError
+from aquifer.errors import RequestError
 from aquifer.memory.driver.base import Driver
 from aquifer.memory.pool import PagePool
 from aquifer.models import Planner, plan_model
@@ -133,10 +133,7 @@ class Engine(ModelControl):
             RequestError: a token id is outside of the vocabulary, or the prompt is empty.
         """
         host = self._models.find(request.model)
-        if host.state == ModelState.FAILED:
-            raise UnknownModelError(
-                f"model {request.model!r} could not be loaded: {host.error}", param="model"
-            )
+        host.check_not_failed()
         if request.request_id in self._requests:
             raise RequestError(f"a request {request.request_id!r} is running already")
         checks.check_waiting(

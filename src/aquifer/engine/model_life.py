@@ -21,7 +21,10 @@ from aquifer.engine.assembly import Assembly
 from aquifer.engine.lane import Lane
 from aquifer.engine.pooled_weights import Life, PooledWeights
 from aquifer.engine.reports import LoadProgress, ModelInfo, ModelState, ModelStatus
-from aquifer.errors import RequestError
+from aquifer.errors import RequestError, UnknownModelError
+
+RETRY_S = 10.0
+"""How long a model that could not be loaded refuses requests, before it is tried again."""
 
 
 class ModelLife(ABC):
@@ -40,7 +43,8 @@ class ModelLife(ABC):
         error: why loading it failed; None if it did not.
         lane: its requests.
         ready_s: when it became resident last, on the assembly's clock.
-        used_s: when it became resident, or a request of it arrived or ran last, on that clock.
+        used_s: when it became resident or failed, or a request of it arrived or ran last, on that
+            clock.
         turn: number of requests that had arrived when it gave way to another model; it is loaded
             again after models of which a request had arrived before.
         asked: number of requests that had arrived when an operator asked for it, until it is
@@ -143,6 +147,20 @@ class ModelLife(ABC):
         self.error = None
         self.asked = None if self.state == ModelState.RESIDENT else arrival
         self.used_s = self._clock_s()
+
+    def check_not_failed(self) -> None:
+        """Refuse a request for a model that could not be loaded; after a while it is tried again.
+
+        Raises:
+            UnknownModelError: loading it has failed.
+        """
+        if self.state != ModelState.FAILED:
+            return
+        if self._clock_s() - self.used_s < RETRY_S:
+            raise UnknownModelError(
+                f"model {self.info.name!r} could not be loaded: {self.error}", param="model"
+            )
+        self.state, self.error = ModelState.REGISTERED, None
 
     def check_not_pinned(self) -> None:
         """Refuse what a pinned model must not lose.
@@ -282,6 +300,7 @@ class ModelLife(ABC):
         except BaseException as error:
             self._weights.evict()
             self.state, self.error, self.asked = ModelState.FAILED, str(error), None
+            self.used_s = self._clock_s()
             raise
 
     def _on_evict(self) -> None:

@@ -14,9 +14,9 @@ import torch
 from aquifer.engine.assembly import Assembly
 from aquifer.engine.pooled_weights import Life, PooledWeights
 from aquifer.engine.reports import LoadProgress
-from aquifer.errors import DriverError
+from aquifer.errors import ConfigError, DriverError, one_line
 from aquifer.weights.checkpoint import Checkpoint
-from aquifer.weights.fingerprint import GroupOrigin
+from aquifer.weights.fingerprint import GroupOrigin, file_stamp
 from aquifer.weights.loader import begin_copying
 from aquifer.weights.parameters import Parameter, ParameterGroup
 from aquifer.weights.reuse import ReuseStore
@@ -56,6 +56,9 @@ class ModelWeights(PooledWeights):
     ) -> None:
         self._checkpoint = checkpoint
         self._random_seed = random_seed
+        self._stamps = {
+            file: file_stamp(file) for file in {each.file for each in checkpoint.tensors.values()}
+        }
         self._bytes_per_s = {"disk": _DISK_BYTES_PER_S, "host": _HOST_BYTES_PER_S}
         self._filling: Future[None] | None = None  # in the background
         self._saving: Future[None] | None = None
@@ -185,7 +188,28 @@ class ModelWeights(PooledWeights):
         if self._random_seed is not None:
             self._store.fill_random(self._random_seed, groups)
         elif groups:
+            self._check_files()
             self._store.load(self._checkpoint, advance, groups)
+            self._check_files()
+
+    def _check_files(self) -> None:
+        """Refuse a checkpoint that is not the one that was registered any more.
+
+        What is left in the pool, and what others share, is of that one.
+
+        Raises:
+            ConfigError: a file is gone, or changed.
+        """
+        for file, stamp in self._stamps.items():
+            try:
+                is_same = file_stamp(file) == stamp
+            except OSError as error:
+                raise ConfigError(f"cannot read {file}: {one_line(error)}") from error
+            if not is_same:
+                raise ConfigError(
+                    f"{file} changed since {self._name} was registered; restart the server, or "
+                    "bring the file back"
+                )
 
     # --- copies in host memory -----------------------------------------------------------------
 
