@@ -1,0 +1,117 @@
+"""Weights on a GPU: from host memory and back under captured steps, and shared by fine-tunes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.checkpoints import VOCAB_SIZE, tiny_llama
+
+from aquifer.config import EngineConfig, ModelSpec
+from aquifer.engine.engine import Engine
+from aquifer.engine.params import Request, SamplingParams
+from aquifer.memory.host_buffer import HostBuffer
+from aquifer.weights.loader import copy_bytes
+
+CONTEXT = 256
+NAMES = ("base", "tuned", "other")
+SHAPE = {
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+}
+"""Matrices of at least a page of 2 MiB in bfloat16, so that each is shared and evicted by itself."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model, one that differs from it in one tensor, and one of other weights."""
+    folder = tmp_path_factory.mktemp("models")
+    found = {name: folder / name for name in NAMES}
+    for name, seed in zip(NAMES, (1, 1, 2), strict=True):
+        tiny_llama(found[name], seed=seed, **SHAPE)
+    file = found["tuned"] / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("layers.0.self_attn.o_proj.weight"))
+    tensors[name] = tensors[name] * 1.5
+    save_file(tensors, file)
+    return found
+
+
+@pytest.fixture
+def engine(folders: dict[str, Path]) -> Iterator[Engine]:
+    config = EngineConfig(
+        tuple(ModelSpec(name, folder) for name, folder in folders.items()),
+        device="cuda",
+        dtype="bfloat16",
+        memory_bytes=8 << 30,
+        max_model_len=CONTEXT,
+        max_num_seqs=8,
+        host_cache_bytes=1 << 30,
+        enable_prefix_caching=False,
+    )
+    with closing(Engine.open(config)) as engine:
+        yield engine
+
+
+def answers(engine: Engine, model: str) -> list[list[int]]:
+    """Greedy tokens of four prompts that run together: captured steps decode them."""
+    random, tokens = Random(3), {}
+    for number in range(4):
+        prompt = [random.randrange(VOCAB_SIZE) for _ in range(20 + number)]
+        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        engine.add(Request(str(number), model, prompt, params, time.monotonic()))
+        tokens[str(number)] = list[int]()
+    while engine.has_work:
+        for output in engine.step():
+            assert output.error is None
+            tokens[output.request_id] += output.token_ids
+    return list(tokens.values())
+
+
+def wait_until_saved(engine: Engine) -> None:
+    while any(status.is_saving for status in engine.statuses.values()):
+        time.sleep(0.01)
+
+
+def test_weights_come_back_from_host_memory(engine: Engine, folders: dict[str, Path]):
+    """Whole or half, again and again, with the steps that were captured before."""
+    wait_until_saved(engine)
+    for status in engine.statuses.values():
+        assert status.host_bytes == status.weight_bytes
+    expected = {name: answers(engine, name) for name in folders}
+    assert len({str(found) for found in expected.values()}) == len(folders)
+    random = Random(1)
+    for _ in range(12):
+        name = random.choice(NAMES)
+        engine.unload_model(name, random.choice((0, engine.models[name].weight_bytes // 2)))
+        for each in random.sample(NAMES, 2):
+            assert answers(engine, each) == expected[each]
+        engine.pool.check()
+    assert engine.stats().num_late_compilations == 0
+
+
+def test_fine_tunes_share_pages(engine: Engine):
+    status = engine.statuses["tuned"]
+    assert engine.statuses["base"].shared_bytes + status.shared_bytes > status.weight_bytes // 2
+    assert engine.statuses["other"].shared_bytes == 0
+
+
+@pytest.mark.parametrize("num_bytes", [1, 4096, (64 << 20) + 17])
+def test_page_locked_memory_is_given_back(num_bytes: int):
+    buffer = HostBuffer(num_bytes, torch.device("cuda"))
+    assert buffer.bytes.is_pinned()
+    source = torch.randint(256, (num_bytes,), dtype=torch.uint8, device="cuda")
+    copy_bytes([(source, buffer.bytes)])
+    back = torch.zeros_like(source)
+    copy_bytes([(buffer.bytes, back)])
+    assert torch.equal(back, source)
+    buffer.close()
