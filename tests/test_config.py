@@ -496,3 +496,26 @@ def test_origins_are_those_that_browsers_send() -> None:
     assert cors.headers == ("*",)
     assert ServerConfig(allowed_origins="*").cors is not None
     assert ServerConfig().cors is None
+
+
+def test_a_folder_of_models(tmp_path: Path) -> None:
+    """Each of its folders with a config.json is served under its name."""
+    for name in ("b", "a", "no-model"):
+        (tmp_path / name).mkdir()
+    for name in ("a", "b"):
+        (tmp_path / name / "config.json").touch()
+    models = parse_models([f"{tmp_path}/", "c=elsewhere"])
+    assert [(model.name, model.path) for model in models] == [
+        ("a", tmp_path / "a"),
+        ("b", tmp_path / "b"),
+        ("c", Path("elsewhere")),
+    ]
+    assert aliases_of(models) == {str(tmp_path / name): name for name in "ab"}
+    assert parse_models([str(tmp_path / "a")])[0].path == tmp_path / "a"
+    assert parse_models([str(tmp_path / "no-model")])[0].path == tmp_path / "no-model"
+    assert parse_models([f"x={tmp_path}"])[0].path == tmp_path
+    with pytest.raises(ConfigError, match="names one model, and there are 2"):
+        parse_models([str(tmp_path)], ["x"])
+    (tmp_path / "config.json").touch()
+    (model,) = parse_models([str(tmp_path)])
+    assert model.path == tmp_path

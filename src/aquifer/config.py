@@ -95,8 +95,11 @@ class ModelSpec:
 def parse_models(texts: Sequence[str], served_names: Sequence[str] = ()) -> tuple[ModelSpec, ...]:
     """Models from text, such as "PATH" and "NAME=PATH".
 
+    A path may be a folder of models: each of its folders that has a config.json is one, with the
+    folder's name.
+
     Args:
-        texts: one for each model.
+        texts: one for each model, or for each folder of models.
         served_names: names of the only model, in place of those that its path would give it. The
             first is its served name, the others are aliases.
 
@@ -104,7 +107,7 @@ def parse_models(texts: Sequence[str], served_names: Sequence[str] = ()) -> tupl
         ConfigError: a text names no model; or names are given, and there are several models or the
             only one has a name.
     """
-    models = tuple(map(ModelSpec.parse, texts))
+    models = tuple(model for text in texts for model in _models_of(text))
     if not served_names:
         return models
     if len(models) > 1:
@@ -118,6 +121,26 @@ def parse_models(texts: Sequence[str], served_names: Sequence[str] = ()) -> tupl
         )
     name, *aliases = dict.fromkeys(served_names)
     return (replace(models[0], name=name, aliases=tuple(aliases)),)
+
+
+def _models_of(text: str) -> tuple[ModelSpec, ...]:
+    """The model that a text names, or those of a folder of models.
+
+    Raises:
+        ConfigError: as `ModelSpec.parse`.
+    """
+    named = ModelSpec.parse(text)
+    if "=" in text:  # a name is that of one model
+        return (named,)
+    try:
+        if not named.path.is_dir() or (named.path / "config.json").exists():
+            return (named,)
+        folders = sorted(file.parent for file in named.path.glob("*/config.json"))
+    except OSError:  # what is wrong with the path is said when it is opened
+        return (named,)
+    if not folders:
+        return (named,)
+    return tuple(ModelSpec(folder.name, folder, aliases=(str(folder),)) for folder in folders)
 
 
 def aliases_of(models: Sequence[ModelSpec]) -> dict[str, str]:

@@ -18,7 +18,8 @@ OPTIONS: tuple[Option, ...] = (
         "models",
         str,
         (),
-        "Models to serve: PATH, NAME=PATH, ORG/NAME of the Hugging Face hub, or 'demo'.",
+        "Models to serve: PATH, NAME=PATH, a folder of models, ORG/NAME of the Hugging Face hub, "
+        "or 'demo'.",
         unit="model",
         scopes=("serve",),
         many=True,
