@@ -264,8 +264,8 @@ def test_models_in_a_file(serve_with: Serve, tmp_path: Path) -> None:
     file.write_text("models: [a=/, b=/tmp]\n")
     assert [model.name for model in serve_with("--config", str(file))[0].models] == ["a", "b"]
     assert [m.name for m in serve_with("--config", str(file), "c=/")[0].models] == ["c"]
-    file.write_text("model: /tmp\n")
-    assert [model.name for model in serve_with("--config", str(file))[0].models] == ["/tmp"]
+    file.write_text(f"model: {tmp_path}\n")
+    assert [model.name for model in serve_with("--config", str(file))[0].models] == [str(tmp_path)]
 
 
 # --- names of models -------------------------------------------------------------------------
