@@ -150,8 +150,7 @@ class ModelWeights(PooledWeights):
     def _fill(self, on_progress: Callable[[LoadProgress], None]) -> None:
         """Copy the weights from the host, and read the others or fill them with random numbers."""
         groups = self._to_fill
-        total_bytes = sum(self._store.bytes_of(group).numel() for group in groups)
-        loaded_bytes = 0
+        loaded_bytes = total_bytes = 0
 
         def advance(num_bytes: int) -> None:
             nonlocal loaded_bytes
@@ -168,6 +167,7 @@ class ModelWeights(PooledWeights):
                     others.append(group)
                 else:
                     copies.append((kept, self._store.bytes_of(group)))
+            total_bytes = sum(kept.numel() for kept, _ in copies) + self._stored_bytes(others)
             begun_s = time.monotonic()
             wait_for_copies = begin_copying(copies)
             try:  # those from disk come meanwhile
@@ -191,6 +191,15 @@ class ModelWeights(PooledWeights):
             self._check_files()
             self._store.load(self._checkpoint, advance, groups)
             self._check_files()
+
+    def _stored_bytes(self, groups: Sequence[ParameterGroup]) -> int:
+        """Bytes of the checkpoint that these groups are read from: fewer, if they are decoded."""
+        if self._random_seed is not None:
+            return sum(self._store.bytes_of(group).numel() for group in groups)
+        parameters = self._store.parameters_of(groups)
+        names = {source.name for parameter in parameters for source in parameter.sources}
+        stored = self._checkpoint.tensors
+        return sum(stored[name].num_bytes for name in names if name in stored)
 
     def _check_files(self) -> None:
         """Refuse a checkpoint that is not the one that was registered any more.
