@@ -279,6 +279,36 @@ def test_a_page_of_another_model_is_zeroed_whatever_that_is_called(model: str):
     driver.close()
 
 
+def test_pages_that_are_overwritten_are_not_zeroed():
+    """Untouched ones come last: those serve owners who need zeros."""
+    driver = HostDriver()
+    pool = PagePool(driver, 4 * SMALL, SMALL, 4 * SMALL)
+    window = VirtualRange(pool.pages, 4 * SMALL, SMALL)
+    used = pool.acquire(Owner("a", Kind.WEIGHTS), 3)
+    assert used is not None
+    window.map(0, used)
+    window.tensor((3 * SMALL,), torch.uint8).fill_(1)
+    pool.release(window.unmap(range(3)))
+    assert pool.stock(4 * SMALL)
+    other = Owner("b", Kind.WEIGHTS)
+    for count in (3, 4):
+        pages = pool.acquire(other, count, is_overwritten=True)
+        assert pages is not None
+        assert set(used) <= set(pages)
+        window.map(0, sorted(pages))
+        assert window.tensor((3 * SMALL,), torch.uint8).all()
+        pool.release(window.unmap(range(count)))
+        pool.check()
+    pages = pool.acquire(Owner("c", Kind.KV), 4)
+    assert pages is not None
+    window.map(0, pages)
+    assert not window.tensor((4 * SMALL,), torch.uint8).any()
+    pool.release(window.unmap(range(4)))
+    pool.close()
+    window.close()
+    driver.close()
+
+
 @pytest.mark.parametrize("keep_idle_pages", [0, 5, 64])
 def test_the_watermark_is_kept_and_the_rest_given_back(keep_idle_pages: int):
     """M7: idle pages stay up to the watermark; beyond it the memory itself goes back."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.architectures import OUR_DECODER, TRANSFORMERS
 from tests.checkpoints import tiny_llama
+from tests.memory.late_driver import LateDriver
 
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.engine import Engine
@@ -18,7 +19,7 @@ from aquifer.errors import ConfigError, DriverError
 from aquifer.memory.driver.faulty import FaultyDriver
 from aquifer.memory.driver.host import HostDriver
 from aquifer.memory.pool import Kind, Owner, PagePool
-from aquifer.weights.parameters import Parameter, Placement
+from aquifer.weights.parameters import Parameter, ParameterGroup, Placement
 from aquifer.weights.store import WeightStore
 
 PAGE, LARGE = 4096, 4 * 4096
@@ -239,3 +240,82 @@ def test_any_architecture(name, tmp_path):
     config.dtype = "float32"
     config.save_pretrained(tmp_path)
     assert len(_generate(tmp_path)) == 4
+
+
+class Filled:
+    """Notes the groups that it is to fill, and how many pages were mapped when it was stopped."""
+
+    def __init__(self, driver: FaultyDriver) -> None:
+        self.groups: list[ParameterGroup] = []
+        self.mapped_when_cancelled: int | None = None
+        self._driver = driver
+
+    def begin(self, group: ParameterGroup) -> None:
+        self.groups.append(group)
+
+    def cancel(self) -> None:
+        self.mapped_when_cancelled = self._driver.mapped_pages
+
+
+def test_groups_are_filled_while_others_get_their_pages():
+    driver = FaultyDriver(LargePageDriver())
+    pool = PagePool(driver, 40 * PAGE)
+    store = WeightStore(pool, OWNER, _parameters(9 * PAGE, 100, PAGE, 4 * PAGE))
+    filled = Filled(driver)
+    assert store.populate(filling=filled)
+    assert (filled.groups, filled.mapped_when_cancelled) == (list(store.groups), None)
+    store.evict(store.groups[2:])
+    filled = Filled(driver)
+    assert store.populate(filling=filled)
+    assert (filled.groups, filled.mapped_when_cancelled) == (list(store.groups[2:]), None)
+    store.evict()
+    pool.trim()
+    filled = Filled(driver)
+    driver.fail_at = driver.num_calls + 5  # after the pages of the first group
+    with pytest.raises(DriverError):
+        store.populate(filling=filled)
+    assert filled.groups == list(store.groups[:1])
+    assert filled.mapped_when_cancelled  # it is stopped before they lose their pages
+    assert (driver.mapped_pages, store.resident) == (0, frozenset())
+    driver.fail_at = None
+    others = pool.acquire(Owner("b", Kind.WEIGHTS), 40 - 10)
+    assert others is not None
+    filled = Filled(driver)
+    assert not store.populate(filling=filled)
+    assert filled.mapped_when_cancelled == (2 + 1) + 1  # of two groups: large, ordinary
+    pool.release(others)
+    store.close()
+    pool.close()
+
+
+class LateLargePageDriver(LateDriver):
+    """Likewise, on a device."""
+
+    default_page_bytes = PAGE
+    large_page_bytes = LARGE
+
+
+def test_room_for_all_groups_is_made_at_once():
+    """Where pages that are given up stay for a while; else more would go than is to stay idle."""
+    pool = PagePool(LateLargePageDriver(), 40 * PAGE)
+    other = Owner("b", Kind.WEIGHTS)
+    held = pool.acquire(other, 40)
+    assert held is not None
+    asked: list[int] = []
+
+    def give_up(num_bytes: int, owner: Owner) -> bool:
+        assert owner == OWNER
+        asked.append(num_bytes)
+        gone = held[: -(-num_bytes // PAGE)]
+        del held[: len(gone)]
+        pool.release(gone)
+        return bool(gone)
+
+    pool.on_short = give_up
+    store = WeightStore(pool, OWNER, _parameters(9 * PAGE, 100, PAGE, 4 * PAGE))
+    assert store.populate()
+    assert asked == [store.placement.num_bytes]
+    store.evict()
+    pool.release(held)
+    store.close()
+    pool.close()

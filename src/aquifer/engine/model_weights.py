@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
-from contextlib import ExitStack
 from threading import Event
 
 import torch
@@ -17,7 +16,7 @@ from aquifer.engine.reports import LoadProgress
 from aquifer.errors import ConfigError, DriverError, one_line
 from aquifer.weights.checkpoint import Checkpoint
 from aquifer.weights.fingerprint import GroupOrigin, file_stamp
-from aquifer.weights.loader import begin_copying
+from aquifer.weights.host_copies import HostCopies
 from aquifer.weights.parameters import Parameter, ParameterGroup
 from aquifer.weights.reuse import ReuseStore
 
@@ -59,12 +58,14 @@ class ModelWeights(PooledWeights):
         self._stamps = {
             file: file_stamp(file) for file in {each.file for each in checkpoint.tensors.values()}
         }
+        self._begun_s = 0.0  # of the last load
         self._bytes_per_s = {"disk": _DISK_BYTES_PER_S, "host": _HOST_BYTES_PER_S}
         self._filling: Future[None] | None = None  # in the background
         self._saving: Future[None] | None = None
         self._stop_saving = Event()
         reclaimer = assembly.room.reclaimer
         super().__init__(assembly, reclaimer, reuse, name, parameters, life)
+        self._copies = self._new_filling()
 
     def _origins(self) -> Mapping[ParameterGroup, GroupOrigin]:
         if self._random_seed is not None:
@@ -139,6 +140,7 @@ class ModelWeights(PooledWeights):
         if self._filling is not None:
             wait([self._filling])
             self._filling = None
+        self._copies.cancel()
         self._end_saving()
         super().evict(keep_bytes)
 
@@ -147,34 +149,28 @@ class ModelWeights(PooledWeights):
         super().close()
         self._reuse.host.forget(self._worth)
 
+    def _new_filling(self) -> HostCopies:
+        self._begun_s = time.monotonic()
+        self._copies = HostCopies(self._reuse.host, self._store, self.member.keys)
+        return self._copies
+
     def _fill(self, on_progress: Callable[[LoadProgress], None]) -> None:
-        """Copy the weights from the host, and read the others or fill them with random numbers."""
-        groups = self._to_fill
-        loaded_bytes = total_bytes = 0
+        """Read what the host does not have, or fill it with random numbers, and wait for copies."""
+        copies, groups = self._copies, self._to_fill
+        others = [group for group in groups if group not in copies]
+        total_bytes = copies.num_bytes + self._stored_bytes(others)
+        loaded_bytes = 0
 
         def advance(num_bytes: int) -> None:
             nonlocal loaded_bytes
             loaded_bytes = min(loaded_bytes + num_bytes, total_bytes)
             on_progress(LoadProgress(self._name, loaded_bytes, total_bytes))
 
-        with ExitStack() as leases:
-            copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-            others: list[ParameterGroup] = []
-            for group in groups:
-                key = self.member.keys.get(group, "")
-                kept = leases.enter_context(self._reuse.host.lease(key))
-                if kept is None:
-                    others.append(group)
-                else:
-                    copies.append((kept, self._store.bytes_of(group)))
-            total_bytes = sum(kept.numel() for kept, _ in copies) + self._stored_bytes(others)
-            begun_s = time.monotonic()
-            wait_for_copies = begin_copying(copies)
-            try:  # those from disk come meanwhile
-                self._fill_from_disk(others, advance)
-            finally:
-                wait_for_copies()
-            seconds = time.monotonic() - begun_s
+        try:  # those from disk come while the others are copied
+            self._fill_from_disk(others, advance)
+        finally:
+            copies.finish()
+        seconds = time.monotonic() - self._begun_s
         # Those from disk take longer than what is copied beside them.
         place, measured = ("disk", others) if others else ("host", groups)
         num_bytes = sum(map(self.member.bytes_of, measured))

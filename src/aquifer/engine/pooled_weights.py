@@ -15,7 +15,7 @@ from aquifer.memory.use_rate import UseRate
 from aquifer.weights.fingerprint import GroupOrigin
 from aquifer.weights.parameters import Parameter, ParameterGroup
 from aquifer.weights.reuse import Member, ReuseStore
-from aquifer.weights.store import WeightStore
+from aquifer.weights.store import Filling, WeightStore
 from aquifer.weights.victims import IdleWeights
 
 
@@ -169,11 +169,15 @@ class PooledWeights(ABC):
         Raises:
             DriverError: the device refused memory; nothing has changed.
         """
-        to_fill = self._reuse.populate(self.member)
+        to_fill = self._reuse.populate(self.member, self._new_filling())
         if to_fill is None:
             return False
         self._to_fill = to_fill
         return True
+
+    def _new_filling(self) -> Filling | None:
+        """What begins to fill pages while others are taken."""
+        return None
 
     @abstractmethod
     def fill(self, on_progress: Callable[[LoadProgress], None]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from aquifer.memory.owners import Owner
+from aquifer.memory.owners import UNTOUCHED, Owner
 from aquifer.memory.pages import Page
 
 
@@ -31,10 +31,10 @@ class IdlePages:
         return taken[::-1]
 
     def take_any(self, count: int) -> list[Page]:
-        """Up to `count` pages, from the owner that has most idle."""
+        """Up to `count` pages, from the owner that has most idle; untouched ones last."""
         taken: list[Page] = []
         while len(taken) < count and self.by_owner:
-            owner = max(self.by_owner, key=lambda o: len(self.by_owner[o]))
+            owner = max(self.by_owner, key=lambda o: (o != UNTOUCHED, len(self.by_owner[o])))
             taken += self.take(owner, count - len(taken))
             if not self.by_owner[owner]:
                 del self.by_owner[owner]

@@ -163,15 +163,29 @@ class Ledger:
         with self.lock:
             return self._idle_of(page_bytes).count(owner)
 
-    def take_ready(self, owner: Owner, count: int, page_bytes: int) -> list[Page] | None:
-        """Hand out idle pages that need no zeroing, if there are as many; else None."""
+    def take_ready(
+        self, owner: Owner, count: int, page_bytes: int, *, is_overwritten: bool = False
+    ) -> list[Page] | None:
+        """Hand out idle pages that need no zeroing, if there are as many; else None.
+
+        Args:
+            owner: their owner from now on.
+            count: number of pages.
+            page_bytes: their size.
+            is_overwritten: whether none needs it.
+        """
         with self.lock:
             idle = self._idle_of(page_bytes)
-            if idle.count(owner) + idle.count(UNTOUCHED) < count:
-                return None
-            pages = idle.take(owner, count)
-            if len(pages) < count:
-                pages += idle.take(UNTOUCHED, count - len(pages))
+            if is_overwritten:
+                if len(idle) < count:
+                    return None
+                pages = idle.take_any(count)
+            else:
+                if idle.count(owner) + idle.count(UNTOUCHED) < count:
+                    return None
+                pages = idle.take(owner, count)
+                if len(pages) < count:
+                    pages += idle.take(UNTOUCHED, count - len(pages))
             self._idle_bytes -= count * page_bytes
             self.hand_out(pages, owner, page_bytes)
             return pages

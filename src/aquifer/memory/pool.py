@@ -96,6 +96,21 @@ class PagePool:
                 elif not self.retired.reclaim(excess_bytes):
                     return
 
+    def make_room(self, owner: Owner, num_bytes: int) -> None:
+        """Have the reclaim hook release what is missing of `num_bytes` at once, as far as it can.
+
+        To be called before many calls of `acquire`, each of which would ask it for a little.
+
+        Args:
+            owner: the owner that they are for.
+            num_bytes: what these calls will acquire together.
+        """
+        if not self.retired.defers:  # pages beyond the watermark would be destroyed at once
+            return
+        while (missing_bytes := num_bytes - self.free_bytes) > 0:
+            if self.on_short is None or not self.on_short(missing_bytes, owner):
+                return
+
     def acquire(
         self,
         owner: Owner,
@@ -103,6 +118,7 @@ class PagePool:
         page_bytes: int | None = None,
         *,
         may_reclaim: bool = True,
+        is_overwritten: bool = False,
     ) -> list[Page] | None:
         """Take `count` pages for `owner`: all of them, or None and nothing has changed.
 
@@ -116,17 +132,18 @@ class PagePool:
             may_reclaim: whether to unmap retired pages, which may wait for work in flight, and to
                 call the reclaim hook. If not, the answer is None where idle pages and pages not
                 created yet do not suffice.
+            is_overwritten: whether all bytes are written before any is read: then none is zeroed.
 
         Raises:
             DriverError: the device refused, and no other page could take the place of what it
                 refused; nothing is leaked, nothing is in use.
         """
         page_bytes = page_bytes or self.page_bytes
-        pages = self._ledger.take_ready(owner, count, page_bytes)
+        pages = self._ledger.take_ready(owner, count, page_bytes, is_overwritten=is_overwritten)
         if pages is not None:
             return pages
         with self._creating, self._ledger.lock:
-            return self._acquire_slowly(owner, count, page_bytes, may_reclaim)
+            return self._acquire_slowly(owner, count, page_bytes, may_reclaim, is_overwritten)
 
     def stock(self, target_bytes: int, batch_pages: int = 16) -> bool:
         """Create a batch of idle pages, if fewer than `target_bytes` are untouched and idle.
@@ -222,7 +239,12 @@ class PagePool:
         self.trim()
 
     def _acquire_slowly(
-        self, owner: Owner, count: int, page_bytes: int, may_reclaim: bool
+        self,
+        owner: Owner,
+        count: int,
+        page_bytes: int,
+        may_reclaim: bool,
+        is_overwritten: bool,
     ) -> list[Page] | None:
         """Acquire where ready pages do not suffice: create, zero other owners' pages, reclaim."""
         ledger = self._ledger
@@ -236,7 +258,8 @@ class PagePool:
             # A device that has refused has less than the budget says: there is no room but what
             # idle pages take.
             room_bytes = 0 if is_refused else max(-ledger.excess_bytes, 0)
-            own = ledger.take_idle(page_bytes, count, owner)
+            # Pages that need no zeroing, which are all where they are overwritten.
+            own = ledger.take_idle(page_bytes, count, None if is_overwritten else owner)
             fresh = ledger.take_idle(page_bytes, count - len(own), UNTOUCHED)
             wanted = count - len(own) - len(fresh)
             # Creating costs about as much as zeroing, but leaves other owners' bytes where they
@@ -254,7 +277,7 @@ class PagePool:
                 # Pages that were left idle, because there seemed to be room to create others.
                 has_idle = not is_refused and new_bytes > 0 and ledger.idle_bytes > 0
                 is_refused = True
-                ledger.put_idle(own, owner, page_bytes)
+                ledger.put_idle(own, UNKNOWN if is_overwritten else owner, page_bytes)
                 ledger.put_idle(fresh, UNTOUCHED, page_bytes)
                 ledger.put_idle(foreign, UNKNOWN, page_bytes)  # zeroed or not: they will be again
                 if has_idle or (may_reclaim and self._reclaim(max(new_bytes, page_bytes), owner)):

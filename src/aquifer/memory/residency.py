@@ -79,17 +79,24 @@ class Residency:
         self._pool = pool
         self._owner = owner
 
-    def populate(self, stretches: Sequence[range], *, may_reclaim: bool = True) -> bool:
+    def populate(
+        self,
+        stretches: Sequence[range],
+        *,
+        may_reclaim: bool = True,
+        is_overwritten: bool = False,
+    ) -> bool:
         """Put pages under these places, all or none; False means that the pool is short.
 
         A place that still has the page which was given up there gets it back unchanged. Contents
-        are the owner's old bytes, or zeros.
+        are the owner's old bytes, or zeros; any bytes, if they are to be overwritten.
 
         Args:
             stretches: places without a page in use.
             may_reclaim: whether to unmap retired pages of other places, and to take pages from
                 other tenants. Without it, the call waits only where one of these places still has
                 a page that is shared, or that is being unmapped.
+            is_overwritten: whether all bytes are written before any is read.
 
         Raises:
             DriverError: the device refused; nothing has changed.
@@ -102,7 +109,7 @@ class Residency:
             missing = _without(stretches, taken)
         is_done = False
         try:  # nearly every step comes here, and an ExitStack would take a fifth of the time
-            is_done = self._map_new(missing, may_reclaim)
+            is_done = self._map_new(missing, may_reclaim, is_overwritten)
         finally:
             if taken and not is_done:
                 retired.retire(self.range, taken)
@@ -174,7 +181,7 @@ class Residency:
         if pages:
             self._pool.transfer(pages, owner)
 
-    def _map_new(self, stretches: Sequence[range], may_reclaim: bool) -> bool:
+    def _map_new(self, stretches: Sequence[range], may_reclaim: bool, is_overwritten: bool) -> bool:
         """Acquire pages and map them at these stretches, all or none; False if the pool is short.
 
         Raises:
@@ -185,6 +192,7 @@ class Residency:
             sum(map(len, stretches)),
             self.range.page_bytes,
             may_reclaim=may_reclaim,
+            is_overwritten=is_overwritten,
         )
         if pages is None:
             return False

@@ -18,7 +18,7 @@ from typing import Protocol
 from aquifer.weights.fingerprint import GroupOrigin, keys_of_equals
 from aquifer.weights.host_cache import HostCache
 from aquifer.weights.parameters import ParameterGroup
-from aquifer.weights.store import GroupPlace, WeightStore
+from aquifer.weights.store import Filling, GroupPlace, WeightStore
 
 
 class WeightUse(Protocol):
@@ -211,8 +211,14 @@ class ReuseStore:
         """Groups of a model that `populate` takes pages for: nobody has them on the device."""
         return tuple(g for g in member.store.missing if not self._found(member, g))
 
-    def populate(self, member: Member) -> tuple[ParameterGroup, ...] | None:
+    def populate(
+        self, member: Member, filling: Filling | None = None
+    ) -> tuple[ParameterGroup, ...] | None:
         """Take pages for all missing groups of a model, or share those of other models.
+
+        Args:
+            member: the model.
+            filling: begins to fill each group that has pages while the next ones get theirs.
 
         Returns: those that are to be filled; then `filled` is to be called. None if the pool is
             short, and nothing has changed.
@@ -230,7 +236,7 @@ class ReuseStore:
             self._join(member, group)
         is_done = False
         try:
-            is_done = member.store.populate(missing, same_as)
+            is_done = member.store.populate(missing, same_as, filling)
         finally:
             if not is_done:
                 for group in same_as:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -30,7 +30,18 @@ from aquifer.weights.parameters import (
 )
 
 _MOST_PARAMETERS = 1 << 20  # of one model, for seeds of their own
+_ROOM_BYTES = 1 << 30  # what is evicted at a time: the first groups are filled meanwhile
 _RANDOM_STD = 0.02  # standard deviation that most models are initialised with
+
+
+class Filling(Protocol):
+    """What fills groups of parameters that were given pages."""
+
+    def begin(self, group: ParameterGroup) -> None:
+        """A group has its pages, and may be written to from now on."""
+
+    def cancel(self) -> None:
+        """The groups are to lose their pages: nothing may write to them on return."""
 
 
 class GroupPlace(NamedTuple):
@@ -57,6 +68,7 @@ class WeightStore:
         placement: offsets of the parameters.
         groups: parameters that are resident or evicted as a whole.
         tensors: the parameters by name; to be used only while they are resident.
+        version: changes whenever groups get or lose their pages.
 
     Raises:
         DriverError: the addresses could not be reserved.
@@ -88,6 +100,7 @@ class WeightStore:
             for group in self.groups
             if group.large
         }
+        self.version = 0
         self._resident: set[ParameterGroup] = set()
         self._num_resident_pages = 0  # of these
         self._sizes_bytes = {p.name: p.num_bytes for p in self.parameters}
@@ -134,17 +147,19 @@ class WeightStore:
         self,
         groups: Iterable[ParameterGroup] | None = None,
         same_as: Mapping[ParameterGroup, GroupPlace] | None = None,
+        filling: Filling | None = None,
     ) -> bool:
         """Take pages for these groups, or for all; those that are resident stay as they are.
 
         All or nothing: False means that the pool is short, and nothing has changed. The caller then
-        writes the contents with `load` or `fill_random`.
+        writes the contents with `load` or `fill_random`. Until then they are any bytes.
 
         Args:
             groups: the groups.
             same_as: groups of other stores with the same contents, of which the pages are mapped
                 here too instead. Pre-condition: placed alike, and resident. None of the stores may
                 write to them from now on.
+            filling: begins to fill each new group while the next ones get their pages.
 
         Raises:
             DriverError: the device refused; nothing has changed.
@@ -153,24 +168,31 @@ class WeightStore:
             g for g in (self.groups if groups is None else groups) if g not in self._resident
         ]
         same_as = same_as or {}
-        with ExitStack() as undo:
+        with ExitStack() as undo, ExitStack() as stop:  # which comes first
+            if filling is not None:
+                stop.callback(filling.cancel)
             for group in missing:
                 if group in same_as:
                     self._alias(group, same_as[group], undo)
             new = [group for group in missing if group not in same_as]
-            # Large pages first: they leave a whole number of ordinary pages of the budget.
+            left_bytes = sum(group.num_pages for group in new) * self.placement.page_bytes
             for group in new:
-                if group in self._large:
-                    large = self._large[group]
-                    indices = range(large.range.num_pages)
-                    if not large.populate([indices]):
-                        return False
-                    undo.callback(large.give_up, indices)
-            if not self._ordinary.populate([g.ordinary for g in new if g.ordinary]):
-                return False
+                group_bytes = group.num_pages * self.placement.page_bytes
+                if self._pool.free_bytes < group_bytes:
+                    self._pool.make_room(self.owner, max(min(left_bytes, _ROOM_BYTES), group_bytes))
+                left_bytes -= group_bytes
+                for residency, places in self.places(group):
+                    if places:
+                        if not residency.populate([places], is_overwritten=True):
+                            return False
+                        undo.callback(residency.give_up, places)
+                if filling is not None:
+                    filling.begin(group)
+            stop.pop_all()
             undo.pop_all()
         for group in new:  # a page that was still here may have been another store's by the end
             self.own(group)
+        self.version += 1
         self._resident.update(missing)
         self._num_resident_pages += sum(group.num_pages for group in missing)
         return True
@@ -216,6 +238,7 @@ class WeightStore:
 
         The contents are lost, and the tensors must not be used before `populate`.
         """
+        self.version += 1
         for group in self.groups if groups is None else groups:
             if group in self._resident:
                 self._resident.remove(group)

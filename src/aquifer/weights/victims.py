@@ -53,6 +53,9 @@ class IdleWeights:
         self._member = member
         self._byte_s = byte_s
         self._losses = losses
+        # The last offers, and what they were made for: one eviction asks for them several times.
+        self._offered_for: tuple[float, int, float, float] | None = None
+        self._offered: list[Offer] = []
         # Bytes that may go beside shared groups, and what they were counted for.
         self._counted: tuple[int, tuple[bool, ...], int] = (-1, (), 0)
 
@@ -125,10 +128,13 @@ class IdleWeights:
 
     def _offers(self, now_s: float) -> list[Offer]:
         """The groups that may go, in order of regret."""
-        groups = self._groups()
-        if not groups:
+        if not self._member.use.is_idle:
             return []
         own = self._member.use.probability(now_s), self._member.use.sensitivity
+        made_for = (now_s, self._member.store.version, *own)
+        if self._offered_for == made_for and not self._reuse.has_shared:
+            return self._offered
+        groups = self._groups()
         offers: list[Offer] = []
         for group in groups:
             probability, sensitivity = self._shared(group, now_s) or own
@@ -136,6 +142,7 @@ class IdleWeights:
             regret = regret_per_byte(probability, self._byte_s(group), 1, sensitivity)
             offers.append(Offer(regret, group))
         offers.sort(key=lambda offer: offer.regret)  # stable
+        self._offered_for, self._offered = made_for, offers
         return offers
 
     def _shared(self, group: ParameterGroup, now_s: float) -> tuple[float, float] | None:
