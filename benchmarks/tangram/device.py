@@ -9,7 +9,8 @@ the other, in the order of Tangram's levels of locality; FOLDER has their length
 - whole: only one model is on the device, and all of it; it is evicted when another one is wanted;
 - whole, not kept: likewise, and it is evicted when its request has ended.
 
-It writes `device.json` and `device.png`; README.md compares them with the paper's figures.
+It writes `device-locality.json`, `device-decode.json` (each model by itself) and `device.png`;
+README.md compares them with the paper's figures.
 """
 
 from __future__ import annotations
@@ -283,45 +284,45 @@ def weight_bytes_of(folder: Path) -> int:
     return Placement.plan(parameters, _PAGE_BYTES).num_bytes
 
 
-def measure(
+def measure_locality(
     folders: Mapping[str, Path],
     of: Sequence[TraceRequest],
     num_batches: int,
-    parts: Sequence[str],
     device: str,
     content: dict[str, Any],
 ) -> None:
-    """All figures; in `content`, as far as it gets."""
-    if "locality" in parts:
-        specs = tuple(ModelSpec(name, folder) for name, folder in folders.items())
-        sizes = {spec.name: weight_bytes_of(spec.path) for spec in specs}
-        memory_bytes = int(sum(sizes.values()) / POOL_FACTOR)
-        content["memory_bytes"] = memory_bytes
-        config = EngineConfig(
-            specs,
-            device=device,
-            load_format="dummy",
-            memory_bytes=memory_bytes,
-            host_cache_bytes=sum(sizes.values()) + _HOST_SLACK_BYTES,
-            max_num_seqs=BATCHES[-1],
-            enable_prefix_caching=False,
-            seed=_SEED,
-        )
-        start_s = time.perf_counter()
-        engine = Engine.open(config)
-        content["start_s"] = time.perf_counter() - start_s
-        print(f"start: {content['start_s']:.1f} s", flush=True)
-        try:
-            content["overhead_bytes"] = engine.pool.usage().overhead_bytes
-            content["copy_bytes_per_s"] = copy_rate(engine.pool.driver.device)
-            by_locality(engine, of, num_batches, content)
-        finally:
-            engine.close()
-    if "decode" in parts:
-        content["alone"] = {}
-        for name, folder in folders.items():
-            content["alone"][name] = alone(folder, device)
-            print(f"{name}: {content['alone'][name]}", flush=True)
+    """All models in one pool; in `content`, as far as it gets."""
+    specs = tuple(ModelSpec(name, folder) for name, folder in folders.items())
+    sizes = {spec.name: weight_bytes_of(spec.path) for spec in specs}
+    memory_bytes = int(sum(sizes.values()) / POOL_FACTOR)
+    config = EngineConfig(
+        specs,
+        device=device,
+        load_format="dummy",
+        memory_bytes=memory_bytes,
+        host_cache_bytes=sum(sizes.values()) + _HOST_SLACK_BYTES,
+        max_num_seqs=BATCHES[-1],
+        enable_prefix_caching=False,
+        seed=_SEED,
+    )
+    start_s = time.perf_counter()
+    engine = Engine.open(config)
+    content |= {"memory_bytes": memory_bytes, "start_s": time.perf_counter() - start_s}
+    print(f"start: {content['start_s']:.1f} s", flush=True)
+    try:
+        content["overhead_bytes"] = engine.pool.usage().overhead_bytes
+        content["copy_bytes_per_s"] = copy_rate(engine.pool.driver.device)
+        by_locality(engine, of, num_batches, content)
+    finally:
+        engine.close()
+
+
+def measure_alone(folders: Mapping[str, Path], device: str, content: dict[str, Any]) -> None:
+    """Each model by itself; in `content`, as far as it gets."""
+    content["alone"] = {}
+    for name, folder in folders.items():
+        content["alone"][name] = alone(folder, device)
+        print(f"{name}: {content['alone'][name]}", flush=True)
 
 
 def draw(content: Mapping[str, Any], file: Path) -> None:
@@ -366,16 +367,22 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=_HERE, help="folder of the results")
     arguments = parser.parse_args()
     parts, names = arguments.parts.split(","), arguments.models.split(",")
-    content: dict[str, Any] = {"requests": arguments.requests, "pool_factor": POOL_FACTOR}
+    of = lengths(arguments.data)
+    locality: dict[str, Any] = {"requests": arguments.requests, "pool_factor": POOL_FACTOR}
+    decode: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         folders = write_folders(Path(folder), {name: CONFIGS[name] for name in names})
-        of = lengths(arguments.data)
         try:
-            measure(folders, of, arguments.requests, parts, arguments.device, content)
+            if "locality" in parts:
+                measure_locality(folders, of, arguments.requests, arguments.device, locality)
+            if "decode" in parts:
+                measure_alone(folders, arguments.device, decode)
         finally:  # what was measured before a failure is kept
-            save(arguments.output / "device.json", content)
-    if {*parts} == {"locality", "decode"}:
-        draw(content, arguments.output / "device.png")
+            for part, content in (("locality", locality), ("decode", decode)):
+                if part in parts:
+                    save(arguments.output / f"device-{part}.json", content)
+    if {"locality", "decode"} <= {*parts}:
+        draw(locality | decode, arguments.output / "device.png")
 
 
 if __name__ == "__main__":

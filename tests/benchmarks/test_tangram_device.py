@@ -43,7 +43,8 @@ def test_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "POOL_FACTOR", 1.1)
     monkeypatch.setattr(device, "_PAGE_BYTES", 64 << 10)
     content: dict[str, Any] = {}
-    device.measure(folders, LENGTHS, 8, ("locality", "decode"), "cpu", content)
+    device.measure_locality(folders, LENGTHS, 8, "cpu", content)
+    device.measure_alone(folders, "cpu", content)
     assert set(content["locality"]) == {"1", "3"}
     for size, found in content["locality"].items():
         assert set(found) == {"L1", "L3"}
