@@ -1,4 +1,4 @@
-"""Tables of README.md from `models.json`: `python benchmarks/tangram/tables.py` prints them."""
+"""Tables of README.md from the results: `python benchmarks/tangram/tables.py` prints them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,72 @@ _HERE = Path(__file__).resolve().parent
 def tables(content: Mapping[str, Any]) -> list[str]:
     """Loading and TTFT by locality, TTFT by devices, and TTFT by split."""
     return [_loading(content), _ttft(content), _devices(content), _splits(content)]
+
+
+def device_tables(content: Mapping[str, Any]) -> list[str]:
+    """Loading and TTFT by locality and batch, and figures by model."""
+    return [_device_levels(content), _device_models(content)]
+
+
+def _device_levels(content: Mapping[str, Any]) -> str:
+    modes = list(content["locality"]["1"]["L1"])
+    rows = []
+    for size, found in content["locality"].items():
+        for level, row in found.items():
+            ours = row["tensor"]
+            ratios = [
+                f"{row[mode]['loading_ms'] / ours['loading_ms']:.1f}" if mode in row else ""
+                for mode in modes[1:]
+            ]
+            loading = [f"{row[mode]['loading_ms']:.0f}" if mode in row else "" for mode in modes]
+            ttft = [
+                f"{row[mode]['ttft_ms']['mean']:.0f}, {row[mode]['ttft_ms']['p99']:.0f}"
+                if mode in row
+                else ""
+                for mode in modes
+            ]
+            rate = f"{ours['moved_gb_per_s']:.0f}"
+            rows.append([size, level, *loading, " / ".join(filter(None, ratios)), rate, *ttft])
+    header = ["batch", "", *(f"{mode}: loading" for mode in modes), "times ours", "GB/s of ours"]
+    return _table([*header, *(f"{mode}: TTFT" for mode in modes)], rows)
+
+
+def _device_models(content: Mapping[str, Any]) -> str:
+    found = content["locality"]["1"]
+    modes = list(found["L1"])
+    rows = []
+    for model, num_bytes in content["weight_bytes"].items():
+        cells = [model, f"{num_bytes / 1e9:.1f}"]
+        for mode in modes:
+            seconds = [
+                served["first_token_s"]
+                for row in found.values()
+                for served in row[mode]["served"]
+                if served["model"] == model
+            ]
+            cells.append(f"{1e3 * sum(seconds) / len(seconds):.0f}")
+        alone = content["alone"][model]
+        cells += [f"{content['resident_ms'][model]:.1f}", f"{alone['resident_ms']:.1f}"]
+        on_demand, reserved = (alone[f"{name}_tokens_per_s"] for name in ("on_demand", "reserved"))
+        cells += [
+            f"{on_demand:.0f}",
+            f"{reserved:.0f}",
+            f"{100 * (1 - on_demand / reserved):+.2f} %",
+        ]
+        rows.append(cells)
+    return _table(
+        [
+            "",
+            "GB",
+            *(f"TTFT, {mode}" for mode in modes),
+            "resident, one of eight",
+            "resident, alone",
+            "decode, on demand",
+            "decode, reserved",
+            "loss",
+        ],
+        rows,
+    )
 
 
 def _loading(content: Mapping[str, Any]) -> str:
@@ -76,5 +142,19 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
+def _read(*names: str) -> dict[str, Any]:
+    """The content of result files, together."""
+    content: dict[str, Any] = {}
+    for name in names:
+        content |= json.loads((_HERE / name).read_text(encoding="utf-8"))
+    return content
+
+
+def all_tables() -> list[str]:
+    """The tables of all results."""
+    on_device = _read("device-locality.json", "device-decode.json")
+    return [*device_tables(on_device), *tables(_read("models.json"))]
+
+
 if __name__ == "__main__":
-    print("\n\n".join(tables(json.loads((_HERE / "models.json").read_text()))))
+    print("\n\n".join(all_tables()))
