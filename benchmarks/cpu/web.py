@@ -178,7 +178,11 @@ class SteadyEngine:
         """No client loads one."""
         raise NotImplementedError
 
-    unload_model = pin_model = unpin_model = ask_for_model
+    unload_model = pin_model = unpin_model = remove_model = ask_for_model
+
+    def add_model(self, spec: ModelSpec, *, load: bool) -> ModelInfo:
+        """No client adds one."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """End all requests."""

@@ -199,6 +199,9 @@ _Key = Annotated[
     typer.Option(metavar="KEY", envvar="AQUIFER_API_KEY", help="Its API key, if it has one."),
 ]
 _ServedModel = Annotated[str, typer.Argument(metavar="MODEL", help="Name of a served model.")]
+_Addition = Annotated[
+    str, typer.Argument(metavar="MODEL", help="PATH, NAME=PATH or ORG/NAME, as for `serve`.")
+]
 _LOCAL_URL = "http://127.0.0.1:8000"
 
 
@@ -232,6 +235,24 @@ def _pin(model: _ServedModel, url: _Url = _LOCAL_URL, api_key: _Key = None) -> N
 def _unpin(model: _ServedModel, url: _Url = _LOCAL_URL, api_key: _Key = None) -> None:
     """Let the weights of a model that was pinned give way again."""
     _manage("unpin", model, url, api_key)
+
+
+@app.command("add")
+def _add(model: _Addition, url: _Url = _LOCAL_URL, api_key: _Key = None) -> None:
+    """Have a running server serve another model; it is loaded at its first request."""
+    from aquifer.operate import add
+
+    done = add(url, api_key, model)
+    print(f"{done['name']} is served, from {done['path']}")
+
+
+@app.command("remove")
+def _remove(model: _ServedModel, url: _Url = _LOCAL_URL, api_key: _Key = None) -> None:
+    """Have a running server serve a model no more; its requests end with an error."""
+    from aquifer.operate import remove
+
+    remove(url, api_key, model)
+    print(f"{model} is removed")
 
 
 def _manage(verb: str, model: str, url: str, api_key: str | None) -> None:

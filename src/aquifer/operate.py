@@ -8,11 +8,13 @@ import urllib.request
 from collections.abc import Mapping
 from contextlib import suppress
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from rich.table import Table
 
+from aquifer.config import BUNDLED_MODELS
 from aquifer.errors import ConfigError
 
 
@@ -43,12 +45,42 @@ def manage(url: str, api_key: str | None, verb: str, model: str) -> dict[str, An
     return _call(url, api_key, f"models/{quote(model)}/{verb}", b"", timeout_s=None)
 
 
+def add(url: str, api_key: str | None, model: str) -> dict[str, Any]:
+    """Have a server register a model; returns what the model does then.
+
+    Args:
+        url: its base URL.
+        api_key: sent as the bearer token; None for none.
+        model: PATH, NAME=PATH or ORG/NAME. A path that exists here is sent in full: the server may
+            run in another folder.
+
+    Raises:
+        ConfigError: it cannot be used, or as for `fetch_memory`.
+    """
+    name, separator, written = model.rpartition("=")
+    path = Path(written).expanduser()
+    if written not in BUNDLED_MODELS and path.exists():
+        written = str(path.resolve())
+    body = json.dumps({"model": f"{name}{separator}{written}"}).encode()
+    return _call(url, api_key, "models", body, timeout_s=None)
+
+
+def remove(url: str, api_key: str | None, model: str) -> None:
+    """Have a server remove a model.
+
+    Raises:
+        ConfigError: it cannot be done, or as for `fetch_memory`.
+    """
+    _call(url, api_key, f"models/{quote(model)}", timeout_s=None, method="DELETE")
+
+
 def _call(
     url: str,
     api_key: str | None,
     path: str,
     body: bytes | None = None,
     timeout_s: float | None = 10,
+    method: str | None = None,
 ) -> dict[str, Any]:
     """The JSON object that a server answers.
 
@@ -56,9 +88,11 @@ def _call(
         ConfigError: there is no server, or it answers with an error, or with something else.
     """
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    if body:
+        headers["Content-Type"] = "application/json"
     where = f"{url.rstrip('/')}/{path}"
     try:
-        request = urllib.request.Request(where, body, headers)
+        request = urllib.request.Request(where, body, headers, method=method)
         with urllib.request.urlopen(request, timeout=timeout_s) as response:
             answer = json.load(response)
     except urllib.error.HTTPError as error:

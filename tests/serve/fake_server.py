@@ -119,7 +119,11 @@ class FakeEngine:
         """No client loads one."""
         raise NotImplementedError
 
-    unload_model = pin_model = unpin_model = ask_for_model
+    unload_model = pin_model = unpin_model = remove_model = ask_for_model
+
+    def add_model(self, spec: ModelSpec, *, load: bool) -> ModelInfo:
+        """No client adds one."""
+        raise NotImplementedError
 
     def step(self) -> list[TokenOutput]:
         time.sleep(_STEP_S)

@@ -101,10 +101,10 @@ def test_answers_are_those_of_the_document(
         status_code_conformance,
     ]
     operations = [x.ok() for x in schema.get_all_operations() if isinstance(x, Ok)]
-    assert len(operations) == 18
+    assert len(operations) == 20
     # An answer without an end.
     operations = [operation for operation in operations if operation.path != "/events"]
-    assert len(operations) == 17
+    assert len(operations) == 19
     sent: Counter[str] = Counter()
 
     for operation in operations:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from prometheus_client.core import Metric
 
+from aquifer.config import ModelSpec
 from aquifer.engine.reports import MemoryReport, ModelInfo
 from aquifer.errors import EngineError
 from aquifer.serve.messages import Abort, Add, Availability, ModelVerb, Outputs
@@ -59,6 +60,16 @@ class Backend(Protocol):
     async def manage(self, verb: ModelVerb, model: str) -> None:
         """Do something with a model; a load has only begun when this returns."""
 
+    async def register(self, model: str) -> str:
+        """Register a model as the command line names it; returns its served name.
+
+        Raises:
+            RequestError: it cannot be used.
+        """
+
+    async def remove(self, name: str) -> None:
+        """Remove a model; its requests end with an error."""
+
 
 class WebSide(Protocol):
     """The web processes, as what they share sees them.
@@ -76,6 +87,16 @@ class WebSide(Protocol):
 
     async def open(self, models: Mapping[str, ModelInfo]) -> None:
         """Answer requests for these models, by served name, from now on."""
+
+    async def add(self, spec: ModelSpec, info: ModelInfo) -> None:
+        """Answer requests for one more model. Pre-condition: `open`.
+
+        Raises:
+            ConfigError: its tokenizer or template cannot be used; nothing has changed.
+        """
+
+    def remove(self, name: str) -> None:
+        """Answer no more requests for a model."""
 
     def deliver(self, outputs: Outputs) -> None:
         """Deliver outputs of the engine to the requests that they are of."""

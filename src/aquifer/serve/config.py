@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from ipaddress import ip_address
 
 from aquifer.config import check_fields
 from aquifer.errors import ConfigError
@@ -68,6 +69,19 @@ class ServerConfig:
     def api_keys(self) -> tuple[str, ...]:
         """The valid API keys; empty if no key is required."""
         return comma_separated(self.api_key or "")
+
+    @property
+    def may_change_models(self) -> bool:
+        """Whether clients may register models of any path, and remove models.
+
+        They need an API key, or must be on this machine.
+        """
+        if self.api_keys or self.host == "localhost":
+            return True
+        try:
+            return ip_address(self.host).is_loopback
+        except ValueError:
+            return False
 
     @property
     def cors(self) -> CorsPolicy | None:

@@ -36,7 +36,16 @@ class EngineMetrics:
             registry=self._registry,
             buckets=_STEP_TOKENS,
         )
+        self._series = step_tokens
         self._step_tokens = {model: step_tokens.labels(model) for model in models}
+
+    def add(self, model: str) -> None:
+        """Measure another model; one that was here before goes on where it ended."""
+        self._step_tokens[model] = self._series.labels(model)
+
+    def remove(self, model: str) -> None:
+        """Report the state of a model no more; its counters stay."""
+        self._step_tokens.pop(model, None)
 
     def launched(self, model: str, num_tokens: int) -> None:
         """Record that a step was launched.
@@ -45,7 +54,8 @@ class EngineMetrics:
             model: the model.
             num_tokens: tokens that the step computes, of prompts and of outputs.
         """
-        self._step_tokens[model].observe(num_tokens)
+        if model in self._step_tokens:  # else it was removed with a step in flight
+            self._step_tokens[model].observe(num_tokens)
 
     def render(
         self,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping
 
 from prometheus_client.core import Metric
 
-from aquifer.config import EngineConfig, aliases_of
+from aquifer.config import EngineConfig, ModelSpec, aliases_of
 from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelInfo
-from aquifer.errors import EngineError
+from aquifer.errors import ConfigError, EngineError, RequestError, UnknownModelError
+from aquifer.hub import locate
 from aquifer.serve.backend import WebSide
 from aquifer.serve.engine_metrics import EngineMetrics, request_counts, summed
 from aquifer.serve.keeper import EngineKeeper
@@ -19,6 +21,8 @@ from aquifer.serve.prefixes import PinnedPrefix, PinnedPrefixes
 from aquifer.serve.process import OpenEngine
 from aquifer.serve.snapshots import SNAPSHOT_S, RequestCounts, Shared, Snapshot
 from aquifer.serve.stats_log import StatsLog, log_start
+
+_log = logging.getLogger(__name__)
 
 
 class Hub:
@@ -44,6 +48,9 @@ class Hub:
         self._metrics = EngineMetrics([])
         self._availability = self._keeper.availability  # as the web side knows it
         self._logging: asyncio.Task[None] | None = None
+        self._stats_log: StatsLog | None = None
+        self._names = [model.name for model in engine.models]
+        self._changing = asyncio.Lock()  # one model is registered or removed at a time
         self._snapshots = Shared(self._snapshot, 0.9 * SNAPSHOT_S)
 
     # ---- life
@@ -78,7 +85,8 @@ class Hub:
             device = report.device
             log_start([*models.values()], aliases_of(self._engine.models), report)
         if self._logs_stats:
-            self._logging = asyncio.create_task(StatsLog(models, device).run(self._counts))
+            self._stats_log = StatsLog(models, device)
+            self._logging = asyncio.create_task(self._stats_log.run(self._counts))
 
     def refuse(self) -> None:
         """Accept no more requests: the server is shutting down."""
@@ -152,6 +160,61 @@ class Hub:
     async def manage(self, verb: ModelVerb, model: str) -> None:
         """Do something with a model, as `EngineKeeper.manage` does."""
         await self._keeper.manage(verb, model)
+
+    async def register(self, model: str) -> str:
+        """Register a model as the command line names it; returns its served name.
+
+        It is downloaded first, if it is one of the Hugging Face hub.
+
+        Raises:
+            RequestError: it cannot be used, or its name is taken.
+            EngineError: the engine has stopped.
+        """
+        assert self._web is not None
+        try:
+            named = ModelSpec.parse(model)
+            self._check_new(named.name)
+            (spec,) = await asyncio.to_thread(locate, [named])
+            async with self._changing:
+                self._check_new(spec.name)
+                info = await self._keeper.register(spec)
+                try:
+                    await self._web.add(spec, info)
+                except BaseException:
+                    await self._keeper.remove(spec.name)
+                    raise
+        except ConfigError as error:
+            raise RequestError(str(error), param="model") from error
+        self._names.append(spec.name)
+        self._metrics.add(spec.name)
+        if self._stats_log is not None:
+            self._stats_log.add(spec.name)
+        _log.info("model %s is registered, from %s", spec.name, spec.path)
+        return spec.name
+
+    async def remove(self, name: str) -> None:
+        """Remove a model; its requests end with an error.
+
+        Raises:
+            UnknownModelError: there is none of this name.
+            EngineError: the engine has stopped.
+        """
+        assert self._web is not None
+        async with self._changing:
+            if name not in self._names:
+                raise UnknownModelError(f"no model {name!r} is served here", param="model")
+            await self._keeper.remove(name)
+            self._names.remove(name)
+            self._web.remove(name)
+            self._prefixes.forget(name)
+            self._metrics.remove(name)
+            if self._stats_log is not None:
+                self._stats_log.remove(name)
+        _log.info("model %s is removed", name)
+
+    def _check_new(self, name: str) -> None:
+        if name in self._names:
+            raise ConfigError(f"a model named {name!r} is registered already")
 
     # ---- what the engine process does
 

@@ -11,7 +11,7 @@ from enum import Enum, auto
 from functools import partial
 from typing import Any, Protocol
 
-from aquifer.config import EngineConfig
+from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelInfo
 from aquifer.errors import AquiferError, ConfigError, EngineError, UnavailableError
 from aquifer.serve.link import EngineLink
@@ -33,6 +33,9 @@ from aquifer.serve.messages import (
     Pinned,
     Pong,
     Ready,
+    Register,
+    Registered,
+    Remove,
     Step,
     Unpin,
 )
@@ -224,6 +227,38 @@ class EngineKeeper:
         elif verb == "unpin":
             self._pinned_models.discard(model)
 
+    async def register(self, spec: ModelSpec) -> ModelInfo:
+        """Register a model beside the others; it is loaded when a request for it arrives.
+
+        An engine process that is started later has it too.
+
+        Raises:
+            RequestError: its checkpoint cannot be used, or the name is taken.
+            EngineError: the engine has stopped.
+        """
+        self._check_serving()
+        info = await self._ask(Register(spec), timeout_s=None)  # it may read from a slow disk
+        assert isinstance(info, ModelInfo)
+        self._supervisor.add(spec)
+        self._config = replace(self._config, models=(*self._config.models, spec))
+        return info
+
+    async def remove(self, model: str) -> None:
+        """Remove a model; its requests end with an error.
+
+        Raises:
+            EngineError: the engine has stopped; nothing has changed.
+        """
+        self._check_serving()
+        if not self._supervisor.is_out_of_service(model):  # else the engine does not have it
+            await self._ask(Remove(model), timeout_s=None)
+        self._supervisor.remove(model)
+        left = tuple(spec for spec in self._config.models if spec.name != model)
+        self._config = replace(self._config, models=left)
+        self._pins = [pin for pin in self._pins if pin.model != model]
+        self._pinned_models.discard(model)
+        self._listener.changed()
+
     def kill(self) -> None:
         """Kill the engine process at once."""
         self._link.kill()
@@ -254,17 +289,26 @@ class EngineKeeper:
         if (reason := self._unavailable) is not None:
             raise reason
 
-    async def _ask(self, question: GetMemory | Pin | Unpin | Manage) -> Any:
-        """Send a question and return the engine's answer; answers come in order."""
+    async def _ask(
+        self,
+        question: GetMemory | Pin | Unpin | Manage | Register | Remove,
+        timeout_s: float | None = ANSWER_S,
+    ) -> Any:
+        """Send a question and return the engine's answer; answers come in order.
+
+        Args:
+            question: the question.
+            timeout_s: how long to wait; None for as long as the process lives.
+        """
         waiter: asyncio.Future[Any] = self._loop.create_future()
         self._waiters.append(waiter)
         self._link.send(question)
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(timeout_s):
                 return await waiter
         except TimeoutError:
             raise UnavailableError(
-                f"the engine has not answered for {ANSWER_S:g} s", RETRY_S
+                f"the engine has not answered for {timeout_s:g} s", RETRY_S
             ) from None
 
     def _answer(self, answer: object) -> None:
@@ -290,7 +334,7 @@ class EngineKeeper:
                 for model in message.completed:
                     self._supervisor.completed(model)
                 self._listener.stepped(message)
-            case Memory(answer) | Pinned(answer) | Managed(answer):
+            case Memory(answer) | Pinned(answer) | Managed(answer) | Registered(answer):
                 self._answer(answer)
             case Pong():
                 self._asked_s = None

@@ -8,7 +8,7 @@ import multiprocessing
 from collections.abc import Callable
 
 from aquifer.config import EngineConfig
-from aquifer.serve.messages import FromEngine, ToEngine
+from aquifer.serve.messages import FromEngine, Register, ToEngine
 from aquifer.serve.pipe import Pipe, stop_signals_blocked
 from aquifer.serve.process import CurrentModel, OpenEngine, run_engine_process
 
@@ -53,6 +53,8 @@ class EngineLink:
 
     def send(self, message: ToEngine) -> None:
         """Send a message; it is lost if the process is gone."""
+        if isinstance(message, Register):
+            self._current.add(message.spec.name)
         self._pipe.send(message)
 
     @property

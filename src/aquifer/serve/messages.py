@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from aquifer.config import ModelSpec
 from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request
 from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelInfo
@@ -106,6 +107,26 @@ class Manage:
 
 
 @dataclass(frozen=True, slots=True)
+class Register:
+    """Register a model beside the others; answered by a `Registered`.
+
+    It is loaded when a request for it arrives.
+    """
+
+    spec: ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """Remove a model, by its served name; answered by a `Managed`.
+
+    Its requests end with an error.
+    """
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
 class Ping:
     """Ask whether the engine's loop runs; answered by a `Pong`."""
 
@@ -115,7 +136,9 @@ class Close:
     """Close the engine and exit."""
 
 
-ToEngine = Add | Abort | AbortAll | GetMemory | Pin | Unpin | Manage | Ping | Close
+ToEngine = (
+    Add | Abort | AbortAll | GetMemory | Pin | Unpin | Manage | Register | Remove | Ping | Close
+)
 
 # ---- from the engine process
 
@@ -216,9 +239,16 @@ class Pinned:
 
 @dataclass(frozen=True, slots=True)
 class Managed:
-    """The answer to `Manage`: None, or the error."""
+    """The answer to `Manage` and `Remove`: None, or the error."""
 
     answer: AquiferError | None
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """The answer to `Register`: the model's description, or the error."""
+
+    answer: ModelInfo | AquiferError
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +256,9 @@ class Pong:
     """The answer to `Ping`."""
 
 
-FromEngine = LoadProgress | Ready | OpenFailed | Step | Memory | Pinned | Managed | Pong
+FromEngine = (
+    LoadProgress | Ready | OpenFailed | Step | Memory | Pinned | Managed | Registered | Pong
+)
 
 # ---- to a web process, where there are several
 
@@ -244,6 +276,21 @@ class Open:
     """Answer requests for these models, by served name."""
 
     models: dict[str, ModelInfo]
+
+
+@dataclass(frozen=True, slots=True)
+class AddModel:
+    """Answer requests for one more model; answered by an `Added`, in the order of these."""
+
+    spec: ModelSpec
+    info: ModelInfo
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveModel:
+    """Answer no more requests for a model."""
+
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +321,17 @@ class Stop:
     timeout_s: float
 
 
-ToWeb = Outputs | Availability | Open | Lost | Answer | GetRequestMetrics | Stop
+ToWeb = (
+    Outputs
+    | Availability
+    | Open
+    | AddModel
+    | RemoveModel
+    | Lost
+    | Answer
+    | GetRequestMetrics
+    | Stop
+)
 
 # ---- from a web process, beside `Add` and `Abort`
 
@@ -301,10 +358,17 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
+class Added:
+    """The answer to `AddModel`: None, or why the model's text side cannot be used."""
+
+    error: AquiferError | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RequestMetricFamilies:
     """The answer to `GetRequestMetrics`: what this process has measured so far."""
 
     families: list[Any]  # prometheus_client.Metric
 
 
-FromWeb = Add | Abort | Question | Prepared | Opened | RequestMetricFamilies
+FromWeb = Add | Abort | Question | Prepared | Opened | Added | RequestMetricFamilies

@@ -60,16 +60,23 @@ class Metrics:
             ["model_name", "finished_reason"],
             registry=self._registry,
         )
-        token_buckets = _up_to(max(context_tokens.values(), default=1))
-        self.models = {
-            name: ModelMetrics(
-                partial(self._histogram, name),
-                {reason: self._finished.labels(name, reason) for reason in get_args(FinishReason)},
-                token_buckets,
-            )
-            for name in context_tokens
-        }
+        self._token_buckets = _up_to(max(context_tokens.values(), default=1))
+        self.models: dict[str, ModelMetrics] = {}
+        for name in context_tokens:
+            self.add(name)
         self._registry.register(_TokenCollector(self.models))
+
+    def add(self, model: str) -> None:
+        """Measure another model; one that was here before goes on where it ended.
+
+        Its requests may be longer than the last bucket, which is that of the first models.
+        """
+        if model not in self.models:
+            self.models[model] = ModelMetrics(
+                partial(self._histogram, model),
+                {reason: self._finished.labels(model, reason) for reason in get_args(FinishReason)},
+                self._token_buckets,
+            )
 
     def families(self) -> list[Metric]:
         """Return all metrics as they are now."""

@@ -17,6 +17,7 @@ _REF = "#/components/schemas/{model}"
 _REASONS = {
     400: "The request is not valid; `param` names the field at fault.",
     401: "The API key is wrong or missing.",
+    403: "This client, or a page of another site, may not do this.",
     404: "There is no such model or object.",
     408: "The body took too long to arrive.",
     413: "The body is too large.",

@@ -83,6 +83,10 @@ class PinnedPrefixes:
             self._pinned[prefix.prefix_id] = prefix
             return prefix
 
+    def forget(self, model: str) -> None:
+        """Forget the prefixes of a model that was removed."""
+        self._pinned = {key: each for key, each in self._pinned.items() if each.model != model}
+
     async def unpin(self, owner: str | None, prefix_id: str) -> bool:
         """Unpin a prefix; return whether this owner had one with this id.
 

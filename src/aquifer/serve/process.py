@@ -11,10 +11,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Protocol
 
-from aquifer.config import EngineConfig
+from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request
 from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelInfo
@@ -38,6 +39,9 @@ from aquifer.serve.messages import (
     Pinned,
     Pong,
     Ready,
+    Register,
+    Registered,
+    Remove,
     Step,
     ToEngine,
     Unpin,
@@ -97,6 +101,12 @@ class EngineLike(Protocol):
     def unpin_model(self, name: str) -> None:
         """The opposite of `pin_model`."""
 
+    def add_model(self, spec: ModelSpec, *, load: bool) -> ModelInfo:
+        """Register a model, or raise a `ConfigError` or a `DriverError`."""
+
+    def remove_model(self, name: str) -> None:
+        """Remove a model, or raise a `RequestError`."""
+
     @property
     def idle_s(self) -> float | None:
         """Time until a step has something to do, if no message comes; None for any time."""
@@ -121,14 +131,18 @@ class CurrentModel:
     It can still be read when the process has died.
 
     Args:
-        names: the models that it may be.
+        names: the models that it may be. Both processes add others in the same order.
         word: an integer in shared memory.
     """
 
     def __init__(self, names: Sequence[str], word: ctypes.c_int) -> None:
-        self._names = tuple(names)
+        self._names = list(names)
         self._word = word
         self._word.value = -1
+
+    def add(self, name: str) -> None:
+        """It may be this model too from now on."""
+        self._names.append(name)
 
     def set(self, name: str) -> None:
         """The process begins to load or to compute this model."""
@@ -298,6 +312,12 @@ def _run(engine: EngineLike, connection: Connection, current: CurrentModel) -> N
                     _send(connection, Pinned(_pin(engine, message)))
                 case Manage():
                     _send(connection, Managed(_manage(engine, message)))
+                case Register(spec):
+                    current.add(spec.name)
+                    current.set(spec.name)
+                    _send(connection, Registered(_register(engine, spec)))
+                case Remove(model):
+                    _send(connection, Managed(_refused(partial(engine.remove_model, model))))
                 case Ping():
                     _send(connection, Pong())
                 case Close():
@@ -326,11 +346,24 @@ def _manage(engine: EngineLike, message: Manage) -> AquiferError | None:
         "pin": engine.pin_model,
         "unpin": engine.unpin_model,
     }
+    return _refused(partial(operations[message.verb], message.model))
+
+
+def _refused(operation: Callable[[], None]) -> AquiferError | None:
+    """Do something; return the error, if it is refused."""
     try:
-        operations[message.verb](message.model)
+        operation()
     except RequestError as error:
         return error
     return None
+
+
+def _register(engine: EngineLike, spec: ModelSpec) -> ModelInfo | AquiferError:
+    """Register a model; return its description, or the error."""
+    try:
+        return engine.add_model(spec, load=False)
+    except (ConfigError, DriverError) as error:
+        return RequestError(str(error), param="model")
 
 
 def _send(connection: Connection, message: FromEngine) -> None:

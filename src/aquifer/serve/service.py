@@ -57,6 +57,7 @@ class Service:
         trusts_templates: whether clients may send chat templates.
         salts_by_key: whether clients with different API keys share no retained prefixes.
         shares_by_key: whether clients with different API keys share the models fairly.
+        may_change_models: whether clients may register and remove models.
         request_log: logs each request; None if they are not logged.
         num_processes: web processes that share what the server allows.
     """
@@ -70,6 +71,7 @@ class Service:
         trusts_templates: bool = False,
         salts_by_key: bool = False,
         shares_by_key: bool = False,
+        may_change_models: bool = False,
         request_log: RequestLog | None = None,
         num_processes: int = 1,
     ) -> None:
@@ -80,6 +82,7 @@ class Service:
         self.metrics = Metrics(
             {name: model.info.max_model_len for name, model in self.models.items()}
         )
+        self.may_change_models = may_change_models
         self._request_log = request_log
         self.started_s = int(time.time())
         self.bodies = BodyReader(num_processes)
@@ -92,6 +95,27 @@ class Service:
     def close(self) -> None:
         """End the processes that this one has started."""
         self._sandbox.close()
+
+    def add(self, model: ServedModel, aliases: Mapping[str, str]) -> None:
+        """Serve another model.
+
+        Args:
+            model: the model.
+            aliases: of all models then.
+        """
+        self.metrics.add(model.info.name)
+        self.models[model.info.name] = model
+        self._aliases = dict(aliases)
+
+    def remove(self, name: str, aliases: Mapping[str, str]) -> None:
+        """Serve a model no more.
+
+        Args:
+            name: its served name.
+            aliases: of all models then.
+        """
+        self.models.pop(name, None)
+        self._aliases = dict(aliases)
 
     def model(self, name: str | None) -> ServedModel:
         """Return the model that a request names; it may leave the name out if there is only one.

@@ -90,6 +90,17 @@ class StatsLog:
         self._hit_rates = dict.fromkeys(self._before, 0.0)
         self._had_traffic = dict.fromkeys(self._before, False)
 
+    def add(self, model: str) -> None:
+        """Log another model too."""
+        self._before[model] = _Counts()
+        self._hit_rates[model] = 0.0
+        self._had_traffic[model] = False
+
+    def remove(self, model: str) -> None:
+        """Log a model no more."""
+        for each in (self._before, self._hit_rates, self._had_traffic):
+            each.pop(model, None)
+
     async def run(
         self, read: Callable[[], Awaitable[tuple[EngineStats, Mapping[str, RequestCounts]]]]
     ) -> None:
@@ -116,7 +127,7 @@ class StatsLog:
             counts: of each model.
             elapsed_s: seconds since the last call.
         """
-        for name in self._before:
+        for name in list(self._before):
             has_traffic, line = self._line(
                 name, stats, counts.get(name, RequestCounts()), elapsed_s
             )

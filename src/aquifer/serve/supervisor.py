@@ -36,9 +36,19 @@ class Supervisor:
         """The models that are in service."""
         return tuple(model for model in self._models if not self.is_out_of_service(model.name))
 
+    def add(self, model: ModelSpec) -> None:
+        """Serve another model."""
+        self._models = (*self._models, model)
+        self._deaths[model.name] = 0
+
+    def remove(self, name: str) -> None:
+        """Serve a model no more."""
+        self._models = tuple(model for model in self._models if model.name != name)
+        del self._deaths[name]
+
     def is_out_of_service(self, model: str) -> bool:
         """Whether a model has ended the engine process too often in a row."""
-        return self._deaths[model] >= MAX_DEATHS
+        return self._deaths.get(model, 0) >= MAX_DEATHS
 
     def failed(self, model: str | None) -> float:
         """Record that the process died, or that it could not start.
@@ -48,7 +58,7 @@ class Supervisor:
 
         Returns: seconds to wait before it is started again. The first restart comes at once.
         """
-        if model is not None:
+        if model in self._deaths:
             self._deaths[model] += 1
         self._num_failures += 1
         self.num_restarts += 1
@@ -56,5 +66,6 @@ class Supervisor:
 
     def completed(self, model: str) -> None:
         """Record that a completion of a model has ended as it should."""
-        self._deaths[model] = 0
+        if model in self._deaths:
+            self._deaths[model] = 0
         self._num_failures = 0

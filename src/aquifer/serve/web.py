@@ -9,12 +9,13 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import uvicorn
 from prometheus_client.core import Metric
 from starlette.types import ASGIApp
 
-from aquifer.config import EngineConfig, aliases_of
+from aquifer.config import EngineConfig, ModelSpec, aliases_of
 from aquifer.engine.reports import ModelInfo
 from aquifer.errors import EngineError
 from aquifer.serve.app import create_app
@@ -96,9 +97,28 @@ class Web:
             trusts_templates=self._config.trust_request_chat_template,
             salts_by_key=self._config.salts_by_key,
             shares_by_key=len(self._config.api_keys) > 1,
+            may_change_models=self._config.may_change_models,
             request_log=self._config.request_log,
             num_processes=self._config.api_server_count,
         )
+
+    async def add(self, spec: ModelSpec, info: ModelInfo) -> None:
+        """Answer requests for one more model. Pre-condition: `open`.
+
+        Raises:
+            ConfigError: its tokenizer or template cannot be used; nothing has changed.
+        """
+        assert self._service is not None
+        text = await asyncio.to_thread(TextModel.load, spec, self._config.chat_template)
+        self._engine = replace(self._engine, models=(*self._engine.models, spec))
+        self._service.add(ServedModel(text, info), aliases_of(self._engine.models))
+
+    def remove(self, name: str) -> None:
+        """Answer no more requests for a model."""
+        assert self._service is not None
+        left = tuple(spec for spec in self._engine.models if spec.name != name)
+        self._engine = replace(self._engine, models=left)
+        self._service.remove(name, aliases_of(left))
 
     def deliver(self, outputs: Outputs) -> None:
         """Deliver outputs of the engine to the requests that they are of."""

@@ -21,6 +21,8 @@ from aquifer.serve.logs import configure_logging
 from aquifer.serve.messages import (
     Abort,
     Add,
+    Added,
+    AddModel,
     Answer,
     Availability,
     GetRequestMetrics,
@@ -31,6 +33,7 @@ from aquifer.serve.messages import (
     Outputs,
     Prepared,
     Question,
+    RemoveModel,
     RequestMetricFamilies,
     Stop,
     ToWeb,
@@ -122,6 +125,14 @@ class RemoteHub:
         """Do something with a model, as `EngineKeeper.manage` does."""
         await self._ask("manage", verb, model)
 
+    async def register(self, model: str) -> str:
+        """Register a model, as `Hub.register` does."""
+        return str(await self._ask("register", model))
+
+    async def remove(self, name: str) -> None:
+        """Remove a model, as `Hub.remove` does."""
+        await self._ask("remove", name)
+
     def answer(self, answer: Answer) -> None:
         """Give a method the answer that it waits for."""
         waiter = self._questions.pop(answer.number)
@@ -187,7 +198,9 @@ class _WebProcess:
             case GetRequestMetrics():
                 self._in_background(self._report(web))
             case Open(models):
-                self._in_background(self._open(web, models))
+                self._changing = self._in_background(self._open(web, models))
+            case AddModel() | RemoveModel():
+                self._changing = self._in_background(self._change(web, message, self._changing))
             case Stop(timeout_s):
                 self._timeout_s = timeout_s
                 self._stopping.set()
@@ -209,6 +222,23 @@ class _WebProcess:
             await web.open(models)
             collect_less()
             self._pipe.send(Opened())
+
+    async def _change(
+        self, web: WebSide, message: AddModel | RemoveModel, before: asyncio.Task[None]
+    ) -> None:
+        """Add or remove a model, after what changes the models before."""
+        await before
+        if self._stopping.is_set():
+            return
+        if isinstance(message, RemoveModel):
+            web.remove(message.name)
+            return
+        try:
+            await web.add(message.spec, message.info)
+        except AquiferError as error:
+            self._pipe.send(Added(error))
+        else:
+            self._pipe.send(Added())
 
     async def _report(self, web: WebSide) -> None:
         for families in await web.request_metrics() or [[]]:

@@ -9,12 +9,13 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from prometheus_client.core import Metric
 
-from aquifer.config import EngineConfig
+from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.reports import ModelInfo
 from aquifer.errors import AquiferError, EngineError
 from aquifer.serve.config import LAST_BYTES_S, ServerConfig
@@ -25,6 +26,8 @@ from aquifer.serve.messages import (
     Abort,
     AbortAll,
     Add,
+    Added,
+    AddModel,
     Answer,
     Availability,
     FromWeb,
@@ -35,6 +38,7 @@ from aquifer.serve.messages import (
     Outputs,
     Prepared,
     Question,
+    RemoveModel,
     RequestMetricFamilies,
     Stop,
     ToWeb,
@@ -43,7 +47,9 @@ from aquifer.serve.pipe import Pipe, stop_signals_blocked
 from aquifer.serve.supervisor import pause_s
 from aquifer.serve.web_process import run_web_process
 
-_METHODS = frozenset({"memory", "metrics", "pin", "unpin", "prefixes", "snapshot", "manage"})
+_METHODS = frozenset(
+    {"memory", "metrics", "pin", "unpin", "prefixes", "snapshot", "manage", "register", "remove"}
+)
 """Methods of the hub that web processes call."""
 
 _logger = logging.getLogger(__name__)
@@ -105,6 +111,31 @@ class WebProcesses:
         for process in running:
             process.send(Open(dict(models)))
         await asyncio.gather(*(process.opened for process in running))
+
+    async def add(self, spec: ModelSpec, info: ModelInfo) -> None:
+        """Answer requests for one more model; return once all processes do.
+
+        Raises:
+            ConfigError: its tokenizer or template cannot be used; nothing has changed.
+        """
+        assert self._models is not None
+        # A process that is started from now on has it.
+        self._engine = replace(self._engine, models=(*self._engine.models, spec))
+        self._models = {**self._models, spec.name: info}
+        running = [*self._running.values()]
+        try:
+            await asyncio.gather(*(process.add(AddModel(spec, info)) for process in running))
+        except AquiferError:
+            self.remove(spec.name)
+            raise
+
+    def remove(self, name: str) -> None:
+        """Answer no more requests for a model."""
+        assert self._models is not None
+        left = tuple(spec for spec in self._engine.models if spec.name != name)
+        self._engine = replace(self._engine, models=left)
+        self._models = {each: info for each, info in self._models.items() if each != name}
+        self._tell(RemoveModel(name))
 
     def deliver(self, outputs: Outputs) -> None:
         """Deliver outputs of the engine, to each process those of its own requests."""
@@ -180,6 +211,8 @@ class WebProcesses:
             case Opened():
                 self._num_failures = 0
                 process.opened.set_result(None)
+            case Added(error):
+                process.has_added(error)
             case RequestMetricFamilies(families):
                 process.has_measured(families)
             case None:
@@ -246,6 +279,7 @@ class _Process:
         self.opened: asyncio.Future[None] = loop.create_future()
         self.families: list[Metric] = []
         self._waiters: deque[asyncio.Future[None]] = deque()
+        self._adding: deque[asyncio.Future[None]] = deque()
         context = multiprocessing.get_context("spawn")
         ours, self._theirs = context.Pipe()
         self._pipe = Pipe(ours, f"aquifer-web-{serial}")
@@ -287,6 +321,27 @@ class _Process:
             self._process.join()
         self._pipe.close()
 
+    async def add(self, message: AddModel) -> None:
+        """Have it answer requests for one more model; return once it does, or is gone.
+
+        Raises:
+            ConfigError: the model's tokenizer or template cannot be used.
+        """
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._adding.append(waiter)
+        self.send(message)
+        await waiter
+
+    def has_added(self, error: AquiferError | None) -> None:
+        """Take the answer to `add`."""
+        waiter = self._adding.popleft()
+        if waiter.done():
+            return
+        if error is None:
+            waiter.set_result(None)
+        else:
+            waiter.set_exception(error)
+
     async def measure(self) -> list[Metric]:
         """Return what it has measured; if it does not answer in time, what it said before."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -317,6 +372,6 @@ class _Process:
             if not future.done():
                 future.set_exception(error)
                 future.exception()  # it may be that nothing waits for it
-        for waiter in self._waiters:
+        for waiter in (*self._waiters, *self._adding):
             if not waiter.done():
                 waiter.set_result(None)

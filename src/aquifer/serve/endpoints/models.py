@@ -1,23 +1,55 @@
-"""Endpoints for the life of models: what they do, and loading, unloading and pinning them."""
+"""Endpoints for the life of models: registered, loaded, unloaded, pinned and removed."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 from fastapi import Request, Response
 
 from aquifer.engine.reports import ModelState
 from aquifer.errors import RequestError
-from aquifer.serve.http import error_response
+from aquifer.serve.http import error_response, json_response
 from aquifer.serve.messages import ModelVerb
-from aquifer.serve.service import Served
+from aquifer.serve.protocol.requests import ModelRequest
+from aquifer.serve.protocol.responses import ModelRemoved
+from aquifer.serve.service import Served, parsed
 from aquifer.serve.snapshots import model_dict, models_dict
 
 _PAUSE_S = 0.05
 """How long to wait before asking again whether a model is loaded."""
 
 _LOADING: tuple[ModelVerb, ...] = ("load", "pin")
+
+
+_OTHER_SITE = "pages of other sites may not manage models"
+_NOT_HERE = (
+    "this server neither adds nor removes models: anyone who reaches it could. Start it with "
+    "--api-key, or with --host 127.0.0.1"
+)
+
+
+async def add(
+    request: Request, body: Annotated[ModelRequest, parsed(ModelRequest)], service: Served
+) -> Response | dict[str, Any]:
+    """Register a model while others are served."""
+    if _is_of_other_site(request):
+        return error_response(403, _OTHER_SITE)
+    if not service.may_change_models:
+        return error_response(403, _NOT_HERE)
+    name = await service.backend.register(body.model)
+    return model_dict(name, await service.backend.memory(), service.model(name).info)
+
+
+async def remove(request: Request, model_id: str, service: Served) -> Response:
+    """Remove a model; its requests end with an error."""
+    if _is_of_other_site(request):
+        return error_response(403, _OTHER_SITE)
+    if not service.may_change_models:
+        return error_response(403, _NOT_HERE)
+    name = service.model(model_id).info.name
+    await service.backend.remove(name)
+    return json_response(ModelRemoved(id=name))
 
 
 async def list_states(service: Served) -> dict[str, Any]:
@@ -30,8 +62,8 @@ async def manage(
     request: Request, model_id: str, verb: str, service: Served
 ) -> Response | dict[str, Any]:
     """Load, unload, pin or unpin a model; a load is answered when it has ended."""
-    if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
-        return error_response(403, "pages of other sites may not manage models")
+    if _is_of_other_site(request):
+        return error_response(403, _OTHER_SITE)
     known = {name: name for name in get_args(ModelVerb)}
     if verb not in known:
         return error_response(404, f"{verb!r} is none of {', '.join(known)}")
@@ -50,3 +82,8 @@ async def manage(
         if await request.is_disconnected():
             return Response(status_code=499)
         await asyncio.sleep(_PAUSE_S)
+
+
+def _is_of_other_site(request: Request) -> bool:
+    """Whether a browser sends a request from a page of another site."""
+    return request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none")

@@ -394,6 +394,12 @@ class PrefixRequest(PromptOrMessages):
         return self._conversation(self.prompt, add_generation_prompt_by_default=False)
 
 
+class ModelRequest(BaseModel):
+    """Body of POST /models: PATH, NAME=PATH or ORG/NAME, as on the command line."""
+
+    model: str
+
+
 class DetokenizeRequest(BaseModel):
     """Body of POST /detokenize."""
 

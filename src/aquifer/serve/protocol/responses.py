@@ -222,6 +222,14 @@ class ModelStates(BaseModel):
     models: list[ModelStatus]
 
 
+class ModelRemoved(BaseModel):
+    """Response to DELETE /models/NAME."""
+
+    id: str
+    object: Literal["model"] = "model"
+    deleted: Literal[True] = True
+
+
 class Snapshot(RootModel[dict[str, Any]]):
     """Event of GET /events: the answer of GET /memory, and counters by model; or an error."""
 
