@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +15,7 @@ from aquifer.memory.driver.host import HostDriver
 from aquifer.memory.eviction_log import EvictionLog
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.memory.reclaim import Reclaimer
+from aquifer.memory.use_rate import expected_uses
 from aquifer.weights.host_cache import HostCache
 from aquifer.weights.parameters import Parameter
 from aquifer.weights.reuse import ReuseStore
@@ -149,7 +151,7 @@ def test_the_log_has_the_regret_of_what_went(make: Callable[..., Model]):
     entry = model.log.latest[-1]
     assert (entry.loser, entry.asker) == (Owner("logged", Kind.WEIGHTS), Owner("b", Kind.KV))
     assert (entry.num_items, entry.num_bytes) == (2, 5 * PAGE)
-    assert entry.expected_s == pytest.approx(0.3 * 2.0 * 5 * PAGE / 1e6)
+    assert entry.expected_s == pytest.approx(expected_uses(0.3) * 2.0 * 5 * PAGE / 1e6)
 
 
 def test_what_is_in_use_stays(make: Callable[..., Model]):
@@ -167,16 +169,22 @@ def test_what_is_in_use_stays(make: Callable[..., Model]):
 
 
 def test_regret_is_that_of_equation_2_for_each_byte(make: Callable[..., Model]):
-    """p x (s / b) x alpha, by size: the same for all groups of a model."""
+    """Uses x (s / b) x alpha, by size: the same for all groups of a model."""
     model = make("a", bytes_per_s=2e6, sensitivity=0.5, p=0.25)
-    expected = 0.25 / 2e6 * 0.5
+    expected = expected_uses(0.25) / 2e6 * 0.5
     assert model.victims.cheapest(NOW_S) == pytest.approx(expected)
     model.victims.evict(4 * PAGE, NOW_S)
     assert model.victims.cheapest(NOW_S) == pytest.approx(expected)
     model.p = 1.0
-    assert model.victims.cheapest(NOW_S) == pytest.approx(1 / 2e6 * 0.5)
+    assert model.victims.cheapest(NOW_S) == pytest.approx(expected_uses(1.0) / 2e6 * 0.5)
     assert model.victims.evictable_below(100 * PAGE, NOW_S, 0.4 / 2e6) == 0
     assert model.victims.evictable_below(2 * PAGE, NOW_S, 1.0) == 3 * PAGE
+
+
+def test_uses_are_expected_of_busy_models_that_p_does_not_tell_apart():
+    assert expected_uses(1e-9) == pytest.approx(1e-9)
+    assert expected_uses(1 - math.exp(-3)) == pytest.approx(3)
+    assert expected_uses(0.999999) == expected_uses(1.0) == 5
 
 
 def test_models_go_in_the_order_of_equation_2(make: Callable[..., Model]):
@@ -250,11 +258,13 @@ def test_a_shared_group_goes_from_all_at_once(make: Callable[..., Model]):
     tuned = make("tuned", origin="x", own=("up",), p=0.2)
     victims = [base.victims, tuned.victims]
     assert [each.evictable_bytes for each in victims] == [11 * PAGE, 2 * PAGE]
-    assert tuned.victims.cheapest(NOW_S) == pytest.approx(0.2 / 1e6)
-    assert base.victims.cheapest(NOW_S) == pytest.approx(0.5 / 1e6)  # its own one
+    assert tuned.victims.cheapest(NOW_S) == pytest.approx(expected_uses(0.2) / 1e6)
+    assert base.victims.cheapest(NOW_S) == pytest.approx(expected_uses(0.5) / 1e6)  # its own one
     assert base.victims.evict(3 * PAGE, NOW_S) == 6 * PAGE
     assert (base.left, tuned.left) == (["norm", "embed", "down"], ["norm", "embed", "up", "down"])
-    assert base.victims.cheapest(NOW_S) == pytest.approx((1 - 0.5 * 0.8) / 1e6)
+    assert base.victims.cheapest(NOW_S) == pytest.approx(
+        (expected_uses(0.5) + expected_uses(0.2)) / 1e6
+    )
     assert (base.num_evictions, tuned.num_evictions) == (1, 1)
     assert [each.evictable_bytes for each in victims] == [5 * PAGE, 2 * PAGE]
     tuned.load()

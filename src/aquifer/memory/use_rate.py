@@ -11,7 +11,10 @@ it:
 
     p = 1 - ((prior_s + t) / (prior_s + t + horizon_s)) ** (prior_uses + n)
 
-p falls with each second without a use. Retained prefixes have another model (`ReuseModel` of
+p falls with each second without a use. It is nearly 1 for all that is used several times within
+the horizon, be it three times or thirty; `expected_uses` tells these apart.
+
+Retained prefixes have another model (`ReuseModel` of
 `aquifer.memory.reclaim`): each is used too seldom to learn from its own uses.
 """
 
@@ -22,6 +25,18 @@ from dataclasses import dataclass
 
 HORIZON_S = 60.0
 """How far ahead a use counts: that of `ReuseModel`, so that both can be compared."""
+
+
+_MOST_USES = 5.0
+
+
+def expected_uses(probability: float) -> float:
+    """Uses expected within the horizon of what is needed in it with this probability: -ln(1 - p).
+
+    That is so if uses come at random moments. It is p where that is small. It is bounded, so that
+    what is needed for certain can be compared too.
+    """
+    return min(-math.log1p(-probability), _MOST_USES) if probability < 1 else _MOST_USES
 
 
 @dataclass(frozen=True, slots=True)

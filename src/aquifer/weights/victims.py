@@ -1,16 +1,22 @@
 """Weights of models that are not in use, as victims of the eviction rule.
 
 A model that has no requests may have some soon, and then what was evicted of it is loaded again. So
-the regret of a group of parameters is that of Tangram's equation 2 for each byte:
+the regret of a group of parameters is that of Tangram's equation 2 for each byte, with the uses
+expected in place of the probability of one:
 
-    p(the model is needed again) x seconds to load the group x sensitivity / bytes
+    uses expected of the model x seconds to load the group x sensitivity / bytes
 
-It is the same for all groups of a model that are restored from the same place, the host or the
-disk. Of these the last ones go first: a model of which the first layers are resident can begin to
-compute while the others load.
+While memory is short, what is loaded for one use is evicted before the next. So a model that is
+used more often costs more, and the probability, which is nearly 1 for all busy models, would not
+tell. In a replay of eight models and shared prefixes it gave weights too little of the pool
+(benchmarks/tangram).
 
-A group that several models share goes from all of them at once, once all are idle, and p is that
-any of them is needed again.
+The regret is the same for all groups of a model that are restored from the same place, the host or
+the disk. Of these the last ones go first: a model of which the first layers are resident can begin
+to compute while the others load.
+
+A group that several models share goes from all of them at once, once all are idle, and the uses are
+those of all of them.
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ from typing import NamedTuple
 
 from aquifer.memory.eviction_log import Losses
 from aquifer.memory.reclaim import regret_per_byte
+from aquifer.memory.use_rate import expected_uses
 from aquifer.weights.parameters import ParameterGroup
 from aquifer.weights.reuse import Member, ReuseStore
 
@@ -139,7 +146,8 @@ class IdleWeights:
         for group in groups:
             probability, sensitivity = self._shared(group, now_s) or own
             # By the byte, so that groups of any size are equal where nothing else differs.
-            regret = regret_per_byte(probability, self._byte_s(group), 1, sensitivity)
+            uses = expected_uses(probability)
+            regret = regret_per_byte(uses, self._byte_s(group), 1, sensitivity)
             offers.append(Offer(regret, group))
         offers.sort(key=lambda offer: offer.regret)  # stable
         self._offered_for, self._offered = made_for, offers
