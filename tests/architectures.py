@@ -185,6 +185,7 @@ OUR_DECODER: dict[str, Callable[[], Any]] = {
     "cohere2": lambda: transformers.Cohere2Config(
         **{**GQA, "num_hidden_layers": 4}, sliding_window=WINDOW_TOKENS, attention_bias=True
     ),
+    "glm": lambda: transformers.GlmConfig(**GQA, head_dim=16),
     "glm4": lambda: transformers.Glm4Config(**GQA, head_dim=16),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCAB_SIZE,

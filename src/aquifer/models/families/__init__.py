@@ -47,6 +47,7 @@ FAMILIES: dict[str, Family] = {
     "gemma": gemma.read,
     "gemma2": gemma.read,
     "gemma3_text": gemma.read_third,
+    "glm": glm.read_first,
     "glm4": glm.read,
     "gpt2": gpt2.read,
     "gpt_neox": gpt_neox.read,

@@ -1,5 +1,8 @@
-"""GLM-4 (0414): norms before and after attention and MLP, neighbouring dimensions of half of each
-head rotated."""
+"""GLM-4: neighbouring dimensions of half of each head rotated.
+
+Later models (0414, `glm4`) have norms before and after attention and MLP, earlier ones (`glm`)
+before them only.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,15 @@ from aquifer.models.families import reading
 from aquifer.models.spec import Block, DecoderSpec, Head, Mlp, Names
 
 
+def read_first(fields: Fields, architecture: str) -> DecoderSpec:
+    """Read a configuration of an earlier model."""
+    spec = read(fields, architecture)
+    norm = spec.norm
+    return replace(spec, block=Block(before_attention=norm, before_mlp=norm))
+
+
 def read(fields: Fields, architecture: str) -> DecoderSpec:
-    """Read a configuration."""
+    """Read a configuration of a later model."""
     known = fields.with_defaults(
         {"head_dim": 128, "num_key_value_heads": 2, "max_position_embeddings": 131072}
     )
