@@ -129,7 +129,7 @@ class Pair:
             pool.driver.close()
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", KV_CACHES)
 def test_random_lives(name, layout, seed):

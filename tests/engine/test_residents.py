@@ -166,7 +166,7 @@ def test_models_take_turns(
 
 @pytest.mark.parametrize(
     ("kv_cache", "num_ahead", "preemption_mode"),
-    [("virtual", 0, "recompute"), ("virtual", 1, "swap"), ("paged", 0, "swap")],
+    [("virtual", 1, "swap"), ("paged", 0, "recompute")],
 )
 def test_four_models_in_room_for_two_and_a_half(
     open_world: Open,

@@ -71,10 +71,10 @@ def test_row_and_rotated_queries(
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 )
-@pytest.mark.parametrize("num_tokens", [0, 1, 5, 33, 64, 65])
+@pytest.mark.parametrize("num_tokens", [0, 1, 33, 65])
 @pytest.mark.parametrize(
     ("num_heads", "n", "m", "is_transposed"),
-    [(4, 16, 24, False), (16, 128, 512, False), (16, 512, 128, True), (3, 24, 12, True)],
+    [(4, 16, 24, False), (16, 128, 256, False), (8, 256, 128, True), (3, 24, 12, True)],
 )
 def test_products_of_heads(device, dtype, num_tokens, num_heads, n, m, is_transposed):
     random = torch.Generator().manual_seed(0)
