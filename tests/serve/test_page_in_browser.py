@@ -132,6 +132,32 @@ def test_buttons_operate_on_models(small_server: RunningServer, page: Page):
     assert page.problems == []
 
 
+def test_a_model_is_added_and_removed(page: Page, tmp_path: Path):
+    added = shutil.copytree(DEMO, tmp_path / "added")
+    command = ["-m", "aquifer", "serve", "demo", "--port", "0", "--memory", "16M"]
+    with running([*command, "--max-model-len", "256"]) as server:
+        page.open(server.url)
+        page.wait_for("document.querySelector('#status').textContent === 'live'")
+        for text in (f"b={added}x", f"b={added}"):
+            page.evaluate(f"document.querySelector('#add').value = {text!r}")
+            page.click("#add-button")
+            if text.endswith("x"):
+                page.wait_for("document.querySelector('#add-problem').textContent !== ''")
+                assert "does not exist" in page.text("#add-problem")
+        row = "#models tr[data-model=b]"
+        page.wait_for(
+            f"document.querySelector({row + ' [aria-label^=Remove]'!r})?.disabled === false"
+        )
+        assert page.text("#add-problem") == ""
+        complete(server, "b", 3)
+        page.click(f"{row} [aria-label^=Remove]")
+        assert page.text(f"{row} [aria-label^=Remove]") == "Remove?"
+        page.click(f"{row} [aria-label^=Remove]")
+        page.wait_for(f"document.querySelector({row!r}) === null")
+        assert server.call("GET", "/v1/models/b")[0] == 404
+    assert [each for each in page.problems if "400 (Bad Request)" not in each] == []
+
+
 def test_without_operations_the_buttons_tell_why_they_do_nothing(
     small_server: RunningServer, page: Page
 ):
