@@ -155,7 +155,7 @@ def test_a_model_is_added_and_removed(page: Page, tmp_path: Path):
         page.click(f"{row} [aria-label^=Remove]")
         page.wait_for(f"document.querySelector({row!r}) === null")
         assert server.call("GET", "/v1/models/b")[0] == 404
-    assert [each for each in page.problems if "400 (Bad Request)" not in each] == []
+        assert [each for each in page.problems if "400 (Bad Request)" not in each] == []
 
 
 def test_without_operations_the_buttons_tell_why_they_do_nothing(
