@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from tests.cases import covering
 from tests.memory.small_driver import SmallDriver
 from tests.models.dense_kv import DenseKV
 
@@ -187,7 +188,11 @@ def test_unknown_name():
         group_cache("virutal")
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("name", "layout", "seed"),
+    covering(KV_CACHES, LAYOUTS, range(4), strength=2),
+    indirect=["name", "layout"],
+)
 def test_random_lives(name, layout, seed):
     """Sequences come, grow by chunks and by tokens, and go, in a pool that is often short."""
     peak_bytes = MAX_SEQS * MAX_TOKENS * layout.token_bytes

@@ -8,6 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 import torch
+from tests.cases import covering
 from tests.memory.late_driver import LateDriver
 
 from aquifer.cache import KV_CACHES, group_cache
@@ -129,9 +130,9 @@ class Pair:
             pool.driver.close()
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", KV_CACHES)
+@pytest.mark.parametrize(
+    ("name", "layout", "seed"), covering(KV_CACHES, LAYOUTS, range(8), strength=2)
+)
 def test_random_lives(name, layout, seed):
     """Forks, adoptions, growth, ends and swaps, in a pool that is often short."""
     random = Random(seed)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.architectures import OUR_DECODER, VOCAB_SIZE, save_tiny
+from tests.cases import covering
 
 from aquifer.bench.soak import check_idle, soak
 from aquifer.cache import KV_CACHES
@@ -310,8 +311,9 @@ def test_what_cannot_be_pinned(reference: Reference) -> None:
 # --- all together ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preemption_mode", ["swap", "recompute"])
-@pytest.mark.parametrize("kv_cache", KV_CACHES)
+@pytest.mark.parametrize(
+    ("kv_cache", "preemption_mode"), covering(KV_CACHES, ("swap", "recompute"), strength=1)
+)
 def test_a_crowd_of_all_kinds(reference: Reference, kv_cache: str, preemption_mode: Any) -> None:
     """Every request is answered or refused and all pages come back; `soak` checks that."""
     options = {**OPTIONS, "memory": tight_memory(reference, 200), "kv_cache": kv_cache}

@@ -13,23 +13,21 @@ from typing import Any
 
 import pytest
 import torch
+from tests.cases import covering
 from tests.engine.life import BehindDriver, Case, Open, World
 from tests.memory.late_driver import LateFence
 from tests.models.wrapped import WrappedModel, plan_wrapped
 
+from aquifer.cache import KV_CACHES
 from aquifer.cache.base import KVView
 from aquifer.engine.params import Request, SamplingParams
 from aquifer.errors import DriverError, InvariantError
 from aquifer.memory.driver.base import Handle
 from aquifer.models import Model, ModelInput, Planner
 
-KV_CACHES = pytest.mark.parametrize("kv_cache", ["virtual", "paged"])
+EACH_CACHE = pytest.mark.parametrize("kv_cache", KV_CACHES)
 AHEAD = pytest.mark.parametrize("num_ahead", [0, 1])
-ERRORS = pytest.mark.parametrize(
-    "error",
-    [RuntimeError("torn\nto pieces"), torch.OutOfMemoryError("no room for activations")],
-    ids=lambda error: type(error).__name__,
-)
+ERRORS = (RuntimeError("torn\nto pieces"), torch.OutOfMemoryError("no room for activations"))
 
 
 @dataclass
@@ -145,10 +143,11 @@ def check_failures(world: World, error: str) -> int:
     return len(failed)
 
 
-@pytest.mark.parametrize("num_steps", [0, 2, 5])
-@ERRORS
-@AHEAD
-@KV_CACHES
+@pytest.mark.parametrize(
+    ("kv_cache", "num_ahead", "error", "num_steps"),
+    covering(KV_CACHES, (0, 1), ERRORS, (0, 1, 2, 5), strength=2),
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
+)
 def test_a_launch_fails(
     open_world: Open,
     cases: dict[str, list[Case]],
@@ -187,7 +186,7 @@ def test_a_launch_fails(
 
 
 @AHEAD
-@KV_CACHES
+@EACH_CACHE
 def test_each_step_fails_in_turn(
     open_world: Open, cases: dict[str, list[Case]], kv_cache: str, num_ahead: int
 ) -> None:
@@ -215,8 +214,7 @@ def test_each_step_fails_in_turn(
     assert world.finished(world.send("a", case)).num_cached_tokens > 0
 
 
-@pytest.mark.parametrize("num_steps", range(6))
-@KV_CACHES
+@pytest.mark.parametrize(("kv_cache", "num_steps"), covering(KV_CACHES, range(6), strength=1))
 def test_a_wait_fails(
     open_world: Open, cases: dict[str, list[Case]], kv_cache: str, num_steps: int
 ) -> None:
@@ -243,7 +241,7 @@ def test_a_wait_fails(
     assert 0 < num_failed < len(world.sent) / 2 - 1
 
 
-@KV_CACHES
+@EACH_CACHE
 def test_an_aborted_request_retains_nothing_of_a_step_that_fails(
     open_world: Open, cases: dict[str, list[Case]], kv_cache: str
 ) -> None:
@@ -275,7 +273,7 @@ def test_an_aborted_request_retains_nothing_of_a_step_that_fails(
         lane.prefixes.clear()
 
 
-@KV_CACHES
+@EACH_CACHE
 def test_a_request_that_stops_retains_nothing_of_a_step_that_fails(
     open_world: Open, cases: dict[str, list[Case]], kv_cache: str
 ) -> None:

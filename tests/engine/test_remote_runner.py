@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.cases import EVERY_CASE
 from tests.engine.books import PAGE_BYTES, open_assembly, open_lane
 from tests.models.serving import loaded_model
 from tests.models.tiny import TINY_MODELS, plan_tiny
@@ -43,6 +44,14 @@ MAX_TOKENS = 96
 SWAP_BYTES = 1 << 20
 STEP_TOKENS = 20
 NAMES = ("llama", "sparse-kv", "no-kv", "windows", "sliding")
+MODES = (("virtual", "swap", 1), ("paged", "recompute", 0))
+"""(KV cache, preemption, steps planned ahead)"""
+CASES = [
+    (name, *mode)
+    for number, name in enumerate(NAMES)
+    # In turn; both with the caches of several groups of layers.
+    for mode in (MODES if EVERY_CASE or name == "windows" else MODES[number % 2 :][:1])
+]
 PATIENCE_S = 300
 
 Results = dict[tuple[str, int], tuple[list[int], Any, Any]]
@@ -234,18 +243,27 @@ def served_there(
     return results, lane.num_preemptions, lane.num_swaps
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module")
+def all_served() -> dict[str, tuple[Path, Results]]:
+    """What `served` has found so far, by model."""
+    return {}
+
+
+@pytest.fixture
 def served(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    all_served: dict[str, tuple[Path, Results]],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[str, Path, Results]:
     """A model, its checkpoint, and what an engine of this process makes of the requests."""
-    folder = TINY_MODELS[request.param].save(tmp_path_factory.mktemp("model") / request.param)
-    return request.param, folder, served_here(folder)
+    name = request.param
+    if name not in all_served:
+        folder = TINY_MODELS[name].save(tmp_path_factory.mktemp("model") / name)
+        all_served[name] = folder, served_here(folder)
+    return name, *all_served[name]
 
 
-@pytest.mark.parametrize(
-    ("cache", "mode", "num_ahead"), [("virtual", "swap", 1), ("paged", "recompute", 0)]
-)
+@pytest.mark.parametrize(("served", "cache", "mode", "num_ahead"), CASES, indirect=["served"])
 def test_a_runner_in_another_process_makes_the_same_tokens(
     served: tuple[str, Path, Results],
     remote: RunnerProcess,

@@ -7,6 +7,7 @@ from itertools import count
 from random import Random
 
 import pytest
+from tests.cases import EVERY_CASE
 from tests.engine.life import PAGE_BYTES, Case, Open, World, each_kv_cache
 from tests.engine.test_loading import make_short
 
@@ -166,7 +167,11 @@ def test_models_take_turns(
 
 @pytest.mark.parametrize(
     ("kv_cache", "num_ahead", "preemption_mode"),
-    [("virtual", 1, "swap"), ("paged", 0, "recompute")],
+    [
+        ("virtual", 1, "swap"),
+        ("paged", 0, "recompute"),
+        *([("virtual", 0, "recompute"), ("paged", 0, "swap")] if EVERY_CASE else ()),
+    ],
 )
 def test_four_models_in_room_for_two_and_a_half(
     open_world: Open,
@@ -176,7 +181,7 @@ def test_four_models_in_room_for_two_and_a_half(
     num_ahead: int,
     preemption_mode: str,
 ) -> None:
-    """2000 requests, mostly several of one model in a row: each answer is right."""
+    """400 requests, mostly several of one model in a row: each answer is right."""
     mean_bytes = sum(sizes[checkpoint][0] for checkpoint in CHECKPOINTS.values()) / 4
     world = open_world(
         int(2.5 * mean_bytes) + 20 * PAGE_BYTES,
@@ -188,7 +193,7 @@ def test_four_models_in_room_for_two_and_a_half(
     )
     random = Random(num_ahead)
     name, num_loads, num_sent = "a", 0, 0
-    num_requests = 2000 // 3
+    num_requests = 400
     while num_sent < num_requests or world.engine.has_work:
         while num_sent < num_requests and len(world.open_requests) < 12:
             name = random.choice(NAMES) if random.random() < 0.2 else name

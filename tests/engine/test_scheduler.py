@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from tests.cases import covering
 from tests.engine.books import KV_LIMITS, MAX_TOKENS, PAGE_BYTES, SchedulerWorld
 
 from aquifer.cache import KV_CACHES
@@ -21,10 +22,10 @@ from aquifer.engine.policies import ModelState, Policies
 from aquifer.memory.pool import Kind, Owner
 
 
-@pytest.mark.parametrize("windows", [False, True], ids=["full", "windows"])
-@pytest.mark.parametrize("faulty", [False, True], ids=["sound", "faulty"])
-@pytest.mark.parametrize("cache", KV_CACHES)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("seed", "cache", "faulty", "windows"),
+    covering(range(8), KV_CACHES, (False, True), (False, True), strength=2),
+)
 def test_every_request_ends(seed: int, cache: str, faulty: bool, windows: bool) -> None:
     with ExitStack() as resources:
         world = SchedulerWorld.crowded(seed, cache, resources, faulty=faulty, windows=windows)
@@ -46,9 +47,9 @@ def test_every_request_ends(seed: int, cache: str, faulty: bool, windows: bool) 
         assert {t.ending for t in world.requests.values()} <= {"done", "abort", "error"}
 
 
-@pytest.mark.parametrize("windows", [False, True], ids=["full", "windows"])
-@pytest.mark.parametrize("cache", KV_CACHES)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("seed", "cache", "windows"), covering(range(4), KV_CACHES, (False, True), strength=2)
+)
 def test_steps_fail_at_random(seed: int, cache: str, windows: bool) -> None:
     """No request finds what a failed step should have written, and all memory comes back."""
     with ExitStack() as resources:

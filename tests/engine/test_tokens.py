@@ -4,8 +4,8 @@ both KV caches, several step sizes, and with too little memory."""
 from __future__ import annotations
 
 import copy
-import os
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from tests.architectures import (
     other_shape,
     save_tiny,
 )
+from tests.cases import EVERY_CASE
 
 from aquifer.engine.params import SamplingParams
 from aquifer.llm import LLM
@@ -38,32 +39,37 @@ EVERYWHERE = ("qwen2-window", "gemma2", "qwen3_moe", "opt-350m-style", "deepseek
 beside layers that have none, with soft caps, with experts, and with latent KV; and a model of
 Transformers."""
 
-EVERY_CASE = os.environ.get("EVERY_CASE") == "1"
-"""Whether every architecture runs in every configuration, in both shapes: `make test-families`."""
-
 _OTHER = "/other"
 """Ends the name of an architecture's second shape."""
 
-STEPS = [("virtual", 7, 1), ("virtual", 1, 0), ("virtual", 512, 0)]
-STEPS += [("paged", 1, 0), ("paged", 7, 1), ("paged", 512, 0)]
+STEPS = [("virtual", 7, 1), ("paged", 7, 1), ("virtual", 1, 0), ("virtual", 512, 0)]
+STEPS += [("paged", 1, 0), ("paged", 512, 0)]
 """(KV cache, tokens per step, steps planned ahead); there is room for all sequences."""
 
-PREEMPTIONS = [("paged", 1), ("virtual", 0), ("virtual", 1)]
+PREEMPTIONS = [("paged", 1), ("virtual", 1), ("virtual", 0)]
 """(KV cache, steps planned ahead); the pool is too small."""
 
 
-def cases(configurations: list[Any]) -> list[Any]:
-    """Every architecture in the first configuration, and those of `EVERYWHERE` in all of them.
+STEP_TURNS = (0, 1, 0, 1)
+"""Of four architectures in a row, the one of `STEPS` that each runs in: prompts in chunks beside
+sequences that decode, in either KV cache."""
 
-    The first of `STEPS` has prompts in chunks beside sequences that decode, the first of
-    `PREEMPTIONS` the other KV cache, prompts in one piece, and sequences that begin again. The rest
-    of what a configuration changes does not depend on the architecture. Architectures of our
-    decoder have a second shape, with `EVERY_CASE`.
+PREEMPTION_TURNS = (0, None, None, 1)
+"""Likewise of `PREEMPTIONS`, for half of the architectures: in the other KV cache, prompts in one
+piece and sequences that begin again."""
+
+
+def cases(configurations: list[Any], turns: tuple[int | None, ...]) -> list[Any]:
+    """The architectures of `EVERYWHERE` in all configurations, the others in turn in one or none.
+
+    The rest of what a configuration changes does not depend on the architecture. Architectures of
+    our decoder have a second shape, with `EVERY_CASE`.
     """
     found: list[Any] = []
-    for architecture in ARCHITECTURES:
-        is_everywhere = EVERY_CASE or architecture in EVERYWHERE
-        used = configurations if is_everywhere else configurations[:1]
+    for architecture, turn in zip(ARCHITECTURES, cycle(turns), strict=False):
+        used = [] if turn is None else [configurations[turn]]
+        if EVERY_CASE or architecture in EVERYWHERE:
+            used = configurations
         found += [(architecture, *configuration) for configuration in used]
         if EVERY_CASE and architecture in OUR_DECODER:
             found += [(architecture + _OTHER, *configuration) for configuration in configurations]
@@ -80,13 +86,30 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
+def references() -> dict[str, Reference]:
+    """The references so far, by architecture."""
+    return {}
+
+
+@pytest.fixture
 def reference(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    references: dict[str, Reference],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Reference:
-    """What Transformers' model of this architecture generates."""
-    folder = tmp_path_factory.mktemp("reference")
-    name = request.param.removesuffix(_OTHER)
-    if name == request.param:
+    """What Transformers' model of this architecture generates; computed once for all tests."""
+    found = references.get(request.param)
+    if found is None:
+        found = references[request.param] = generate(
+            request.param, tmp_path_factory.mktemp("reference")
+        )
+    return found
+
+
+def generate(architecture: str, folder: Path) -> Reference:
+    """Save a model of this architecture, and generate with Transformers."""
+    name = architecture.removesuffix(_OTHER)
+    if name == architecture:
         model = save_tiny(ARCHITECTURES[name](), folder, SEED)
     else:
         model = save_tiny(other_shape(name), folder, OTHER_SEED)
@@ -135,7 +158,7 @@ def assert_same_tokens(llm: LLM, reference: Reference, indices: list[int]) -> No
 
 @pytest.mark.parametrize(
     ("reference", "kv_cache", "max_num_batched_tokens", "num_ahead"),
-    cases(STEPS),
+    cases(STEPS, STEP_TURNS),
     indirect=["reference"],
 )
 def test_tokens_equal_transformers(
@@ -153,7 +176,9 @@ def test_tokens_equal_transformers(
 
 
 @pytest.mark.parametrize(
-    ("reference", "kv_cache", "num_ahead"), cases(PREEMPTIONS), indirect=["reference"]
+    ("reference", "kv_cache", "num_ahead"),
+    cases(PREEMPTIONS, PREEMPTION_TURNS),
+    indirect=["reference"],
 )
 def test_tokens_equal_transformers_under_preemption(
     reference: Reference, kv_cache: str, num_ahead: int

@@ -5,7 +5,6 @@ The expected tokens are those of Transformers' `generate`, in float32.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tests.architectures import OUR_DECODER, VOCAB_SIZE, WINDOW_TOKENS, save_tiny
+from tests.cases import EVERY_CASE, covering
 from tests.engine.test_tokens import CLEAR_GAP
 
 from aquifer.bench.soak import check_idle
@@ -23,7 +23,6 @@ from aquifer.engine.params import BeamSearchParams, SamplingParams
 from aquifer.llm import LLM
 from aquifer.memory.pool import Kind
 
-EVERY_CASE = os.environ.get("EVERY_CASE") == "1"
 FAMILIES = (
     # Some layers slide, all layers do, some do by another pattern.
     *("gemma3_text", "mistral", "cohere2"),
@@ -59,14 +58,30 @@ def make_prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
+def references() -> dict[str, Reference]:
+    """The references so far, by family."""
+    return {}
+
+
+@pytest.fixture
 def reference(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    references: dict[str, Reference],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Reference:
+    """A model of this family; made once for all tests."""
+    found = references.get(request.param)
+    if found is None:
+        found = references[request.param] = make_reference(request.param, tmp_path_factory)
+    return found
+
+
+def make_reference(family: str, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """The first model of this family that is never undecided between two tokens."""
     prompts = make_prompts()
     for seed in count(3):
         folder = tmp_path_factory.mktemp("windows")
-        model = save_tiny(OUR_DECODER[request.param](), folder, seed)
+        model = save_tiny(OUR_DECODER[family](), folder, seed)
         outputs = [output for prompt in prompts if (output := greedy(model, prompt))]
         if len(outputs) == len(prompts):
             return Reference(folder, model, prompts, outputs)
@@ -102,17 +117,16 @@ def check(llm: LLM, reference: Reference, indices: Sequence[int]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("kv_cache", "max_num_batched_tokens", "num_ahead"),
-    [
-        *(("virtual", 7, 1), ("virtual", 16, 0), ("paged", 256, 1)),
-        *((("virtual", 256, 1), ("paged", 7, 1), ("paged", 16, 0)) if EVERY_CASE else ()),
-    ],
+    ("reference", "kv_cache", "steps"),
+    covering(FAMILIES, KV_CACHES, [(7, 1), (256, 1), (16, 0)], strength=2),
+    indirect=["reference"],
+    ids=str,
 )
-@pytest.mark.parametrize("reference", FAMILIES, indirect=True)
 def test_prefixes_are_found_again(
-    reference: Reference, kv_cache: str, max_num_batched_tokens: int, num_ahead: int
+    reference: Reference, kv_cache: str, steps: tuple[int, int]
 ) -> None:
     """The same tokens after a prefix that was cached as without."""
+    max_num_batched_tokens, num_ahead = steps
     with LLM(
         reference.folder,
         memory="16MiB",
@@ -135,9 +149,11 @@ def test_prefixes_are_found_again(
         check_idle(llm)
 
 
-@pytest.mark.parametrize("preemption_mode", ["swap", "recompute"])
-@pytest.mark.parametrize("kv_cache", KV_CACHES)
-@pytest.mark.parametrize("reference", ["gemma2", "cohere2", "phi3"], indirect=True)
+@pytest.mark.parametrize(
+    ("reference", "kv_cache", "preemption_mode"),
+    covering(["gemma2", "cohere2", "phi3"], KV_CACHES, ["swap", "recompute"], strength=2),
+    indirect=["reference"],
+)
 def test_preempted_sequences_lose_nothing(
     monkeypatch: pytest.MonkeyPatch, reference: Reference, kv_cache: str, preemption_mode: Any
 ) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.cases import EVERY_KERNEL_CASE, covering
 from tests.kernels.attention_kv import make_sinks, place_kv
 
 from aquifer.kernels import _triton
@@ -23,6 +24,7 @@ from aquifer.kernels.decode_attention import (
 SMALL = Config(kv_heads_per_program=2, block_tokens=8, num_shares=3, num_warps=4, num_stages=3)
 MAX_TOKENS = 64
 MAX_ERROR = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+BLOCK_SIZES = (None, 16)
 FAR_SLOT = 1 << 40  # slot of padding rows: an address that must not be read
 
 
@@ -131,9 +133,10 @@ def check(case: Case, config: Config, **options) -> None:
     assert (errors < max_error(case, expected[~is_padding], **options)).all()
 
 
-@pytest.mark.parametrize("block_size", [None, 16])
-@pytest.mark.parametrize("num_shares", [1, 3, 40])
-@pytest.mark.parametrize("merges_itself", [True, False])
+@pytest.mark.parametrize(
+    ("block_size", "num_shares", "merges_itself"),
+    covering(BLOCK_SIZES, (1, 3, 40), (True, False), strength=2, every=EVERY_KERNEL_CASE),
+)
 def test_rows_of_all_lengths_in_any_number_of_shares(device, block_size, num_shares, merges_itself):
     case = make_case(device, [0, 33, 0, 1, 16, 0, 15, 64, 17, 0, 0], block_size=block_size)
     check(case, replace(SMALL, num_shares=num_shares, merges_itself=merges_itself))
@@ -185,12 +188,18 @@ def test_workspaces_are_made_once_and_shared(device):
     torch.testing.assert_close(out, case.reference(torch.float32, scale=0.2))
 
 
-@pytest.mark.parametrize("block_size", [None, 16])
 @pytest.mark.parametrize(
-    ("group", "num_kv_heads", "kv_heads_per_program"),
-    [(1, 8, 8), (1, 1, 1), (4, 4, 4), (4, 8, 8), (7, 2, 2), (7, 2, 1), (8, 2, 2), (2, 6, 2)],
+    ("block_size", "groups"),
+    covering(
+        BLOCK_SIZES,
+        [(1, 8, 8), (1, 1, 1), (4, 4, 4), (4, 8, 8), (7, 2, 2), (7, 2, 1), (8, 2, 2), (2, 6, 2)],
+        strength=1,
+        every=EVERY_KERNEL_CASE,
+    ),
+    ids=str,
 )
-def test_groups(device, block_size, group, num_kv_heads, kv_heads_per_program):
+def test_groups(device, block_size, groups):
+    group, num_kv_heads, kv_heads_per_program = groups
     case = make_case(
         device,
         [33, 20],
@@ -221,8 +230,10 @@ def test_nothing_is_needed_of_blocks_before_the_window(device):
     check(case, SMALL, window_tokens=10)
 
 
-@pytest.mark.parametrize("num_shares", [1, 3, 40])
-@pytest.mark.parametrize("window_tokens", [1, 10, 24])
+@pytest.mark.parametrize(
+    ("window_tokens", "num_shares"),
+    covering((1, 10, 24), (1, 3, 40), strength=1, every=EVERY_KERNEL_CASE),
+)
 def test_nothing_is_read_before_the_window_of_contiguous_kv(device, window_tokens, num_shares):
     """Pages before it are not mapped; they may end at any token, and within one."""
     lengths = [50, 64, 3]
@@ -239,27 +250,38 @@ def test_softcap(device, softcap):
     check(make_case(device, [33, 1]), SMALL, softcap=softcap)
 
 
-@pytest.mark.parametrize("block_size", [None, 16])
+SINK_SHARES = [
+    (1, {}),
+    (3, {"window_tokens": 13}),
+    (12, {}),
+    (12, {"window_tokens": 20, "softcap": 5.0}),
+]
+
+
 @pytest.mark.parametrize(
-    ("num_shares", "options"),
-    [(1, {}), (3, {"window_tokens": 13}), (40, {}), (40, {"window_tokens": 20, "softcap": 5.0})],
+    ("block_size", "shares", "merges_itself"),
+    covering(BLOCK_SIZES, SINK_SHARES, (True, False), strength=2, every=EVERY_KERNEL_CASE),
+    ids=str,
 )
-@pytest.mark.parametrize("merges_itself", [True, False])
-def test_sinks(device, block_size, num_shares, options, merges_itself):
+def test_sinks(device, block_size, shares, merges_itself):
     """Each counts once, whether its row is in one share or in several."""
+    num_shares, options = shares
     case = make_case(device, [0, 33, 0, 1, 16, 0, 15, 64, 17, 0, 0], block_size=block_size)
     config = replace(SMALL, num_shares=num_shares, merges_itself=merges_itself)
     check(case, config, sinks=make_sinks(8, device, torch.float32), **options)
 
 
-@pytest.mark.parametrize("block_size", [None, 16])
+ALIBI_SHARES = [(1, {}), (3, {"window_tokens": 13}), (12, {}), (12, {"softcap": 5.0})]
+
+
 @pytest.mark.parametrize(
-    ("num_shares", "options"),
-    [(1, {}), (3, {"window_tokens": 13}), (40, {}), (40, {"softcap": 5.0})],
+    ("block_size", "shares", "num_heads"),
+    covering(BLOCK_SIZES, ALIBI_SHARES, (8, 12), strength=2, every=EVERY_KERNEL_CASE),
+    ids=str,
 )
-@pytest.mark.parametrize("num_heads", [8, 12])
-def test_alibi(device, block_size, num_shares, options, num_heads):
+def test_alibi(device, block_size, shares, num_heads):
     """Keys lose weight with their distance, whether their row is in one share or in several."""
+    num_shares, options = shares
     lengths = [0, 33, 1, 16, 0, 64]
     case = make_case(device, lengths, num_heads=num_heads, block_size=block_size)
     config = replace(SMALL, num_shares=num_shares)
@@ -277,8 +299,10 @@ def test_sinks_of_groups_that_are_no_power_of_two(device, num_shares, merges_its
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp", "ignore:invalid value")
-@pytest.mark.parametrize("num_shares", [1, 9])
-@pytest.mark.parametrize("merges_itself", [True, False])
+@pytest.mark.parametrize(
+    ("num_shares", "merges_itself"),
+    covering((1, 9), (True, False), strength=1, every=EVERY_KERNEL_CASE),
+)
 def test_sinks_that_count_for_nothing_or_for_everything(device, num_shares, merges_itself):
     case = make_case(device, [33, 0, 64, 1])
     config = replace(SMALL, num_shares=num_shares, merges_itself=merges_itself)
@@ -371,11 +395,17 @@ def test_workspace_that_is_too_small_is_refused(device):
 
 # Llama-3-8B, Qwen3-0.6B, Qwen2.5-0.5B, Phi-2, Gemma-2-9B and a model of one KV head
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim"),
-    [(32, 8, 128), (16, 8, 128), (14, 2, 64), (32, 32, 80), (16, 8, 256), (48, 1, 128)],
+    ("block_size", "shape"),
+    covering(
+        BLOCK_SIZES,
+        [(32, 8, 128), (16, 8, 128), (14, 2, 64), (32, 32, 80), (16, 8, 256), (48, 1, 128)],
+        strength=1,
+        every=EVERY_KERNEL_CASE,
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("block_size", [None, 16])
-def test_default_config_on_models(device, num_heads, num_kv_heads, head_dim, block_size):
+def test_default_config_on_models(device, block_size, shape):
+    num_heads, num_kv_heads, head_dim = shape
     if device.type == "cuda":
         dtypes = [torch.bfloat16, torch.float16, torch.float32]
         num_multiprocessors, batches, max_tokens = 132, [1, 5, 64], 1024

@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.cases import EVERY_KERNEL_CASE, covering
 
 from aquifer.kernels import _triton
+from aquifer.kernels import experts as module
 from aquifer.kernels.experts import (
     Activation,
     ExpertTile,
@@ -466,29 +468,28 @@ def test_ids_are_valid_whatever_the_logits(device: torch.device) -> None:
         assert int(ids.max()) < 20
 
 
+def tile_cases() -> list[Any]:
+    """(tile, shape, dtype): each tile with each shape, in all dtypes or in one in turn."""
+    found: list[Any] = []
+    for number, (name, tile) in enumerate(TILES.items()):
+        for turn, shape in enumerate([(0, 4, 2), (1, 8, 2), (3, 5, 5), (12, 8, 2)], number):
+            # Triton's interpreter has no products of bfloat16, only sums for vectors.
+            is_sum = tile is not None and tile.pairs == 1
+            dtypes = [*MAX_ERROR] if is_sum else [torch.float32, torch.float16]
+            if not EVERY_KERNEL_CASE:
+                dtypes = [dtypes[turn % len(dtypes)]]
+            found += [(name, shape, dtype) for dtype in dtypes]
+            if not is_sum:
+                found.append(pytest.param(name, shape, torch.bfloat16, marks=pytest.mark.gpu))
+    return found
+
+
 @pytest.mark.usefixtures("overlap")
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        # Triton's interpreter has no products of bfloat16, only sums for vectors.
-        pytest.param(name, dtype, marks=pytest.mark.gpu)
-        if dtype is torch.bfloat16 and (tile is None or tile.pairs > 1)
-        else (name, dtype)
-        for name, tile in TILES.items()
-        for dtype in MAX_ERROR
-    ],
-)
-@pytest.mark.parametrize(
-    ("num_tokens", "num_experts", "top_k"), [(0, 4, 2), (1, 8, 2), (3, 5, 5), (20, 8, 2)]
-)
+@pytest.mark.parametrize(("name", "shape", "dtype"), tile_cases(), ids=str)
 def test_experts(
-    device: torch.device,
-    num_tokens: int,
-    num_experts: int,
-    top_k: int,
-    name: str,
-    dtype: torch.dtype,
+    device: torch.device, name: str, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
+    num_tokens, num_experts, top_k = shape
     layer = Layer(num_experts, 72, 40, dtype=dtype, device=device)
     x, (ids, weights) = layer.tokens(num_tokens), layer.choice(num_tokens, top_k)
     result = layer.run(x, ids, weights, tile=TILES[name])
@@ -501,10 +502,17 @@ def test_experts(
         assert error(result, exact) < limit
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
-@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
-@pytest.mark.parametrize("name", ["vectors", "sorted"])
+@pytest.mark.parametrize(
+    ("name", "has_bias", "interleaved", "activation"),
+    covering(
+        ("vectors", "sorted"),
+        (False, True),
+        (False, True),
+        ACTIVATIONS,
+        strength=2,
+        every=EVERY_KERNEL_CASE,
+    ),
+)
 def test_activations(
     device: torch.device, name: str, has_bias: bool, interleaved: bool, activation: Activation
 ) -> None:
@@ -518,20 +526,21 @@ def test_activations(
 @pytest.mark.parametrize("name", TILES)
 def test_padding_takes_no_part(device: torch.device, name: str) -> None:
     layer = Layer(4, 72, 40, device=device, has_bias=True)
-    x, (ids, weights) = layer.tokens(20), layer.choice(20, 2)
-    ids[1] = ids[17:] = -1
+    x, (ids, weights) = layer.tokens(12), layer.choice(12, 2)
+    ids[1] = ids[9:] = -1
     ids[3, 0], ids[4, 1] = -1, 4
     weights = weights.where((ids >= 0) & (ids < 4), torch.nan)
-    x[1] = x[17:] = torch.nan
+    x[1] = x[9:] = torch.nan
     result = layer.run(x, ids, weights, tile=TILES[name])
     assert not result[1].any()
-    assert not result[17:].any()
+    assert not result[9:].any()
     assert error(result, layer.exact(x, ids, weights, "silu")) < 1e-6
     assert not layer.run(x, torch.full_like(ids, -1), weights, tile=TILES[name]).any()
 
 
-@pytest.mark.parametrize("name", TILES)
-@pytest.mark.parametrize("expert", [0, 5])
+@pytest.mark.parametrize(
+    ("expert", "name"), covering((0, 5), TILES, strength=1, every=EVERY_KERNEL_CASE)
+)
 def test_one_expert_has_all_tokens(device: torch.device, expert: int, name: str) -> None:
     layer = Layer(6, 24, 16, device=device)
     x, (ids, weights) = layer.tokens(50), layer.choice(50, 1)
@@ -552,12 +561,17 @@ def test_an_expert_chosen_twice_by_a_token_counts_twice(
 
 
 @pytest.mark.parametrize("num_tokens", [1250, 2250, pytest.param(20000, marks=pytest.mark.gpu)])
-def test_many_pairs_are_sorted(device: torch.device, num_tokens: int) -> None:
+def test_many_pairs_are_sorted(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
     """More than one block of pairs, then more than one share of them, then both."""
+    if device.type == "cpu":  # where each token takes long
+        monkeypatch.setattr(module, "_SORT_BLOCK", 256)
+        num_tokens //= 8
     layer = Layer(5, 8, 8, device=device)
     x, (ids, weights) = layer.tokens(num_tokens), layer.choice(num_tokens, 4)
     ids[::7] = -1
-    pairs = 1024 if device.type == "cpu" else 64
+    pairs = 128 if device.type == "cpu" else 64
     result = layer.run(x, ids, weights, tile=ExpertTile(pairs, 32, 16, 4, 2))
     expected = experts_reference(x, layer.gate_up, layer.down, ids, weights, "silu")
     assert error(result, expected) < 1e-6

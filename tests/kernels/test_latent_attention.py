@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.cases import EVERY_KERNEL_CASE, covering
 from tests.kernels.attention_kv import place_kv
 
 from aquifer.cache.base import AttentionOptions, KVLayout, LayerKV, Rows, Spans
@@ -150,10 +151,10 @@ def check_chunks(
     assert out[offsets[-1] :].isnan().all()
 
 
-@pytest.mark.parametrize("block_size", [None, 16])
-@pytest.mark.parametrize("num_shares", [1, 3, 40])
-@pytest.mark.parametrize("merges_itself", [True, False])
-@pytest.mark.parametrize("least_tiles", [1, 2])
+@pytest.mark.parametrize(
+    ("block_size", "num_shares", "merges_itself", "least_tiles"),
+    covering((None, 16), (1, 3, 40), (True, False), (1, 2), strength=2, every=EVERY_KERNEL_CASE),
+)
 def test_rows_of_all_lengths_in_any_number_of_shares(
     device, block_size, num_shares, merges_itself, least_tiles
 ):
@@ -175,12 +176,19 @@ def test_empty_batch(device):
     assert empty.decode(SMALL).shape == (0, 4, 32)
 
 
-@pytest.mark.parametrize("block_size", [None, 8])
 @pytest.mark.parametrize(
-    ("num_heads", "block_heads"), [(1, 16), (16, 16), (20, 32), (40, 16), (128, 64)]
+    ("block_size", "heads", "merges_itself"),
+    covering(
+        (None, 8),
+        [(1, 16), (16, 16), (20, 32), (40, 16), (128, 64)],
+        (True, False),
+        strength=2,
+        every=EVERY_KERNEL_CASE,
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("merges_itself", [True, False])
-def test_numbers_of_heads(device, block_size, num_heads, block_heads, merges_itself):
+def test_numbers_of_heads(device, block_size, heads, merges_itself):
+    num_heads, block_heads = heads
     kv = make_kv(device, [33, 20], num_heads=num_heads, block_size=block_size)
     check_decode(kv, replace(SMALL, block_heads=block_heads, merges_itself=merges_itself))
 
@@ -224,8 +232,10 @@ def test_half_precision(device, dtype):
     check_chunks(make_kv(device, [33, 16], num_queries=20, dtype=dtype), [29, 0], [4, 16])
 
 
-@pytest.mark.parametrize("block_size", [None, 8, 16])
-@pytest.mark.parametrize("num_heads", [1, 3, 4, 16, 20, 128])
+@pytest.mark.parametrize(
+    ("block_size", "num_heads"),
+    covering((None, 8, 16), (1, 3, 4, 16, 20, 128), strength=1, every=EVERY_KERNEL_CASE),
+)
 def test_chunks(device, block_size, num_heads):
     """A first chunk, one after a prefix, and one of a single token."""
     kv = make_kv(device, [5, 37, 20], num_queries=14, num_heads=num_heads, block_size=block_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.cases import EVERY_KERNEL_CASE, covering
 
 from aquifer.kernels import _triton
 from aquifer.kernels.activation import silu_mul_reference
@@ -68,26 +69,26 @@ def exact_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 @pytest.mark.usefixtures("overlap")
 @pytest.mark.parametrize(
-    ("num_tokens", "dtype"),
-    [
-        # Triton's interpreter has no products of bfloat16, only sums for a single token.
-        pytest.param(tokens, dtype, marks=pytest.mark.gpu)
-        if dtype is torch.bfloat16 and tokens > 1
-        else (tokens, dtype)
-        for tokens in (1, 3, 17)
-        for dtype in MAX_ERROR
-    ],
+    ("tokens", "has_bias", "shape"),
+    covering(
+        # (number, dtype). The interpreter has no products of bfloat16, only sums for one token.
+        [
+            (count, dtype)
+            for count in (1, 3, 17)
+            for dtype in MAX_ERROR
+            if dtype is not torch.bfloat16 or count == 1 or torch.cuda.is_available()
+        ],
+        (False, True),
+        [(64, 64), (37, 40), (16, 100)],
+        strength=2,
+        every=EVERY_KERNEL_CASE,
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
-@pytest.mark.parametrize(("num_out", "num_in"), [(64, 64), (37, 40), (16, 100)])
 def test_tiles(
-    device: torch.device,
-    num_tokens: int,
-    num_out: int,
-    num_in: int,
-    has_bias: bool,
-    dtype: torch.dtype,
+    device: torch.device, tokens: tuple[int, torch.dtype], has_bias: bool, shape: tuple[int, int]
 ) -> None:
+    (num_tokens, dtype), (num_out, num_in) = tokens, shape
     random = Random(device, dtype, num_out)
     x, weight = random.rows(num_tokens, num_in), random(num_out, num_in)
     bias = random(num_out) if has_bias else None

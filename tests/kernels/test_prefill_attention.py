@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.cases import EVERY_KERNEL_CASE, covering
 from tests.kernels.attention_kv import make_sinks, place_kv
 
 from aquifer.kernels import prefill_attention as module
@@ -26,6 +27,8 @@ MAX_TOKENS = 64
 # is its exponential.
 MAX_ERROR = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 RAGGED = [(0, 17), (5, 1), (30, 20), (0, 16), (40, 3)]
+SHARED = [(0, 5), (5, 1), (30, 4)]  # where seven heads share a program
+BLOCK_SIZES = (None, 16)
 
 
 @dataclass
@@ -148,8 +151,10 @@ def test_groups(device, group, num_kv_heads):
     check(case, SMALL)
 
 
-@pytest.mark.parametrize("block_size", [None, 16])
-@pytest.mark.parametrize("window_tokens", [1, 13, 16, 40])
+@pytest.mark.parametrize(
+    ("block_size", "window_tokens"),
+    covering(BLOCK_SIZES, (1, 13, 16, 40), strength=1, every=EVERY_KERNEL_CASE),
+)
 def test_window(device, block_size, window_tokens):
     case = make_case(device, RAGGED, block_size=block_size)
     check(case, SMALL, window_tokens=window_tokens)
@@ -176,8 +181,10 @@ def test_nothing_is_needed_of_blocks_before_the_window(device):
     torch.testing.assert_close(out.double(), expected[rows], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize("window_tokens", [1, 10, 24])
+@pytest.mark.parametrize(
+    ("window_tokens", "num_splits"),
+    covering((1, 10, 24), (1, 3), strength=1, every=EVERY_KERNEL_CASE),
+)
 def test_nothing_is_read_before_the_window_of_contiguous_kv(device, window_tokens, num_splits):
     """Pages before it are not mapped; they may end at any token, and within one."""
     chunks = [(40, 10), (50, 14), (0, 20), (45, 1)]
@@ -204,19 +211,23 @@ def test_nothing_is_needed_of_blocks_after_the_chunk(device, block_size):
     check(case)
 
 
+SPLITS = [
+    (2, {}),
+    (7, {}),
+    (3, {"window_tokens": 13}),
+    (7, {"window_tokens": 1}),
+    (2, {"softcap": 30.0, "window_tokens": 40}),
+]
+
+
 @pytest.mark.parametrize(
-    ("num_splits", "options"),
-    [
-        (2, {}),
-        (7, {}),
-        (3, {"window_tokens": 13}),
-        (7, {"window_tokens": 1}),
-        (2, {"softcap": 30.0, "window_tokens": 40}),
-    ],
+    ("block_size", "splits"),
+    covering(BLOCK_SIZES, SPLITS, strength=1, every=EVERY_KERNEL_CASE),
+    ids=str,
 )
-@pytest.mark.parametrize("block_size", [None, 16])
-def test_splits(device, monkeypatch, block_size, num_splits, options):
+def test_splits(device, monkeypatch, block_size, splits):
     """Several programs share the keys of one query; there may be more programs than keys."""
+    num_splits, options = splits
     monkeypatch.setattr(module, "MIN_SPLIT_KEYS", 16)
     case = make_case(device, [(0, 17), (5, 1), (30, 20)], num_heads=2, block_size=block_size)
     check(case, SMALL, num_splits=num_splits, **options)
@@ -258,8 +269,16 @@ def test_softcap(device, softcap):
     check(make_case(device, RAGGED, block_size=16), SMALL, softcap=softcap, window_tokens=20)
 
 
-@pytest.mark.parametrize("block_size", [None, 16])
-@pytest.mark.parametrize("options", [{}, {"window_tokens": 13}, {"softcap": 5.0}])
+@pytest.mark.parametrize(
+    ("block_size", "options"),
+    covering(
+        BLOCK_SIZES,
+        ({}, {"window_tokens": 13}, {"softcap": 5.0}),
+        strength=1,
+        every=EVERY_KERNEL_CASE,
+    ),
+    ids=str,
+)
 def test_sinks(device, block_size, options):
     case = make_case(device, RAGGED, block_size=block_size)
     check(case, SMALL, sinks=make_sinks(4, device, torch.float32), **options)
@@ -271,8 +290,7 @@ def test_sinks_count_once_where_keys_are_split(
     device, monkeypatch, block_size, num_splits, options
 ):
     monkeypatch.setattr(module, "MIN_SPLIT_KEYS", 16)
-    chunks = [(0, 17), (5, 1), (30, 20)]
-    case = make_case(device, chunks, num_heads=7, num_kv_heads=1, block_size=block_size)
+    case = make_case(device, SHARED, num_heads=7, num_kv_heads=1, block_size=block_size)
     sinks = make_sinks(7, device, torch.float16)
     check(case, SMALL, num_splits=num_splits, sinks=sinks, **options)
 
@@ -281,20 +299,29 @@ def test_sinks_count_once_where_keys_are_split(
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_sinks_that_count_for_nothing_or_for_everything(device, monkeypatch, num_splits):
     monkeypatch.setattr(module, "MIN_SPLIT_KEYS", 16)
-    case = make_case(device, [(0, 17), (30, 20)])
+    case = make_case(device, [(0, 9), (30, 3)])
     check(case, SMALL, num_splits=num_splits, sinks=torch.full((4,), 14.0, device=device))
     rows = slice(case.spans.offsets[0], case.spans.offsets[-1])
 
     def run(sinks: torch.Tensor | None) -> torch.Tensor:
         return case.run(SMALL, num_splits=num_splits, scale=0.2, sinks=sinks)[rows]
 
+    without = run(None)
     for least in (-1e4, -torch.inf):
-        torch.testing.assert_close(run(torch.full((4,), least, device=device)), run(None))
+        torch.testing.assert_close(run(torch.full((4,), least, device=device)), without)
     assert (run(torch.full((4,), 1e4, device=device)) == 0).all()
 
 
-@pytest.mark.parametrize("block_size", [None, 16])
-@pytest.mark.parametrize("options", [{}, {"window_tokens": 13}, {"softcap": 5.0}])
+@pytest.mark.parametrize(
+    ("block_size", "options"),
+    covering(
+        BLOCK_SIZES,
+        ({}, {"window_tokens": 13}, {"softcap": 5.0}),
+        strength=1,
+        every=EVERY_KERNEL_CASE,
+    ),
+    ids=str,
+)
 def test_alibi(device, block_size, options):
     case = make_case(device, RAGGED, block_size=block_size)
     check(case, SMALL, slopes=alibi_slopes(4, device), **options)
@@ -303,7 +330,7 @@ def test_alibi(device, block_size, options):
 @pytest.mark.parametrize("num_splits", [2, 7])
 def test_alibi_where_keys_are_split(device, monkeypatch, num_splits):
     monkeypatch.setattr(module, "MIN_SPLIT_KEYS", 16)
-    case = make_case(device, [(0, 17), (5, 1), (30, 20)], num_heads=7, num_kv_heads=1)
+    case = make_case(device, SHARED, num_heads=7, num_kv_heads=1)
     sinks = make_sinks(7, device, torch.float32)
     check(case, SMALL, num_splits=num_splits, slopes=alibi_slopes(7, device))
     check(case, SMALL, num_splits=num_splits, slopes=alibi_slopes(7, device), sinks=sinks)
@@ -521,11 +548,17 @@ def test_merge(device, num_heads, value_dim):
 
 # Llama-3-8B, Qwen3-0.6B, Qwen2.5-0.5B, Phi-2, Gemma-2-9B and a model of one KV head
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim"),
-    [(32, 8, 128), (16, 8, 128), (14, 2, 64), (32, 32, 80), (16, 8, 256), (48, 1, 128)],
+    ("block_size", "shape"),
+    covering(
+        BLOCK_SIZES,
+        [(32, 8, 128), (16, 8, 128), (14, 2, 64), (32, 32, 80), (16, 8, 256), (48, 1, 128)],
+        strength=1,
+        every=EVERY_KERNEL_CASE,
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("block_size", [None, 16])
-def test_default_config_on_models(device, num_heads, num_kv_heads, head_dim, block_size):
+def test_default_config_on_models(device, block_size, shape):
+    num_heads, num_kv_heads, head_dim = shape
     if device.type == "cuda":
         dtypes = [torch.bfloat16, torch.float16, torch.float32]
         chunks, max_tokens = [(0, 1000), (100, 37), (512, 512), (1, 1), (0, 1024)], 1024

@@ -20,22 +20,23 @@ from typing import Any
 
 import pytest
 import torch
+from tests.cases import EVERY_KERNEL_CASE
 
 HIDDEN = 64
 LAUNCHES = {"_rms_norm_kernel": 4, "_silu_mul_kernel": 1, "_rotary_angles_kernel": 1}
 """Launches of each kernel in one step; the first kernel runs with two dtypes."""
 ATTENTION = (
     (16, False, 1, False),
-    (128, False, 1, False),
     (128, True, 8, False),
     (64, True, 8, True),
+    *([(128, False, 1, False)] if EVERY_KERNEL_CASE else ()),
 )
 """Head dimension, whether the KV is paged, rows that decode, and whether there are sinks and slopes
 (ALiBi)."""
 LATENT = (
-    (16, torch.bfloat16, None),
     (128, torch.bfloat16, 64),
-    (16, torch.float32, 16),
+    (16, torch.float32, None),
+    *([(16, torch.bfloat16, None), (16, torch.float32, 16)] if EVERY_KERNEL_CASE else ()),
 )
 """Heads, dtype, and tokens of a block, for attention over latent KV."""
 MAX_STACK_BYTES = 768

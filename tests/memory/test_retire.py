@@ -13,6 +13,7 @@ from random import Random
 import numpy as np
 import pytest
 import torch
+from tests.cases import covering
 from tests.memory.late_driver import LateDriver, LateFence
 
 from aquifer.cache import KV_CACHES, group_cache
@@ -515,9 +516,9 @@ def _until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", KV_CACHES)
+@pytest.mark.parametrize(
+    ("name", "layout", "seed"), covering(KV_CACHES, LAYOUTS, range(6), strength=2)
+)
 def test_random_lives_on_a_late_device(name, layout, seed):
     """Sequences come, grow and end in a crowded pool, each step one or two behind.
 

@@ -53,6 +53,8 @@ def _run(name: str, server: RunningServer, folder: Path, *more: str) -> str:
         "PYTHONPATH": "",
     }
     environment.pop("OPENAI_API_KEY", None)
+    # They import thousands of modules, which are not compiled when they are installed.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     result = subprocess.run(
         [str(BIN / words[0]), *words[1:], *more],
         cwd=ROOT,
