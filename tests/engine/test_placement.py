@@ -8,11 +8,14 @@ from collections.abc import Sequence
 import pytest
 
 from aquifer.engine.policies.placement import (
+    PLACEMENTS,
+    DeviceReport,
     DeviceState,
+    ModelReport,
     PlacementSnapshot,
     affinity,
+    device_state,
     least_loaded,
-    load_s,
     random_device,
     round_robin_devices,
 )
@@ -31,8 +34,7 @@ def _device(
 ) -> DeviceState:
     return DeviceState(
         can_run,
-        int(missing_gb * GB),
-        gb_per_s * GB,
+        missing_gb / gb_per_s,
         num_requests,
         int(evicted_gb * GB),
         wait_s,
@@ -41,11 +43,6 @@ def _device(
 
 def _seen(devices: Sequence[DeviceState], num_placed: int = 0) -> PlacementSnapshot:
     return PlacementSnapshot(devices, num_placed)
-
-
-def test_equation_3() -> None:
-    assert load_s(_device(missing_gb=10)) == pytest.approx(0.4)
-    assert load_s(_device()) == 0
 
 
 def test_affinity_takes_the_device_with_most_of_the_model() -> None:
@@ -62,6 +59,15 @@ def test_affinity_counts_time_and_not_bytes() -> None:
 
 def test_affinity_among_equals_evicts_least() -> None:
     assert affinity(_seen([_device(8, evicted_gb=3), _device(8, 2, evicted_gb=1)])) == 1
+
+
+def test_affinity_counts_what_is_left_of_the_prompt() -> None:
+    """8000 tokens at 100 us each take longer than a wait of 0.5 s."""
+    here = _device(0, wait_s=0.5)
+    elsewhere = _device(0)._replace(compute_s=0.8)
+    assert affinity(_seen([elsewhere, here])) == 1
+    # What differs by less than a step decides nothing: then it is the fewest requests.
+    assert affinity(_seen([_device(0, 5), _device(0, 1, wait_s=0.008)])) == 1
 
 
 def test_affinity_among_equals_takes_the_least_loaded() -> None:
@@ -100,3 +106,73 @@ def test_at_random_among_idle_ones() -> None:
 def test_no_device_can_run_the_model(place) -> None:
     assert place(_seen([_device(can_run=False)] * 3)) is None
     assert place(_seen([_device(can_run=False), _device()])) == 1
+
+
+MODELS = {
+    "there": ModelReport(4 * GB, is_resident=True, token_s=1e-4),
+    "half there": ModelReport(6 * GB, 3 * GB, 0.1),
+    "loading": ModelReport(8 * GB, 8 * GB, 0.3, is_loading=True),
+    "failed": ModelReport(2 * GB, 2 * GB, 0.1, has_failed=True),
+    "too large": ModelReport(99 * GB, 99 * GB, 4.0, can_run=False),
+}
+REPORT = DeviceReport(MODELS, 20 * GB, 2 * GB)
+
+
+def _state(name: str, report: DeviceReport = REPORT, **num_requests: int) -> DeviceState:
+    return device_state(report, name, num_requests, now_s=100.0)
+
+
+def test_what_is_missing_is_loaded() -> None:
+    state = _state("half there")
+    assert (state.load_s, state.wait_s, state.evicted_bytes) == (0.1, 0.0, 1 * GB)
+    assert not _state("too large").can_run
+
+
+def test_a_load_under_way_is_waited_for() -> None:
+    report = REPORT._replace(loaded_s=100.2)
+    loading = _state("loading", report)
+    assert (loading.load_s, loading.wait_s) == (0.0, pytest.approx(0.2))
+    other = _state("half there", report, there=1)
+    assert (other.load_s, other.wait_s) == (0.1, pytest.approx(0.2))
+    late = _state("loading", report._replace(loaded_s=99.0))
+    assert late.wait_s == 0.0
+
+
+def test_models_that_wait_are_loaded_before_it() -> None:
+    state = device_state(REPORT, "failed", {"half there": 2, "there": 1}, 100.0)
+    assert state.num_requests == 3
+    # A load that failed a moment ago is tried again later.
+    assert state.wait_s == 10.0
+    fresh = DeviceReport({**MODELS, "new": ModelReport(2 * GB, 2 * GB, 0.05)}, 20 * GB, 2 * GB)
+    assert device_state(fresh, "new", {"half there": 2}, 100.0).wait_s == pytest.approx(0.1)
+
+
+def test_one_that_does_not_fit_waits_until_another_gives_way() -> None:
+    report = REPORT._replace(budget_bytes=9 * GB)
+    assert _state("half there", report, there=1).wait_s == 1.0  # the least run
+    assert _state("half there", report).wait_s == 0.0  # nothing runs
+    alone = REPORT._replace(is_exclusive=True)
+    assert _state("half there", alone, there=1).wait_s == 1.0
+    assert _state("half there", alone).evicted_bytes == 4 * GB + 0
+
+
+def test_a_resident_model_waits_for_its_own() -> None:
+    assert _state("there") == DeviceState(True, 0.0, 0)
+    busy = REPORT._replace(backlog_s=0.3)
+    assert _state("there", busy).wait_s == 0.3
+    model = MODELS["there"]._replace(oldest_s=98.0)
+    waiting = busy._replace(models={**MODELS, "there": model})
+    assert _state("there", waiting).wait_s == 2.0
+    assert device_state(REPORT, "there", {}, 100.0, num_tokens=5000).compute_s == 0.5
+
+
+def test_a_model_that_is_not_reported_yet() -> None:
+    assert _state("new") == DeviceState(True, 0.0, 0)
+
+
+def test_placements_by_name() -> None:
+    devices = [_device(16, 0), _device(0, 3), _device(8, 1)]
+    assert PLACEMENTS["affinity"](_seen(devices)) == 1
+    assert PLACEMENTS["least-loaded"](_seen(devices)) == 0
+    assert PLACEMENTS["round-robin"](_seen(devices, 2)) == 2
+    assert PLACEMENTS["random"](_seen(devices)) in (0, 1, 2)

@@ -97,10 +97,13 @@ def test_what_a_placement_sees() -> None:
     load_s = weight_bytes / 1e6
     busy, idle = seen[2].devices
     assert (seen[2].num_placed, busy.num_requests, idle.num_requests) == (2, 1, 0)
-    assert busy.missing_bytes == idle.missing_bytes == weight_bytes
+    assert busy.load_s == idle.load_s == pytest.approx(load_s)
     assert busy.wait_s == pytest.approx(load_s - 0.1)
-    assert (idle.wait_s, idle.can_run, idle.bytes_per_s) == (0.0, True, 1e6)
-    assert (busy.evicted_bytes, idle.evicted_bytes) == (weight_bytes - 30 * PAGE_BYTES, 0)
+    assert (idle.wait_s, idle.can_run) == (0.0, True)
+    # Free memory is reported in steps of a 64th of the budget.
+    too_many_bytes = busy.evicted_bytes - (weight_bytes - 30 * PAGE_BYTES)
+    assert 0 <= too_many_bytes < CONFIG.budget_bytes / 64
+    assert idle.evicted_bytes == 0
     exclusive = replace(CONFIG, loading=replace(CONFIG.loading, is_exclusive=True))
     replay_devices(exclusive, 1, requests, place)
     # It would have to wait for a while until the other one gives way.

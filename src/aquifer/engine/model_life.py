@@ -43,6 +43,8 @@ class ModelLife(ABC):
         error: why loading it failed; None if it did not.
         lane: its requests.
         ready_s: when it became resident last, on the assembly's clock.
+        loaded_s: when the load that is under way is expected to end, on that clock; None if there
+            is none.
         used_s: when it became resident or failed, or a request of it arrived or ran last, on that
             clock.
         turn: number of requests that had arrived when it gave way to another model; it is loaded
@@ -61,6 +63,7 @@ class ModelLife(ABC):
         self.state = ModelState.REGISTERED
         self.error: str | None = None
         self.ready_s = -math.inf
+        self.loaded_s: float | None = None
         self.used_s = -math.inf
         self.turn = 0
         self.asked: int | None = None
@@ -266,12 +269,13 @@ class ModelLife(ABC):
         """Take pages for the weights that are missing; it is loading then. False without room."""
         before = self.state
         self.state = ModelState.LOADING  # meanwhile what is there of it stays
+        self.loaded_s = self._clock_s() + self._weights.missing_s
         has_room = False
         try:
             has_room = self._weights.take_pages()
         finally:
             if not has_room:
-                self.state = before
+                self.state, self.loaded_s = before, None
         return has_room
 
     def _fill(self, on_progress: Callable[[LoadProgress], None]) -> None:
@@ -287,6 +291,7 @@ class ModelLife(ABC):
         with self._failing():
             self._make_ready(on_progress)
         self.state, self.error, self.asked = ModelState.RESIDENT, None, None
+        self.loaded_s = None
         self.lane.is_resident = True
         self.lane.last_turn = -1  # it comes next, before others take its weights again
         self.ready_s = self.used_s = self._clock_s()
@@ -300,6 +305,7 @@ class ModelLife(ABC):
         except BaseException as error:
             self._weights.evict()
             self.state, self.error, self.asked = ModelState.FAILED, str(error), None
+            self.loaded_s = None
             self.used_s = self._clock_s()
             raise
 
@@ -309,6 +315,6 @@ class ModelLife(ABC):
 
     def _leave(self, state: ModelState) -> None:
         """Plan nothing of it until it has been loaded again."""
-        self.state = state
+        self.state, self.loaded_s = state, None
         self.lane.is_resident = False
         self._scheduler.unblock(self.lane)

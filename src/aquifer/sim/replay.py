@@ -18,6 +18,7 @@ step, and is done at once for all of them (`aquifer.sim.fast_forward`). The outc
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
@@ -104,7 +105,7 @@ class DeviceReplay:
         self._config = config
         self._clock = Clock()
         self._arrivals = arrivals
-        self._num_ended = 0
+        self.num_ended: Counter[str] = Counter()
         self._prompts = prompts
         self._outputs = OutputMaker(config.beam_width > 0, config.seed)
         self._averages = Averages()
@@ -113,7 +114,8 @@ class DeviceReplay:
         self._moved_bytes = self._copied_bytes = 0  # accounted for so far
         driver = ModelledDriver(config.budget_bytes, config.page_bytes)
         # Keep all idle pages, so that pages are not created again.
-        pool = PagePool(driver, config.budget_bytes, keep_idle_bytes=config.budget_bytes)
+        budget_bytes = config.budget_bytes
+        self.pool = pool = PagePool(driver, budget_bytes, keep_idle_bytes=budget_bytes)
         resources.callback(pool.close)
         if config.loading is None:
             driver.held_bytes = _weight_bytes(config, pool.budget_bytes)
@@ -176,21 +178,6 @@ class DeviceReplay:
         """The time on this device: the end of its latest step."""
         return self._clock.now_s
 
-    @property
-    def budget_bytes(self) -> int:
-        """Memory for KV, and for weights that come and go."""
-        return self._kv_budget_bytes
-
-    @property
-    def free_bytes(self) -> int:
-        """Memory that holds nothing."""
-        return self._occupancy.free_bytes
-
-    @property
-    def num_requests(self) -> int:
-        """Requests that have arrived and have not ended."""
-        return len(self._arrivals) - self._num_ended
-
     def run(
         self, on_progress: Callable[[int], None] = lambda _: None, until_s: float = math.inf
     ) -> None:
@@ -223,10 +210,10 @@ class DeviceReplay:
                 self.models.set[plan.model].used()
             clock.now_s += seconds
             result.num_steps += 1
-            num_ended = self._num_ended
+            num_ended = self.num_ended.total()
             has_freed = self._commit(plan) or scheduler.num_preemptions > num_preemptions
-            if self._num_ended > num_ended:
-                on_progress(self._num_ended)
+            if self.num_ended.total() > num_ended:
+                on_progress(self.num_ended.total())
             if self._config.fast_forward:
                 skipped = self._fast_forward.run(plan, until_s, has_freed=has_freed)
                 if skipped is not None:
@@ -306,7 +293,7 @@ class DeviceReplay:
         needed_pages = footprint.most(request.prompt_tokens, max_total, num_sequences)
         is_too_large = self._room.size(needed_pages) > kv_budget_bytes
         if max_total > config.context(config.models[name]) or is_too_large:
-            self._num_ended += 1  # refused
+            self.num_ended[name] += 1  # refused
             return
         prompt = self._prompts.ids(request)
         params = _params(config.num_sequences, config.beam_width > 0, request.output_tokens)
@@ -372,7 +359,7 @@ class DeviceReplay:
                 self._batch_done.append(record)
         if left == 0:
             del self._outputs_left[output.request_id]
-            self._num_ended += 1
+            self.num_ended[record.model] += 1
 
 
 def _weight_bytes(config: ReplayConfig, budget_bytes: int) -> int:

@@ -8,19 +8,55 @@ known of the devices may come from the same process or from other machines.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
+
+from aquifer.engine.policies.least_run import least_run_s
+
+_EQUAL_S = 0.01
+"""Expected delays that differ by less than this count as equal: about a step."""
+
+_FAILED_S = 10.0
+"""Expected delay where the model could not be loaded a moment ago."""
+
+
+class ModelReport(NamedTuple):
+    """A model on a device, as the device reports it. Times are of the device's clock."""
+
+    num_bytes: int  # of its weights
+    missing_bytes: int = 0  # of those that are not there
+    missing_s: float = 0.0  # to load these: equation 3, (S - S') / B with measured B
+    is_resident: bool = False
+    is_loading: bool = False
+    has_failed: bool = False  # loading it has failed
+    can_run: bool = True  # whether it leaves any room for KV
+    oldest_s: float | None = None  # arrival of the first request that waits for memory or a slot
+    token_s: float = 0.0  # to compute a token of a prompt
+
+
+class DeviceReport(NamedTuple):
+    """A device, as it reports itself when something has changed.
+
+    Where models run alone (`is_exclusive`), all other weights go for one that is loaded.
+    """
+
+    models: Mapping[str, ModelReport]
+    budget_bytes: int
+    free_bytes: int
+    loaded_s: float | None = None  # when the load that is under way is expected to end
+    backlog_s: float = 0.0  # to compute what is left of the prompts that are being read
+    is_exclusive: bool = False
 
 
 class DeviceState(NamedTuple):
     """A device at the moment of the decision, as the model of the request sees it."""
 
-    can_run: bool  # whether the model fits into its memory
-    missing_bytes: int  # weights of the model that are not there
-    bytes_per_s: float  # measured: how fast weights are loaded, from where they are stored
+    can_run: bool  # whether the model fits into its memory, and the device serves
+    load_s: float  # expected seconds to load the weights of the model that are missing
     num_requests: int  # of all models: those that run and those that wait
     evicted_bytes: int = 0  # weights and prefixes that would make room for those that are missing
-    wait_s: float = 0.0  # expected, until the load could begin, or until one under way ends
+    wait_s: float = 0.0  # expected, until the load could begin, or until the prompt could be read
+    compute_s: float = 0.0  # expected, to read the part of the prompt of which it has no KV
 
 
 class PlacementSnapshot(NamedTuple):
@@ -34,25 +70,102 @@ Placement = Callable[[PlacementSnapshot], int | None]
 """Gives the index of a device, or None if none can run the model."""
 
 
-def load_s(device: DeviceState) -> float:
-    """Expected seconds to load what is missing: equation 3, t = (S - S') / B.
+def device_state(
+    report: DeviceReport,
+    name: str,
+    num_requests: Mapping[str, int],
+    now_s: float,
+    num_tokens: int = 0,
+) -> DeviceState:
+    """The state of a device for a request.
 
-    B is the bandwidth of the slower medium where weights pass through two of them.
+    Args:
+        report: the latest one.
+        name: the model of the request.
+        num_requests: requests of each model that were placed there and have not ended.
+        now_s: the time on the device's clock.
+        num_tokens: tokens of the prompt of which the device has no KV.
     """
-    return device.missing_bytes / device.bytes_per_s
+    model = report.models.get(name, ModelReport(0))  # one that it has yet to report
+    others = [
+        other for each, other in report.models.items() if each != name and num_requests.get(each)
+    ]
+    if report.is_exclusive and model.missing_bytes:
+        evicted_bytes = sum(
+            other.num_bytes - other.missing_bytes
+            for each, other in report.models.items()
+            if each != name
+        )
+    else:
+        evicted_bytes = max(model.missing_bytes - report.free_bytes, 0)
+    return DeviceState(
+        can_run=model.can_run,
+        load_s=0.0 if model.is_loading else model.missing_s,
+        num_requests=sum(num_requests.values()),
+        evicted_bytes=evicted_bytes,
+        wait_s=_wait_s(report, model, others, now_s),
+        compute_s=num_tokens * model.token_s,
+    )
+
+
+def _wait_s(
+    report: DeviceReport, model: ModelReport, others: Sequence[ModelReport], now_s: float
+) -> float:
+    """Expected seconds until a model could be loaded, or until its load that is under way ends.
+
+    Models for which requests wait are loaded before it, one after the other. If it does not fit
+    beside those that run, one of these runs for its least time first. One that is there waits for
+    the prompts that are being read, and as long as its requests have waited for memory.
+
+    Args:
+        report: the device.
+        model: the model.
+        others: the other models that have requests.
+        now_s: the time.
+    """
+    if model.is_resident:
+        waited_s = 0.0 if model.oldest_s is None else now_s - model.oldest_s
+        return max(report.backlog_s, waited_s)
+    wait_s = 0.0 if report.loaded_s is None else max(report.loaded_s - now_s, 0.0)
+    if model.is_loading:
+        return wait_s
+    if model.has_failed:
+        return wait_s + _FAILED_S
+    wait_s += sum(
+        other.missing_s for other in others if not (other.is_resident or other.is_loading)
+    )
+    if not others:
+        return wait_s
+    busy_bytes = sum(other.num_bytes for other in others)
+    fits = busy_bytes + model.num_bytes <= report.budget_bytes
+    if report.is_exclusive or not fits:
+        wait_s += least_run_s(model.missing_s)
+    return wait_s
 
 
 def affinity(snapshot: PlacementSnapshot) -> int | None:
-    """The device on which the model is expected to be there first: Algorithm 2, one request.
+    """The device on which the first token is expected first: Algorithm 2, one request.
 
-    The paper's devices run one model at a time, and only idle ones are asked. Here devices that are
-    busy take part with the time that they are expected to need before. Among equal ones, it is the
-    one that evicts least for it, and then the one with the fewest requests.
+    The paper's devices run one model at a time, and only idle ones are asked; the time to load the
+    model decides. Here devices that are busy take part with the time that they are expected to need
+    before, and with the time to read what they have not retained of the prompt. Among equal ones,
+    it is the one that evicts least for it, and then the one with the fewest requests.
     """
+    states = [device for device in snapshot.devices if device.can_run]
+    least_s = min((_delay_s(device) for device in states), default=0.0)
     return _least(
         snapshot,
-        lambda device: (device.wait_s + load_s(device), device.evicted_bytes, device.num_requests),
+        lambda device: (
+            int((_delay_s(device) - least_s) / _EQUAL_S),
+            device.evicted_bytes,
+            device.num_requests,
+        ),
     )
+
+
+def _delay_s(device: DeviceState) -> float:
+    """Expected seconds until the first token."""
+    return device.wait_s + device.load_s + device.compute_s
 
 
 def least_loaded(snapshot: PlacementSnapshot) -> int | None:
@@ -82,6 +195,15 @@ def random_device(seed: int, *, prefers_idle: bool = False) -> Placement:
         return random.Random(f"{seed} {snapshot.num_placed}").choice(able) if able else None
 
     return choose
+
+
+PLACEMENTS: dict[str, Placement] = {
+    "affinity": affinity,
+    "least-loaded": least_loaded,
+    "round-robin": round_robin_devices,
+    "random": random_device(0),
+}
+"""The placements that a server can be told to use, by name."""
 
 
 def _able(snapshot: PlacementSnapshot) -> list[int]:

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-_LEAST_RUN_S = 1.0
-_RUN_BY_LOAD = 4.0
-"""A model runs for at least this many times as long as it takes to load the one that waits: so at
-most a fifth of the time is lost by models that take turns."""
+from aquifer.engine.policies.least_run import least_run_s
 
 
 class ResidentsSnapshot(NamedTuple):
@@ -20,11 +17,6 @@ class ResidentsSnapshot(NamedTuple):
 
 Residents = Callable[[ResidentsSnapshot], int | None]
 """Gives the index of the model that gives way, or None if the other is to wait."""
-
-
-def least_run_s(load_s: float) -> float:
-    """Seconds that a model runs at least before it gives way to one that takes `load_s` to load."""
-    return max(_LEAST_RUN_S, _RUN_BY_LOAD * load_s)
 
 
 def longest_resident(snapshot: ResidentsSnapshot) -> int | None:

@@ -1,0 +1,90 @@
+"""Reports of a device to what places requests on several ones."""
+
+from __future__ import annotations
+
+from typing import Generic
+
+from aquifer.engine.lane import Lane
+from aquifer.engine.model_set import HostT, ModelSet
+from aquifer.engine.policies.placement import DeviceReport, ModelReport
+from aquifer.engine.reports import ModelState
+from aquifer.memory.pool import PagePool
+
+_FREE_STEPS = 64
+"""Free memory is reported in steps of this part of the budget, so that a report is seldom new."""
+
+_PROMPT_TOKENS = 1024
+"""The length of the prompts that the time for a token is reported of."""
+
+
+class DeviceReporter(Generic[HostT]):
+    """Makes reports of a device, cheap enough for every step.
+
+    Args:
+        models: the models that it has.
+        pool: their memory.
+        is_exclusive: whether a model has the device for itself while it is loaded.
+    """
+
+    def __init__(
+        self, models: ModelSet[HostT], pool: PagePool, *, is_exclusive: bool = False
+    ) -> None:
+        self._models = models
+        self._pool = pool
+        self._is_exclusive = is_exclusive
+        self._resident: dict[str, int] = {}  # bytes by model, when `_weights` was made
+        self._weights: dict[str, ModelReport] = {}
+
+    def report(self) -> DeviceReport:
+        """The device as it is now."""
+        resident = {host.info.name: host.resident_bytes for host in self._models}
+        if resident != self._resident:  # what is missing takes time to find out
+            self._weights = {host.info.name: self._of_weights(host) for host in self._models}
+            self._resident = resident
+        step_bytes = max(self._pool.budget_bytes // _FREE_STEPS, 1)
+        loads_s = [host.loaded_s for host in self._models if host.loaded_s is not None]
+        return DeviceReport(
+            {host.info.name: self._of_model(host) for host in self._models},
+            self._pool.budget_bytes,
+            self._pool.free_bytes // step_bytes * step_bytes,
+            max(loads_s, default=None),
+            sum(_backlog_s(host.lane) for host in self._models if host.lane.running),
+            self._is_exclusive,
+        )
+
+    def _of_model(self, host: HostT) -> ModelReport:
+        token_s = host.lane.recompute_s(0, _PROMPT_TOKENS) / _PROMPT_TOKENS
+        return self._weights[host.info.name]._replace(
+            is_resident=host.state == ModelState.RESIDENT,
+            is_loading=host.state == ModelState.LOADING,
+            has_failed=host.state == ModelState.FAILED,
+            oldest_s=_oldest_s(host.lane),
+            token_s=float(f"{token_s:.1g}"),  # it is measured anew with each prompt
+        )
+
+    def _of_weights(self, host: HostT) -> ModelReport:
+        """What takes time to find out of a model, and changes only with what is resident."""
+        missing_bytes = host.weights.missing_pages * self._pool.page_bytes
+        return ModelReport(
+            host.info.weight_bytes,
+            missing_bytes,
+            host.weights.missing_s if missing_bytes else 0.0,
+            can_run=self._models.kv_pages(host) > 0,
+        )
+
+
+def _oldest_s(lane: Lane) -> float | None:
+    """When the first request arrived that waits and has never run; None if there is none."""
+    firsts = (
+        next((group for group in lane.waiting.of(client) if group.scheduled_s is None), None)
+        for client in lane.waiting.clients
+    )
+    return min((group.request.arrival_s for group in firsts if group is not None), default=None)
+
+
+def _backlog_s(lane: Lane) -> float:
+    """Seconds to compute what is left of the prompts of a model that are being read."""
+    running = lane.slots.in_order
+    left = lane.slots.num_tokens[running] - lane.slots.num_computed[running]
+    num_tokens = int(left[left > 1].sum())
+    return lane.recompute_s(0, num_tokens) if num_tokens else 0.0
