@@ -44,6 +44,7 @@ from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine import reports
 from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request
+from aquifer.engine.policies.placement import DeviceReport, ModelReport
 from aquifer.engine.reports import (
     EngineStats,
     KVCapacity,
@@ -142,6 +143,10 @@ class SteadyEngine:
         """Counters as an engine has them."""
         none = {self._name: 0}
         return EngineStats({self._name: len(self._running)}, none, none, 0.5, none, none)
+
+    def device_report(self) -> DeviceReport:
+        """The model is there."""
+        return DeviceReport({self._name: ModelReport(0, is_resident=True)}, 1, 1)
 
     def memory(self) -> MemoryReport:
         """A report of a pool with one free page."""

@@ -119,21 +119,31 @@ def _message(error: urllib.error.HTTPError) -> str | None:
 
 
 def table_of(report: Mapping[str, Any]) -> Table:
-    """A line for each model, and one for the pool.
+    """A line for each model, and one for the pool; where there are several devices, for each.
 
     Args:
         report: as `fetch_memory` returns it.
     """
+    devices = report.get("devices") or {report["device"]: report}
+    rows = [
+        (name, device, of_device["models"][name])
+        for name in report["models"]
+        for device, of_device in devices.items()
+        if name in of_device["models"]
+    ]
     table = Table(box=None, pad_edge=False)
     table.add_column("MODEL")
+    if len(devices) > 1:
+        table.add_column("DEVICE", no_wrap=True)
     table.add_column("STATUS", no_wrap=True)
     for column in ("WEIGHTS", "OF", "KV", "PREFIXES", "RUNNING", "WAITING"):
         table.add_column(column, justify="right")
-    if has_limits := any(map(_stays, report["models"].values())):
+    if has_limits := any(_stays(model) for _, _, model in rows):
         table.add_column("STAYS", justify="right")
-    for name, model in report["models"].items():
+    for name, device, model in rows:
         table.add_row(
             name,
+            *([device] if len(devices) > 1 else []),
             model["status"] if model["error"] is None else f"failed: {model['error']}",
             model["weights_resident"],
             model["weights_total"],
@@ -143,8 +153,9 @@ def table_of(report: Mapping[str, Any]) -> Table:
             str(model["requests_waiting"]),
             *([_stays(model)] if has_limits else []),
         )
-    table.caption = (
-        f"{report['device']}: {report['used']} of {report['budget']} in use, {report['free']} free"
+    table.caption = "\n".join(
+        f"{device}: {of['used']} of {of['budget']} in use, {of['free']} free"
+        for device, of in devices.items()
     )
     table.caption_justify = "left"
     return table

@@ -161,6 +161,25 @@ OPTIONS: tuple[Option, ...] = (
         choices=("auto", "cpu", "cuda", "cuda:N"),
     ),
     Option(
+        "devices",
+        str,
+        None,
+        "Several devices to serve on, separated by commas; each is cuda:N or cpu, has a process of "
+        "its own, and --memory is that of each. Any model may run on any of them, or on several.",
+        scopes=("serve",),
+        example="cuda:0,cuda:1",
+        unset="the one of --device",
+    ),
+    Option(
+        "placement",
+        str,
+        "affinity",
+        "The device that gets a request: affinity (where its first token is expected first), "
+        "least-loaded, round-robin or random.",
+        scopes=("serve",),
+        choices=("affinity", "least-loaded", "round-robin", "random"),
+    ),
+    Option(
         "load_format",
         str,
         "auto",

@@ -1,7 +1,7 @@
 """A server over an engine without a model, whose prompts say how it fails.
 
     python -m tests.serve.fake_server CHECKPOINT SHUTDOWN_TIMEOUT [--keys K,L] [--port N] [--load] \
-        [--processes N]
+        [--processes N] [--devices cpu,cpu] [--placement NAME]
 
 It answers every prompt with letters "a" until max_tokens; of several completions, the second one
 has letters "b" and ends a token earlier, and so on, and a later one is more probable by token. A
@@ -27,6 +27,7 @@ from typing import Any
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.outputs import TokenLogprobs, TokenOutput
 from aquifer.engine.params import Request
+from aquifer.engine.policies.placement import DeviceReport, ModelReport
 from aquifer.engine.reports import (
     EngineStats,
     KVCapacity,
@@ -211,6 +212,10 @@ class FakeEngine:
             process_resident_bytes=0,
         )
 
+    def device_report(self) -> DeviceReport:
+        """The model is there."""
+        return DeviceReport({self._name: ModelReport(0, is_resident=True)}, 1 << 20, 1 << 20)
+
     def close(self) -> None:
         self._running.clear()
 
@@ -228,6 +233,10 @@ class EmptyEngine(FakeEngine):
 
     def stats(self) -> EngineStats:
         return EngineStats({}, {}, {}, 0.0, {}, {})
+
+    def device_report(self) -> DeviceReport:
+        """No model is there."""
+        return DeviceReport({}, 1 << 20, 1 << 20)
 
 
 def open_fake(config: EngineConfig, _: Callable[[Any], None]) -> EngineLike:
@@ -263,6 +272,8 @@ def _main() -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--load", action="store_true")
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--devices")
+    parser.add_argument("--placement", default="affinity")
     options = parser.parse_args()
     try:
         serve(
@@ -270,6 +281,8 @@ def _main() -> None:
             ServerConfig(
                 port=options.port,
                 api_server_count=options.processes,
+                devices=options.devices,
+                placement=options.placement,
                 api_key=options.keys,
                 shutdown_timeout_s=options.shutdown_timeout,
             ),

@@ -8,12 +8,12 @@ from aquifer.engine.outputs import TokenLogprobs, TokenOutput
 from aquifer.engine.params import Request, SamplingParams
 from aquifer.errors import QueueFullError
 from aquifer.serve.messages import Outputs, first_number, process_of
-from aquifer.serve.process import Numbers
+from aquifer.serve.open_completions import OpenCompletions
 
 
-def numbers_of(**first: int) -> Numbers:
+def numbers_of(**first: int) -> OpenCompletions:
     """Requests of two completions each, by the number of the first one."""
-    numbers = Numbers()
+    numbers = OpenCompletions()
     for request_id, number in first.items():
         numbers.add(Request(request_id, "model", [1], SamplingParams(n=2), 0.0), number)
     return numbers
@@ -58,6 +58,31 @@ def test_what_has_ended_is_forgotten():
         Outputs(),
         frozenset(),
     )
+
+
+def test_the_last_outputs_end_completions_elsewhere_too():
+    """The first process sees nothing but packed outputs."""
+    theirs, ours = numbers_of(a=0, b=2, c=4), numbers_of(a=0, b=2, c=4)
+    for step in (
+        [output("a", 1, finish_reason="stop"), output("b", 1)],
+        [output("a", 1, index=1, finish_reason="length")],
+        [output("b", finish_reason="error", error="lost")],
+    ):
+        packed, _ = theirs.pack(step)
+        ours.end_with(packed)
+        assert len(ours) == len(theirs)
+    assert ("a" in ours, "b" in ours, "c" in ours) == (False, False, True)
+    assert ours.num_requests == {"model": 1}
+    ours.end_with(Outputs(refused={4: QueueFullError("full"), 99: QueueFullError("unknown")}))
+    assert len(ours) == ours.num_requests.total() == 0
+
+
+def test_one_number_of_each_request_is_left_when_all_are_lost():
+    numbers = numbers_of(a=0, b=2)
+    numbers.end("a", 0)
+    assert numbers.take_all() == [1, 2]
+    assert len(numbers) == numbers.num_requests.total() == 0
+    assert numbers.take_all() == []
 
 
 def test_each_web_process_gets_its_own():

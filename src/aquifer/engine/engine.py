@@ -9,6 +9,7 @@ import numpy as np
 
 from aquifer.config import EngineConfig
 from aquifer.engine import checks
+from aquifer.engine.device_reports import DeviceReporter
 from aquifer.engine.lane import Lane
 from aquifer.engine.late_compilations import LateCompilations
 from aquifer.engine.model_control import ModelControl
@@ -19,6 +20,7 @@ from aquifer.engine.params import Request, SamplingParams
 from aquifer.engine.parts import EngineParts
 from aquifer.engine.pipeline import Pipeline, require_device
 from aquifer.engine.policies import Policies
+from aquifer.engine.policies.placement import DeviceReport
 from aquifer.engine.reporting import engine_stats, memory_report
 from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport
 from aquifer.engine.sequence import SequenceGroup
@@ -65,6 +67,7 @@ class Engine(ModelControl):
         self._resources = parts.resources
         self._requests: dict[str, tuple[ModelHost, SequenceGroup]] = {}
         self._own_requests: set[str] = set()  # the engine's own requests: outputs are dropped
+        self._reporter = DeviceReporter(self._models, self.pool)
         self._steps = Pipeline(assembly.scheduler, assembly.pool.driver)
         self._undelivered: list[TokenOutput] = []  # outputs that the next step returns
         self._asked_s = time.monotonic()
@@ -257,6 +260,10 @@ class Engine(ModelControl):
             self._models.fixed_bytes(usage),
             self._late.count,
         )
+
+    def device_report(self) -> DeviceReport:
+        """What placement needs to know of the device. Cheap: it is called with every step."""
+        return self._reporter.report()
 
     def memory(self) -> MemoryReport:
         """Breakdown of the pool's budget by owner, now."""

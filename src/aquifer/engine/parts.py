@@ -94,17 +94,17 @@ class EngineParts:
 
 def _host_cache_bytes(config: EngineConfig, driver: Driver) -> int:
     """Size of the host cache: as configured, or half of the host's free memory where a GPU has
-    several models.
+    several models. Of a server with several devices it is the part of one.
 
     Raises:
         ConfigError: the host has less free memory.
     """
     if config.host_cache_bytes is None:
         is_of_use = driver.device.type != "cpu" and len(config.models) > 1
-        return available_host_bytes() // 2 if is_of_use else 0
+        return available_host_bytes() // 2 // config.num_devices if is_of_use else 0
     if config.host_cache_bytes > (free_bytes := available_host_bytes()):
         raise ConfigError(
             f"--host-cache is {format_size(config.host_cache_bytes)} and this machine has "
             f"{format_size(free_bytes)} free"
         )
-    return config.host_cache_bytes
+    return config.host_cache_bytes // config.num_devices

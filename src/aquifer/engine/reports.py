@@ -118,6 +118,7 @@ class MemoryReport:
     host_cache_budget_bytes: int = 0
     evictions: tuple[Eviction, ...] = ()  # the latest ones, the oldest first
     eviction_totals: Mapping[Owner, EvictionTotals] = field(default_factory=dict)  # by loser
+    devices: tuple[MemoryReport, ...] = ()  # where it is of several: that of each
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from prometheus_client.core import Metric
 
 from aquifer.config import ModelSpec
 from aquifer.engine.reports import MemoryReport, ModelInfo
-from aquifer.errors import EngineError
 from aquifer.serve.messages import Abort, Add, Availability, ModelVerb, Outputs
 from aquifer.serve.prefixes import PinnedPrefix
 from aquifer.serve.snapshots import Snapshot
@@ -30,7 +29,7 @@ class Backend(Protocol):
         """Whether requests are accepted."""
 
     def send(self, message: Add | Abort) -> None:
-        """Send a message to the engine process; it is lost if that is gone."""
+        """Send a message to an engine process; a request that none accepts ends with an error."""
 
     async def memory(self) -> MemoryReport:
         """Ask the engine for its memory report, which includes the effect of all earlier aborts."""
@@ -100,9 +99,6 @@ class WebSide(Protocol):
 
     def deliver(self, outputs: Outputs) -> None:
         """Deliver outputs of the engine to the requests that they are of."""
-
-    def lose(self, error: EngineError) -> None:
-        """End all requests that run with an error."""
 
     def available(self, availability: Availability) -> None:
         """Hear that it has changed whether requests are accepted."""

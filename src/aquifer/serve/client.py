@@ -13,7 +13,7 @@ from aquifer.serve.keeper import SHUT_DOWN
 from aquifer.serve.messages import Abort, Add, Outputs, first_number
 from aquifer.serve.routes import Routes
 from aquifer.serve.streams import Pacer, TokenStream
-from aquifer.serve.supervisor import MAX_DEATHS
+from aquifer.serve.supervisor import out_of_service
 
 _DRAINED_S = 0.02  # how often to look whether all requests have ended
 
@@ -53,10 +53,7 @@ class EngineClient:
             raise availability.reason
         for request in requests:
             if request.model in availability.out_of_service:
-                raise UnavailableError(
-                    f"model {request.model!r} is out of service: it ended the engine process "
-                    f"{MAX_DEATHS} times in a row; restart the server to try it again"
-                )
+                raise out_of_service(request.model)
         stream = TokenStream(requests, self.abort, self._pacer)
         for request in requests:
             self.backend.send(Add(request, self._routes.add(request, stream)))

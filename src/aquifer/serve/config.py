@@ -1,4 +1,4 @@
-"""The options of the HTTP side."""
+"""The options of the server: devices and the HTTP side."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ipaddress import ip_address
 
 from aquifer.config import check_fields
 from aquifer.errors import ConfigError
-from aquifer.options import default_of
+from aquifer.options import default_of, find_option
 from aquifer.serve.cors import ANY, CorsPolicy, as_browsers_send_it, comma_separated
 from aquifer.serve.request_log import RequestLog
 
@@ -20,7 +20,7 @@ BACKLOG = 2048
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """The options of the HTTP side; `OPTIONS` describes them.
+    """The options of the server beside those of its engines; `OPTIONS` describes them.
 
     Raises:
         ConfigError: a value is not allowed.
@@ -28,6 +28,8 @@ class ServerConfig:
 
     host: str = default_of("host")
     port: int = default_of("port")
+    devices: str | None = default_of("devices")
+    placement: str = default_of("placement")
     api_server_count: int = default_of("api_server_count")
     api_key: str | None = default_of("api_key")
     api_key_for_all: bool = default_of("api_key_for_all")
@@ -49,6 +51,7 @@ class ServerConfig:
         check_fields(self)
         if self.api_key is not None and not self.api_keys:
             raise ConfigError("api_key contains no key; leave it out to require none")
+        self._check_devices()
         self._check_cors()
         if self.enable_log_requests and self.log_level in ("warning", "error"):
             raise ConfigError(
@@ -57,6 +60,19 @@ class ServerConfig:
             )
         if self.max_log_len is not None and not self.enable_log_requests:
             raise ConfigError("max_log_len needs enable_log_requests")
+
+    def _check_devices(self) -> None:
+        names = self.device_names
+        if self.devices is not None and not names:
+            raise ConfigError("devices names none; write them such as cuda:0,cuda:1")
+        for name in names:
+            if name in ("auto", "cuda"):
+                raise ConfigError(f"devices has {name!r}; number each GPU, such as cuda:0,cuda:1")
+            find_option("device").parse(name, "devices")
+            if name != "cpu" and names.count(name) > 1:
+                raise ConfigError(f"devices has {name} several times; one process serves a GPU")
+        if self.placement != default_of("placement") and len(names) < 2:
+            raise ConfigError("placement needs several devices, such as devices cuda:0,cuda:1")
 
     def _check_cors(self) -> None:
         if self.cors is not None:
@@ -69,6 +85,11 @@ class ServerConfig:
     def api_keys(self) -> tuple[str, ...]:
         """The valid API keys; empty if no key is required."""
         return comma_separated(self.api_key or "")
+
+    @property
+    def device_names(self) -> tuple[str, ...]:
+        """The devices; empty for that of the engine's options."""
+        return comma_separated(self.devices or "")
 
     @property
     def may_change_models(self) -> bool:

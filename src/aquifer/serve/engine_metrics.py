@@ -75,7 +75,7 @@ class EngineMetrics:
         families = [*of_requests, *self._registry.collect()]
         families += _engine_families([*self._step_tokens], stats, num_restarts)
         if report is not None:
-            families.append(_pool_bytes(report))
+            families.append(_pool_bytes(report.devices or (report,)))
             families += _evictions(report)
         registry = CollectorRegistry()
         registry.register(_Families(families))
@@ -192,24 +192,25 @@ def _engine_families(
     )
 
 
-def _pool_bytes(report: MemoryReport) -> Metric:
-    """Return bytes by owner; the values add up to the pool's budget."""
+def _pool_bytes(reports: Sequence[MemoryReport]) -> Metric:
+    """Return bytes by owner; the values of a device add up to its pool's budget."""
     family = GaugeMetricFamily(
         "aquifer:pool_bytes",
         "The pool's budget by owner. Free bytes are retained (idle pages, or retired pages that "
         "are still mapped) or uncreated.",
         labels=["device", "model", "kind", "state"],
     )
-    for model, memory in report.models.items():
-        for kind, num_bytes in memory.bytes_by_kind.items():
-            state = "retained" if kind is Kind.PREFIX else "mapped"
-            family.add_metric([report.device, model, kind.value, state], num_bytes)
-    overhead = [report.device, "", Kind.OVERHEAD.value, "mapped"]
-    family.add_metric(overhead, report.overhead_bytes)
-    retained_bytes = report.idle_bytes + report.retired_bytes
-    family.add_metric([report.device, "", "free", "retained"], retained_bytes)
-    uncreated_bytes = max(report.free_bytes - retained_bytes, 0)
-    family.add_metric([report.device, "", "free", "uncreated"], uncreated_bytes)
+    for report in reports:
+        for model, memory in report.models.items():
+            for kind, num_bytes in memory.bytes_by_kind.items():
+                state = "retained" if kind is Kind.PREFIX else "mapped"
+                family.add_metric([report.device, model, kind.value, state], num_bytes)
+        overhead = [report.device, "", Kind.OVERHEAD.value, "mapped"]
+        family.add_metric(overhead, report.overhead_bytes)
+        retained_bytes = report.idle_bytes + report.retired_bytes
+        family.add_metric([report.device, "", "free", "retained"], retained_bytes)
+        uncreated_bytes = max(report.free_bytes - retained_bytes, 0)
+        family.add_metric([report.device, "", "free", "uncreated"], uncreated_bytes)
     return family
 
 

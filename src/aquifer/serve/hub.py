@@ -1,4 +1,4 @@
-"""What the web processes of a server share: the engine process, pinned prefixes, metrics."""
+"""What the web processes of a server share: the engines, pinned prefixes, metrics."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, Mode
 from aquifer.errors import ConfigError, EngineError, RequestError, UnknownModelError
 from aquifer.hub import locate
 from aquifer.serve.backend import WebSide
+from aquifer.serve.config import ServerConfig
 from aquifer.serve.engine_metrics import EngineMetrics, request_counts, summed
-from aquifer.serve.keeper import EngineKeeper
-from aquifer.serve.messages import Abort, AbortAll, Add, Availability, ModelVerb, Step
+from aquifer.serve.engines import Engines, engine_configs
+from aquifer.serve.messages import Abort, AbortAll, Add, Availability, ModelVerb, Outputs
 from aquifer.serve.prefixes import PinnedPrefix, PinnedPrefixes
 from aquifer.serve.process import OpenEngine
 from aquifer.serve.snapshots import SNAPSHOT_S, RequestCounts, Shared, Snapshot
@@ -31,22 +32,20 @@ class Hub:
     For one event loop.
 
     Args:
-        engine: options of the engine, with the models to serve.
-        open_it: opens the engine, in the engine process.
-        log_level: least level of messages that the engine process logs.
-        logs_stats: whether to log throughput, queue and cache while there is traffic.
+        engine: options of the engines, with the models to serve.
+        config: options of the server.
+        open_it: opens an engine, in its process.
     """
 
-    def __init__(
-        self, engine: EngineConfig, open_it: OpenEngine, log_level: str, *, logs_stats: bool
-    ) -> None:
+    def __init__(self, engine: EngineConfig, config: ServerConfig, open_it: OpenEngine) -> None:
         self._engine = engine
-        self._logs_stats = logs_stats
-        self._keeper = EngineKeeper(engine, open_it, log_level, self)
-        self._prefixes = PinnedPrefixes(self._keeper)
+        self._logs_stats = not config.disable_log_stats
+        configs = engine_configs(engine, config.device_names)
+        self._engines = Engines(configs, config.placement, open_it, config.log_level, self)
+        self._prefixes = PinnedPrefixes(self._engines)
         self._web: WebSide | None = None
         self._metrics = EngineMetrics([])
-        self._availability = self._keeper.availability  # as the web side knows it
+        self._availability = self._engines.availability  # as the web side knows it
         self._logging: asyncio.Task[None] | None = None
         self._stats_log: StatsLog | None = None
         self._names = [model.name for model in engine.models]
@@ -56,8 +55,8 @@ class Hub:
     # ---- life
 
     def start(self) -> None:
-        """Start the engine process."""
-        self._keeper.start()
+        """Start the engine processes."""
+        self._engines.start()
 
     def attach(self, web: WebSide) -> None:
         """Deliver outputs of the engine to these web processes."""
@@ -70,7 +69,7 @@ class Hub:
             ConfigError: an option or a checkpoint cannot be used.
             EngineError: the driver refused a call, or the process died.
         """
-        models = await self._keeper.ready(on_progress)
+        models = await self._engines.ready(on_progress)
         self._metrics = EngineMetrics(models)
         return models
 
@@ -92,26 +91,26 @@ class Hub:
         """Accept no more requests: the server is shutting down."""
         if self._logging is not None:
             self._logging.cancel()
-        self._keeper.refuse()
+        self._engines.refuse()
 
     async def stop(self) -> None:
-        """End the engine process. Pre-condition: `refuse`."""
-        await self._keeper.stop()
+        """End the engine processes. Pre-condition: `refuse`."""
+        await self._engines.stop()
 
     def kill(self) -> None:
-        """Kill the engine process at once."""
-        self._keeper.kill()
+        """Kill the engine processes at once."""
+        self._engines.kill()
 
     # ---- the backend of web processes
 
     @property
     def availability(self) -> Availability:
         """Whether requests are accepted."""
-        return self._keeper.availability
+        return self._engines.availability
 
     def send(self, message: Add | Abort | AbortAll) -> None:
-        """Send a message to the engine process; it is lost if that is gone."""
-        self._keeper.send(message)
+        """Send a message to an engine process; a request that none accepts ends with an error."""
+        self._engines.send(message)
 
     async def memory(self) -> MemoryReport:
         """Ask the engine for its memory report, which includes the effect of all earlier aborts.
@@ -119,7 +118,7 @@ class Hub:
         Raises:
             EngineError: the engine has stopped.
         """
-        return await self._keeper.memory()
+        return await self._engines.memory()
 
     async def metrics(self) -> bytes:
         """Return the metrics of the whole server in Prometheus's exposition format."""
@@ -128,7 +127,7 @@ class Hub:
         except EngineError:
             report = None
         of_requests = await self._request_metrics()
-        return self._metrics.render(of_requests, self._stats, report, self._keeper.num_restarts)
+        return self._metrics.render(of_requests, self._stats, report, self._engines.num_restarts)
 
     async def snapshot(self) -> Snapshot:
         """Return the state of the server, which may be as old as the time between two snapshots.
@@ -158,8 +157,8 @@ class Hub:
         return self._prefixes.of(owner)
 
     async def manage(self, verb: ModelVerb, model: str) -> None:
-        """Do something with a model, as `EngineKeeper.manage` does."""
-        await self._keeper.manage(verb, model)
+        """Do something with a model, as `Engines.manage` does."""
+        await self._engines.manage(verb, model)
 
     async def register(self, model: str) -> str:
         """Register a model as the command line names it; returns its served name.
@@ -177,11 +176,11 @@ class Hub:
             (spec,) = await asyncio.to_thread(locate, [named])
             async with self._changing:
                 self._check_new(spec.name)
-                info = await self._keeper.register(spec)
+                info = await self._engines.register(spec)
                 try:
                     await self._web.add(spec, info)
                 except BaseException:
-                    await self._keeper.remove(spec.name)
+                    await self._engines.remove(spec.name)
                     raise
         except ConfigError as error:
             raise RequestError(str(error), param="model") from error
@@ -203,7 +202,7 @@ class Hub:
         async with self._changing:
             if name not in self._names:
                 raise UnknownModelError(f"no model {name!r} is served here", param="model")
-            await self._keeper.remove(name)
+            await self._engines.remove(name)
             self._names.remove(name)
             self._web.remove(name)
             self._prefixes.forget(name)
@@ -216,23 +215,20 @@ class Hub:
         if name in self._names:
             raise ConfigError(f"a model named {name!r} is registered already")
 
-    # ---- what the engine process does
+    # ---- what the engine processes do
 
-    def stepped(self, step: Step) -> None:
-        """Deliver the outputs of a step."""
-        if step.launched is not None:
-            self._metrics.launched(*step.launched)
-        if self._web is not None:
-            self._web.deliver(step.outputs)
+    def launched(self, model: str, num_tokens: int) -> None:
+        """Measure a step that was launched."""
+        self._metrics.launched(model, num_tokens)
 
-    def lost(self, error: EngineError) -> None:
-        """End all requests with an error: the engine process died."""
+    def deliver(self, outputs: Outputs) -> None:
+        """Deliver outputs to the web processes."""
         if self._web is not None:
-            self._web.lose(error)
+            self._web.deliver(outputs)
 
     def changed(self) -> None:
         """Tell the web processes whether requests are accepted, if that has changed."""
-        now, before = self._keeper.availability, self._availability
+        now, before = self._engines.availability, self._availability
         if str(now.reason) != str(before.reason) or now.out_of_service != before.out_of_service:
             self._availability = now
             if self._web is not None:
@@ -240,7 +236,7 @@ class Hub:
 
     @property
     def _stats(self) -> EngineStats:
-        stats = self._keeper.stats
+        stats = self._engines.stats
         assert stats is not None  # the models are ready
         return stats
 
@@ -251,7 +247,7 @@ class Hub:
     async def _snapshot(self) -> Snapshot:
         report = await self.memory()
         counts = request_counts(await self._request_metrics())
-        return Snapshot(time.time(), report, counts, self._keeper.num_restarts)
+        return Snapshot(time.time(), report, counts, self._engines.num_restarts)
 
     async def _counts(self) -> tuple[EngineStats, Mapping[str, RequestCounts]]:
         """The engine's counters, and what each model has served."""

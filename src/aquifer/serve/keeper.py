@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from aquifer.config import EngineConfig, ModelSpec
+from aquifer.engine.policies.placement import DeviceReport
 from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelInfo
 from aquifer.errors import AquiferError, ConfigError, EngineError, UnavailableError
 from aquifer.serve.link import EngineLink
@@ -88,10 +89,21 @@ class EngineKeeper:
         open_it: opens the engine, in the engine process.
         log_level: least level of messages that the engine process logs.
         listener: hears what it does.
+        device: name of its device; empty for the only one.
+
+    Attributes:
+        report: the latest report of the device; None until it was ready for the first time.
+        pins: the prefixes that it was told to pin.
+        pinned_models: the models that it was told to pin.
     """
 
     def __init__(
-        self, config: EngineConfig, open_it: OpenEngine, log_level: str, listener: EngineListener
+        self,
+        config: EngineConfig,
+        open_it: OpenEngine,
+        log_level: str,
+        listener: EngineListener,
+        device: str = "",
     ) -> None:
         self._config = config
         self._open_it = open_it
@@ -101,12 +113,14 @@ class EngineKeeper:
         self._link = EngineLink(config, open_it, log_level)
         self._state = _State.NEW
         self._waiters: deque[asyncio.Future[Any]] = deque()
+        self._process = f"the engine process of {device}" if device else "the engine process"
         self._stats: EngineStats | None = None
+        self.report: DeviceReport | None = None
         self._progress: LoadProgress | None = None
         self._restarting: asyncio.Task[None] | None = None
         self._beating: asyncio.Task[None] | None = None
-        self._pins: list[Pin] = []  # what the engine process was told to pin
-        self._pinned_models: set[str] = set()  # likewise
+        self.pins: list[Pin] = []
+        self.pinned_models: set[str] = set()
         self._has_refused = False  # the engine process could not start, and ends by itself
         self._asked_s: float | None = None  # when the question was sent that is not answered yet
 
@@ -132,7 +146,7 @@ class EngineKeeper:
             case _State.STOPPING:
                 return UnavailableError("the server is shutting down")
             case _State.RESTARTING:
-                reason = "the engine process died and is being started again"
+                reason = f"{self._process} died and is being started again"
             case _:
                 reason = "the server is starting"
         if self._progress is not None:
@@ -198,7 +212,7 @@ class EngineKeeper:
         self._check_serving()
         pin = Pin(model, token_ids, salt, client)
         num_tokens = await self._ask(pin)
-        self._pins.append(pin)
+        self.pins.append(pin)
         assert isinstance(num_tokens, int)
         return num_tokens
 
@@ -211,7 +225,7 @@ class EngineKeeper:
         self._check_serving()
         await self._ask(Unpin(model, token_ids, salt))
         prefix = (model, token_ids, salt)
-        self._pins = [pin for pin in self._pins if (pin.model, pin.token_ids, pin.salt) != prefix]
+        self.pins = [pin for pin in self.pins if (pin.model, pin.token_ids, pin.salt) != prefix]
 
     async def manage(self, verb: ModelVerb, model: str) -> None:
         """Do something with a model; a load has only begun when this returns.
@@ -223,9 +237,9 @@ class EngineKeeper:
         self._check_serving()
         await self._ask(Manage(verb, model))
         if verb == "pin":
-            self._pinned_models.add(model)
+            self.pinned_models.add(model)
         elif verb == "unpin":
-            self._pinned_models.discard(model)
+            self.pinned_models.discard(model)
 
     async def register(self, spec: ModelSpec) -> ModelInfo:
         """Register a model beside the others; it is loaded when a request for it arrives.
@@ -255,8 +269,8 @@ class EngineKeeper:
         self._supervisor.remove(model)
         left = tuple(spec for spec in self._config.models if spec.name != model)
         self._config = replace(self._config, models=left)
-        self._pins = [pin for pin in self._pins if pin.model != model]
-        self._pinned_models.discard(model)
+        self.pins = [pin for pin in self.pins if pin.model != model]
+        self.pinned_models.discard(model)
         self._listener.changed()
 
     def kill(self) -> None:
@@ -331,6 +345,7 @@ class EngineKeeper:
         match message:
             case Step():
                 self._stats = message.stats
+                self.report = message.report or self.report
                 for model in message.completed:
                     self._supervisor.completed(model)
                 self._listener.stepped(message)
@@ -344,8 +359,8 @@ class EngineKeeper:
                 if self._on_progress is not None:
                     self._on_progress(message)
                 self._listener.changed()
-            case Ready(models, stats):
-                self._stats = stats
+            case Ready(models, stats, report):
+                self._stats, self.report = stats, report
                 self._progress = None
                 if self._state is _State.RESTARTING:
                     self._restarting = self._loop.create_task(self._restore())
@@ -359,7 +374,7 @@ class EngineKeeper:
                     )
                 else:
                     self._has_refused = True
-                    _logger.error("the engine process could not start: %s", text)
+                    _logger.error("%s could not start: %s", self._process, text)
             case None:
                 self._handle_end()
 
@@ -371,20 +386,20 @@ class EngineKeeper:
 
     async def _restore(self) -> None:
         """Pin what the process before had pinned, and accept requests again."""
-        for model in self._pinned_models:
+        for model in self.pinned_models:
             if not self._supervisor.is_out_of_service(model):
                 try:
                     await self._ask(Manage("pin", model))
                 except AquiferError as error:
                     _logger.error("%r could not be pinned again: %s", model, error)
-        for pin in self._pins:
+        for pin in self.pins:
             if not self._supervisor.is_out_of_service(pin.model):
                 try:
                     await self._ask(pin)
                 except AquiferError as error:
                     _logger.error("a prefix of %r could not be pinned again: %s", pin.model, error)
         self._serve()
-        _logger.warning("the engine process serves again")
+        _logger.warning("%s serves again", self._process)
 
     async def _beat(self) -> None:
         """Ask again and again whether the engine's loop runs."""
@@ -422,7 +437,8 @@ class EngineKeeper:
         self._has_refused = False
         pause_s = self._supervisor.failed(model)
         _logger.error(
-            "the engine process died (exit code %s)%s; it is started again%s",
+            "%s died (exit code %s)%s; it is started again%s",
+            self._process,
             dead.exit_code,
             f" while it computed {model!r}" if model else "",
             f" in {pause_s:g} s" if pause_s else "",

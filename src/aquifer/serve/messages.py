@@ -14,8 +14,9 @@ from typing import Any, Literal
 from aquifer.config import ModelSpec
 from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request
+from aquifer.engine.policies.placement import DeviceReport
 from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelInfo
-from aquifer.errors import AquiferError, EngineError, UnavailableError
+from aquifer.errors import AquiferError, UnavailableError
 
 _NUMBERS_OF_A_PROCESS = 1 << 40
 """Completions that a web process can number."""
@@ -149,6 +150,7 @@ class Ready:
 
     models: dict[str, ModelInfo]
     stats: EngineStats
+    report: DeviceReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +175,7 @@ class Outputs:
     token_ids: list[int] = field(default_factory=list)  # of all of them, one after the other
     others: list[tuple[int, TokenOutput]] = field(default_factory=list)  # all other outputs
     refused: dict[int, AquiferError] = field(default_factory=dict)
-    """Requests that were not accepted, by the number of their first completion."""
+    """Requests that were not accepted, or were lost, by the number of one of their completions."""
 
     def tokens(self) -> Iterator[tuple[int, list[int]]]:
         """Yield the numbers and the tokens, each, of outputs that are tokens and nothing else.
@@ -221,6 +223,7 @@ class Step:
     stats: EngineStats
     launched: tuple[str, int] | None = None  # model and tokens of the step that was launched
     completed: frozenset[str] = frozenset()  # models of completions that ended as they should
+    report: DeviceReport | None = None  # None if it is the one before
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,13 +297,6 @@ class RemoveModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
-    """All requests that run are lost."""
-
-    error: EngineError
-
-
-@dataclass(frozen=True, slots=True)
 class Answer:
     """The answer to a `Question`: what the method returned, or the error that it raised."""
 
@@ -321,17 +317,7 @@ class Stop:
     timeout_s: float
 
 
-ToWeb = (
-    Outputs
-    | Availability
-    | Open
-    | AddModel
-    | RemoveModel
-    | Lost
-    | Answer
-    | GetRequestMetrics
-    | Stop
-)
+ToWeb = Outputs | Availability | Open | AddModel | RemoveModel | Answer | GetRequestMetrics | Stop
 
 # ---- from a web process, beside `Add` and `Abort`
 

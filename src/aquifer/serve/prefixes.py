@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from uuid import uuid4
 
-from aquifer.serve.keeper import EngineKeeper
+from aquifer.serve.engines import Engines
 
 
 def joined_salt(owner: str | None, cache_salt: str | None) -> str | None:
@@ -38,11 +38,11 @@ class PinnedPrefixes:
     """The prefixes pinned in the engine, by id. Pinning the same prefix again returns the first.
 
     Args:
-        keeper: asks the engine.
+        engines: the engines.
     """
 
-    def __init__(self, keeper: EngineKeeper) -> None:
-        self._keeper = keeper
+    def __init__(self, engines: Engines) -> None:
+        self._engines = engines
         self._pinned: dict[str, PinnedPrefix] = {}
         self._lock = asyncio.Lock()  # held until the engine has answered
 
@@ -76,7 +76,7 @@ class PinnedPrefixes:
             for prefix in self._pinned.values():
                 if (prefix.model, prefix.salt, prefix.token_ids) == (model, salt, token_ids):
                     return prefix
-            num_tokens = await self._keeper.pin(model, token_ids, salt, client)
+            num_tokens = await self._engines.pin(model, token_ids, salt, client)
             prefix = PinnedPrefix(
                 f"prefix-{uuid4().hex}", int(time.time()), owner, model, token_ids, salt, num_tokens
             )
@@ -97,6 +97,6 @@ class PinnedPrefixes:
             prefix = self._pinned.get(prefix_id)
             if prefix is None or prefix.owner != owner:
                 return False
-            await self._keeper.unpin(prefix.model, prefix.token_ids, prefix.salt)
+            await self._engines.unpin(prefix.model, prefix.token_ids, prefix.salt)
             del self._pinned[prefix_id]
             return True

@@ -9,8 +9,7 @@ one.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Protocol
@@ -18,6 +17,7 @@ from typing import Protocol
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request
+from aquifer.engine.policies.placement import DeviceReport
 from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelInfo
 from aquifer.errors import AquiferError, ConfigError, DriverError, RequestError
 from aquifer.garbage import collect_less, collect_nothing
@@ -33,7 +33,6 @@ from aquifer.serve.messages import (
     Managed,
     Memory,
     OpenFailed,
-    Outputs,
     Pin,
     Ping,
     Pinned,
@@ -45,8 +44,8 @@ from aquifer.serve.messages import (
     Step,
     ToEngine,
     Unpin,
-    process_of,
 )
+from aquifer.serve.open_completions import OpenCompletions
 from aquifer.serve.pipe import ignore_stop_signals
 
 
@@ -82,6 +81,9 @@ class EngineLike(Protocol):
 
     def memory(self) -> MemoryReport:
         """Return the breakdown of the pool's budget."""
+
+    def device_report(self) -> DeviceReport:
+        """Return what placement needs to know; cheap enough for every step."""
 
     def pin_prefix(self, model: str, token_ids: list[int], salt: str | None, client: str) -> int:
         """Pin the KV of a prefix; return the tokens pinned, or raise a `RequestError`."""
@@ -159,79 +161,6 @@ class CurrentModel:
         return None if index < 0 else self._names[index]
 
 
-@dataclass(slots=True)
-class _Numbered:
-    """A request with running completions."""
-
-    model: str
-    number: int  # of its first completion
-    indexes: set[int]  # of running completions
-
-
-class Numbers:
-    """Numbers of running completions, which stand for them in messages."""
-
-    def __init__(self) -> None:
-        self._requests: dict[str, _Numbered] = {}  # by request id
-
-    def __len__(self) -> int:
-        """Requests that have a running completion."""
-        return len(self._requests)
-
-    def add(self, request: Request, number: int) -> None:
-        """Number the completions of a request, from `number` on."""
-        indexes = set(range(request.params.num_completions))
-        self._requests[request.request_id] = _Numbered(request.model, number, indexes)
-
-    def end(self, request_id: str, index: int | None) -> None:
-        """Forget a completion that has ended, or with None all of a request; others are ignored."""
-        request = self._requests.get(request_id)
-        if request is None:
-            return
-        if index is not None:
-            request.indexes.discard(index)
-        if index is None or not request.indexes:
-            del self._requests[request_id]
-
-    def of_process(self, process: int) -> list[str]:
-        """Return the ids of the requests of a web process, by its serial number."""
-        return [
-            request_id
-            for request_id, request in self._requests.items()
-            if process_of(request.number) == process
-        ]
-
-    def pack(self, step: Iterable[TokenOutput]) -> tuple[Outputs, frozenset[str]]:
-        """Pack the outputs of a step.
-
-        Those of completions that were in flight when their request was aborted are left out.
-
-        Returns: the outputs, and the models of completions that have ended as they should.
-        """
-        outputs = Outputs()
-        counts: list[int] = []
-        completed: set[str] = set()
-        for output in step:
-            request = self._requests.get(output.request_id)
-            if request is None:
-                continue
-            number = request.number + output.index
-            if output.has_only_tokens:
-                outputs.numbers.append(number)
-                counts.append(len(output.token_ids))
-                outputs.token_ids.extend(output.token_ids)
-                continue
-            outputs.others.append((number, output))
-            if output.finish_reason == "error":  # ends the whole request
-                self.end(output.request_id, None)
-            elif output.finish_reason is not None:
-                completed.add(request.model)
-                self.end(output.request_id, output.index)
-        if len(outputs.token_ids) != len(counts):
-            outputs.counts.extend(counts)
-        return outputs, frozenset(completed)
-
-
 def run_engine_process(
     connection: Connection,
     config: EngineConfig,
@@ -263,15 +192,25 @@ def run_engine_process(
             _send(connection, OpenFailed(str(error), isinstance(error, ConfigError)))
             return
         collect_less()
-        _send(connection, Ready(engine.models, engine.stats()))
-        _run(engine, connection, current)
+        report = engine.device_report()
+        _send(connection, Ready(engine.models, engine.stats(), report))
+        _run(engine, connection, current, report)
         engine.close()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the first process has ended
 
 
-def _run(engine: EngineLike, connection: Connection, current: CurrentModel) -> None:
-    """Handle messages and step the engine until a `Close` arrives."""
+def _run(
+    engine: EngineLike, connection: Connection, current: CurrentModel, reported: DeviceReport
+) -> None:
+    """Handle messages and step the engine until a `Close` arrives.
+
+    Args:
+        engine: the engine.
+        connection: this process's end of the pipe.
+        current: is told which model is computed.
+        reported: the report of the device that was sent last.
+    """
     launched: tuple[str, int] | None = None
 
     def on_launch(model: str, num_tokens: int) -> None:
@@ -280,7 +219,7 @@ def _run(engine: EngineLike, connection: Connection, current: CurrentModel) -> N
         launched = model, num_tokens
 
     engine.on_launch = on_launch
-    numbers = Numbers()
+    running = OpenCompletions()
     while True:
         launched = None
         refused: dict[int, AquiferError] = {}
@@ -298,14 +237,14 @@ def _run(engine: EngineLike, connection: Connection, current: CurrentModel) -> N
                     except RequestError as error:
                         refused[number] = error
                     else:
-                        numbers.add(request, number)
+                        running.add(request, number)
                 case Abort(request_id, index):
                     engine.abort(request_id, index)
-                    numbers.end(request_id, index)
+                    running.end(request_id, index)
                 case AbortAll(process):
-                    for request_id in numbers.of_process(process):
+                    for request_id in running.of_process(process):
                         engine.abort(request_id)
-                        numbers.end(request_id, None)
+                        running.end(request_id, None)
                 case GetMemory():
                     _send(connection, Memory(engine.memory()))
                 case Pin() | Unpin():
@@ -322,9 +261,12 @@ def _run(engine: EngineLike, connection: Connection, current: CurrentModel) -> N
                     _send(connection, Pong())
                 case Close():
                     return
-        outputs, completed = numbers.pack(engine.step() if engine.has_work else ())
+        outputs, completed = running.pack(engine.step() if engine.has_work else ())
         outputs.refused.update(refused)
-        _send(connection, Step(outputs, engine.stats(), launched, completed))
+        report = engine.device_report()
+        news = None if report == reported else report
+        _send(connection, Step(outputs, engine.stats(), launched, completed, news))
+        reported = report
 
 
 def _pin(engine: EngineLike, message: Pin | Unpin) -> int | RequestError:

@@ -1,4 +1,4 @@
-"""Server life cycle: start, run and stop the engine process and the web processes."""
+"""Server life cycle: start, run and stop the engine processes and the web processes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from aquifer.config import EngineConfig
 from aquifer.engine.reports import LoadProgress
 from aquifer.errors import ConfigError
 from aquifer.garbage import collect_less, collect_nothing
+from aquifer.options import default_of
 from aquifer.serve.backend import WebSide
 from aquifer.serve.config import BACKLOG, LAST_BYTES_S, ServerConfig
 from aquifer.serve.hub import Hub
@@ -48,6 +49,8 @@ def serve(
         ConfigError: an option or a checkpoint cannot be used.
         EngineError: the engine could not start.
     """
+    if server.device_names and engine.device != default_of("device"):
+        raise ConfigError("device and devices are both given; leave one of them out")
     collect_nothing()
     configure_logging(server.log_level)
     with _listen(server.host, server.port) as listener:
@@ -74,8 +77,7 @@ class _Server:
         self._engine = engine
         self._config = config
         self._listener = listener
-        logs_stats = not config.disable_log_stats
-        self._hub = Hub(engine, open_it, config.log_level, logs_stats=logs_stats)
+        self._hub = Hub(engine, config, open_it)
         self._web: WebSide | None = None
         self._stopping = asyncio.Event()
 

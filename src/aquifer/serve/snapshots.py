@@ -123,6 +123,7 @@ def model_dict(name: str, report: MemoryReport, info: ModelInfo) -> dict[str, An
         **_keeping(status),
         "requests_running": model.num_running,
         "requests_waiting": model.num_waiting,
+        **_by_device(report, lambda of_device: model_dict(name, of_device, info)),
     }
 
 
@@ -184,7 +185,17 @@ def memory_dict(report: MemoryReport) -> dict[str, Any]:
             for loser, totals in report.eviction_totals.items()
         ],
         "evictions": [_eviction_dict(entry) for entry in reversed(report.evictions)],
+        **_by_device(report, memory_dict),
     }
+
+
+def _by_device(
+    report: MemoryReport, answer: Callable[[MemoryReport], dict[str, Any]]
+) -> dict[str, Any]:
+    """The same answer for each device, where there are several."""
+    if not report.devices:
+        return {}
+    return {"devices": {of_device.device: answer(of_device) for of_device in report.devices}}
 
 
 def _eviction_dict(entry: Eviction) -> dict[str, Any]:

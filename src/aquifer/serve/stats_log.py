@@ -27,12 +27,14 @@ def log_start(infos: Sequence[ModelInfo], aliases: Mapping[str, str], report: Me
         report: the memory when the models are loaded.
     """
     cache = cache_name(report.device)
-    lines = [
-        f"Aquifer {__version__} on {report.device}: memory budget "
-        f"{format_size(report.budget_bytes)} in {report.budget_bytes // report.page_bytes} pages "
-        f"of {format_size(report.page_bytes)}",
-        f"Available KV cache memory: {format_size(report.free_bytes)}",
-    ]
+    lines = []
+    for each in report.devices or (report,):
+        lines += [
+            f"Aquifer {__version__} on {each.device}: memory budget "
+            f"{format_size(each.budget_bytes)} in {each.budget_bytes // each.page_bytes} pages "
+            f"of {format_size(each.page_bytes)}",
+            f"Available KV cache memory: {format_size(each.free_bytes)}",
+        ]
     for info in infos:
         capacity = report.models[info.name].kv_capacity
         names = ", ".join((info.name, *(alias for alias in aliases if aliases[alias] == info.name)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from aquifer.config import ModelSpec
+from aquifer.errors import UnavailableError
 
 MAX_DEATHS = 3
 """A model that ends the engine process this often in a row is taken out of service."""
@@ -14,6 +15,14 @@ _LONGEST_PAUSE_S = 30.0
 def pause_s(num_failures: int) -> float:
     """Seconds to wait before a process is started again that failed so often in a row."""
     return 0.0 if num_failures == 1 else min(_LONGEST_PAUSE_S, 0.5 * 2.0 ** (num_failures - 2))
+
+
+def out_of_service(model: str) -> UnavailableError:
+    """The answer to requests for a model that is out of service."""
+    return UnavailableError(
+        f"model {model!r} is out of service: it ended the engine process {MAX_DEATHS} times in a "
+        "row; restart the server to try it again"
+    )
 
 
 class Supervisor:

@@ -17,7 +17,6 @@ from starlette.types import ASGIApp
 
 from aquifer.config import EngineConfig, ModelSpec, aliases_of
 from aquifer.engine.reports import ModelInfo
-from aquifer.errors import EngineError
 from aquifer.serve.app import create_app
 from aquifer.serve.backend import Backend
 from aquifer.serve.client import EngineClient
@@ -123,10 +122,6 @@ class Web:
     def deliver(self, outputs: Outputs) -> None:
         """Deliver outputs of the engine to the requests that they are of."""
         self._client.deliver(outputs)
-
-    def lose(self, error: EngineError) -> None:
-        """End all requests that run with an error."""
-        self._client.lose(error)
 
     def available(self, availability: Availability) -> None:
         """Nothing to do: the backend is asked for each request."""

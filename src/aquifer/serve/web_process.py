@@ -26,7 +26,6 @@ from aquifer.serve.messages import (
     Answer,
     Availability,
     GetRequestMetrics,
-    Lost,
     ModelVerb,
     Open,
     Opened,
@@ -81,7 +80,7 @@ class RemoteHub:
         self._numbers = itertools.count()
 
     def send(self, message: Add | Abort) -> None:
-        """Send a message to the engine process; it is lost if that is gone."""
+        """Send a message to an engine process; a request that none accepts ends with an error."""
         self._pipe.send(message)
 
     async def memory(self) -> MemoryReport:
@@ -122,7 +121,7 @@ class RemoteHub:
         return list(await self._ask("prefixes", owner))
 
     async def manage(self, verb: ModelVerb, model: str) -> None:
-        """Do something with a model, as `EngineKeeper.manage` does."""
+        """Do something with a model, as `Engines.manage` does."""
         await self._ask("manage", verb, model)
 
     async def register(self, model: str) -> str:
@@ -193,8 +192,6 @@ class _WebProcess:
                 self._hub.availability = message
             case Answer():
                 self._hub.answer(message)
-            case Lost(error):
-                web.lose(error)
             case GetRequestMetrics():
                 self._in_background(self._report(web))
             case Open(models):

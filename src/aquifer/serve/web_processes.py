@@ -32,7 +32,6 @@ from aquifer.serve.messages import (
     Availability,
     FromWeb,
     GetRequestMetrics,
-    Lost,
     Open,
     Opened,
     Outputs,
@@ -143,10 +142,6 @@ class WebProcesses:
             if (process := self._running.get(serial)) is not None:
                 process.send(share)
 
-    def lose(self, error: EngineError) -> None:
-        """End all requests that run with an error."""
-        self._tell(Lost(error))
-
     def available(self, availability: Availability) -> None:
         """Tell the processes whether requests are accepted."""
         self._tell(availability)
@@ -196,13 +191,7 @@ class WebProcesses:
 
     def _handle(self, process: _Process, message: FromWeb | None) -> None:
         match message:
-            case Add(_, number):
-                reason = self._hub.availability.reason
-                if reason is None:
-                    self._hub.send(message)
-                else:  # it was sent before this was known there
-                    process.send(Outputs(refused={number: reason}))
-            case Abort():
+            case Add() | Abort():
                 self._hub.send(message)
             case Question():
                 _in_background(self._answering, self._answer(process, message))

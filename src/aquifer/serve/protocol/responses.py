@@ -190,7 +190,7 @@ class Version(BaseModel):
 
 
 class Memory(RootModel[dict[str, Any]]):
-    """Response to GET /memory: sizes in bytes and as text, in all and by model."""
+    """Response to GET /memory: sizes in bytes and as text, in all, by model and by device."""
 
 
 class ModelStatus(BaseModel):
@@ -214,6 +214,7 @@ class ModelStatus(BaseModel):
     seconds_left: float | None
     requests_running: int
     requests_waiting: int
+    devices: dict[str, ModelStatus] | None = None  # where there are several
 
 
 class ModelStates(BaseModel):
