@@ -220,6 +220,7 @@ NEEDED = {
     "allowed_headers": _ORIGIN,
     "allow_credentials": _ORIGIN,
     "max_log_len": {"enable_log_requests": "true"},
+    "placement": {"devices": "cpu,cpu"},
 }
 """Options that are refused without others, with values of these as they are written."""
 

@@ -30,7 +30,7 @@ from aquifer.cpus import limit_spinning
 from aquifer.errors import AquiferError, ConfigError
 from aquifer.hub import locate
 from aquifer.option import Option
-from aquifer.options import COMPILE, options_of
+from aquifer.options import OPTIONS, options_of
 from aquifer.parameters import PRECEDENCE, ModelArgument, values_for, with_options
 from aquifer.sizes import format_size
 
@@ -160,8 +160,30 @@ def _run(
         raise typer.Exit(_INTERRUPTED)
 
 
+_COMPILE_OPTIONS = tuple(
+    option
+    for option in OPTIONS
+    if option.name
+    in (
+        "models",
+        "revision",
+        "device",
+        "dtype",
+        "memory",
+        "gpu_memory_utilization",
+        "page_size",
+        "kv_cache",
+        "block_size",
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+    )
+)
+"""Those of `serve` that kernels depend on."""
+
+
 @app.command("compile", epilog=f"{PRECEDENCE}, and the environment over the file of --config.")
-@with_options(COMPILE, environment=True, config_file=True)
+@with_options(_COMPILE_OPTIONS, environment=True, config_file=True)
 def _compile(options: SimpleNamespace) -> None:
     """Compile the GPU kernels that models need, so that `serve` with the same options finds them.
 

@@ -166,9 +166,6 @@ class EngineConfig:
 
     `OPTIONS` says what each field means, its default and its bounds.
 
-    Attributes:
-        num_devices: devices of the server. Each has an engine, and its part of the host's memory.
-
     Raises:
         ConfigError: a value is not allowed, or two models have the same name.
     """
@@ -196,7 +193,6 @@ class EngineConfig:
     host_cache_bytes: int | None = default_of("host_cache")
     preemption_mode: Literal["auto", "swap", "recompute"] = default_of("preemption_mode")
     seed: int | None = default_of("seed")
-    num_devices: int = 1
 
     def __post_init__(self) -> None:
         names = [model.name for model in self.models]

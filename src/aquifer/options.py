@@ -432,28 +432,6 @@ def options_of(scope: Scope) -> tuple[Option, ...]:
     return tuple(option for option in OPTIONS if scope in option.scopes)
 
 
-COMPILE: tuple[Option, ...] = tuple(
-    option
-    for option in OPTIONS
-    if option.name
-    in (
-        "models",
-        "revision",
-        "device",
-        "dtype",
-        "memory",
-        "gpu_memory_utilization",
-        "page_size",
-        "kv_cache",
-        "block_size",
-        "max_model_len",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-    )
-)
-"""Those of `serve` that kernels depend on."""
-
-
 def find_option(name: str) -> Option:
     """The option of that name."""
     return next(option for option in OPTIONS if option.name == name)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from aquifer.errors import ConfigError, DriverError, InvariantError
+from aquifer.memory import proc
 from aquifer.memory.driver import host, open_driver
 from aquifer.memory.driver.base import Handle
 from aquifer.memory.driver.host import HostDriver
@@ -304,7 +305,7 @@ def test_available_bytes(driver, monkeypatch):
     total_bytes = int(fields["MemTotal"].split()[0]) * 1024
     assert 0 < driver.available_bytes() <= total_bytes
     for room, expected in [(0, 0), (5 << 20, 5 << 20)]:
-        monkeypatch.setattr(host, "cgroup_room_bytes", lambda room=room: room)
+        monkeypatch.setattr(proc, "cgroup_room_bytes", lambda room=room: room)
         assert driver.available_bytes() == expected
 
 

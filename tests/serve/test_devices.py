@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.serve.running import RunningServer, drain, eventually, is_running, ru
 
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.errors import ConfigError
+from aquifer.memory.proc import available_host_bytes
 from aquifer.serve.config import ServerConfig
 from aquifer.serve.engines import engine_configs
 
@@ -286,7 +288,13 @@ def test_each_engine_begins_with_another_model() -> None:
     assert [one.device for one in configs] == ["cuda:0", "cuda:1", "cuda:2"]
     orders = ["".join(spec.name for spec in one.models) for one in configs]
     assert orders == ["abcde", "bcdea", "deabc"]
-    assert {one.num_devices for one in configs} == {3}
+    # Each has its part of the host's memory.
+    sized = replace(config, host_cache_bytes=9 << 30)
+    assert {one.host_cache_bytes for one in engine_configs(sized, ("cuda:0", "cpu"))} == {9 << 29}
+    (of_each,) = {one.host_cache_bytes for one in configs}
+    assert of_each is not None
+    assert 0 < 3 * of_each <= available_host_bytes()
+    assert engine_configs(config, ("cpu", "cpu"))[0].host_cache_bytes is None
 
 
 @pytest.mark.parametrize(

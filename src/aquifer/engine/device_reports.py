@@ -8,7 +8,7 @@ from aquifer.engine.lane import Lane
 from aquifer.engine.model_set import HostT, ModelSet
 from aquifer.engine.policies.placement import DeviceReport, ModelReport
 from aquifer.engine.reports import ModelState
-from aquifer.memory.pool import PagePool
+from aquifer.memory.room import Room
 
 _FREE_STEPS = 64
 """Free memory is reported in steps of this part of the budget, so that a report is seldom new."""
@@ -22,15 +22,15 @@ class DeviceReporter(Generic[HostT]):
 
     Args:
         models: the models that it has.
-        pool: their memory.
+        room: their memory.
         is_exclusive: whether a model has the device for itself while it is loaded.
     """
 
     def __init__(
-        self, models: ModelSet[HostT], pool: PagePool, *, is_exclusive: bool = False
+        self, models: ModelSet[HostT], room: Room, *, is_exclusive: bool = False
     ) -> None:
         self._models = models
-        self._pool = pool
+        self._room = room
         self._is_exclusive = is_exclusive
         self._resident: dict[str, int] = {}  # bytes by model, when `_weights` was made
         self._weights: dict[str, ModelReport] = {}
@@ -41,12 +41,13 @@ class DeviceReporter(Generic[HostT]):
         if resident != self._resident:  # what is missing takes time to find out
             self._weights = {host.info.name: self._of_weights(host) for host in self._models}
             self._resident = resident
-        step_bytes = max(self._pool.budget_bytes // _FREE_STEPS, 1)
+        budget_pages = self._room.budget_pages()
+        step_pages = max(budget_pages // _FREE_STEPS, 1)
         loads_s = [host.loaded_s for host in self._models if host.loaded_s is not None]
         return DeviceReport(
             {host.info.name: self._of_model(host) for host in self._models},
-            self._pool.budget_bytes,
-            self._pool.free_bytes // step_bytes * step_bytes,
+            self._room.size(budget_pages),
+            self._room.size(self._room.free_pages // step_pages * step_pages),
             max(loads_s, default=None),
             sum(_backlog_s(host.lane) for host in self._models if host.lane.running),
             self._is_exclusive,
@@ -64,7 +65,7 @@ class DeviceReporter(Generic[HostT]):
 
     def _of_weights(self, host: HostT) -> ModelReport:
         """What takes time to find out of a model, and changes only with what is resident."""
-        missing_bytes = host.weights.missing_pages * self._pool.page_bytes
+        missing_bytes = self._room.size(host.weights.missing_pages)
         return ModelReport(
             host.info.weight_bytes,
             missing_bytes,

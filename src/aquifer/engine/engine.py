@@ -67,7 +67,7 @@ class Engine(ModelControl):
         self._resources = parts.resources
         self._requests: dict[str, tuple[ModelHost, SequenceGroup]] = {}
         self._own_requests: set[str] = set()  # the engine's own requests: outputs are dropped
-        self._reporter = DeviceReporter(self._models, self.pool)
+        self._reporter = DeviceReporter(self._models, assembly.room)
         self._steps = Pipeline(assembly.scheduler, assembly.pool.driver)
         self._undelivered: list[TokenOutput] = []  # outputs that the next step returns
         self._asked_s = time.monotonic()

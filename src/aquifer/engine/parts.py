@@ -17,8 +17,8 @@ from aquifer.kernels import start_compiler
 from aquifer.memory.budget import make_pool
 from aquifer.memory.driver import open_driver
 from aquifer.memory.driver.base import Driver
-from aquifer.memory.driver.host import available_host_bytes
 from aquifer.memory.meter import OverheadMeter
+from aquifer.memory.proc import available_host_bytes
 from aquifer.memory.stock import PageStocker
 from aquifer.sizes import format_size
 from aquifer.weights.fingerprint import cache_folder
@@ -94,17 +94,17 @@ class EngineParts:
 
 def _host_cache_bytes(config: EngineConfig, driver: Driver) -> int:
     """Size of the host cache: as configured, or half of the host's free memory where a GPU has
-    several models. Of a server with several devices it is the part of one.
+    several models.
 
     Raises:
         ConfigError: the host has less free memory.
     """
     if config.host_cache_bytes is None:
         is_of_use = driver.device.type != "cpu" and len(config.models) > 1
-        return available_host_bytes() // 2 // config.num_devices if is_of_use else 0
+        return available_host_bytes() // 2 if is_of_use else 0
     if config.host_cache_bytes > (free_bytes := available_host_bytes()):
         raise ConfigError(
             f"--host-cache is {format_size(config.host_cache_bytes)} and this machine has "
             f"{format_size(free_bytes)} free"
         )
-    return config.host_cache_bytes // config.num_devices
+    return config.host_cache_bytes

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from aquifer.config import EngineConfig
 from aquifer.errors import ConfigError
@@ -82,8 +82,6 @@ def make_pool(
         ConfigError: the memory does not suffice, or an option does not fit the device.
     """
     device = DeviceMemory.of(driver)
-    if not device.is_gpu:  # the devices of a server are the same memory
-        device = replace(device, available_bytes=device.available_bytes // config.num_devices)
     page_bytes = choose_page_bytes(config, device, weight_bytes)
     pool = PagePool(driver, pool_budget(config, device, placed_bytes(page_bytes)), page_bytes)
     pool.account_overhead(device.overhead_bytes)

@@ -19,6 +19,7 @@ from aquifer.engine.policies.placement import (
 )
 from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelInfo
 from aquifer.errors import EngineError, RequestError, UnavailableError
+from aquifer.memory.proc import available_host_bytes
 from aquifer.serve.keeper import RETRY_S, EngineKeeper
 from aquifer.serve.messages import (
     Abort,
@@ -409,8 +410,18 @@ def engine_configs(config: EngineConfig, devices: Sequence[str]) -> list[EngineC
     for index, device in enumerate(devices):
         first = index * len(config.models) // len(devices)
         models = config.models[first:] + config.models[:first]
-        configs.append(replace(config, device=device, models=models, num_devices=len(devices)))
-    return configs
+        configs.append(replace(config, device=device, models=models))
+    return [replace(each, host_cache_bytes=_host_cache_bytes(configs)) for each in configs]
+
+
+def _host_cache_bytes(configs: Sequence[EngineConfig]) -> int | None:
+    """The part of one engine in the host memory for weights; None where that has no use."""
+    first = configs[0]
+    if first.host_cache_bytes is not None:
+        return first.host_cache_bytes // len(configs)
+    if len(first.models) < 2 or all(config.device == "cpu" for config in configs):
+        return None
+    return available_host_bytes() // 2 // len(configs)
 
 
 def _names(configs: Sequence[EngineConfig]) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum, auto
@@ -42,6 +41,7 @@ from aquifer.serve.messages import (
 )
 from aquifer.serve.process import OpenEngine
 from aquifer.serve.supervisor import MAX_DEATHS, Supervisor
+from aquifer.serve.waiters import Waiters
 
 RETRY_S = 5
 """When clients may try again while the engine process is started."""
@@ -106,14 +106,15 @@ class EngineKeeper:
         device: str = "",
     ) -> None:
         self._config = config
-        self._open_it = open_it
-        self._log_level = log_level
         self._listener = listener
         self._supervisor = Supervisor(config.models)
-        self._link = EngineLink(config, open_it, log_level)
+        self._new_link = partial(
+            EngineLink, open_it=open_it, log_level=log_level, reports=bool(device)
+        )
+        self._link = self._new_link(config)
         self._state = _State.NEW
-        self._waiters: deque[asyncio.Future[Any]] = deque()
-        self._process = f"the engine process of {device}" if device else "the engine process"
+        self._waiters = Waiters()
+        self._which = f" of {device}" if device else ""
         self._stats: EngineStats | None = None
         self.report: DeviceReport | None = None
         self._progress: LoadProgress | None = None
@@ -146,7 +147,7 @@ class EngineKeeper:
             case _State.STOPPING:
                 return UnavailableError("the server is shutting down")
             case _State.RESTARTING:
-                reason = f"{self._process} died and is being started again"
+                reason = f"the engine process{self._which} died and is being started again"
             case _:
                 reason = "the server is starting"
         if self._progress is not None:
@@ -314,8 +315,7 @@ class EngineKeeper:
             question: the question.
             timeout_s: how long to wait; None for as long as the process lives.
         """
-        waiter: asyncio.Future[Any] = self._loop.create_future()
-        self._waiters.append(waiter)
+        waiter = self._waiters.add()
         self._link.send(question)
         try:
             async with asyncio.timeout(timeout_s):
@@ -325,19 +325,9 @@ class EngineKeeper:
                 f"the engine has not answered for {timeout_s:g} s", RETRY_S
             ) from None
 
-    def _answer(self, answer: object) -> None:
-        waiter = self._waiters.popleft()
-        if waiter.done():
-            return  # the caller was cancelled
-        if isinstance(answer, AquiferError):
-            waiter.set_exception(answer)
-        else:
-            waiter.set_result(answer)
-
     def _lose(self, error: EngineError) -> None:
         self._listener.lost(error)
-        while self._waiters:
-            self._answer(error)
+        self._waiters.answer_all(error)
 
     def _handle(self, link: EngineLink, message: FromEngine | None) -> None:
         if link is not self._link:
@@ -350,7 +340,7 @@ class EngineKeeper:
                     self._supervisor.completed(model)
                 self._listener.stepped(message)
             case Memory(answer) | Pinned(answer) | Managed(answer) | Registered(answer):
-                self._answer(answer)
+                self._waiters.answer(answer)
             case Pong():
                 self._asked_s = None
                 self._listener.changed()
@@ -374,7 +364,7 @@ class EngineKeeper:
                     )
                 else:
                     self._has_refused = True
-                    _logger.error("%s could not start: %s", self._process, text)
+                    _logger.error("the engine process%s could not start: %s", self._which, text)
             case None:
                 self._handle_end()
 
@@ -399,7 +389,7 @@ class EngineKeeper:
                 except AquiferError as error:
                     _logger.error("a prefix of %r could not be pinned again: %s", pin.model, error)
         self._serve()
-        _logger.warning("%s serves again", self._process)
+        _logger.warning("the engine process%s serves again", self._which)
 
     async def _beat(self) -> None:
         """Ask again and again whether the engine's loop runs."""
@@ -437,8 +427,8 @@ class EngineKeeper:
         self._has_refused = False
         pause_s = self._supervisor.failed(model)
         _logger.error(
-            "%s died (exit code %s)%s; it is started again%s",
-            self._process,
+            "the engine process%s died (exit code %s)%s; it is started again%s",
+            self._which,
             dead.exit_code,
             f" while it computed {model!r}" if model else "",
             f" in {pause_s:g} s" if pause_s else "",
@@ -451,5 +441,5 @@ class EngineKeeper:
             )
         await asyncio.sleep(pause_s)
         config = replace(self._config, models=self._supervisor.models)
-        self._link = link = EngineLink(config, self._open_it, self._log_level)
+        self._link = link = self._new_link(config)
         await asyncio.to_thread(link.start, self._loop, partial(self._handle, link))

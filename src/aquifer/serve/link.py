@@ -22,9 +22,12 @@ class EngineLink:
         config: the engine's options.
         open_it: opens the engine, in the engine process.
         log_level: least level of messages that the engine process logs.
+        reports: whether it reports the device, for placement among several.
     """
 
-    def __init__(self, config: EngineConfig, open_it: OpenEngine, log_level: str) -> None:
+    def __init__(
+        self, config: EngineConfig, open_it: OpenEngine, log_level: str, *, reports: bool
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         ours, self._theirs = context.Pipe()
         self._pipe = Pipe(ours, "aquifer-engine")
@@ -33,6 +36,7 @@ class EngineLink:
         self._process = context.Process(
             target=run_engine_process,
             args=(self._theirs, config, open_it, self._current, log_level),
+            kwargs={"reports": reports},
             name="aquifer-engine",
             daemon=True,
         )

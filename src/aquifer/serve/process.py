@@ -167,6 +167,8 @@ def run_engine_process(
     open_it: OpenEngine,
     current: CurrentModel,
     log_level: str,
+    *,
+    reports: bool,
 ) -> None:
     """Run the engine process: open the engine, serve the pipe, close.
 
@@ -176,6 +178,7 @@ def run_engine_process(
         open_it: opens the engine.
         current: is told which model is loaded or computed.
         log_level: least level of messages to log.
+        reports: whether to report the device, for placement among several.
     """
     collect_nothing()
     configure_logging(log_level)
@@ -192,16 +195,15 @@ def run_engine_process(
             _send(connection, OpenFailed(str(error), isinstance(error, ConfigError)))
             return
         collect_less()
-        report = engine.device_report()
-        _send(connection, Ready(engine.models, engine.stats(), report))
-        _run(engine, connection, current, report)
+        _send(connection, Ready(engine.models, engine.stats(), engine.device_report()))
+        _run(engine, connection, current, reports=reports)
         engine.close()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the first process has ended
 
 
 def _run(
-    engine: EngineLike, connection: Connection, current: CurrentModel, reported: DeviceReport
+    engine: EngineLike, connection: Connection, current: CurrentModel, *, reports: bool
 ) -> None:
     """Handle messages and step the engine until a `Close` arrives.
 
@@ -209,7 +211,7 @@ def _run(
         engine: the engine.
         connection: this process's end of the pipe.
         current: is told which model is computed.
-        reported: the report of the device that was sent last.
+        reports: whether to report the device.
     """
     launched: tuple[str, int] | None = None
 
@@ -220,6 +222,7 @@ def _run(
 
     engine.on_launch = on_launch
     running = OpenCompletions()
+    reported: DeviceReport | None = None
     while True:
         launched = None
         refused: dict[int, AquiferError] = {}
@@ -263,7 +266,7 @@ def _run(
                     return
         outputs, completed = running.pack(engine.step() if engine.has_work else ())
         outputs.refused.update(refused)
-        report = engine.device_report()
+        report = engine.device_report() if reports else None
         news = None if report == reported else report
         _send(connection, Step(outputs, engine.stats(), launched, completed, news))
         reported = report

@@ -7,7 +7,6 @@ import logging
 import multiprocessing
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
@@ -44,6 +43,7 @@ from aquifer.serve.messages import (
 )
 from aquifer.serve.pipe import Pipe, stop_signals_blocked
 from aquifer.serve.supervisor import pause_s
+from aquifer.serve.waiters import Waiters
 from aquifer.serve.web_process import run_web_process
 
 _METHODS = frozenset(
@@ -267,8 +267,8 @@ class _Process:
         self.prepared: asyncio.Future[None] = loop.create_future()
         self.opened: asyncio.Future[None] = loop.create_future()
         self.families: list[Metric] = []
-        self._waiters: deque[asyncio.Future[None]] = deque()
-        self._adding: deque[asyncio.Future[None]] = deque()
+        self._measuring = Waiters()
+        self._adding = Waiters()
         context = multiprocessing.get_context("spawn")
         ours, self._theirs = context.Pipe()
         self._pipe = Pipe(ours, f"aquifer-web-{serial}")
@@ -316,35 +316,25 @@ class _Process:
         Raises:
             ConfigError: the model's tokenizer or template cannot be used.
         """
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._adding.append(waiter)
+        added = self._adding.add()
         self.send(message)
-        await waiter
+        await added
 
     def has_added(self, error: AquiferError | None) -> None:
         """Take the answer to `add`."""
-        waiter = self._adding.popleft()
-        if waiter.done():
-            return
-        if error is None:
-            waiter.set_result(None)
-        else:
-            waiter.set_exception(error)
+        self._adding.answer(error)
 
     async def measure(self) -> list[Metric]:
         """Return what it has measured; if it does not answer in time, what it said before."""
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
+        measured = self._measuring.add()
         self.send(GetRequestMetrics())
-        await asyncio.wait({waiter}, timeout=ANSWER_S)
+        await asyncio.wait({measured}, timeout=ANSWER_S)
         return self.families
 
     def has_measured(self, families: list[Metric]) -> None:
         """Take the answer to `measure`."""
         self.families = families
-        waiter = self._waiters.popleft()
-        if not waiter.done():
-            waiter.set_result(None)
+        self._measuring.answer(None)
 
     def has_prepared(self, error: AquiferError | None) -> None:
         """Take the end of its preparation."""
@@ -361,6 +351,5 @@ class _Process:
             if not future.done():
                 future.set_exception(error)
                 future.exception()  # it may be that nothing waits for it
-        for waiter in (*self._waiters, *self._adding):
-            if not waiter.done():
-                waiter.set_result(None)
+        for waiters in (self._measuring, self._adding):
+            waiters.answer_all(None)

@@ -108,7 +108,7 @@ class _Device:
         assert models is not None
         self._models = models
         self._reporter = DeviceReporter(
-            models.set, self.replay.pool, is_exclusive=models.loading.is_exclusive
+            models.set, self.replay.room, is_exclusive=models.loading.is_exclusive
         )
         self._num_placed: Counter[str] = Counter()
 

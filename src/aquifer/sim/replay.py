@@ -115,7 +115,7 @@ class DeviceReplay:
         driver = ModelledDriver(config.budget_bytes, config.page_bytes)
         # Keep all idle pages, so that pages are not created again.
         budget_bytes = config.budget_bytes
-        self.pool = pool = PagePool(driver, budget_bytes, keep_idle_bytes=budget_bytes)
+        pool = PagePool(driver, budget_bytes, keep_idle_bytes=budget_bytes)
         resources.callback(pool.close)
         if config.loading is None:
             driver.held_bytes = _weight_bytes(config, pool.budget_bytes)
@@ -135,7 +135,7 @@ class DeviceReplay:
             clock_s=lambda: self._clock.now_s,
             policies=Policies(admission=static_batches) if config.manager == "static" else None,
         )
-        self._room = assembly.room
+        self.room = assembly.room
         self._preemption = assembly.preemption
         self._scheduler = assembly.scheduler
         self._steps = {
@@ -283,7 +283,7 @@ class DeviceReplay:
         lane = self._lanes[name]
         kv_budget_bytes = self._kv_budget_bytes
         if self.models is not None:
-            kv_budget_bytes = self._room.size(self.models.set.kv_pages(self.models.set[name]))
+            kv_budget_bytes = self.room.size(self.models.set.kv_pages(self.models.set[name]))
         record = RequestRecord(
             name, self._arrivals.time_s(number), request.prompt_tokens, request.output_tokens
         )
@@ -291,7 +291,7 @@ class DeviceReplay:
         max_total = request.prompt_tokens + request.output_tokens
         footprint, num_sequences = lane.cache.footprint, config.num_sequences
         needed_pages = footprint.most(request.prompt_tokens, max_total, num_sequences)
-        is_too_large = self._room.size(needed_pages) > kv_budget_bytes
+        is_too_large = self.room.size(needed_pages) > kv_budget_bytes
         if max_total > config.context(config.models[name]) or is_too_large:
             self.num_ended[name] += 1  # refused
             return

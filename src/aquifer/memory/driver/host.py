@@ -26,7 +26,7 @@ import torch
 
 from aquifer.errors import DriverError, InvariantError
 from aquifer.memory.driver.base import Handle
-from aquifer.memory.proc import proc_bytes
+from aquifer.memory.proc import available_host_bytes, cgroup_limit_bytes, proc_bytes
 from aquifer.memory.runs import runs
 
 _PROT_NONE, _PROT_READ_WRITE = 0x0, 0x3
@@ -279,44 +279,3 @@ def _load_libc() -> ctypes.CDLL:
 def _driver_error(error: OSError, what: str) -> DriverError:
     name = errno.errorcode.get(error.errno or 0, "EUNKNOWN")
     return DriverError(name, f"{what} ({error.strerror})")
-
-
-def _cgroup() -> Path:
-    """Return the folder of this process's control group (version 2)."""
-    group = Path("/proc/self/cgroup").read_text().strip().rsplit("::", 1)[-1]
-    return Path("/sys/fs/cgroup") / group.lstrip("/")
-
-
-def cgroup_limit_bytes() -> int | None:
-    """Return the memory limit of this process's control group (version 2), or None."""
-    try:
-        limit = (_cgroup() / "memory.max").read_text().strip()
-        return None if limit == "max" else int(limit)
-    except (OSError, ValueError):
-        return None
-
-
-def available_host_bytes() -> int:
-    """Free and reclaimable memory, or the room in the control group if that is less."""
-    available = proc_bytes("/proc/meminfo", "MemAvailable")
-    room = cgroup_room_bytes()
-    return available if room is None else min(available, room)
-
-
-def cgroup_room_bytes() -> int | None:
-    """Return the memory left under the limit of this process's control group, or None.
-
-    Cached files count as free, as they do in MemAvailable. Otherwise a checkpoint in the page
-    cache would appear to leave no room for itself.
-    """
-    limit = cgroup_limit_bytes()
-    if limit is None:
-        return None
-    try:
-        folder = _cgroup()
-        used = int((folder / "memory.current").read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        cached = int(stat["active_file"]) + int(stat["inactive_file"])
-        return max(limit - used + cached, 0)
-    except (OSError, ValueError, KeyError):
-        return None
