@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 EXAMPLES := .venv-examples
 
-.PHONY: demo test environments lint types unit test-families examples test-gpu bench-cpu bench-serving bench-web bench-compare bench-gpu bench-families bench-pagedattention bench-tangram bench-tangram-replay bench-tangram-gpu clean
+.PHONY: demo test environments lint types unit test-families examples test-gpu bench-cpu bench-serving bench-web bench-compare bench-gpu bench-families bench-pagedattention bench-tangram bench-tangram-replay bench-tangram-gpu bench-tangram-devices clean
 
 demo: $(VENV)/installed
 	$(BIN)/python tools/demo.py
@@ -83,6 +83,10 @@ bench-tangram-replay: $(VENV)/installed-test
 # Eight models in one pool on a GPU, in about ten minutes on an H200 with 100 GB of host memory.
 bench-tangram-gpu:
 	PYTHONPATH=src python3 benchmarks/tangram/device.py --data $(DATA) --output benchmarks/tangram
+
+# Placement on the devices of a server, such as DEVICES=cuda:0,cuda:1, over HTTP.
+bench-tangram-devices:
+	PYTHONPATH=src python3 benchmarks/tangram/placed.py --data $(DATA) --devices $(DEVICES) --output benchmarks/tangram
 
 $(VENV)/created:
 	$(PYTHON) -m venv $(VENV)
