@@ -151,10 +151,10 @@ def test_models_that_wait_are_loaded_before_it() -> None:
 
 def test_one_that_does_not_fit_waits_until_another_gives_way() -> None:
     report = REPORT._replace(budget_bytes=9 * GB)
-    assert _state("half there", report, there=1).wait_s == 1.0  # the least run
+    assert _state("half there", report, there=1).wait_s == 0.5  # the least run
     assert _state("half there", report).wait_s == 0.0  # nothing runs
     alone = REPORT._replace(is_exclusive=True)
-    assert _state("half there", alone, there=1).wait_s == 1.0
+    assert _state("half there", alone, there=1).wait_s == 0.5
     assert _state("half there", alone).evicted_bytes == 4 * GB
 
 

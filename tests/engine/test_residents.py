@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import count
 from random import Random
 
@@ -12,6 +13,7 @@ from tests.engine.life import PAGE_BYTES, Case, Open, World, each_kv_cache
 from tests.engine.test_loading import make_short
 
 from aquifer.engine.policies import Policies
+from aquifer.engine.policies.relief import Holder, ReliefSnapshot, fewest_running
 from aquifer.engine.policies.residents import ResidentsSnapshot, longest_resident
 from aquifer.engine.reports import ModelState
 from aquifer.memory.owners import Kind, Owner
@@ -23,7 +25,11 @@ CHECKPOINTS = {"a": "llama", "b": "llama-tied", "c": "sparse-kv", "d": "windows"
 def often_give_way() -> Policies:
     """A model gives way each eighth time that another one is refused, whatever the time."""
     calls = count(1)
-    return Policies(residents=lambda snapshot: 0 if next(calls) % 8 == 0 else None)
+
+    def choose(_: object) -> int | None:
+        return 0 if next(calls) % 8 == 0 else None
+
+    return Policies(residents=choose, relief=choose)
 
 
 def states(world: World) -> dict[str, ModelState]:
@@ -126,10 +132,62 @@ def test_all_that_fit_are_loaded_at_the_start(
 
 
 def test_the_longest_resident_gives_way_after_a_least_time():
-    assert longest_resident(ResidentsSnapshot(0.01, [0.5, 0.99])) is None
-    assert longest_resident(ResidentsSnapshot(0.01, [0.5, 1.0])) == 1
+    assert longest_resident(ResidentsSnapshot(0.01, [0.3, 0.49])) is None
+    assert longest_resident(ResidentsSnapshot(0.01, [0.3, 0.5])) == 1
     assert longest_resident(ResidentsSnapshot(2.0, [7.9, 3.0])) is None
     assert longest_resident(ResidentsSnapshot(2.0, [8.0, 9.0])) == 1
+
+
+def test_the_one_with_the_fewest_requests_for_its_bytes_relieves_others():
+    many, few = Holder(9.0, 0.1, 100, 8), Holder(9.0, 0.1, 100, 2)
+    assert fewest_running(ReliefSnapshot(0.5, [many, few])) == 1
+    assert fewest_running(ReliefSnapshot(0.5, [few, few._replace(num_bytes=900)])) == 1
+    # Neither before it has run for a turn, nor before the request has waited for one.
+    assert fewest_running(ReliefSnapshot(0.49, [many, few])) is None
+    assert fewest_running(ReliefSnapshot(0.5, [many, few._replace(ran_s=0.4)])) == 0
+    slow = few._replace(load_s=1.0)
+    assert fewest_running(ReliefSnapshot(3.9, [slow])) is None
+    assert fewest_running(ReliefSnapshot(4.0, [slow])) == 0
+
+
+@each_kv_cache
+@pytest.mark.parametrize("num_ahead", [0, 1])
+def test_a_model_gives_way_to_requests_that_wait_for_kv(
+    open_world: Open,
+    cases: dict[str, list[Case]],
+    sizes: dict[str, tuple[int, int]],
+    kv_cache: str,
+    num_ahead: int,
+) -> None:
+    """Both models are there, and leave next to nothing for KV."""
+    seen: list[ReliefSnapshot] = []
+
+    def relief(snapshot: ReliefSnapshot) -> int | None:
+        seen.append(snapshot)
+        return 0 if len(seen) % 2 == 0 else None
+
+    memory_bytes = sizes["llama"][0] + sizes["sparse-kv"][0] + 18 * PAGE_BYTES
+    world = open_world(
+        memory_bytes,
+        models={"a": "llama", "b": "sparse-kv"},
+        kv_cache=kv_cache,
+        num_ahead=num_ahead,
+        is_behind=num_ahead > 0,
+        policies=replace(often_give_way(), relief=relief),
+    )
+    for i in range(8):
+        world.send("a", cases["llama"][i])
+        world.send("b", cases["sparse-kv"][i])
+    world.finish()
+    assert all(sent.error is None for sent in world.sent.values())
+    gave_way = len(seen) // 2
+    assert gave_way > 0
+    assert sum(world.engine.stats().num_preemptions.values()) >= gave_way
+    for snapshot in seen:
+        (holder,) = snapshot.holders
+        assert holder.num_bytes > 0
+        assert holder.num_running >= 0
+        assert holder.ran_s >= 0
 
 
 @each_kv_cache

@@ -10,7 +10,7 @@ from aquifer.engine.policies.placement import DeviceReport, ModelReport
 from aquifer.engine.reports import ModelState
 from aquifer.memory.room import Room
 
-_FREE_STEPS = 64
+_FREE_STEPS = 1024
 """Free memory is reported in steps of this part of the budget, so that a report is seldom new."""
 
 _PROMPT_TOKENS = 1024
@@ -26,9 +26,7 @@ class DeviceReporter(Generic[HostT]):
         is_exclusive: whether a model has the device for itself while it is loaded.
     """
 
-    def __init__(
-        self, models: ModelSet[HostT], room: Room, *, is_exclusive: bool = False
-    ) -> None:
+    def __init__(self, models: ModelSet[HostT], room: Room, *, is_exclusive: bool = False) -> None:
         self._models = models
         self._room = room
         self._is_exclusive = is_exclusive

@@ -109,6 +109,14 @@ class Lane:
             return longest
         return max(footprint.longest(num_pages, 1, num_sequences), limit + 1)
 
+    @property
+    def first_pages(self) -> int:
+        """Pages for the KV of the earliest request that waits, if any does."""
+        if not self.waiting:
+            return 0
+        group = min(self.waiting, key=lambda group: group.arrival)
+        return self.cache.footprint.pages(len(group.live[0].token_ids) + 1)
+
     # --- slots -------------------------------------------------------------------------------
 
     def assign_slot(self, sequence: Sequence, blocks: Iterable[int] = ()) -> int:

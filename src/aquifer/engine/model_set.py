@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
-from aquifer.cache.footprint import UNLIMITED_TOKENS
 from aquifer.engine.assembly import Assembly
-from aquifer.engine.lane import Lane
 from aquifer.engine.model_life import ModelLife
+from aquifer.engine.policies.relief import Holder, ReliefSnapshot
 from aquifer.engine.policies.residents import ResidentsSnapshot
+from aquifer.engine.reporting import kv_capacity
 from aquifer.engine.reports import KVCapacity, LoadProgress, ModelState
+from aquifer.engine.sequence import SequenceGroup
 from aquifer.errors import ConfigError, DriverError, RequestError, UnknownModelError
 from aquifer.memory.pool import Kind, PoolUsage
 from aquifer.sizes import format_size
@@ -198,6 +199,8 @@ class ModelSet(Generic[HostT]):
             if host.state == ModelState.LOADING:
                 self._continue(host, on_failure)
                 return
+        if self._relieve(num_arrivals, preempt):
+            return
         wanted = [host for host in self if host.is_wanted]
         # Which weights they share is to be known before they get pages.
         if wanted and not self._reuse.compare(self._threads, self._pause_s):
@@ -224,6 +227,52 @@ class ModelSet(Generic[HostT]):
                 return
             host.error, host.asked = self._no_room(host), None
             on_failure(host, host.error)
+
+    def _relieve(self, num_arrivals: int, preempt: Callable[[HostT], None]) -> bool:
+        """Let a model give its memory to a request of another one that waits for KV for long.
+
+        Returns: whether one does.
+        """
+        blocked, host = self._blocked
+        if blocked is None or host is None:
+            return False
+        others = [
+            other
+            for other in self
+            if other is not host
+            and other.lane.is_resident
+            and other.lane.has_work
+            and not other.is_pinned
+        ]
+        if not others:
+            return False
+        now_s = self._assembly.clock_s()
+        waited_s = now_s - max(blocked.request.arrival_s, host.ready_s)
+        holders = [
+            Holder(
+                now_s - other.ready_s,
+                other.weights.load_s,
+                other.info.weight_bytes,
+                len(other.lane.running),
+            )
+            for other in others
+        ]
+        chosen = self._policies.relief(ReliefSnapshot(waited_s, holders))
+        if chosen is None:
+            return False
+        preempt(others[chosen])
+        others[chosen].give_way(num_arrivals)
+        host.ready_s = now_s  # its turn begins
+        return True
+
+    @property
+    def _blocked(self) -> tuple[SequenceGroup, HostT] | tuple[None, None]:
+        """The request that waits for memory though its model is there, and that model."""
+        group = self._assembly.scheduler.admitter.blocked
+        host = None if group is None else self._hosts.get(group.request.model)
+        if group is None or host is None or not host.lane.is_resident:
+            return None, None
+        return group, host
 
     def _continue(self, host: HostT, on_failure: Callable[[HostT, str], None]) -> None:
         """Let a model run if its weights are there by now; waits a little if no other runs."""
@@ -255,9 +304,11 @@ class ModelSet(Generic[HostT]):
 
         If others run, there must be room for its request, for which it would be loaded in vain
         otherwise; and any request of theirs must fit beside it, so that none waits for the model to
-        go again.
+        go again. None of theirs may wait for memory already.
         """
-        if not self._has_room(host, _first_pages(host.lane) if others else 0):
+        if self._blocked[1] in others:
+            return False
+        if not self._has_room(host, host.lane.first_pages if others else 0):
             return False
         together = (other.weights.member for other in (host, *others))
         kv_pages = self._kv_pages_beside(self._reuse.distinct_bytes(together))
@@ -366,15 +417,7 @@ class ModelSet(Generic[HostT]):
 
     def kv_capacity(self, host: HostT) -> KVCapacity:
         """What fits into the KV cache if a model has all of it."""
-        footprint, num_pages = host.lane.cache.footprint, self.kv_pages(host)
-        most_pages = footprint.most(1, host.info.max_model_len)
-        if not most_pages:
-            return KVCapacity(0, 0.0)
-        num_seqs = num_pages / most_pages
-        longest = footprint.longest(num_pages)
-        if longest == UNLIMITED_TOKENS:  # a sequence keeps its windows alone
-            longest = int(num_seqs * host.info.max_model_len) + 1
-        return KVCapacity(longest - 1, num_seqs)
+        return kv_capacity(host.lane.cache.footprint, host.info.max_model_len, self.kv_pages(host))
 
     def _check_room(self, host: HostT) -> None:
         """Refuse a model of which no request could run; warn where long ones cannot.
@@ -401,11 +444,3 @@ class ModelSet(Generic[HostT]):
                 host.info.name,
                 limit,
             )
-
-
-def _first_pages(lane: Lane) -> int:
-    """Pages for the KV of the earliest request that waits, if any does."""
-    if not lane.waiting:
-        return 0
-    group = min(lane.waiting, key=lambda group: group.arrival)
-    return lane.cache.footprint.pages(len(group.live[0].token_ids) + 1)

@@ -50,6 +50,7 @@ class PooledWeights(ABC):
     Attributes:
         uses: the requests for the model.
         sensitivity: weight of a second of its delay, compared with other models.
+        load_s: seconds to load all of them, as it was when they were loaded last; 0 before.
         member: what of them other models have too.
 
     Raises:
@@ -74,6 +75,7 @@ class PooledWeights(ABC):
         self.uses = UseRate(self._clock_s())
         self.sensitivity = 1.0
         self._store = WeightStore(assembly.pool, Owner(name, Kind.WEIGHTS), parameters)
+        self.load_s = 0.0
         self._to_fill: tuple[ParameterGroup, ...] = ()  # of the load that is under way
         self.member: Member = reuse.register(self._store, self, self._origins(), self._keys())
         self._losses = reclaimer.log.losses_of(self._store.owner)
@@ -237,6 +239,8 @@ class PooledWeights(ABC):
     def _filled(self) -> None:
         """Note that the pages that were taken have their contents, and what that has taken."""
         self._reuse.filled(self.member, self._to_fill)
+        groups = self._store.groups
+        self.load_s = sum(self.member.bytes_of(each) * self._byte_s(each) for each in groups)
         self._losses.restored(
             (group, self.member.bytes_of(group) * self._byte_s(group)) for group in self._to_fill
         )

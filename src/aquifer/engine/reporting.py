@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from aquifer.cache.footprint import UNLIMITED_TOKENS, Footprint
 from aquifer.config import ModelSpec
 from aquifer.engine.lane import Lane
 from aquifer.engine.reports import (
@@ -49,6 +50,24 @@ def model_info(
         weight_bytes=weight_bytes,
         kv_bytes_per_token=plan.kv_layout.token_bytes,
     )
+
+
+def kv_capacity(footprint: Footprint, max_tokens: int, num_pages: int) -> KVCapacity:
+    """What fits into the KV cache of one model.
+
+    Args:
+        footprint: of its sequences.
+        max_tokens: maximum length of a sequence.
+        num_pages: pages that its KV can have.
+    """
+    most_pages = footprint.most(1, max_tokens)
+    if not most_pages:
+        return KVCapacity(0, 0.0)
+    num_seqs = num_pages / most_pages
+    longest = footprint.longest(num_pages)
+    if longest == UNLIMITED_TOKENS:  # a sequence keeps its windows alone
+        longest = int(num_seqs * max_tokens) + 1
+    return KVCapacity(longest - 1, num_seqs)
 
 
 def engine_stats(

@@ -93,7 +93,7 @@ class Scheduler:
         self._policies = policies or Policies()
         self._clients = Clients()
         self._express_time = ExpressTime(express_share, clock_s)
-        self._admitter = Admitter(
+        self.admitter = Admitter(
             self.lanes,
             Headroom(room, self.lanes),
             preemption,
@@ -154,7 +154,7 @@ class Scheduler:
             for sequence in [s for s in group.sequences if s.index == index]:
                 lane.end(sequence, self._clock_s())
         elif group in lane.waiting:
-            self._admitter.forget(lane, group)
+            self.admitter.forget(lane, group)
             group.sequences.clear()
         elif group in lane.running:
             lane.end_all(group, self._clock_s())
@@ -211,7 +211,7 @@ class Scheduler:
         slots, counts = grown
         if lane.waiting and self.num_preemptions == num_preemptions:
             budget = most_tokens - int(counts.sum())
-            admitted_slots, admitted_counts = self._admitter.admit(
+            admitted_slots, admitted_counts = self.admitter.admit(
                 lane, budget, clients, is_round=not len(slots)
             )
             if len(admitted_slots):
@@ -274,7 +274,7 @@ class Scheduler:
     def unblock(self, lane: Lane) -> None:
         """Let requests of a model hold up no others: they wait for its weights now."""
         for group in lane.waiting:
-            self._admitter.unblock(group)
+            self.admitter.unblock(group)
 
     def _make_wait(self, lane: Lane, group: SequenceGroup) -> None:
         """Take slots and memory of a running request, and put it at the head of the queue."""
@@ -308,11 +308,11 @@ class Scheduler:
 
         Returns: False if steps in flight have to be committed first.
         """
-        group = self._admitter.next(lane) if lane.waiting else None
+        group = self.admitter.next(lane) if lane.waiting else None
         if group is None:
             return True
         lacks_slots = len(group.sequences) > lane.slots.num_free
-        if not lacks_slots and group is not self._admitter.blocked:
+        if not lacks_slots and group is not self.admitter.blocked:
             return True
         lanes = [lane] if lacks_slots else list(self.lanes.values())
         running = [(other, holder) for other in lanes for holder in other.running]
@@ -333,7 +333,7 @@ class Scheduler:
         if not self._express_time.is_left():
             return frozenset()
         num_sequences = running_sequences(lane, self._clients)
-        blocked = self._admitter.blocked
+        blocked = self.admitter.blocked
         for client in lane.waiting.clients:
             if num_sequences[client] == 0 and (blocked is None or blocked.client != client):
                 num_sequences[client] = len(lane.waiting.of(client)[0].sequences)

@@ -7,6 +7,7 @@
     victims         the running request that is preempted when the pool is short
     placement       the device that gets a request, where several could serve it
     residents       the model that gives its memory to one that waits to be loaded
+    relief          the model that gives its memory to requests of another one that wait for KV
     restore         whether its KV is copied to the host or computed again
 
 A policy sees tokens, counts and times, never pages or requests, and changes nothing. To replace

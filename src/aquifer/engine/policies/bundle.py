@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from aquifer.engine.policies.admission import Admission, least_served
 from aquifer.engine.policies.displacement import Displacement, place_for_each_client
 from aquifer.engine.policies.express import Express, smallest_clients
+from aquifer.engine.policies.relief import Relief, fewest_running
 from aquifer.engine.policies.residents import Residents, longest_resident
 from aquifer.engine.policies.turns import Turns, round_robin
 from aquifer.engine.policies.victims import Victims, latest_of_busiest
@@ -26,3 +27,4 @@ class Policies:
     express: Express = smallest_clients
     victims: Victims = latest_of_busiest
     residents: Residents = longest_resident
+    relief: Relief = fewest_running
