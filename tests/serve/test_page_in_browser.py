@@ -80,7 +80,7 @@ def test_it_shows_the_server_as_it_is(small_server: RunningServer, page: Page):
     assert page.text("tr[data-model=demo] .pill") == "resident"
     page.wait_for("document.querySelectorAll('#legend li').length > 1")
     assert "demo · weights" in page.text("#legend")
-    assert page.evaluate("document.querySelectorAll('#map rect').length") > 1
+    assert page.evaluate("document.querySelectorAll('#maps rect').length") > 1
 
     before = page.text("#generated-all")
     complete(small_server, "demo", 20)
@@ -101,7 +101,7 @@ def test_it_fits_narrow_and_wide_windows(small_server: RunningServer, page: Page
     for scheme in ("light", "dark"):
         for width in (340, 780, 900, 1060, 1061, 1280):
             page.show_as(scheme, width, 800)
-            page.wait_for("document.querySelectorAll('#map rect').length > 1")
+            page.wait_for("document.querySelectorAll('#maps rect').length > 1")
             assert page.evaluate("document.documentElement.scrollWidth") == width
             overflowing = page.evaluate(
                 "[...document.querySelectorAll('.card')]"
@@ -110,6 +110,41 @@ def test_it_fits_narrow_and_wide_windows(small_server: RunningServer, page: Page
             assert overflowing == 0, width
             backgrounds.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
     assert len(backgrounds) == 2
+    assert page.problems == []
+
+
+def test_it_shows_each_device(page: Page, tmp_path: Path):
+    """Two engines, each with room for one model and a half of three."""
+    others = [shutil.copytree(DEMO, tmp_path / name) for name in ("b", "c")]
+    for number, folder in enumerate(others, 2):
+        file = folder / "model.safetensors"
+        save_file({name: tensor * number for name, tensor in load_file(file).items()}, file)
+    command = ["-m", "aquifer", "serve", "a=demo", *(f"{each.name}={each}" for each in others)]
+    options = ["--port", "0", "--devices", "cpu,cpu", "--memory", "16M", "--max-model-len", "256"]
+    with running([*command, *options]) as server:
+        page.open(server.url)
+        page.wait_for("document.querySelectorAll('#maps [data-device]').length === 2")
+        for _ in range(2):
+            for model in "abc":
+                complete(server, model, 3)
+        page.wait_for("document.querySelectorAll('#log .swatch').length > 0")
+        assert " on cpu:" in page.text("#log")
+        places = "[...document.querySelectorAll('tr[data-model=c] .places .quiet')]"
+        assert page.evaluate(f"{places}.map(name => name.textContent)") == ["cpu:0", "cpu:1"]
+        _, memory, _ = server.call("GET", "/memory")
+        for device, of_device in memory["devices"].items():
+            shown = f"#maps [data-device='{device}']"
+            assert page.text(f"{shown} strong") == device
+            assert page.evaluate(f"document.querySelectorAll(`{shown} rect`).length") > 1
+            page.wait_for(
+                f"document.querySelector(`{shown} .number`).textContent"
+                f".endsWith(` of {of_device['budget'].replace('.00', '.0')}, "
+                f"${{share({of_device['used_bytes']}, {of_device['budget_bytes']})}}`)"
+            )
+        for scheme in ("light", "dark"):
+            for width in (340, 1061, 1280):
+                page.show_as(scheme, width, 800)
+                assert page.evaluate("document.documentElement.scrollWidth") == width
     assert page.problems == []
 
 
