@@ -290,6 +290,7 @@ def draw(content: Mapping[str, Any], file: Path) -> None:
     right.bar(places + width / 2, clean, width, label="and lost no memory")
     right.set_xticks(places, names, rotation=35, ha="right", fontsize=8)
     right.set_ylabel(f"requests of {found[DYNAMIC]['submitted']}")
+    right.set_ylim(top=1.25 * max(completed))
     right.set_title("What the count hides")
     right.legend(fontsize=8)
     figure.savefig(file, dpi=110)
