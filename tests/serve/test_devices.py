@@ -280,6 +280,31 @@ def test_a_model_that_ends_every_process(checkpoint: Path):
         eventually(lambda: bool(crash()) and is_out(), "it is out of service")
 
 
+def test_a_device_that_is_not_there(checkpoint: Path) -> None:
+    command = [sys.executable, "-m", "aquifer", "serve", str(checkpoint), "--port", "0"]
+    done = subprocess.run(
+        [*command, "--devices", "cpu,cuda:99", "--memory", "64M"], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "error: " in done.stderr
+    assert "cuda:99" in done.stderr
+
+
+def test_an_engine_that_does_not_answer(checkpoint: Path):
+    """It is left out of reports and gets no requests; when it goes on, it is there again."""
+    with running(["-m", "tests.serve.fake_server", str(checkpoint), "0", *DEVICES]) as server:
+        stopped = server.spawned()[0]
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            eventually(lambda: _devices(server) == ["cpu:1"], "it counts as silent")
+            body = {"model": "fake", "prompt": "x", "max_tokens": 3}
+            for _ in range(4):
+                assert server.call("POST", COMPLETIONS, body)[0] == 200
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        eventually(lambda: len(_devices(server)) == 2, "it answers again")
+
+
 def test_each_engine_begins_with_another_model() -> None:
     specs = tuple(ModelSpec(name, Path(name)) for name in "abcde")
     config = EngineConfig(models=specs)

@@ -122,7 +122,7 @@ class Engines:
             ConfigError: an option or a checkpoint cannot be used.
             EngineError: the driver refused a call, or a process died.
         """
-        models = await _all(engine.ready(on_progress) for engine in self._engines)
+        models = await asyncio.gather(*(engine.ready(on_progress) for engine in self._engines))
         return models[0]
 
     def refuse(self) -> None:
@@ -213,20 +213,20 @@ class Engines:
         earlier aborts.
 
         Raises:
-            EngineError: none serves, or one does not answer.
+            EngineError: none serves, or none answers in time.
         """
-        serving = [engine for engine in self._engines if engine.serves]
-        if not serving:
-            serving = self._engines[:1]  # it says why not
-        reports = await _all(engine.keeper.memory() for engine in serving)
-        if len(self._engines) == 1:
-            return reports[0]
-        return total_memory(
-            [
-                replace(report, device=engine.name)
-                for report, engine in zip(reports, serving, strict=True)
-            ]
+        asked = [engine for engine in self._engines if engine.serves] or self._engines[:1]
+        answers = await asyncio.gather(
+            *(engine.keeper.memory() for engine in asked), return_exceptions=True
         )
+        reports = [
+            replace(report, device=engine.name or report.device)
+            for report, engine in zip(answers, asked, strict=True)
+            if isinstance(report, MemoryReport)
+        ]
+        if not reports:
+            raise next(answer for answer in answers if isinstance(answer, BaseException))
+        return reports[0] if len(self._engines) == 1 else total_memory(reports)
 
     async def pin(self, model: str, token_ids: list[int], salt: str | None, client: str) -> int:
         """Pin the KV of a prefix on one device; return how many of its tokens are pinned.
