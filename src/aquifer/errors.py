@@ -34,7 +34,13 @@ class AquiferError(Exception):
 
 
 class ConfigError(AquiferError, ValueError):
-    """An option, a path or a checkpoint cannot be used as given."""
+    """An option, a path or a checkpoint cannot be used as given.
+
+    Attributes:
+        model: name of the model that cannot be used, where that is known.
+    """
+
+    model: str | None = None
 
 
 class UnsupportedModelError(ConfigError):
@@ -163,3 +169,13 @@ def as_config_error(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise ConfigError(f"{what}: {one_line(error)}") from error
+
+
+@contextmanager
+def errors_of_model(name: str) -> Iterator[None]:
+    """Say in each `ConfigError` which model it is about."""
+    try:
+        yield
+    except ConfigError as error:
+        error.model = name
+        raise

@@ -22,7 +22,7 @@ from aquifer.config import EngineConfig, ModelSpec
 from aquifer.errors import ConfigError
 from aquifer.memory.proc import available_host_bytes
 from aquifer.serve.config import ServerConfig
-from aquifer.serve.engines import engine_configs
+from aquifer.serve.engine_configs import engine_configs
 
 COMPLETIONS, PREFIXES = "/v1/completions", "/v1/prefixes"
 OPTIONS = ["--port", "0", "--page-size", "4K", "--max-model-len", "512"]

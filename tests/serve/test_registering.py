@@ -162,6 +162,27 @@ def test_the_next_engine_process_has_what_was_registered(server: RunningServer, 
         assert remove(server, name)[0] == 200
 
 
+def test_a_checkpoint_that_is_gone_when_the_engine_process_died(
+    checkpoint: Path, other: Path, tmp_path: Path
+):
+    """The model is out of service, and the others are served; it can be removed and added again."""
+    gone = shutil.copytree(other, tmp_path / "gone")
+    with running(["-m", "aquifer", "serve", f"a={checkpoint}", *OPTIONS]) as server:
+        assert add(server, f"b={gone}")[0] == 200
+        assert complete(server, "b")[0] == 200
+        shutil.rmtree(gone)
+        os.kill(server.engine_process(), signal.SIGKILL)
+        eventually(lambda: server.call("GET", "/health")[0] != 200, "the death was noticed")
+        eventually(lambda: server.call("GET", "/health")[0] == 200, "it serves again")
+        assert complete(server, "a")[0] == 200
+        status, answer = complete(server, "b")
+        assert status == 503
+        assert "'b' is out of service: it could not be loaded again (" in answer["error"]["message"]
+        assert remove(server, "b")[0] == 200
+        assert add(server, f"b={other}")[0] == 200
+        assert complete(server, "b")[0] == 200
+
+
 def test_a_web_process_that_is_started_again_has_it_too(server: RunningServer, other: Path):
     assert add(server, f"b={other}")[0] == 200
     before = server.spawned()

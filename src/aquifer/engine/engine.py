@@ -24,7 +24,7 @@ from aquifer.engine.policies.placement import DeviceReport
 from aquifer.engine.reporting import engine_stats, memory_report
 from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport
 from aquifer.engine.sequence import SequenceGroup
-from aquifer.errors import RequestError
+from aquifer.errors import RequestError, errors_of_model
 from aquifer.memory.driver.base import Driver
 from aquifer.memory.pool import PagePool
 from aquifer.models import Planner, plan_model
@@ -96,7 +96,10 @@ class Engine(ModelControl):
             ConfigError: a checkpoint cannot be used, or the memory does not suffice.
             DriverError: the device refused memory.
         """
-        models = [(spec, read_model(spec, planner, config)) for spec in config.models]
+        models = []
+        for spec in config.models:
+            with errors_of_model(spec.name):
+                models.append((spec, read_model(spec, planner, config)))
         parts = EngineParts.open(
             config, [plan.parameters for _, (_, plan) in models], driver, policies
         )

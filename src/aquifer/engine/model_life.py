@@ -21,7 +21,7 @@ from aquifer.engine.assembly import Assembly
 from aquifer.engine.lane import Lane
 from aquifer.engine.pooled_weights import Life, PooledWeights
 from aquifer.engine.reports import LoadProgress, ModelInfo, ModelState, ModelStatus
-from aquifer.errors import RequestError, UnknownModelError
+from aquifer.errors import RequestError, UnknownModelError, errors_of_model
 
 RETRY_S = 10.0
 """How long a model that could not be loaded refuses requests, before it is tried again."""
@@ -301,7 +301,8 @@ class ModelLife(ABC):
     def _failing(self) -> Iterator[None]:
         """If an exception is raised, the model has failed, and its weights are evicted."""
         try:
-            yield
+            with errors_of_model(self.info.name):
+                yield
         except BaseException as error:
             self._weights.evict()
             self.state, self.error, self.asked = ModelState.FAILED, str(error), None

@@ -52,8 +52,8 @@ class EngineClient:
         if availability.reason is not None:
             raise availability.reason
         for request in requests:
-            if request.model in availability.out_of_service:
-                raise out_of_service(request.model)
+            if (reason := availability.out_of_service.get(request.model)) is not None:
+                raise out_of_service(request.model, reason)
         stream = TokenStream(requests, self.abort, self._pacer)
         for request in requests:
             self.backend.send(Add(request, self._routes.add(request, stream)))

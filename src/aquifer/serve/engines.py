@@ -18,8 +18,8 @@ from aquifer.engine.policies.placement import (
     device_state,
 )
 from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelInfo
-from aquifer.errors import EngineError, RequestError, UnavailableError
-from aquifer.memory.proc import available_host_bytes
+from aquifer.errors import AquiferError, EngineError, RequestError, UnavailableError
+from aquifer.serve.engine_configs import device_names
 from aquifer.serve.keeper import RETRY_S, EngineKeeper
 from aquifer.serve.messages import (
     Abort,
@@ -81,7 +81,7 @@ class Engines:
         self._places = PrefixPlaces(len(configs))
         self._engines = [
             _Engine(config, name, open_it, log_level, listener, partial(self._lost_kv, index))
-            for index, (config, name) in enumerate(zip(configs, _names(configs), strict=True))
+            for index, (config, name) in enumerate(zip(configs, device_names(configs), strict=True))
         ]
         self._num_placed = 0
 
@@ -92,9 +92,12 @@ class Engines:
         serving = [availability for availability in each if availability.reason is None]
         if not serving:
             return each[0]
-        return Availability(
-            None, frozenset.intersection(*(availability.out_of_service for availability in serving))
-        )
+        refused = {
+            model: reason
+            for model, reason in serving[0].out_of_service.items()
+            if all(model in availability.out_of_service for availability in serving)
+        }
+        return Availability(None, refused)
 
     @property
     def num_restarts(self) -> int:
@@ -186,7 +189,9 @@ class Engines:
         """
         accepting = [index for index, engine in enumerate(self._engines) if engine.accepts(model)]
         if not accepting:
-            raise self.availability.reason or out_of_service(model)
+            availability = self.availability
+            reason = availability.out_of_service.get(model, "no device serves it")
+            raise availability.reason or out_of_service(model, reason)
         if len(self._engines) == 1:
             return 0
         found = self._places.num_found(model, salt, token_ids)
@@ -280,11 +285,17 @@ class Engines:
         )
         error = next((info for info in infos if isinstance(info, BaseException)), None)
         if error is not None:
-            for engine, info in zip(self._engines, infos, strict=True):
-                if not isinstance(info, BaseException):
-                    await engine.keeper.remove(spec.name)
+            await self.take_back(spec.name)
             raise error
         return next(info for info in infos if isinstance(info, ModelInfo))
+
+    async def take_back(self, model: str) -> None:
+        """Undo the registration of a model, also where an engine has stopped."""
+        for engine in self._engines:
+            try:
+                await engine.keeper.remove(model)
+            except AquiferError:
+                engine.keeper.forget(model)
 
     async def remove(self, model: str) -> None:
         """Remove a model from all devices; its requests end with an error.
@@ -393,45 +404,6 @@ class _Engine:
     def changed(self) -> None:
         """Hand on that the availability may have changed."""
         self._listener.changed()
-
-
-def engine_configs(config: EngineConfig, devices: Sequence[str]) -> list[EngineConfig]:
-    """The options of the engine of each device.
-
-    Each begins with another model, so that the models that are loaded first are not the same.
-
-    Args:
-        config: the options of all.
-        devices: their names; if empty, the device of the options is the only one.
-    """
-    if not devices:
-        return [config]
-    configs = []
-    for index, device in enumerate(devices):
-        first = index * len(config.models) // len(devices)
-        models = config.models[first:] + config.models[:first]
-        configs.append(replace(config, device=device, models=models))
-    return [replace(each, host_cache_bytes=_host_cache_bytes(configs)) for each in configs]
-
-
-def _host_cache_bytes(configs: Sequence[EngineConfig]) -> int | None:
-    """The part of one engine in the host memory for weights; None where that has no use."""
-    first = configs[0]
-    if first.host_cache_bytes is not None:
-        return first.host_cache_bytes // len(configs)
-    if len(first.models) < 2 or all(config.device == "cpu" for config in configs):
-        return None
-    return available_host_bytes() // 2 // len(configs)
-
-
-def _names(configs: Sequence[EngineConfig]) -> list[str]:
-    """Names of the devices, all different; an empty one for the only device."""
-    devices = [config.device for config in configs]
-    if len(devices) == 1:
-        return [""]
-    if len(set(devices)) == len(devices):
-        return devices
-    return [f"{device}:{index}" for index, device in enumerate(devices)]
 
 
 async def _all(answers: Iterable[Awaitable[_T]]) -> list[_T]:

@@ -15,8 +15,9 @@ from aquifer.errors import ConfigError, EngineError, RequestError, UnknownModelE
 from aquifer.hub import locate
 from aquifer.serve.backend import WebSide
 from aquifer.serve.config import ServerConfig
+from aquifer.serve.engine_configs import engine_configs
 from aquifer.serve.engine_metrics import EngineMetrics, request_counts, summed
-from aquifer.serve.engines import Engines, engine_configs
+from aquifer.serve.engines import Engines
 from aquifer.serve.messages import Abort, AbortAll, Add, Availability, ModelVerb, Outputs
 from aquifer.serve.prefixes import PinnedPrefix, PinnedPrefixes
 from aquifer.serve.process import OpenEngine
@@ -180,7 +181,7 @@ class Hub:
                 try:
                     await self._web.add(spec, info)
                 except BaseException:
-                    await self._engines.remove(spec.name)
+                    await self._engines.take_back(spec.name)
                     raise
         except ConfigError as error:
             raise RequestError(str(error), param="model") from error

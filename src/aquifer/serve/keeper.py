@@ -128,9 +128,7 @@ class EngineKeeper:
     @property
     def availability(self) -> Availability:
         """Whether requests are accepted, and for which models."""
-        models = (model.name for model in self._config.models)
-        out_of_service = frozenset(filter(self._supervisor.is_out_of_service, models))
-        return Availability(self._unavailable, out_of_service)
+        return Availability(self._unavailable, self._supervisor.out_of_service)
 
     @property
     def _unavailable(self) -> UnavailableError | None:
@@ -265,8 +263,12 @@ class EngineKeeper:
             EngineError: the engine has stopped; nothing has changed.
         """
         self._check_serving()
-        if not self._supervisor.is_out_of_service(model):  # else the engine does not have it
+        if model not in self._supervisor.out_of_service:  # else the engine does not have it
             await self._ask(Remove(model), timeout_s=None)
+        self.forget(model)
+
+    def forget(self, model: str) -> None:
+        """Have an engine process that is started later do without a model."""
         self._supervisor.remove(model)
         left = tuple(spec for spec in self._config.models if spec.name != model)
         self._config = replace(self._config, models=left)
@@ -357,13 +359,15 @@ class EngineKeeper:
                 elif self._state is _State.LOADING:
                     self._serve()
                     self._opened.set_result(models)
-            case OpenFailed(text, is_config):
+            case OpenFailed(text, is_config, model):
                 if self._state is _State.LOADING:
                     self._opened.set_exception(
                         ConfigError(text) if is_config else EngineError(text)
                     )
                 else:
                     self._has_refused = True
+                    if model is not None:
+                        self._supervisor.refused(model, text)
                     _logger.error("the engine process%s could not start: %s", self._which, text)
             case None:
                 self._handle_end()
@@ -377,13 +381,13 @@ class EngineKeeper:
     async def _restore(self) -> None:
         """Pin what the process before had pinned, and accept requests again."""
         for model in self.pinned_models:
-            if not self._supervisor.is_out_of_service(model):
+            if model not in self._supervisor.out_of_service:
                 try:
                     await self._ask(Manage("pin", model))
                 except AquiferError as error:
                     _logger.error("%r could not be pinned again: %s", model, error)
         for pin in self.pins:
-            if not self._supervisor.is_out_of_service(pin.model):
+            if pin.model not in self._supervisor.out_of_service:
                 try:
                     await self._ask(pin)
                 except AquiferError as error:
@@ -433,7 +437,7 @@ class EngineKeeper:
             f" while it computed {model!r}" if model else "",
             f" in {pause_s:g} s" if pause_s else "",
         )
-        if model is not None and self._supervisor.is_out_of_service(model):
+        if model in self._supervisor.out_of_service:
             _logger.error(
                 "model %r ended the engine process %d times in a row and is taken out of service",
                 model,

@@ -7,7 +7,7 @@ the engine process imports.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -159,6 +159,7 @@ class OpenFailed:
 
     message: str
     is_config: bool  # a `ConfigError`: the operator can fix it by changing an option
+    model: str | None = None  # whose checkpoint cannot be used
 
 
 @dataclass(slots=True)
@@ -271,7 +272,7 @@ class Availability:
     """Whether requests are accepted, and for which models."""
 
     reason: UnavailableError | None  # why none are accepted; None if they are
-    out_of_service: frozenset[str] = frozenset()  # models that end the engine process
+    out_of_service: Mapping[str, str] = field(default_factory=dict)  # models, with the reasons
 
 
 @dataclass(frozen=True, slots=True)

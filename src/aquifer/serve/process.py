@@ -192,7 +192,9 @@ def run_engine_process(
         try:
             engine = open_it(config, on_progress)
         except (ConfigError, DriverError) as error:
-            _send(connection, OpenFailed(str(error), isinstance(error, ConfigError)))
+            is_config = isinstance(error, ConfigError)
+            model = error.model if isinstance(error, ConfigError) else None
+            _send(connection, OpenFailed(str(error), is_config, model))
             return
         collect_less()
         _send(connection, Ready(engine.models, engine.stats(), engine.device_report()))

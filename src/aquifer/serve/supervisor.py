@@ -17,11 +17,10 @@ def pause_s(num_failures: int) -> float:
     return 0.0 if num_failures == 1 else min(_LONGEST_PAUSE_S, 0.5 * 2.0 ** (num_failures - 2))
 
 
-def out_of_service(model: str) -> UnavailableError:
+def out_of_service(model: str, reason: str) -> UnavailableError:
     """The answer to requests for a model that is out of service."""
     return UnavailableError(
-        f"model {model!r} is out of service: it ended the engine process {MAX_DEATHS} times in a "
-        "row; restart the server to try it again"
+        f"model {model!r} is out of service: {reason}; restart the server to try it again"
     )
 
 
@@ -37,13 +36,14 @@ class Supervisor:
     def __init__(self, models: Sequence[ModelSpec]) -> None:
         self._models = tuple(models)
         self._deaths = dict.fromkeys((model.name for model in models), 0)
+        self._refusals: dict[str, str] = {}  # why models could not be loaded again
         self._num_failures = 0  # in a row: deaths and failed starts without a completion between
         self.num_restarts = 0
 
     @property
     def models(self) -> tuple[ModelSpec, ...]:
         """The models that are in service."""
-        return tuple(model for model in self._models if not self.is_out_of_service(model.name))
+        return tuple(model for model in self._models if model.name not in self.out_of_service)
 
     def add(self, model: ModelSpec) -> None:
         """Serve another model."""
@@ -53,11 +53,21 @@ class Supervisor:
     def remove(self, name: str) -> None:
         """Serve a model no more."""
         self._models = tuple(model for model in self._models if model.name != name)
-        del self._deaths[name]
+        self._deaths.pop(name, None)
+        self._refusals.pop(name, None)
 
-    def is_out_of_service(self, model: str) -> bool:
-        """Whether a model has ended the engine process too often in a row."""
-        return self._deaths.get(model, 0) >= MAX_DEATHS
+    @property
+    def out_of_service(self) -> dict[str, str]:
+        """The models that have ended the engine process too often in a row, or could not be loaded
+        again, with the reason."""
+        often = f"it ended the engine process {MAX_DEATHS} times in a row"
+        ended = (model for model, deaths in self._deaths.items() if deaths >= MAX_DEATHS)
+        return {**dict.fromkeys(ended, often), **self._refusals}
+
+    def refused(self, model: str, reason: str) -> None:
+        """Record that the process could not start again because of a model."""
+        if model in self._deaths:
+            self._refusals[model] = f"it could not be loaded again ({reason})"
 
     def failed(self, model: str | None) -> float:
         """Record that the process died, or that it could not start.
