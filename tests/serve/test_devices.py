@@ -287,7 +287,7 @@ def test_a_device_that_is_not_there(checkpoint: Path) -> None:
     )
     assert done.returncode == 2
     assert "error: " in done.stderr
-    assert "cuda:99" in done.stderr
+    assert "cuda" in done.stderr
 
 
 def test_an_engine_that_does_not_answer(checkpoint: Path):
@@ -296,7 +296,8 @@ def test_an_engine_that_does_not_answer(checkpoint: Path):
         stopped = server.spawned()[0]
         os.kill(stopped, signal.SIGSTOP)
         try:
-            eventually(lambda: _devices(server) == ["cpu:1"], "it counts as silent")
+            # The first report waits for its answer; at the second one it counts as silent.
+            assert [_devices(server) for _ in range(2)] == [["cpu:1"]] * 2
             body = {"model": "fake", "prompt": "x", "max_tokens": 3}
             for _ in range(4):
                 assert server.call("POST", COMPLETIONS, body)[0] == 200
