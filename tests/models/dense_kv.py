@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from aquifer.cache.base import AttentionOptions, IntArray, KVLayout, KVView, Spans
+from aquifer.cache.view import WithoutState
 from aquifer.kernels.prefill_attention import PrefillSpans
 
 
@@ -22,7 +23,7 @@ class DenseKV:
         return _DenseView(self.layers, Spans.make(slots, starts, counts))
 
 
-class _DenseView:
+class _DenseView(WithoutState):
     def __init__(self, layers: list[tuple[torch.Tensor, torch.Tensor]], spans: Spans) -> None:
         self._layers = layers
         self._spans = spans

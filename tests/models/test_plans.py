@@ -23,10 +23,10 @@ from tests.architectures import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from aquifer.cache.base import KVLayout, LayerKV
+from aquifer.cache.base import KVLayout, LayerKV, StateLayout, StateTensor
 from aquifer.errors import UnsupportedModelError
 from aquifer.fields import Fields
-from aquifer.models import Planner, StateLayout, StateTensor, plan_model
+from aquifer.models import Planner, plan_model
 from aquifer.models.decoder_plan import DecoderPlan
 from aquifer.models.families import FAMILIES
 from aquifer.models.rope import RotaryAngles
@@ -73,7 +73,7 @@ def test_plan_agrees_with_a_run_of_transformers(name: str, tmp_path: Path) -> No
         tensors |= {key: b for key, b in reference.named_buffers() if key in checkpoint.tensors}
     assert plan.num_parameters == sum(tensor.numel() for tensor in tensors.values())
     assert 0 < plan.max_model_len <= MAX_TOKENS
-    assert plan.state_layout is None
+    assert plan.state_layout() is None
     for field in ("kv_layout", "vocab_size", "max_model_len"):
         assert getattr(whole, field) == getattr(plan, field)
     # A checkpoint may also store buffers, which otherwise have their initial values.
@@ -252,13 +252,13 @@ def test_layouts_that_cannot_be_read_are_refused() -> None:
             read_kv_layout(model, torch.float32, "Tiny")
 
 
-def test_bytes_of_a_state_layout() -> None:
-    layout = StateLayout(
-        (
-            StateTensor("conv", (2, 48, 3), torch.bfloat16),
-            StateTensor("ssm", (2, 48, 16), torch.float32),
-        )
+def test_places_of_a_state() -> None:
+    layer = (
+        StateTensor("conv", (48, 3), torch.bfloat16),
+        StateTensor("ssm", (2, 48, 16), torch.float32),
     )
-    assert [tensor.num_bytes for tensor in layout.tensors] == [2 * 48 * 3 * 2, 2 * 48 * 16 * 4]
-    assert layout.sequence_bytes == 2 * 48 * (3 * 2 + 16 * 4)
-    assert StateLayout(()).sequence_bytes == 0
+    layout = StateLayout((layer, layer))
+    assert [tensor.num_bytes for tensor in layer] == [48 * 3 * 2, 2 * 48 * 16 * 4]
+    assert layout.offsets() == [[0, 512], [6656, 7168]]  # each at a multiple of 256 bytes
+    assert layout.num_bytes == 2 * 6656
+    assert StateLayout(()).num_bytes == 0

@@ -11,6 +11,7 @@ from tests.architectures import OUR_DECODER, save_tiny
 
 from aquifer.cache.base import AttentionOptions
 from aquifer.cache.layout import KVLayout
+from aquifer.cache.view import WithoutState
 from aquifer.kernels import KERNEL_ALIGNMENT_BYTES
 from aquifer.kernels.experts import experts
 from aquifer.kernels.prefill_attention import PrefillSpans
@@ -18,7 +19,7 @@ from aquifer.models import Model, ModelInput, decoder, plan_model
 from aquifer.weights.checkpoint import Checkpoint
 
 
-class Visited:
+class Visited(WithoutState):
     """A `KVView` that notes in which ways layers attend, and where their KV begins."""
 
     def __init__(self, layout: KVLayout) -> None:

@@ -49,7 +49,7 @@ def test_plan_from_the_configuration_alone(name: str, tmp_path: Path) -> None:
     assert plan.vocab_size == tiny.config["vocab_size"] <= 64
     assert plan.max_model_len == tiny.config["max_position_embeddings"] <= 128
     assert plan.num_parameters == sum(tensor.numel() for tensor in tiny.weights.values())
-    assert plan.state_layout is None
+    assert plan.state_layout() is None
     layout = plan.kv_layout
     assert len(layout.layers) == NUM_KV_LAYERS[name]
     assert (layout.token_bytes == 0) == (name == "no-kv")

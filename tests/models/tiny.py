@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from tests.checkpoints import llama_config, llama_weights, save_checkpoint
 
-from aquifer.cache.base import AttentionOptions, KVLayout, KVView, LayerKV
-from aquifer.models import ModelInput, ModelPlan, StateLayout, plan_model
+from aquifer.cache.base import AttentionOptions, KVLayout, KVView, LayerKV, StateLayout
+from aquifer.models import ModelInput, ModelPlan, plan_model
 from aquifer.models.base import num_elements
 from aquifer.weights.checkpoint import Checkpoint, stored_dtype
 from aquifer.weights.parameters import Parameter, Source
@@ -67,8 +67,6 @@ def plan_tiny(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> Model
 class _TinyPlan:
     """Plan of a model whose parameters are the stored tensors, one for one."""
 
-    state_layout: StateLayout | None = None
-
     def __init__(
         self,
         checkpoint: Checkpoint,
@@ -86,6 +84,9 @@ class _TinyPlan:
             Parameter(name, shape, dtype, (Source(name),)) for name, shape in shapes.items()
         )
         self.num_parameters = num_elements(self.parameters)
+
+    def state_layout(self, dtype: torch.dtype | None = None) -> StateLayout | None:
+        return None
 
 
 class NoKVPlan(_TinyPlan):

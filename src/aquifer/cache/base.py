@@ -21,10 +21,10 @@ import torch
 from aquifer.cache.footprint import Footprint
 from aquifer.cache.group_tensors import GroupedShape
 from aquifer.cache.journal import KVOp
-from aquifer.cache.layout import KVLayout, LayerKV
+from aquifer.cache.layout import KVLayout, LayerKV, StateLayout, StateTensor
 from aquifer.cache.spans import IntArray, Rows, Spans
 from aquifer.cache.tensors import KVShape, KVTensors
-from aquifer.cache.view import AttentionOptions, KVSource, KVView
+from aquifer.cache.view import AttentionOptions, KVSource, KVView, Recurrence
 from aquifer.memory.pool import Owner, PagePool
 
 __all__ = [
@@ -42,9 +42,12 @@ __all__ = [
     "KeepsAll",
     "Kept",
     "LayerKV",
+    "Recurrence",
     "Rows",
     "SequenceCache",
     "Spans",
+    "StateLayout",
+    "StateTensor",
 ]
 
 

@@ -1,10 +1,14 @@
-"""The bytes of one token's KV."""
+"""The bytes of one token's KV, and those of one sequence's recurrent state."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
+
+_ALIGNMENT_BYTES = 256
+"""Alignment of a sequence's state, and of each tensor in it, for wide loads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,3 +155,51 @@ class KVLayout:
             views.append((keys, values))
             offset = end
         return views
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """One tensor of the recurrent state that a layer keeps of a sequence."""
+
+    name: str
+    shape: tuple[int, ...]  # without the dimension of sequences
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor for one sequence."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """Recurrent state of one sequence: `[layer][tensor]`, however many tokens the sequence has.
+
+    Tensors begin at multiples of 256 bytes.
+
+    Attributes:
+        layers: the tensors of each layer that has state.
+        num_bytes: bytes of one sequence's state, a multiple of 256.
+    """
+
+    layers: tuple[tuple[StateTensor, ...], ...]
+    num_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        num_bytes = sum(_aligned(each.num_bytes) for layer in self.layers for each in layer)
+        object.__setattr__(self, "num_bytes", num_bytes)
+
+    def offsets(self) -> list[list[int]]:
+        """Offset in bytes of each layer's tensors in a sequence's state."""
+        offsets, end = [], 0
+        for layer in self.layers:
+            of_layer = []
+            for each in layer:
+                of_layer.append(end)
+                end += _aligned(each.num_bytes)
+            offsets.append(of_layer)
+        return offsets
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

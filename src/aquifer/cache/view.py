@@ -10,6 +10,7 @@ import torch
 
 from aquifer.cache.layout import KVLayout, LayerKV
 from aquifer.cache.spans import Rows
+from aquifer.errors import InvariantError
 from aquifer.kernels import Recording
 from aquifer.kernels.decode_attention import DecodeWorkspaces, decode_attention
 from aquifer.kernels.kv_write import kv_write
@@ -70,6 +71,40 @@ class AttentionOptions:
         }
 
 
+class Recurrence(Protocol):
+    """The part of a layer that reads and writes recurrent state: convolution and recurrence.
+
+    It runs between the pieces of a captured step, as attention does (`engine.chunk_graphs`), and
+    within the graphs of steps that decode. So the shapes of its launches depend on the rows alone,
+    and it never waits for the device.
+    """
+
+    @property
+    def out_columns(self) -> int:
+        """Columns of the result."""
+
+    def run(
+        self,
+        inputs: torch.Tensor,
+        out: torch.Tensor,
+        states: Sequence[torch.Tensor],
+        rows: Rows,
+    ) -> None:
+        """Update the state of each sequence by its rows.
+
+        A sequence begins with state 0: where a row's position, or the start of a chunk, is 0, the
+        state is not read. Rows with slot -1 are padding: they change no state.
+
+        Args:
+            inputs: [at least rows, columns], results of the layer's first product.
+            out: [at least rows, out_columns]; the rows that are no padding are written.
+            states: the layer's tensors of `StateLayout`, [slots, *shape] each, of which the first
+                stride is any; in and out.
+            rows: the step's tokens. The first `rows.num_decodes` are one token each; the others are
+                `rows.chunks`.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class Workspaces:
     """Workspaces of the kernels for rows that decode, kept from step to step."""
@@ -122,6 +157,18 @@ class KVView(Protocol):
             [tokens, heads, value_dim].
         """
 
+    def recur(self, layer: int, inputs: torch.Tensor, recurrence: Recurrence) -> torch.Tensor:
+        """Run a layer's recurrence over this step's tokens.
+
+        Args:
+            layer: index into `StateLayout.layers`.
+            inputs: [tokens, columns]; any row stride.
+            recurrence: what to run.
+
+        Returns:
+            [tokens, recurrence.out_columns].
+        """
+
 
 class LaunchView(KVView, Protocol):
     """A `KVView` that can also attend between the pieces of a captured step."""
@@ -138,6 +185,18 @@ class LaunchView(KVView, Protocol):
             how: as in `attend`.
         """
 
+    def recur_into(
+        self, layer: int, inputs: torch.Tensor, out: torch.Tensor, recurrence: Recurrence
+    ) -> None:
+        """The same as `recur`.
+
+        Args:
+            layer: as in `recur`.
+            inputs: [at least tokens, columns].
+            out: [at least tokens, recurrence.out_columns]; its first rows are overwritten.
+            recurrence: as in `recur`.
+        """
+
 
 class KVSource(Protocol):
     """Gives the addresses of a step's KV: `KVTensors`, or a `KVFollower` of another process."""
@@ -149,7 +208,21 @@ class KVSource(Protocol):
         """Launch the kernels that change KV or tables over nothing, to compile or load them."""
 
 
-class StepView:
+class WithoutState:
+    """The methods of a `KVView` for state, where no layer has any."""
+
+    def recur(self, layer: int, inputs: torch.Tensor, recurrence: Recurrence) -> torch.Tensor:
+        """See `KVView.recur`."""
+        raise InvariantError("no layer of this cache has recurrent state")
+
+    def recur_into(
+        self, layer: int, inputs: torch.Tensor, out: torch.Tensor, recurrence: Recurrence
+    ) -> None:
+        """See `LaunchView.recur_into`."""
+        raise InvariantError("no layer of this cache has recurrent state")
+
+
+class StepView(WithoutState):
     """The `KVView` of both caches, which differ only in whether a token is found by a table.
 
     Layers with latent KV have kernels of their own.
@@ -299,17 +372,50 @@ def _only_scale(how: AttentionOptions) -> float:
     return how.scale
 
 
+class StateView:
+    """The recurrent state of one step's sequences.
+
+    Args:
+        layers: the tensors of each layer, [slots, *shape].
+        rows: the step's tokens.
+    """
+
+    def __init__(self, layers: Sequence[Sequence[torch.Tensor]], rows: Rows) -> None:
+        self._layers = layers
+        self._rows = rows
+
+    def recur(self, layer: int, inputs: torch.Tensor, recurrence: Recurrence) -> torch.Tensor:
+        """See `KVView.recur`."""
+        out = inputs.new_empty(len(inputs), recurrence.out_columns)
+        self.recur_into(layer, inputs, out, recurrence)
+        return out
+
+    def recur_into(
+        self, layer: int, inputs: torch.Tensor, out: torch.Tensor, recurrence: Recurrence
+    ) -> None:
+        """See `LaunchView.recur_into`."""
+        num_tokens = len(self._rows.slots)
+        recurrence.run(inputs[:num_tokens], out[:num_tokens], self._layers[layer], self._rows)
+
+
 class GroupedView:
     """The `KVView` of a model whose layers lie in several caches.
 
     Args:
-        views: of each cache.
-        places: for each layer, the index of its cache, and its own index in that cache.
+        views: of each cache of KV.
+        places: for each layer with KV, the index of its cache, and its own index in that cache.
+        state: the state of layers that have any; None if none has.
     """
 
-    def __init__(self, views: Sequence[StepView], places: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        views: Sequence[StepView],
+        places: Sequence[tuple[int, int]],
+        state: StateView | None = None,
+    ) -> None:
         self._views = views
         self._places = places
+        self._state = state or WithoutState()
 
     def destination(
         self, layer: int
@@ -338,3 +444,13 @@ class GroupedView:
         """See `LaunchView.attend_into`."""
         part, index = self._places[layer]
         self._views[part].attend_into(index, query, out, how)
+
+    def recur(self, layer: int, inputs: torch.Tensor, recurrence: Recurrence) -> torch.Tensor:
+        """See `KVView.recur`."""
+        return self._state.recur(layer, inputs, recurrence)
+
+    def recur_into(
+        self, layer: int, inputs: torch.Tensor, out: torch.Tensor, recurrence: Recurrence
+    ) -> None:
+        """See `LaunchView.recur_into`."""
+        self._state.recur_into(layer, inputs, out, recurrence)

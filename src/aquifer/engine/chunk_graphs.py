@@ -191,7 +191,7 @@ _OutOf = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 class _Uncut:
-    """A `KVView` that leaves out attention."""
+    """A `KVView` that leaves out attention and recurrences."""
 
     def __init__(self, view: LaunchView, out_of: _OutOf) -> None:
         self._view = view

@@ -11,7 +11,7 @@ import torch
 
 from aquifer.cache.layout import KVLayout
 from aquifer.cache.spans import Rows, Spans
-from aquifer.cache.view import AttentionOptions, KVSource
+from aquifer.cache.view import AttentionOptions, KVSource, Recurrence
 from aquifer.engine.graphs import StepBuffers
 from aquifer.engine.reports import OnStage
 from aquifer.engine.round_prompts import RoundPrompts
@@ -65,6 +65,9 @@ class _NoCache:
 
     def whole_prompts(self) -> PrefillSpans | None:
         return None
+
+    def recur(self, layer: int, inputs: torch.Tensor, recurrence: Recurrence) -> torch.Tensor:
+        return inputs.new_zeros(len(inputs), recurrence.out_columns)
 
     def attend(self, layer: int, query: torch.Tensor, how: AttentionOptions) -> torch.Tensor:
         shape = (*query.shape[1:], query.dtype, how)

@@ -8,7 +8,7 @@ the loaded tensors.
 
 from __future__ import annotations
 
-from aquifer.models.base import Model, ModelInput, ModelPlan, StateLayout, StateTensor
+from aquifer.models.base import Model, ModelInput, ModelPlan
 from aquifer.models.registry import Planner, plan_model
 
 __all__ = [
@@ -16,7 +16,5 @@ __all__ = [
     "ModelInput",
     "ModelPlan",
     "Planner",
-    "StateLayout",
-    "StateTensor",
     "plan_model",
 ]

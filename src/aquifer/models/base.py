@@ -9,34 +9,8 @@ from typing import Protocol
 
 import torch
 
-from aquifer.cache.base import KVLayout, KVView
+from aquifer.cache.base import KVLayout, KVView, StateLayout
 from aquifer.weights.parameters import Parameter
-
-
-@dataclass(frozen=True, slots=True)
-class StateTensor:
-    """One tensor of a sequence's recurrent state."""
-
-    name: str
-    shape: tuple[int, ...]  # without the dimension of sequences
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the tensor for one sequence."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class StateLayout:
-    """Recurrent state of one sequence: of fixed size, however many tokens the sequence has."""
-
-    tensors: tuple[StateTensor, ...]
-
-    @property
-    def sequence_bytes(self) -> int:
-        """Bytes of all state tensors of one sequence, without padding."""
-        return sum(tensor.num_bytes for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +47,9 @@ class Model(Protocol):
     def forward(self, batch: ModelInput, kv: KVView) -> torch.Tensor:
         """Compute hidden states after the final norm, [tokens, hidden]; write KV through `kv`.
 
-        A layer without KV has no entry in the layout, so a model maps its own layers to indices of
-        `KVLayout.layers`.
+        A layer without KV has no entry in the layout, and one without recurrent state none in the
+        layout of the state. So a model maps its own layers to indices of `KVLayout.layers` and
+        `StateLayout.layers`.
         """
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -121,9 +96,13 @@ class ModelPlan(Protocol):
     def kv_layout(self) -> KVLayout:
         """Layout of one token's KV: an entry for each layer that has KV, none if no layer has."""
 
-    @property
-    def state_layout(self) -> StateLayout | None:
-        """Layout of one sequence's recurrent state; None for a model without any."""
+    def state_layout(self, dtype: torch.dtype | None = None) -> StateLayout | None:
+        """Layout of one sequence's recurrent state; None for a model without any.
+
+        Args:
+            dtype: dtype of what the recurrences accumulate; None for that of the weights. What
+                convolutions keep has the dtype of the weights.
+        """
 
     def build(self, tensors: Mapping[str, torch.Tensor]) -> Model:
         """Make the model over loaded parameters, given by name; it keeps references, no copies.

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from aquifer.models.base import StateLayout, num_elements
+from aquifer.cache.base import StateLayout
+from aquifer.models.base import num_elements
 from aquifer.models.decoder import Decoder
 from aquifer.models.spec import (
     Attention,
@@ -35,8 +36,6 @@ class DecoderPlan:
         dtype: dtype of weights and KV; None means the checkpoint's own.
     """
 
-    state_layout: StateLayout | None = None
-
     def __init__(
         self, spec: DecoderSpec, checkpoint: Checkpoint, dtype: torch.dtype | None
     ) -> None:
@@ -49,6 +48,10 @@ class DecoderPlan:
         self._stored = checkpoint.tensors
         self.parameters = list(self._parameters())
         self.num_parameters = num_elements(self.parameters)
+
+    def state_layout(self, dtype: torch.dtype | None = None) -> StateLayout | None:
+        """See `ModelPlan.state_layout`."""
+        return self.spec.state_layout(self.kv_layout.dtype, dtype or self.kv_layout.dtype)
 
     def build(self, tensors: Mapping[str, torch.Tensor]) -> Decoder:
         """See `ModelPlan.build`."""

@@ -18,7 +18,7 @@ from enum import Enum
 
 import torch
 
-from aquifer.cache.base import KVLayout, LayerKV
+from aquifer.cache.base import KVLayout, LayerKV, StateLayout
 from aquifer.kernels.experts import Activation, Routing
 from aquifer.models.rope import RotarySettings
 from aquifer.weights.forms import Form
@@ -377,3 +377,12 @@ class DecoderSpec:
             for window in windows
         )
         return KVLayout(tuple(layers), dtype)
+
+    def state_layout(self, dtype: torch.dtype, state_dtype: torch.dtype) -> StateLayout | None:
+        """Layout of one sequence's recurrent state; None, as no layer has any.
+
+        Args:
+            dtype: dtype of the weights, and of what convolutions keep.
+            state_dtype: dtype of what recurrences accumulate.
+        """
+        return None

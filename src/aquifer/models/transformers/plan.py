@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from aquifer.cache.base import StateLayout
 from aquifer.errors import UnsupportedModelError, as_config_error
-from aquifer.models.base import StateLayout, num_elements
+from aquifer.models.base import num_elements
 from aquifer.models.transformers.config import load_config, read_max_model_len
 from aquifer.models.transformers.layout import read_kv_layout
 from aquifer.models.transformers.mapping import map_parameters, tied_names
@@ -37,7 +38,6 @@ class TransformersPlan:
         ConfigError: the configuration is invalid, or a tensor is missing.
     """
 
-    state_layout: StateLayout | None = None  # recurrent architectures are refused
     kv_limits: tuple[int, ...] = ()  # contexts end where KV would change
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None) -> None:
@@ -56,6 +56,10 @@ class TransformersPlan:
                 skeleton, self._tied_names, checkpoint, self._architecture
             )
             self.num_parameters = num_elements(self.parameters)
+
+    def state_layout(self, dtype: torch.dtype | None = None) -> StateLayout | None:
+        """None: recurrent architectures are refused."""
+        return None
 
     def build(self, tensors: Mapping[str, torch.Tensor]) -> TransformersModel:
         """Make the model over loaded parameters, given by name; it keeps references, no copies.
