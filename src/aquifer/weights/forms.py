@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import TypeAlias
 
 import torch
 
 from aquifer.weights import mxfp4
+
+RowFactors: TypeAlias = tuple[tuple[int, float], ...]
+"""(number of rows, factor on their elements) of stretches that make up a stored tensor, in order,
+where a row is an index of its first dimension. None for a tensor that is left as it is."""
 
 
 class Form(Enum):
@@ -63,17 +68,26 @@ class Target:
     Args:
         part: contiguous.
         form: the form; `form.stored_shape(part.shape)` is the stored tensor's shape.
+        factors: constant factors on rows; only of a plain form.
     """
 
     part: torch.Tensor
     form: Form = Form.PLAIN
+    factors: RowFactors = ()
+
+    def __post_init__(self) -> None:
+        if self.factors:
+            assert self.form is Form.PLAIN
+            assert sum(rows for rows, _ in self.factors) == len(self.part)
 
     def is_copy(self, dtype: torch.dtype) -> bool:
         """Whether the bytes of a tensor stored in this dtype are the bytes of the part."""
-        return self.form is Form.PLAIN and self.part.dtype == dtype
+        return self.form is Form.PLAIN and self.part.dtype == dtype and not self.factors
 
     def write(self, elements: torch.Tensor, first: int) -> None:
-        """Write stored elements to their places: converted, transposed or decoded.
+        """Write stored elements to their places: converted, transposed, decoded or scaled.
+
+        A product with a factor is computed in float32 and rounded once.
 
         Args:
             elements: [n], contiguous, of a dtype that the form accepts: [first, first + n) of the
@@ -87,8 +101,22 @@ class Target:
             mxfp4.multiply_by_scales(elements, values, first)
         elif self.form is Form.TRANSPOSED:
             _copy_rows(elements, self.part.mT, first)
+        elif self.factors:
+            self._write_scaled(elements, first)
         else:
             values[first : first + len(elements)].copy_(elements)
+
+    def _write_scaled(self, elements: torch.Tensor, first: int) -> None:
+        """`write` where rows have factors."""
+        values = self.part.view(-1)
+        width = len(values) // len(self.part)
+        end = 0
+        for num_rows, factor in self.factors:  # [begin, end) of the part has this factor
+            begin, end = end, end + num_rows * width
+            since, until = max(begin, first), min(end, first + len(elements))
+            if since < until:
+                stretch = elements[since - first : until - first]
+                values[since:until].copy_(stretch.float() * factor)
 
 
 def _copy_rows(elements: torch.Tensor, out: torch.Tensor, first: int) -> None:

@@ -110,7 +110,8 @@ def read(fields: Fields, architecture: str) -> DecoderSpec:
                 "self_attn.q_proj" if attention.q_rank is None else "self_attn.q_a_proj",
                 "self_attn.kv_a_proj_with_mqa",
             ),
-            shared="mlp.shared_experts",
+            shared_up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+            shared_down="mlp.shared_experts.down_proj",
         ),
     )
 
