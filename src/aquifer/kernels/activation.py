@@ -154,3 +154,21 @@ def _activation_kernel(
         up = tl.load(x + token * x_stride + n + column, mask=inside, other=0.0)
         result = (result.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
     tl.store(out + token * n + column, result, mask=inside)
+
+
+@jit
+def softplus(x: tensor) -> tensor:
+    """log(1 + exp(x)) of float32, with a small relative error for any x, within a kernel."""
+    # max(x, 0) + log(1 + e) with e = exp(-|x|), where 1 + e would round away most of a small e.
+    # log(1 + e) = 2 artanh(s), whose series converges quickly for s of at most 1/3.
+    e = tl.exp(-tl.abs(x))
+    s = e / (2.0 + e)
+    square = s * s
+    series = 1.0 / 15.0 * square + 1.0 / 13.0
+    series = series * square + 1.0 / 11.0
+    series = series * square + 1.0 / 9.0
+    series = series * square + 1.0 / 7.0
+    series = series * square + 1.0 / 5.0
+    series = series * square + 1.0 / 3.0
+    series = series * square + 1.0
+    return tl.maximum(x, 0.0) + 2.0 * s * series

@@ -26,7 +26,7 @@ from __future__ import annotations
 import torch
 
 from aquifer.kernels.prefill_attention import PrefillSpans
-from aquifer.kernels.span_blocks import SortedSpans, read_states, wide_dtype
+from aquifer.kernels.span_chunks import SortedSpans, read_states, wide_dtype
 
 NORM_EPS = 1e-6
 """Added to the squared length of queries and keys."""

@@ -1,4 +1,9 @@
-"""Tokens of spans in padded blocks, for recurrences in plain torch over all spans together."""
+"""Spans of a step cut into parts: chunks for kernels, padded blocks for recurrences in torch.
+
+A kernel has a program for each chunk of `size` tokens of each span, and a few without work. With p
+tokens in the spans before it, chunk j of span s has number p // size + s + j. No two have the same:
+a span of n tokens has at most n // size + 1 chunks.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from aquifer.kernels._triton import jit, tensor, tl
 from aquifer.kernels.prefill_attention import PrefillSpans
 
 _BLOCK_ELEMENTS = 1 << 20
@@ -87,3 +93,32 @@ def read_states(state: torch.Tensor, slots: torch.Tensor, positions: torch.Tenso
 def wide_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype that recurrences of such tensors are computed in: float32, or x's if wider."""
     return torch.promote_types(x.dtype, torch.float32)
+
+
+def count_chunks(spans: PrefillSpans, size: int) -> int:
+    """Upper bound of the numbers of chunks of `size` tokens: programs of a kernel."""
+    return (spans.offsets[-1] - spans.offsets[0]) // size + len(spans.slots)
+
+
+@jit
+def find_chunk(
+    offsets: tensor, num_spans: tensor, size: tensor, number: tensor
+) -> tuple[tensor, tensor]:
+    """The chunk with a number: its span, and its index in the span, which may be too large.
+
+    Args:
+        offsets: pointer to `PrefillSpans.device_offsets`.
+        num_spans: spans of the step, at least one.
+        size: tokens of a chunk.
+        number: less than `count_chunks`.
+    """
+    first = tl.load(offsets)
+    span = -1
+    for begin in range(0, num_spans, 32):
+        other = begin + tl.arange(0, 32)
+        is_span = other < num_spans
+        before = tl.load(offsets + other, mask=is_span, other=0) - first
+        is_before = is_span & (before // size + other <= number)
+        span += tl.sum(is_before.to(tl.int32), axis=0)
+    index = number - (tl.load(offsets + span) - first) // size - span
+    return span, index
