@@ -19,6 +19,8 @@ from aquifer.kernels.gated_delta import (
     NORM_EPS,
     delta_chunks,
     delta_chunks_reference,
+    delta_gates,
+    delta_gates_reference,
     delta_update,
     delta_update_reference,
 )
@@ -237,3 +239,21 @@ def test_no_updates(device, operation):
     state = copy_of_state(case.state)
     operation(state, *inputs, none, none, torch.empty_like(inputs[2]), scale=SCALE)
     assert torch.equal(state, case.state)
+
+
+@pytest.mark.parametrize("operation", [delta_gates, delta_gates_reference])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("num_rows", [0, 5])
+def test_gates(device, num_rows, dtype, operation):
+    """Also where softplus is far smaller than 1, or its argument itself."""
+    generator = torch.Generator(device).manual_seed(0)
+    num_heads = 6
+    wide = 12 * torch.randn(num_rows, 2 * num_heads + 1, generator=generator, device=device)
+    a, b = wide.to(dtype)[:, 1:].split(num_heads, dim=1)
+    a_log, dt_bias = torch.randn(2, num_heads, generator=generator, device=device)
+    g, beta = operation(a, b, a_log, dt_bias)
+    assert g.dtype == torch.float32
+    assert beta.dtype == dtype
+    exact = -a_log.double().exp() * (a.double() + dt_bias.double()).exp().log1p()
+    torch.testing.assert_close(g.double(), exact, rtol=5e-6, atol=0)
+    assert relative_error(beta, b.double().sigmoid()) < MAX_ERROR[dtype]

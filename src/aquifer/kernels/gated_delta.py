@@ -62,6 +62,9 @@ NORM_EPS = 1e-6
 _CHUNK = 64
 """Tokens that are computed together."""
 
+_WIDE_CHUNK = 16
+"""The same for float32 on a GPU, whose products take no tensor cores, and many registers."""
+
 _UPDATE_COLUMNS = 32
 _CARRY_COLUMNS = 32
 """Columns of a head's state that a program has: 32 heads of 128 of one sequence fill a device."""
@@ -317,17 +320,18 @@ def delta_chunks(
     num_heads, value_dim = v.shape[1:]
     num_spans = len(spans.slots)
     assert spans.offsets[-1] <= len(q)
-    num_chunks = count_chunks(spans, _CHUNK)
+    size = _CHUNK if q.dtype.itemsize == 2 else _WIDE_CHUNK
+    num_chunks = count_chunks(spans, size)
     shared = {
         "group": num_heads // k.shape[1],
         "num_heads": num_heads,
         "key_dim": k.shape[2],
         "key_dim_pow2": pow2(k.shape[2], MIN_DOT),
-        "size": _CHUNK,
+        "size": size,
         "num_warps": _NUM_WARPS,
     }
-    inverse, weights = q.new_empty(2, num_chunks, num_heads, _CHUNK, _CHUNK)
-    factors = torch.empty(num_chunks, num_heads, 4, _CHUNK, dtype=torch.float32, device=q.device)
+    inverse, weights = q.new_empty(2, num_chunks, num_heads, size, size)
+    factors = torch.empty(num_chunks, num_heads, 4, size, dtype=torch.float32, device=q.device)
     launch(
         _prepare_kernel,
         (num_chunks, num_heads),
