@@ -47,6 +47,17 @@ MAX_STATE_ERROR = {"selective": 1e-4, "delta": 1e-2}  # that of the delta rule h
 EXPONENTIALS_PER_CYCLE = 16  # of an SM
 CLOCK_HZ = 1.98e9  # the highest of an H200
 
+_Five = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+_Seven = tuple[
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+]
+
 
 @dataclass(frozen=True)
 class Result:
@@ -187,7 +198,7 @@ class Cases:
         name, floor_s = f"selective chunks {num_spans} x {count}", max(read_s, compute_s)
         return Kernel(name, states, out, run, refer, floor_s, MAX_STATE_ERROR["selective"])
 
-    def _selective_inputs(self, num_rows: int) -> tuple[torch.Tensor, ...]:
+    def _selective_inputs(self, num_rows: int) -> _Seven:
         """x, dt, a_log, b, c, d and dt_bias."""
         both = _random(num_rows, 2 * STATE_SIZE)
         rates = torch.arange(1, STATE_SIZE + 1, device=DEVICE).log().expand(CHANNELS, -1)
@@ -241,7 +252,7 @@ class Cases:
         floor_s = max(read_s, operations / self.rates.operations_per_s)
         return Kernel(name, states, out, run, refer, floor_s, MAX_STATE_ERROR["delta"])
 
-    def _delta_inputs(self, num_rows: int) -> tuple[torch.Tensor, ...]:
+    def _delta_inputs(self, num_rows: int) -> _Five:
         """q, k, v, g and beta; the first three are columns of one tensor, as in the model."""
         wide = _random(num_rows, (2 * KEY_HEADS + VALUE_HEADS) * DIM)
         q, k, v = wide.split((KEY_HEADS * DIM, KEY_HEADS * DIM, VALUE_HEADS * DIM), dim=1)
@@ -252,8 +263,8 @@ class Cases:
             torch.randn(VALUE_HEADS, device=DEVICE),
             torch.randn(VALUE_HEADS, device=DEVICE) - 2,
         )
-        heads = (each.unflatten(1, (-1, DIM)) for each in (q, k, v))
-        return *heads, g, beta
+        q, k, v = (each.unflatten(1, (-1, DIM)) for each in (q, k, v))
+        return q, k, v, g, beta
 
 
 def main() -> None:

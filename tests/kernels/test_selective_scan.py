@@ -199,7 +199,7 @@ def test_updates(device, num_channels, state_size, dtype, operation):
         each[rows].nan_to_num() if each is not None and each.shape[0] == len(case.x) else each
         for each in case.inputs
     ]
-    state, out = copy_of_state(case.state), torch.full_like(inputs[0], torch.nan)
+    state, out = copy_of_state(case.state), torch.full_like(case.x[rows], torch.nan)
     operation(state, *inputs, slots, positions, out)
     assert out.isfinite().all()
     assert relative_error(out[~is_padding], results) < MAX_ERROR[dtype]
@@ -217,5 +217,5 @@ def test_no_updates(device, operation):
         for each in case.inputs
     ]
     state = copy_of_state(case.state)
-    operation(state, *inputs, none, none, torch.empty_like(inputs[0]))
+    operation(state, *inputs, none, none, torch.empty_like(case.x[:0]))
     assert torch.equal(state, case.state)
