@@ -46,6 +46,11 @@ class Footprint:
     shares: bool = True
 
     @property
+    def kept_block_bytes(self) -> int:
+        """What a block takes that is kept for later sequences: what its eviction gives back."""
+        return self.block_bytes
+
+    @property
     def block_tokens(self) -> float:
         """Tokens that a block has room for, not always a whole number; 0 without KV."""
         return self.block_bytes / self.token_bytes if self.token_bytes else 0.0
@@ -183,6 +188,11 @@ class StateFootprint(Footprint):
     def growth(self, more_tokens: _IntArray, num_tokens: _IntArray) -> int:
         """No pages: a sequence that has begun has its state."""
         return 0
+
+    @property
+    def kept_block_bytes(self) -> int:
+        """Checkpoints lie on pages of their own."""
+        return self.blocks_pages(1) * self.page_bytes
 
     @property
     def _most_pages(self) -> int:

@@ -220,7 +220,9 @@ class GroupedCache:
             part.cache.upload()
 
     def stats(self, written_tokens: int | IntArray) -> CacheStats:
-        """The sum over all parts; what was given back does not count as written.
+        """The sum over all parts with KV; what was given back does not count as written.
+
+        Recurrent state has an owner of its own in the pool, and no waste but the ends of pages.
 
         Args:
             written_tokens: of each slot, [slots]. A total will do while nothing is given back.
@@ -228,6 +230,8 @@ class GroupedCache:
         total = int(np.sum(written_tokens))
         found = []
         for part in self.parts:
+            if part.keeps_state:
+                continue
             kept = total
             if isinstance(written_tokens, np.ndarray) and part.window_tokens is not None:
                 slots = written_tokens.nonzero()[0].tolist()

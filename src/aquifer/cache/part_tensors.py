@@ -76,8 +76,7 @@ class PartTensors:
         """
         if self.range.num_mapped_pages > self._num_anchor_pages:
             raise InvariantError("a journal begins before the first page is mapped")
-        self._note = note or self._journal.append
-        self._record_pages(self._note)
+        self._note = self.residency.record = note or self._journal.append
 
     def take_journal(self) -> tuple[PartOp, ...]:
         """All changes since recording began, or since the last call, in order.
@@ -149,9 +148,6 @@ class PartTensors:
 
     def _map_anchor(self) -> bool:
         return self._anchor.populate([range(self._num_anchor_pages)])
-
-    def _record_pages(self, note: Callable[[PartOp], None]) -> None:
-        self.residency.record = note
 
     def _require_no_copies(self) -> None:
         assert not self._copies, "pending copies come first: call make_copies"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -55,6 +56,7 @@ class StateCache(KeepsAll):
         self.footprint = StateFootprint(num_bytes, num_bytes, pool.page_bytes, shares=False)
         self.tensors = StateTensors(pool, Owner(owner.model, Kind.STATE), shape)
         self._shape = shape
+        self._prefix_owner = Owner(owner.model, Kind.PREFIX)
         self._residency = self.tensors.residency
         self._has_place = np.zeros(shape.num_slots, np.int64)  # 1 for a slot with pages
         self._page_users = np.zeros(shape.num_slot_pages, np.int64)
@@ -139,11 +141,12 @@ class StateCache(KeepsAll):
         """
         if not self._free or num_tokens in self._marks.get(slot, ()):
             return
-        place = self._free[0]
-        pages = self._shape.pages_of(place)
-        if not self.tensors.checkpoints.populate([pages], is_overwritten=True):
-            return
-        heapq.heappop(self._free)
+        place = heapq.heappop(self._free)  # before room is made, which may add others
+        with ExitStack() as undo:
+            undo.callback(heapq.heappush, self._free, place)
+            if not self._residency.populate([self._shape.pages_of(place)], is_overwritten=True):
+                return
+            undo.pop_all()
         self._holds[place] = 1
         self._marks.setdefault(slot, {})[num_tokens] = place
         self._copy(slot, place)
@@ -164,9 +167,12 @@ class StateCache(KeepsAll):
             self.unretain([marks.pop(num_tokens)])
 
     def retain(self, blocks: Sequence[int]) -> None:
-        """Hold checkpoints."""
-        assert all(self._holds[place] for place in blocks), "only checkpoints can be held"
-        self._holds.update(blocks)
+        """Hold checkpoints, which are retained prefixes from then on."""
+        for place in blocks:
+            assert self._holds[place], "only checkpoints can be held"
+            self._holds[place] += 1
+            pages = self.tensors.range.pages_at(self._shape.pages_of(place))
+            self._residency.transfer(pages, self._prefix_owner)
 
     def unretain(self, blocks: Sequence[int]) -> None:
         """Drop checkpoints; those that nothing holds are given up."""
@@ -178,7 +184,7 @@ class StateCache(KeepsAll):
                 if place in self._sources or place in self._targets:
                     self.upload()
                 del self._holds[place]
-                self.tensors.checkpoints.give_up(self._shape.pages_of(place))
+                self._residency.give_up(self._shape.pages_of(place))
                 heapq.heappush(self._free, place)
 
     def copy_out(self, slot: int, tokens: range, target: torch.Tensor) -> None:

@@ -6,18 +6,16 @@ places of checkpoints        behind the slots, each on pages of its own
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from aquifer.cache.journal import PartOp
 from aquifer.cache.layout import StateLayout
 from aquifer.cache.part_tensors import PartTensors
 from aquifer.cache.spans import Rows
 from aquifer.cache.tensors import check_addresses
 from aquifer.cache.view import StateView
-from aquifer.memory.pool import Kind, Owner, PagePool
-from aquifer.memory.residency import Residency
+from aquifer.memory.pool import Owner, PagePool
 
 _MOST_CHECKPOINTS = 1 << 16
 
@@ -97,7 +95,6 @@ class StateTensors(PartTensors):
 
     Attributes:
         shape: as given.
-        checkpoints: the pages of checkpoints, which are retained prefixes.
         layers: the tensors of each layer, [slots, *shape].
     """
 
@@ -105,7 +102,6 @@ class StateTensors(PartTensors):
         layout = shape.layout
         super().__init__(pool, owner, shape.num_bytes, layout.num_bytes, shape.num_anchor_pages)
         self.shape = shape
-        self.checkpoints = Residency(pool, Owner(owner.model, Kind.PREFIX), self.range)
         self.layers = [
             [
                 self.range.tensor(
@@ -139,10 +135,6 @@ class StateTensors(PartTensors):
                 undo.callback(self._anchor.give_up, [index])
             undo.pop_all()
         return True
-
-    def _record_pages(self, note: Callable[[PartOp], None]) -> None:
-        super()._record_pages(note)
-        self.checkpoints.record = note
 
 
 def _strides(shape: Sequence[int]) -> list[int]:

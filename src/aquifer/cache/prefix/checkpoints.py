@@ -106,7 +106,7 @@ class Checkpoints:
         added_bytes = 0
         for part, holders, each in zip(self._parts, self._holders, kept, strict=True):
             part.cache.retain(each.blocks)
-            added_bytes += _count(holders, each, 1) * part.cache.footprint.block_bytes
+            added_bytes += _count(holders, each, 1) * part.cache.footprint.kept_block_bytes
         self.held_bytes += added_bytes
         return added_bytes
 
@@ -114,7 +114,7 @@ class Checkpoints:
         """Drop the blocks of a checkpoint; returns the bytes that no other holds."""
         freed_bytes = 0
         for part, holders, each in zip(self._parts, self._holders, checkpoint.kept, strict=True):
-            freed_bytes += _count(holders, each, -1) * part.cache.footprint.block_bytes
+            freed_bytes += _count(holders, each, -1) * part.cache.footprint.kept_block_bytes
             part.cache.unretain(each.blocks)
         self.held_bytes -= freed_bytes
         return freed_bytes
@@ -122,13 +122,17 @@ class Checkpoints:
     def guard(self, checkpoint: Node, change: int) -> None:
         """Count that a checkpoint is guarded, by 1, or no longer, by -1."""
         for part, guards, each in zip(self._parts, self._guards, checkpoint.kept, strict=True):
-            num_bytes = _count(guards, each, change) * part.cache.footprint.block_bytes
+            num_bytes = _count(guards, each, change) * part.cache.footprint.kept_block_bytes
             self.guarded_bytes += change * num_bytes
 
     def pages(self, checkpoint: Node) -> int:
         """Pages that the blocks of a checkpoint take if they lie side by side."""
         return sum(
-            part.cache.footprint.blocks_pages(len(each.blocks))
+            -(
+                -len(each.blocks)
+                * part.cache.footprint.kept_block_bytes
+                // part.cache.footprint.page_bytes
+            )
             for part, each in zip(self._parts, checkpoint.kept, strict=True)
         )
 
