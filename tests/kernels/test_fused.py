@@ -10,6 +10,8 @@ from aquifer.kernels.activation import (
     ACTIVATIONS,
     activate,
     activate_reference,
+    sigmoid_mul,
+    sigmoid_mul_reference,
     silu_mul,
     silu_mul_reference,
 )
@@ -105,6 +107,21 @@ def test_silu_mul(generator: torch.Generator, num_tokens: int, n: int, dtype: to
     exact = gate / (1 + (-gate).exp()) * up
     assert error(silu_mul(gate_up), exact) < max_error(generator.device, dtype)
     assert error(silu_mul_reference(gate_up), exact) < max_error(generator.device, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_tokens", "n"), [(0, 16), (1, 64), (5, 100), (2, 1500)])
+def test_sigmoid_mul(
+    generator: torch.Generator, num_tokens: int, n: int, dtype: torch.dtype
+) -> None:
+    wide = random(generator, num_tokens, 2 * n + 1, dtype=dtype) * 4
+    gate, x = wide[:, :n], wide[:, n + 1 :]
+    for operation in (sigmoid_mul, sigmoid_mul_reference):
+        result = operation(x, gate)
+        assert result.shape == x.shape
+        if num_tokens:
+            exact = x.double() / (1 + (-gate.double()).exp())
+            assert error(result, exact) < 2 * max_error(generator.device, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,4 +1,5 @@
-"""Activations between the two matrix products of a feed-forward layer, gated (SwiGLU) or not."""
+"""Activations between the two matrix products of a feed-forward layer, gated (SwiGLU) or not; the
+gate of attention; softplus for other kernels."""
 
 from __future__ import annotations
 
@@ -98,6 +99,36 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def sigmoid_mul_reference(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """`sigmoid_mul` in plain torch."""
+    return x * gate.sigmoid()
+
+
+def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Compute x * sigmoid(gate), with each operation rounded to the dtype as in torch.
+
+    Args:
+        x: [tokens, n]; any row stride.
+        gate: [tokens, n] of x's dtype; any row stride.
+
+    Returns:
+        [tokens, n], contiguous.
+    """
+    if not runs_triton(x):
+        return sigmoid_mul_reference(x, gate)
+    num_tokens, width = x.shape
+    assert gate.shape == x.shape
+    assert gate.dtype == x.dtype
+    assert x.stride(1) == gate.stride(1) == 1
+    out = x.new_empty(num_tokens, width)
+    if num_tokens:
+        _sigmoid_mul_kernel[(num_tokens, -(-width // _COLUMNS))](
+            x, gate, out, x.stride(0), gate.stride(0), width, block=_COLUMNS, num_warps=4,
+            **launch_options(x.device),
+        )  # fmt: skip
+    return out
+
+
 @jit
 def _silu_mul_kernel(
     gate_up: tensor,
@@ -119,6 +150,28 @@ def _silu_mul_kernel(
     activated = (wide * tl.sigmoid(wide)).to(gate.dtype)
     product = activated.to(tl.float32) * up.to(tl.float32)
     tl.store(out + token * n + columns, product.to(gate.dtype), mask=inside)
+
+
+@jit
+def _sigmoid_mul_kernel(
+    x: tensor,
+    gate: tensor,
+    out: tensor,
+    x_stride: tensor,
+    gate_stride: tensor,
+    n: tensor,
+    block: constexpr,
+    overlaps: constexpr,
+) -> None:
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    inside = columns < n
+    await_predecessor(overlaps)
+    release_successor(overlaps)
+    own = tl.load(x + token * x_stride + columns, mask=inside)
+    factor = tl.sigmoid(tl.load(gate + token * gate_stride + columns, mask=inside).to(tl.float32))
+    product = own.to(tl.float32) * factor.to(own.dtype).to(tl.float32)
+    tl.store(out + token * n + columns, product.to(own.dtype), mask=inside)
 
 
 @jit
@@ -154,3 +207,21 @@ def _activation_kernel(
         up = tl.load(x + token * x_stride + n + column, mask=inside, other=0.0)
         result = (result.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
     tl.store(out + token * n + column, result, mask=inside)
+
+
+@jit
+def softplus(x: tensor) -> tensor:
+    """log(1 + exp(x)) of float32, with a small relative error for any x, within a kernel."""
+    # max(x, 0) + log(1 + e) with e = exp(-|x|), where 1 + e would round away most of a small e.
+    # log(1 + e) = 2 artanh(s), whose series converges quickly for s of at most 1/3.
+    e = tl.exp(-tl.abs(x))
+    s = e / (2.0 + e)
+    square = s * s
+    series = 1.0 / 15.0 * square + 1.0 / 13.0
+    series = series * square + 1.0 / 11.0
+    series = series * square + 1.0 / 9.0
+    series = series * square + 1.0 / 7.0
+    series = series * square + 1.0 / 5.0
+    series = series * square + 1.0 / 3.0
+    series = series * square + 1.0
+    return tl.maximum(x, 0.0) + 2.0 * s * series
