@@ -1,9 +1,10 @@
-"""Selective scan and gated delta rule, compared with their floors and with the references.
+"""Recurrences, compared with their floors and with the references.
 
     python benchmarks/gpu/scan_kernels.py --output benchmarks/gpu/scan_kernels.json
 
-Shapes are those of FalconMamba-7B (8192 channels of 16 numbers) and Qwen3-Next-80B-A3B (16 key
-heads and 32 value heads of 128), inputs in bf16, state in float32. A figure is the time of one
+Shapes are those of FalconMamba-7B (8192 channels of 16 numbers), Qwen3-Next-80B-A3B (16 key heads
+and 32 value heads of 128), both with state in float32, and Falcon-H1-7B (24 heads of 128 by 256
+numbers, state in bf16, with convolution and gate); inputs in bf16. A figure is the time of one
 layer, the median over replays of a CUDA graph of several layers, whose states together overflow the
 L2 cache. It takes about half a minute.
 
@@ -29,7 +30,7 @@ import triton
 from aquifer.bench.floor import Rates
 from aquifer.bench.result import save
 from aquifer.bench.timing import replay_seconds
-from aquifer.kernels import gated_delta, selective_scan
+from aquifer.kernels import causal_conv, gated_delta, gated_norm, selective_scan, ssd
 from aquifer.kernels.prefill_attention import PrefillSpans
 
 DTYPE = torch.bfloat16
@@ -37,13 +38,16 @@ DEVICE = torch.device("cuda")
 CHANNELS, STATE_SIZE = 8192, 16
 KEY_HEADS, VALUE_HEADS, DIM = 16, 32, 128
 CHUNK_TOKENS = 64  # of the delta rule
+SSD_HEADS, SSD_DIM, SSD_SIZE, TAPS = 24, 128, 256, 4
+SSD_CHUNK_TOKENS = 128
 SCALE = DIM**-0.5
 BATCHES = (1, 32, 256)
 CHUNKS = ((1, 8192), (1, 1024), (8, 1024), (64, 20))  # spans, tokens of each
 LEAST_STATE_BYTES = 256 << 20  # of all layers: several times the L2 cache
 REPLAYS = 15
 MAX_ERROR = 1e-2
-MAX_STATE_ERROR = {"selective": 1e-4, "delta": 1e-2}  # that of the delta rule has 16-bit products
+# Those of the delta rule and of Mamba-2 have 16-bit products.
+MAX_STATE_ERROR = {"selective": 1e-4, "delta": 1e-2, "ssd": 1e-2}
 EXPONENTIALS_PER_CYCLE = 16  # of an SM
 CLOCK_HZ = 1.98e9  # the highest of an H200
 
@@ -141,6 +145,50 @@ def _spans(num_spans: int, count: int) -> PrefillSpans:
     return PrefillSpans.of(list(range(num_spans)), [1] * num_spans, offsets, DEVICE)
 
 
+NO_LIMIT = (0.0, float("inf"))
+
+
+class _Mamba2:
+    """A layer's inputs and weights: z, x, b, c and dt as columns of one tensor."""
+
+    def __init__(self, num_rows: int) -> None:
+        width, both = SSD_HEADS * SSD_DIM, 2 * SSD_SIZE
+        wide = _random(num_rows, 2 * width + both + SSD_HEADS)
+        self.gate, self.inputs, self.dt = wide.split((width, width + both, SSD_HEADS), dim=1)
+        self.taps = _random(width + both, TAPS) / TAPS, _random(width + both)
+        self.xbc = torch.empty_like(self.inputs.contiguous())
+        self.y = _random(num_rows, SSD_HEADS, SSD_DIM)
+        self.weights = [torch.randn(SSD_HEADS, device=DEVICE) for _ in range(3)]
+
+    def states(self, num_slots: int) -> torch.Tensor:
+        """States of enough layers, [slots, layers, numbers], convolution first."""
+        numbers = (SSD_HEADS * SSD_DIM + 2 * SSD_SIZE) * (TAPS - 1) + (
+            SSD_HEADS * SSD_DIM * SSD_SIZE
+        )
+        num_layers = max(LEAST_STATE_BYTES // (num_slots * numbers * 2), 2)
+        return _random(num_slots, num_layers, numbers)
+
+    def split(self, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the convolution keeps, and the state."""
+        channels = self.inputs.shape[1]
+        conv = state[:, : channels * (TAPS - 1)].unflatten(1, (channels, TAPS - 1))
+        own = state[:, channels * (TAPS - 1) :].unflatten(1, (SSD_HEADS, SSD_DIM, SSD_SIZE))
+        return conv, own
+
+    def arguments(self) -> tuple[torch.Tensor, ...]:
+        """x, dt, a_log, b, c, d, dt_bias."""
+        x, b, c = self.xbc.split((SSD_HEADS * SSD_DIM, SSD_SIZE, SSD_SIZE), dim=1)
+        a_log, d, dt_bias = self.weights
+        x = x.unflatten(1, (SSD_HEADS, SSD_DIM))
+        return x, self.dt, a_log, b.unsqueeze(1), c.unsqueeze(1), d, dt_bias
+
+    def gated(self, norm: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """The results with their gate."""
+        return norm(
+            self.y.flatten(1), self.gate, None, eps=0.0, group_size=SSD_DIM, norm_before_gate=False
+        )
+
+
 class Cases:
     """The kernels to measure.
 
@@ -157,9 +205,11 @@ class Cases:
         for batch in BATCHES:
             yield self.selective_update(batch)
             yield self.delta_update(batch)
+            yield self.ssd_update(batch)
         for num_spans, count in CHUNKS:
             yield self.selective_chunks(num_spans, count)
             yield self.delta_chunks(num_spans, count)
+            yield self.ssd_chunks(num_spans, count)
 
     def selective_update(self, batch: int) -> Kernel:
         """One token of each of `batch` sequences."""
@@ -251,6 +301,66 @@ class Cases:
         name = f"delta chunks {num_spans} x {count}"
         floor_s = max(read_s, operations / self.rates.operations_per_s)
         return Kernel(name, states, out, run, refer, floor_s, MAX_STATE_ERROR["delta"])
+
+    def ssd_update(self, batch: int) -> Kernel:
+        """One token of each of `batch` sequences: convolution, update, and gate."""
+        slots = torch.randperm(batch, device=DEVICE)
+        positions = torch.ones_like(slots)
+        layer = _Mamba2(batch)
+        states, out = layer.states(batch), _random(batch, SSD_HEADS * SSD_DIM)
+
+        def run(state: torch.Tensor) -> None:
+            conv, own = layer.split(state)
+            causal_conv.conv_update(
+                layer.inputs, *layer.taps, conv, slots, positions, layer.xbc, activation="silu"
+            )
+            ssd.state_update(own, *layer.arguments(), slots, positions, layer.y, dt_limit=NO_LIMIT)
+            out.copy_(layer.gated(gated_norm.gated_norm))
+
+        def refer(state: torch.Tensor, into: torch.Tensor) -> None:
+            conv, own = layer.split(state)
+            causal_conv.conv_update_reference(
+                layer.inputs, *layer.taps, conv, slots, positions, layer.xbc, activation="silu"
+            )
+            ssd.state_update_reference(
+                own, *layer.arguments(), slots, positions, layer.y, dt_limit=NO_LIMIT
+            )
+            into.copy_(layer.gated(gated_norm.gated_norm_reference))
+
+        floor_s = 2 * states[:, 0].numel() * 2 / self.rates.bytes_per_s
+        name = f"ssd update {batch}"
+        return Kernel(name, states, out, run, refer, floor_s, MAX_STATE_ERROR["ssd"])
+
+    def ssd_chunks(self, num_spans: int, count: int) -> Kernel:
+        """`count` tokens of each of `num_spans` sequences: convolution, scan, and gate."""
+        num_tokens = num_spans * count
+        spans, layer = _spans(num_spans, count), _Mamba2(num_tokens)
+        states, out = layer.states(num_spans), _random(num_tokens, SSD_HEADS * SSD_DIM)
+
+        def run(state: torch.Tensor) -> None:
+            conv, own = layer.split(state)
+            causal_conv.conv_chunks(
+                layer.inputs, *layer.taps, conv, spans, layer.xbc, activation="silu"
+            )
+            ssd.scan_chunks(own, *layer.arguments(), spans, layer.y, dt_limit=NO_LIMIT)
+            out.copy_(layer.gated(gated_norm.gated_norm))
+
+        def refer(state: torch.Tensor, into: torch.Tensor) -> None:
+            conv, own = layer.split(state)
+            causal_conv.conv_chunks_reference(
+                layer.inputs, *layer.taps, conv, spans, layer.xbc, activation="silu"
+            )
+            ssd.scan_chunks_reference(own, *layer.arguments(), spans, layer.y, dt_limit=NO_LIMIT)
+            into.copy_(layer.gated(gated_norm.gated_norm_reference))
+
+        columns = 2 * SSD_HEADS * SSD_DIM + 2 * SSD_SIZE
+        read_s = num_tokens * (columns + SSD_HEADS * SSD_DIM) * 2 / self.rates.bytes_per_s
+        # c b^T and its product with x within a chunk; into the state, and out of it.
+        products = SSD_CHUNK_TOKENS * (SSD_SIZE + SSD_DIM) + 2 * SSD_DIM * SSD_SIZE
+        operations = 2 * num_tokens * SSD_HEADS * products
+        floor_s = max(read_s, operations / self.rates.operations_per_s)
+        name = f"ssd chunks {num_spans} x {count}"
+        return Kernel(name, states, out, run, refer, floor_s, MAX_STATE_ERROR["ssd"])
 
     def _delta_inputs(self, num_rows: int) -> _Five:
         """q, k, v, g and beta; the first three are columns of one tensor, as in the model."""

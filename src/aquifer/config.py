@@ -174,6 +174,7 @@ class EngineConfig:
     device: str = default_of("device")
     load_format: str = default_of("load_format")
     dtype: str = default_of("dtype")
+    state_dtype: str = default_of("state_dtype")
     threads: int | None = default_of("threads")
     memory_bytes: int | None = default_of("memory")
     gpu_memory_utilization: float = default_of("gpu_memory_utilization")

@@ -54,6 +54,7 @@ class LLMOptions(TypedDict, total=False):
     device: str
     load_format: str
     dtype: str
+    state_dtype: str
     threads: int | None
     max_model_len: str | int | None
     max_num_seqs: int | None

@@ -16,6 +16,9 @@ from aquifer.sizes import exact_size, parse_size
 Scope = Literal["serve", "run", "bench", "llm"]
 """An interface that has options: `aquifer serve`, `run`, `bench`, or `LLM(...)`."""
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+"""Values of options that name a dtype."""
+
 _TRUTH = {"true": True, "yes": True, "on": True, "1": True}
 _TRUTH |= {"false": False, "no": False, "off": False, "0": False}
 _NOUNS = {int: "a whole number", float: "a number", str: "text", Path: "a path"}

@@ -1,17 +1,16 @@
 """Every option, in one table: `OPTIONS`.
 
-The command line, `LLM(...)`, the keys of a YAML file, environment variables, the fields of
-`EngineConfig` and `ServerConfig`, and README's table are made from it or compared with it.
-
-A new option is an entry of the table, a field of `EngineConfig` or `ServerConfig`, a key of
-`LLMOptions` if `LLM` has it, and a run of tools/options_table.py.
+The command line, `LLM(...)`, YAML keys, environment variables, fields of `EngineConfig` and
+`ServerConfig`, and README's table are made from it or compared with it. A new option is an entry
+here, a field of one of these, a key of `LLMOptions` if `LLM` has it, and a run of
+tools/options_table.py.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from aquifer.option import Option, Scope
+from aquifer.option import DTYPES, Option, Scope
 
 OPTIONS: tuple[Option, ...] = (
     Option(
@@ -193,7 +192,15 @@ OPTIONS: tuple[Option, ...] = (
         "auto",
         "auto (the checkpoint's own), float32, bfloat16 or float16.",
         scopes=("serve", "run", "bench", "llm"),
-        choices=("auto", "float32", "bfloat16", "float16"),
+        choices=DTYPES,
+    ),
+    Option(
+        "state_dtype",
+        str,
+        "auto",
+        "Precision of recurrent state: auto (that of the weights), float32, bfloat16 or float16.",
+        scopes=("serve", "run", "bench", "llm"),
+        choices=DTYPES,
     ),
     Option(
         "threads",

@@ -18,8 +18,8 @@ from tests.models.dense_kv import DenseKV
 from aquifer.cache import KV_CACHES, group_cache
 from aquifer.cache.base import (
     AttentionOptions,
-    GroupCache,
     KVLayout,
+    KVPart,
     LayerKV,
     Rows,
     Spans,
@@ -64,7 +64,7 @@ class Harness:
         self.driver = FaultyDriver(HostDriver())
         self.pool = PagePool(self.driver, num_pages * PAGE, PAGE, keep_idle_pages * PAGE)
         make = partial(group_cache(name, BLOCK_SIZE), self.pool, OWNER, layout)
-        self.cache: GroupCache = make(MAX_SEQS, MAX_TOKENS)
+        self.cache: KVPart = make(MAX_SEQS, MAX_TOKENS)
         self.dense = DenseKV(layout, MAX_SEQS, MAX_TOKENS)
         self.lengths = np.zeros(MAX_SEQS, np.int64)
         self.generator = torch.Generator().manual_seed(0)

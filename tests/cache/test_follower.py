@@ -14,8 +14,8 @@ from tests.memory.late_driver import LateDriver
 from aquifer.cache import KV_CACHES, group_cache
 from aquifer.cache.base import (
     AttentionOptions,
-    GroupCache,
     KVLayout,
+    KVPart,
     KVView,
     LayerKV,
     Rows,
@@ -48,7 +48,7 @@ class Pair:
         self.drivers = drivers
         self.pool = PagePool(drivers[0], num_pages * PAGE, PAGE)
         make = group_cache(name, BLOCK_SIZE)
-        self.cache: GroupCache = make(self.pool, KV, layout, MAX_SEQS, MAX_TOKENS)
+        self.cache: KVPart = make(self.pool, KV, layout, MAX_SEQS, MAX_TOKENS)
         self.cache.tensors.record()
         # It has another budget and other pages were taken before, so its page numbers differ.
         self.other_pool = PagePool(drivers[1], (num_pages + 3) * PAGE, PAGE)

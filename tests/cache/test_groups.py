@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import pytest
@@ -15,10 +16,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.memory.late_driver import LateDriver
 
 from aquifer.cache import KV_CACHES, kv_cache
-from aquifer.cache.base import KVLayout, LayerKV, Rows, Spans
+from aquifer.cache.base import KVLayout, KVPart, LayerKV, Rows, Spans, StateLayout, StateTensor
 from aquifer.cache.prefix import PrefixCache
 from aquifer.cache.prefix.cache import Lease
 from aquifer.cache.prefix.trie import TokenIds
+from aquifer.cache.state import StateCache
 from aquifer.cache.swap import SwapSpace
 from aquifer.errors import DriverError
 from aquifer.memory.driver.faulty import FaultyDriver
@@ -27,7 +29,7 @@ from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.memory.reclaim import Reclaimer
 
 MIB = 1 << 20
-KV, PREFIX = Owner("m", Kind.KV), Owner("m", Kind.PREFIX)
+KV, PREFIX, STATE = Owner("m", Kind.KV), Owner("m", Kind.PREFIX), Owner("m", Kind.STATE)
 
 
 # --- bytes ---------------------------------------------------------------------------------------
@@ -127,6 +129,20 @@ LAYOUTS = {
 }
 
 
+STATES = {
+    "state": StateLayout(
+        (
+            (StateTensor("conv", (5, 3), torch.float32), StateTensor("ssm", (9,), torch.float32)),
+            (StateTensor("ssm", (2, 40), torch.float32),),
+        )
+    ),
+    "state of pages": StateLayout(((StateTensor("ssm", (2, 1500), torch.float32),),)),
+}
+"""By name of a layout: four states a page, and one on nearly three pages."""
+LAYOUTS["state"] = KVLayout((LayerKV(1, 64, 64), LayerKV(1, 60, 60)), torch.float32)
+LAYOUTS["state of pages"] = KVLayout((LayerKV(1, 64, 64), LayerKV(1, 64, 64, 10)), torch.float32)
+
+
 @dataclass
 class Running:
     """A sequence: its tokens, of which some are written, and its lease."""
@@ -134,6 +150,7 @@ class Running:
     tokens: list[int]
     num_written: int
     lease: Lease
+    stop: int = 0  # where its state is to be marked
 
 
 class GroupsMachine(RuleBasedStateMachine):
@@ -155,10 +172,11 @@ class GroupsMachine(RuleBasedStateMachine):
         self.layout = LAYOUTS[layout]
         self.device = LateDriver() if is_late else HostDriver()
         self.driver = FaultyDriver(self.device)
+        self.state = STATES.get(layout)
         num_pages = MAX_SEQS * MAX_TOKENS * self.layout.token_bytes // PAGE // share // 2 + 8
         self.pool = PagePool(self.driver, num_pages * PAGE, PAGE, 4 * PAGE)
         make = kv_cache(self.name, BLOCK_SIZE, STEP_TOKENS)
-        self.cache = make(self.pool, KV, self.layout, MAX_SEQS, MAX_TOKENS)
+        self.cache = make(self.pool, KV, self.layout, MAX_SEQS, MAX_TOKENS, self.state)
         self.cache.keep_checkpoints()
         self.now_s = 0.0
         self.reclaimer = reclaimer = Reclaimer(lambda: self.now_s)
@@ -229,12 +247,19 @@ class GroupsMachine(RuleBasedStateMachine):
         slots, starts, counts = np.array(chosen), [], []
         left = STEP_TOKENS
         for slot in chosen:
+            if self.running[slot].num_written == self.running[slot].stop > 0:
+                self.mark(slot, fail_in)
+        for slot in chosen:
             sequence = self.running[slot]
             known = len(sequence.tokens) - sequence.num_written
             if not known and len(sequence.tokens) < MAX_TOKENS:
                 sequence.tokens.append(data.draw(st.integers(0, VOCAB_SIZE - 1)))
                 known = 1
             starts.append(sequence.num_written)
+            stops = self.prefixes.stops(ids(sequence.tokens), None, sequence.num_written)
+            if stops and count % 3:
+                known = min(known, stops[0] - sequence.num_written)
+                sequence.stop = stops[0]
             counts.append(min(known, count, left))
             left -= counts[-1]
         everyone = np.array(sorted(self.running))
@@ -250,6 +275,17 @@ class GroupsMachine(RuleBasedStateMachine):
         for slot, end in zip(chosen, ends.tolist(), strict=True):
             self.running[slot].num_written = end
             self.read_back(slot)
+
+    def mark(self, slot: int, fail_in: int | None) -> None:
+        """Have the state of a sequence copied for a checkpoint, and perhaps retained at once."""
+        stop = self.running[slot].stop
+
+        def copy() -> bool:
+            self.cache.mark(slot, stop)
+            return True
+
+        if self.attempt(copy, fail_in):
+            self.retain(slot)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -274,7 +310,7 @@ class GroupsMachine(RuleBasedStateMachine):
     def fork(self, data: st.DataObject, fail_in: int | None, back: int):
         parent = data.draw(st.sampled_from(sorted(self.running)))
         one, child = self.running[parent], self.free_slots()[0]
-        count = one.num_written - back
+        count = one.num_written - (0 if self.state else back)
         if count < 1 or not self.cache.can_fork(parent, count):
             assert back or count < 1, "a sequence has what its own next row needs"
             return
@@ -358,14 +394,28 @@ class GroupsMachine(RuleBasedStateMachine):
                 for_all.expand(-1, layer.num_kv_heads, layer.key_dim),
                 (for_all + 0.5).expand(-1, layer.num_kv_heads, layer.value_dim),
             )
+        if self.state is not None:
+            for slot, end in zip(slots.tolist(), (starts + counts).tolist(), strict=True):
+                for tensor, expected in self.states(slot, end):
+                    tensor.copy_(expected)
         if isinstance(self.device, LateDriver):
             self.device.launch(self.mapped_addresses())
+
+    def states(self, slot: int, num_tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """A slot's state, and what it is after so many tokens."""
+        mark = marks_of(self.running[slot].tokens)[num_tokens - 1]
+        state = self.cache.parts[-1].cache
+        assert isinstance(state, StateCache)
+        for layer in state.tensors.layers:
+            for index, tensor in enumerate(layer):
+                values = torch.arange(tensor[slot].numel(), dtype=torch.float32) * (index + 1)
+                yield tensor[slot], (values + mark).view(tensor[slot].shape)
 
     def mapped_addresses(self) -> list[int]:
         """Addresses of the pages that are in use."""
         found = []
         for part in self.cache.parts:
-            range_ = part.cache.tensors.range
+            range_ = cast(KVPart | StateCache, part.cache).tensors.range
             retired = self.pool.retired.indices(range_)
             found += [range_.address + i * PAGE for i in set(range_.pages) - retired]
         return found
@@ -374,11 +424,14 @@ class GroupsMachine(RuleBasedStateMachine):
         """Each layer has what rows to come see of it, and it is what the tokens say."""
         one = self.running[slot]
         marks = marks_of(one.tokens)
-        for part, group in zip(self.cache.parts, self.layout.groups(), strict=True):
+        if self.state is not None and one.num_written:
+            for tensor, expected in self.states(slot, one.num_written):
+                assert torch.equal(tensor, expected)
+        for part, group in zip(self.cache.parts, self.layout.groups(), strict=False):
             first = part.first_needed(one.num_written)
             assert part.cache.num_forgotten(slot) <= first
             positions = torch.arange(first, one.num_written)
-            tensors = part.cache.tensors
+            tensors = cast(KVPart, part.cache).tensors
             for layer, (keys, values) in zip(group.layers, tensors.layers, strict=True):
                 if self.name == "virtual":
                     k, v = (
@@ -408,6 +461,10 @@ class GroupsMachine(RuleBasedStateMachine):
         stats = self.cache.stats(written)
         in_use = self.pool.usage().in_use_bytes
         assert stats.mapped_bytes == in_use.get(KV, 0)
+        if self.state is not None:
+            state = self.cache.parts[-1].cache.stats(len(self.running))
+            assert state.mapped_bytes <= in_use.get(STATE, 0)  # and what is marked
+            assert state.wasted_bytes < (len(self.running) + 1) * PAGE
         assert stats.wasted_bytes >= 0
         held = self.prefixes.stats
         assert 0 <= held.evictable_bytes <= held.held_bytes

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.memory.late_driver import LateDriver
 
 from aquifer.cache import KV_CACHES, copies, group_cache
-from aquifer.cache.base import GroupCache, KVLayout, LayerKV, Rows, Spans
+from aquifer.cache.base import KVLayout, KVPart, LayerKV, Rows, Spans
 from aquifer.cache.swap import SwapSpace
 from aquifer.errors import DriverError, InvariantError
 from aquifer.kernels.block_copy import block_copy
@@ -69,7 +69,7 @@ class Harness:
         self.driver = FaultyDriver(self.device)
         self.pool = PagePool(self.driver, self.num_pages * PAGE, PAGE, 4 * PAGE)
         make = group_cache(self.name, BLOCK_SIZE)
-        self.cache: GroupCache = make(self.pool, KV, self.layout, self.max_seqs, MAX_TOKENS)
+        self.cache: KVPart = make(self.pool, KV, self.layout, self.max_seqs, MAX_TOKENS)
         self.tensors = self.cache.tensors
         self.range = self.tensors.range
         self._watch_copies()

@@ -6,6 +6,7 @@
     sliding     our decoder, with a window in all of its layers
     no-kv       embedding, MLP and head: logits depend on a token and its position alone
     sparse-kv   six layers, every third with attention and KV, the others with an MLP
+    recurrent   the same with recurrent state in every third layer
 
 `plan_tiny` is a `Planner` for all of them. Vocabularies have at most 64 tokens, contexts at most
 128. None has an end-of-sequence token: a test that wants to stop names the token itself.
@@ -22,7 +23,15 @@ import torch
 import torch.nn.functional as F
 from tests.checkpoints import llama_config, llama_weights, save_checkpoint
 
-from aquifer.cache.base import AttentionOptions, KVLayout, KVView, LayerKV, StateLayout
+from aquifer.cache.base import (
+    AttentionOptions,
+    KVLayout,
+    KVView,
+    LayerKV,
+    Rows,
+    StateLayout,
+    StateTensor,
+)
 from aquifer.models import ModelInput, ModelPlan, plan_model
 from aquifer.models.base import num_elements
 from aquifer.weights.checkpoint import Checkpoint, stored_dtype
@@ -32,6 +41,9 @@ Config = Mapping[str, Any]
 Tensors = Mapping[str, torch.Tensor]
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(KV layer, query, key, value), each [tokens, heads, head_dim], -> [tokens, heads, head_dim]."""
+
+Recur = Callable[[int, torch.Tensor], torch.Tensor]
+"""(layer with state, inputs [tokens, width]) -> [tokens, width]."""
 
 _EPS = 1e-5
 
@@ -61,6 +73,8 @@ def plan_tiny(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> Model
         return NoKVPlan(checkpoint, dtype)
     if model_type == "tiny-sparse-kv":
         return SparseKVPlan(checkpoint, dtype)
+    if model_type == "tiny-recurrent":
+        return RecurrentPlan(checkpoint, dtype)
     return plan_model(checkpoint, dtype)
 
 
@@ -112,6 +126,18 @@ class SparseKVPlan(_TinyPlan):
         return SparseKVModel(self.config, self.kv_layout, tensors)
 
 
+class RecurrentPlan(SparseKVPlan):
+    """Plan of `recurrent`."""
+
+    def state_layout(self, dtype: torch.dtype | None = None) -> StateLayout | None:
+        width = self.config["intermediate_size"]
+        layer = (StateTensor("sum", (width,), dtype or torch.float32),)
+        return StateLayout((layer,) * sum(map(_has_state, range(self.config["num_hidden_layers"]))))
+
+    def build(self, tensors: Tensors) -> RecurrentModel:
+        return RecurrentModel(self.config, self.kv_layout, tensors)
+
+
 class NoKVModel:
     """`Model` without any KV."""
 
@@ -161,6 +187,72 @@ class SparseKVModel:
         return F.linear(hidden, self._tensors["head"])
 
 
+class Fading:
+    """A sum in which earlier inputs fade: h = 0.9 h + x."""
+
+    def __init__(self, width: int) -> None:
+        self.out_columns = width
+
+    def run(
+        self,
+        inputs: torch.Tensor,
+        out: torch.Tensor,
+        states: Sequence[torch.Tensor],
+        rows: Rows,
+    ) -> None:
+        (sums,) = states
+        assert not rows.num_decodes, "on the host, all rows are chunks"
+        if rows.chunks is None:
+            return
+        chunks = zip(rows.chunks.slots, rows.chunks.starts, rows.chunks.offsets[:-1], strict=True)
+        for index, (slot, start, first) in enumerate(chunks):
+            end = rows.chunks.offsets[index + 1]
+            before = sums[slot] if start else torch.zeros_like(sums[slot])
+            out[first:end] = fading_sums(inputs[first:end], before)
+            sums[slot] = out[end - 1]
+
+
+def fading_sums(inputs: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """The sums after each of the inputs, [tokens, width]."""
+    found = []
+    for row in inputs:
+        before = 0.9 * before + row
+        found.append(before)
+    return torch.stack(found)
+
+
+class RecurrentModel:
+    """`Model` in which layers 2 and 5 have KV, and layers 1 and 4 state."""
+
+    is_capturable = False  # `KVView.write` does not take the padded rows of a graph
+
+    def __init__(self, config: Config, kv_layout: KVLayout, tensors: Tensors) -> None:
+        self.kv_layout = kv_layout
+        self.vocab_size: int = config["vocab_size"]
+        self._config = config
+        self._tensors = tensors
+
+    def forward(self, batch: ModelInput, kv: KVView) -> torch.Tensor:
+        def attend(
+            kv_layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        ) -> torch.Tensor:
+            kv.write(kv_layer, key, value)
+            return kv.attend(kv_layer, query, AttentionOptions(query.shape[-1] ** -0.5))
+
+        def recur(layer: int, inputs: torch.Tensor) -> torch.Tensor:
+            return kv.recur(layer, inputs, Fading(inputs.shape[1]))
+
+        return _sparse_kv_hidden(
+            self._config, self._tensors, batch.token_ids, batch.positions, attend, recur
+        )
+
+    def rehearsal(self) -> RecurrentModel:
+        return self
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden, self._tensors["head"])
+
+
 def _no_kv_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     vocab_size, hidden, mlp = (
         config[name] for name in ("vocab_size", "hidden_size", "intermediate_size")
@@ -184,6 +276,11 @@ def _no_kv_hidden(
 
 def _has_kv(layer: int) -> bool:
     return layer % 3 == 2
+
+
+def _has_state(layer: int) -> bool:
+    """Only in `recurrent`."""
+    return layer % 3 == 1
 
 
 def _sparse_kv_shapes(config: Config) -> dict[str, tuple[int, ...]]:
@@ -212,10 +309,11 @@ def _sparse_kv_hidden(
     token_ids: torch.Tensor,
     positions: torch.Tensor,
     attend: Attend,
+    recur: Recur | None = None,
 ) -> torch.Tensor:
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     x = tensors["embed"][token_ids] + tensors["positions"][positions]
-    kv_layer = 0
+    kv_layer = state_layer = 0
     for layer in range(config["num_hidden_layers"]):
         normed = F.rms_norm(x, x.shape[-1:], eps=_EPS)
         if _has_kv(layer):
@@ -224,8 +322,11 @@ def _sparse_kv_hidden(
             x = x + F.linear(attended.flatten(1), tensors[f"{layer}.out"])
             kv_layer += 1
         else:
-            up = F.silu(F.linear(normed, tensors[f"{layer}.up"]))
-            x = x + F.linear(up, tensors[f"{layer}.down"])
+            up = F.linear(normed, tensors[f"{layer}.up"])
+            if recur is not None and _has_state(layer):
+                up = recur(state_layer, up)
+                state_layer += 1
+            x = x + F.linear(F.silu(up), tensors[f"{layer}.down"])
     return F.rms_norm(x, x.shape[-1:], eps=_EPS)
 
 
@@ -245,13 +346,22 @@ def _no_kv_logits(config: Config, weights: Tensors, token_ids: torch.Tensor) -> 
     return F.linear(hidden, weights["head"])
 
 
-def _sparse_kv_logits(config: Config, weights: Tensors, token_ids: torch.Tensor) -> torch.Tensor:
+def _sparse_kv_logits(
+    config: Config, weights: Tensors, token_ids: torch.Tensor, recur: Recur | None = None
+) -> torch.Tensor:
     def attend(_: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return _attend_whole(query, key, value)
 
     positions = torch.arange(len(token_ids))
-    hidden = _sparse_kv_hidden(config, weights, token_ids, positions, attend)
+    hidden = _sparse_kv_hidden(config, weights, token_ids, positions, attend, recur)
     return F.linear(hidden, weights["head"])
+
+
+def _recurrent_logits(config: Config, weights: Tensors, token_ids: torch.Tensor) -> torch.Tensor:
+    def recur(_: int, inputs: torch.Tensor) -> torch.Tensor:
+        return fading_sums(inputs, torch.zeros_like(inputs[0]))
+
+    return _sparse_kv_logits(config, weights, token_ids, recur)
 
 
 def _llama_logits(config: Config, weights: Tensors, token_ids: torch.Tensor) -> torch.Tensor:
@@ -351,6 +461,19 @@ TINY_MODELS = {
         4,
         _sparse_kv_shapes,
         _sparse_kv_logits,
+        vocab_size=56,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+    ),
+    "recurrent": _own(
+        "recurrent",
+        7,
+        _sparse_kv_shapes,
+        _recurrent_logits,
         vocab_size=56,
         hidden_size=32,
         intermediate_size=48,

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 
-from aquifer.cache.base import CacheFactory, GroupCache, GroupFactory, KVLayout, SequenceCache
+from aquifer.cache.base import (
+    CacheFactory,
+    GroupFactory,
+    KVLayout,
+    KVPart,
+    SequenceCache,
+    StateLayout,
+)
 from aquifer.errors import ConfigError
 from aquifer.memory.pool import Owner, PagePool
 
@@ -52,13 +59,14 @@ def _of_layers(
     layout: KVLayout,
     max_seqs: int,
     max_tokens: int,
+    state: StateLayout | None = None,
 ) -> SequenceCache:
-    """The manager of all layers itself, or one of several if some layers have a window."""
-    if all(layer.window_tokens is None for layer in layout.layers):
+    """The manager of all layers itself, or one of several if some have a window or state."""
+    if state is None and all(layer.window_tokens is None for layer in layout.layers):
         return make(pool, owner, layout, max_seqs, max_tokens)
     from aquifer.cache.groups import GroupedCache
 
-    return GroupedCache(make, pool, owner, layout, max_seqs, max_tokens, max_step_tokens)
+    return GroupedCache(make, pool, owner, layout, max_seqs, max_tokens, max_step_tokens, state)
 
 
 def _paged(
@@ -68,7 +76,7 @@ def _paged(
     layout: KVLayout,
     max_seqs: int,
     max_tokens: int,
-) -> GroupCache:
+) -> KVPart:
     """A `PagedCache`; without KV a `VirtualCache`, since blocks would have no bytes."""
     from aquifer.cache.paged import PagedCache
     from aquifer.cache.virtual import VirtualCache

@@ -38,6 +38,7 @@ __all__ = [
     "GroupFactory",
     "IntArray",
     "KVLayout",
+    "KVPart",
     "KVView",
     "KeepsAll",
     "Kept",
@@ -143,26 +144,25 @@ class CachePart:
     Attributes:
         cache: its manager.
         window_tokens: it keeps this many latest tokens, the next one included; None for all.
+        keeps_state: whether it is recurrent state (`aquifer.cache.state`): a sequence can go on
+            only after the very token that its state follows.
     """
 
     cache: GroupCache
     window_tokens: int | None
+    keeps_state: bool = False
 
     def first_needed(self, position: int) -> int:
         """The first token that rows from a position on attend to."""
         return 0 if self.window_tokens is None else max(position + 1 - self.window_tokens, 0)
 
 
-class SequenceCache(Blocks, Protocol):
-    """Gives sequences room for tokens. Knows the layout, not the policy.
+class SequenceVerbs(Blocks, Protocol):
+    """What a cache and each part of it do for sequences.
 
     The verbs of PagedAttention (section 5.2) are `fork`, `reserve` (append) and `release` (free).
     The methods of `Blocks` are those of the first part.
     """
-
-    @property
-    def tensors(self) -> DeviceCache:
-        """The device's half, which is all that a runner needs."""
 
     @property
     def parts(self) -> tuple[CachePart, ...]:
@@ -236,7 +236,14 @@ class SequenceCache(Blocks, Protocol):
         """Let an empty slot share the first tokens of another one, and what comes before its next
         token: `resume` with the parent's blocks.
 
-        Copies read the KV that the steps launched so far write. Pre-condition: `can_fork`.
+        Copies read the KV that the steps launched so far write. Pre-condition: `can_fork`, and
+        where a part keeps state, these are all tokens of the steps launched so far.
+        """
+
+    def mark(self, slot: int, num_tokens: int) -> None:
+        """Copy what a later sequence needs to begin after these tokens, if the pool has room.
+
+        They are all tokens of the steps launched so far. Only parts with state need it.
         """
 
     def preferred_slot(self, blocks: Sequence[int], free_slots: Sequence[int]) -> int | None:
@@ -261,8 +268,16 @@ class SequenceCache(Blocks, Protocol):
         """Release all sequences and the addresses. Pre-condition: no block is held."""
 
 
-class GroupCache(SequenceCache, Protocol):
-    """Manager of one part: of layers that keep the KV of the same tokens.
+class SequenceCache(SequenceVerbs, Protocol):
+    """Gives sequences room for tokens. Knows the layout, not the policy."""
+
+    @property
+    def tensors(self) -> DeviceCache:
+        """The device's half, which is all that a runner needs."""
+
+
+class GroupCache(SequenceVerbs, Protocol):
+    """Manager of one part: of layers that keep the KV of the same tokens, or of all state.
 
     By itself it keeps all tokens; `admit` and `advance` give back nothing. The owner of several
     parts has it `forget` tokens. Then the blocks of a slot are those of its last tokens.
@@ -273,9 +288,21 @@ class GroupCache(SequenceCache, Protocol):
 
     ahead_tokens: int
 
-    @property
-    def tensors(self) -> KVTensors:
-        """The device's half."""
+    def kept_at(self, slot: int, num_tokens: int, window_tokens: int) -> Kept | None:
+        """What a checkpoint after some tokens of a slot holds; None if some of it is gone.
+
+        Args:
+            slot: the slot.
+            num_tokens: the tokens, all written.
+            window_tokens: the window of the part.
+        """
+
+    def marked(self, slot: int) -> list[int] | None:
+        """Numbers of tokens after which `kept_at` returns something, ascending; None for all after
+        which the window is still there."""
+
+    def unmark(self, slot: int, num_tokens: int) -> None:
+        """Drop what was copied for a checkpoint after so many tokens."""
 
     def adopt(self, slot: int, blocks: Sequence[int], num_tokens: int, first: int = 0) -> bool:
         """Begin a sequence in an empty slot with `num_tokens` tokens that are in `blocks` already.
@@ -323,6 +350,14 @@ class GroupCache(SequenceCache, Protocol):
         """The opposite of `copy_out`. Pre-condition: room is reserved, and is not shared."""
 
 
+class KVPart(GroupCache, SequenceCache, Protocol):
+    """Manager of one part of the KV."""
+
+    @property
+    def tensors(self) -> KVTensors:
+        """The device's half."""
+
+
 class KeepsAll:
     """The verbs of a `GroupCache` by itself: it is the only part, and keeps all tokens."""
 
@@ -350,9 +385,51 @@ class KeepsAll:
         """True."""
         return True
 
+    def mark(self, slot: int, num_tokens: int) -> None:
+        """Do nothing: KV of earlier tokens stays as it is."""
 
-CacheFactory = Callable[[PagePool, Owner, KVLayout, int, int], SequenceCache]
-"""Builds a manager from (pool, owner, layout, max_seqs, max_tokens of one sequence)."""
+    def marked(self, slot: int) -> list[int] | None:
+        """None: see `GroupCache.marked`."""
+        return None
 
-GroupFactory = Callable[[PagePool, Owner, KVLayout, int, int], GroupCache]
-"""Builds a manager of layers that are one part, of the same arguments."""
+    def unmark(self, slot: int, num_tokens: int) -> None:
+        """Do nothing."""
+
+    def kept_at(self: GroupCache, slot: int, num_tokens: int, window_tokens: int) -> Kept | None:
+        """The blocks of the window, with one token more."""
+        first = max(num_tokens - window_tokens, 0)
+        if self.num_forgotten(slot) > first:
+            return None
+        blocks, footprint = self.blocks(slot, num_tokens), self.footprint
+        end = -(-num_tokens * footprint.token_bytes // footprint.block_bytes)
+        begin = footprint.whole_blocks(first)
+        return Kept(begin, blocks[len(blocks) - (end - begin) :])
+
+
+class CacheFactory(Protocol):
+    """Builds a manager."""
+
+    def __call__(
+        self,
+        pool: PagePool,
+        owner: Owner,
+        layout: KVLayout,
+        max_seqs: int,
+        max_tokens: int,
+        state: StateLayout | None = None,
+    ) -> SequenceCache:
+        """Build it.
+
+        Args:
+            pool: where pages come from.
+            owner: owner of the KV.
+            layout: layout of one token's KV.
+            max_seqs: number of slots.
+            max_tokens: length of the longest sequence.
+            state: layout of one sequence's recurrent state; None if no layer has any.
+        """
+
+
+GroupFactory = Callable[[PagePool, Owner, KVLayout, int, int], KVPart]
+"""Builds a manager of KV of layers that are one part, from (pool, owner, layout, max_seqs,
+max_tokens of one sequence)."""

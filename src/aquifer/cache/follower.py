@@ -10,32 +10,32 @@ import torch
 
 from aquifer.cache.group_tensors import GroupedShape, GroupedTensors
 from aquifer.cache.journal import CopiedIn, CopiedOut, Copies, Entered, InPart, KVOp
+from aquifer.cache.part_tensors import PartTensors
 from aquifer.cache.spans import Rows
+from aquifer.cache.state_tensors import StateTensors
 from aquifer.cache.tensors import KVShape, KVTensors
 from aquifer.cache.view import GroupedView, StepView
 from aquifer.errors import InvariantError
 from aquifer.memory.pages import Page
-from aquifer.memory.pool import Owner, PagePool
+from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.memory.residency import Aliased, GivenUp, Mapped, Released, Shared
 
 
-class KVFollower:
-    """Executes the journal of a leader's `KVTensors` on a range and pages of its own.
+class PartFollower:
+    """Executes the journal of a part of a leader's cache on a range and pages of its own.
 
     A runner in another process, or another rank of a tensor-parallel group, follows the plans of
     one scheduler in this way: it executes what was recorded before a step, then runs the step.
 
     Args:
-        pool: where pages come from; it must have room for all pages of the leader.
-        owner: the pages' owner.
-        shape: the leader's (`KVTensors.shape`).
+        tensors: the device's half, of a pool that has room for all pages of the leader.
 
     Attributes:
-        tensors: the device's half.
+        tensors: as given.
     """
 
-    def __init__(self, pool: PagePool, owner: Owner, shape: KVShape) -> None:
-        self.tensors = KVTensors(pool, owner, shape)
+    def __init__(self, tensors: PartTensors) -> None:
+        self.tensors = tensors
         self._own: dict[Page, Page] = {}  # the leader's pages in use -> this follower's
         self._references: Counter[Page] = Counter()  # of the leader's pages: places and holds
         self._at: dict[int, Page] = {}  # the leader's page at each place that was not given up
@@ -65,10 +65,6 @@ class KVFollower:
         for op in ops:
             self.follow(op, host_memory)
         self.tensors.flush()
-
-    def view(self, rows: Rows) -> StepView:
-        """The addresses of one step."""
-        return self.tensors.view(rows)
 
     def rehearse(self) -> None:
         """Launch the kernels that `execute` may launch over nothing, to compile or load them."""
@@ -107,8 +103,8 @@ class KVFollower:
                 residency.release([self._own[page] for page in pages])
                 self._holds.subtract(pages)
                 self._forget(pages)
-            case Entered(slots, indices, blocks):
-                tensors.enter(np.array(slots), np.array(indices), np.array(blocks))
+            case Entered():
+                self._enter(op)
             case Copies(pieces):
                 for piece in pieces:
                     tensors.copy(*piece)
@@ -120,12 +116,37 @@ class KVFollower:
                 part = _part(host_memory, host_bytes, num_bytes)
                 tensors.copy_in(offset_bytes, part)
 
+    def _enter(self, op: Entered) -> None:
+        raise InvariantError(f"{op} is of no part with a table")
+
     def _forget(self, pages: Sequence[Page]) -> None:
         """Remove one reference from each of the leader's pages."""
         for page in pages:
             self._references[page] -= 1
             if not self._references[page]:
                 del self._references[page], self._own[page], self._holds[page]
+
+
+class KVFollower(PartFollower):
+    """The follower of KV.
+
+    Args:
+        pool: where pages come from; it must have room for all pages of the leader.
+        owner: the pages' owner.
+        shape: the leader's (`KVTensors.shape`).
+    """
+
+    tensors: KVTensors
+
+    def __init__(self, pool: PagePool, owner: Owner, shape: KVShape) -> None:
+        super().__init__(KVTensors(pool, owner, shape))
+
+    def view(self, rows: Rows) -> StepView:
+        """The addresses of one step."""
+        return self.tensors.view(rows)
+
+    def _enter(self, op: Entered) -> None:
+        self.tensors.enter(np.array(op.slots), np.array(op.indices), np.array(op.blocks))
 
 
 class GroupedFollower:
@@ -141,8 +162,13 @@ class GroupedFollower:
     """
 
     def __init__(self, pool: PagePool, owner: Owner, shape: GroupedShape) -> None:
-        self.parts = [KVFollower(pool, owner, part) for part in shape.parts]
-        self._tensors = GroupedTensors([part.tensors for part in self.parts], shape.groups)
+        kv = [KVFollower(pool, owner, part) for part in shape.parts]
+        self.parts: list[PartFollower] = [*kv]
+        state: StateTensors | None = None
+        if shape.state is not None:
+            state = StateTensors(pool, Owner(owner.model, Kind.STATE), shape.state)
+            self.parts.append(PartFollower(state))
+        self._tensors = GroupedTensors([part.tensors for part in kv], shape.groups, state)
 
     def execute(self, ops: Iterable[KVOp], host_memory: torch.Tensor | None = None) -> None:
         """See `KVFollower.execute`."""

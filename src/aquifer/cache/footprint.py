@@ -46,6 +46,11 @@ class Footprint:
     shares: bool = True
 
     @property
+    def kept_block_bytes(self) -> int:
+        """What a block takes that is kept for later sequences: what its eviction gives back."""
+        return self.block_bytes
+
+    @property
     def block_tokens(self) -> float:
         """Tokens that a block has room for, not always a whole number; 0 without KV."""
         return self.block_bytes / self.token_bytes if self.token_bytes else 0.0
@@ -119,7 +124,7 @@ class Footprint:
             does not fit, and a request of that length with a shorter prompt does.
             `UNLIMITED_TOKENS` without KV.
         """
-        if not self.token_bytes:
+        if not self._has_bytes:
             return UNLIMITED_TOKENS
 
         def is_too_long(num_total: int) -> bool:
@@ -149,6 +154,11 @@ class Footprint:
         num_bytes = int(np.maximum(more_tokens * self.token_bytes, least_bytes).sum())
         return -(-num_bytes // self.page_bytes)
 
+    @property
+    def _has_bytes(self) -> bool:
+        """Whether a sequence takes any memory."""
+        return self.token_bytes > 0
+
     def _most_tokens(self, num_pages: int) -> int:
         """An upper bound of the tokens of one sequence on so many pages."""
         return num_pages * self.page_bytes // self.token_bytes
@@ -156,6 +166,38 @@ class Footprint:
     def _shared_bytes(self, num_tokens: int) -> int:
         """Size of the blocks that a sequence shares if it begins with these tokens of another."""
         return self.blocks_bytes(self.whole_blocks(num_tokens)) if self.shares else 0
+
+
+@dataclass(frozen=True, slots=True)
+class StateFootprint(Footprint):
+    """Footprint of recurrent state: as large for one token as for any number of them.
+
+    The state after n tokens stands where KV of token n - 1 would be, and is its block. So
+    `token_bytes` and `block_bytes` are the size of a state.
+    """
+
+    def pages(self, num_tokens: Count) -> Count:
+        """Pages under one sequence at most. States lie side by side, so one may begin and end in
+        the middle of a page."""
+        return (num_tokens > 0) * self._most_pages
+
+    def stretch_pages(self, num_tokens: Count) -> Count:
+        """The same as `pages`."""
+        return self.pages(num_tokens)
+
+    def growth(self, more_tokens: _IntArray, num_tokens: _IntArray) -> int:
+        """No pages: a sequence that has begun has its state."""
+        return 0
+
+    @property
+    def kept_block_bytes(self) -> int:
+        """Checkpoints lie on pages of their own."""
+        return self.blocks_pages(1) * self.page_bytes
+
+    @property
+    def _most_pages(self) -> int:
+        before = self.page_bytes - gcd(self.block_bytes, self.page_bytes)
+        return (before + self.block_bytes - 1) // self.page_bytes + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +283,10 @@ class GroupedFootprint(Footprint):
         """See `Footprint.needed`."""
         return sum(part.needed(num_tokens, num_cached) for part in self.parts)
 
+    @property
+    def _has_bytes(self) -> bool:
+        return any(part.footprint.token_bytes for part in self.parts)
+
     def most(self, num_prompt: int, num_total: int, num_sequences: int = 1) -> int:
         """See `Footprint.most`."""
         return sum(part.most(num_prompt, num_total, num_sequences) for part in self.parts)
@@ -251,7 +297,7 @@ class GroupedFootprint(Footprint):
 
     def _most_tokens(self, num_pages: int) -> int:
         """As many as if all pages were of the part that keeps all tokens, if there is one."""
-        if self.parts[0].kept_tokens is not None:
+        if self.parts[0].kept_tokens is not None or not self.token_bytes:
             return UNLIMITED_TOKENS
         return num_pages * self.page_bytes // self.token_bytes
 

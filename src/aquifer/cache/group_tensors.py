@@ -8,7 +8,9 @@ from functools import partial
 
 from aquifer.cache.journal import InPart, KVOp, PartOp
 from aquifer.cache.layout import LayerGroup
+from aquifer.cache.part_tensors import PartTensors
 from aquifer.cache.spans import Rows
+from aquifer.cache.state_tensors import StateShape, StateTensors
 from aquifer.cache.tensors import KVShape, KVTensors
 from aquifer.cache.view import GroupedView, Workspaces
 from aquifer.errors import InvariantError
@@ -16,15 +18,17 @@ from aquifer.errors import InvariantError
 
 @dataclass(frozen=True, slots=True)
 class GroupedShape:
-    """Addresses of the caches of several groups of layers.
+    """Addresses of the caches of several groups of layers, and of recurrent state.
 
     Attributes:
         parts: those of each group.
         groups: the groups.
+        state: those of the state; None if no layer has any.
     """
 
     parts: tuple[KVShape, ...]
     groups: tuple[LayerGroup, ...]
+    state: StateShape | None = None
 
     @property
     def places(self) -> list[tuple[int, int]]:
@@ -38,23 +42,35 @@ class GroupedShape:
 
 
 class GroupedTensors:
-    """The `DeviceCache` of several groups of layers.
+    """The `DeviceCache` of several groups of layers, and of recurrent state.
 
-    Each group has addresses, pages and tables of its own. Changes of all groups are recorded in
-    their common order, so that a follower never needs more pages than the leader has.
+    Each group has addresses, pages and tables of its own, and so has the state. Changes of all are
+    recorded in their common order, so that a follower never needs more pages than the leader has.
 
     Args:
         parts: the device's half of each group.
         groups: the groups.
+        state: the device's half of the state; None if no layer has any.
 
     Attributes:
-        parts: as given.
+        parts: those given, the state's last.
         shape: shape of the addresses.
     """
 
-    def __init__(self, parts: Sequence[KVTensors], groups: Sequence[LayerGroup]) -> None:
-        self.parts = tuple(parts)
-        self.shape = GroupedShape(tuple(part.shape for part in parts), tuple(groups))
+    def __init__(
+        self,
+        parts: Sequence[KVTensors],
+        groups: Sequence[LayerGroup],
+        state: StateTensors | None = None,
+    ) -> None:
+        self.parts: tuple[PartTensors, ...] = tuple(parts) if state is None else (*parts, state)
+        self.shape = GroupedShape(
+            tuple(part.shape for part in parts),
+            tuple(groups),
+            None if state is None else state.shape,
+        )
+        self._kv = tuple(parts)
+        self._state = state
         self._places = self.shape.places
         # One for all groups, which attend one after the other.
         self._workspaces = Workspaces()
@@ -85,8 +101,9 @@ class GroupedTensors:
 
     def view(self, rows: Rows) -> GroupedView:
         """See `KVTensors.view`."""
-        views = [part.view(rows, self._workspaces) for part in self.parts]
-        return GroupedView(views, self._places)
+        views = [part.view(rows, self._workspaces) for part in self._kv]
+        state = None if self._state is None else self._state.view(rows)
+        return GroupedView(views, self._places, state)
 
     def _note(self, part: int, op: PartOp) -> None:
         assert self._journal is not None

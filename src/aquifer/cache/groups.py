@@ -1,4 +1,4 @@
-"""KV of layers with windows beside KV of layers without, each with a length of its own.
+"""KV of layers with windows, KV of layers without, and recurrent state, each for itself.
 
 A layer with a window of W tokens attends to the latest W tokens alone. Such layers are a part of
 their own: a cache manager with its own addresses, tables and pages, which gives back what is behind
@@ -8,6 +8,7 @@ a model in which all layers slide has none of these.
     position of the next row             p
     tokens that layers without a window keep                  [0, p)
     tokens that layers with a window keep   [max(p + 1 - W, 0), p), in whole blocks
+    recurrent layers keep                   one state, that after p tokens
 
 While a prompt is read, a part with a window has the tokens of a step beside those. What rows of a
 step in flight still read is given back as everything is: pages stay mapped until the step is done,
@@ -22,23 +23,34 @@ from math import ceil
 
 import numpy as np
 
-from aquifer.cache.base import CachePart, CacheStats, GroupFactory, IntArray, Kept, KVLayout
+from aquifer.cache.base import (
+    CachePart,
+    CacheStats,
+    GroupFactory,
+    IntArray,
+    Kept,
+    KVLayout,
+    KVPart,
+    StateLayout,
+)
 from aquifer.cache.footprint import Footprint, GroupedFootprint, PartFootprint
 from aquifer.cache.group_tensors import GroupedTensors
+from aquifer.cache.state import WINDOW_TOKENS, StateCache
 from aquifer.memory.pool import Owner, PagePool
 
 
 class GroupedCache:
-    """The `SequenceCache` of one manager for each group of layers.
+    """The `SequenceCache` of one manager for each group of layers, and one for recurrent state.
 
     Args:
         make: makes the managers.
         pool: where pages come from.
         owner: the pages' owner.
-        layout: layout of one token, with windows.
+        layout: layout of one token's KV, with windows.
         max_seqs: number of slots, which are numbered from 1.
         max_tokens: length of the longest sequence.
         max_step_tokens: tokens of the largest step; None for as many as a sequence may have.
+        state: layout of one sequence's recurrent state; None if no layer has any.
 
     Attributes:
         parts: the managers, with their windows.
@@ -57,21 +69,34 @@ class GroupedCache:
         max_seqs: int,
         max_tokens: int,
         max_step_tokens: int | None = None,
+        state: StateLayout | None = None,
     ) -> None:
         groups = layout.groups()
+        state_cache: StateCache | None = None
         with ExitStack() as undo:
-            parts = []
+            caches: list[KVPart] = []
             for group in groups:
-                cache = make(pool, owner, group.layout, max_seqs, max_tokens)
-                undo.callback(cache.close)
-                parts.append(CachePart(cache, group.window_tokens))
+                caches.append(make(pool, owner, group.layout, max_seqs, max_tokens))
+                undo.callback(caches[-1].close)
+            if state is not None:
+                state_cache = StateCache(pool, owner, state, max_seqs, max_tokens)
             undo.pop_all()
+        parts = [
+            CachePart(cache, group.window_tokens)
+            for cache, group in zip(caches, groups, strict=True)
+        ]
+        if state_cache is not None:
+            parts.append(CachePart(state_cache, WINDOW_TOKENS, keeps_state=True))
         self.parts = tuple(parts)
         self._first = parts[0].cache
         self._step_tokens = min(max_step_tokens or max_tokens, max_tokens)
         self._positions = np.zeros(max_seqs + 1, np.int64)  # as told by `advance`, of each slot
         self._keeps_checkpoints = False
-        self.tensors = GroupedTensors([part.cache.tensors for part in parts], groups)
+        self.tensors = GroupedTensors(
+            [cache.tensors for cache in caches],
+            groups,
+            None if state_cache is None else state_cache.tensors,
+        )
         self.footprint: Footprint = self._footprint()
 
     def keep_checkpoints(self) -> None:
@@ -140,14 +165,15 @@ class GroupedCache:
     def advance(self, slots: IntArray, positions: IntArray) -> None:
         """Give back what is behind the windows."""
         self._positions[slots] = positions
-        next_rows = positions + 1
+        next_rows = of_state = positions + 1
         if self._keeps_checkpoints:
             first = self._first.footprint
             whole_bytes = positions * first.token_bytes // first.block_bytes * first.block_bytes
             next_rows = whole_bytes // first.token_bytes
         for part in self.parts:
             if part.window_tokens is not None:
-                part.cache.forget(slots, np.maximum(next_rows - part.window_tokens, 0))
+                ends = of_state if part.keeps_state else next_rows
+                part.cache.forget(slots, np.maximum(ends - part.window_tokens, 0))
 
     def release(self, slot: int) -> None:
         """Release the slot in all parts."""
@@ -183,13 +209,20 @@ class GroupedCache:
         self._positions[child] = num_tokens
         return True
 
+    def mark(self, slot: int, num_tokens: int) -> None:
+        """Copy the state."""
+        for part in self.parts:
+            part.cache.mark(slot, num_tokens)
+
     def upload(self) -> None:
         """Send the changes of all parts."""
         for part in self.parts:
             part.cache.upload()
 
     def stats(self, written_tokens: int | IntArray) -> CacheStats:
-        """The sum over all parts; what was given back does not count as written.
+        """The sum over all parts with KV; what was given back does not count as written.
+
+        Recurrent state has an owner of its own in the pool, and no waste but the ends of pages.
 
         Args:
             written_tokens: of each slot, [slots]. A total will do while nothing is given back.
@@ -197,6 +230,8 @@ class GroupedCache:
         total = int(np.sum(written_tokens))
         found = []
         for part in self.parts:
+            if part.keeps_state:
+                continue
             kept = total
             if isinstance(written_tokens, np.ndarray) and part.window_tokens is not None:
                 slots = written_tokens.nonzero()[0].tolist()

@@ -10,7 +10,6 @@ that its memory is equal wherever a kernel reads (`journal.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import lcm
 
@@ -18,15 +17,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aquifer.cache.copies import PendingCopies
-from aquifer.cache.journal import CopiedIn, CopiedOut, Copies, Entered, PartOp
+from aquifer.cache.journal import Entered
 from aquifer.cache.layout import KVLayout
+from aquifer.cache.part_tensors import PartTensors
 from aquifer.cache.spans import IntArray, Rows
 from aquifer.cache.view import StepView, Workspaces
-from aquifer.errors import ConfigError, InvariantError
-from aquifer.memory.pool import Kind, Owner, PagePool
-from aquifer.memory.range import VirtualRange
-from aquifer.memory.residency import Residency
+from aquifer.errors import ConfigError
+from aquifer.memory.pool import Owner, PagePool
 from aquifer.memory.transfer import upload
 from aquifer.sizes import format_size
 
@@ -65,7 +62,7 @@ class KVShape:
         slot_pages = _num_pages(max_tokens * layout.token_bytes, pool.page_bytes)
         num_slots = max_seqs + 1
         num_bytes = (slot_pages + 1) * num_slots * pool.page_bytes
-        _check_addresses(num_bytes, max_seqs, max_tokens)
+        check_addresses(num_bytes, max_seqs, max_tokens)
         return cls(
             layout=layout,
             page_bytes=pool.page_bytes,
@@ -95,7 +92,7 @@ class KVShape:
         num_anchor_pages = _anchor_pages(pool, layout)
         block_bytes = block_size * layout.token_bytes
         num_rows = num_blocks + _first_block(num_anchor_pages, pool.page_bytes, block_bytes)
-        _check_addresses(num_rows * block_bytes, max_seqs, max_tokens)
+        check_addresses(num_rows * block_bytes, max_seqs, max_tokens)
         return cls(
             layout=layout,
             page_bytes=pool.page_bytes,
@@ -118,7 +115,7 @@ class KVShape:
         return _first_block(self.num_anchor_pages, self.page_bytes, self.row_bytes)
 
 
-class KVTensors:
+class KVTensors(PartTensors):
     """Addresses, pages and tables of one KV cache, as kernels see them.
 
     Args:
@@ -127,22 +124,14 @@ class KVTensors:
         shape: shape of the addresses.
 
     Attributes:
-        owner: as given.
         shape: as given.
-        range: the addresses.
-        residency: the pages under them.
         layers: K and V of each layer, [rows, row_tokens, kv_heads, dim] each; see `KVLayout.split`.
         table: [slots, blocks of a slot] int32, on the host; empty where rows are slots.
     """
 
     def __init__(self, pool: PagePool, owner: Owner, shape: KVShape) -> None:
-        self.owner = owner
+        super().__init__(pool, owner, shape.num_bytes, shape.row_bytes, shape.num_anchor_pages)
         self.shape = shape
-        self.range = VirtualRange(pool.pages, shape.num_bytes, shape.page_bytes)
-        self.residency = Residency(pool, owner, self.range)
-        self._anchor = Residency(pool, Owner(owner.model, Kind.OVERHEAD), self.range)
-        self._is_open = not shape.num_anchor_pages
-        self._retired = pool.retired
         layout = shape.layout
         tokens = self.range.tensor(
             (shape.num_rows, shape.row_tokens, layout.token_elements),
@@ -151,7 +140,6 @@ class KVTensors:
         )
         self.layers = layout.split(tokens)
         self._workspaces = Workspaces()
-        self._copies = PendingCopies(self.range, shape.row_bytes)
         device = pool.driver.device
         self.table: npt.NDArray[np.int32] = np.zeros(shape.table_shape or (0, 0), np.int32)
         # What kernels read: the same memory on the host, else a copy that `flush` updates.
@@ -165,46 +153,6 @@ class KVTensors:
             )
         # (slots, indices) of entries that the copy does not have yet
         self._entered: list[tuple[IntArray, IntArray]] = []
-        self._journal: list[PartOp] = []
-        self._note: Callable[[PartOp], None] | None = None  # called with each change
-
-    def open(self) -> bool:
-        """Take the anchor's pages, before any others; False means that the pool is short."""
-        if not self._is_open:
-            self._is_open = self._anchor.populate([range(self.shape.num_anchor_pages)])
-        return self._is_open
-
-    def close(self) -> None:
-        """Give the addresses back. Pre-condition: all pages but the anchor's were given up."""
-        if self._is_open:
-            self._anchor.give_up(range(self.shape.num_anchor_pages))
-        self._retired.settle(self.range)
-        self.range.close()
-
-    # --- the journal -------------------------------------------------------------------------
-
-    def record(self, note: Callable[[PartOp], None] | None = None) -> None:
-        """Begin to record all changes. Pre-condition: no page has been mapped yet.
-
-        Args:
-            note: called with each change, in place of keeping it for `take_journal`.
-        """
-        if self.range.num_mapped_pages > self.shape.num_anchor_pages:
-            raise InvariantError("a journal begins before the first page is mapped")
-        self._note = self.residency.record = note or self._journal.append
-
-    def take_journal(self) -> tuple[PartOp, ...]:
-        """All changes since recording began, or since the last call, in order.
-
-        Pending copies are recorded by `make_copies` or `flush`.
-        """
-        if self._note is None:
-            raise InvariantError("nothing was recorded")
-        ops = tuple(self._journal)
-        self._journal.clear()
-        return ops
-
-    # --- verbs -------------------------------------------------------------------------------
 
     def enter(self, slots: IntArray, indices: IntArray, blocks: IntArray) -> None:
         """Write blocks into the table. All three arrays have the same length."""
@@ -216,67 +164,19 @@ class KVTensors:
                 Entered(tuple(slots.tolist()), tuple(indices.tolist()), tuple(blocks.tolist()))
             )
 
-    @property
-    def num_pending_copies(self) -> int:
-        """Number of copies that were requested and are not launched yet."""
-        return len(self._copies)
-
-    @property
-    def pending_copies(self) -> tuple[tuple[int, int, int], ...]:
-        """(source, destination, length) in bytes of each copy that is not launched yet."""
-        return self._copies.pieces
-
-    def copy(self, source_byte: int, destination_byte: int, num_bytes: int) -> None:
-        """Request a copy within the range. Both places must stay mapped until it is launched.
-
-        Both begin where a row or a page begins, and the copy ends in the same row or page.
-        """
-        self._copies.add(source_byte, destination_byte, num_bytes)
-
-    def make_copies(self) -> None:
-        """Launch the pending copies together, after the work launched so far; does not wait."""
-        if self._copies:
-            if self._note is not None:
-                self._note(Copies(self._copies.pieces))
-            self._copies.launch()
-
     def rehearse(self) -> None:
         """Launch the kernels of copies and tables over nothing, to compile or load them."""
-        if not self._is_open:
-            return
-        self._copies.rehearse()
-        if self._device_table is not None:
+        super().rehearse()
+        if self._is_open and self._device_table is not None:
             nothing = torch.zeros((3, 0), dtype=torch.int64, device=self._device_table.device)
             self._device_table[nothing[0], nothing[1]] = nothing[2].int()
-
-    def copy_out(self, offset_bytes: int, target: torch.Tensor) -> None:
-        """Copy bytes of the range to host memory, after the work launched so far.
-
-        Args:
-            offset_bytes: offset of the first byte in the range.
-            target: [bytes to copy] uint8, a part of the host memory in which the journal counts
-                offsets.
-        """
-        self._require_no_copies()
-        target.copy_(self._bytes(offset_bytes, len(target)), non_blocking=True)
-        if self._note is not None:
-            host_bytes = int(target.storage_offset())
-            self._note(CopiedOut(offset_bytes, host_bytes, len(target)))
-
-    def copy_in(self, offset_bytes: int, source: torch.Tensor) -> None:
-        """The opposite of `copy_out`."""
-        self._require_no_copies()
-        self._bytes(offset_bytes, len(source)).copy_(source, non_blocking=True)
-        if self._note is not None:
-            host_bytes = int(source.storage_offset())
-            self._note(CopiedIn(offset_bytes, host_bytes, len(source)))
 
     def flush(self) -> None:
         """Launch the pending copies, and send new table entries to the device.
 
         The latter is the cost of tables (vAttention, section 3.3).
         """
-        self.make_copies()
+        super().flush()
         if not self._entered:
             return
         slots, indices = np.concatenate(self._entered, axis=1)
@@ -299,14 +199,13 @@ class KVTensors:
         layout, workspaces = self.shape.layout, workspaces or self._workspaces
         return StepView(layout, self.layers, rows, self._device_table, workspaces)
 
-    def _require_no_copies(self) -> None:
-        assert not self._copies, "pending copies come first: call make_copies"
 
-    def _bytes(self, offset_bytes: int, num_bytes: int) -> torch.Tensor:
-        return self.range.tensor((num_bytes,), torch.uint8, offset_bytes)
+def check_addresses(num_bytes: int, max_seqs: int, max_tokens: int) -> None:
+    """Check that a process can reserve addresses of such a size for a cache.
 
-
-def _check_addresses(num_bytes: int, max_seqs: int, max_tokens: int) -> None:
+    Raises:
+        ConfigError: there are not so many.
+    """
     if num_bytes > _MOST_ADDRESSES_BYTES:
         raise ConfigError(
             f"KV of {max_seqs} sequences of {max_tokens} tokens takes addresses of "

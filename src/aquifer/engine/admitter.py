@@ -120,7 +120,8 @@ class Admitter:
                 continue  # its next tokens run in the next step
             for slot in [s.slot for s in group.sequences if s.slot is not None]:
                 start = int(lane.slots.num_computed[slot])
-                count = int(lane.slots.num_tokens[slot]) - start
+                end = min(int(lane.slots.num_tokens[slot]), int(lane.slots.stop_at[slot]))
+                count = end - start
                 if count > 0 and budget_tokens > 0:
                     slots.append(slot)
                     counts.append(chunk_tokens(start, count, budget_tokens, is_round=is_round))

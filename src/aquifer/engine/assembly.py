@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from aquifer.cache.base import CacheFactory, KVLayout
+from aquifer.cache.base import CacheFactory, KVLayout, StateLayout
 from aquifer.cache.prefix import PrefixCache
 from aquifer.cache.swap import SwapSpace
 from aquifer.engine.costs import PrefillCost
@@ -43,6 +43,7 @@ class LaneSpec:
         keeps_journal: whether steps carry what happens to the KV cache's memory, for a runner in
             another process.
         kv_limits: see `ModelPlan.kv_limits`.
+        state_layout: layout of one sequence's recurrent state; None if no layer has any.
     """
 
     name: str
@@ -56,6 +57,7 @@ class LaneSpec:
     num_spare_slots: int = 0
     keeps_journal: bool = False
     kv_limits: tuple[int, ...] = ()
+    state_layout: StateLayout | None = None
 
 
 class Assembly:
@@ -128,6 +130,7 @@ class Assembly:
             spec.kv_layout,
             spec.max_seqs + spec.num_spare_slots,
             spec.max_tokens,
+            spec.state_layout,
         )
         lane = Lane(spec.name, cache, table, recompute_s=spec.recompute_s)
         if spec.keeps_journal:

@@ -1,25 +1,26 @@
-"""Steps that read prompts, captured in pieces: everything but attention.
+"""Steps that read prompts, captured in pieces: everything but attention and recurrences.
 
-Which sequences run, and how many tokens of each, changes the shape of attention only. All else
-depends on the number of tokens alone. So the parts of a step between the layers' attention are
-captured for some numbers of tokens, to which others are padded, and attention is launched between
-them as the step needs it. Pieces of one step:
+Which sequences run, and how many tokens of each, changes the shape of attention and of recurrences
+only. All else depends on the number of tokens alone. So the parts of a step between the layers'
+attention are captured for some numbers of tokens, to which others are padded, and attention is
+launched between them as the step needs it. Pieces of one step:
 
     embedding, first norm, QKV, rotation, KV written | attention | output, MLP, next QKV, ... | ...
 
-The model's code is not cut: while a step is captured, its calls of `KVView.attend` end one piece
-and begin the next.
+The model's code is not cut: while a step is captured, its calls of `KVView.attend` and
+`KVView.recur` end one piece and begin the next.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from aquifer.cache.spans import Rows
-from aquifer.cache.view import AttentionOptions, KVView, LaunchView
+from aquifer.cache.view import AttentionOptions, KVView, LaunchView, Recurrence
 from aquifer.engine.graphs import StepBuffers, lasting
 from aquifer.kernels.capture import GraphPool
 from aquifer.kernels.prefill_attention import PrefillSpans
@@ -56,13 +57,34 @@ class _Attention:
     out: torch.Tensor  # [size, heads, value_dim], read by the piece after it
     how: AttentionOptions
 
+    def launch(self, view: LaunchView) -> None:
+        """Launch it for the tokens of a step."""
+        view.attend_into(self.layer, self.query, self.out, self.how)
+
+
+@dataclass(frozen=True, slots=True)
+class _Recurrence:
+    """One call of `KVView.recur` in a captured step."""
+
+    layer: int
+    inputs: torch.Tensor  # [size, columns], as the piece before leaves it
+    out: torch.Tensor  # [size, out_columns], read by the piece after it
+    recurrence: Recurrence
+
+    def launch(self, view: LaunchView) -> None:
+        """Launch it for the tokens of a step."""
+        view.recur_into(self.layer, self.inputs, self.out, self.recurrence)
+
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """A captured step: a piece, then attention and another piece for each layer with KV."""
+    """A captured step: a piece, then for each layer attention or a recurrence, and another piece.
+
+    A layer with both has a piece between them.
+    """
 
     pieces: list[torch.cuda.CUDAGraph] = field(default_factory=list)
-    attentions: list[_Attention] = field(default_factory=list)
+    between: list[_Attention | _Recurrence] = field(default_factory=list)
 
 
 class ChunkInputs:
@@ -123,7 +145,8 @@ class ChunkGraphs:
         self._buffers = buffers
         self._pool = pool
         self._captured: dict[int, _Captured] = {}
-        self._out: torch.Tensor | None = None  # for the results of attention, of any layer
+        # For the results of attention, and of recurrences, of any layer.
+        self._outs: dict[str, torch.Tensor] = {}
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -144,8 +167,8 @@ class ChunkGraphs:
         captured = self._captured[size]
         first, *others = captured.pieces
         first.replay()
-        for attention, piece in zip(captured.attentions, others, strict=True):
-            view.attend_into(attention.layer, attention.query, attention.out, attention.how)
+        for launched, piece in zip(captured.between, others, strict=True):
+            launched.launch(view)
             piece.replay()
 
     def rehearse(self, size: int) -> None:
@@ -177,17 +200,17 @@ class ChunkGraphs:
         hidden = forward(token_ids, positions, slots, contexts, view)
         self._buffers.hidden.copy_(hidden[rows])
 
-    def _out_of(self, query: torch.Tensor, value_dim: int) -> torch.Tensor:
-        """Where attention of this query leaves its results."""
-        shape = (*query.shape[:2], value_dim)
-        num_elements = query.shape[0] * query.shape[1] * value_dim
-        if self._out is None or self._out.numel() < num_elements:
+    def _out_of(self, kind: str, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """Where attention, or a recurrence, leaves its results."""
+        num_elements = math.prod(shape)
+        out = self._outs.get(kind)
+        if out is None or out.numel() < num_elements:
             assert not self._captured, "rehearse the largest step before one is captured"
-            self._out = query.new_zeros(num_elements)
-        return self._out[:num_elements].view(shape)
+            out = self._outs[kind] = like.new_zeros(num_elements)
+        return out[:num_elements].view(shape)
 
 
-_OutOf = Callable[[torch.Tensor, int], torch.Tensor]
+_OutOf = Callable[[str, torch.Tensor, tuple[int, ...]], torch.Tensor]
 
 
 class _Uncut:
@@ -209,11 +232,15 @@ class _Uncut:
         return None
 
     def attend(self, layer: int, query: torch.Tensor, how: AttentionOptions) -> torch.Tensor:
-        return self._out_of(query, self._view.destination(layer)[1].shape[-1])
+        value_dim = self._view.destination(layer)[1].shape[-1]
+        return self._out_of("attention", query, (*query.shape[:2], value_dim))
+
+    def recur(self, layer: int, inputs: torch.Tensor, recurrence: Recurrence) -> torch.Tensor:
+        return self._out_of("recurrence", inputs, (len(inputs), recurrence.out_columns))
 
 
 class _Cut(_Uncut):
-    """The same while a step is captured: where attention would be, a piece ends.
+    """The same while a step is captured: where attention or a recurrence would be, a piece ends.
 
     Attributes:
         captured: what has been captured.
@@ -237,8 +264,15 @@ class _Cut(_Uncut):
         self._pool.abandon(self.captured.pieces[-1])
 
     def attend(self, layer: int, query: torch.Tensor, how: AttentionOptions) -> torch.Tensor:
-        out = self._out_of(query, self._view.destination(layer)[1].shape[-1])
-        self.captured.attentions.append(_Attention(layer, lasting(query), out, how))
+        out = super().attend(layer, query, how)
+        self.captured.between.append(_Attention(layer, lasting(query), out, how))
+        self.end()
+        self.begin()
+        return out
+
+    def recur(self, layer: int, inputs: torch.Tensor, recurrence: Recurrence) -> torch.Tensor:
+        out = super().recur(layer, inputs, recurrence)
+        self.captured.between.append(_Recurrence(layer, lasting(inputs), out, recurrence))
         self.end()
         self.begin()
         return out

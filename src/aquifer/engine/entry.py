@@ -54,7 +54,7 @@ def bring_in(lane: Lane, group: SequenceGroup, headroom: Headroom, now_s: float)
             return False
         undo.pop_all()
     group.match = None
-    table.begin(first, num_cached)
+    lane.begin(first, num_cached)
     if lane.prefixes is not None and first.lease is not None:
         lane.prefixes.settle(first.lease)
     if group.num_cached_tokens is None:
@@ -66,6 +66,7 @@ def bring_in(lane: Lane, group: SequenceGroup, headroom: Headroom, now_s: float)
         shared = num_equal(first.token_ids, sequence.token_ids)
         sequence.fork_tokens = min(shared, len(sequence.token_ids) - 1)
         table.set_parent(sequence, first)
+    lane.stop(first)
     return True
 
 
@@ -95,7 +96,7 @@ def bring_back(
         undo.pop_all()
     for sequence in group.live:
         assert sequence.swapped is not None
-        table.begin(sequence, sequence.swapped.num_tokens)
+        lane.begin(sequence, sequence.swapped.num_tokens)
         sequence.swapped = None
         # KV that it retained while it begins anew would scatter its blocks.
         if lane.prefixes is not None and group.reads_prefixes and not group.begins_anew:

@@ -16,7 +16,7 @@ from aquifer.cache.prefix import PrefixCache
 from aquifer.engine.costs import PrefillCost
 from aquifer.engine.queue import Queue
 from aquifer.engine.sequence import Sequence, SequenceGroup
-from aquifer.engine.slots import SlotTable
+from aquifer.engine.slots import NEVER, SlotTable
 from aquifer.engine.step_input import StepInput
 from aquifer.errors import DriverError
 from aquifer.memory.runs import num_equal
@@ -40,6 +40,7 @@ class Lane:
         running: by arrival.
         in_flight: plans that are neither committed nor dropped, the earliest first.
         has_windows: whether KV behind the windows of some layers is given back.
+        has_state: whether sequences have recurrent state, which is that after their latest token.
     """
 
     name: str
@@ -58,9 +59,12 @@ class Lane:
     num_preemptions: int = 0
     num_swaps: int = 0  # preemptions that swapped
     has_windows: bool = field(init=False)
+    has_state: bool = field(init=False)
+    _stops: dict[int, list[int]] = field(init=False, default_factory=dict)  # of each slot
 
     def __post_init__(self) -> None:
         self.has_windows = any(part.window_tokens is not None for part in self.cache.parts)
+        self.has_state = any(part.keeps_state for part in self.cache.parts)
 
     @property
     def has_work(self) -> bool:
@@ -145,6 +149,43 @@ class Lane:
         self.cache.release(sequence.slot)
         self.slots.release(sequence)
 
+    def begin(self, sequence: Sequence, num_computed: int = 0) -> None:
+        """Start a sequence in its slot, at the first token that is not computed."""
+        self.slots.begin(sequence, num_computed)
+        if not self.has_state:
+            return
+        slot = sequence.slot
+        assert slot is not None
+        self._stops.pop(slot, None)
+        if self.prefixes is not None and sequence.lease is not None:
+            key = self.prefix_key(sequence)
+            self._stops[slot] = self.prefixes.stops(sequence.token_ids, key, num_computed)
+        self.stop(sequence)
+
+    def stop(self, sequence: Sequence) -> None:
+        """Let a sequence stop where a checkpoint is to be taken next, or another is to fork."""
+        slot = sequence.slot
+        if slot is None or not self.has_state:
+            return
+        table = self.slots
+        wanted = [
+            *self._stops.get(slot, ()),
+            *(other.fork_tokens for other in sequence.group.sequences if other.parent is sequence),
+        ]
+        num_computed = int(table.num_computed[slot])
+        table.stop_at[slot] = min((n for n in wanted if n > num_computed), default=NEVER)
+
+    def _pass_stops(self, slots: IntArray) -> None:
+        """Mark the state of sequences that have stopped, and let them go on."""
+        table = self.slots
+        for slot in slots[table.num_computed[slots] == table.stop_at[slots]].tolist():
+            sequence, num_tokens = table.sequences[slot], int(table.stop_at[slot])
+            assert sequence is not None
+            if num_tokens in self._stops.get(slot, ()):
+                with suppress(DriverError):  # it can do without
+                    self.cache.mark(slot, num_tokens)
+            self.stop(sequence)
+
     def runnable(self, now_s: float) -> IntArray | None:
         """The slots whose sequences may run in the next step, in order of arrival.
 
@@ -160,7 +201,11 @@ class Lane:
             for slot in running[are_known & table.have_outgrown(running)].tolist():
                 self._restart(slot, now_s)
             running = running[~table.have_outgrown(running)]
-        return running if self._fork_waiting() else None
+        if not self._fork_waiting():
+            return None
+        if self.has_state:
+            self._pass_stops(running)
+        return running
 
     def _restart(self, slot: int, now_s: float) -> None:
         """Let a sequence compute its KV again in its slot. Pre-condition: no step of it is in
@@ -171,7 +216,7 @@ class Lane:
         self.unlock(sequence, now_s)
         if self.cache.can_share:
             self.cache.release(slot)
-        table.begin(sequence, self._adopt(sequence, slot))
+        self.begin(sequence, self._adopt(sequence, slot))
 
     def _adopt(self, sequence: Sequence, slot: int) -> int:
         """Let a sequence with an empty slot begin with retained KV; returns for how many tokens."""
@@ -318,11 +363,13 @@ class Lane:
         # begun with a prefix beyond it.
         is_valid = table.kv_limit_of(len(sequence.token_ids)) == table.kv_limit[parent.slot]
         can_fork = is_valid and self.cache.can_fork(parent.slot, sequence.fork_tokens)
+        if self.has_state:
+            can_fork &= table.num_computed[parent.slot] == sequence.fork_tokens
         shared = sequence.fork_tokens if can_fork else 0
         if shared and not self.cache.fork(parent.slot, sequence.slot, shared):
             return False
         table.set_parent(sequence, None)
-        table.begin(sequence, shared)
+        self.begin(sequence, shared)
         if self.prefixes is not None and parent.lease is not None and is_valid:
             sequence.lease = self.prefixes.fork(parent.lease, shared)
         return True
@@ -360,11 +407,28 @@ class Lane:
             if other.parent is not None:
                 heir = other
                 table.set_parent(other, None)
-                table.begin(other)
+                self.begin(other)
+        if heir is not None:
+            self.stop(heir)
+        self._mark_end(sequence)
         self.release_slot(sequence, now_s)
         group.sequences.remove(sequence)
         if not group.sequences:
             self.running.remove(group)
+
+    def _mark_end(self, sequence: Sequence) -> None:
+        """Mark the state that a sequence ends with, if a prefix can end there.
+
+        A prefix that is to be pinned ends where its request does.
+        """
+        slot = sequence.slot
+        if not self.has_state or slot is None or sequence.lease is None or self.prefixes is None:
+            return
+        num_tokens = int(self.slots.num_computed[slot])
+        is_done = int(self._num_written()[slot]) == num_tokens == len(self.slots.tokens(sequence))
+        if is_done and self.prefixes.ends_block(num_tokens):
+            with suppress(DriverError):
+                self.cache.mark(slot, num_tokens)
 
     def end_all(self, group: SequenceGroup, now_s: float | None) -> None:
         """End all sequences of a running request; None as the time retains nothing of their KV."""

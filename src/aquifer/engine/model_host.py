@@ -115,6 +115,7 @@ class ModelHost(ModelLife):
                     recompute_s=self.prefill_cost.seconds,
                     num_spare_slots=self._num_spare_slots,
                     kv_limits=plan.kv_limits,
+                    state_layout=plan.state_layout(_dtype_of(config.state_dtype)),
                 )
             )
             self.lane.is_resident = False
@@ -254,11 +255,16 @@ def read_model(
     """
     is_dummy = config.load_format == "dummy"
     checkpoint = (Checkpoint.without_tensors if is_dummy else Checkpoint.open)(spec.path)
-    dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
-    plan = planner(checkpoint, dtype)
+    plan = planner(checkpoint, _dtype_of(config.dtype))
     if not is_dummy:
         check_sources(checkpoint, plan.parameters)
     return checkpoint, plan
+
+
+def _dtype_of(name: str) -> torch.dtype | None:
+    """The dtype that an option names; None for "auto"."""
+    dtype: torch.dtype | None = None if name == "auto" else getattr(torch, name)
+    return dtype
 
 
 def _even_tokens(checkpoint: Checkpoint, plan: ModelPlan) -> float:

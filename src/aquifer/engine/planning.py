@@ -126,9 +126,11 @@ def next_tokens(
 
 
 def _missing(table: SlotTable, slots: IntArray) -> IntArray:
-    """Tokens that each sequence has to run; its very last one is never run."""
+    """Tokens that each sequence has to run before it stops; its very last one is never run."""
     known = np.minimum(table.num_tokens[slots], table.max_total[slots] - 1)
-    return known - table.num_computed[slots]
+    known = np.minimum(known, table.stop_at[slots])
+    missing: IntArray = known - table.num_computed[slots]
+    return missing
 
 
 def _is_reading(table: SlotTable, slots: IntArray) -> npt.NDArray[np.bool_]:

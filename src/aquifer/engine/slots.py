@@ -31,7 +31,8 @@ from aquifer.engine.sequence import Sequence, SequenceGroup
 STOP_IDS_PER_SLOT = 16
 """Stop tokens in the column of a slot; further ones of a request are checked one by one."""
 
-_NEVER = np.iinfo(np.int64).max
+NEVER = int(np.iinfo(np.int64).max)
+"""A number of tokens that no sequence has."""
 
 
 class SlotTable:
@@ -83,7 +84,9 @@ class SlotTable:
         # The most new tokens of a step; 0 where the host chooses the next token (beam search).
         self.most_new = np.zeros(num_slots, np.int64)
         # The most tokens for which the KV of the sequence is valid; see `kv_limit_of`.
-        self.kv_limit = np.full(num_slots, _NEVER)
+        self.kv_limit = np.full(num_slots, NEVER)
+        # Tokens at which a step of the sequence ends once, so that its state can be copied.
+        self.stop_at = np.full(num_slots, NEVER)
         self.is_new = np.zeros(num_slots, np.bool_)  # no step has run since it got the slot
         # Whether an output may need more than its tokens: reports, or a look at many stop tokens.
         self.is_special = np.zeros(num_slots, np.bool_)
@@ -150,13 +153,14 @@ class SlotTable:
         self.token_ids[slot, :count] = sequence.token_ids
         self.num_known[slot] = self.num_tokens[slot] = count
         self.num_computed[slot] = num_computed
-        self.num_given[slot] = count if self.most_new[slot] else _NEVER
+        self.num_given[slot] = count if self.most_new[slot] else NEVER
         self.kv_limit[slot] = self.kv_limit_of(count)
+        self.stop_at[slot] = NEVER
         self.is_new[slot] = True
 
     def kv_limit_of(self, num_tokens: int) -> int:
         """The most tokens for which KV is valid that is computed for a sequence of `num_tokens`."""
-        return next((limit for limit in self.kv_limits if num_tokens <= limit), _NEVER)
+        return next((limit for limit in self.kv_limits if num_tokens <= limit), NEVER)
 
     def have_outgrown(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Whether each sequence has to run a token that its KV is not valid for."""

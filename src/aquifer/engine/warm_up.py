@@ -38,6 +38,16 @@ class _Attention:
     how: AttentionOptions
 
 
+@dataclass(frozen=True, slots=True)
+class _Recurrence:
+    """The recurrence of a model's layers, with the columns of its inputs."""
+
+    layer: int
+    columns: int
+    dtype: torch.dtype
+    recurrence: Recurrence
+
+
 class _NoCache:
     """A `KVView` of padding alone: nothing is written, and nothing is attended to."""
 
@@ -49,6 +59,7 @@ class _NoCache:
             layers.update(zip(group.layers, group.layout.split(token), strict=True))
         self._layers = [layers[layer] for layer in range(len(layers))]
         self._attentions: dict[tuple[object, ...], _Attention] = {}
+        self.recurrence: _Recurrence | None = None  # of the first layer that has state
 
     @property
     def attentions(self) -> list[_Attention]:
@@ -67,6 +78,8 @@ class _NoCache:
         return None
 
     def recur(self, layer: int, inputs: torch.Tensor, recurrence: Recurrence) -> torch.Tensor:
+        if self.recurrence is None:
+            self.recurrence = _Recurrence(layer, inputs.shape[1], inputs.dtype, recurrence)
         return inputs.new_zeros(len(inputs), recurrence.out_columns)
 
     def attend(self, layer: int, query: torch.Tensor, how: AttentionOptions) -> torch.Tensor:
@@ -122,6 +135,7 @@ class WarmUp:
             zero = np.array([0])
             self._prompt = Spans.make(zero + 1, zero, zero + LEAST_PROMPT_TOKENS)
         self._attentions: list[_Attention] = []
+        self._recurrence: _Recurrence | None = None
 
     def lengths(self) -> tuple[list[int], list[int]]:
         """Tokens of KV that slots 1, 2, ... should have for all of it, and the least that does for
@@ -169,7 +183,7 @@ class WarmUp:
         hidden = model.forward(ModelInput(zeros, zeros, contexts), view)
         self._wait()
         step_s = time.perf_counter() - begun_s
-        self._attentions = view.attentions
+        self._attentions, self._recurrence = view.attentions, view.recurrence
         self._buffers.make_hidden(hidden)
         num_seqs = min(self._max_seqs + 1, self._num_tokens)
         logits = model.logits(hidden[:num_seqs])
@@ -200,6 +214,12 @@ class WarmUp:
                 torch.zeros(shape, dtype=attention.dtype, device=self._device),
                 attention.how,
             )
+        if self._recurrence is not None:
+            of = self._recurrence
+            inputs = torch.zeros(
+                (spans.num_tokens, of.columns), dtype=of.dtype, device=self._device
+            )
+            view.recur(of.layer, inputs, of.recurrence)
 
     def _wait(self) -> None:
         """Wait for everything that has been launched."""

@@ -101,7 +101,12 @@ class PrefixCache:
         # Where even the first part has a window, nodes have no blocks, and tell tokens alone.
         self._has_blocks = not parts or parts[0].window_tokens is None
         self._block_bytes = cache.footprint.block_bytes if self._has_blocks else 0
-        self._trie = Trie(cache, self._block_bytes, has_checkpoints=bool(self._checkpoints))
+        self._trie = Trie(
+            cache,
+            self._block_bytes,
+            has_checkpoints=bool(self._checkpoints),
+            are_exact=self._checkpoints.are_exact,
+        )
         self._victims = VictimQueues(
             self._trie,
             cache.footprint.block_tokens,
@@ -288,9 +293,14 @@ class PrefixCache:
         """
         trie, every_tokens = self._trie, self._checkpoints.every_tokens
         end = path_end(lease.node)
-        places = {end, max(num_known, start)}
-        first, last = (trie.num_tokens(place) // every_tokens for place in (start, end))
-        places.update(trie.first_blocks(i * every_tokens) for i in range(first + 1, last + 1))
+        # A block may depend on a token more than ends in it.
+        marked = [n for n in self._checkpoints.marked(slot) if trie.first_blocks(n) <= end]
+        if self._checkpoints.are_exact:
+            places = {trie.first_blocks(n) for n in marked}
+        else:
+            places = {end, max(num_known, start)}
+            first, last = (trie.num_tokens(place) // every_tokens for place in (start, end))
+            places.update(trie.first_blocks(i * every_tokens) for i in range(first + 1, last + 1))
         for place in sorted(places):
             num_tokens = trie.num_tokens(place)
             # The last node may be that of a match, of which the last token is computed again.
@@ -317,6 +327,47 @@ class PrefixCache:
                 self._restored(checkpoint)
             self._victims.offer(checkpoint)
             self._pins.take_checkpoint(node)
+        for num_tokens in marked:
+            self._checkpoints.unmark(slot, num_tokens)
+
+    def stops(self, token_ids: TokenIds, extra: Hashable, num_begun: int) -> list[int]:
+        """Where a sequence should stop once, so that its state can be marked for a checkpoint.
+
+        Numbers of tokens, ascending: at distances of `Checkpoints.every_tokens`, where it leaves
+        what is kept, and at the last block's end before its last token. Those of which a
+        checkpoint would save little are left out: less than a quarter of that distance.
+
+        Args:
+            token_ids: the sequence's tokens.
+            extra: as given to `insert`.
+            num_begun: tokens that it begins with.
+
+        Returns: none where there is no state.
+        """
+        if not self._checkpoints.are_exact or not self._block_bytes:
+            return []
+        trie, every_tokens = self._trie, self._checkpoints.every_tokens
+        num_whole = trie.num_whole(len(token_ids) - 1)
+        if not num_whole:
+            return []
+        _, num_known = trie.descend(token_ids, extra, None, 0)
+        last = trie.num_tokens(num_whole)
+        wanted = {last, trie.num_tokens(min(num_known, num_whole))}
+        for count in range(num_begun + every_tokens, last, every_tokens):
+            wanted.add(trie.num_tokens(trie.num_whole(count)))
+        least_tokens = max(every_tokens // 4, 1)
+        stops: list[int] = []
+        for count in sorted(wanted, reverse=True):  # the last one is of most use
+            end = stops[-1] if stops else count + least_tokens
+            if count - num_begun >= least_tokens and end - count >= least_tokens:
+                stops.append(count)
+        return stops[::-1]
+
+    def ends_block(self, num_tokens: int) -> bool:
+        """Whether a checkpoint with state can be taken after so many tokens: a block ends there."""
+        if not self._checkpoints.are_exact or not self._block_bytes or not num_tokens:
+            return False
+        return self._trie.num_tokens(self._trie.num_whole(num_tokens)) == num_tokens
 
     def pin(self, token_ids: TokenIds, extra: Hashable = None) -> None:
         """Never evict the whole blocks of this prefix: those kept now, and those inserted later.

@@ -5,9 +5,13 @@ kept, too. A layer with a window of W tokens needs the last W tokens alone, and 
 before. So a sequence can go on only after certain numbers of tokens: where a checkpoint was taken.
 
     checkpoint after n tokens: [max(n - W, 0), n) of each part with a window
+                               a copy of the state, taken while it was that after n tokens
 
 That is one token more than the row at n attends to. So also a request of n tokens can begin with
-it, which computes the last one again.
+it, which computes the last one again; not if there is state, which cannot go back by a token.
+
+Between checkpoints with state in a prompt are as many tokens as have KV of the state's size. So
+they take no more memory than the KV that they are of use with.
 
 Neighbouring checkpoints overlap, and hold the blocks that they have in common each for itself. The
 blocks that only one of them holds come free with it.
@@ -34,6 +38,8 @@ class Checkpoints:
 
     Attributes:
         every_tokens: distance of the checkpoints in a prompt.
+        are_exact: whether a sequence can begin only with all tokens of a checkpoint, not with one
+            less, as there is recurrent state.
         held_bytes: bytes of the blocks that they hold; each block counts once.
         guarded_bytes: bytes of those that guarded checkpoints hold.
         full_bytes: bytes of a checkpoint at most.
@@ -42,7 +48,12 @@ class Checkpoints:
     def __init__(self, parts: Sequence[CachePart]) -> None:
         self._parts = [part for part in parts if part.window_tokens is not None]
         windows = [part.window_tokens or 0 for part in self._parts]
+        self._states = [part.cache for part in self._parts if part.keeps_state]
+        self.are_exact = bool(self._states)
         self.every_tokens = max(min(windows) // _PER_WINDOW, 1) if windows else 0
+        if self._states:
+            state_bytes = sum(state.footprint.block_bytes for state in self._states)
+            self.every_tokens = -(-state_bytes // max(parts[0].cache.footprint.token_bytes, 1))
         self.held_bytes = 0
         self.guarded_bytes = 0
         self.full_bytes = sum(
@@ -61,15 +72,20 @@ class Checkpoints:
         found = []
         for part in self._parts:
             assert part.window_tokens is not None
-            first = max(num_tokens - part.window_tokens, 0)
-            if part.cache.num_forgotten(slot) > first:
+            kept = part.cache.kept_at(slot, num_tokens, part.window_tokens)
+            if kept is None:
                 return None
-            blocks = part.cache.blocks(slot, num_tokens)
-            footprint = part.cache.footprint
-            end = -(-num_tokens * footprint.token_bytes // footprint.block_bytes)
-            begin = footprint.whole_blocks(first)
-            found.append(Kept(begin, blocks[len(blocks) - (end - begin) :]))
+            found.append(kept)
         return tuple(found)
+
+    def marked(self, slot: int) -> list[int]:
+        """Numbers of tokens after which a sequence has marked its state, ascending."""
+        return [count for state in self._states for count in state.marked(slot) or ()]
+
+    def unmark(self, slot: int, num_tokens: int) -> None:
+        """Drop what a sequence has marked after so many tokens."""
+        for state in self._states:
+            state.unmark(slot, num_tokens)
 
     def upto(self, checkpoint: Node, num_tokens: int) -> list[Kept]:
         """The blocks of a checkpoint that the first tokens of its prefix lie in.
@@ -90,7 +106,7 @@ class Checkpoints:
         added_bytes = 0
         for part, holders, each in zip(self._parts, self._holders, kept, strict=True):
             part.cache.retain(each.blocks)
-            added_bytes += _count(holders, each, 1) * part.cache.footprint.block_bytes
+            added_bytes += _count(holders, each, 1) * part.cache.footprint.kept_block_bytes
         self.held_bytes += added_bytes
         return added_bytes
 
@@ -98,7 +114,7 @@ class Checkpoints:
         """Drop the blocks of a checkpoint; returns the bytes that no other holds."""
         freed_bytes = 0
         for part, holders, each in zip(self._parts, self._holders, checkpoint.kept, strict=True):
-            freed_bytes += _count(holders, each, -1) * part.cache.footprint.block_bytes
+            freed_bytes += _count(holders, each, -1) * part.cache.footprint.kept_block_bytes
             part.cache.unretain(each.blocks)
         self.held_bytes -= freed_bytes
         return freed_bytes
@@ -106,13 +122,17 @@ class Checkpoints:
     def guard(self, checkpoint: Node, change: int) -> None:
         """Count that a checkpoint is guarded, by 1, or no longer, by -1."""
         for part, guards, each in zip(self._parts, self._guards, checkpoint.kept, strict=True):
-            num_bytes = _count(guards, each, change) * part.cache.footprint.block_bytes
+            num_bytes = _count(guards, each, change) * part.cache.footprint.kept_block_bytes
             self.guarded_bytes += change * num_bytes
 
     def pages(self, checkpoint: Node) -> int:
         """Pages that the blocks of a checkpoint take if they lie side by side."""
         return sum(
-            part.cache.footprint.blocks_pages(len(each.blocks))
+            -(
+                -len(each.blocks)
+                * part.cache.footprint.kept_block_bytes
+                // part.cache.footprint.page_bytes
+            )
             for part, each in zip(self._parts, checkpoint.kept, strict=True)
         )
 

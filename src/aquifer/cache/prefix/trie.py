@@ -108,15 +108,24 @@ class Trie:
         cache: manager of the blocks.
         block_bytes: what a block takes; 0 if nodes have no blocks.
         has_checkpoints: whether a prefix is of use only where there is a checkpoint.
+        are_exact: whether it is of use only to requests that are longer (`Checkpoints.are_exact`).
 
     Attributes:
         num_blocks: blocks of all nodes.
     """
 
-    def __init__(self, cache: Blocks, block_bytes: int, *, has_checkpoints: bool = False) -> None:
+    def __init__(
+        self,
+        cache: Blocks,
+        block_bytes: int,
+        *,
+        has_checkpoints: bool = False,
+        are_exact: bool = False,
+    ) -> None:
         self.num_blocks = 0
         self._block_bytes = block_bytes
         self._has_checkpoints = has_checkpoints
+        self._are_exact = are_exact
         self._cache = cache
         # Without KV there are no blocks, and the manager need not know how many tokens lie in one.
         has_kv = cache.footprint.token_bytes > 0
@@ -170,6 +179,8 @@ class Trie:
         while node is not None:
             checkpoint = self.checkpoint(node)
             num_tokens = min(self._num_tokens[node.end], most_tokens)
+            if self._are_exact and num_tokens < self._num_tokens[node.end]:
+                checkpoint = None
             if checkpoint is not None and num_tokens:
                 num_blocks = bisect_left(self._num_tokens, num_tokens)
                 blocks = self._path_blocks(_node_at(node, num_blocks), num_blocks)

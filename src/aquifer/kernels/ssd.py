@@ -1,0 +1,643 @@
+"""State space duality, the recurrence of Mamba-2 (Dao and Gu, 2024, sections 3 and 6).
+
+For a token and a head with input x of P numbers, step dt, and vectors b and c of N numbers:
+
+    dt <- clamp(softplus(dt + dt_bias), dt_limit)
+    h <- exp(-dt exp(a_log)) h + dt x b^T                 [P, N]
+    y = h c + d x
+
+Chunks of several tokens are computed by matrix products (section 6). With cs the sum of
+-dt exp(a_log) from the beginning of a chunk of L tokens, and h the state before it:
+
+    y[l] = exp(cs[l]) h c[l] + d x[l]
+           + sum over s <= l of (c[l] . b[s]) exp(cs[l] - cs[s]) dt[s] x[s]
+    h'   = exp(cs[L - 1]) h + sum over s of exp(cs[L - 1] - cs[s]) dt[s] x[s] b[s]^T
+
+in three launches: the second term of h' for all chunks, the states before all chunks, and y. The
+intermediate states are in the dtype of x: 100 MB for 8192 tokens, 24 heads, P 128 and N 256.
+
+Shapes throughout: `state` [slots, H, P, N], of which the first stride is any; x and out [rows, H,
+P], b and c [rows, G, N], and dt [rows, H], of which only the first stride is any: they may be
+columns of one tensor. Head h reads group h // (H / G) of b and c. `a_log`, `d` and `dt_bias` are
+[H].
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from aquifer.kernels._triton import (
+    MIN_DOT,
+    await_predecessor,
+    constexpr,
+    jit,
+    jit_once,
+    launch,
+    launch_options,
+    pow2,
+    release_successor,
+    runs_triton,
+    tensor,
+    tl,
+)
+from aquifer.kernels.activation import softplus
+from aquifer.kernels.prefill_attention import PrefillSpans
+from aquifer.kernels.span_chunks import (
+    SortedSpans,
+    count_chunks,
+    find_chunk,
+    read_states,
+    wide_dtype,
+)
+
+_UPDATE_TILE = 4096
+"""Numbers of the state that a program of an update has in registers."""
+
+_UPDATE_FEW_ROWS = 8
+"""Up to so many rows, programs are smaller, so that they fill the device."""
+
+_PASS_TILE = 1024
+
+
+def state_update_reference(
+    state: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a_log: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    d: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    dt_limit: tuple[float, float],
+) -> None:
+    """`state_update` in plain torch."""
+    out[slots < 0] = 0
+    (kept,) = torch.nonzero(slots >= 0, as_tuple=True)
+    slots = slots[kept]
+    wide = wide_dtype(x)
+    x, b, c = (each[kept].to(wide) for each in (x, b, c))
+    heads_per_group = x.shape[1] // b.shape[1]
+    b, c = (each.repeat_interleave(heads_per_group, 1) for each in (b, c))
+    step = _steps(dt[kept], dt_bias, dt_limit)
+    decay = torch.exp(step * -a_log.to(wide).exp())
+    h = read_states(state, slots, positions[kept])
+    h = h * decay[:, :, None, None] + (step[:, :, None] * x)[..., None] * b[:, :, None]
+    state[slots] = h.to(state.dtype)
+    y = torch.einsum("rhpn,rhn->rhp", h, c)
+    if d is not None:
+        y = y + d.to(wide)[:, None] * x
+    out[kept] = y.to(out.dtype)
+
+
+def scan_chunks_reference(
+    state: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a_log: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    d: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    spans: PrefillSpans,
+    out: torch.Tensor,
+    *,
+    dt_limit: tuple[float, float],
+) -> None:
+    """`scan_chunks` in plain torch."""
+    if not spans.slots:
+        return
+    wide = wide_dtype(x)
+    num_heads, heads_per_group = x.shape[1], x.shape[1] // b.shape[1]
+    rates = -a_log.to(wide).exp()
+    sorted_spans = SortedSpans(spans, x.device)
+    h = sorted_spans.read(state)  # [spans, H, P, N]
+    for block in sorted_spans.blocks(num_heads * max(x.shape[2], b.shape[2], 32), max_tokens=32):
+        inside = block.is_token[..., None]
+        own_x = x[block.rows].to(wide)  # [spans, tokens, H, P]
+        own_b, own_c = (
+            each[block.rows].to(wide).repeat_interleave(heads_per_group, 2) for each in (b, c)
+        )
+        # A step of 0 leaves the state as it is.
+        step = _steps(dt[block.rows], dt_bias, dt_limit) * inside  # [spans, tokens, H]
+        total = (step * rates).cumsum(1)
+        # Decay from token s to token l, 0 for later ones: [spans, l, s, H].
+        length = total.shape[1]
+        is_later = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+        between = total[:, :, None] - total[:, None]
+        between = between.masked_fill(is_later[:, :, None], -torch.inf).exp()
+        last = h[: block.num_spans]
+        scores = torch.einsum("slhn,sthn->slth", own_c, own_b) * between
+        steps_x = step[..., None] * own_x
+        y = torch.einsum("slth,sthp->slhp", scores, steps_x)
+        y += torch.einsum("shpn,slhn->slhp", last, own_c) * total.exp()[..., None]
+        if d is not None:
+            y += d.to(wide)[:, None] * own_x
+        to_end = (total[:, -1:] - total).exp()
+        added = torch.einsum("sthp,sthn->shpn", to_end[..., None] * steps_x, own_b)
+        h[: block.num_spans] = last * total[:, -1].exp()[..., None, None] + added
+        out[block.rows[block.is_token]] = y[block.is_token].to(out.dtype)
+    state[sorted_spans.slots] = h.to(state.dtype)
+
+
+def _steps(
+    dt: torch.Tensor, dt_bias: torch.Tensor | None, dt_limit: tuple[float, float]
+) -> torch.Tensor:
+    """clamp(softplus(dt + dt_bias)), in float32 or wider."""
+    wide = dt.to(wide_dtype(dt))
+    step = F.softplus(wide if dt_bias is None else wide + dt_bias.to(wide.dtype))
+    return step.clamp(*dt_limit)
+
+
+def state_update(
+    state: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a_log: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    d: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    dt_limit: tuple[float, float],
+) -> None:
+    """Update states by one token each.
+
+    Args:
+        state: [slots, H, P, N] float32 or the dtype of x; in and out.
+        x: [rows, H, P].
+        dt: [rows, H], before bias and softplus.
+        a_log: [H] float32.
+        b: [rows, G, N].
+        c: [rows, G, N].
+        d: [H] float32, or None.
+        dt_bias: [H] float32, or None.
+        slots: [rows] int64, the row's sequence; -1 for padding, which changes no state and gets a
+            finite result.
+        positions: [rows] int64; at position 0 the state begins as 0, and is not read.
+        out: [rows, H, P] of x's dtype, overwritten.
+        dt_limit: bounds of a step.
+    """
+    if not runs_triton(x):
+        state_update_reference(
+            state, x, dt, a_log, b, c, d, dt_bias, slots, positions, out, dt_limit=dt_limit
+        )
+        return
+    _check(state, x, dt, a_log, b, c, d, dt_bias, out)
+    num_rows, num_heads, head_dim = x.shape
+    if not num_rows:
+        return
+    size_pow2 = pow2(b.shape[2])
+    tile = _UPDATE_TILE if num_rows > _UPDATE_FEW_ROWS else _UPDATE_TILE // 4
+    block = min(max(tile // size_pow2, 1), pow2(head_dim))
+    launch(
+        _update_kernel,
+        (-(-head_dim // block), num_heads, num_rows),
+        state,
+        x,
+        dt,
+        a_log,
+        b,
+        c,
+        d,
+        dt_bias,
+        slots,
+        positions,
+        out,
+        state.stride(0),
+        x.stride(0),
+        dt.stride(0),
+        b.stride(0),
+        c.stride(0),
+        out.stride(0),
+        dt_limit[0],
+        dt_limit[1],
+        head_dim=head_dim,
+        size=b.shape[2],
+        size_pow2=size_pow2,
+        heads_per_group=num_heads // b.shape[1],
+        block=block,
+        has_d=d is not None,
+        has_bias=dt_bias is not None,
+        num_warps=4,
+        **launch_options(x.device),
+    )
+
+
+def scan_chunks(
+    state: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a_log: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    d: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    spans: PrefillSpans,
+    out: torch.Tensor,
+    *,
+    dt_limit: tuple[float, float],
+) -> None:
+    """Update states by chunks of several tokens.
+
+    Args:
+        state: this and the next ones as in `state_update`, with the rows of the whole step.
+        x: likewise.
+        dt: likewise.
+        a_log: likewise.
+        b: likewise.
+        c: likewise.
+        d: likewise.
+        dt_bias: likewise.
+        spans: the chunks; where one starts at 0, the state begins as 0, and is not read.
+        out: [rows, H, P]; only the rows of the chunks are overwritten.
+        dt_limit: bounds of a step.
+    """
+    if not spans.slots:
+        return
+    if not runs_triton(x):
+        scan_chunks_reference(state, x, dt, a_log, b, c, d, dt_bias, spans, out, dt_limit=dt_limit)
+        return
+    _check(state, x, dt, a_log, b, c, d, dt_bias, out)
+    num_heads, head_dim = x.shape[1:]
+    num_groups, size = b.shape[1:]
+    is_wide = x.dtype == torch.float32
+    tokens = 32 if is_wide else 128
+    # Tiles of a product: heads' dimensions, and numbers of the state.
+    p_block = min(pow2(head_dim, MIN_DOT), 32 if is_wide else 128)
+    n_block = min(pow2(size, MIN_DOT), 32 if is_wide else 64)
+    num_spans, num_chunks = len(spans.slots), count_chunks(spans, tokens)
+    states = x.new_empty(num_chunks, num_heads, head_dim, size)
+    # exp of the sum over the whole chunk.
+    decays = torch.empty(num_chunks, num_heads, dtype=torch.float32, device=x.device)
+    shapes = {
+        "head_dim": head_dim,
+        "size": size,
+        "heads_per_group": num_heads // num_groups,
+        "num_heads": num_heads,
+        "tokens": tokens,
+        "has_bias": dt_bias is not None,
+        "p_block": p_block,
+        "n_block": n_block,
+        "precision": "ieee" if is_wide else "tf32",
+    }
+    inputs = (
+        x,
+        dt,
+        a_log,
+        b,
+        dt_bias,
+        spans.device_offsets,
+        states,
+        decays,
+        num_spans,
+        x.stride(0),
+        dt.stride(0),
+        b.stride(0),
+        dt_limit[0],
+        dt_limit[1],
+    )
+    launch(
+        _added_kernel,
+        (-(-head_dim // p_block) * -(-size // n_block), num_heads, num_chunks),
+        *inputs,
+        **shapes,
+        num_warps=4,
+    )
+    launch(
+        _pass_kernel,
+        (-(-head_dim * size // _PASS_TILE), num_heads, num_spans),
+        state,
+        states,
+        decays,
+        spans.device_slots,
+        spans.device_starts,
+        spans.device_offsets,
+        state.stride(0),
+        num_heads=num_heads,
+        numbers=head_dim * size,
+        tokens=tokens,
+        tile=_PASS_TILE,
+        num_warps=4,
+    )
+    launch(
+        _out_kernel,
+        (-(-head_dim // p_block), num_heads, num_chunks),
+        *inputs,
+        c,
+        d,
+        out,
+        c.stride(0),
+        out.stride(0),
+        has_d=d is not None,
+        **shapes,
+        num_warps=4 if is_wide else 8,
+    )
+
+
+def _check(
+    state: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a_log: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    d: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    num_rows, num_heads, head_dim = x.shape
+    assert state.shape[1:] == (num_heads, head_dim, b.shape[2])
+    assert state[0].is_contiguous()
+    assert dt.shape == (num_rows, num_heads)
+    assert out.shape == x.shape
+    assert b.shape == c.shape
+    assert len(b) == num_rows
+    assert num_heads % b.shape[1] == 0
+    assert all(each[0].is_contiguous() for each in (x, dt, b, c, out) if len(each))
+    for each in (a_log, d, dt_bias):
+        assert each is None or (each.shape == (num_heads,) and each.is_contiguous())
+
+
+@jit_once(indices=["slots", "positions", "x", "dt", "b", "c"])
+def _update_kernel(
+    state: tensor,
+    x: tensor,
+    dt: tensor,
+    a_log: tensor,
+    b: tensor,
+    c: tensor,
+    d: tensor,
+    dt_bias: tensor,
+    slots: tensor,
+    positions: tensor,
+    out: tensor,
+    state_stride: tensor,
+    x_stride: tensor,
+    dt_stride: tensor,
+    b_stride: tensor,
+    c_stride: tensor,
+    out_stride: tensor,
+    least_step: tensor,
+    most_step: tensor,
+    head_dim: constexpr,
+    size: constexpr,
+    size_pow2: constexpr,
+    heads_per_group: constexpr,
+    block: constexpr,
+    has_d: constexpr,
+    has_bias: constexpr,
+    overlaps: constexpr,
+) -> None:
+    """A program updates `block` rows of the state of one head of one sequence."""
+    head = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    p = tl.program_id(0) * block + tl.arange(0, block)
+    n = tl.arange(0, size_pow2)
+    rate = -tl.exp(tl.load(a_log + head).to(tl.float32))
+    skip = tl.load(d + head).to(tl.float32) if has_d else 0.0
+    bias = tl.load(dt_bias + head).to(tl.float32) if has_bias else 0.0
+    await_predecessor(overlaps)
+    slot = tl.load(slots + row)
+    position = tl.load(positions + row)
+    # Triton's interpreter has no mask of a vector and a number.
+    is_kept = p < tl.where(slot >= 0, head_dim, 0)
+    is_read = p < tl.where((slot >= 0) & (position > 0), head_dim, 0)
+    is_n = n < size
+    place = state + slot * state_stride + (head * head_dim + p)[:, None] * size + n[None, :]
+    h = tl.load(place, mask=is_read[:, None] & is_n[None, :], other=0.0).to(tl.float32)
+    own_x = tl.load(x + row * x_stride + head * head_dim + p, mask=is_kept, other=0.0)
+    own_x = own_x.to(tl.float32)
+    group = head // heads_per_group * size
+    own_b = tl.load(b + row * b_stride + group + n, mask=is_n, other=0.0).to(tl.float32)
+    own_c = tl.load(c + row * c_stride + group + n, mask=is_n, other=0.0).to(tl.float32)
+    step = softplus(tl.load(dt + row * dt_stride + head).to(tl.float32) + bias)
+    step = tl.minimum(tl.maximum(step, least_step), most_step)
+    h = tl.exp(step * rate) * h + (step * own_x)[:, None] * own_b[None, :]
+    tl.store(place, h.to(state.dtype.element_ty), mask=is_kept[:, None] & is_n[None, :])
+    # A row of padding has a result of 0.
+    y = tl.sum(h * own_c[None, :], axis=1) + skip * own_x
+    y = tl.where(is_kept, y, 0.0)
+    own_out = out + row * out_stride + head * head_dim + p
+    tl.store(own_out, y.to(out.dtype.element_ty), mask=p < head_dim)
+    release_successor(overlaps)
+
+
+@jit
+def _chunk_steps(
+    dt: tensor,
+    a_log: tensor,
+    dt_bias: tensor,
+    dt_stride: tensor,
+    least_step: tensor,
+    most_step: tensor,
+    row: tensor,
+    is_row: tensor,
+    head: tensor,
+    has_bias: constexpr,
+) -> tuple[tensor, tensor]:
+    """Steps of a chunk's tokens, 0 behind its end, and the sums of their exponents, [tokens]."""
+    step = tl.load(dt + row * dt_stride + head, mask=is_row, other=0.0).to(tl.float32)
+    if has_bias:
+        step += tl.load(dt_bias + head).to(tl.float32)
+    step = tl.minimum(tl.maximum(softplus(step), least_step), most_step)
+    step = tl.where(is_row, step, 0.0)
+    rate = -tl.exp(tl.load(a_log + head).to(tl.float32))
+    return step, tl.cumsum(step * rate, axis=0)
+
+
+@jit_once(counts=["num_spans"], indices=["offsets", "x", "dt", "b"])
+def _added_kernel(
+    x: tensor,
+    dt: tensor,
+    a_log: tensor,
+    b: tensor,
+    dt_bias: tensor,
+    offsets: tensor,
+    states: tensor,
+    decays: tensor,
+    num_spans: tensor,
+    x_stride: tensor,
+    dt_stride: tensor,
+    b_stride: tensor,
+    least_step: tensor,
+    most_step: tensor,
+    head_dim: constexpr,
+    size: constexpr,
+    heads_per_group: constexpr,
+    num_heads: constexpr,
+    tokens: constexpr,
+    has_bias: constexpr,
+    p_block: constexpr,
+    n_block: constexpr,
+    precision: constexpr,
+) -> None:
+    """A program computes a tile of what a chunk adds to the state of one head."""
+    chunk = tl.program_id(2).to(tl.int64)
+    head = tl.program_id(1)
+    span, index = find_chunk(offsets, num_spans, tokens, tl.program_id(2))
+    end = tl.load(offsets + span + 1)
+    first = tl.load(offsets + span) + index.to(tl.int64) * tokens
+    if first < end:
+        n_blocks: tl.constexpr = (size + n_block - 1) // n_block
+        p = tl.program_id(0) // n_blocks * p_block + tl.arange(0, p_block)
+        n = tl.program_id(0) % n_blocks * n_block + tl.arange(0, n_block)
+        row = first + tl.arange(0, tokens)
+        is_row = row < end
+        step, total = _chunk_steps(
+            dt, a_log, dt_bias, dt_stride, least_step, most_step, row, is_row, head, has_bias
+        )
+        whole = tl.sum(tl.where(tl.arange(0, tokens) == tokens - 1, total, 0.0), axis=0)
+        own_x = tl.load(
+            x + row[None, :] * x_stride + head * head_dim + p[:, None],
+            mask=is_row[None, :] & (p < head_dim)[:, None],
+            other=0.0,
+        )
+        own_b = tl.load(
+            b + row[:, None] * b_stride + head // heads_per_group * size + n[None, :],
+            mask=is_row[:, None] & (n < size)[None, :],
+            other=0.0,
+        )
+        weighed = own_x.to(tl.float32) * (tl.exp(whole - total) * step)[None, :]
+        added = tl.dot(weighed.to(own_b.dtype), own_b, input_precision=precision)
+        place = ((chunk * num_heads + head) * head_dim + p)[:, None] * size + n[None, :]
+        tl.store(
+            states + place,
+            added.to(states.dtype.element_ty),
+            mask=(p < head_dim)[:, None] & (n < size)[None, :],
+        )
+        if tl.program_id(0) == 0:
+            tl.store(decays + chunk * num_heads + head, tl.exp(whole))
+
+
+@jit_once(indices=["span_slots", "starts", "offsets"])
+def _pass_kernel(
+    state: tensor,
+    states: tensor,
+    decays: tensor,
+    span_slots: tensor,
+    starts: tensor,
+    offsets: tensor,
+    state_stride: tensor,
+    num_heads: constexpr,
+    numbers: constexpr,
+    tokens: constexpr,
+    tile: constexpr,
+) -> None:
+    """A program passes `tile` numbers of the state of one head along the chunks of a span.
+
+    What each chunk adds is replaced by the state before it.
+    """
+    span = tl.program_id(2)
+    head = tl.program_id(1)
+    place = tl.program_id(0) * tile + tl.arange(0, tile)
+    inside = place < numbers
+    begin = tl.load(offsets + span)
+    count = tl.load(offsets + span + 1) - begin
+    chunk = (begin - tl.load(offsets)) // tokens + span
+    slot = tl.load(span_slots + span)
+    own_state = state + slot * state_stride + head * numbers + place
+    is_read = place < tl.where(tl.load(starts + span) > 0, numbers, 0)
+    h = tl.load(own_state, mask=is_read, other=0.0).to(tl.float32)
+    own = (chunk.to(tl.int64) * num_heads + head) * numbers + place
+    for _ in range(0, count, tokens):
+        added = tl.load(states + own, mask=inside, other=0.0).to(tl.float32)
+        decay = tl.load(decays + chunk * num_heads + head)
+        tl.store(states + own, h.to(states.dtype.element_ty), mask=inside)
+        h = decay * h + added
+        chunk += 1
+        own += num_heads * numbers
+    tl.store(own_state, h.to(state.dtype.element_ty), mask=inside)
+
+
+@jit_once(counts=["num_spans"], indices=["offsets", "x", "dt", "b", "c"])
+def _out_kernel(
+    x: tensor,
+    dt: tensor,
+    a_log: tensor,
+    b: tensor,
+    dt_bias: tensor,
+    offsets: tensor,
+    states: tensor,
+    decays: tensor,
+    num_spans: tensor,
+    x_stride: tensor,
+    dt_stride: tensor,
+    b_stride: tensor,
+    least_step: tensor,
+    most_step: tensor,
+    c: tensor,
+    d: tensor,
+    out: tensor,
+    c_stride: tensor,
+    out_stride: tensor,
+    has_d: constexpr,
+    head_dim: constexpr,
+    size: constexpr,
+    heads_per_group: constexpr,
+    num_heads: constexpr,
+    tokens: constexpr,
+    has_bias: constexpr,
+    p_block: constexpr,
+    n_block: constexpr,
+    precision: constexpr,
+) -> None:
+    """A program computes the results of a chunk for `p_block` dimensions of one head."""
+    chunk = tl.program_id(2).to(tl.int64)
+    head = tl.program_id(1)
+    span, index = find_chunk(offsets, num_spans, tokens, tl.program_id(2))
+    end = tl.load(offsets + span + 1)
+    first = tl.load(offsets + span) + index.to(tl.int64) * tokens
+    if first < end:
+        p = tl.program_id(0) * p_block + tl.arange(0, p_block)
+        is_p = p < head_dim
+        token = tl.arange(0, tokens)
+        row = first + token
+        is_row = row < end
+        step, total = _chunk_steps(
+            dt, a_log, dt_bias, dt_stride, least_step, most_step, row, is_row, head, has_bias
+        )
+        group = head // heads_per_group * size
+        scores = tl.zeros([tokens, tokens], tl.float32)
+        y = tl.zeros([tokens, p_block], tl.float32)
+        for n_first in range(0, size, n_block):
+            n = n_first + tl.arange(0, n_block)
+            is_n = n < size
+            own_c = tl.load(
+                c + row[:, None] * c_stride + group + n[None, :],
+                mask=is_row[:, None] & is_n[None, :],
+                other=0.0,
+            )
+            own_b = tl.load(
+                b + row[None, :] * b_stride + group + n[:, None],
+                mask=is_row[None, :] & is_n[:, None],
+                other=0.0,
+            )
+            place = ((chunk * num_heads + head) * head_dim + p)[None, :] * size + n[:, None]
+            h = tl.load(states + place, mask=is_p[None, :] & is_n[:, None], other=0.0)
+            scores = tl.dot(own_c, own_b, scores, input_precision=precision)
+            y = tl.dot(own_c, h.to(own_c.dtype), y, input_precision=precision)
+        y *= tl.exp(total)[:, None]
+        own_x = tl.load(
+            x + row[:, None] * x_stride + head * head_dim + p[None, :],
+            mask=is_row[:, None] & is_p[None, :],
+            other=0.0,
+        )
+        between = tl.where(token[:, None] >= token[None, :], total[:, None] - total[None, :], 0.0)
+        scores = scores * tl.exp(between) * step[None, :]
+        scores = tl.where(token[:, None] >= token[None, :], scores, 0.0)
+        y = tl.dot(scores.to(own_x.dtype), own_x, y, input_precision=precision)
+        if has_d:
+            y += tl.load(d + head).to(tl.float32) * own_x.to(tl.float32)
+        tl.store(
+            out + row[:, None] * out_stride + head * head_dim + p[None, :],
+            y.to(out.dtype.element_ty),
+            mask=is_row[:, None] & is_p[None, :],
+        )

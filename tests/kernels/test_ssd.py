@@ -1,0 +1,214 @@
+"""The recurrence of Mamba-2 against its definition in float64, token by token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.kernels.recurrent_cases import (
+    copy_of_state,
+    first_state,
+    make_spans,
+    make_state,
+    relative_error,
+)
+
+from aquifer.kernels.prefill_attention import PrefillSpans
+from aquifer.kernels.ssd import (
+    scan_chunks,
+    scan_chunks_reference,
+    state_update,
+    state_update_reference,
+)
+
+MAX_ERROR = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+CHUNKS = [scan_chunks, scan_chunks_reference]
+UPDATES = [state_update, state_update_reference]
+RAGGED = [(0, 5), (7, 1), (0, 70), (3, 33)]
+
+
+@dataclass
+class Case:
+    """Inputs of a step, of which the rows outside of the chunks are NaN."""
+
+    state: torch.Tensor
+    x: torch.Tensor
+    dt: torch.Tensor
+    a_log: torch.Tensor
+    b: torch.Tensor
+    c: torch.Tensor
+    d: torch.Tensor | None
+    dt_bias: torch.Tensor | None
+    spans: PrefillSpans
+    dt_limit: tuple[float, float]
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor | None, ...]:
+        return self.x, self.dt, self.a_log, self.b, self.c, self.d, self.dt_bias
+
+    def exact(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(results, states), of all chunks in turn and of the chunks."""
+        results, states = [], []
+        spans = self.spans
+        repeats = self.x.shape[1] // self.b.shape[1]
+        for i, (slot, start) in enumerate(zip(spans.slots, spans.starts, strict=True)):
+            h = first_state(self.state, slot, start)
+            for row in range(spans.offsets[i], spans.offsets[i + 1]):
+                x, dt, b, c = (each[row].double() for each in (self.x, self.dt, self.b, self.c))
+                b, c = b.repeat_interleave(repeats, 0), c.repeat_interleave(repeats, 0)
+                step = F.softplus(dt if self.dt_bias is None else dt + self.dt_bias.double())
+                step = step.clamp(*self.dt_limit)
+                h = torch.exp(-step * self.a_log.double().exp())[:, None, None] * h
+                h = h + (step[:, None] * x)[:, :, None] * b[:, None]
+                skip = 0 if self.d is None else self.d.double()[:, None] * x
+                results.append(torch.einsum("hpn,hn->hp", h, c) + skip)
+            states.append(h)
+        return torch.stack(results), torch.stack(states)
+
+    def run(self, operation) -> tuple[torch.Tensor, torch.Tensor]:
+        """(results of the chunks' rows, states of all slots after)."""
+        state = copy_of_state(self.state)
+        out = torch.full_like(self.x, torch.nan)
+        operation(state, *self.inputs, self.spans, out, dt_limit=self.dt_limit)
+        begin, end = self.spans.offsets[0], self.spans.offsets[-1]
+        assert out[:begin].isnan().all()
+        assert out[end:].isnan().all()
+        return out[begin:end], state
+
+
+def make_case(
+    device: torch.device,
+    chunks: list[tuple[int, int]],
+    *,
+    heads: int = 4,
+    head_dim: int = 8,
+    groups: int = 2,
+    size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    state_dtype: torch.dtype = torch.float32,
+    has_options: bool = True,
+    slots: list[int] | None = None,
+) -> Case:
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    spans = make_spans(chunks, device, slots=slots)
+    num_rows = spans.offsets[-1] + 2
+    # Columns of one tensor, as a convolution gives them.
+    widths = (heads * head_dim, groups * size, groups * size, 3)
+    wide = random(num_rows, sum(widths)).to(dtype)
+    wide_dt = (2 * random(num_rows, heads + 5)).to(dtype)
+    for each in (wide, wide_dt):
+        each[: spans.offsets[0]] = torch.nan
+        each[spans.offsets[-1] :] = torch.nan
+    x, b, c, _ = wide.split(widths, dim=1)
+    return Case(
+        make_state((heads, head_dim, size), spans, generator, state_dtype),
+        x.unflatten(1, (heads, head_dim)),
+        wide_dt[:, 5:],
+        random(heads),
+        b.unflatten(1, (groups, size)),
+        c.unflatten(1, (groups, size)),
+        random(heads) if has_options else None,
+        random(heads) if has_options else None,
+        spans,
+        (0.1, 2.0) if has_options else (0.0, float("inf")),
+    )
+
+
+def check(case: Case, operation, max_error: float | None = None) -> None:
+    max_error = MAX_ERROR[case.x.dtype] if max_error is None else max_error
+    out, state = case.run(operation)
+    results, states = case.exact()
+    assert relative_error(out, results) < max_error
+    assert relative_error(state[case.spans.device_slots], states) < max_error
+    others = [slot for slot in range(len(state)) if slot not in case.spans.slots]
+    assert torch.equal(state[others], case.state[others])
+
+
+@pytest.mark.parametrize("operation", CHUNKS)
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "groups", "size", "has_options"),
+    [(4, 8, 2, 16, True), (3, 5, 1, 7, False), (2, 40, 2, 33, True)],
+)
+def test_ragged_chunks(device, heads, head_dim, groups, size, has_options, operation):
+    case = make_case(
+        device,
+        RAGGED,
+        heads=heads,
+        head_dim=head_dim,
+        groups=groups,
+        size=size,
+        has_options=has_options,
+    )
+    check(case, operation)
+
+
+# Triton's interpreter multiplies the bits of bfloat16 as integers.
+@pytest.mark.parametrize("operation", CHUNKS)
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("state_dtype", [torch.float32, None])
+def test_chunks_in_16_bits(device, dtype, state_dtype, operation):
+    case = make_case(device, [(0, 9), (2, 150)], dtype=dtype, state_dtype=state_dtype or dtype)
+    check(case, operation)
+
+
+@pytest.mark.parametrize("operation", CHUNKS)
+def test_chunks_split_anywhere(device, operation):
+    """The parts of a sequence, each after the one before, are the sequence."""
+    count = 75
+    whole = make_case(device, [(0, count)], slots=[1])
+    results, states = whole.exact()
+    for parts in ([1, 74], [32, 43], [30, 1, 1, 43]):
+        state = copy_of_state(whole.state)
+        out = torch.full_like(whole.x, torch.nan)
+        begin, done = whole.spans.offsets[0], 0
+        for part in parts:
+            spans = PrefillSpans.of([1], [done], [begin + done, begin + done + part], device)
+            operation(state, *whole.inputs, spans, out, dt_limit=whole.dt_limit)
+            done += part
+        assert relative_error(out[begin : begin + count], results) < MAX_ERROR[torch.float32]
+        assert relative_error(state[[1]], states) < MAX_ERROR[torch.float32]
+
+
+@pytest.mark.parametrize("operation", UPDATES)
+@pytest.mark.parametrize(
+    ("head_dim", "size", "dtype"),
+    [(8, 16, torch.float32), (5, 7, torch.float32), (64, 128, torch.float16)],
+)
+def test_updates(device, head_dim, size, dtype, operation):
+    """Rows of one token each, with padding between them, are chunks of one token."""
+    case = make_case(
+        device,
+        [(4, 1), (0, 1), (9, 1), (0, 1)],
+        head_dim=head_dim,
+        size=size,
+        dtype=dtype,
+        has_options=dtype == torch.float32,
+    )
+    results, states = case.exact()
+    first = case.spans.offsets[0]
+    # The rows before and after the chunks are NaN; they are padding here, of finite numbers.
+    rows = torch.tensor([first, first + 1, 0, first + 2, first + 3, 1], device=device)
+    is_padding = rows < first
+    slots = torch.full((6,), -1, device=device)
+    positions = torch.zeros(6, dtype=torch.int64, device=device)
+    slots[~is_padding] = case.spans.device_slots
+    positions[~is_padding] = case.spans.device_starts
+    inputs = [
+        each[rows].nan_to_num() if each is not None and each.shape[0] == len(case.x) else each
+        for each in case.inputs
+    ]
+    state, out = copy_of_state(case.state), torch.full_like(case.x[rows], torch.nan)
+    operation(state, *inputs, slots, positions, out, dt_limit=case.dt_limit)
+    assert out.isfinite().all()
+    assert relative_error(out[~is_padding], results) < MAX_ERROR[dtype]
+    assert relative_error(state[case.spans.device_slots], states) < MAX_ERROR[torch.float32]
+    others = [slot for slot in range(len(state)) if slot not in case.spans.slots]
+    assert torch.equal(state[others], case.state[others])
