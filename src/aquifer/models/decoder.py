@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from aquifer.cache.base import KVLayout, KVView
 from aquifer.kernels import KERNEL_ALIGNMENT_BYTES
-from aquifer.kernels.activation import activate
+from aquifer.kernels.activation import activate, sigmoid_mul
 from aquifer.kernels.alibi import alibi_slopes
 from aquifer.kernels.experts import experts, route
 from aquifer.kernels.linear import linear, silu_linear
@@ -191,6 +191,9 @@ class Decoder:
             return weights.latent.attend(qkv, cos, sin, kv)
         of = self._heads
         assert of is not None
+        gate = None
+        if of.has_gate:
+            gate, qkv = qkv.tensor_split((of.out_columns,), dim=1)
         query = qkv.new_empty(len(qkv), of.num_heads, of.head_dim)
         q_norm, k_norm = weights.q_norm, weights.k_norm
         if q_norm is not None and k_norm is not None and not self._norms_in_place:
@@ -209,7 +212,8 @@ class Decoder:
             is_interleaved=of.is_interleaved,
             is_grouped=of.is_grouped,
         )
-        return kv.attend(weights.index, query, weights.how).flatten(1)
+        attended = kv.attend(weights.index, query, weights.how).flatten(1)
+        return attended if gate is None else sigmoid_mul(attended, gate)
 
     def _norm_heads(
         self, of: Attention, qkv: torch.Tensor, q_norm: NormWeights, k_norm: NormWeights

@@ -7,6 +7,7 @@ products. Stored tensors are read straight into their rows, so fusing costs noth
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -26,6 +27,7 @@ from aquifer.models.spec import (
     Norm,
 )
 from aquifer.weights.checkpoint import Checkpoint, stored_dtype
+from aquifer.weights.forms import RowOrder
 from aquifer.weights.parameters import Parameter, Source
 
 
@@ -112,15 +114,21 @@ class DecoderPlan:
         attention, hidden = spec.attention, spec.hidden_size
         assert attention is not None
         keys = (1.0, factors.key, 1.0)[: len(attention.qkv_rows)]
-        yield from self._linear(
+        order, rows = None, list(attention.qkv_rows)
+        if isinstance(attention, Attention) and attention.has_gate:
+            order = RowOrder(attention.num_heads, (attention.head_dim,) * 2, (1, 0))
+            rows[0] = order.num_rows
+        for parameter in self._linear(
             f"{name}qkv",
             [stored + part for part in names.qkv],
-            attention.qkv_rows,
+            rows,
             hidden,
             attention.qkv_bias,
             [factor * factors.attention_in for factor in keys],
             keys,
-        )
+        ):
+            first, *others = parameter.sources
+            yield replace(parameter, sources=(replace(first, order=order), *others))
         if isinstance(attention, LatentAttention):
             yield from self._latent(name, stored, attention)
         else:

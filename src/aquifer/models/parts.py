@@ -61,6 +61,8 @@ class Attention:
             head, its value head; else all queries, all keys, all values.
         has_sinks: whether each head has a sink (`aquifer.kernels.sinks`).
         has_alibi: whether scores have linear biases (`aquifer.kernels.alibi`).
+        has_gate: whether the result is multiplied by the sigmoid of a gate. Its rows in the fused
+            projection are before the queries; stored they are after each head's query.
     """
 
     num_heads: int
@@ -74,10 +76,11 @@ class Attention:
     is_grouped: bool = False
     has_sinks: bool = False
     has_alibi: bool = False
+    has_gate: bool = False
 
     @property
     def qkv_rows(self) -> tuple[int, int, int]:
-        """Rows of Q, K and V in the fused projection."""
+        """Rows of Q, K and V in the fused projection, without those of the gate."""
         kv_rows = self.num_kv_heads * self.head_dim
         return self.num_heads * self.head_dim, kv_rows, kv_rows
 

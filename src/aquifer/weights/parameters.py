@@ -18,7 +18,7 @@ import torch
 
 from aquifer.errors import ConfigError
 from aquifer.weights.checkpoint import Checkpoint
-from aquifer.weights.forms import Form, RowFactors, Target
+from aquifer.weights.forms import Form, RowFactors, RowOrder, Target
 
 _ALIGNMENT_BYTES = 256  # alignment of small parameters within the shared pages
 
@@ -30,15 +30,16 @@ class Source:
     `parameter[index]` must be contiguous; its form says how the stored tensor fills it.
 
     Weights that are stored as [..., in, out] become [..., out, in], as the kernels read them, and
-    numbers of four bits become those of the parameter's dtype. Rows may have constant factors. All
-    that is done while they are loaded, also after an eviction: the copies to the device take
-    longer.
+    numbers of four bits become those of the parameter's dtype. Rows may have constant factors, or
+    another order. All that is done while they are loaded, also after an eviction: the copies to the
+    device take longer.
     """
 
     name: str
     index: tuple[int | slice, ...] = ()
     form: Form = Form.PLAIN
     factors: RowFactors = ()
+    order: RowOrder | None = None
 
     @classmethod
     def of(
@@ -53,7 +54,7 @@ class Source:
 
     def target(self, parameter: torch.Tensor) -> Target:
         """The part of a parameter that it fills."""
-        return Target(parameter[self.index], self.form, self.factors)
+        return Target(parameter[self.index], self.form, self.factors, self.order)
 
     def stored_shape(self, parameter: Parameter) -> tuple[int, ...]:
         """The shape that the stored tensor must have; takes no memory."""

@@ -28,6 +28,7 @@ from aquifer.models.families import (
     olmo,
     opt,
     phi,
+    qwen3_next,
     stablelm,
     starcoder2,
 )
@@ -80,6 +81,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": moe.read,
     "qwen3": llama.read,
     "qwen3_moe": moe.read,
+    "qwen3_next": qwen3_next.read,
     "seed_oss": llama.read,
     "smollm3": llama.read,
     "stablelm": stablelm.read,

@@ -125,6 +125,19 @@ def read_activation(fields: Fields, architecture: str, name: str = "hidden_act")
     return _ACTIVATIONS[activation]
 
 
+def read_silu(fields: Fields, architecture: str) -> str:
+    """The activation of a model whose parts have no other: "silu".
+
+    Raises:
+        ConfigError: it is missing, or no text.
+        UnsupportedModelError: it is another one.
+    """
+    activation = read_activation(fields, architecture)
+    if activation != "silu":
+        raise UnsupportedModelError(architecture, f"its hidden_act {activation!r} is not silu")
+    return activation
+
+
 def rms_norm(fields: Fields, *, plus_one: bool = False, default: float = 1e-6) -> Norm:
     """RMSNorm with the configuration's epsilon."""
     eps = fields.number("rms_norm_eps", 1e-30, 1.0, default=default)
