@@ -20,7 +20,7 @@ _OTHERS = (
     "of a family: OPT-350M, older Falcons"
 )
 _REFUSED = (
-    "encoder-decoders, state-space models (so far), other models with ALiBi or attention sinks, "
+    "encoder-decoders, other models with recurrent state, other models with ALiBi or attention sinks, "
     "multimodal checkpoints, and quantised ones except GPT-OSS in MXFP4"
 )
 

@@ -20,8 +20,7 @@ from aquifer.kernels.prefill_attention import PrefillSpans
 
 
 class DenseKV:
-    """KV, and state if there is a layout of it, of `num_slots` sequences of up to `max_tokens` tokens
-    each."""
+    """KV of `num_slots` sequences of up to `max_tokens` tokens each; with a layout, state too."""
 
     def __init__(
         self,
