@@ -12,7 +12,7 @@ from tests.checkpoints import save_checkpoint
 
 from aquifer.weights.checkpoint import Checkpoint
 from aquifer.weights.fingerprint import SAMPLE_BYTES, GroupOrigin, keys_of_equals
-from aquifer.weights.forms import Form
+from aquifer.weights.forms import Form, RowOrder
 from aquifer.weights.parameters import Parameter, Source
 
 SIZE = 3 * SAMPLE_BYTES  # bytes of a tensor; the middle third is in no sample
@@ -24,16 +24,26 @@ def tensor(seed: int = 0) -> torch.Tensor:
 
 
 def origin(
-    folder: Path, tensors: Mapping[str, torch.Tensor], *names: str, form: Form = Form.PLAIN
+    folder: Path,
+    tensors: Mapping[str, torch.Tensor],
+    *names: str,
+    form: Form = Form.PLAIN,
+    order: RowOrder | None = None,
 ) -> GroupOrigin:
     """A group with a parameter for each name, in a checkpoint that is made for it."""
     save_checkpoint(folder, {"architectures": ["Test"]}, dict(tensors))
-    return group(Checkpoint.open(folder), *names, form=form)
+    return group(Checkpoint.open(folder), *names, form=form, order=order)
 
 
-def group(checkpoint: Checkpoint, *names: str, form: Form = Form.PLAIN) -> GroupOrigin:
+def group(
+    checkpoint: Checkpoint,
+    *names: str,
+    form: Form = Form.PLAIN,
+    order: RowOrder | None = None,
+) -> GroupOrigin:
     parameters = (
-        Parameter(name, (4, SIZE // 16), torch.float32, (Source(name, (), form),)) for name in names
+        Parameter(name, (4, SIZE // 16), torch.float32, (Source(name, (), form=form, order=order),))
+        for name in names
     )
     return GroupOrigin(tuple(parameters), checkpoint)
 
@@ -64,7 +74,9 @@ def test_one_number_makes_a_difference(tmp_path: Path, place: int):
 def test_the_form_counts_too(tmp_path: Path):
     plain = origin(tmp_path / "1", {"x": tensor()}, "x")
     transposed = origin(tmp_path / "2", {"x": tensor()}, "x", form=Form.TRANSPOSED)
-    assert keys_of_equals([plain, transposed], tmp_path / "hashes") == {}
+    order = RowOrder(1, (1, 3))
+    ordered = origin(tmp_path / "3", {"x": tensor()}, "x", order=order)
+    assert keys_of_equals([plain, transposed, ordered], tmp_path / "hashes") == {}
 
 
 def test_one_checkpoint_is_not_read(tmp_path: Path):

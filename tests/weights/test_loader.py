@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from aquifer.weights.checkpoint import StoredTensor, read_range
-from aquifer.weights.forms import Form, Target
+from aquifer.weights.forms import Form, RowOrder, Target
 from aquifer.weights.loader import Stretch, plan_stretches, scatter
 
 KIB = 1 << 10
@@ -121,3 +121,23 @@ def test_transposed_matrices(tmp_path, max_bytes, padding_bytes):
         _load(plan_stretches(zip(stored, targets, strict=True), max_bytes))
         for part, tensor in zip(filled, tensors, strict=True):
             assert torch.equal(part, tensor.mT.to(dtype))
+
+
+@pytest.mark.parametrize("max_bytes", [256, 1000, 1 << 20])
+@pytest.mark.parametrize("padding_bytes", [0, 1])
+def test_rows_in_another_order(tmp_path, max_bytes, padding_bytes):
+    """Stretches end within rows and between the parts of a group."""
+    generator = torch.Generator().manual_seed(0)
+    parts, order = (2, 3, 1), (2, 0, 1)
+    shapes = [(24, 7), (24,), (24, 1, 50)]  # four groups
+    tensors = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+    stored = [stored for stored, _ in _write(tmp_path / "a", tensors, padding_bytes)]
+    for dtype in (torch.bfloat16, torch.float32):
+        filled = [torch.empty(tensor.shape, dtype=dtype) for tensor in tensors]
+        targets = [Target(part, order=RowOrder(4, parts, order)) for part in filled]
+        assert not targets[0].is_copy(torch.bfloat16)
+        _load(plan_stretches(zip(stored, targets, strict=True), max_bytes))
+        for part, tensor in zip(filled, tensors, strict=True):
+            by_group = tensor.unflatten(0, (4, 6)).split(parts, dim=1)
+            expected = torch.cat([by_group[i].flatten(0, 1) for i in order])
+            assert torch.equal(part, expected.to(dtype))

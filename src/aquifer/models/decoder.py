@@ -2,62 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
-from aquifer.cache.base import AttentionOptions, KVLayout, KVView
+from aquifer.cache.base import KVLayout, KVView
 from aquifer.kernels import KERNEL_ALIGNMENT_BYTES
-from aquifer.kernels.activation import activate
+from aquifer.kernels.activation import activate, sigmoid_mul
 from aquifer.kernels.alibi import alibi_slopes
 from aquifer.kernels.experts import experts, route
-from aquifer.kernels.linear import linear, norm_linear, silu_linear
+from aquifer.kernels.linear import linear, silu_linear
 from aquifer.kernels.norm import NormWeights, add_norm, norm_heads
 from aquifer.kernels.rotary import qk_norm_rope_write
 from aquifer.models.base import ModelInput
-from aquifer.models.latent import LatentLayer
+from aquifer.models.layer_weights import AttentionWeights, ExpertWeights, LayerWeights
 from aquifer.models.rope import RotaryAngles
-from aquifer.models.spec import Attention, DecoderSpec, HeadSpan, LatentAttention, Layer, Norm
+from aquifer.models.spec import Attention, DecoderSpec, Experts, HeadSpan, Mlp
+from aquifer.models.stream import Stream
+from aquifer.models.tensors import Linear, Tensors, norm_weights
 
-_Tensors = Mapping[str, torch.Tensor]
 _Angles = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [tokens, rotated dims / 2]
-
-
-def _norm_weights(tensors: _Tensors, name: str, norm: Norm | None) -> NormWeights | None:
-    if norm is None:
-        return None
-    bias = tensors.get(f"{name}.bias")
-    return NormWeights(tensors[f"{name}.weight"], bias, norm.eps, norm.centred, norm.plus_one)
-
-
-@dataclass(frozen=True, slots=True)
-class _Linear:
-    weight: torch.Tensor  # [out, in]
-    bias: torch.Tensor | None  # [out]
-
-    @classmethod
-    def of(cls, tensors: _Tensors, name: str, *, is_transposed: bool) -> _Linear:
-        weight = tensors[f"{name}.weight"]
-        return cls(weight.T if is_transposed else weight, tensors.get(f"{name}.bias"))
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias)
-
-
-@dataclass(frozen=True, slots=True)
-class _ExpertWeights:
-    """The weights of a mixture of experts."""
-
-    router: torch.Tensor  # [experts, hidden]
-    choice_bias: torch.Tensor | None  # [experts] float32
-    up: torch.Tensor  # [experts, 2 * width, hidden], gate and up
-    down: torch.Tensor  # [experts, hidden, width]
-    router_bias: torch.Tensor | None  # [experts]
-    up_bias: torch.Tensor | None  # [experts, 2 * width]
-    down_bias: torch.Tensor | None  # [experts, hidden]
-    shared_gate: torch.Tensor | None  # [1, hidden]
 
 
 def _rounded(number: float, dtype: torch.dtype) -> float:
@@ -65,70 +31,12 @@ def _rounded(number: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(number, dtype=dtype, device="cpu").item())
 
 
-class _LayerWeights:
-    """The weights of one layer; None for those that the decoder has not."""
-
-    def __init__(
-        self, spec: DecoderSpec, tensors: _Tensors, index: int, slopes: torch.Tensor | None
-    ) -> None:
-        name, block = f"layers.{index}.", spec.block
-        heads = spec.attention if isinstance(spec.attention, Attention) else None
-        head_norm = None if heads is None else heads.head_norm
-
-        def norm(place: str, of: Norm | None) -> NormWeights | None:
-            return _norm_weights(tensors, name + place, of)
-
-        def matrix(place: str) -> _Linear:
-            is_transposed = spec.names.are_transposed
-            return _Linear.of(tensors, name + place, is_transposed=is_transposed)
-
-        self.index = index
-        self.layer: Layer = spec.layers[index]
-        self.how = AttentionOptions(
-            self.layer.scale,
-            self.layer.window_tokens,
-            None if heads is None else heads.softcap,
-            tensors.get(f"{name}sinks"),
-            slopes,
-        )
-        self.before_attention = norm("before_attention", block.before_attention)
-        self.after_attention = norm("after_attention", block.after_attention)
-        self.before_mlp = norm("before_mlp", block.before_mlp)
-        self.after_mlp = norm("after_mlp", block.after_mlp)
-        self.q_norm = None if head_norm is None else norm("q_norm", head_norm.norm)
-        self.k_norm = None if head_norm is None else norm("k_norm", head_norm.norm)
-        self.latent = None
-        if isinstance(spec.attention, LatentAttention):
-            self.latent = LatentLayer(spec.attention, tensors, index, self.how)
-        self.qkv, self.out = matrix("qkv"), matrix("out")
-        # Of the MLP, or of the shared expert.
-        self.mlp = (matrix("up"), matrix("down")) if f"{name}up.weight" in tensors else None
-        self.experts = None
-        if self.layer.has_experts:
-            self.experts = _ExpertWeights(
-                tensors[f"{name}router"],
-                tensors.get(f"{name}choice_bias"),
-                tensors[f"{name}experts_up"],
-                tensors[f"{name}experts_down"],
-                tensors.get(f"{name}router_bias"),
-                tensors.get(f"{name}experts_up_bias"),
-                tensors.get(f"{name}experts_down_bias"),
-                tensors.get(f"{name}shared_gate"),
-            )
-
-
-@dataclass(slots=True)
-class _Stream:
-    """The residual stream, and what is still to be added to it.
-
-    Adding is left to the next norm, which does both in one pass.
-    """
-
-    residual: torch.Tensor  # [tokens, hidden]
-    context_lengths: torch.Tensor  # [tokens], see `ModelInput`
-    deltas: tuple[torch.Tensor, ...] = ()  # [tokens, hidden] each
-    after: NormWeights | None = None  # norm of the only delta
-    scale: float = 1.0  # factor on the deltas
+def _down(down: Linear, up: torch.Tensor, of: Mlp | Experts | None) -> torch.Tensor:
+    """The second half of an MLP: activation and the last product."""
+    assert of is not None
+    if of.activation == "silu" and of.is_gated:
+        return silu_linear(up, down.weight, down.bias)
+    return down(activate(up, of.activation, is_gated=of.is_gated))
 
 
 class Decoder:
@@ -147,7 +55,7 @@ class Decoder:
         self,
         spec: DecoderSpec,
         kv_layout: KVLayout,
-        tensors: _Tensors,
+        tensors: Tensors,
         layers: Sequence[int] | None = None,
     ) -> None:
         self._spec = spec
@@ -156,7 +64,7 @@ class Decoder:
         self.vocab_size = spec.vocab_size
         self._embed = tensors["embed"]
         self._embed_scale = _rounded(spec.embed_scale, self._embed.dtype)
-        self._embed_norm = _norm_weights(tensors, "embed_norm", spec.embed_norm)
+        self._embed_norm = norm_weights(tensors, "embed_norm", spec.embed_norm)
         self._positions = tensors.get("positions")
         self._ropes = [RotaryAngles(rope, self._embed.device) for rope in spec.ropes]
         numbers = range(len(spec.layers)) if layers is None else layers
@@ -166,24 +74,24 @@ class Decoder:
         slopes = None
         if self._heads is not None and self._heads.has_alibi:
             slopes = alibi_slopes(self._heads.num_heads, self._embed.device)
-        self._layers = [_LayerWeights(spec, tensors, index, slopes) for index in numbers]
+        self._layers = [LayerWeights(spec, tensors, index, slopes) for index in numbers]
         # Whether queries and keys are normalised by the kernel that rotates them.
         self._norms_in_place = (
             heads is not None and heads.span is HeadSpan.HEAD and not heads.norm.centred
         )
-        self._norm = _norm_weights(tensors, "norm", spec.norm)
+        self._norm = norm_weights(tensors, "norm", spec.norm)
         self._head = tensors.get("head", self._embed)
         self._head_bias = tensors.get("head_bias")
 
     def forward(self, batch: ModelInput, kv: KVView) -> torch.Tensor:
         """See `Model.forward`."""
         angles = [rope(batch.positions, batch.context_lengths) for rope in self._ropes]
-        stream = _Stream(self._embedding(batch), batch.context_lengths)
-        is_parallel = self._spec.block.is_parallel
+        block = self._spec.block
+        stream = Stream(self._embedding(batch), batch.context_lengths, block.residual_scale)
         for layer in self._layers:
-            run = self._parallel if is_parallel else self._serial
+            run = self._parallel if block.is_parallel else self._serial
             run(stream, layer, angles, kv)
-        return self._normed(stream, self._norm)
+        return stream.normed(self._norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Model.logits`."""
@@ -200,8 +108,8 @@ class Decoder:
         # A kernel is compiled for aligned addresses and for others.
         alignments = self.kv_layout.alignments(KERNEL_ALIGNMENT_BYTES)
         kinds = [
-            (layer.window_tokens, layer.rope, layer.has_experts, alignment)
-            for layer, alignment in zip(self._spec.layers, alignments, strict=True)
+            (replace(layer, scale=1.0), None if index is None else alignments[index])
+            for layer, index in zip(self._spec.layers, self._spec.kv_indices, strict=True)
         ]
         layers = [0, *(i for i, kind in enumerate(kinds) if i and kind not in kinds[1:i])]
         return Decoder(self._spec, self.kv_layout, self._tensors, layers)
@@ -222,46 +130,72 @@ class Decoder:
         return hidden
 
     def _serial(
-        self, stream: _Stream, layer: _LayerWeights, angles: Sequence[_Angles], kv: KVView
+        self, stream: Stream, layer: LayerWeights, angles: Sequence[_Angles], kv: KVView
     ) -> None:
-        """Attention, and then the MLP of what it has changed."""
-        qkv = self._norm_linear(stream, layer.before_attention, layer.qkv)
-        attended = self._attention(layer, qkv, angles, kv)
-        self._add(stream, layer.after_attention, layer.out(attended))
+        """Attention or a mixer, and then the MLP of what it has changed; or one of the two."""
+        self._mix(stream, layer, angles, kv)
         if layer.experts is not None:
-            normed = self._normed(stream, layer.before_mlp)
-            self._add(stream, layer.after_mlp, *self._mixture(layer, layer.experts, normed, stream))
-            return
-        assert layer.mlp is not None, "a layer has an MLP or experts"
-        up, down = layer.mlp
-        product = self._norm_linear(stream, layer.before_mlp, up)
-        self._add(stream, layer.after_mlp, self._down(down, product))
+            normed = stream.normed(layer.before_mlp)
+            stream.add(layer.after_mlp, *self._mixture(layer, layer.experts, normed, stream))
+        elif layer.mlp is not None:
+            up, down = layer.mlp
+            product = stream.norm_linear(layer.before_mlp, up)
+            stream.add(layer.after_mlp, _down(down, product, self._spec.mlp))
+
+    def _mix(
+        self, stream: Stream, layer: LayerWeights, angles: Sequence[_Angles], kv: KVView
+    ) -> None:
+        """Attention, the mixer, or both of the same input."""
+        before, after = layer.before_attention, layer.after_attention
+        attention, mixer = layer.attention, layer.mixer
+        if attention is not None and mixer is not None:
+            normed = stream.normed(before)
+            qkv = attention.qkv(normed)
+            attended = attention.out(self._attention(layer, attention, qkv, angles, kv))
+            stream.add(after, attended, mixer.mix(mixer.in_proj(normed), kv))
+        elif attention is not None:
+            qkv = stream.norm_linear(before, attention.qkv)
+            attended = self._attention(layer, attention, qkv, angles, kv)
+            stream.add(after, attention.out(attended))
+        elif mixer is not None:
+            stream.add(after, mixer.mix(stream.norm_linear(before, mixer.in_proj), kv))
 
     def _parallel(
-        self, stream: _Stream, layer: _LayerWeights, angles: Sequence[_Angles], kv: KVView
+        self, stream: Stream, layer: LayerWeights, angles: Sequence[_Angles], kv: KVView
     ) -> None:
         """Attention and MLP of the same stream."""
-        normed = self._normed(stream, layer.before_attention)
-        own = normed if layer.before_mlp is None else self._normed(stream, layer.before_mlp)
-        attended = layer.out(self._attention(layer, layer.qkv(normed), angles, kv))
+        attention = layer.attention
+        assert attention is not None, "no family has mixers beside an MLP"
         assert layer.mlp is not None, "no family has experts beside attention"
+        normed = stream.normed(layer.before_attention)
+        own = normed if layer.before_mlp is None else stream.normed(layer.before_mlp)
+        qkv = attention.qkv(normed)
+        attended = attention.out(self._attention(layer, attention, qkv, angles, kv))
         up, down = layer.mlp
-        self._add(stream, None, attended, self._down(down, up(own)))
+        stream.add(None, attended, _down(down, up(own), self._spec.mlp))
 
     def _attention(
-        self, layer: _LayerWeights, qkv: torch.Tensor, angles: Sequence[_Angles], kv: KVView
+        self,
+        layer: LayerWeights,
+        weights: AttentionWeights,
+        qkv: torch.Tensor,
+        angles: Sequence[_Angles],
+        kv: KVView,
     ) -> torch.Tensor:
         """Write KV to the cache and attend: [tokens, rows of the projection] -> [tokens, columns of
         the output projection]."""
         cos, sin = (None, None) if layer.layer.rope is None else angles[layer.layer.rope]
-        if layer.latent is not None:
+        if weights.latent is not None:
             assert cos is not None, "latent attention is rotated"
             assert sin is not None
-            return layer.latent.attend(qkv, cos, sin, kv)
+            return weights.latent.attend(qkv, cos, sin, kv)
         of = self._heads
         assert of is not None
+        gate = None
+        if of.has_gate:
+            gate, qkv = qkv.tensor_split((of.out_columns,), dim=1)
         query = qkv.new_empty(len(qkv), of.num_heads, of.head_dim)
-        q_norm, k_norm = layer.q_norm, layer.k_norm
+        q_norm, k_norm = weights.q_norm, weights.k_norm
         if q_norm is not None and k_norm is not None and not self._norms_in_place:
             self._norm_heads(of, qkv, q_norm, k_norm)
             q_norm = k_norm = None
@@ -272,13 +206,14 @@ class Decoder:
             cos,
             sin,
             query,
-            *kv.destination(layer.index),
+            *kv.destination(weights.index),
             eps=0.0 if q_norm is None else q_norm.eps,
             plus_one=q_norm is not None and q_norm.plus_one,
             is_interleaved=of.is_interleaved,
             is_grouped=of.is_grouped,
         )
-        return kv.attend(layer.index, query, layer.how).flatten(1)
+        attended = kv.attend(weights.index, query, weights.how).flatten(1)
+        return attended if gate is None else sigmoid_mul(attended, gate)
 
     def _norm_heads(
         self, of: Attention, qkv: torch.Tensor, q_norm: NormWeights, k_norm: NormWeights
@@ -294,15 +229,8 @@ class Decoder:
             width = rows.shape[1] if is_one_row else of.head_dim
             norm_heads(rows.unflatten(1, (-1, width)), norm)
 
-    def _down(self, down: _Linear, up: torch.Tensor) -> torch.Tensor:
-        """The second half of the MLP: activation and the last product."""
-        mlp = self._spec.mlp
-        if mlp.activation == "silu" and mlp.is_gated:
-            return silu_linear(up, down.weight, down.bias)
-        return down(activate(up, mlp.activation, is_gated=mlp.is_gated))
-
     def _mixture(
-        self, layer: _LayerWeights, weights: _ExpertWeights, x: torch.Tensor, stream: _Stream
+        self, layer: LayerWeights, weights: ExpertWeights, x: torch.Tensor, stream: Stream
     ) -> tuple[torch.Tensor, ...]:
         """What the experts of each token and the shared expert add to the stream."""
         of = self._spec.experts
@@ -326,37 +254,7 @@ class Decoder:
         if layer.mlp is None:
             return (own,)
         up, down = layer.mlp
-        shared = self._down(down, up(x))
+        shared = _down(down, up(x), of)
         if weights.shared_gate is not None:
             shared = torch.sigmoid(linear(x, weights.shared_gate, None)) * shared
         return own, shared
-
-    # --- the residual stream -----------------------------------------------------------------
-
-    def _add(self, stream: _Stream, after: NormWeights | None, *deltas: torch.Tensor) -> None:
-        """Note what the next norm adds to the stream."""
-        stream.deltas, stream.after = deltas, after
-        stream.scale = self._spec.block.residual_scale
-
-    def _normed(self, stream: _Stream, norm: NormWeights | None) -> torch.Tensor:
-        """Add what is to be added; the norm of the stream, or without a norm the stream itself."""
-        normed, stream.residual = add_norm(
-            stream.residual, stream.deltas, stream.after, norm, stream.scale
-        )
-        stream.deltas, stream.after = (), None
-        return normed
-
-    def _norm_linear(
-        self, stream: _Stream, norm: NormWeights | None, matrix: _Linear
-    ) -> torch.Tensor:
-        """The product of the normed stream and a matrix."""
-        is_plain = norm is not None and norm.is_plain_rms and len(stream.deltas) <= 1
-        if not is_plain or stream.after is not None or stream.scale != 1.0:
-            return matrix(self._normed(stream, norm))
-        assert norm is not None
-        delta = stream.deltas[0] if stream.deltas else None
-        product, stream.residual = norm_linear(
-            delta, stream.residual, norm.weight, norm.eps, matrix.weight, matrix.bias
-        )
-        stream.deltas = ()
-        return product

@@ -7,6 +7,7 @@ products. Stored tensors are read straight into their rows, so fusing costs noth
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -21,9 +22,12 @@ from aquifer.models.spec import (
     HeadNorm,
     HeadSpan,
     LatentAttention,
+    Layer,
+    Mlp,
     Norm,
 )
 from aquifer.weights.checkpoint import Checkpoint, stored_dtype
+from aquifer.weights.forms import RowOrder
 from aquifer.weights.parameters import Parameter, Source
 
 
@@ -58,9 +62,11 @@ class DecoderPlan:
         return Decoder(self.spec, self.kv_layout, tensors)
 
     def _parameters(self) -> Iterator[Parameter]:
-        spec, names = self.spec, self.spec.names
-        hidden = spec.hidden_size
-        yield self._one("embed", (spec.vocab_size, hidden), f"{self._prefix}{names.embed}.weight")
+        spec, names, factors = self.spec, self.spec.names, self.spec.factors
+        hidden, rows = spec.hidden_size, spec.vocab_size
+        embed_factor = factors.head if spec.head.is_tied else factors.embed
+        stored = f"{self._prefix}{names.embed}.weight"
+        yield self._scaled("embed", (rows, hidden), stored, [(rows, embed_factor)])
         yield from self._norm(
             "embed_norm", f"{self._prefix}{names.embed_norm}", spec.embed_norm, hidden
         )
@@ -69,27 +75,60 @@ class DecoderPlan:
             yield self._one("positions", (spec.positions.num_rows, hidden), stored)
         for index, layer in enumerate(spec.layers):
             stored = f"{self._prefix}{names.layer.format(index)}."
-            name = f"layers.{index}."
-            yield from self._layer(name, stored, has_experts=layer.has_experts)
+            yield from self._layer(f"layers.{index}.", stored, layer)
         yield from self._norm("norm", f"{self._prefix}{names.norm}", spec.norm, hidden)
         if not spec.head.is_tied:
-            yield self._one("head", (spec.vocab_size, hidden), f"{names.head}.weight")
+            stored, head_rows = f"{names.head}.weight", [(rows, factors.head)]
+            yield self._scaled("head", (rows, hidden), stored, head_rows)
         if spec.head.has_bias:
             yield self._one("head_bias", (spec.vocab_size,), f"{names.head}.bias")
 
-    def _layer(self, name: str, stored: str, *, has_experts: bool) -> Iterator[Parameter]:
+    def _layer(self, name: str, stored: str, layer: Layer) -> Iterator[Parameter]:
         spec, names, block = self.spec, self.spec.names, self.spec.block
-        attention, mlp, hidden = spec.attention, spec.mlp, spec.hidden_size
-        for place in ("before_attention", "after_attention", "before_mlp", "after_mlp"):
+        mixes = layer.has_attention or layer.has_mixer
+        places = {
+            "before_attention": mixes,
+            "after_attention": mixes,
+            "before_mlp": layer.has_mlp,
+            "after_mlp": layer.has_mlp,
+        }
+        for place in filter(places.get, places):
             norm: Norm | None = getattr(block, place)
-            yield from self._norm(name + place, stored + getattr(names, place), norm, hidden)
-        yield from self._linear(
+            stored_norm = stored + getattr(names, place)
+            yield from self._norm(name + place, stored_norm, norm, spec.hidden_size)
+        if layer.has_attention:
+            yield from self._attention(name, stored)
+        if layer.has_mixer:
+            assert spec.mixer is not None
+            yield from spec.mixer.parameters(
+                f"{name}mixer.", f"{stored}{names.mixer}.", spec.hidden_size, self.kv_layout.dtype
+            )
+        if layer.has_experts:
+            yield from self._experts(name, stored)
+        elif layer.has_mlp:
+            assert spec.mlp is not None
+            yield from self._mlp(name, stored, spec.mlp)
+
+    def _attention(self, name: str, stored: str) -> Iterator[Parameter]:
+        spec, names, factors = self.spec, self.spec.names, self.spec.factors
+        attention, hidden = spec.attention, spec.hidden_size
+        assert attention is not None
+        keys = (1.0, factors.key, 1.0)[: len(attention.qkv_rows)]
+        order, rows = None, list(attention.qkv_rows)
+        if isinstance(attention, Attention) and attention.has_gate:
+            order = RowOrder(attention.num_heads, (attention.head_dim,) * 2, (1, 0))
+            rows[0] = order.num_rows
+        for parameter in self._linear(
             f"{name}qkv",
             [stored + part for part in names.qkv],
-            attention.qkv_rows,
+            rows,
             hidden,
             attention.qkv_bias,
-        )
+            [factor * factors.attention_in for factor in keys],
+            keys,
+        ):
+            first, *others = parameter.sources
+            yield replace(parameter, sources=(replace(first, order=order), *others))
         if isinstance(attention, LatentAttention):
             yield from self._latent(name, stored, attention)
         else:
@@ -102,16 +141,18 @@ class DecoderPlan:
             (hidden,),
             attention.out_columns,
             attention.out_bias,
+            [factors.attention_out],
         )
-        if has_experts:
-            yield from self._experts(name, stored)
-            return
+
+    def _mlp(self, name: str, stored: str, mlp: Mlp) -> Iterator[Parameter]:
+        names, factors, hidden = self.spec.names, self.spec.factors, self.spec.hidden_size
         widths = (mlp.width,) * (2 if mlp.is_gated else 1)
+        ups = [stored + part for part in names.up]
+        gates = (factors.gate, 1.0)[: len(widths)]
+        yield from self._linear(f"{name}up", ups, widths, hidden, mlp.has_bias, gates)
+        downs = [stored + names.down]
         yield from self._linear(
-            f"{name}up", [stored + part for part in names.up], widths, hidden, mlp.has_bias
-        )
-        yield from self._linear(
-            f"{name}down", [stored + names.down], (hidden,), mlp.width, mlp.has_bias
+            f"{name}down", downs, (hidden,), mlp.width, mlp.has_bias, [factors.down]
         )
 
     def _latent(self, name: str, stored: str, of: LatentAttention) -> Iterator[Parameter]:
@@ -135,7 +176,7 @@ class DecoderPlan:
             bias = (Source(stored + self.spec.names.choice_bias),)
             yield Parameter(f"{name}choice_bias", (count,), torch.float32, bias)
         if "{}" in names.down:
-            halves = (slice(0, width), slice(width, 2 * width))  # gate, up
+            halves = (slice(0, width), slice(width, 2 * width))[: len(names.up)]  # gate, up
             up = [
                 Source(f"{stored}{part.format(i)}.weight", (i, half))
                 for i in range(count)
@@ -148,21 +189,24 @@ class DecoderPlan:
                 for part in (names.up[0], names.down)
             )
         share = experts.top_k / count
-        yield Parameter(f"{name}experts_up", (count, 2 * width, hidden), dtype, tuple(up), share)
+        rows = 2 * width if experts.is_gated else width
+        yield Parameter(f"{name}experts_up", (count, rows, hidden), dtype, tuple(up), share)
         yield Parameter(f"{name}experts_down", (count, hidden, width), dtype, tuple(down), share)
         if experts.has_bias:
             yield self._one(f"{name}router_bias", (count,), f"{stored}{names.router}.bias")
             up_bias, down_bias = f"{stored}{names.up[0]}_bias", f"{stored}{names.down}_bias"
-            yield self._one(f"{name}experts_up_bias", (count, 2 * width), up_bias)
+            yield self._one(f"{name}experts_up_bias", (count, rows), up_bias)
             yield self._one(f"{name}experts_down_bias", (count, hidden), down_bias)
         if experts.shared_width:
             yield from self._shared_expert(name, stored, experts)
 
     def _shared_expert(self, name: str, stored: str, experts: Experts) -> Iterator[Parameter]:
         names, hidden, width = self.spec.names, self.spec.hidden_size, experts.shared_width
-        parts = [f"{stored}{names.shared}.{part}" for part in ("gate_proj", "up_proj", "down_proj")]
-        yield from self._linear(f"{name}up", parts[:2], (width, width), hidden, has_bias=False)
-        yield from self._linear(f"{name}down", parts[2:], (hidden,), width, has_bias=False)
+        ups, downs = [stored + part for part in names.shared_up], [stored + names.shared_down]
+        widths = (width,) * (2 if experts.is_gated else 1)
+        has_bias = experts.shared_bias
+        yield from self._linear(f"{name}up", ups, widths, hidden, has_bias)
+        yield from self._linear(f"{name}down", downs, (hidden,), width, has_bias)
         if experts.is_shared_gated:
             gate = f"{stored}{names.shared_gate}.weight"
             yield self._one(f"{name}shared_gate", (1, hidden), gate)
@@ -176,14 +220,33 @@ class DecoderPlan:
         return experts.names[0]
 
     def _linear(
-        self, name: str, stored: Sequence[str], rows: Sequence[int], columns: int, has_bias: bool
+        self,
+        name: str,
+        stored: Sequence[str],
+        rows: Sequence[int],
+        columns: int,
+        has_bias: bool,
+        factors: Sequence[float] | None = None,
+        bias_factors: Sequence[float] | None = None,
     ) -> Iterator[Parameter]:
-        """A matrix of several stored ones, one below the other, or one that is stored as it is."""
+        """A matrix of several stored ones, one below the other, or one that is stored as it is.
+
+        Args:
+            name: of the matrix.
+            stored: names of the stored matrices.
+            rows: rows of each part.
+            columns: of all of them.
+            has_bias: whether there is a bias.
+            factors: constant factors on the parts; None for none.
+            bias_factors: those on the parts of the bias; None for the same.
+        """
         num_rows = sum(rows)
         shape = (columns, num_rows) if self.spec.names.are_transposed else (num_rows, columns)
-        yield self._rows(f"{name}.weight", shape, stored, rows, "weight")
+        own = factors or (1.0,) * len(rows)
+        yield self._rows(f"{name}.weight", shape, stored, rows, "weight", own)
         if has_bias:
-            yield self._rows(f"{name}.bias", (num_rows,), stored, rows, "bias")
+            of_bias = bias_factors or own
+            yield self._rows(f"{name}.bias", (num_rows,), stored, rows, "bias", of_bias)
 
     def _rows(
         self,
@@ -192,13 +255,16 @@ class DecoderPlan:
         stored: Sequence[str],
         rows: Sequence[int],
         kind: str,
+        factors: Sequence[float],
     ) -> Parameter:
+        parts = list(zip(rows, factors, strict=True))
         if len(stored) == 1:
-            return self._one(name, shape, f"{stored[0]}.{kind}")
+            return self._scaled(name, shape, f"{stored[0]}.{kind}", parts)
         sources, row = [], 0
-        for part, count in zip(stored, rows, strict=True):
-            sources.append(Source(f"{part}.{kind}", (slice(row, row + count),)))
-            row += count
+        for place, part in zip(stored, parts, strict=True):
+            index = (slice(row, row + part[0]),)
+            sources.append(Source.of(f"{place}.{kind}", [part], index))
+            row += part[0]
         return Parameter(name, shape, self.kv_layout.dtype, tuple(sources))
 
     def _norm(self, name: str, stored: str, norm: Norm | None, width: int) -> Iterator[Parameter]:
@@ -236,13 +302,24 @@ class DecoderPlan:
     def _one(self, name: str, shape: tuple[int, ...], stored: str) -> Parameter:
         return Parameter(name, shape, self.kv_layout.dtype, (Source(stored),))
 
+    def _scaled(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        stored: str,
+        factors: Sequence[tuple[int, float]],
+    ) -> Parameter:
+        """A parameter that is stored as it is, but for constant factors on its rows."""
+        return Parameter(name, shape, self.kv_layout.dtype, (Source.of(stored, factors),))
+
 
 def _stored_prefix(spec: DecoderSpec, checkpoint: Checkpoint) -> str:
     """The prefix of names in a checkpoint: that of a base model, saved without its head, lacks the
     first parts."""
-    prefix = spec.names.prefix
-    while prefix and f"{prefix}{spec.names.embed}.weight" not in checkpoint.tensors:
-        prefix = prefix.partition(".")[2]
-    if f"{prefix}{spec.names.embed}.weight" in checkpoint.tensors:
-        return prefix
+    for whole in (spec.names.prefix, *spec.names.other_prefixes):
+        prefix = whole
+        while prefix and f"{prefix}{spec.names.embed}.weight" not in checkpoint.tensors:
+            prefix = prefix.partition(".")[2]
+        if f"{prefix}{spec.names.embed}.weight" in checkpoint.tensors:
+            return prefix
     return spec.names.prefix

@@ -16,7 +16,6 @@ their sequences; these have few tokens (`engine/captured.py`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 
 import torch
 
@@ -24,7 +23,8 @@ from aquifer.cache.base import AttentionOptions, KVView
 from aquifer.kernels.latent import head_products, latent_rope_write
 from aquifer.kernels.linear import linear, norm_linear
 from aquifer.kernels.prefill_attention import PrefillSpans, prefill_attention
-from aquifer.models.spec import LatentAttention
+from aquifer.models.parts import LatentAttention
+from aquifer.models.tensors import Tensors
 
 LEAST_PROMPT_TOKENS = 512
 """Shorter prompts are not expanded: products and other operations take more time than attention."""
@@ -36,18 +36,19 @@ class LatentLayer:
     Args:
         of: its sizes.
         tensors: parameters of `DecoderPlan`, by name.
-        index: the layer's number, also in the KV layout.
+        name: begins the names of the layer's own.
+        index: of the layer in the KV layout.
         how: how it attends.
     """
 
     def __init__(
         self,
         of: LatentAttention,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Tensors,
+        name: str,
         index: int,
         how: AttentionOptions,
     ) -> None:
-        name = f"layers.{index}."
         self._of = of
         self._index = index
         self._how = how

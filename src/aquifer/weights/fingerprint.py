@@ -1,7 +1,7 @@
 """What weights are: keys of groups of parameters, equal where their bytes are.
 
-The key of a group is a hash of how it is made: shapes, dtypes, forms, and which bytes of which
-files. So models of one checkpoint have equal keys, and nothing has to be read.
+The key of a group is a hash of how it is made: shapes, dtypes, forms, factors, order, and which
+bytes of which files. So models of one checkpoint have equal keys, and nothing has to be read.
 
 Models of several checkpoints, such as fine-tunes, may have equal tensors in different files. They
 are found when a model is registered, in two steps (Tangram, section 3.1, keeps a fingerprint of
@@ -70,7 +70,8 @@ class GroupOrigin:
             parts += [str(parameter.dtype), parameter.shape]
             for source in parameter.sources:
                 dtype = str(tensors[source.name].dtype)
-                parts.append((repr(source.index), source.form.name, dtype))
+                how = source.form.name, source.factors, repr(source.order)
+                parts.append((repr(source.index), *how, dtype))
         return _hash(parts)
 
     def key_by_file(self) -> str:

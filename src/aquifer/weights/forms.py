@@ -2,13 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import TypeAlias
 
 import torch
 
 from aquifer.weights import mxfp4
+
+RowFactors: TypeAlias = tuple[tuple[int, float], ...]
+"""(number of rows, factor on their elements) of stretches that make up a stored tensor, in order,
+where a row is an index of its first dimension. None for a tensor that is left as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowOrder:
+    """Order of a stored tensor whose rows, indices of its first dimension, are stored by groups.
+
+    Stored are, for each group in turn, the rows of several parts. What it fills has all rows of one
+    part, by groups, then all rows of another. For example, each head may have stored its query and
+    its gate.
+
+    Args:
+        num_groups: number of groups.
+        part_rows: rows of each part in a group, as they are stored.
+        order: the parts, in the order in which what is filled has them; as stored if left out.
+    """
+
+    num_groups: int
+    part_rows: tuple[int, ...]
+    order: tuple[int, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all groups."""
+        return self.num_groups * sum(self.part_rows)
+
+    def stretches(self) -> Iterator[tuple[int, int, int]]:
+        """(row that is filled, first stored row, count) of all stretches, in the order filled."""
+        row = 0
+        for part in self.order or range(len(self.part_rows)):
+            count = self.part_rows[part]
+            for group in range(self.num_groups):
+                yield row, group * sum(self.part_rows) + sum(self.part_rows[:part]), count
+                row += count
 
 
 class Form(Enum):
@@ -63,17 +101,34 @@ class Target:
     Args:
         part: contiguous.
         form: the form; `form.stored_shape(part.shape)` is the stored tensor's shape.
+        factors: constant factors on rows; only of a plain form.
+        order: the order of the stored rows, if it is another one; only of a plain form without
+            factors.
     """
 
     part: torch.Tensor
     form: Form = Form.PLAIN
+    factors: RowFactors = ()
+    order: RowOrder | None = None
+
+    def __post_init__(self) -> None:
+        if self.factors:
+            assert self.form is Form.PLAIN
+            assert sum(rows for rows, _ in self.factors) == len(self.part)
+        if self.order is not None:
+            assert self.form is Form.PLAIN
+            assert not self.factors
+            assert self.order.num_rows == len(self.part)
 
     def is_copy(self, dtype: torch.dtype) -> bool:
         """Whether the bytes of a tensor stored in this dtype are the bytes of the part."""
-        return self.form is Form.PLAIN and self.part.dtype == dtype
+        is_plain = self.form is Form.PLAIN and not self.factors and self.order is None
+        return is_plain and self.part.dtype == dtype
 
     def write(self, elements: torch.Tensor, first: int) -> None:
-        """Write stored elements to their places: converted, transposed or decoded.
+        """Write stored elements to their places: converted, transposed, decoded, scaled or moved.
+
+        A product with a factor is computed in float32 and rounded once.
 
         Args:
             elements: [n], contiguous, of a dtype that the form accepts: [first, first + n) of the
@@ -87,8 +142,36 @@ class Target:
             mxfp4.multiply_by_scales(elements, values, first)
         elif self.form is Form.TRANSPOSED:
             _copy_rows(elements, self.part.mT, first)
+        elif self.factors:
+            self._write_scaled(elements, first)
+        elif self.order is not None:
+            self._write_moved(elements, first, self.order)
         else:
             values[first : first + len(elements)].copy_(elements)
+
+    def _write_scaled(self, elements: torch.Tensor, first: int) -> None:
+        """`write` where rows have factors."""
+        values = self.part.view(-1)
+        width = len(values) // len(self.part)
+        end = 0
+        for num_rows, factor in self.factors:  # [begin, end) of the part has this factor
+            begin, end = end, end + num_rows * width
+            since, until = max(begin, first), min(end, first + len(elements))
+            if since < until:
+                stretch = elements[since - first : until - first]
+                values[since:until].copy_(stretch.float() * factor)
+
+    def _write_moved(self, elements: torch.Tensor, first: int, order: RowOrder) -> None:
+        """`write` where rows are stored in another order."""
+        values = self.part.view(-1)
+        width = len(values) // len(self.part)
+        for row, stored_row, count in order.stretches():
+            begin, end = stored_row * width, (stored_row + count) * width
+            since, until = max(begin, first), min(end, first + len(elements))
+            if since < until:
+                moved = (row - stored_row) * width
+                stretch = elements[since - first : until - first]
+                values[since + moved : until + moved].copy_(stretch)
 
 
 def _copy_rows(elements: torch.Tensor, out: torch.Tensor, first: int) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from aquifer.errors import ConfigError
 from aquifer.weights.checkpoint import Checkpoint
-from aquifer.weights.forms import Form, Target
+from aquifer.weights.forms import Form, RowFactors, RowOrder, Target
 
 _ALIGNMENT_BYTES = 256  # alignment of small parameters within the shared pages
 
@@ -30,17 +30,31 @@ class Source:
     `parameter[index]` must be contiguous; its form says how the stored tensor fills it.
 
     Weights that are stored as [..., in, out] become [..., out, in], as the kernels read them, and
-    numbers of four bits become those of the parameter's dtype. That is done while they are loaded,
-    also after an eviction: the copies to the device take longer.
+    numbers of four bits become those of the parameter's dtype. Rows may have constant factors, or
+    another order. All that is done while they are loaded, also after an eviction: the copies to the
+    device take longer.
     """
 
     name: str
     index: tuple[int | slice, ...] = ()
     form: Form = Form.PLAIN
+    factors: RowFactors = ()
+    order: RowOrder | None = None
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        factors: Sequence[tuple[int, float]],
+        index: tuple[int | slice, ...] = (),
+    ) -> Source:
+        """A tensor whose rows are multiplied by factors, which may all be 1; see `RowFactors`."""
+        is_scaled = any(factor != 1.0 for _, factor in factors)
+        return cls(name, index, factors=tuple(factors) if is_scaled else ())
 
     def target(self, parameter: torch.Tensor) -> Target:
         """The part of a parameter that it fills."""
-        return Target(parameter[self.index], self.form)
+        return Target(parameter[self.index], self.form, self.factors, self.order)
 
     def stored_shape(self, parameter: Parameter) -> tuple[int, ...]:
         """The shape that the stored tensor must have; takes no memory."""

@@ -86,9 +86,7 @@ def read(fields: Fields, architecture: str) -> DecoderSpec:
         raise fields.error("num_key_value_heads", f"the {sizes.num_heads} heads")
     rope = reading.read_rope(rotated, sizes, architecture)
     norm = reading.rms_norm(known)
-    activation = reading.read_activation(known, architecture)
-    if activation != "silu":
-        raise UnsupportedModelError(architecture, f"its hidden_act {activation!r} is not silu")
+    reading.read_silu(known, architecture)
     num_dense = known.integer("first_k_dense_replace", 0, MOST_LAYERS)
     layers = reading.plain_layers(sizes, scale=_scale(fields, attention))
     return DecoderSpec(
@@ -110,7 +108,8 @@ def read(fields: Fields, architecture: str) -> DecoderSpec:
                 "self_attn.q_proj" if attention.q_rank is None else "self_attn.q_a_proj",
                 "self_attn.kv_a_proj_with_mqa",
             ),
-            shared="mlp.shared_experts",
+            shared_up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+            shared_down="mlp.shared_experts.down_proj",
         ),
     )
 

@@ -80,9 +80,7 @@ def read(fields: Fields, architecture: str) -> DecoderSpec:
     sizes = reading.read_sizes(known)
     norm = reading.rms_norm(known)
     rope = reading.read_rope(known, sizes, architecture)
-    activation = reading.read_activation(known, architecture)
-    if activation != "silu":
-        raise UnsupportedModelError(architecture, f"its hidden_act {activation!r} is not silu")
+    activation = reading.read_silu(known, architecture)
     has_bias = known.flag("attention_bias", default=False)
     if model_type == "qwen2_moe":
         has_bias = known.flag("qkv_bias", default=True)
@@ -90,7 +88,7 @@ def read(fields: Fields, architecture: str) -> DecoderSpec:
         "qwen3_moe": HeadNorm(norm),
         "olmoe": HeadNorm(norm, HeadSpan.ALL_HEADS),
     }
-    has_experts = _which(known, sizes.num_layers)
+    has_experts = which_have_experts(known, sizes.num_layers)
     layers = reading.plain_layers(sizes, _windows(known, sizes.num_layers))
     return DecoderSpec(
         vocab_size=sizes.vocab_size,
@@ -103,7 +101,7 @@ def read(fields: Fields, architecture: str) -> DecoderSpec:
             head_norm=head_norms.get(model_type),
         ),
         mlp=Mlp(reading.read_width(known), activation),
-        experts=_experts(fields, known),
+        experts=read_experts(fields, known),
         block=Block(before_attention=norm, before_mlp=norm),
         layers=tuple(
             replace(layer, has_experts=has) for layer, has in zip(layers, has_experts, strict=True)
@@ -114,8 +112,8 @@ def read(fields: Fields, architecture: str) -> DecoderSpec:
     )
 
 
-def _experts(fields: Fields, known: Fields) -> Experts:
-    """The mixture of experts.
+def read_experts(fields: Fields, known: Fields) -> Experts:
+    """The mixture of experts, of one of these model types or of one that names its tensors alike.
 
     Args:
         fields: the configuration.
@@ -129,7 +127,7 @@ def _experts(fields: Fields, known: Fields) -> Experts:
     normalises = is_mixtral or known.flag("norm_topk_prob", default=False)
     width_name = "moe_intermediate_size" if "qwen" in model_type else "intermediate_size"
     shared_width = 0
-    if model_type == "qwen2_moe":
+    if model_type in ("qwen2_moe", "qwen3_next"):
         shared_width = known.integer("shared_expert_intermediate_size", 0, MOST_WIDTH)
     return Experts(
         count=count,
@@ -141,7 +139,7 @@ def _experts(fields: Fields, known: Fields) -> Experts:
     )
 
 
-def _which(known: Fields, num_layers: int) -> tuple[bool, ...]:
+def which_have_experts(known: Fields, num_layers: int) -> tuple[bool, ...]:
     """Whether each layer has experts; the others have an ordinary MLP."""
     step = known.integer("decoder_sparse_step", 1, MOST_LAYERS, default=1)
     dense = set(known.integers("mlp_only_layers", 0, MOST_LAYERS))

@@ -1,0 +1,75 @@
+"""Interfaces between a decoder and the mixers of its layers: description, and layer.
+
+A mixer combines the tokens of a sequence, as attention does, and keeps a state of fixed size
+instead of KV. A layer of it is
+
+    product = in_proj(normed)
+    mixed = kv.recur(index, part of the product, self)
+    result = out_proj(norm of mixed, gated by the rest of the product)
+
+in which there is a product before and after `KVView.recur`: a captured step is cut there, and each
+of its pieces launches something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+from aquifer.cache.base import KVView, StateTensor
+from aquifer.models.tensors import Linear, Tensors
+from aquifer.weights.parameters import Parameter
+
+
+class Mixer(Protocol):
+    """Description of a mixer, equal in all layers that have one: sizes and options."""
+
+    def parameters(
+        self, name: str, stored: str, hidden_size: int, dtype: torch.dtype
+    ) -> Iterator[Parameter]:
+        """The parameters of one layer.
+
+        Args:
+            name: begins the names of the parameters.
+            stored: begins the names of the stored tensors.
+            hidden_size: width of the hidden states.
+            dtype: dtype of the weights. What is added to or multiplies the state is float32.
+        """
+
+    def state(self, dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
+        """What one layer keeps of a sequence.
+
+        Args:
+            dtype: dtype of the weights, and of what convolutions keep.
+            state_dtype: dtype of what recurrences accumulate.
+        """
+
+    def layer(self, tensors: Tensors, name: str, index: int) -> MixerLayer:
+        """A layer over loaded parameters.
+
+        Args:
+            tensors: parameters, by name.
+            name: begins the names of the layer's own.
+            index: of the layer in the layout of the state.
+        """
+
+
+class MixerLayer(Protocol):
+    """A mixer of one layer, over loaded parameters."""
+
+    @property
+    def in_proj(self) -> Linear:
+        """The first product."""
+
+    def mix(self, product: torch.Tensor, kv: KVView) -> torch.Tensor:
+        """All that comes after the first product.
+
+        Args:
+            product: [tokens, rows of in_proj], contiguous.
+            kv: the step's KV and state.
+
+        Returns:
+            [tokens, hidden], contiguous.
+        """

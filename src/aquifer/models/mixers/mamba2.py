@@ -1,0 +1,224 @@
+"""Mamba-2 (Dao and Gu, 2024): a state of P times N numbers for each of H heads.
+
+The product of the input has the columns
+
+    gate [H P] | x [H P] | b [G N] | c [G N] | dt [H]
+
+of which x, b and c go through a convolution. The heads of a group have the same b and c.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from aquifer.cache.base import KVView, Rows, StateTensor
+from aquifer.kernels.causal_conv import conv_chunks, conv_update
+from aquifer.kernels.gated_norm import gated_norm
+from aquifer.kernels.ssd import scan_chunks, state_update
+from aquifer.models.tensors import Linear, Tensors
+from aquifer.weights.parameters import Parameter, Source
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2:
+    """Description of a Mamba-2 mixer: a `Mixer`.
+
+    Args:
+        num_heads: heads, H.
+        head_dim: elements of a head's input, P.
+        num_groups: groups of heads with the same b and c, G; also groups of columns that the norm
+            covers.
+        state_size: numbers of the state for each element, N.
+        kernel_size: taps of the convolution, at least 2.
+        norm_eps: added to the mean square in the norm before the last product; None for no norm.
+        norm_before_gate: whether the gate multiplies what is normalised, else what is to be.
+        conv_bias: whether the convolution has a bias.
+        in_bias: whether the first product has one.
+        out_bias: whether the last product has one.
+        dt_limit: bounds of the time step, for tokens of prompts and new tokens alike.
+            Transformers has none for tokens that it computes one at a time.
+        in_factor: constant factor on the input, multiplied into the weights.
+        factors: constant factors on the five parts of the product, multiplied into the weights and
+            the bias.
+        out_factor: constant factor on the result, multiplied into the last product's.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_size: int
+    kernel_size: int
+    norm_eps: float | None
+    norm_before_gate: bool = False
+    conv_bias: bool = True
+    in_bias: bool = False
+    out_bias: bool = False
+    dt_limit: tuple[float, float] = (0.0, math.inf)
+    in_factor: float = 1.0
+    factors: tuple[float, ...] = (1.0,) * 5
+    out_factor: float = 1.0
+
+    @property
+    def width(self) -> int:
+        """Elements of the inputs of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def group_columns(self) -> int:
+        """Elements of b, and of c, of all groups."""
+        return self.num_groups * self.state_size
+
+    @property
+    def conv_columns(self) -> int:
+        """Columns that go through the convolution."""
+        return self.width + 2 * self.group_columns
+
+    def parameters(
+        self, name: str, stored: str, hidden_size: int, dtype: torch.dtype
+    ) -> Iterator[Parameter]:
+        """See `Mixer.parameters`."""
+
+        def one(
+            place: str,
+            shape: tuple[int, ...],
+            dtype: torch.dtype,
+            factors: Sequence[tuple[int, float]] = (),
+        ) -> Parameter:
+            return Parameter(name + place, shape, dtype, (Source.of(stored + place, factors),))
+
+        groups = self.group_columns
+        parts = (self.width, self.width, groups, groups, self.num_heads)
+        own = list(zip(parts, self.factors, strict=True))
+        with_input = [(rows, factor * self.in_factor) for rows, factor in own]
+        out = [(hidden_size, self.out_factor)]
+        yield one("in_proj.weight", (sum(parts), hidden_size), dtype, with_input)
+        if self.in_bias:
+            yield one("in_proj.bias", (sum(parts),), dtype, own)
+        yield one("conv1d.weight", (self.conv_columns, 1, self.kernel_size), dtype)
+        if self.conv_bias:
+            yield one("conv1d.bias", (self.conv_columns,), dtype)
+        for place in ("A_log", "D", "dt_bias"):
+            yield one(place, (self.num_heads,), torch.float32)
+        if self.norm_eps is not None:
+            yield one("norm.weight", (self.width,), dtype)
+        yield one("out_proj.weight", (hidden_size, self.width), dtype, out)
+        if self.out_bias:
+            yield one("out_proj.bias", (hidden_size,), dtype, out)
+
+    def state(self, dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
+        """See `Mixer.state`."""
+        return (
+            StateTensor("conv", (self.conv_columns, self.kernel_size - 1), dtype),
+            StateTensor("ssm", (self.num_heads, self.head_dim, self.state_size), state_dtype),
+        )
+
+    def layer(self, tensors: Tensors, name: str, index: int) -> Mamba2Layer:
+        """See `Mixer.layer`."""
+        return Mamba2Layer(self, tensors, name, index)
+
+
+class Mamba2Layer:
+    """Mamba-2 of one layer: a `MixerLayer`, and the `Recurrence` in it.
+
+    Args:
+        of: its description.
+        tensors: parameters, by name.
+        name: begins the names of the layer's own.
+        index: of the layer in the layout of the state.
+    """
+
+    def __init__(self, of: Mamba2, tensors: Tensors, name: str, index: int) -> None:
+        self._of = of
+        self._index = index
+        self.in_proj = Linear.of(tensors, f"{name}in_proj")
+        self.out_proj = Linear.of(tensors, f"{name}out_proj")
+        self._conv = tensors[f"{name}conv1d.weight"].squeeze(1)  # [columns, taps]
+        self._conv_bias = tensors.get(f"{name}conv1d.bias")
+        self._a_log = tensors[f"{name}A_log"]
+        self._d = tensors[f"{name}D"]
+        self._dt_bias = tensors[f"{name}dt_bias"]
+        self._norm = tensors.get(f"{name}norm.weight")
+        self.out_columns = of.width
+
+    def mix(self, product: torch.Tensor, kv: KVView) -> torch.Tensor:
+        """See `MixerLayer.mix`."""
+        of = self._of
+        gate, inputs = product.tensor_split((of.width,), dim=1)
+        mixed = kv.recur(self._index, inputs, self)
+        normed = gated_norm(
+            mixed,
+            gate,
+            self._norm,
+            eps=of.norm_eps or 0.0,
+            group_size=of.width // of.num_groups,
+            norm_before_gate=of.norm_before_gate,
+        )
+        return self.out_proj(normed)
+
+    def run(
+        self,
+        inputs: torch.Tensor,
+        out: torch.Tensor,
+        states: Sequence[torch.Tensor],
+        rows: Rows,
+    ) -> None:
+        """See `Recurrence.run`.
+
+        Args:
+            inputs: [tokens, columns of x, b, c and dt].
+            out: [tokens, out_columns].
+            states: what convolution and recurrence keep.
+            rows: the step's tokens.
+        """
+        of, (conv_state, state) = self._of, states
+        num_tokens, num_decodes = len(rows.slots), rows.num_decodes
+        slots, positions = rows.slots[:num_decodes], rows.positions[:num_decodes]
+        before, dt = inputs[:num_tokens].split((of.conv_columns, of.num_heads), dim=1)
+        after = inputs.new_empty(num_tokens, of.conv_columns)
+        x, b, c = after.split((of.width, of.group_columns, of.group_columns), dim=1)
+        x = x.unflatten(1, (of.num_heads, of.head_dim))
+        b, c = (each.unflatten(1, (of.num_groups, of.state_size)) for each in (b, c))
+        y = out[:num_tokens].unflatten(1, (of.num_heads, of.head_dim))
+        weights = self._conv, self._conv_bias, conv_state
+        if num_decodes:
+            conv_update(
+                before[:num_decodes],
+                *weights,
+                slots,
+                positions,
+                after[:num_decodes],
+                activation="silu",
+            )
+            state_update(
+                state,
+                x[:num_decodes],
+                dt[:num_decodes],
+                self._a_log,
+                b[:num_decodes],
+                c[:num_decodes],
+                self._d,
+                self._dt_bias,
+                slots,
+                positions,
+                y[:num_decodes],
+                dt_limit=of.dt_limit,
+            )
+        if rows.chunks is not None:
+            conv_chunks(before, *weights, rows.chunks, after, activation="silu")
+            scan_chunks(
+                state,
+                x,
+                dt,
+                self._a_log,
+                b,
+                c,
+                self._d,
+                self._dt_bias,
+                rows.chunks,
+                y,
+                dt_limit=of.dt_limit,
+            )
