@@ -40,10 +40,11 @@ class _Attention:
 
 @dataclass(frozen=True, slots=True)
 class _Recurrence:
-    """The recurrence of a model's layers, with the columns of its inputs."""
+    """The recurrence of a model's layers, with columns and row stride of its inputs."""
 
     layer: int
     columns: int
+    stride: int
     dtype: torch.dtype
     recurrence: Recurrence
 
@@ -79,7 +80,9 @@ class _NoCache:
 
     def recur(self, layer: int, inputs: torch.Tensor, recurrence: Recurrence) -> torch.Tensor:
         if self.recurrence is None:
-            self.recurrence = _Recurrence(layer, inputs.shape[1], inputs.dtype, recurrence)
+            self.recurrence = _Recurrence(
+                layer, inputs.shape[1], inputs.stride(0), inputs.dtype, recurrence
+            )
         return inputs.new_zeros(len(inputs), recurrence.out_columns)
 
     def attend(self, layer: int, query: torch.Tensor, how: AttentionOptions) -> torch.Tensor:
@@ -224,8 +227,8 @@ class WarmUp:
         """Run the recurrence of a layer, if any has one."""
         if self._recurrence is not None:
             of = self._recurrence
-            shape = (spans.num_tokens, of.columns)
-            inputs = torch.zeros(shape, dtype=of.dtype, device=self._device)
+            shape = (spans.num_tokens, of.stride)
+            inputs = torch.zeros(shape, dtype=of.dtype, device=self._device)[:, : of.columns]
             view = self._kv.view(Rows.of(spans, 0, self._device))
             view.recur(of.layer, inputs, of.recurrence)
 
