@@ -332,6 +332,167 @@ OUR_DECODER: dict[str, Callable[[], Any]] = {
 }
 """Architectures that `aquifer.models.decoder` serves."""
 
+_MAMBA2: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 8,
+}
+_PURE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+}
+_NEMOTRON: dict[str, Any] = {
+    **{key: value for key, value in GQA.items() if key != "num_hidden_layers"},
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 12,
+    "n_groups": 2,
+    "ssm_state_size": 8,
+    "chunk_size": 8,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+}
+
+HYBRIDS: dict[str, Callable[[], Any]] = {
+    "mamba2": lambda: transformers.Mamba2Config(
+        **_PURE, num_heads=8, head_dim=16, n_groups=2, state_size=8, chunk_size=8
+    ),
+    "mamba2-biases": lambda: transformers.Mamba2Config(
+        **_PURE,
+        num_heads=4,
+        head_dim=32,
+        n_groups=1,
+        state_size=6,
+        chunk_size=8,
+        use_bias=True,
+        use_conv_bias=False,
+        conv_kernel=3,
+        tie_word_embeddings=True,
+        time_step_limit=(0.5, 1.0),
+    ),
+    "bamba": lambda: transformers.BambaConfig(**GQA, **_MAMBA2, attn_layer_indices=[1]),
+    "bamba-biases": lambda: transformers.BambaConfig(
+        **GQA,
+        **_MAMBA2,
+        attn_layer_indices=[0, 2],
+        attention_bias=True,
+        mlp_bias=True,
+        mamba_proj_bias=True,
+        mamba_conv_bias=False,
+    ),
+    "granitemoehybrid": lambda: transformers.GraniteMoeHybridConfig(
+        **GQA,
+        **_MAMBA2,
+        layer_types=["mamba", "attention", "mamba"],
+        shared_intermediate_size=40,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        logits_scaling=0.5,
+        attention_multiplier=0.3,
+        embedding_multiplier=2.0,
+        residual_multiplier=0.4,
+        tie_word_embeddings=True,
+    ),
+    "granitemoehybrid-dense": lambda: transformers.GraniteMoeHybridConfig(
+        **GQA,
+        **_MAMBA2,
+        layer_types=["full_attention", "linear_attention", "linear_attention"],
+        shared_intermediate_size=40,
+        num_local_experts=0,
+        position_embedding_type="rope",
+        attention_multiplier=0.3,
+    ),
+    "falcon_h1": lambda: transformers.FalconH1Config(
+        **GQA,
+        **_MAMBA2,
+        mamba_d_ssm=96,
+        lm_head_multiplier=0.4,
+        embedding_multiplier=1.7,
+        mlp_multipliers=[0.7, 1.3],
+        key_multiplier=0.6,
+        attention_in_multiplier=1.2,
+        attention_out_multiplier=0.8,
+        ssm_multipliers=[0.9, 1.1, 0.8, 1.2, 0.7],
+        ssm_in_multiplier=1.25,
+        ssm_out_multiplier=0.6,
+    ),
+    "falcon_h1-norm": lambda: transformers.FalconH1Config(
+        **GQA,
+        **_MAMBA2,
+        head_dim=20,
+        mamba_d_ssm=None,
+        mamba_rms_norm=True,
+        mamba_proj_bias=True,
+        projectors_bias=True,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
+        lm_head_multiplier=0.4,
+        embedding_multiplier=1.7,
+        mlp_multipliers=[0.7, 1.3],
+        key_multiplier=0.6,
+        attention_in_multiplier=1.2,
+        ssm_multipliers=[0.9, 1.1, 0.8, 1.2, 0.7],
+        ssm_in_multiplier=1.25,
+        ssm_out_multiplier=0.6,
+    ),
+    "falcon_h1-gate-first": lambda: transformers.FalconH1Config(
+        **GQA, **_MAMBA2, mamba_d_ssm=64, mamba_rms_norm=True, mamba_norm_before_gate=False
+    ),
+    "nemotron_h": lambda: transformers.NemotronHConfig(
+        **_NEMOTRON, layers_block_type=["mamba", "mlp", "attention", "moe", "mamba", "mlp"]
+    ),
+    "nemotron_h-groups": lambda: transformers.NemotronHConfig(
+        **_NEMOTRON,
+        hybrid_override_pattern="*EME-",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        norm_topk_prob=False,
+        use_bias=True,
+        mlp_bias=True,
+        use_conv_bias=False,
+    ),
+    "jamba": lambda: transformers.JambaConfig(
+        **{**GQA, "num_hidden_layers": 4},
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        expert_layer_period=3,
+        expert_layer_offset=1,
+        num_experts=4,
+        mamba_d_state=6,
+        mamba_dt_rank=5,
+    ),
+    "jamba-dense": lambda: transformers.JambaConfig(
+        **GQA,
+        attn_layer_period=3,
+        attn_layer_offset=0,
+        num_experts=1,
+        mamba_d_state=8,
+        mamba_proj_bias=True,
+        mamba_conv_bias=False,
+        tie_word_embeddings=True,
+    ),
+    "mamba": lambda: transformers.MambaConfig(**_PURE, state_size=6),
+    "mamba-biases": lambda: transformers.MambaConfig(
+        **_PURE,
+        state_size=8,
+        use_bias=True,
+        use_conv_bias=False,
+        conv_kernel=3,
+        time_step_rank=7,
+        tie_word_embeddings=False,
+    ),
+    "falcon_mamba": lambda: transformers.FalconMambaConfig(**_PURE, state_size=6),
+}
+"""Architectures with recurrent state that `aquifer.models.decoder` serves."""
+
 TRANSFORMERS: dict[str, Callable[[], Any]] = {
     "helium": lambda: transformers.HeliumConfig(**GQA, head_dim=16),
     "opt-350m-style": lambda: transformers.OPTConfig(

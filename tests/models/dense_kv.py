@@ -1,32 +1,66 @@
-"""Reference `KVView`: KV in plain tensors, and attention computed one token at a time."""
+"""Reference `KVView`: KV and state in plain tensors, and attention computed one token at a time."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from aquifer.cache.base import AttentionOptions, IntArray, KVLayout, KVView, Spans
-from aquifer.cache.view import WithoutState
+from aquifer.cache.base import (
+    AttentionOptions,
+    IntArray,
+    KVLayout,
+    KVView,
+    Recurrence,
+    Rows,
+    Spans,
+    StateLayout,
+)
+from aquifer.cache.view import StateView, WithoutState
 from aquifer.kernels.prefill_attention import PrefillSpans
 
 
 class DenseKV:
-    """KV of `num_slots` sequences of up to `max_tokens` tokens each."""
+    """KV, and state if there is a layout of it, of `num_slots` sequences of up to `max_tokens` tokens
+    each."""
 
-    def __init__(self, layout: KVLayout, num_slots: int, max_tokens: int) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_slots: int,
+        max_tokens: int,
+        state_layout: StateLayout | None = None,
+    ) -> None:
         shape = (num_slots, max_tokens, layout.token_elements)
         # Not a number, so that a read of what was never written shows in the result.
         self.layers = layout.split(torch.full(shape, torch.nan, dtype=layout.dtype))
+        # Rows of padding between slots: the first stride of a state is any.
+        self.states = [
+            [
+                torch.full((num_slots, 2, *each.shape), torch.nan, dtype=each.dtype)[:, 0]
+                for each in layer
+            ]
+            for layer in (() if state_layout is None else state_layout.layers)
+        ]
 
     def view(self, slots: IntArray, starts: IntArray, counts: IntArray) -> KVView:
         """One step, which writes [starts, starts + counts) of each slot."""
-        return _DenseView(self.layers, Spans.make(slots, starts, counts))
+        return _DenseView(self.layers, self.states, Spans.make(slots, starts, counts))
 
 
-class _DenseView(WithoutState):
-    def __init__(self, layers: list[tuple[torch.Tensor, torch.Tensor]], spans: Spans) -> None:
+class _DenseView:
+    def __init__(
+        self,
+        layers: list[tuple[torch.Tensor, torch.Tensor]],
+        states: list[list[torch.Tensor]],
+        spans: Spans,
+    ) -> None:
         self._layers = layers
         self._spans = spans
+        rows = Rows.of(spans, 0, torch.device("cpu"))
+        self._state = StateView(states, rows) if states else WithoutState()
+
+    def recur(self, layer: int, inputs: torch.Tensor, recurrence: Recurrence) -> torch.Tensor:
+        return self._state.recur(layer, inputs, recurrence)
 
     def destination(
         self, layer: int

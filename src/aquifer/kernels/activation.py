@@ -20,9 +20,9 @@ from aquifer.kernels._triton import (
 _COLUMNS = 1024  # columns of one program
 
 
-ACTIVATIONS: dict[str, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+ACTIVATIONS: dict[str, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
 """Activations by name, with their numbers in the kernel. "gelu" is exact, "gelu_tanh" its
-approximation."""
+approximation; "relu2" is the square of "relu"."""
 
 
 def activated(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -31,6 +31,8 @@ def activated(x: torch.Tensor, name: str) -> torch.Tensor:
         return F.silu(x)
     if name == "relu":
         return F.relu(x)
+    if name == "relu2":
+        return F.relu(x).square()
     return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
 
 
@@ -202,6 +204,8 @@ def _activation_kernel(
         wide = 0.5 * wide * (2.0 * tl.sigmoid(2.0 * inner))  # 1 + tanh(inner)
     else:
         wide = tl.maximum(wide, 0.0)
+        if kind == 4:
+            wide = wide * wide
     result = wide.to(gate.dtype)
     if is_gated:
         up = tl.load(x + token * x_stride + n + column, mask=inside, other=0.0)

@@ -41,12 +41,19 @@ from aquifer.kernels._triton import (
 from aquifer.kernels.activation import activated
 from aquifer.kernels.linear import linear_reference
 
-Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"]
 """How gate and up are combined: silu(gate) * up; gelu(gate) * up with the approximation by tanh; or
-GPT-OSS's g * sigmoid(1.702 g) * (u + 1), where g = min(gate, 7) and u = up within [-7, 7]."""
+GPT-OSS's g * sigmoid(1.702 g) * (u + 1), where g = min(gate, 7) and u = up within [-7, 7]. Or
+relu(up)^2, for experts without gates."""
 
 CLAMP_LIMIT, CLAMP_SLOPE = 7.0, 1.702
 """Limit and slope of the clamped SwiGLU activation: 7 and 1.702 in the formula above."""
+
+
+def has_gate(activation: Activation) -> bool:
+    """Whether experts with this activation have gates."""
+    return activation != "relu2"
+
 
 _MIN_SUM = 1e-20  # added to the sum of the weights before a division, as in DeepSeek-V3
 
@@ -236,6 +243,8 @@ def experts(
 ) -> torch.Tensor:
     """Sum weight * down(activation(gate(x), up(x))) over the chosen experts of each token.
 
+    Without gates (`has_gate`), `gate_up` and its biases have the rows of up alone.
+
     Rounded to the dtype: gate and up, the activation (silu and gelu before they are multiplied
     too), the down product of each expert. The weighted sum is computed in float32, in order of
     choice, and rounded once. Results do not depend on other tokens except through the tile that is
@@ -259,10 +268,11 @@ def experts(
     num_tokens, hidden = x.shape
     num_experts, _, width = down.shape
     top_k = expert_ids.shape[1]
-    assert gate_up.shape == (num_experts, 2 * width, hidden)
+    up_rows = 2 * width if has_gate(activation) else width
+    assert gate_up.shape == (num_experts, up_rows, hidden)
     assert down.shape == (num_experts, hidden, width)
     assert expert_ids.shape == weights.shape == (num_tokens, top_k)
-    assert gate_up_bias is None or gate_up_bias.shape == (num_experts, 2 * width)
+    assert gate_up_bias is None or gate_up_bias.shape == (num_experts, up_rows)
     assert down_bias is None or down_bias.shape == (num_experts, hidden)
     assert x.dtype == gate_up.dtype == down.dtype
     if not runs_triton(x):
@@ -322,9 +332,13 @@ def experts_reference(
             gate_up[expert],
             None if gate_up_bias is None else gate_up_bias[expert],
         )
-        gate, up = (both[:, ::2], both[:, 1::2]) if interleaved else both.chunk(2, dim=1)
+        if not has_gate(activation):
+            between = activated(both, activation)
+        else:
+            gate, up = (both[:, ::2], both[:, 1::2]) if interleaved else both.chunk(2, dim=1)
+            between = activate_reference(gate, up, activation).contiguous()
         products[pairs] = linear_reference(
-            activate_reference(gate, up, activation).contiguous(),
+            between,
             down[expert],
             None if down_bias is None else down_bias[expert],
         )
@@ -452,6 +466,11 @@ class _Layer:
         return self.down.shape[2]
 
     @property
+    def gated(self) -> bool:
+        """Whether experts have gates."""
+        return has_gate(self.activation)
+
+    @property
     def row_step(self) -> int:
         """Rows of gate_up from one of gate to the next."""
         return 2 if self.interleaved else 1
@@ -467,13 +486,13 @@ def _run_vectors(layer: _Layer, x: torch.Tensor, out: torch.Tensor, tile: Expert
     num_tokens, hidden = x.shape
     width, options = layer.width, launch_options(x.device)
     activated = x.new_empty(layer.num_pairs, width)
-    rows = tile.rows // 2
+    rows = tile.rows // 2 if layer.gated else tile.rows
     _gate_up_vector_kernel[(-(-width // rows), layer.num_pairs)](
         x, layer.gate_up, layer.gate_up_bias, layer.expert_ids, activated, layer.num_experts,
         width, x.stride(0), layer.up_offset,
         row_step=layer.row_step, top_k=layer.top_k, num_in=hidden, rows=rows,
-        columns=min(pow2(hidden, MIN_DOT), tile.columns), activation=layer.activation,
-        limit=CLAMP_LIMIT, slope=CLAMP_SLOPE, has_bias=layer.gate_up_bias is not None,
+        columns=min(pow2(hidden, MIN_DOT), tile.columns), gated=layer.gated,
+        activation=layer.activation, limit=CLAMP_LIMIT, slope=CLAMP_SLOPE, has_bias=layer.gate_up_bias is not None,
         num_warps=tile.num_warps, **options,
     )  # fmt: skip
     columns = min(pow2(width, MIN_DOT), tile.columns)
@@ -500,12 +519,12 @@ def _run_tiles(layer: _Layer, x: torch.Tensor, out: torch.Tensor, tile: ExpertTi
     activated = x.new_empty(num_pairs, layer.width)
     _run_product(
         x, layer.gate_up, layer.gate_up_bias, activated, layer, tile, num_tiles, order,
-        tile_experts, gated=True,
+        tile_experts, is_first=True,
     )  # fmt: skip
     products = x.new_empty(num_pairs, hidden)
     _run_product(
         activated, layer.down, layer.down_bias, products, layer, tile, num_tiles, order,
-        tile_experts, gated=False,
+        tile_experts, is_first=False,
     )  # fmt: skip
     _sum_kernel[(num_tokens, -(-hidden // _SUM_COLUMNS))](
         products, layer.expert_ids, layer.weights, out, layer.num_experts, hidden,
@@ -554,31 +573,33 @@ def _run_product(
     order: torch.Tensor | None,
     tile_experts: torch.Tensor | None,
     *,
-    gated: bool,
+    is_first: bool,
 ) -> None:
     """Multiply rows of x by their experts' weights.
 
     Args:
-        x: [tokens, in] if gated, else [pairs, in].
+        x: [tokens, in] in the first product, else [pairs, in].
         weight: [experts, rows, in].
         bias: [experts, rows] or None.
-        out: [pairs, rows], or half of the rows if gated; rows of pairs without an expert are left.
+        out: [pairs, rows], or half of the rows if the weight is gate and up; rows of pairs without
+            an expert are left.
         layer: the layer and its choice.
         tile: the tiling.
         num_tiles: number of tiles of pairs that programs are launched for.
         order: pairs in order of experts, or None if programs are to find their pairs.
         tile_experts: expert of each tile, or None.
-        gated: the weight is gate and up, to which the activation is applied.
+        is_first: the weight is gate and up, or up, to which the activation is applied.
     """
+    gated = is_first and layer.gated
     num_in, num_out = x.shape[1], out.shape[1]
     columns = min(pow2(num_in, MIN_DOT), tile.columns)
     rows = tile.rows // 2 if gated else tile.rows
     _product_kernel[(num_tiles * -(-num_out // rows),)](
         x, weight, bias, out, layer.expert_ids, order, tile_experts, layer.num_pairs, num_tiles,
         layer.num_experts, num_out, num_in, x.stride(0), layer.up_offset,
-        row_step=layer.row_step if gated else 1, pairs_per_row=layer.top_k if gated else 1,
+        row_step=layer.row_step if gated else 1, pairs_per_row=layer.top_k if is_first else 1,
         pairs=tile.pairs, rows=rows, columns=columns, group=tile.group,
-        search_pairs=0 if tile.sorts else pow2(layer.num_pairs, 64), gated=gated,
+        search_pairs=0 if tile.sorts else pow2(layer.num_pairs, 64), is_first=is_first, gated=gated,
         activation=layer.activation, limit=CLAMP_LIMIT, slope=CLAMP_SLOPE,
         has_bias=bias is not None, even=num_in % columns == 0,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **launch_options(x.device),
@@ -691,13 +712,14 @@ def _gate_up_vector_kernel(
     num_in: constexpr,
     rows: constexpr,
     columns: constexpr,
+    gated: constexpr,
     activation: constexpr,
     limit: constexpr,
     slope: constexpr,
     has_bias: constexpr,
     overlaps: constexpr,
 ) -> None:
-    """Each program handles `rows` rows of gate and as many of up for one pair."""
+    """Each program handles `rows` rows of gate and as many of up for one pair; or rows of up."""
     pair = tl.program_id(1)
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     column = tl.arange(0, columns)[None, :]
@@ -707,34 +729,45 @@ def _gate_up_vector_kernel(
     expert = tl.load(expert_ids + pair)
     if (expert < 0) | (expert >= num_experts):
         return
-    first = expert.to(tl.int64) * 2 * width
-    gate_rows = weight + first * num_in + (row * row_step)[:, None] * num_in
+    first = expert.to(tl.int64) * width
+    if gated:
+        first *= 2
+    gate_rows = weight + first * num_in + (row * row_step)[:, None] * num_in  # of up, without gates
     up_rows = gate_rows + up_offset * num_in
     gate_w = _rows_tile(gate_rows, column, inside, num_in, columns)
-    up_w = _rows_tile(up_rows, column, inside, num_in, columns)
+    up_w = gate_w
+    if gated:
+        up_w = _rows_tile(up_rows, column, inside, num_in, columns)
     v = tl.load(x_row + column, mask=column < num_in, other=0.0).to(tl.float32)
     gate_sums = tl.zeros([rows, columns], tl.float32)
     up_sums = tl.zeros([rows, columns], tl.float32)
     for start in range(columns, num_in, columns):
         place = start + column
         next_gate_w = _rows_tile(gate_rows, place, inside, num_in, columns)
-        next_up_w = _rows_tile(up_rows, place, inside, num_in, columns)
+        next_up_w = next_gate_w
+        if gated:
+            next_up_w = _rows_tile(up_rows, place, inside, num_in, columns)
         gate_sums += gate_w.to(tl.float32) * v
-        up_sums += up_w.to(tl.float32) * v
+        if gated:
+            up_sums += up_w.to(tl.float32) * v
         gate_w = next_gate_w
         up_w = next_up_w
         v = tl.load(x_row + place, mask=place < num_in, other=0.0).to(tl.float32)
     gate_sums += gate_w.to(tl.float32) * v
-    up_sums += up_w.to(tl.float32) * v
     release_successor(overlaps)
     gate = tl.sum(gate_sums, axis=1)
-    up = tl.sum(up_sums, axis=1)
+    dtype = out.dtype.element_ty
     if has_bias:
         gate_bias = bias + first + row * row_step
         gate += tl.load(gate_bias, mask=inside, other=0.0).to(tl.float32)
-        up += tl.load(gate_bias + up_offset, mask=inside, other=0.0).to(tl.float32)
-    dtype = out.dtype.element_ty
-    result = _activated(gate.to(dtype), up.to(dtype), activation, limit, slope)
+    if gated:
+        up_sums += up_w.to(tl.float32) * v
+        up = tl.sum(up_sums, axis=1)
+        if has_bias:
+            up += tl.load(gate_bias + up_offset, mask=inside, other=0.0).to(tl.float32)
+        result = _activated(gate.to(dtype), up.to(dtype), activation, limit, slope)
+    else:
+        result = _squared(gate.to(dtype))
     tl.store(out + pair.to(tl.int64) * width + row, result, mask=inside)
 
 
@@ -842,6 +875,13 @@ def _activated(
     return wide.to(gate.dtype)
 
 
+@jit
+def _squared(up: tensor) -> tensor:
+    """relu(up)^2, rounded."""
+    wide = tl.maximum(up.to(tl.float32), 0.0)
+    return (wide * wide).to(up.dtype)
+
+
 @jit_once(counts=("num_pairs",))
 def _count_kernel(
     expert_ids: tensor, counts: tensor, num_pairs: tensor, block: constexpr, overlaps: constexpr
@@ -947,6 +987,7 @@ def _product_kernel(
     columns: constexpr,
     group: constexpr,
     search_pairs: constexpr,
+    is_first: constexpr,
     gated: constexpr,
     activation: constexpr,
     limit: constexpr,
@@ -970,13 +1011,13 @@ def _product_kernel(
     tile = first_tile + within_group % group_tiles
     row = within_group // group_tiles * rows + tl.arange(0, rows)
     column = tl.arange(0, columns)
-    if gated:
+    if is_first:
         await_predecessor(overlaps)
         expert, pair = _find_pairs(
             expert_ids, order, tile_experts, tile, num_pairs, pairs, search_pairs
         )
     else:
-        # These were written before the predecessor, which is the gated product.
+        # These were written before the predecessor, which is the first product.
         expert, pair = _find_pairs(
             expert_ids, order, tile_experts, tile, num_pairs, pairs, search_pairs
         )
@@ -1017,6 +1058,8 @@ def _product_kernel(
             up_row = bias_row + up_offset
             up_sums += tl.load(up_row, mask=row < num_out, other=0.0).to(tl.float32)[:, None]
         result = _activated(result, up_sums.to(dtype), activation, limit, slope)
+    elif is_first:
+        result = _squared(result)
     out_tile = out + pair.to(tl.int64)[None, :] * num_out + row[:, None]
     tl.store(out_tile, result, mask=inside & present)
 

@@ -18,6 +18,16 @@ MOST_POSITIONS = 1 << 24
 LEAST_POSITIONS = 2
 """A request has a token of prompt and one of output."""
 
+UNLIMITED_POSITIONS = 1 << 20
+"""Longest context of a model without attention, in tokens. Its configuration states none, and its
+state does not grow, so this is a choice: longer than texts that it was trained on by far."""
+
+MOST_STATE = 1 << 12
+"""The most numbers of the state of a mixer for each element or channel."""
+
+MOST_TAPS = 1 << 5
+"""The most taps of a mixer's convolution; usual are 4."""
+
 MOST_OTHER = 1 << 24
 """The largest absolute value of any other whole number in a configuration of Transformers."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from aquifer.cache.base import LayerKV
-from aquifer.kernels.experts import Activation, Routing
+from aquifer.kernels.experts import Activation, Routing, has_gate
 from aquifer.weights.forms import Form
 
 
@@ -190,7 +190,6 @@ class Experts:
         has_choice_bias: whether a bias is added to the scores for the choice.
         routes_in_float32: whether the router's logits are left in float32.
         activation: how gate and up are combined, or what is applied to up alone.
-        is_gated: whether experts have gates.
         shared_bias: whether the products of the shared expert have biases.
         has_bias: whether the router and both products have biases; only for experts that are stored
             in one tensor.
@@ -207,8 +206,12 @@ class Experts:
     has_choice_bias: bool = False
     routes_in_float32: bool = False
     activation: Activation = "silu"
-    is_gated: bool = True
     shared_bias: bool = False
     has_bias: bool = False
     is_interleaved: bool = False
     names: tuple[ExpertNames, ...] = ()
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether experts, and the shared one, have gates."""
+        return has_gate(self.activation)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from aquifer.fields import Fields
 from aquifer.models.families import (
+    bamba,
     bloom,
     cohere,
     deepseek,
@@ -19,8 +20,11 @@ from aquifer.models.families import (
     gpt2,
     gpt_neox,
     gpt_oss,
+    jamba,
     llama,
+    mamba,
     moe,
+    nemotron_h,
     olmo,
     opt,
     phi,
@@ -38,6 +42,7 @@ for something that the decoder does not implement.
 """
 
 FAMILIES: dict[str, Family] = {
+    "bamba": bamba.read,
     "bloom": bloom.read,
     "cohere": cohere.read,
     "cohere2": cohere.read,
@@ -45,6 +50,8 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": deepseek.read,
     "exaone4": olmo.read_exaone,
     "falcon": falcon.read,
+    "falcon_h1": bamba.read_falcon,
+    "falcon_mamba": mamba.read,
     "gemma": gemma.read,
     "gemma2": gemma.read,
     "gemma3_text": gemma.read_third,
@@ -54,11 +61,16 @@ FAMILIES: dict[str, Family] = {
     "gpt_neox": gpt_neox.read,
     "gpt_oss": gpt_oss.read,
     "granite": llama.read,
+    "granitemoehybrid": bamba.read_granite,
+    "jamba": jamba.read,
     "llama": llama.read,
+    "mamba": mamba.read,
+    "mamba2": mamba.read,
     "ministral": llama.read,
     "mistral": llama.read,
     "mixtral": moe.read,
     "mpt": bloom.read_mpt,
+    "nemotron_h": nemotron_h.read,
     "olmo2": olmo.read_second,
     "olmo3": olmo.read_third,
     "olmoe": moe.read,

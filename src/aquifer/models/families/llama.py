@@ -58,7 +58,7 @@ def read(fields: Fields, architecture: str) -> DecoderSpec:
         norm=norm,
         head=Head(known.flag("tie_word_embeddings", default=False)),
     )
-    return _granite(spec, known) if model_type == "granite" else spec
+    return with_multipliers(spec, known) if model_type == "granite" else spec
 
 
 def _layers(fields: Fields, known: Fields, sizes: reading.Sizes) -> tuple[Layer, ...]:
@@ -102,8 +102,8 @@ def _rotating_layers(known: Fields, num_layers: int) -> tuple[bool, ...]:
     return tuple(map(bool, flags))
 
 
-def _granite(spec: DecoderSpec, known: Fields) -> DecoderSpec:
-    """Granite's multipliers."""
+def with_multipliers(spec: DecoderSpec, known: Fields) -> DecoderSpec:
+    """The same decoder with Granite's multipliers."""
 
     def factor(name: str) -> float:
         return known.number(name, 1e-9, 1e9, default=1.0)

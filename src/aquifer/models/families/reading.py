@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from aquifer.errors import UnsupportedModelError
 from aquifer.fields import Fields
@@ -19,6 +20,9 @@ from aquifer.models.rope import RotarySettings
 from aquifer.models.spec import Attention, Layer, Norm
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # entries of `layer_types`
+LINEAR = "linear_attention"  # a mixer
+
+_OLD_KINDS = {"mamba": LINEAR, "attention": FULL}  # in configurations of Transformers 4
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -27,6 +31,7 @@ _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 """Transformers' names of activations, and ours."""
 
@@ -91,6 +96,13 @@ def renamed(fields: Fields, names: dict[str, str]) -> Fields:
     """
     values = {ours: fields.values[stored] for ours, stored in names.items() if stored in fields}
     return fields.with_defaults(values)
+
+
+def without_null_kv_heads(fields: Fields, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Defaults, but for KV heads that are given as null: then there are as many as heads."""
+    name = "num_key_value_heads"
+    is_null = name in fields.values and name not in fields
+    return {key: value for key, value in defaults.items() if not (is_null and key == name)}
 
 
 def read_width(fields: Fields, name: str = "intermediate_size", default: int | None = None) -> int:
@@ -205,6 +217,27 @@ def are_sliding(
             "layer_types", f'a list of "{FULL}" or "{SLIDING}" for each of {num_layers} layers'
         )
     return tuple(kind == SLIDING for kind in layer_types)
+
+
+def modern_kinds(layer_types: Iterable[str]) -> tuple[str, ...]:
+    """Kinds of layers by the names that Transformers 5 has for them."""
+    return tuple(_OLD_KINDS.get(kind, kind) for kind in layer_types)
+
+
+def read_kinds(fields: Fields, num_layers: int) -> tuple[str, ...]:
+    """Whether each layer of a hybrid has attention (`FULL`) or a mixer (`LINEAR`); by default the
+    latter.
+
+    Raises:
+        ConfigError: `layer_types` are impossible.
+    """
+    name = "layers_block_type" if "layers_block_type" in fields else "layer_types"
+    kinds = modern_kinds(fields.texts(name)) or (LINEAR,) * num_layers
+    if len(kinds) != num_layers or not {LINEAR, FULL}.issuperset(kinds):
+        raise fields.error(
+            name, f'a list of "{FULL}" or "{LINEAR}" for each of {num_layers} layers'
+        )
+    return kinds
 
 
 def read_window(fields: Fields) -> int | None:
