@@ -473,7 +473,7 @@ class _Layer:
     @property
     def row_step(self) -> int:
         """Rows of gate_up from one of gate to the next."""
-        return 2 if self.interleaved else 1
+        return 2 if self.interleaved and self.gated else 1
 
     @property
     def up_offset(self) -> int:
