@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from aquifer.models.decoder import Decoder
 from aquifer.models.decoder_plan import DecoderPlan
 from aquifer.models.families import FAMILIES
 from aquifer.models.limits import UNLIMITED_POSITIONS
+from aquifer.models.mixers.mamba2 import Mamba2
 from aquifer.weights.checkpoint import Checkpoint
 
 LENGTHS = (19, 11)
@@ -180,6 +182,29 @@ def test_random_shapes(make_config: Callable[[int], Any], seed: int, tmp_path: P
 def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     """One token at a time, in chunks, and whole prompts; two sequences in each step."""
     assert_equal_logits(HYBRIDS[name](), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "bamba", "falcon_h1"])
+def test_bounds_of_time_steps(name: str, tmp_path: Path) -> None:
+    """They hold for all tokens. In Transformers, not for those that `generate` adds."""
+    config = HYBRIDS[name]()
+    config.time_step_limit = (0.5, 1.0)
+    assert_equal_logits(config, tmp_path / "bounded")
+    config.time_step_limit = (0.0, math.inf)
+    free, bounded = (
+        plan_model(Checkpoint.without_tensors(folder))
+        for folder in (save_config(config, tmp_path / "free"), tmp_path / "bounded")
+    )
+    assert isinstance(free, DecoderPlan)
+    assert isinstance(bounded, DecoderPlan)
+    assert isinstance(free.spec.mixer, Mamba2)
+    assert free.spec.mixer.dt_limit == (0.0, math.inf)
+    assert bounded.spec.mixer == replace(free.spec.mixer, dt_limit=(0.5, 1.0))
+
+
+def save_config(config: Any, folder: Path) -> Path:
+    config.save_pretrained(folder)
+    return folder
 
 
 class Products(TorchDispatchMode):
