@@ -374,7 +374,6 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
         use_conv_bias=False,
         conv_kernel=3,
         tie_word_embeddings=True,
-        time_step_limit=(0.5, 1.0),
     ),
     "bamba": lambda: transformers.BambaConfig(**GQA, **_MAMBA2, attn_layer_indices=[1]),
     "bamba-biases": lambda: transformers.BambaConfig(

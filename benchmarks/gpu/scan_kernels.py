@@ -155,7 +155,7 @@ class _Mamba2:
         width, both = SSD_HEADS * SSD_DIM, 2 * SSD_SIZE
         wide = _random(num_rows, 2 * width + both + SSD_HEADS)
         self.gate, self.inputs, self.dt = wide.split((width, width + both, SSD_HEADS), dim=1)
-        self.taps = _random(width + both, TAPS) / TAPS, _random(width + both)
+        self.taps = (_random(width + both, TAPS) / TAPS, _random(width + both))
         self.xbc = torch.empty_like(self.inputs.contiguous())
         self.y = _random(num_rows, SSD_HEADS, SSD_DIM)
         self.weights = [torch.randn(SSD_HEADS, device=DEVICE) for _ in range(3)]
@@ -175,7 +175,7 @@ class _Mamba2:
         own = state[:, channels * (TAPS - 1) :].unflatten(1, (SSD_HEADS, SSD_DIM, SSD_SIZE))
         return conv, own
 
-    def arguments(self) -> tuple[torch.Tensor, ...]:
+    def arguments(self) -> _Seven:
         """x, dt, a_log, b, c, d, dt_bias."""
         x, b, c = self.xbc.split((SSD_HEADS * SSD_DIM, SSD_SIZE, SSD_SIZE), dim=1)
         a_log, d, dt_bias = self.weights

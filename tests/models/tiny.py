@@ -32,7 +32,7 @@ from aquifer.cache.base import (
     StateLayout,
     StateTensor,
 )
-from aquifer.models import ModelInput, ModelPlan, plan_model
+from aquifer.models import Model, ModelInput, ModelPlan, plan_model
 from aquifer.models.base import num_elements
 from aquifer.weights.checkpoint import Checkpoint, stored_dtype
 from aquifer.weights.parameters import Parameter, Source
@@ -122,7 +122,7 @@ class SparseKVPlan(_TinyPlan):
         num_kv_layers = sum(map(_has_kv, range(config["num_hidden_layers"])))
         super().__init__(checkpoint, dtype, _sparse_kv_shapes(config), (layer,) * num_kv_layers)
 
-    def build(self, tensors: Tensors) -> SparseKVModel:
+    def build(self, tensors: Tensors) -> Model:
         return SparseKVModel(self.config, self.kv_layout, tensors)
 
 
@@ -134,7 +134,7 @@ class RecurrentPlan(SparseKVPlan):
         layer = (StateTensor("sum", (width,), dtype or torch.float32),)
         return StateLayout((layer,) * sum(map(_has_state, range(self.config["num_hidden_layers"]))))
 
-    def build(self, tensors: Tensors) -> RecurrentModel:
+    def build(self, tensors: Tensors) -> Model:
         return RecurrentModel(self.config, self.kv_layout, tensors)
 
 

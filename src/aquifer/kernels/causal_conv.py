@@ -341,10 +341,10 @@ def _chunks_kernel(
                 other=0.0,
             )
             total += value.to(tl.float32) * factor.to(tl.float32)[None, :]
-            if tap < taps - 1:
+            if (tap < taps - 1) & (index == 0) & (start > 0):
                 # Tokens of earlier steps: input begin - j is the state's entry taps - 1 - j.
                 entry = source - begin + taps - 1
-                is_before = is_row & (source < begin) & (entry < tl.where(start > 0, taps, 0))
+                is_before = is_row & (source < begin)
                 value = tl.load(
                     state + slot * state_stride + channel[None, :] * (taps - 1) + entry[:, None],
                     mask=is_before[:, None] & inside[None, :],

@@ -13,8 +13,10 @@ Chunks of several tokens are computed by matrix products (section 6). With cs th
            + sum over s <= l of (c[l] . b[s]) exp(cs[l] - cs[s]) dt[s] x[s]
     h'   = exp(cs[L - 1]) h + sum over s of exp(cs[L - 1] - cs[s]) dt[s] x[s] b[s]^T
 
-in three launches: the second term of h' for all chunks, the states before all chunks, and y. The
-intermediate states are in the dtype of x: 100 MB for 8192 tokens, 24 heads, P 128 and N 256.
+by one program for some rows of a head's state, which it keeps in registers along the chunks of a
+span: intermediate states are never written. (As three launches, what all chunks add, the states
+before them, and y, it took three times as long: 65 chunks of 24 heads of 128 x 256 numbers are
+written and read twice, and short spans take as much as whole chunks.)
 
 Shapes throughout: `state` [slots, H, P, N], of which the first stride is any; x and out [rows, H,
 P], b and c [rows, G, N], and dt [rows, H], of which only the first stride is any: they may be
@@ -45,8 +47,6 @@ from aquifer.kernels.activation import softplus
 from aquifer.kernels.prefill_attention import PrefillSpans
 from aquifer.kernels.span_chunks import (
     SortedSpans,
-    count_chunks,
-    find_chunk,
     read_states,
     wide_dtype,
 )
@@ -57,7 +57,8 @@ _UPDATE_TILE = 4096
 _UPDATE_FEW_ROWS = 8
 """Up to so many rows, programs are smaller, so that they fill the device."""
 
-_PASS_TILE = 1024
+_CHUNK_TOKENS, _CHUNK_ROWS, _CHUNK_WARPS, _CHUNK_STAGES = 64, 32, 4, 1
+"""Tokens of a chunk and rows of the state of a program, for 16-bit types; its warps and stages."""
 
 
 def state_update_reference(
@@ -269,76 +270,42 @@ def scan_chunks(
     num_heads, head_dim = x.shape[1:]
     num_groups, size = b.shape[1:]
     is_wide = x.dtype == torch.float32
-    tokens = 32 if is_wide else 128
-    # Tiles of a product: heads' dimensions, and numbers of the state.
-    p_block = min(pow2(head_dim, MIN_DOT), 32 if is_wide else 128)
-    n_block = min(pow2(size, MIN_DOT), 32 if is_wide else 64)
-    num_spans, num_chunks = len(spans.slots), count_chunks(spans, tokens)
-    states = x.new_empty(num_chunks, num_heads, head_dim, size)
-    # exp of the sum over the whole chunk.
-    decays = torch.empty(num_chunks, num_heads, dtype=torch.float32, device=x.device)
-    shapes = {
-        "head_dim": head_dim,
-        "size": size,
-        "heads_per_group": num_heads // num_groups,
-        "num_heads": num_heads,
-        "tokens": tokens,
-        "has_bias": dt_bias is not None,
-        "p_block": p_block,
-        "n_block": n_block,
-        "precision": "ieee" if is_wide else "tf32",
-    }
-    inputs = (
+    num_groups, size = b.shape[1:]
+    block = min(pow2(head_dim, MIN_DOT), _CHUNK_ROWS)
+    launch(
+        _chunks_kernel,
+        (-(-head_dim // block), num_heads, len(spans.slots)),
+        state,
         x,
         dt,
         a_log,
         b,
+        c,
+        d,
         dt_bias,
-        spans.device_offsets,
-        states,
-        decays,
-        num_spans,
-        x.stride(0),
-        dt.stride(0),
-        b.stride(0),
-        dt_limit[0],
-        dt_limit[1],
-    )
-    launch(
-        _added_kernel,
-        (-(-head_dim // p_block) * -(-size // n_block), num_heads, num_chunks),
-        *inputs,
-        **shapes,
-        num_warps=4,
-    )
-    launch(
-        _pass_kernel,
-        (-(-head_dim * size // _PASS_TILE), num_heads, num_spans),
-        state,
-        states,
-        decays,
         spans.device_slots,
         spans.device_starts,
         spans.device_offsets,
-        state.stride(0),
-        num_heads=num_heads,
-        numbers=head_dim * size,
-        tokens=tokens,
-        tile=_PASS_TILE,
-        num_warps=4,
-    )
-    launch(
-        _out_kernel,
-        (-(-head_dim // p_block), num_heads, num_chunks),
-        *inputs,
-        c,
-        d,
         out,
+        state.stride(0),
+        x.stride(0),
+        dt.stride(0),
+        b.stride(0),
         c.stride(0),
         out.stride(0),
+        dt_limit[0],
+        dt_limit[1],
+        head_dim=head_dim,
+        size=size,
+        size_pow2=pow2(size, MIN_DOT),
+        heads_per_group=num_heads // num_groups,
+        tokens=16 if is_wide else _CHUNK_TOKENS,
+        block=block,
         has_d=d is not None,
-        **shapes,
-        num_warps=4 if is_wide else 8,
+        has_bias=dt_bias is not None,
+        precision="ieee" if is_wide else "tf32",
+        num_warps=_CHUNK_WARPS,
+        num_stages=_CHUNK_STAGES,
     )
 
 
@@ -453,191 +420,79 @@ def _chunk_steps(
     return step, tl.cumsum(step * rate, axis=0)
 
 
-@jit_once(counts=["num_spans"], indices=["offsets", "x", "dt", "b"])
-def _added_kernel(
+@jit_once(indices=["span_slots", "starts", "offsets", "x", "dt", "b", "c"])
+def _chunks_kernel(
+    state: tensor,
     x: tensor,
     dt: tensor,
     a_log: tensor,
     b: tensor,
+    c: tensor,
+    d: tensor,
     dt_bias: tensor,
-    offsets: tensor,
-    states: tensor,
-    decays: tensor,
-    num_spans: tensor,
-    x_stride: tensor,
-    dt_stride: tensor,
-    b_stride: tensor,
-    least_step: tensor,
-    most_step: tensor,
-    head_dim: constexpr,
-    size: constexpr,
-    heads_per_group: constexpr,
-    num_heads: constexpr,
-    tokens: constexpr,
-    has_bias: constexpr,
-    p_block: constexpr,
-    n_block: constexpr,
-    precision: constexpr,
-) -> None:
-    """A program computes a tile of what a chunk adds to the state of one head."""
-    chunk = tl.program_id(2).to(tl.int64)
-    head = tl.program_id(1)
-    span, index = find_chunk(offsets, num_spans, tokens, tl.program_id(2))
-    end = tl.load(offsets + span + 1)
-    first = tl.load(offsets + span) + index.to(tl.int64) * tokens
-    if first < end:
-        n_blocks: tl.constexpr = (size + n_block - 1) // n_block
-        p = tl.program_id(0) // n_blocks * p_block + tl.arange(0, p_block)
-        n = tl.program_id(0) % n_blocks * n_block + tl.arange(0, n_block)
-        row = first + tl.arange(0, tokens)
-        is_row = row < end
-        step, total = _chunk_steps(
-            dt, a_log, dt_bias, dt_stride, least_step, most_step, row, is_row, head, has_bias
-        )
-        whole = tl.sum(tl.where(tl.arange(0, tokens) == tokens - 1, total, 0.0), axis=0)
-        own_x = tl.load(
-            x + row[None, :] * x_stride + head * head_dim + p[:, None],
-            mask=is_row[None, :] & (p < head_dim)[:, None],
-            other=0.0,
-        )
-        own_b = tl.load(
-            b + row[:, None] * b_stride + head // heads_per_group * size + n[None, :],
-            mask=is_row[:, None] & (n < size)[None, :],
-            other=0.0,
-        )
-        weighed = own_x.to(tl.float32) * (tl.exp(whole - total) * step)[None, :]
-        added = tl.dot(weighed.to(own_b.dtype), own_b, input_precision=precision)
-        place = ((chunk * num_heads + head) * head_dim + p)[:, None] * size + n[None, :]
-        tl.store(
-            states + place,
-            added.to(states.dtype.element_ty),
-            mask=(p < head_dim)[:, None] & (n < size)[None, :],
-        )
-        if tl.program_id(0) == 0:
-            tl.store(decays + chunk * num_heads + head, tl.exp(whole))
-
-
-@jit_once(indices=["span_slots", "starts", "offsets"])
-def _pass_kernel(
-    state: tensor,
-    states: tensor,
-    decays: tensor,
     span_slots: tensor,
     starts: tensor,
     offsets: tensor,
+    out: tensor,
     state_stride: tensor,
-    num_heads: constexpr,
-    numbers: constexpr,
-    tokens: constexpr,
-    tile: constexpr,
-) -> None:
-    """A program passes `tile` numbers of the state of one head along the chunks of a span.
-
-    What each chunk adds is replaced by the state before it.
-    """
-    span = tl.program_id(2)
-    head = tl.program_id(1)
-    place = tl.program_id(0) * tile + tl.arange(0, tile)
-    inside = place < numbers
-    begin = tl.load(offsets + span)
-    count = tl.load(offsets + span + 1) - begin
-    chunk = (begin - tl.load(offsets)) // tokens + span
-    slot = tl.load(span_slots + span)
-    own_state = state + slot * state_stride + head * numbers + place
-    is_read = place < tl.where(tl.load(starts + span) > 0, numbers, 0)
-    h = tl.load(own_state, mask=is_read, other=0.0).to(tl.float32)
-    own = (chunk.to(tl.int64) * num_heads + head) * numbers + place
-    for _ in range(0, count, tokens):
-        added = tl.load(states + own, mask=inside, other=0.0).to(tl.float32)
-        decay = tl.load(decays + chunk * num_heads + head)
-        tl.store(states + own, h.to(states.dtype.element_ty), mask=inside)
-        h = decay * h + added
-        chunk += 1
-        own += num_heads * numbers
-    tl.store(own_state, h.to(state.dtype.element_ty), mask=inside)
-
-
-@jit_once(counts=["num_spans"], indices=["offsets", "x", "dt", "b", "c"])
-def _out_kernel(
-    x: tensor,
-    dt: tensor,
-    a_log: tensor,
-    b: tensor,
-    dt_bias: tensor,
-    offsets: tensor,
-    states: tensor,
-    decays: tensor,
-    num_spans: tensor,
     x_stride: tensor,
     dt_stride: tensor,
     b_stride: tensor,
-    least_step: tensor,
-    most_step: tensor,
-    c: tensor,
-    d: tensor,
-    out: tensor,
     c_stride: tensor,
     out_stride: tensor,
-    has_d: constexpr,
+    least_step: tensor,
+    most_step: tensor,
     head_dim: constexpr,
     size: constexpr,
+    size_pow2: constexpr,
     heads_per_group: constexpr,
-    num_heads: constexpr,
     tokens: constexpr,
+    block: constexpr,
+    has_d: constexpr,
     has_bias: constexpr,
-    p_block: constexpr,
-    n_block: constexpr,
     precision: constexpr,
 ) -> None:
-    """A program computes the results of a chunk for `p_block` dimensions of one head."""
-    chunk = tl.program_id(2).to(tl.int64)
+    """A program takes `block` rows of the state of one head along the chunks of a span."""
     head = tl.program_id(1)
-    span, index = find_chunk(offsets, num_spans, tokens, tl.program_id(2))
+    span = tl.program_id(2)
+    begin = tl.load(offsets + span)
     end = tl.load(offsets + span + 1)
-    first = tl.load(offsets + span) + index.to(tl.int64) * tokens
-    if first < end:
-        p = tl.program_id(0) * p_block + tl.arange(0, p_block)
-        is_p = p < head_dim
-        token = tl.arange(0, tokens)
+    slot = tl.load(span_slots + span)
+    p = tl.program_id(0) * block + tl.arange(0, block)
+    is_p = p < head_dim
+    n = tl.arange(0, size_pow2)
+    is_n = n < size
+    token = tl.arange(0, tokens)
+    is_past = token[:, None] >= token[None, :]
+    place = state + slot * state_stride + (head * head_dim + p)[None, :] * size + n[:, None]
+    # Triton's interpreter has no mask of a vector and a number.
+    is_read = n < tl.where(tl.load(starts + span) > 0, size, 0)
+    h = tl.load(place, mask=is_p[None, :] & is_read[:, None], other=0.0).to(tl.float32)
+    skip = tl.load(d + head).to(tl.float32) if has_d else 0.0
+    group = head // heads_per_group * size + n[None, :]
+    column = head * head_dim + p[None, :]
+    for first in range(begin, end, tokens):
         row = first + token
         is_row = row < end
         step, total = _chunk_steps(
             dt, a_log, dt_bias, dt_stride, least_step, most_step, row, is_row, head, has_bias
         )
-        group = head // heads_per_group * size
-        scores = tl.zeros([tokens, tokens], tl.float32)
-        y = tl.zeros([tokens, p_block], tl.float32)
-        for n_first in range(0, size, n_block):
-            n = n_first + tl.arange(0, n_block)
-            is_n = n < size
-            own_c = tl.load(
-                c + row[:, None] * c_stride + group + n[None, :],
-                mask=is_row[:, None] & is_n[None, :],
-                other=0.0,
-            )
-            own_b = tl.load(
-                b + row[None, :] * b_stride + group + n[:, None],
-                mask=is_row[None, :] & is_n[:, None],
-                other=0.0,
-            )
-            place = ((chunk * num_heads + head) * head_dim + p)[None, :] * size + n[:, None]
-            h = tl.load(states + place, mask=is_p[None, :] & is_n[:, None], other=0.0)
-            scores = tl.dot(own_c, own_b, scores, input_precision=precision)
-            y = tl.dot(own_c, h.to(own_c.dtype), y, input_precision=precision)
-        y *= tl.exp(total)[:, None]
-        own_x = tl.load(
-            x + row[:, None] * x_stride + head * head_dim + p[None, :],
-            mask=is_row[:, None] & is_p[None, :],
-            other=0.0,
-        )
-        between = tl.where(token[:, None] >= token[None, :], total[:, None] - total[None, :], 0.0)
-        scores = scores * tl.exp(between) * step[None, :]
-        scores = tl.where(token[:, None] >= token[None, :], scores, 0.0)
+        whole = tl.sum(tl.where(token == tokens - 1, total, 0.0), axis=0)
+        is_own = is_row[:, None] & is_n[None, :]
+        own_c = tl.load(c + row[:, None] * c_stride + group, mask=is_own, other=0.0)
+        own_b = tl.load(b + row[:, None] * b_stride + group, mask=is_own, other=0.0)
+        is_out = is_row[:, None] & is_p[None, :]
+        own_x = tl.load(x + row[:, None] * x_stride + column, mask=is_out, other=0.0)
+        scores = tl.dot(own_c, tl.trans(own_b), input_precision=precision)
+        between = tl.where(is_past, total[:, None] - total[None, :], 0.0)
+        scores = tl.where(is_past, scores * tl.exp(between) * step[None, :], 0.0)
+        y = tl.dot(own_c, h.to(own_c.dtype), input_precision=precision) * tl.exp(total)[:, None]
         y = tl.dot(scores.to(own_x.dtype), own_x, y, input_precision=precision)
+        wide_x = own_x.to(tl.float32)
         if has_d:
-            y += tl.load(d + head).to(tl.float32) * own_x.to(tl.float32)
-        tl.store(
-            out + row[:, None] * out_stride + head * head_dim + p[None, :],
-            y.to(out.dtype.element_ty),
-            mask=is_row[:, None] & is_p[None, :],
-        )
+            y += skip * wide_x
+        tl.store(out + row[:, None] * out_stride + column, y.to(out.dtype.element_ty), mask=is_out)
+        added = (wide_x * (tl.exp(whole - total) * step)[:, None]).to(own_b.dtype)
+        h = h * tl.exp(whole)
+        h = tl.dot(tl.trans(own_b), added, h, input_precision=precision)
+    tl.store(place, h.to(state.dtype.element_ty), mask=is_p[None, :] & is_n[:, None])
