@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from aquifer.models.decoder import Decoder
 from aquifer.models.decoder_plan import DecoderPlan
 from aquifer.models.families import FAMILIES
 from aquifer.models.limits import UNLIMITED_POSITIONS
+from aquifer.models.mixers.mamba2 import Mamba2
 from aquifer.weights.checkpoint import Checkpoint
 
 LENGTHS = (19, 11)
@@ -169,7 +171,40 @@ def random_first(seed: int) -> Any:
     )
 
 
-@pytest.mark.parametrize("make_config", [random_first, random_second])
+def random_delta(seed: int) -> Any:
+    """A configuration of Qwen3-Next of random sizes and options."""
+    random = np.random.default_rng(seed)
+    key_heads, num_layers = pick(random, 1, 2, 3), pick(random, 1, 2, 3)
+    kinds = [pick(random, "linear_attention", "full_attention") for _ in range(num_layers - 1)]
+    heads = pick(random, (1, 1), (2, 1), (3, 3))
+    return transformers.Qwen3NextConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=pick(random, 24, 40),
+        intermediate_size=pick(random, 20, 32),
+        num_hidden_layers=num_layers,
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
+        head_dim=pick(random, 8, 24),
+        attention_bias=pick(random, False, True),
+        layer_types=[*kinds, "linear_attention"],
+        linear_num_key_heads=key_heads,
+        linear_num_value_heads=key_heads * pick(random, 1, 2, 3),
+        linear_key_head_dim=pick(random, 8, 20),
+        linear_value_head_dim=pick(random, 8, 20),
+        linear_conv_kernel_dim=pick(random, 2, 3, 4),
+        num_experts=pick(random, 0, 3),
+        num_experts_per_tok=pick(random, 1, 2),
+        moe_intermediate_size=pick(random, 12, 20),
+        shared_expert_intermediate_size=pick(random, 8, 24),
+        norm_topk_prob=pick(random, False, True),
+        decoder_sparse_step=pick(random, 1, 2),
+        tie_word_embeddings=pick(random, False, True),
+        max_position_embeddings=64,
+        pad_token_id=0,
+    )
+
+
+@pytest.mark.parametrize("make_config", [random_first, random_second, random_delta])
 @pytest.mark.parametrize("seed", range(8))
 def test_random_shapes(make_config: Callable[[int], Any], seed: int, tmp_path: Path) -> None:
     # With few numbers in a group of the norm, some are nearly all zero, and rounding counts more.
@@ -180,6 +215,29 @@ def test_random_shapes(make_config: Callable[[int], Any], seed: int, tmp_path: P
 def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     """One token at a time, in chunks, and whole prompts; two sequences in each step."""
     assert_equal_logits(HYBRIDS[name](), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["mamba2", "bamba", "falcon_h1"])
+def test_bounds_of_time_steps(name: str, tmp_path: Path) -> None:
+    """They hold for all tokens. In Transformers, not for those that `generate` adds."""
+    config = HYBRIDS[name]()
+    config.time_step_limit = (0.5, 1.0)
+    assert_equal_logits(config, tmp_path / "bounded")
+    config.time_step_limit = (0.0, math.inf)
+    free, bounded = (
+        plan_model(Checkpoint.without_tensors(folder))
+        for folder in (save_config(config, tmp_path / "free"), tmp_path / "bounded")
+    )
+    assert isinstance(free, DecoderPlan)
+    assert isinstance(bounded, DecoderPlan)
+    assert isinstance(free.spec.mixer, Mamba2)
+    assert free.spec.mixer.dt_limit == (0.0, math.inf)
+    assert bounded.spec.mixer == replace(free.spec.mixer, dt_limit=(0.5, 1.0))
+
+
+def save_config(config: Any, folder: Path) -> Path:
+    config.save_pretrained(folder)
+    return folder
 
 
 class Products(TorchDispatchMode):

@@ -126,7 +126,7 @@ def test_transposed_matrices(tmp_path, max_bytes, padding_bytes):
 @pytest.mark.parametrize("max_bytes", [256, 1000, 1 << 20])
 @pytest.mark.parametrize("padding_bytes", [0, 1])
 def test_rows_with_constant_factors(tmp_path, max_bytes, padding_bytes):
-    """Stretches end within rows and between rows of different factors; each number is rounded once."""
+    """Stretches end within rows and between rows of different factors; results are rounded once."""
     generator = torch.Generator().manual_seed(0)
     factors = ((2, 0.3), (3, 1.0), (1, -1.7))
     shapes = [(6, 57), (6,), (6, 1, 40), (6, 0)]
