@@ -14,8 +14,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tests.architectures import HYBRIDS, VOCAB_SIZE, save_tiny
+from tests.cases import EVERY_CASE
 from tests.models.dense_kv import DenseKV
-from tests.models.serving import loaded_weights
+from tests.models.serving import StepKV, loaded_weights
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aquifer.cache.base import (
@@ -27,6 +28,7 @@ from aquifer.cache.base import (
 )
 from aquifer.errors import ConfigError, UnsupportedModelError
 from aquifer.fields import Fields
+from aquifer.kernels import _triton
 from aquifer.models import plan_model
 from aquifer.models.base import ModelInput
 from aquifer.models.decoder import Decoder
@@ -37,6 +39,8 @@ from aquifer.models.mixers.mamba2 import Mamba2
 from aquifer.weights.checkpoint import Checkpoint
 
 LENGTHS = (19, 11)
+IN_KERNELS = ("falcon_h1-norm", "nemotron_h", "jamba")
+"""The architectures that also run in Triton's interpreter, which takes seconds for each."""
 
 
 @torch.inference_mode()
@@ -205,6 +209,46 @@ def test_bounds_of_time_steps(name: str, tmp_path: Path) -> None:
 def save_config(config: Any, folder: Path) -> Path:
     config.save_pretrained(folder)
     return folder
+
+
+@pytest.mark.parametrize("name", HYBRIDS if EVERY_CASE else IN_KERNELS)
+def test_logits_of_the_kernels(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: rows that decode beside chunks and rows of padding, all in Triton kernels."""
+    save_tiny(HYBRIDS[name](), tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    plan = plan_model(checkpoint)
+    assert isinstance(plan, DecoderPlan)
+    generator = torch.Generator().manual_seed(0)
+    first, second = (torch.randint(3, VOCAB_SIZE, (n,), generator=generator) for n in (6, 7))
+    kv = StepKV(plan.kv_layout, 3, 8, plan.state_layout())
+    steps = [
+        # Slots, starts, tokens of each, and how many of them decode.
+        ([2], [0], [first[:4]], 0),
+        ([2, 1], [4, 0], [first[4:5], second[:5]], 1),
+        ([-1, 2, 1], [0, 5, 5], [first[:1], first[5:], second[5:6]], 3),
+        ([1], [6], [second[6:]], 1),
+    ]
+    found: dict[int, list[torch.Tensor]] = {-1: [], 1: [], 2: []}
+    with loaded_weights(checkpoint, plan) as tensors, torch.inference_mode():
+        model = plan.build(tensors)
+        expected = served(plan, model, [first, second], 7)
+        monkeypatch.setattr(_triton, "interpret_on_cpu", True)
+        for slots, starts, parts, num_decodes in steps:
+            counts = [len(part) for part in parts]
+            view = kv.view(np.array(slots), np.array(starts), np.array(counts), num_decodes)
+            positions = torch.cat(
+                [torch.arange(b, b + n) for b, n in zip(starts, counts, strict=True)]
+            )
+            lengths = torch.cat(
+                [torch.full((n,), s + 1) for s, n in zip(slots, counts, strict=True)]
+            )
+            hidden = model.forward(ModelInput(torch.cat(parts), positions, lengths), view)
+            rows = model.logits(hidden).split(counts)
+            for slot, part in zip(slots, rows, strict=True):
+                found[slot].append(part)
+    for slot, theirs in zip((2, 1), expected, strict=True):
+        error = (torch.cat(found[slot]) - theirs).abs() / theirs.abs().max()
+        assert error.max() <= 5e-5
 
 
 class Products(TorchDispatchMode):
