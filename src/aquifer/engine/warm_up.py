@@ -162,6 +162,10 @@ class WarmUp:
         self._kv.rehearse()
         step_s = self._run_padding(self._model)
         self._attend_chunk(num_slots)
+        if num_slots:
+            # Its intermediate results are memory that the largest step needs.
+            zero = np.array([0])
+            self._recur(Spans.make(zero + 1, zero, zero + self._num_tokens))
         return step_s / self._num_tokens
 
     def plan_round_prompts(self, num_slots: int) -> None:
@@ -214,11 +218,15 @@ class WarmUp:
                 torch.zeros(shape, dtype=attention.dtype, device=self._device),
                 attention.how,
             )
+        self._recur(spans)
+
+    def _recur(self, spans: Spans) -> None:
+        """Run the recurrence of a layer, if any has one."""
         if self._recurrence is not None:
             of = self._recurrence
-            inputs = torch.zeros(
-                (spans.num_tokens, of.columns), dtype=of.dtype, device=self._device
-            )
+            shape = (spans.num_tokens, of.columns)
+            inputs = torch.zeros(shape, dtype=of.dtype, device=self._device)
+            view = self._kv.view(Rows.of(spans, 0, self._device))
             view.recur(of.layer, inputs, of.recurrence)
 
     def _wait(self) -> None:
