@@ -61,9 +61,14 @@ class StepKV:
         self._layers = layout.split(torch.full(shape, torch.nan, dtype=layout.dtype))
         self._states = empty_states(state_layout, num_slots)
 
-    def view(self, slots: IntArray, starts: IntArray, counts: IntArray) -> KVView:
-        """KV of one step, which writes [starts, starts + counts) of each slot."""
-        rows = Rows.of(Spans.make(slots, starts, counts), 0, torch.device("cpu"))
+    def view(
+        self, slots: IntArray, starts: IntArray, counts: IntArray, num_decodes: int = 0
+    ) -> KVView:
+        """KV of one step, which writes [starts, starts + counts) of each slot; the first ones may
+        decode as on a GPU."""
+        spans = Spans.make(slots, starts, counts)
+        arrays = map(torch.from_numpy, Rows.arrays(spans, num_decodes))
+        rows = Rows.over(spans, num_decodes, tuple(arrays))
         view = StepView(self._layout, self._layers, rows, None, Workspaces())
         if not self._states:
             return view

@@ -14,8 +14,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tests.architectures import HYBRIDS, VOCAB_SIZE, save_tiny
+from tests.cases import EVERY_CASE
 from tests.models.dense_kv import DenseKV
-from tests.models.serving import loaded_weights
+from tests.models.serving import StepKV, loaded_weights
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aquifer.cache.base import (
@@ -27,6 +28,7 @@ from aquifer.cache.base import (
 )
 from aquifer.errors import ConfigError, UnsupportedModelError
 from aquifer.fields import Fields
+from aquifer.kernels import _triton
 from aquifer.models import plan_model
 from aquifer.models.base import ModelInput
 from aquifer.models.decoder import Decoder
@@ -37,6 +39,8 @@ from aquifer.models.mixers.mamba2 import Mamba2
 from aquifer.weights.checkpoint import Checkpoint
 
 LENGTHS = (19, 11)
+IN_KERNELS = ("falcon_h1-norm", "nemotron_h", "jamba")
+"""The architectures that also run in Triton's interpreter, which takes seconds for each."""
 
 
 @torch.inference_mode()
@@ -240,11 +244,51 @@ def save_config(config: Any, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("name", HYBRIDS if EVERY_CASE else IN_KERNELS)
+def test_logits_of_the_kernels(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: rows that decode beside chunks and rows of padding, all in Triton kernels."""
+    save_tiny(HYBRIDS[name](), tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    plan = plan_model(checkpoint)
+    assert isinstance(plan, DecoderPlan)
+    generator = torch.Generator().manual_seed(0)
+    first, second = (torch.randint(3, VOCAB_SIZE, (n,), generator=generator) for n in (6, 7))
+    kv = StepKV(plan.kv_layout, 3, 8, plan.state_layout())
+    steps = [
+        # Slots, starts, tokens of each, and how many of them decode.
+        ([2], [0], [first[:4]], 0),
+        ([2, 1], [4, 0], [first[4:5], second[:5]], 1),
+        ([-1, 2, 1], [0, 5, 5], [first[:1], first[5:], second[5:6]], 3),
+        ([1], [6], [second[6:]], 1),
+    ]
+    found: dict[int, list[torch.Tensor]] = {-1: [], 1: [], 2: []}
+    with loaded_weights(checkpoint, plan) as tensors, torch.inference_mode():
+        model = plan.build(tensors)
+        expected = served(plan, model, [first, second], 7)
+        monkeypatch.setattr(_triton, "interpret_on_cpu", True)
+        for slots, starts, parts, num_decodes in steps:
+            counts = [len(part) for part in parts]
+            view = kv.view(np.array(slots), np.array(starts), np.array(counts), num_decodes)
+            positions = torch.cat(
+                [torch.arange(b, b + n) for b, n in zip(starts, counts, strict=True)]
+            )
+            lengths = torch.cat(
+                [torch.full((n,), s + 1) for s, n in zip(slots, counts, strict=True)]
+            )
+            hidden = model.forward(ModelInput(torch.cat(parts), positions, lengths), view)
+            rows = model.logits(hidden).split(counts)
+            for slot, part in zip(slots, rows, strict=True):
+                found[slot].append(part)
+    for slot, theirs in zip((2, 1), expected, strict=True):
+        error = (torch.cat(found[slot]) - theirs).abs() / theirs.abs().max()
+        assert error.max() <= 5e-5
+
+
 class Products(TorchDispatchMode):
     """Counts the products of matrices since it was last asked."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(
@@ -451,6 +495,14 @@ def test_impossible_configurations(name: str, changes: dict[str, Any], field: st
         FAMILIES[name](Fields(Path("config.json"), values | changes), name)
 
 
+@pytest.mark.parametrize("name", ["mamba", "falcon_mamba"])
+def test_width_of_the_mixer(name: str, tmp_path: Path) -> None:
+    """`intermediate_size` counts more than `expand`, as checkpoints of FalconMamba need."""
+    config = HYBRIDS[name]()
+    config.expand, config.intermediate_size = 16, 96
+    assert_equal_logits(config, tmp_path)
+
+
 def test_defaults_of_absent_entries() -> None:
     """Those of Transformers' configuration classes."""
     for name in sorted(HYBRIDS):
@@ -458,8 +510,9 @@ def test_defaults_of_absent_entries() -> None:
             continue
         config = type(HYBRIDS[name]())()
         values = config.to_dict()
-        sizes = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads")
-        sizes += ("intermediate_size", "rope_parameters", "layers_block_type", "layer_types")
+        sizes = ["hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads"]
+        sizes += ["rope_parameters", "layers_block_type", "layer_types"]
+        sizes += [] if name.endswith("mamba") else ["intermediate_size"]
         needed = {key: values[key] for key in sizes if key in values}
         given = Fields(Path("config.json"), {"model_type": name, **needed})
         whole = Fields(Path("config.json"), values)
