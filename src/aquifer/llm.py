@@ -133,6 +133,8 @@ class LLM:
             values.get("revision"),
             weights=values.get("load_format") != "dummy",
         )
+        if values.get("max_prefill_ms") is None:  # outputs are returned together
+            values["max_prefill_ms"] = 0
         config = EngineConfig(
             (spec,),
             max_num_waiting=2**31,  # generate() has no limit of its own

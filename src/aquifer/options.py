@@ -254,7 +254,7 @@ OPTIONS: tuple[Option, ...] = (
         scopes=("serve", "run", "bench", "llm"),
         minimum=0,
         example="20",
-        unset="no limit, or 40 on a GPU",
+        unset="no limit; 40 in a server on a GPU",
     ),
     Option(
         "max_num_waiting",

@@ -326,7 +326,8 @@ def _chunks_kernel(
         inside = channel < num_channels
         slot = tl.load(span_slots + span)
         start = tl.load(starts + span)
-        row = first + tl.arange(0, tokens)
+        token = tl.arange(0, tokens)
+        row = first + token
         is_row = row < end
         total = tl.zeros([tokens, block], tl.float32)
         if has_bias:
@@ -335,8 +336,10 @@ def _chunks_kernel(
             factor = tl.load(weight + channel * taps + tap, mask=inside, other=0.0)
             source = row - (taps - 1) + tap
             is_own = is_row & (source >= begin)
+            # Few bits for what differs between elements.
+            own_x = x + (first - (taps - 1) + tap) * x_stride
             value = tl.load(
-                x + source[:, None] * x_stride + channel[None, :],
+                own_x + token[:, None] * x_stride + channel[None, :],
                 mask=is_own[:, None] & inside[None, :],
                 other=0.0,
             )
@@ -354,7 +357,7 @@ def _chunks_kernel(
         if has_silu:
             total = total * tl.sigmoid(total)
         tl.store(
-            out + row[:, None] * out_stride + channel[None, :],
+            out + first * out_stride + token[:, None] * out_stride + channel[None, :],
             total.to(out.dtype.element_ty),
             mask=is_row[:, None] & inside[None, :],
         )

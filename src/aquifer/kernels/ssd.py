@@ -13,10 +13,10 @@ Chunks of several tokens are computed by matrix products (section 6). With cs th
            + sum over s <= l of (c[l] . b[s]) exp(cs[l] - cs[s]) dt[s] x[s]
     h'   = exp(cs[L - 1]) h + sum over s of exp(cs[L - 1] - cs[s]) dt[s] x[s] b[s]^T
 
-by one program for some rows of a head's state, which it keeps in registers along the chunks of a
-span: intermediate states are never written. (As three launches, what all chunks add, the states
-before them, and y, it took three times as long: 65 chunks of 24 heads of 128 x 256 numbers are
-written and read twice, and short spans take as much as whole chunks.)
+in three launches: what all chunks add to the state (the second term of h'), the states before all
+chunks, and y. Between them, states are in the dtype of x: 100 MB for 8192 tokens, 24 heads, P 128
+and N 256. One launch in which programs keep their part of the state in registers along a span was
+slower, but for many short spans: 845 us in place of 650 for 4 x 2048 tokens of that shape.
 
 Shapes throughout: `state` [slots, H, P, N], of which the first stride is any; x and out [rows, H,
 P], b and c [rows, G, N], and dt [rows, H], of which only the first stride is any: they may be
@@ -47,6 +47,8 @@ from aquifer.kernels.activation import softplus
 from aquifer.kernels.prefill_attention import PrefillSpans
 from aquifer.kernels.span_chunks import (
     SortedSpans,
+    count_chunks,
+    find_chunk,
     read_states,
     wide_dtype,
 )
@@ -57,8 +59,13 @@ _UPDATE_TILE = 4096
 _UPDATE_FEW_ROWS = 8
 """Up to so many rows, programs are smaller, so that they fill the device."""
 
-_CHUNK_TOKENS, _CHUNK_ROWS, _CHUNK_WARPS, _CHUNK_STAGES = 64, 32, 4, 1
-"""Tokens of a chunk and rows of the state of a program, for 16-bit types; its warps and stages."""
+_CHUNK_TOKENS = 128
+"""Tokens of a chunk, for 16-bit types. With half of them, there are twice as many states."""
+
+_OUT_PARTS, _OUT_WARPS, _OUT_STAGES = 2, 4, 2
+"""Programs that share the tokens of a chunk, their warps and stages, for 16-bit types."""
+
+_PASS_TILE, _PASS_AHEAD = 512, 4
 
 
 def state_update_reference(
@@ -271,41 +278,83 @@ def scan_chunks(
     num_groups, size = b.shape[1:]
     is_wide = x.dtype == torch.float32
     num_groups, size = b.shape[1:]
-    block = min(pow2(head_dim, MIN_DOT), _CHUNK_ROWS)
-    launch(
-        _chunks_kernel,
-        (-(-head_dim // block), num_heads, len(spans.slots)),
-        state,
+    num_spans = len(spans.slots)
+    tokens = 32 if is_wide else _CHUNK_TOKENS
+    num_chunks = count_chunks(spans, tokens)
+    states = x.new_empty(num_chunks, num_heads, head_dim, size)
+    # exp of the sum over the whole chunk.
+    decays = torch.empty(num_chunks, num_heads, dtype=torch.float32, device=x.device)
+    shapes = {
+        "head_dim": head_dim,
+        "size": size,
+        "heads_per_group": num_heads // num_groups,
+        "num_heads": num_heads,
+        "tokens": tokens,
+        "has_bias": dt_bias is not None,
+        "precision": "ieee" if is_wide else "tf32",
+    }
+    inputs = (
         x,
         dt,
         a_log,
         b,
-        c,
-        d,
         dt_bias,
-        spans.device_slots,
-        spans.device_starts,
         spans.device_offsets,
-        out,
-        state.stride(0),
+        states,
+        decays,
+        num_spans,
         x.stride(0),
         dt.stride(0),
         b.stride(0),
-        c.stride(0),
-        out.stride(0),
         dt_limit[0],
         dt_limit[1],
-        head_dim=head_dim,
-        size=size,
-        size_pow2=pow2(size, MIN_DOT),
-        heads_per_group=num_heads // num_groups,
-        tokens=16 if is_wide else _CHUNK_TOKENS,
-        block=block,
+    )
+    p_block = min(pow2(head_dim, MIN_DOT), 32 if is_wide else 128)
+    n_block = min(pow2(size, MIN_DOT), 32 if is_wide else 256)
+    launch(
+        _added_kernel,
+        (-(-head_dim // p_block) * -(-size // n_block), num_heads, num_chunks),
+        *inputs,
+        **shapes,
+        p_block=p_block,
+        n_block=n_block,
+        num_warps=4 if is_wide else 8,
+        num_stages=1,
+    )
+    tile = min(_PASS_TILE, pow2(head_dim * size))
+    launch(
+        _pass_kernel,
+        (-(-head_dim * size // tile), num_heads, num_spans),
+        state,
+        states,
+        decays,
+        spans.device_slots,
+        spans.device_starts,
+        spans.device_offsets,
+        state.stride(0),
+        num_heads=num_heads,
+        numbers=head_dim * size,
+        tokens=tokens,
+        tile=tile,
+        ahead=_PASS_AHEAD,
+        num_warps=4,
+    )
+    launch(
+        _out_kernel,
+        (-(-head_dim // p_block) * (1 if is_wide else _OUT_PARTS), num_heads, num_chunks),
+        *inputs,
+        c,
+        d,
+        out,
+        c.stride(0),
+        out.stride(0),
         has_d=d is not None,
-        has_bias=dt_bias is not None,
-        precision="ieee" if is_wide else "tf32",
-        num_warps=_CHUNK_WARPS,
-        num_stages=_CHUNK_STAGES,
+        **shapes,
+        p_block=p_block,
+        n_block=min(n_block, 64),
+        parts=1 if is_wide else _OUT_PARTS,
+        num_warps=4 if is_wide else _OUT_WARPS,
+        num_stages=_OUT_STAGES,
     )
 
 
@@ -420,79 +469,229 @@ def _chunk_steps(
     return step, tl.cumsum(step * rate, axis=0)
 
 
-@jit_once(indices=["span_slots", "starts", "offsets", "x", "dt", "b", "c"])
-def _chunks_kernel(
-    state: tensor,
+@jit_once(counts=["num_spans"], indices=["offsets", "x", "dt", "b"])
+def _added_kernel(
     x: tensor,
     dt: tensor,
     a_log: tensor,
     b: tensor,
-    c: tensor,
-    d: tensor,
     dt_bias: tensor,
-    span_slots: tensor,
-    starts: tensor,
     offsets: tensor,
-    out: tensor,
-    state_stride: tensor,
+    states: tensor,
+    decays: tensor,
+    num_spans: tensor,
     x_stride: tensor,
     dt_stride: tensor,
     b_stride: tensor,
-    c_stride: tensor,
-    out_stride: tensor,
     least_step: tensor,
     most_step: tensor,
     head_dim: constexpr,
     size: constexpr,
-    size_pow2: constexpr,
     heads_per_group: constexpr,
+    num_heads: constexpr,
     tokens: constexpr,
-    block: constexpr,
-    has_d: constexpr,
     has_bias: constexpr,
+    p_block: constexpr,
+    n_block: constexpr,
     precision: constexpr,
 ) -> None:
-    """A program takes `block` rows of the state of one head along the chunks of a span."""
+    """A program computes a tile of what a chunk adds to the state of one head."""
+    chunk = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1)
-    span = tl.program_id(2)
-    begin = tl.load(offsets + span)
+    span, index = find_chunk(offsets, num_spans, tokens, tl.program_id(2))
     end = tl.load(offsets + span + 1)
-    slot = tl.load(span_slots + span)
-    p = tl.program_id(0) * block + tl.arange(0, block)
-    is_p = p < head_dim
-    n = tl.arange(0, size_pow2)
-    is_n = n < size
-    token = tl.arange(0, tokens)
-    is_past = token[:, None] >= token[None, :]
-    place = state + slot * state_stride + (head * head_dim + p)[None, :] * size + n[:, None]
-    # Triton's interpreter has no mask of a vector and a number.
-    is_read = n < tl.where(tl.load(starts + span) > 0, size, 0)
-    h = tl.load(place, mask=is_p[None, :] & is_read[:, None], other=0.0).to(tl.float32)
-    skip = tl.load(d + head).to(tl.float32) if has_d else 0.0
-    group = head // heads_per_group * size + n[None, :]
-    column = head * head_dim + p[None, :]
-    for first in range(begin, end, tokens):
-        row = first + token
+    first = tl.load(offsets + span) + index.to(tl.int64) * tokens
+    if first < end:
+        n_blocks: tl.constexpr = (size + n_block - 1) // n_block
+        p = tl.program_id(0) // n_blocks * p_block + tl.arange(0, p_block)
+        n = tl.program_id(0) % n_blocks * n_block + tl.arange(0, n_block)
+        row = first + tl.arange(0, tokens)
         is_row = row < end
         step, total = _chunk_steps(
             dt, a_log, dt_bias, dt_stride, least_step, most_step, row, is_row, head, has_bias
         )
-        whole = tl.sum(tl.where(token == tokens - 1, total, 0.0), axis=0)
-        is_own = is_row[:, None] & is_n[None, :]
-        own_c = tl.load(c + row[:, None] * c_stride + group, mask=is_own, other=0.0)
-        own_b = tl.load(b + row[:, None] * b_stride + group, mask=is_own, other=0.0)
+        whole = tl.sum(tl.where(tl.arange(0, tokens) == tokens - 1, total, 0.0), axis=0)
+        own_x = tl.load(
+            x + row[None, :] * x_stride + head * head_dim + p[:, None],
+            mask=is_row[None, :] & (p < head_dim)[:, None],
+            other=0.0,
+        )
+        own_b = tl.load(
+            b + row[:, None] * b_stride + head // heads_per_group * size + n[None, :],
+            mask=is_row[:, None] & (n < size)[None, :],
+            other=0.0,
+        )
+        weighed = own_x.to(tl.float32) * (tl.exp(whole - total) * step)[None, :]
+        added = tl.dot(weighed.to(own_b.dtype), own_b, input_precision=precision)
+        place = ((chunk * num_heads + head) * head_dim + p)[:, None] * size + n[None, :]
+        tl.store(
+            states + place,
+            added.to(states.dtype.element_ty),
+            mask=(p < head_dim)[:, None] & (n < size)[None, :],
+        )
+        if tl.program_id(0) == 0:
+            tl.store(decays + chunk * num_heads + head, tl.exp(whole))
+
+
+@jit_once(indices=["span_slots", "starts", "offsets"])
+def _pass_kernel(
+    state: tensor,
+    states: tensor,
+    decays: tensor,
+    span_slots: tensor,
+    starts: tensor,
+    offsets: tensor,
+    state_stride: tensor,
+    num_heads: constexpr,
+    numbers: constexpr,
+    tokens: constexpr,
+    tile: constexpr,
+    ahead: constexpr,
+) -> None:
+    """A program passes `tile` numbers of the state of one head along the chunks of a span.
+
+    What each chunk adds is replaced by the state before it. What `ahead` chunks add is read at
+    once, since each read takes longer than the rest.
+    """
+    span = tl.program_id(2)
+    head = tl.program_id(1)
+    place = tl.program_id(0) * tile + tl.arange(0, tile)
+    inside = place < numbers
+    begin = tl.load(offsets + span)
+    num_chunks = (tl.load(offsets + span + 1) - begin + tokens - 1) // tokens
+    first = ((begin - tl.load(offsets)) // tokens + span).to(tl.int64)
+    slot = tl.load(span_slots + span)
+    own_state = state + slot * state_stride + head * numbers + place
+    is_read = place < tl.where(tl.load(starts + span) > 0, numbers, 0)
+    h = tl.load(own_state, mask=is_read, other=0.0).to(tl.float32)
+    which = tl.arange(0, ahead)
+    for index in range(0, num_chunks, ahead):
+        chunk = first + index + which
+        is_chunk = index + which < num_chunks
+        own = states + ((chunk * num_heads + head) * numbers)[:, None] + place[None, :]
+        is_own = is_chunk[:, None] & inside[None, :]
+        added = tl.load(own, mask=is_own, other=0.0).to(tl.float32)
+        decay = tl.load(decays + chunk * num_heads + head, mask=is_chunk, other=1.0)
+        before = tl.zeros([ahead, tile], tl.float32)
+        for step in tl.static_range(ahead):
+            is_step = which == step
+            before = tl.where(is_step[:, None], h[None, :], before)
+            own_decay = tl.sum(tl.where(is_step, decay, 0.0), axis=0)
+            h = own_decay * h + tl.sum(tl.where(is_step[:, None], added, 0.0), axis=0)
+        tl.store(own, before.to(states.dtype.element_ty), mask=is_own)
+    tl.store(own_state, h.to(state.dtype.element_ty), mask=inside)
+
+
+@jit_once(counts=["num_spans"], indices=["offsets", "x", "dt", "b", "c"])
+def _out_kernel(
+    x: tensor,
+    dt: tensor,
+    a_log: tensor,
+    b: tensor,
+    dt_bias: tensor,
+    offsets: tensor,
+    states: tensor,
+    decays: tensor,
+    num_spans: tensor,
+    x_stride: tensor,
+    dt_stride: tensor,
+    b_stride: tensor,
+    least_step: tensor,
+    most_step: tensor,
+    c: tensor,
+    d: tensor,
+    out: tensor,
+    c_stride: tensor,
+    out_stride: tensor,
+    has_d: constexpr,
+    head_dim: constexpr,
+    size: constexpr,
+    heads_per_group: constexpr,
+    num_heads: constexpr,
+    tokens: constexpr,
+    has_bias: constexpr,
+    precision: constexpr,
+    p_block: constexpr,
+    n_block: constexpr,
+    parts: constexpr,
+) -> None:
+    """A program computes the results of one of the `parts` of a chunk, for `p_block` dimensions of
+    one head."""
+    chunk = tl.program_id(2).to(tl.int64)
+    head = tl.program_id(1)
+    part = tl.program_id(0) % parts
+    rows: tl.constexpr = tokens // parts
+    span, index = find_chunk(offsets, num_spans, tokens, tl.program_id(2))
+    end = tl.load(offsets + span + 1)
+    first = tl.load(offsets + span) + index.to(tl.int64) * tokens
+    if first + part * rows < end:
+        p = tl.program_id(0) // parts * p_block + tl.arange(0, p_block)
+        is_p = p < head_dim
+        token = tl.arange(0, rows)
+        row = first + part * rows + token
+        is_row = row < end
+        group = head // heads_per_group * size
+        column = head * head_dim + p[None, :]
+        own_c = c + row[:, None] * c_stride + group
+        y = tl.zeros([rows, p_block], tl.float32)
+        for n_first in range(0, size, n_block):
+            n = n_first + tl.arange(0, n_block)
+            is_n = n < size
+            some_c = tl.load(own_c + n[None, :], mask=is_row[:, None] & is_n[None, :], other=0.0)
+            place = ((chunk * num_heads + head) * head_dim + p)[None, :] * size + n[:, None]
+            h = tl.load(states + place, mask=is_p[None, :] & is_n[:, None], other=0.0)
+            y = tl.dot(some_c, h.to(some_c.dtype), y, input_precision=precision)
+        # Sums of the exponents: of this part's tokens from the beginning of the chunk, and of what
+        # comes before each earlier part.
+        _, total = _chunk_steps(
+            dt, a_log, dt_bias, dt_stride, least_step, most_step, row, is_row, head, has_bias
+        )
+        before = tl.zeros([], tl.float32)
+        for other in range(part):
+            other_row = first + other * rows + token
+            _, other_total = _chunk_steps(
+                dt, a_log, dt_bias, dt_stride, least_step, most_step, other_row,
+                other_row < end, head, has_bias,
+            )  # fmt: skip
+            before += tl.sum(tl.where(token == rows - 1, other_total, 0.0), axis=0)
+        y *= tl.exp(before + total)[:, None]
+        # From the end of the part `other` to the beginning of this one.
+        between_parts = before
+        for other in range(part + 1):
+            other_row = first + other * rows + token
+            is_other = other_row < end
+            other_step, other_total = _chunk_steps(
+                dt, a_log, dt_bias, dt_stride, least_step, most_step, other_row,
+                is_other, head, has_bias,
+            )  # fmt: skip
+            whole = tl.sum(tl.where(token == rows - 1, other_total, 0.0), axis=0)
+            scores = tl.zeros([rows, rows], tl.float32)
+            for n_first in range(0, size, n_block):
+                n = n_first + tl.arange(0, n_block)
+                is_n = n < size
+                some_c = tl.load(
+                    own_c + n[None, :], mask=is_row[:, None] & is_n[None, :], other=0.0
+                )
+                some_b = tl.load(
+                    b + other_row[None, :] * b_stride + group + n[:, None],
+                    mask=is_other[None, :] & is_n[:, None],
+                    other=0.0,
+                )
+                scores = tl.dot(some_c, some_b, scores, input_precision=precision)
+            # The difference of sums from the beginning of the chunk, which is never positive.
+            exponent = (between_parts + total)[:, None] - other_total[None, :]
+            is_past = row[:, None] >= other_row[None, :]
+            scores *= tl.exp(tl.where(is_past, exponent, 0.0)) * other_step[None, :]
+            scores = tl.where(is_past, scores, 0.0)
+            between_parts -= whole
+            other_x = tl.load(
+                x + other_row[:, None] * x_stride + column,
+                mask=is_other[:, None] & is_p[None, :],
+                other=0.0,
+            )
+            y = tl.dot(scores.to(other_x.dtype), other_x, y, input_precision=precision)
         is_out = is_row[:, None] & is_p[None, :]
-        own_x = tl.load(x + row[:, None] * x_stride + column, mask=is_out, other=0.0)
-        scores = tl.dot(own_c, tl.trans(own_b), input_precision=precision)
-        between = tl.where(is_past, total[:, None] - total[None, :], 0.0)
-        scores = tl.where(is_past, scores * tl.exp(between) * step[None, :], 0.0)
-        y = tl.dot(own_c, h.to(own_c.dtype), input_precision=precision) * tl.exp(total)[:, None]
-        y = tl.dot(scores.to(own_x.dtype), own_x, y, input_precision=precision)
-        wide_x = own_x.to(tl.float32)
         if has_d:
-            y += skip * wide_x
+            own_x = tl.load(x + row[:, None] * x_stride + column, mask=is_out, other=0.0)
+            y += tl.load(d + head).to(tl.float32) * own_x.to(tl.float32)
         tl.store(out + row[:, None] * out_stride + column, y.to(out.dtype.element_ty), mask=is_out)
-        added = (wide_x * (tl.exp(whole - total) * step)[:, None]).to(own_b.dtype)
-        h = h * tl.exp(whole)
-        h = tl.dot(tl.trans(own_b), added, h, input_precision=precision)
-    tl.store(place, h.to(state.dtype.element_ty), mask=is_p[None, :] & is_n[:, None])
