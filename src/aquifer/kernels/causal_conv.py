@@ -35,7 +35,7 @@ Activation = Literal["silu"]
 
 _UPDATE_CHANNELS = 256
 _CHUNK_CHANNELS = 256
-_CHUNK_TOKENS = 32
+_CHUNK_TOKENS = 64
 
 
 def conv_update_reference(
@@ -207,7 +207,7 @@ def conv_chunks(
         block=_CHUNK_CHANNELS,
         has_bias=bias is not None,
         has_silu=activation is not None,
-        num_warps=4,
+        num_warps=8,
     )
     # The states are read by the first chunks of spans, so they change in a launch of their own.
     launch(

@@ -62,10 +62,10 @@ _UPDATE_FEW_ROWS = 8
 _CHUNK_TOKENS = 128
 """Tokens of a chunk, for 16-bit types. With half of them, there are twice as many states."""
 
-_OUT_PARTS, _OUT_WARPS, _OUT_STAGES = 2, 4, 2
-"""Programs that share the tokens of a chunk, their warps and stages, for 16-bit types."""
+_OUT_WARPS, _OUT_STAGES = 8, 2
+"""Warps and stages of the programs of the third launch, for 16-bit types."""
 
-_PASS_TILE, _PASS_AHEAD = 512, 4
+_PASS_TILE = 512
 
 
 def state_update_reference(
@@ -336,12 +336,11 @@ def scan_chunks(
         numbers=head_dim * size,
         tokens=tokens,
         tile=tile,
-        ahead=_PASS_AHEAD,
         num_warps=4,
     )
     launch(
         _out_kernel,
-        (-(-head_dim // p_block) * (1 if is_wide else _OUT_PARTS), num_heads, num_chunks),
+        (-(-head_dim // p_block), num_heads, num_chunks),
         *inputs,
         c,
         d,
@@ -352,7 +351,6 @@ def scan_chunks(
         **shapes,
         p_block=p_block,
         n_block=min(n_block, 64),
-        parts=1 if is_wide else _OUT_PARTS,
         num_warps=4 if is_wide else _OUT_WARPS,
         num_stages=_OUT_STAGES,
     )
@@ -546,39 +544,36 @@ def _pass_kernel(
     numbers: constexpr,
     tokens: constexpr,
     tile: constexpr,
-    ahead: constexpr,
 ) -> None:
     """A program passes `tile` numbers of the state of one head along the chunks of a span.
 
-    What each chunk adds is replaced by the state before it. What `ahead` chunks add is read at
-    once, since each read takes longer than the rest.
+    What each chunk adds is replaced by the state before it. What the next chunk adds is read before
+    that, since reading takes longer than the rest.
     """
     span = tl.program_id(2)
     head = tl.program_id(1)
     place = tl.program_id(0) * tile + tl.arange(0, tile)
     inside = place < numbers
     begin = tl.load(offsets + span)
-    num_chunks = (tl.load(offsets + span + 1) - begin + tokens - 1) // tokens
-    first = ((begin - tl.load(offsets)) // tokens + span).to(tl.int64)
+    count = tl.load(offsets + span + 1) - begin
+    chunk = ((begin - tl.load(offsets)) // tokens + span).to(tl.int64)
     slot = tl.load(span_slots + span)
     own_state = state + slot * state_stride + head * numbers + place
     is_read = place < tl.where(tl.load(starts + span) > 0, numbers, 0)
     h = tl.load(own_state, mask=is_read, other=0.0).to(tl.float32)
-    which = tl.arange(0, ahead)
-    for index in range(0, num_chunks, ahead):
-        chunk = first + index + which
-        is_chunk = index + which < num_chunks
-        own = states + ((chunk * num_heads + head) * numbers)[:, None] + place[None, :]
-        is_own = is_chunk[:, None] & inside[None, :]
-        added = tl.load(own, mask=is_own, other=0.0).to(tl.float32)
-        decay = tl.load(decays + chunk * num_heads + head, mask=is_chunk, other=1.0)
-        before = tl.zeros([ahead, tile], tl.float32)
-        for step in tl.static_range(ahead):
-            is_step = which == step
-            before = tl.where(is_step[:, None], h[None, :], before)
-            own_decay = tl.sum(tl.where(is_step, decay, 0.0), axis=0)
-            h = own_decay * h + tl.sum(tl.where(is_step[:, None], added, 0.0), axis=0)
-        tl.store(own, before.to(states.dtype.element_ty), mask=is_own)
+    own = states + (chunk * num_heads + head) * numbers + place
+    own_decays = decays + chunk * num_heads + head
+    added = tl.load(own, mask=inside, other=0.0)
+    decay = tl.load(own_decays)
+    for done in range(tokens, count + tokens, tokens):
+        has_next = done < count
+        next_own = own + num_heads * numbers
+        own_decays += num_heads
+        next_added = tl.load(next_own, mask=place < tl.where(has_next, numbers, 0), other=0.0)
+        next_decay = tl.load(own_decays, mask=has_next, other=0.0)
+        tl.store(own, h.to(states.dtype.element_ty), mask=inside)
+        h = decay * h + added.to(tl.float32)
+        own, added, decay = next_own, next_added, next_decay
     tl.store(own_state, h.to(state.dtype.element_ty), mask=inside)
 
 
@@ -610,30 +605,44 @@ def _out_kernel(
     num_heads: constexpr,
     tokens: constexpr,
     has_bias: constexpr,
-    precision: constexpr,
     p_block: constexpr,
     n_block: constexpr,
-    parts: constexpr,
+    precision: constexpr,
 ) -> None:
-    """A program computes the results of one of the `parts` of a chunk, for `p_block` dimensions of
-    one head."""
+    """A program computes the results of a chunk for `p_block` dimensions of one head."""
     chunk = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1)
-    part = tl.program_id(0) % parts
-    rows: tl.constexpr = tokens // parts
     span, index = find_chunk(offsets, num_spans, tokens, tl.program_id(2))
     end = tl.load(offsets + span + 1)
     first = tl.load(offsets + span) + index.to(tl.int64) * tokens
-    if first + part * rows < end:
-        p = tl.program_id(0) // parts * p_block + tl.arange(0, p_block)
+    if first < end:
+        p = tl.program_id(0) * p_block + tl.arange(0, p_block)
         is_p = p < head_dim
-        token = tl.arange(0, rows)
-        row = first + part * rows + token
+        token = tl.arange(0, tokens)
+        row = first + token
         is_row = row < end
+        step, total = _chunk_steps(
+            dt, a_log, dt_bias, dt_stride, least_step, most_step, row, is_row, head, has_bias
+        )
         group = head // heads_per_group * size
-        column = head * head_dim + p[None, :]
+        scores = tl.zeros([tokens, tokens], tl.float32)
         own_c = c + row[:, None] * c_stride + group
-        y = tl.zeros([rows, p_block], tl.float32)
+        for n_first in range(0, size, n_block):
+            n = n_first + tl.arange(0, n_block)
+            is_n = n < size
+            some_c = tl.load(own_c + n[None, :], mask=is_row[:, None] & is_n[None, :], other=0.0)
+            some_b = tl.load(
+                b + row[None, :] * b_stride + group + n[:, None],
+                mask=is_row[None, :] & is_n[:, None],
+                other=0.0,
+            )
+            scores = tl.dot(some_c, some_b, scores, input_precision=precision)
+        is_past = token[:, None] >= token[None, :]
+        between = tl.where(is_past, total[:, None] - total[None, :], 0.0)
+        scores = tl.where(is_past, scores * tl.exp(between) * step[None, :], 0.0)
+        weights = scores.to(x.dtype.element_ty)
+        # The scores are narrow before the results take registers.
+        y = tl.zeros([tokens, p_block], tl.float32)
         for n_first in range(0, size, n_block):
             n = n_first + tl.arange(0, n_block)
             is_n = n < size
@@ -641,57 +650,17 @@ def _out_kernel(
             place = ((chunk * num_heads + head) * head_dim + p)[None, :] * size + n[:, None]
             h = tl.load(states + place, mask=is_p[None, :] & is_n[:, None], other=0.0)
             y = tl.dot(some_c, h.to(some_c.dtype), y, input_precision=precision)
-        # Sums of the exponents: of this part's tokens from the beginning of the chunk, and of what
-        # comes before each earlier part.
-        _, total = _chunk_steps(
-            dt, a_log, dt_bias, dt_stride, least_step, most_step, row, is_row, head, has_bias
+        y *= tl.exp(total)[:, None]
+        own_x = tl.load(
+            x + row[:, None] * x_stride + head * head_dim + p[None, :],
+            mask=is_row[:, None] & is_p[None, :],
+            other=0.0,
         )
-        before = tl.zeros([], tl.float32)
-        for other in range(part):
-            other_row = first + other * rows + token
-            _, other_total = _chunk_steps(
-                dt, a_log, dt_bias, dt_stride, least_step, most_step, other_row,
-                other_row < end, head, has_bias,
-            )  # fmt: skip
-            before += tl.sum(tl.where(token == rows - 1, other_total, 0.0), axis=0)
-        y *= tl.exp(before + total)[:, None]
-        # From the end of the part `other` to the beginning of this one.
-        between_parts = before
-        for other in range(part + 1):
-            other_row = first + other * rows + token
-            is_other = other_row < end
-            other_step, other_total = _chunk_steps(
-                dt, a_log, dt_bias, dt_stride, least_step, most_step, other_row,
-                is_other, head, has_bias,
-            )  # fmt: skip
-            whole = tl.sum(tl.where(token == rows - 1, other_total, 0.0), axis=0)
-            scores = tl.zeros([rows, rows], tl.float32)
-            for n_first in range(0, size, n_block):
-                n = n_first + tl.arange(0, n_block)
-                is_n = n < size
-                some_c = tl.load(
-                    own_c + n[None, :], mask=is_row[:, None] & is_n[None, :], other=0.0
-                )
-                some_b = tl.load(
-                    b + other_row[None, :] * b_stride + group + n[:, None],
-                    mask=is_other[None, :] & is_n[:, None],
-                    other=0.0,
-                )
-                scores = tl.dot(some_c, some_b, scores, input_precision=precision)
-            # The difference of sums from the beginning of the chunk, which is never positive.
-            exponent = (between_parts + total)[:, None] - other_total[None, :]
-            is_past = row[:, None] >= other_row[None, :]
-            scores *= tl.exp(tl.where(is_past, exponent, 0.0)) * other_step[None, :]
-            scores = tl.where(is_past, scores, 0.0)
-            between_parts -= whole
-            other_x = tl.load(
-                x + other_row[:, None] * x_stride + column,
-                mask=is_other[:, None] & is_p[None, :],
-                other=0.0,
-            )
-            y = tl.dot(scores.to(other_x.dtype), other_x, y, input_precision=precision)
-        is_out = is_row[:, None] & is_p[None, :]
+        y = tl.dot(weights, own_x, y, input_precision=precision)
         if has_d:
-            own_x = tl.load(x + row[:, None] * x_stride + column, mask=is_out, other=0.0)
             y += tl.load(d + head).to(tl.float32) * own_x.to(tl.float32)
-        tl.store(out + row[:, None] * out_stride + column, y.to(out.dtype.element_ty), mask=is_out)
+        tl.store(
+            out + row[:, None] * out_stride + head * head_dim + p[None, :],
+            y.to(out.dtype.element_ty),
+            mask=is_row[:, None] & is_p[None, :],
+        )

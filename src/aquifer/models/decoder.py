@@ -164,10 +164,15 @@ class Decoder:
         before, after = layer.before_attention, layer.after_attention
         attention, mixer = layer.attention, layer.mixer
         if attention is not None and mixer is not None:
-            normed = stream.normed(before)
-            qkv = attention.qkv(normed)
+            if layer.qkv_in_proj is None:
+                normed = stream.normed(before)
+                qkv, product = attention.qkv(normed), mixer.in_proj(normed)
+            else:
+                both = stream.norm_linear(before, layer.qkv_in_proj)
+                qkv, product = both.tensor_split((len(attention.qkv.weight),), dim=1)
+            # A product lies between attention and recurrence, so no captured piece is empty.
             attended = attention.out(self._attention(layer, attention, qkv, angles, kv))
-            stream.add(after, attended, mixer.mix(mixer.in_proj(normed), kv))
+            stream.add(after, attended, mixer.mix(product, kv))
         elif attention is not None:
             qkv = stream.norm_linear(before, attention.qkv)
             attended = self._attention(layer, attention, qkv, angles, kv)

@@ -96,13 +96,14 @@ class DecoderPlan:
             norm: Norm | None = getattr(block, place)
             stored_norm = stored + getattr(names, place)
             yield from self._norm(name + place, stored_norm, norm, spec.hidden_size)
-        if layer.has_attention:
-            yield from self._attention(name, stored)
+        attention = list(self._attention(name, stored)) if layer.has_attention else []
+        mixer: list[Parameter] = []
         if layer.has_mixer:
             assert spec.mixer is not None
-            yield from spec.mixer.parameters(
-                f"{name}mixer.", f"{stored}{names.mixer}.", spec.hidden_size, self.kv_layout.dtype
-            )
+            dtype = self.kv_layout.dtype
+            place, stored_mixer = f"{name}mixer.", f"{stored}{names.mixer}."
+            mixer += spec.mixer.parameters(place, stored_mixer, spec.hidden_size, dtype)
+        yield from _with_one_product(name, [*attention, *mixer])
         if layer.has_experts:
             yield from self._experts(name, stored)
         elif layer.has_mlp:
@@ -311,6 +312,32 @@ class DecoderPlan:
     ) -> Parameter:
         """A parameter that is stored as it is, but for constant factors on its rows."""
         return Parameter(name, shape, self.kv_layout.dtype, (Source.of(stored, factors),))
+
+
+def _with_one_product(name: str, parameters: Sequence[Parameter]) -> Iterator[Parameter]:
+    """The same parameters, but the first products of attention and mixer of a layer as one.
+
+    Only where neither has a bias.
+    """
+    places = f"{name}qkv", f"{name}mixer.in_proj"
+    found = [each for each in parameters if each.name.removesuffix(".weight") in places]
+    if len(found) < len(places) or any(
+        f"{place}.bias" == p.name for place in places for p in parameters
+    ):
+        yield from parameters
+        return
+    sources: list[Source] = []
+    first = 0
+    for each in found:
+        for source in each.sources:
+            (rows,) = source.index or (slice(0, each.shape[0]),)
+            assert isinstance(rows, slice)
+            moved = slice(first + rows.start, first + rows.stop)
+            sources.append(replace(source, index=(moved,)))
+        first += each.shape[0]
+    weight = f"{name}qkv_in_proj.weight"
+    yield Parameter(weight, (first, found[0].shape[1]), found[0].dtype, tuple(sources))
+    yield from (each for each in parameters if each not in found)
 
 
 def _stored_prefix(spec: DecoderSpec, checkpoint: Checkpoint) -> str:

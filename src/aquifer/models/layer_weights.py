@@ -108,12 +108,23 @@ class LayerWeights:
         tensors: its parameters.
         number: the layer's.
         slopes: see `AttentionOptions`.
+
+    Attributes:
+        qkv_in_proj: the first products of attention and mixer as one, where both have the same
+            input; None for two products.
     """
 
     def __init__(
         self, spec: DecoderSpec, tensors: Tensors, number: int, slopes: torch.Tensor | None
     ) -> None:
         name, block = f"layers.{number}.", spec.block
+        both = tensors.get(f"{name}qkv_in_proj.weight")
+        self.qkv_in_proj = None if both is None else Linear(both, None)
+        if both is not None:
+            assert spec.attention is not None
+            num_rows = sum(spec.attention.qkv_rows)
+            of_each = {"qkv.weight": both[:num_rows], "mixer.in_proj.weight": both[num_rows:]}
+            tensors = {**tensors, **{name + place: part for place, part in of_each.items()}}
 
         def norm(place: str, of: Norm | None, *, is_there: bool) -> NormWeights | None:
             return norm_weights(tensors, name + place, of if is_there else None)
