@@ -361,8 +361,8 @@ _NEMOTRON: dict[str, Any] = {
 
 _ZAMBA: dict[str, Any] = {
     **{key: value for key, value in GQA.items() if key != "num_key_value_heads"},
-    "num_hidden_layers": 6,
-    "layers_block_type": ["mamba", "hybrid", "hybrid", "mamba", "hybrid", "hybrid"],
+    "num_hidden_layers": 4,
+    "layers_block_type": ["mamba", "hybrid", "hybrid", "hybrid"],
     "n_mamba_heads": 8,
     "mamba_ngroups": 2,
     "mamba_d_state": 8,
@@ -502,10 +502,18 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
     ),
     "zamba2": lambda: transformers.Zamba2Config(**_ZAMBA, num_mem_blocks=2, use_mem_rope=True),
     "zamba2-adapters": lambda: transformers.Zamba2Config(
-        **{**_ZAMBA, "hidden_act": "silu"},
+        **{
+            **_ZAMBA,
+            # Adapters amplify errors of rounding from layer to layer.
+            "num_hidden_layers": 3,
+            "layers_block_type": ["mamba", "hybrid", "hybrid"],
+            "hidden_act": "silu",
+        },
         use_shared_attention_adapter=True,
         add_bias_linear=True,
-        tie_word_embeddings=False,
+    ),
+    "zamba2-untied": lambda: transformers.Zamba2Config(
+        **_ZAMBA, num_mem_blocks=2, tie_word_embeddings=False
     ),
     "falcon_mamba": lambda: transformers.FalconMambaConfig(**_PURE, state_size=6),
 }

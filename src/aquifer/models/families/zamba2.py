@@ -57,6 +57,9 @@ def read(fields: Fields, architecture: str) -> DecoderSpec:
     has_bias = known.flag("add_bias_linear", default=False)
     hybrids = _read_hybrids(known, sizes.num_layers)
     count = known.integer("num_mem_blocks", 1, MOST_LAYERS, default=1)
+    is_tied = known.flag("tie_word_embeddings", default=True)
+    if not is_tied:  # Transformers then ties no weights at all: each use has a block of its own
+        count = max(len(hybrids), 1)
     blocks = SharedBlocks(
         count=count,
         layers=hybrids,
@@ -91,7 +94,7 @@ def read(fields: Fields, architecture: str) -> DecoderSpec:
         layers=tuple(layers),
         ropes=ropes,
         norm=norm,
-        head=Head(known.flag("tie_word_embeddings", default=True)),
+        head=Head(is_tied),
         names=Names(norm="final_layernorm"),
     )
 
