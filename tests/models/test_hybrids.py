@@ -155,7 +155,34 @@ def random_first(seed: int) -> Any:
     )
 
 
-@pytest.mark.parametrize("make_config", [random_first, random_second])
+def random_shared(seed: int) -> Any:
+    """A configuration of Zamba2 of random sizes and options."""
+    random = np.random.default_rng(seed)
+    kinds = ["mamba", *(pick(random, "mamba", "hybrid") for _ in range(2)), "hybrid"]
+    return transformers.Zamba2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=pick(random, 24, 48),
+        num_hidden_layers=len(kinds),
+        layers_block_type=kinds,
+        num_attention_heads=pick(random, 2, 4),
+        intermediate_size=pick(random, 20, 32),
+        hidden_act=pick(random, "gelu", "silu"),
+        n_mamba_heads=pick(random, 2, 4, 6),
+        mamba_ngroups=pick(random, 1, 2),
+        mamba_d_state=pick(random, 1, 5, 16),
+        mamba_d_conv=pick(random, 2, 4),
+        num_mem_blocks=pick(random, 1, 2),
+        adapter_rank=pick(random, 1, 5),
+        use_shared_attention_adapter=pick(random, False, True),
+        use_mem_rope=pick(random, False, True),
+        add_bias_linear=pick(random, False, True),
+        chunk_size=8,
+        max_position_embeddings=64,
+        tie_word_embeddings=pick(random, True, False),
+    )
+
+
+@pytest.mark.parametrize("make_config", [random_first, random_second, random_shared])
 @pytest.mark.parametrize("seed", range(8))
 def test_random_shapes(make_config: Callable[[int], Any], seed: int, tmp_path: Path) -> None:
     # With few numbers in a group of the norm, some are nearly all zero, and rounding counts more.

@@ -53,7 +53,7 @@ def read(fields: Fields, architecture: str) -> DecoderSpec:
     sizes = reading.read_sizes(Fields(known.file, {**known.values, "head_dim": head_dim}))
     norm = reading.rms_norm(known)
     has_rope = known.flag("use_mem_rope", default=False)
-    ropes = (reading.read_rope(known, sizes, architecture),) if has_rope else ()
+    rope = reading.read_rope(known, sizes, architecture) if has_rope else None
     has_bias = known.flag("add_bias_linear", default=False)
     hybrids = _read_hybrids(known, sizes.num_layers)
     count = known.integer("num_mem_blocks", 1, MOST_LAYERS, default=1)
@@ -85,14 +85,14 @@ def read(fields: Fields, architecture: str) -> DecoderSpec:
     return DecoderSpec(
         vocab_size=sizes.vocab_size,
         hidden_size=hidden_size,
-        max_model_len=ropes[0].max_model_len if has_rope else sizes.max_positions,
+        max_model_len=sizes.max_positions if rope is None else rope.max_model_len,
         attention=None,
         mlp=None,
         mixer=_mixer(known, hidden_size, has_bias=has_bias),
         shared=blocks if hybrids else None,
         block=Block(before_attention=norm),
         layers=tuple(layers),
-        ropes=ropes,
+        ropes=() if rope is None else (rope,),
         norm=norm,
         head=Head(is_tied),
         names=Names(norm="final_layernorm"),
