@@ -44,7 +44,9 @@ def served(plan: DecoderPlan, model: Decoder, prompts: list[torch.Tensor], chunk
     return [torch.cat(parts) for parts in found]
 
 
-def assert_equal_logits(config: Any, folder: Path, seed: int = 1, most: float = 5e-5) -> None:
+def assert_equal_logits(
+    config: Any, folder: Path, seed: int = 1, most: float = 5e-5, most_mean: float = 3e-6
+) -> None:
     """The decoder's logits are those of Transformers' model, for steps of each size.
 
     Args:
@@ -52,6 +54,7 @@ def assert_equal_logits(config: Any, folder: Path, seed: int = 1, most: float = 
         folder: where it is saved.
         seed: of its weights and of the prompts.
         most: the largest error of a logit, relative to the largest logit.
+        most_mean: the largest mean of these errors.
     """
     reference = save_tiny(config, folder, seed)
     checkpoint = Checkpoint.open(folder)
@@ -68,7 +71,7 @@ def assert_equal_logits(config: Any, folder: Path, seed: int = 1, most: float = 
                 assert theirs.std() > 0.05  # the comparison means nothing if all logits are alike
                 error = (ours - theirs).abs() / theirs.abs().max()
                 assert error.max() <= most
-                assert error.mean() <= 3e-6
+                assert error.mean() <= most_mean
 
 
 def pick(generator: np.random.Generator, *choices: Any) -> Any:
@@ -182,11 +185,18 @@ def random_shared(seed: int) -> Any:
     )
 
 
-@pytest.mark.parametrize("make_config", [random_first, random_second, random_shared])
+@pytest.mark.parametrize("make_config", [random_first, random_second])
 @pytest.mark.parametrize("seed", range(8))
 def test_random_shapes(make_config: Callable[[int], Any], seed: int, tmp_path: Path) -> None:
     # With few numbers in a group of the norm, some are nearly all zero, and rounding counts more.
     assert_equal_logits(make_config(seed), tmp_path, seed, most=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_shared_blocks(seed: int, tmp_path: Path) -> None:
+    # Adapters amplify errors of rounding: those of Transformers' own float32 logits, compared with
+    # float64, have means up to 1.2e-5 for these seeds.
+    assert_equal_logits(random_shared(seed), tmp_path, seed, most=1e-3, most_mean=3e-5)
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
