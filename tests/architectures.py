@@ -359,6 +359,17 @@ _NEMOTRON: dict[str, Any] = {
     "num_experts_per_tok": 3,
 }
 
+_ZAMBA: dict[str, Any] = {
+    **{key: value for key, value in GQA.items() if key != "num_key_value_heads"},
+    "num_hidden_layers": 4,
+    "layers_block_type": ["mamba", "hybrid", "hybrid", "hybrid"],
+    "n_mamba_heads": 8,
+    "mamba_ngroups": 2,
+    "mamba_d_state": 8,
+    "chunk_size": 8,
+    "adapter_rank": 6,
+}
+
 HYBRIDS: dict[str, Callable[[], Any]] = {
     "mamba2": lambda: transformers.Mamba2Config(
         **_PURE, num_heads=8, head_dim=16, n_groups=2, state_size=8, chunk_size=8
@@ -487,6 +498,21 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
         conv_kernel=3,
         time_step_rank=7,
         tie_word_embeddings=False,
+    ),
+    "zamba2": lambda: transformers.Zamba2Config(**_ZAMBA, num_mem_blocks=2, use_mem_rope=True),
+    "zamba2-adapters": lambda: transformers.Zamba2Config(
+        **{
+            **_ZAMBA,
+            # Adapters amplify errors of rounding from layer to layer.
+            "num_hidden_layers": 3,
+            "layers_block_type": ["mamba", "hybrid", "hybrid"],
+            "hidden_act": "silu",
+        },
+        use_shared_attention_adapter=True,
+        add_bias_linear=True,
+    ),
+    "zamba2-untied": lambda: transformers.Zamba2Config(
+        **_ZAMBA, num_mem_blocks=2, tie_word_embeddings=False
     ),
     "falcon_mamba": lambda: transformers.FalconMambaConfig(**_PURE, state_size=6),
     "qwen3_next": lambda: transformers.Qwen3NextConfig(

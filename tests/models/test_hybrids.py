@@ -64,7 +64,9 @@ def served(plan: DecoderPlan, model: Decoder, prompts: list[torch.Tensor], chunk
     return [torch.cat(parts) for parts in found]
 
 
-def assert_equal_logits(config: Any, folder: Path, seed: int = 1, most: float = 5e-5) -> None:
+def assert_equal_logits(
+    config: Any, folder: Path, seed: int = 1, most: float = 5e-5, most_mean: float = 3e-6
+) -> None:
     """The decoder's logits are those of Transformers' model, for steps of each size.
 
     Args:
@@ -72,6 +74,7 @@ def assert_equal_logits(config: Any, folder: Path, seed: int = 1, most: float = 
         folder: where it is saved.
         seed: of its weights and of the prompts.
         most: the largest error of a logit, relative to the largest logit.
+        most_mean: the largest mean of these errors.
     """
     reference = save_tiny(config, folder, seed)
     checkpoint = Checkpoint.open(folder)
@@ -88,7 +91,7 @@ def assert_equal_logits(config: Any, folder: Path, seed: int = 1, most: float = 
                 assert theirs.std() > 0.05  # the comparison means nothing if all logits are alike
                 error = (ours - theirs).abs() / theirs.abs().max()
                 assert error.max() <= most
-                assert error.mean() <= most / 10
+                assert error.mean() <= most_mean
 
 
 def pick(generator: np.random.Generator, *choices: Any) -> Any:
@@ -208,11 +211,45 @@ def random_delta(seed: int) -> Any:
     )
 
 
+def random_shared(seed: int) -> Any:
+    """A configuration of Zamba2 of random sizes and options."""
+    random = np.random.default_rng(seed)
+    kinds = ["mamba", *(pick(random, "mamba", "hybrid") for _ in range(2)), "hybrid"]
+    return transformers.Zamba2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=pick(random, 24, 48),
+        num_hidden_layers=len(kinds),
+        layers_block_type=kinds,
+        num_attention_heads=pick(random, 2, 4),
+        intermediate_size=pick(random, 20, 32),
+        hidden_act=pick(random, "gelu", "silu"),
+        n_mamba_heads=pick(random, 2, 4, 6),
+        mamba_ngroups=pick(random, 1, 2),
+        mamba_d_state=pick(random, 1, 5, 16),
+        mamba_d_conv=pick(random, 2, 4),
+        num_mem_blocks=pick(random, 1, 2),
+        adapter_rank=pick(random, 1, 5),
+        use_shared_attention_adapter=pick(random, False, True),
+        use_mem_rope=pick(random, False, True),
+        add_bias_linear=pick(random, False, True),
+        chunk_size=8,
+        max_position_embeddings=64,
+        tie_word_embeddings=pick(random, True, False),
+    )
+
+
 @pytest.mark.parametrize("make_config", [random_first, random_second, random_delta])
 @pytest.mark.parametrize("seed", range(8))
 def test_random_shapes(make_config: Callable[[int], Any], seed: int, tmp_path: Path) -> None:
     # With few numbers in a group of the norm, some are nearly all zero, and rounding counts more.
-    assert_equal_logits(make_config(seed), tmp_path, seed, most=1e-3)
+    assert_equal_logits(make_config(seed), tmp_path, seed, most=1e-3, most_mean=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_shared_blocks(seed: int, tmp_path: Path) -> None:
+    # Adapters amplify errors of rounding: those of Transformers' own float32 logits, compared with
+    # float64, have means up to 1.2e-5 for these seeds.
+    assert_equal_logits(random_shared(seed), tmp_path, seed, most=1e-3, most_mean=3e-5)
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -366,7 +403,8 @@ def test_state_of_a_layer(tmp_path: Path) -> None:
     assert set(dtypes.values()) == {torch.float32, torch.bfloat16}
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+# Transformers stores adapters that an untied block of Zamba2 never uses.
+@pytest.mark.parametrize("name", sorted(HYBRIDS.keys() - {"zamba2-untied"}))
 def test_plan_agrees_with_transformers(name: str, tmp_path: Path) -> None:
     """With tensors and from the configuration alone."""
     config = HYBRIDS[name]()

@@ -117,7 +117,7 @@ class PartTensors:
 
     def rehearse(self) -> None:
         """Launch the kernel of copies over nothing, to compile or load it."""
-        if self._is_open:
+        if self._is_open and self.range.num_mapped_pages:  # without KV, nothing ever is
             self._copies.rehearse()
 
     def copy_out(self, offset_bytes: int, target: torch.Tensor) -> None:

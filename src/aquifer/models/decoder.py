@@ -19,7 +19,16 @@ from aquifer.kernels.rotary import qk_norm_rope_write
 from aquifer.models.base import ModelInput
 from aquifer.models.layer_weights import AttentionWeights, ExpertWeights, LayerWeights
 from aquifer.models.rope import RotaryAngles
-from aquifer.models.spec import Attention, DecoderSpec, Experts, HeadSpan, Layer, Mlp
+from aquifer.models.shared_block import SharedLayer
+from aquifer.models.spec import (
+    Attention,
+    DecoderSpec,
+    Experts,
+    HeadSpan,
+    Layer,
+    Mlp,
+    SharedUse,
+)
 from aquifer.models.stream import Stream
 from aquifer.models.tensors import Linear, Tensors, norm_weights
 
@@ -96,7 +105,10 @@ class Decoder:
         """See `Model.forward`."""
         angles = [rope(batch.positions, batch.context_lengths) for rope in self._ropes]
         block = self._spec.block
-        stream = Stream(self._embedding(batch), batch.context_lengths, block.residual_scale)
+        hidden = self._embedding(batch)
+        # The stream is added to in place.
+        embedding = None if self._spec.shared is None else hidden.clone()
+        stream = Stream(hidden, batch.context_lengths, block.residual_scale, embedding)
         for layer in self._layers:
             run = self._parallel if block.is_parallel else self._serial
             run(stream, layer, angles, kv)
@@ -123,11 +135,17 @@ class Decoder:
         for i, layer in enumerate(spec.layers[1:], 1):
             index = spec.kv_indices[i]
             alignment = None if index is None else alignments[index]
-            kind = replace(layer, scale=1.0), alignment, counts[i - 1]
+            kind = self._kind(layer), alignment, counts[i - 1]
             if kind not in kinds:
                 kinds.add(kind)
                 layers += [i] if counts[layers[-1]] == counts[i - 1] else [i - 1, i]
         return Decoder(spec, self.kv_layout, self._tensors, layers)
+
+    @staticmethod
+    def _kind(layer: Layer) -> Layer:
+        """A layer that launches the same kernels."""
+        use = None if layer.shared_use is None else SharedUse(0, 0)
+        return replace(layer, scale=1.0, shared_use=use)
 
     # --- parts of a step ---------------------------------------------------------------------
 
@@ -178,7 +196,28 @@ class Decoder:
             attended = self._attention(layer, attention, qkv, angles, kv)
             stream.add(after, attention.out(attended))
         elif mixer is not None:
-            stream.add(after, mixer.mix(stream.norm_linear(before, mixer.in_proj), kv))
+            if layer.shared is None:
+                product = stream.norm_linear(before, mixer.in_proj)
+            else:
+                product = self._with_shared(stream, layer, layer.shared, angles, kv)
+            stream.add(after, mixer.mix(product, kv))
+
+    def _with_shared(
+        self,
+        stream: Stream,
+        layer: LayerWeights,
+        shared: SharedLayer,
+        angles: Sequence[_Angles],
+        kv: KVView,
+    ) -> torch.Tensor:
+        """The first product of a mixer, the input of which a shared block adds to."""
+        assert stream.embedding is not None
+        assert layer.mixer is not None
+        x = stream.normed(None)
+        cos, sin = (None, None) if layer.layer.rope is None else angles[layer.layer.rope]
+        added = x + shared(x, stream.embedding, cos, sin, kv)
+        beside = Stream(added, stream.context_lengths, stream.scale)
+        return beside.norm_linear(layer.before_attention, layer.mixer.in_proj)
 
     def _parallel(
         self, stream: Stream, layer: LayerWeights, angles: Sequence[_Angles], kv: KVView

@@ -75,7 +75,13 @@ class DecoderPlan:
             yield self._one("positions", (spec.positions.num_rows, hidden), stored)
         for index, layer in enumerate(spec.layers):
             stored = f"{self._prefix}{names.layer.format(index)}."
+            if layer.shared_use is not None:
+                stored += names.with_shared
             yield from self._layer(f"layers.{index}.", stored, layer)
+        if spec.shared is not None:
+            stored = f"{self._prefix}{names.layer}."
+            dtype = self.kv_layout.dtype
+            yield from spec.shared.parameters(stored, self._stored, hidden, dtype)
         yield from self._norm("norm", f"{self._prefix}{names.norm}", spec.norm, hidden)
         if not spec.head.is_tied:
             stored, head_rows = f"{names.head}.weight", [(rows, factors.head)]

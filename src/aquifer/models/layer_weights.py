@@ -11,6 +11,7 @@ from aquifer.kernels.norm import NormWeights
 from aquifer.models.latent import LatentLayer
 from aquifer.models.mixers.base import MixerLayer
 from aquifer.models.parts import Attention, LatentAttention, Norm
+from aquifer.models.shared_block import SharedLayer
 from aquifer.models.spec import DecoderSpec, Layer
 from aquifer.models.tensors import Linear, Tensors, norm_weights
 
@@ -78,7 +79,7 @@ class AttentionWeights:
             slopes: see `AttentionOptions`.
         """
         index, layer = spec.kv_indices[number], spec.layers[number]
-        if index is None:
+        if index is None or not layer.has_attention:
             return None
         name, is_transposed = f"layers.{number}.", spec.names.are_transposed
         heads = spec.attention if isinstance(spec.attention, Attention) else None
@@ -144,6 +145,13 @@ class LayerWeights:
         if state_index is not None:
             assert spec.mixer is not None
             self.mixer = spec.mixer.layer(tensors, f"{name}mixer.", state_index)
+        self.shared: SharedLayer | None = None
+        kv_index = spec.kv_indices[number]
+        if self.layer.shared_use is not None:
+            assert spec.shared is not None
+            assert kv_index is not None
+            use = self.layer.shared_use
+            self.shared = spec.shared.use(tensors, use, kv_index, self.layer.scale)
         # Of the MLP, or of the shared expert.
         self.mlp = (matrix("up"), matrix("down")) if f"{name}up.weight" in tensors else None
         self.experts = ExpertWeights.of(tensors, name) if self.layer.has_experts else None

@@ -11,7 +11,10 @@ in which any of the four norms may be absent. A parallel layer without `before_m
 of `before_attention` for both.
 
 A layer of a serial decoder may have a mixer in place of attention. With both, they have the same
-input, and the sum of their results is added. It may also lack one of the two lines.
+input, and the sum of their results is added. It may also lack one of the two lines. What a shared
+block computes (`aquifer.models.shared_block`) is added to the input of a mixer's norm alone:
+
+    x += mixer(before_attention(x + shared(x)))
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from aquifer.models.parts import (
     Norm,
 )
 from aquifer.models.rope import RotarySettings
+from aquifer.models.shared_block import SharedBlocks, SharedUse
 
 __all__ = [
     "Attention",
@@ -51,6 +55,8 @@ __all__ = [
     "Names",
     "Norm",
     "Positions",
+    "SharedBlocks",
+    "SharedUse",
 ]
 
 
@@ -78,6 +84,8 @@ class Layer:
         has_attention: whether it has attention.
         has_mixer: whether it has the mixer.
         has_mlp: whether it has the MLP or the experts.
+        shared_use: of a shared block before the mixer; None for none. `scale` and `rope` are those
+            of its attention.
     """
 
     scale: float = 1.0
@@ -87,10 +95,20 @@ class Layer:
     has_attention: bool = True
     has_mixer: bool = False
     has_mlp: bool = True
+    shared_use: SharedUse | None = None
 
     def __post_init__(self) -> None:
+        if self.shared_use is not None:
+            assert self.has_mixer
+            assert not self.has_attention
+            assert self.window_tokens is None
         assert self.has_attention or self.has_mixer or self.has_mlp
         assert self.has_mlp or not self.has_experts
+
+    @property
+    def has_kv(self) -> bool:
+        """Whether it attends, itself or in a shared block."""
+        return self.has_attention or self.shared_use is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +192,7 @@ class Names:
     k_norm: str = "self_attn.k_norm"
     sinks: str = "self_attn.sinks"  # the tensor itself
     mixer: str = "mamba"
+    with_shared: str = "mamba_decoder."  # begins those of a layer with a shared block, but its own
     up: tuple[str, ...] = (
         "mlp.gate_proj",
         "mlp.up_proj",
@@ -205,6 +224,7 @@ class DecoderSpec:
         head: from hidden states to logits.
         mixer: of every layer that has a mixer.
         experts: of every layer that has experts.
+        shared: the blocks that layers share; None for none.
         embed_scale: factor on the embeddings.
         embed_norm: norm of the embeddings; None for none.
         positions: learned embeddings of positions; None for none.
@@ -224,6 +244,7 @@ class DecoderSpec:
     head: Head
     mixer: Mixer | None = None
     experts: Experts | None = None
+    shared: SharedBlocks | None = None
     embed_scale: float = 1.0
     embed_norm: Norm | None = None
     positions: Positions | None = None
@@ -235,14 +256,16 @@ class DecoderSpec:
             assert not layer.has_attention or self.attention is not None
             assert not layer.has_mixer or self.mixer is not None
             assert not layer.has_experts or self.experts is not None
+            assert layer.shared_use is None or self.shared is not None
             assert not layer.has_mlp or layer.has_experts or self.mlp is not None
+        assert self.shared is None or self.attention is None, "KV of layers is alike"
         assert self.factors.embed == 1.0 or not self.head.is_tied
         assert self.factors.key == 1.0 or isinstance(self.attention, Attention)
 
     @property
     def kv_indices(self) -> tuple[int | None, ...]:
-        """Index of each layer in the KV layout; None for one without attention."""
-        return _indices(layer.has_attention for layer in self.layers)
+        """Index of each layer in the KV layout; None for one without KV."""
+        return _indices(layer.has_kv for layer in self.layers)
 
     @property
     def state_indices(self) -> tuple[int | None, ...]:
@@ -260,13 +283,12 @@ class DecoderSpec:
 
         A window as long as the longest context leaves nothing out, and counts as none.
         """
-        if self.attention is None:
+        attention = self.attention if self.shared is None else self.shared.attention
+        if attention is None:
             return KVLayout((), dtype)
-        of_layer = self.attention.layer_kv
+        of_layer = attention.layer_kv
         windows = (
-            layer.window_tokens or self.max_model_len
-            for layer in self.layers
-            if layer.has_attention
+            layer.window_tokens or self.max_model_len for layer in self.layers if layer.has_kv
         )
         layers = (
             replace(of_layer, window_tokens=window if window < self.max_model_len else None)

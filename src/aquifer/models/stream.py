@@ -21,6 +21,7 @@ class Stream:
     residual: torch.Tensor  # [tokens, hidden]
     context_lengths: torch.Tensor  # [tokens], see `ModelInput`
     scale: float  # factor on what is added
+    embedding: torch.Tensor | None = None  # what it began as, kept for shared blocks
     deltas: tuple[torch.Tensor, ...] = ()  # up to two of [tokens, hidden]: what is to be added
     after: NormWeights | None = None  # norm of the only delta
 

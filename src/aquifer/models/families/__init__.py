@@ -31,6 +31,7 @@ from aquifer.models.families import (
     qwen3_next,
     stablelm,
     starcoder2,
+    zamba2,
 )
 from aquifer.models.spec import DecoderSpec
 
@@ -86,6 +87,7 @@ FAMILIES: dict[str, Family] = {
     "smollm3": llama.read,
     "stablelm": stablelm.read,
     "starcoder2": starcoder2.read,
+    "zamba2": zamba2.read,
 }
 """By model type, the `model_type` of a configuration."""
 
