@@ -35,7 +35,7 @@ Activation = Literal["silu"]
 
 _UPDATE_CHANNELS = 256
 _CHUNK_CHANNELS = 256
-_CHUNK_TOKENS = 64
+_CHUNK_TOKENS = 32
 
 
 def conv_update_reference(
@@ -207,7 +207,7 @@ def conv_chunks(
         block=_CHUNK_CHANNELS,
         has_bias=bias is not None,
         has_silu=activation is not None,
-        num_warps=8,
+        num_warps=4,
     )
     # The states are read by the first chunks of spans, so they change in a launch of their own.
     launch(
@@ -326,8 +326,7 @@ def _chunks_kernel(
         inside = channel < num_channels
         slot = tl.load(span_slots + span)
         start = tl.load(starts + span)
-        token = tl.arange(0, tokens)
-        row = first + token
+        row = first + tl.arange(0, tokens)
         is_row = row < end
         total = tl.zeros([tokens, block], tl.float32)
         if has_bias:
@@ -336,10 +335,8 @@ def _chunks_kernel(
             factor = tl.load(weight + channel * taps + tap, mask=inside, other=0.0)
             source = row - (taps - 1) + tap
             is_own = is_row & (source >= begin)
-            # Few bits for what differs between elements.
-            own_x = x + (first - (taps - 1) + tap) * x_stride
             value = tl.load(
-                own_x + token[:, None] * x_stride + channel[None, :],
+                x + source[:, None] * x_stride + channel[None, :],
                 mask=is_own[:, None] & inside[None, :],
                 other=0.0,
             )
@@ -357,7 +354,7 @@ def _chunks_kernel(
         if has_silu:
             total = total * tl.sigmoid(total)
         tl.store(
-            out + first * out_stride + token[:, None] * out_stride + channel[None, :],
+            out + row[:, None] * out_stride + channel[None, :],
             total.to(out.dtype.element_ty),
             mask=is_row[:, None] & inside[None, :],
         )
