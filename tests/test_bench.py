@@ -6,11 +6,13 @@ import json
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.architectures import HYBRIDS, save_tiny
 from tests.checkpoints import tiny_llama
 
 from aquifer.bench import latency, offline
@@ -75,6 +77,7 @@ COST = Cost(
     expert_share=0.25,
     parameter_bytes=2,
     kv_bytes_per_token=10,
+    state_bytes=0,
     attention_operations=40.0,
 )
 
@@ -96,6 +99,34 @@ def test_floors_by_hand() -> None:
     assert COST.total_s(workload, RATES) == pytest.approx(
         operations / 1e9 + (4 * weights + attended * 10) / 1e6
     )
+
+
+def test_each_step_reads_and_writes_the_state_of_each_request_once() -> None:
+    workload = Workload([[0] * 5, [0] * 9], [4, 2])
+    cost = replace(COST, state_bytes=1000)
+    assert cost.step_s(workload, RATES) == pytest.approx(
+        COST.step_s(workload, RATES) + 2 * (2 * 1000) / 1e6
+    )
+    assert cost.total_s(workload, RATES) == pytest.approx(
+        COST.total_s(workload, RATES) + (4 + 2) * (2 * 1000) / 1e6
+    )
+    # Prompts are bound by their products.
+    assert cost.prefill_s([5, 9], RATES) == COST.prefill_s([5, 9], RATES)
+
+
+@pytest.mark.parametrize(("state_dtype", "element_bytes"), [("auto", 4), ("bfloat16", 2)])
+def test_the_cost_of_a_hybrid(state_dtype: Any, element_bytes: int, tmp_path: Path) -> None:
+    config = HYBRIDS["bamba"]()
+    save_tiny(config, tmp_path)
+    with LLM(tmp_path, memory=MEMORY, state_dtype=state_dtype) as llm:
+        cost = Cost.of(llm)
+    inner, state = config.mamba_n_heads * config.mamba_d_head, config.mamba_d_state
+    # Of each of two layers: what the convolution needs of earlier tokens, in the precision of the
+    # weights, and the heads' states. Each begins at a multiple of 256 bytes.
+    columns = inner + 2 * config.mamba_n_groups * state
+    sizes = columns * (config.mamba_d_conv - 1) * 4, inner * state * element_bytes
+    assert cost.state_bytes == 2 * sum(-(-size // 256) * 256 for size in sizes)
+    assert cost.kv_bytes_per_token == 2 * 2 * 16 * 4
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -15,7 +15,7 @@ from aquifer.cache.base import (
     Spans,
     StateLayout,
 )
-from aquifer.cache.view import StateView, WithoutState
+from aquifer.cache.state_view import StateView, WithoutState
 from aquifer.kernels.prefill_attention import PrefillSpans
 
 

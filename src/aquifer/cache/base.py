@@ -23,8 +23,9 @@ from aquifer.cache.group_tensors import GroupedShape
 from aquifer.cache.journal import KVOp
 from aquifer.cache.layout import KVLayout, LayerKV, StateLayout, StateTensor
 from aquifer.cache.spans import IntArray, Rows, Spans
+from aquifer.cache.state_view import Recurrence
 from aquifer.cache.tensors import KVShape, KVTensors
-from aquifer.cache.view import AttentionOptions, KVSource, KVView, Recurrence
+from aquifer.cache.view import AttentionOptions, KVSource, KVView
 from aquifer.memory.pool import Owner, PagePool
 
 __all__ = [

@@ -62,6 +62,14 @@ class Footprint:
         num_blocks = -(-num_tokens * self.token_bytes // self.block_bytes)
         return -(-num_blocks * self.block_bytes // self.page_bytes)
 
+    def paged_bytes(self, num_tokens: _IntArray) -> int:
+        """Size of the pages of several sequences that share nothing.
+
+        Args:
+            num_tokens: [sequences], the tokens of each.
+        """
+        return int(self.pages(num_tokens).sum()) * self.page_bytes
+
     def stretch_pages(self, num_tokens: Count) -> Count:
         """Pages under any `num_tokens` neighbouring tokens of a sequence, at most."""
         if not self.token_bytes:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from aquifer.cache.layout import StateLayout
 from aquifer.cache.part_tensors import PartTensors
 from aquifer.cache.spans import Rows
+from aquifer.cache.state_view import StateView
 from aquifer.cache.tensors import check_addresses
-from aquifer.cache.view import StateView
 from aquifer.memory.pool import Owner, PagePool
 
 _MOST_CHECKPOINTS = 1 << 16

@@ -10,7 +10,7 @@ import torch
 
 from aquifer.cache.layout import KVLayout, LayerKV
 from aquifer.cache.spans import Rows
-from aquifer.errors import InvariantError
+from aquifer.cache.state_view import Recurrence, StateView, WithoutState
 from aquifer.kernels import Recording
 from aquifer.kernels.decode_attention import DecodeWorkspaces, decode_attention
 from aquifer.kernels.kv_write import kv_write
@@ -69,40 +69,6 @@ class AttentionOptions:
             "sinks": self.sinks,
             "slopes": self.slopes,
         }
-
-
-class Recurrence(Protocol):
-    """The part of a layer that reads and writes recurrent state: convolution and recurrence.
-
-    It runs between the pieces of a captured step, as attention does (`engine.chunk_graphs`), and
-    within the graphs of steps that decode. So the shapes of its launches depend on the rows alone,
-    and it never waits for the device.
-    """
-
-    @property
-    def out_columns(self) -> int:
-        """Columns of the result."""
-
-    def run(
-        self,
-        inputs: torch.Tensor,
-        out: torch.Tensor,
-        states: Sequence[torch.Tensor],
-        rows: Rows,
-    ) -> None:
-        """Update the state of each sequence by its rows.
-
-        A sequence begins with state 0: where a row's position, or the start of a chunk, is 0, the
-        state is not read. Rows with slot -1 are padding: they change no state.
-
-        Args:
-            inputs: [at least rows, columns], results of the layer's first product.
-            out: [at least rows, out_columns]; the rows that are no padding are written.
-            states: the layer's tensors of `StateLayout`, [slots, *shape] each, of which the first
-                stride is any; in and out.
-            rows: the step's tokens. The first `rows.num_decodes` are one token each; the others are
-                `rows.chunks`.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,20 +172,6 @@ class KVSource(Protocol):
 
     def rehearse(self) -> None:
         """Launch the kernels that change KV or tables over nothing, to compile or load them."""
-
-
-class WithoutState:
-    """The methods of a `KVView` for state, where no layer has any."""
-
-    def recur(self, layer: int, inputs: torch.Tensor, recurrence: Recurrence) -> torch.Tensor:
-        """See `KVView.recur`."""
-        raise InvariantError("no layer of this cache has recurrent state")
-
-    def recur_into(
-        self, layer: int, inputs: torch.Tensor, out: torch.Tensor, recurrence: Recurrence
-    ) -> None:
-        """See `LaunchView.recur_into`."""
-        raise InvariantError("no layer of this cache has recurrent state")
 
 
 class StepView(WithoutState):
@@ -370,32 +322,6 @@ def _only_scale(how: AttentionOptions) -> float:
     """The scale of a layer with latent KV, whose kernels know no other option."""
     assert how == AttentionOptions(how.scale), "latent attention has neither window nor softcap"
     return how.scale
-
-
-class StateView:
-    """The recurrent state of one step's sequences.
-
-    Args:
-        layers: the tensors of each layer, [slots, *shape].
-        rows: the step's tokens.
-    """
-
-    def __init__(self, layers: Sequence[Sequence[torch.Tensor]], rows: Rows) -> None:
-        self._layers = layers
-        self._rows = rows
-
-    def recur(self, layer: int, inputs: torch.Tensor, recurrence: Recurrence) -> torch.Tensor:
-        """See `KVView.recur`."""
-        out = inputs.new_empty(len(inputs), recurrence.out_columns)
-        self.recur_into(layer, inputs, out, recurrence)
-        return out
-
-    def recur_into(
-        self, layer: int, inputs: torch.Tensor, out: torch.Tensor, recurrence: Recurrence
-    ) -> None:
-        """See `LaunchView.recur_into`."""
-        num_tokens = len(self._rows.slots)
-        recurrence.run(inputs[:num_tokens], out[:num_tokens], self._layers[layer], self._rows)
 
 
 class GroupedView:

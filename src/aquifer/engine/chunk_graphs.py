@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 import torch
 
 from aquifer.cache.spans import Rows
-from aquifer.cache.view import AttentionOptions, KVView, LaunchView, Recurrence
+from aquifer.cache.state_view import Recurrence
+from aquifer.cache.view import AttentionOptions, KVView, LaunchView
 from aquifer.engine.graphs import StepBuffers, lasting
 from aquifer.kernels.capture import GraphPool
 from aquifer.kernels.prefill_attention import PrefillSpans

@@ -80,7 +80,6 @@ class ModelHost(ModelLife):
         self._plan = plan
         self._checkpoint = checkpoint
         self._pool = assembly.pool
-        self._room = assembly.room
         self._limits = limits
         self._runner: Runner | None = None
         self._thread_limit = ThreadLimit.of_process(config.threads)
@@ -195,10 +194,10 @@ class ModelHost(ModelLife):
         for lengths in warm_up.lengths():
             wanted = np.arange(1, min(len(lengths), self._limits.max_seqs) + 1)
             tokens = np.array(lengths)[: len(wanted)]
-            num_pages = int(cache.footprint.pages(tokens).sum())
+            num_bytes = cache.footprint.paged_bytes(tokens)
             is_least = len(lengths) == 1
             # The most are not worth what other models retain.
-            if not is_least and 2 * num_pages > self._room.free_pages:
+            if not is_least and 2 * num_bytes > self._pool.free_bytes:
                 continue
             if cache.reserve(wanted, tokens):
                 slots = wanted.tolist()

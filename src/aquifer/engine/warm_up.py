@@ -11,7 +11,8 @@ import torch
 
 from aquifer.cache.layout import KVLayout
 from aquifer.cache.spans import Rows, Spans
-from aquifer.cache.view import AttentionOptions, KVSource, Recurrence
+from aquifer.cache.state_view import Recurrence
+from aquifer.cache.view import AttentionOptions, KVSource
 from aquifer.engine.graphs import StepBuffers
 from aquifer.engine.reports import OnStage
 from aquifer.engine.round_prompts import RoundPrompts

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aquifer.cache.base import KVLayout, LayerKV
+from aquifer.cache.base import KVLayout, LayerKV, StateLayout
 from aquifer.errors import ConfigError
 
 
@@ -42,6 +42,7 @@ class ModelShape:
         attention_operations: operations for each pair of a token and one that it attends to, over
             all layers.
         max_tokens: the longest context.
+        state_layout: layout of one sequence's recurrent state; None if no layer has any.
     """
 
     name: str
@@ -51,6 +52,12 @@ class ModelShape:
     tensor_bytes: tuple[int, ...]
     attention_operations: float
     max_tokens: int
+    state_layout: StateLayout | None = None
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's recurrent state."""
+        return 0 if self.state_layout is None else self.state_layout.num_bytes
 
     @property
     def weight_bytes(self) -> int:
@@ -128,6 +135,7 @@ class ModelShape:
             tensor_bytes=tuple(p.num_bytes for p in parameters),
             attention_operations=plan.kv_layout.attention_operations(num_heads),
             max_tokens=plan.max_model_len,
+            state_layout=plan.state_layout(),
         )
 
 
@@ -303,6 +311,7 @@ class StepWork:
     chunk_pairs: int = 0  # pairs of a chunk's token and one that it attends to
     copied_bytes: int = 0  # copied within the device's memory
     moved_bytes: int = 0  # copied between device and host
+    num_seqs: int = 0  # sequences, of which the state is read and written
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +340,8 @@ class StepModel:
             )
         moving_s = 2 * work.copied_bytes / self._bandwidth
         moving_s += work.moved_bytes / self.device.link_bandwidth
-        return self._products_s(work.num_tokens, work.num_sampled) + attention_s + moving_s
+        products_s = self._products_s(work.num_tokens, work.num_sampled)
+        return products_s + attention_s + self._state_s(work.num_seqs) + moving_s
 
     def decode_seconds(
         self, num_seqs: int, kv_tokens: npt.NDArray[np.int64]
@@ -343,7 +353,8 @@ class StepModel:
             kv_tokens: [num_steps], cached tokens that all sequences together read.
         """
         kv_s = kv_tokens * self.model.kv_layout.token_bytes / self._bandwidth
-        return np.asarray(self._products_s(num_seqs, num_seqs) + kv_s)
+        fixed_s = self._products_s(num_seqs, num_seqs) + self._state_s(num_seqs)
+        return np.asarray(fixed_s + kv_s)
 
     def prefill_seconds(self, start: float, count: float) -> float:
         """Time that prompt tokens [start, start + count) add to a compute-bound step.
@@ -353,6 +364,10 @@ class StepModel:
         pairs = count * (start + count / 2)
         operations = 2.0 * self.model.body_parameters * count
         return (operations + self.model.attention_operations * pairs) / self._rate
+
+    def _state_s(self, num_seqs: int) -> float:
+        """Time to read and write the state of each sequence of a step."""
+        return 2 * num_seqs * self.model.state_bytes / self._bandwidth
 
     def _products_s(self, num_tokens: int, num_sampled: int) -> float:
         model = self.model

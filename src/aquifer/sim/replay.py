@@ -150,6 +150,7 @@ class DeviceReplay:
                 config.factory(),
                 config.prefix_caching,
                 self._steps[name].prefill_seconds,
+                state_layout=model.state_layout,
             )
             for name, model in config.models.items()
         ]
@@ -241,6 +242,8 @@ class DeviceReplay:
                 stats = lane.prefixes.stats
                 result.queried_tokens += stats.queried_tokens
                 result.hit_tokens += stats.hit_tokens
+                result.held_bytes += stats.held_bytes
+                result.checkpoint_bytes += stats.checkpoint_bytes
         result.averages, result.averages_waiting = self._averages.means()
         if self.models is not None:
             loads = [load for host in self.models.set for load in host.loads]
@@ -324,6 +327,7 @@ class DeviceReplay:
             chunk_pairs=sum(count * start + count * (count + 1) // 2 for start, count in chunks),
             copied_bytes=copied_bytes - self._copied_bytes,
             moved_bytes=moved_bytes - self._moved_bytes,
+            num_seqs=len(spans.slots),
         )
         self._copied_bytes, self._moved_bytes = copied_bytes, moved_bytes
         return work

@@ -55,6 +55,8 @@ class ReplayResult:
         num_preemptions: preemptions of requests.
         queried_tokens: prompt tokens looked up among retained prefixes.
         hit_tokens: prompt tokens found there.
+        held_bytes: what is retained of prefixes at the end.
+        checkpoint_bytes: of that, what checkpoints hold.
         kv_budget_bytes: the memory for KV; with weights that come and go, for these too.
         loads: loads of weights, in order of time; those that stay in the pool are not loaded.
         averages: averages of `aquifer.sim.occupancy.COLUMNS` over the busy time.
@@ -68,6 +70,8 @@ class ReplayResult:
     num_preemptions: int = 0
     queried_tokens: int = 0
     hit_tokens: int = 0
+    held_bytes: int = 0
+    checkpoint_bytes: int = 0
     kv_budget_bytes: int = 0
     averages: dict[str, float] = field(default_factory=dict)
     averages_waiting: dict[str, float] = field(default_factory=dict)

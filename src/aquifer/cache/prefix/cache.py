@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from aquifer.cache.base import Blocks, CachePart, Kept
+from aquifer.cache.prefix.checkpointer import Checkpointer
 from aquifer.cache.prefix.checkpoints import Checkpoints
 from aquifer.cache.prefix.pins import Pins
 from aquifer.cache.prefix.trie import Match, Node, TokenIds, Trie, check_token_ids, path_end
@@ -45,6 +46,7 @@ class PrefixStats:
 
     held_blocks: int
     held_bytes: int
+    checkpoint_bytes: int  # of these: what checkpoints hold
     pinned_bytes: int
     evictable_bytes: int  # blocks with neither a lease nor a pin on them or below
     queried_tokens: int
@@ -118,6 +120,14 @@ class PrefixCache:
             is_logged=losses is not None,
         )
         self._pins = Pins(self._trie, self._victims)
+        self._checkpointer = Checkpointer(
+            self._trie,
+            self._checkpoints,
+            self._victims,
+            self._pins,
+            self._restored,
+            self._block_bytes,
+        )
         self._num_leases = 0
         self._queried_tokens = 0
         self._hit_tokens = 0
@@ -270,104 +280,15 @@ class PrefixCache:
         if added is not None:
             self._pins.follow(added)
         if self._checkpoints:
-            self._add_checkpoints(lease, slot, start, num_known, num_computed, now_s)
-
-    def _add_checkpoints(
-        self,
-        lease: Lease,
-        slot: int,
-        start: int,
-        num_known: int,
-        num_computed: int,
-        now_s: float,
-    ) -> None:
-        """Take checkpoints of a sequence: at its end, where it leaves earlier ones, and between.
-
-        Args:
-            lease: its lease.
-            slot: its slot.
-            start: whole blocks that it had when it was inserted last.
-            num_known: of those that it has now, the first that were kept before.
-            num_computed: as for `insert`.
-            now_s: the time.
-        """
-        trie, every_tokens = self._trie, self._checkpoints.every_tokens
-        end = path_end(lease.node)
-        # A block may depend on a token more than ends in it.
-        marked = [n for n in self._checkpoints.marked(slot) if trie.first_blocks(n) <= end]
-        if self._checkpoints.are_exact:
-            places = {trie.first_blocks(n) for n in marked}
-        else:
-            places = {end, max(num_known, start)}
-            first, last = (trie.num_tokens(place) // every_tokens for place in (start, end))
-            places.update(trie.first_blocks(i * every_tokens) for i in range(first + 1, last + 1))
-        for place in sorted(places):
-            num_tokens = trie.num_tokens(place)
-            # The last node may be that of a match, of which the last token is computed again.
-            if not 0 < num_tokens <= num_computed:
-                continue
-            node = lease.node
-            while node is not None and place <= node.begin:
-                node = node.parent
-            assert node is not None
-            if place == node.end and trie.checkpoint(node) is not None:
-                continue
-            kept = self._checkpoints.take(slot, num_tokens)
-            if kept is None:
-                continue
-            node = trie.split(node, place)
-            before = node.parent
-            while before is not None and trie.checkpoint(before) is None:
-                before = before.parent
-            since = trie.num_tokens(path_end(before))
-            checkpoint = trie.add_checkpoint(node, kept, num_tokens - since, now_s)
-            checkpoint.checkpoint_bytes = self._checkpoints.hold(kept)
-            # Else its tokens count with their blocks.
-            if place <= num_known or not self._has_blocks:
-                self._restored(checkpoint)
-            self._victims.offer(checkpoint)
-            self._pins.take_checkpoint(node)
-        for num_tokens in marked:
-            self._checkpoints.unmark(slot, num_tokens)
+            self._checkpointer.add(lease.node, slot, start, num_known, num_computed, now_s)
 
     def stops(self, token_ids: TokenIds, extra: Hashable, num_begun: int) -> list[int]:
-        """Where a sequence should stop once, so that its state can be marked for a checkpoint.
-
-        Numbers of tokens, ascending: at distances of `Checkpoints.every_tokens`, where it leaves
-        what is kept, and at the last block's end before its last token. Those of which a
-        checkpoint would save little are left out: less than a quarter of that distance.
-
-        Args:
-            token_ids: the sequence's tokens.
-            extra: as given to `insert`.
-            num_begun: tokens that it begins with.
-
-        Returns: none where there is no state.
-        """
-        if not self._checkpoints.are_exact or not self._block_bytes:
-            return []
-        trie, every_tokens = self._trie, self._checkpoints.every_tokens
-        num_whole = trie.num_whole(len(token_ids) - 1)
-        if not num_whole:
-            return []
-        _, num_known = trie.descend(token_ids, extra, None, 0)
-        last = trie.num_tokens(num_whole)
-        wanted = {last, trie.num_tokens(min(num_known, num_whole))}
-        for count in range(num_begun + every_tokens, last, every_tokens):
-            wanted.add(trie.num_tokens(trie.num_whole(count)))
-        least_tokens = max(every_tokens // 4, 1)
-        stops: list[int] = []
-        for count in sorted(wanted, reverse=True):  # the last one is of most use
-            end = stops[-1] if stops else count + least_tokens
-            if count - num_begun >= least_tokens and end - count >= least_tokens:
-                stops.append(count)
-        return stops[::-1]
+        """Where a sequence should stop for checkpoints: see `Checkpointer.stops`."""
+        return self._checkpointer.stops(token_ids, extra, num_begun)
 
     def ends_block(self, num_tokens: int) -> bool:
         """Whether a checkpoint with state can be taken after so many tokens: a block ends there."""
-        if not self._checkpoints.are_exact or not self._block_bytes or not num_tokens:
-            return False
-        return self._trie.num_tokens(self._trie.num_whole(num_tokens)) == num_tokens
+        return self._checkpointer.ends_block(num_tokens)
 
     def pin(self, token_ids: TokenIds, extra: Hashable = None) -> None:
         """Never evict the whole blocks of this prefix: those kept now, and those inserted later.
@@ -410,6 +331,7 @@ class PrefixCache:
         return PrefixStats(
             held_blocks=self._trie.num_blocks,
             held_bytes=self._trie.num_blocks * self._block_bytes + self._checkpoints.held_bytes,
+            checkpoint_bytes=self._checkpoints.held_bytes,
             pinned_bytes=self.pinned_bytes,
             evictable_bytes=self.evictable_bytes,
             queried_tokens=self._queried_tokens,
