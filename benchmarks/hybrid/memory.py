@@ -29,10 +29,10 @@ from rich.console import Console
 from aquifer.bench.report import new_table
 from aquifer.bench.result import save
 from aquifer.cache import KV_CACHES, kv_cache
-from aquifer.memory.driver.host import HostDriver
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.sim.config import ReplayConfig
 from aquifer.sim.device import ModelShape, find_device
+from aquifer.sim.driver import ModelledDriver
 from aquifer.sim.replay import replay
 from aquifer.sim.trace import TraceRequest, fit_lengths, read_trace
 
@@ -45,7 +45,7 @@ MAX_SEQS = 1024
 MAX_TOKENS = 4096
 
 TRACE = "mooncake_synthetic.jsonl.gz"
-NUM_REQUESTS = 1500
+NUM_REQUESTS = 600
 CONTEXT_TOKENS = 131_072
 MEMORY_GB = (60, 120, 250)
 
@@ -54,9 +54,7 @@ def requests_at_once(shape: ModelShape, manager: str, num_tokens: int) -> int:
     """Requests of a length that get room for all of their tokens and their state."""
     owner = Owner("hybrid", Kind.KV)
     with ExitStack() as resources:
-        driver = HostDriver()
-        resources.callback(driver.close)
-        pool = PagePool(driver, BUDGET_BYTES, PAGE_BYTES)
+        pool = PagePool(ModelledDriver(BUDGET_BYTES, PAGE_BYTES), BUDGET_BYTES)
         resources.callback(pool.close)
         make = kv_cache(manager)
         cache = make(pool, owner, shape.kv_layout, MAX_SEQS, MAX_TOKENS, shape.state_layout)
@@ -139,7 +137,7 @@ def main() -> None:
         share = 100 * row["virtual"] / row["bound"]
         table.add_row(*map(str, cells), f"{times:.2f}", str(row["bound"]), f"{share:.1f}")
     console.print(table)
-    requests, _ = fit_lengths(read_trace(arguments.data / TRACE), CONTEXT_TOKENS)
+    requests, _ = fit_lengths(read_trace(arguments.data / TRACE), CONTEXT_TOKENS, cut=False)
     requests = requests[:NUM_REQUESTS]
     table = new_table(f"Mooncake's synthetic trace, {NUM_REQUESTS} requests")
     for column in ("memory, GB", "state", "found, %", "retained, GB", "of it checkpoints, GB"):
