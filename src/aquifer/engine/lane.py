@@ -168,12 +168,15 @@ class Lane:
         if slot is None or not self.has_state:
             return
         table = self.slots
-        wanted = [
-            *self._stops.get(slot, ()),
-            *(other.fork_tokens for other in sequence.group.sequences if other.parent is sequence),
-        ]
         num_computed = int(table.num_computed[slot])
-        table.stop_at[slot] = min((n for n in wanted if n > num_computed), default=NEVER)
+        wanted = [count for count in self._stops.get(slot, ()) if count > num_computed]
+        # One that begins with a prefix may be where another is to fork already.
+        wanted += [
+            other.fork_tokens
+            for other in sequence.group.sequences
+            if other.parent is sequence and other.fork_tokens >= num_computed
+        ]
+        table.stop_at[slot] = min(wanted, default=NEVER)
 
     def _pass_stops(self, slots: IntArray) -> None:
         """Mark the state of sequences that have stopped, and let them go on."""

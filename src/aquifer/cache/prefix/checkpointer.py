@@ -107,8 +107,8 @@ class Checkpointer:
         """Where a sequence should stop once, so that its state can be marked for a checkpoint.
 
         Numbers of tokens, ascending: at distances of `Checkpoints.every_tokens`, where it leaves
-        what is kept, and at the last block's end before its last token. Those of which a
-        checkpoint would save little are left out: less than a quarter of that distance.
+        what is kept, and at the last block's end before its last token. Where two are less than a
+        quarter of that distance apart, one of them is left out, as it would save little.
 
         Args:
             token_ids: the sequence's tokens.
@@ -125,16 +125,19 @@ class Checkpointer:
             return []
         _, num_known = trie.descend(token_ids, extra, None, 0)
         last = trie.num_tokens(num_whole)
-        wanted = {last, trie.num_tokens(min(num_known, num_whole))}
-        for count in range(num_begun + every_tokens, last, every_tokens):
-            wanted.add(trie.num_tokens(trie.num_whole(count)))
+        where_left = trie.num_tokens(min(num_known, num_whole))
+        between = [
+            trie.num_tokens(trie.num_whole(count))
+            for count in range(num_begun + every_tokens, last, every_tokens)
+        ]
         least_tokens = max(every_tokens // 4, 1)
         stops: list[int] = []
-        for count in sorted(wanted, reverse=True):  # the last one is of most use
-            end = stops[-1] if stops else count + least_tokens
-            if count - num_begun >= least_tokens and end - count >= least_tokens:
+        # Several requests have begun alike up to where it leaves the others: that is of most use.
+        for count in (where_left, last, *between):
+            distances = [abs(count - stop) for stop in stops]
+            if min([count - num_begun, *distances]) >= least_tokens:
                 stops.append(count)
-        return stops[::-1]
+        return sorted(stops)
 
     def ends_block(self, num_tokens: int) -> bool:
         """Whether a checkpoint with state can be taken after so many tokens: a block ends there."""
