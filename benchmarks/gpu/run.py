@@ -44,9 +44,9 @@ from aquifer.llm import LLM
 DEVICE = "cuda:0"
 MODELS_FOLDER = Path(__file__).resolve().parent / "models"
 MODELS = ("qwen3-0.6b", "llama-3-8b")
-HYBRIDS = ("falcon-h1-7b", "jamba-26b")
+HYBRIDS = ("falcon-h1-7b", "jamba-26b", "qwen3-next-40b")
 """Models with recurrent state: attention beside Mamba-2 in each layer; Mamba with few layers of
-attention, and experts."""
+attention, and experts; the gated delta rule, and many experts."""
 
 FAMILIES = (
     "gemma-2-2b",

@@ -158,7 +158,7 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
     "gpt_oss": lambda: with_all_experts("gpt_oss"),
     "gpt_oss-no-biases": lambda: with_all_experts("gpt_oss-no-biases"),
     **{name: TRANSFORMERS[name] for name in ("gpt_bigcode", "helium", "nemotron")},
-    **{name: HYBRIDS[name] for name in ("mamba", "mamba2", "bamba", "falcon_h1", "jamba-dense")},
+    **{name: HYBRIDS[name] for name in ("mamba2", "falcon_h1")},
     "deepseek_v2": lambda: latent(transformers.DeepseekV2Config, 16, q_lora_rank=None),
     "deepseek_v3": lambda: latent(
         transformers.DeepseekV3Config, 128, q_lora_rank=96, n_group=2, topk_group=2
@@ -232,6 +232,21 @@ def test_bfloat16(
         alone = [generate(llm, [prompt], greedy(24))[0] for prompt in prompts[:2]]
     assert_best_within_rounding(tmp_path, prompts, outputs)
     assert_best_within_rounding(tmp_path, prompts[:2], alone)
+
+
+@pytest.mark.parametrize("kv_cache", KV_CACHES)
+@pytest.mark.parametrize("architecture", HYBRIDS)
+def test_hybrids_give_the_tokens_of_the_host(
+    architecture: str, kv_cache: str, tmp_path: Path
+) -> None:
+    """In float32, where tests/engine/test_tokens.py compares the host with Transformers."""
+    save_tiny(HYBRIDS[architecture](), tmp_path, SEED)
+    prompts, params = random_prompts((1, 12, 33, 70, 5)), [greedy(n) for n in (40, 24, 8, 30, 1)]
+    with LLM(tmp_path, device="cpu", memory="64MiB", dtype="float32") as llm:
+        expected = generate(llm, prompts, params)
+    options: dict[str, Any] = {"max_num_batched_tokens": 16, "kv_cache": kv_cache}
+    with open_llm(tmp_path, dtype="float32", **options) as llm:
+        assert generate(llm, prompts, params) == expected
 
 
 @pytest.fixture(scope="module")
