@@ -17,7 +17,7 @@ import torch
 from tests.architectures import HYBRIDS, save_tiny
 from tests.cases import covering
 from tests.engine.conftest import PLENTY_BYTES
-from tests.engine.life import Case, Open, Sent, World, make_case
+from tests.engine.life import PAGE_BYTES, Case, Open, Sent, World, make_case
 from tests.models.tiny import TINY_MODELS, TinyModel
 
 from aquifer.cache import KV_CACHES
@@ -261,10 +261,14 @@ def test_preempted_sequences_lose_nothing(
     of = prompts[name]
     cases = [of.long, *of.alone, *(pair[0] for pair in of.leaving), of.samples, of.beams]
     most = max(case.num_tokens for case in cases)
-    options = {"kv_cache": kv_cache, "preemption_mode": preemption_mode, "num_ahead": 1}
+    options: dict[str, Any] = {
+        "kv_cache": kv_cache,
+        "preemption_mode": preemption_mode,
+        "num_ahead": 1,
+    }
     world = open_one(open_world, name, **options)
     num_pages = lane_of(world).most_pages(LONG_TOKENS, most, 3)
-    memory_bytes = world.used_bytes(name) + num_pages * world.engine.config.page_bytes
+    memory_bytes = world.used_bytes(name) + num_pages * PAGE_BYTES
     world = open_one(open_world, name, memory_bytes, **options, max_num_batched_tokens=12)
     serve(world, *cases)
     lane = lane_of(world)
@@ -273,19 +277,21 @@ def test_preempted_sequences_lose_nothing(
     clear(world)
 
 
-@pytest.mark.parametrize(("name", "kv_cache"), covering(NAMES, KV_CACHES, strength=2))
+@pytest.mark.parametrize(
+    ("name", "kv_cache", "num_tokens"), covering(NAMES, KV_CACHES, [64, 65], strength=2)
+)
 def test_a_pinned_prefix_keeps_its_state(
-    open_world: Open, prompts: dict[str, Prompts], name: str, kv_cache: str
+    open_world: Open, prompts: dict[str, Prompts], name: str, kv_cache: str, num_tokens: int
 ) -> None:
     """However much is evicted; unpinned, it is evicted like any other."""
     world = open_one(open_world, name, kv_cache=kv_cache, num_ahead=1)
     prefixes = lane_of(world).prefixes
     assert prefixes is not None
     of = prompts[name]
-    pinned = of.long.prompt[:65]
+    pinned = of.long.prompt[:num_tokens]
     num_pinned = world.engine.pin_prefix(name, pinned)
     grain = int(lane_of(world).cache.footprint.block_tokens)
-    assert num_pinned == 65 // grain * grain
+    assert num_pinned == num_tokens // grain * grain
     world.finish()
     serve(world, *of.alone)
     prefixes.evict(1 << 40, 1e9)

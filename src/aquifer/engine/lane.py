@@ -428,7 +428,7 @@ class Lane:
         if not self.has_state or slot is None or sequence.lease is None or self.prefixes is None:
             return
         num_tokens = int(self.slots.num_computed[slot])
-        is_done = int(self._num_written()[slot]) == num_tokens == len(self.slots.tokens(sequence))
+        is_done = int(self._num_written()[slot]) == num_tokens <= len(self.slots.tokens(sequence))
         if is_done and self.prefixes.ends_block(num_tokens):
             with suppress(DriverError):
                 self.cache.mark(slot, num_tokens)
