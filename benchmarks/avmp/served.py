@@ -1,20 +1,20 @@
-"""The streams of AVMP's benchmark through Aquifer's own scheduler: requests wait, and lose nothing.
+"""The streams of AVMP's benchmark through Aquifer's own scheduler: requests wait and lose nothing.
 
-Scheduler, cache managers and pool are the engine's; the device is modelled, and holds no bytes. Time
-is counted in ticks of the benchmark, in which each running request computes one token, of its prompt
-as well. A request has the memory that the benchmark gives it: the pages of its whole prompt and its
-state from its admission on, and a page of each attention layer for each 16 tokens more.
+Scheduler, cache managers and pool are the engine's; the device is modelled, and holds no bytes.
+Time is counted in ticks of the benchmark, in which each running request computes one token, of its
+prompt as well. A request has the memory that the benchmark gives it: the pages of its whole prompt
+and its state from its admission on, and a page of each attention layer for each 16 tokens more.
 
 A step of the scheduler is 16 ticks, in which each running request goes on by a row: the page of 16
-tokens in all attention layers. So a token of the engine is a row here. An arrival waits for the next
-step, and a request ends with a step; both cost it up to 15 ticks that the benchmark does not count.
+tokens in all attention layers. So a token of the engine is a row here. An arrival waits for the
+next step, and a request ends with a step; both cost it up to 15 ticks that the benchmark does not
+count.
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 import torch
@@ -37,8 +37,6 @@ from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.sim.driver import ModelledDriver
 from aquifer.sim.outputs import OutputMaker
 
-Order = Literal["in order of arrival", "shortest prompt first"]
-
 _NAME = "model"
 _ELEMENT = torch.bfloat16
 
@@ -52,11 +50,30 @@ def shortest_prompt(snapshot: AdmissionSnapshot) -> Candidate | None:
     return min(waiting, key=lambda each: (each.num_tokens, each.arrival), default=None)
 
 
-ORDERS: dict[Order, Admission] = {
-    "in order of arrival": first_come,
-    "shortest prompt first": shortest_prompt,
+@dataclass(frozen=True, slots=True)
+class Service:
+    """How requests are served.
+
+    Args:
+        admission: which waiting request is tried next.
+        manager: of the KV: one of `aquifer.cache.KV_CACHES`.
+        page_bytes: the pool's pages.
+    """
+
+    admission: Admission
+    manager: str = "paged"
+    page_bytes: int = 1 << 16
+
+
+SERVICES = {
+    "in order of arrival": Service(first_come),
+    "shortest prompt first": Service(shortest_prompt),
+    "in order of arrival, contiguous KV on 2-MiB pages": Service(first_come, "virtual", 2 << 20),
+    "shortest prompt first, contiguous KV on 2-MiB pages": Service(
+        shortest_prompt, "virtual", 2 << 20
+    ),
 }
-"""Which waiting request is tried next: the scheduler's default, and one that favours many."""
+"""The scheduler's own order and one that serves many; with the benchmark's pages and a GPU's."""
 
 
 @dataclass(slots=True)
@@ -148,10 +165,8 @@ def most_in_time(stream: Stream, sizes: SlotSizes, num_bytes: int) -> int:
     # Rows by ticks: those of the prompt all the time, each further one from its first token on.
     byte_ticks = (state_bytes + first * row_bytes) * total
     further = np.maximum(-(-total // PAGE_TOKENS) - first, 0)
-    since_first = total - first * PAGE_TOKENS
-    byte_ticks += row_bytes * (
-        further * since_first - PAGE_TOKENS * (further * (further - 1) // 2)
-    )
+    since_first = total - first * PAGE_TOKENS - 1
+    byte_ticks += row_bytes * (further * since_first - PAGE_TOKENS * (further * (further - 1) // 2))
     peak = state_bytes + -(-(total - 1) // PAGE_TOKENS) * row_bytes
     needed = np.cumsum(np.sort(byte_ticks[peak <= num_bytes]))
     ticks = last_departure(stream) - int(stream.arrival.min())
@@ -163,30 +178,20 @@ def last_departure(stream: Stream) -> int:
     return int((stream.arrival + stream.prompt + stream.generated).max())
 
 
-def serve(
-    stream: Stream,
-    sizes: SlotSizes,
-    num_bytes: int,
-    *,
-    order: Order = "in order of arrival",
-    manager: str = "paged",
-    page_bytes: int = 1 << 16,
-) -> Served:
+def serve(stream: Stream, sizes: SlotSizes, num_bytes: int, service: Service) -> Served:
     """Serve the requests of a stream, until all that fit have ended.
 
     Args:
         stream: the requests.
         sizes: of the model.
         num_bytes: of all memory.
-        order: which waiting request is tried next.
-        manager: of the KV: one of `aquifer.cache.KV_CACHES`.
-        page_bytes: the pool's pages.
+        service: how they are served.
 
     Raises:
         InvariantError: there was more memory than the budget, or requests are left.
     """
     with ExitStack() as resources:
-        cell = _Cell(stream, sizes, num_bytes, ORDERS[order], manager, page_bytes, resources)
+        cell = _Cell(stream, sizes, num_bytes, service, resources)
         cell.run()
         return cell.result
 
@@ -199,9 +204,7 @@ class _Cell:
         stream: Stream,
         sizes: SlotSizes,
         num_bytes: int,
-        admission: Admission,
-        manager: str,
-        page_bytes: int,
+        service: Service,
         resources: ExitStack,
     ) -> None:
         self._tick = 0
@@ -213,17 +216,17 @@ class _Cell:
         # The last token of a sequence is never run.
         self._rows = [(rows(prompt), rows(prompt + more) + 1) for prompt, more in lengths]
         max_rows = max(total for _, total in self._rows)
-        driver = ModelledDriver(num_bytes, page_bytes)
+        driver = ModelledDriver(num_bytes, service.page_bytes)
         self._pool = PagePool(driver, num_bytes, keep_idle_bytes=num_bytes)
         resources.callback(self._pool.close)
         self._scheduler = Assembly(
             self._pool,
             num * max_rows,
             clock_s=lambda: self._tick,
-            policies=Policies(admission=admission),
+            policies=Policies(admission=service.admission),
         ).scheduler
         kv, state = layouts(sizes)
-        make = kv_cache(manager, 1, max_rows)
+        make = kv_cache(service.manager, 1, max_rows)
         cache = make(self._pool, Owner(_NAME, Kind.KV), kv, num, max_rows, state)
         resources.callback(cache.close)
         self._lane = RowLane(_NAME, cache, SlotTable(num, max_rows))
@@ -273,7 +276,7 @@ class _Cell:
         return -(-(self._arrivals[self._next] - self._tick) // PAGE_TOKENS)
 
     def _arrive(self) -> bool:
-        """Add the requests that have arrived, but for those that never fit; whether there are any."""
+        """Add the requests that have arrived, but for those that never fit; whether any has."""
         first = self._next
         while self._has_more and self._arrivals[self._next] <= self._tick:
             number = self._next
