@@ -374,7 +374,6 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
         use_conv_bias=False,
         conv_kernel=3,
         tie_word_embeddings=True,
-        time_step_limit=(0.5, 1.0),
     ),
     "bamba": lambda: transformers.BambaConfig(**GQA, **_MAMBA2, attn_layer_indices=[1]),
     "bamba-biases": lambda: transformers.BambaConfig(
@@ -490,6 +489,32 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
         tie_word_embeddings=False,
     ),
     "falcon_mamba": lambda: transformers.FalconMambaConfig(**_PURE, state_size=6),
+    "qwen3_next": lambda: transformers.Qwen3NextConfig(
+        **{**GQA, "num_hidden_layers": 5},
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=20,
+        linear_value_head_dim=16,
+        linear_conv_kernel_dim=3,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+        num_experts=5,
+        num_experts_per_tok=2,
+        mlp_only_layers=[1],
+    ),
+    "qwen3_next-dense": lambda: transformers.Qwen3NextConfig(
+        **GQA,
+        head_dim=20,
+        attention_bias=True,
+        rope_parameters={**_rope("default"), "partial_rotary_factor": 0.5},
+        layer_types=["full_attention", "linear_attention", "full_attention"],
+        linear_num_key_heads=3,
+        linear_num_value_heads=3,
+        linear_key_head_dim=8,
+        linear_value_head_dim=16,
+        num_experts=0,
+    ),
 }
 """Architectures with recurrent state that `aquifer.models.decoder` serves."""
 

@@ -20,8 +20,8 @@ _OTHERS = (
     "of a family: OPT-350M, older Falcons"
 )
 _REFUSED = (
-    "encoder-decoders, state-space models (so far), other models with ALiBi or attention sinks, "
-    "multimodal checkpoints, and quantised ones except GPT-OSS in MXFP4"
+    "encoder-decoders, other models with recurrent state, ALiBi or attention sinks, multimodal "
+    "checkpoints, and quantised ones except GPT-OSS in MXFP4"
 )
 
 

@@ -44,6 +44,10 @@ from aquifer.llm import LLM
 DEVICE = "cuda:0"
 MODELS_FOLDER = Path(__file__).resolve().parent / "models"
 MODELS = ("qwen3-0.6b", "llama-3-8b")
+HYBRIDS = ("falcon-h1-7b", "jamba-26b")
+"""Models with recurrent state: attention beside Mamba-2 in each layer; Mamba with few layers of
+attention, and experts."""
+
 FAMILIES = (
     "gemma-2-2b",
     "gemma-3-12b",
@@ -73,6 +77,7 @@ TARGETS: dict[str, dict[str, float]] = {
         "qwen3-0.6b": (0.75, 1.6, 3.3, 5.6, 30_000, 430_000, 3),
         "llama-3-8b": (4.2, 5.1, 7.5, 12.1, 11_000, 43_000, 5),
         "gemma-2-2b": (1.8, 2.8, 5.5),
+        "falcon-h1-7b": (4.2, 6.0, 10.0, 16.0, 9000, 43_000, 8),
         "minitron-4b": (6.0,),  # 2.5 times the floor, which is 1.6 ms on an H200, and 2 ms
     }.items()
 }
@@ -93,6 +98,7 @@ VLLM: dict[str, dict[str, float]] = {
         "qwen3-0.6b": (1.60, 2.17, 4.21, 6.96, 23_800, 413_000, 44),
         "llama-3-8b": (4.99, 5.86, 8.69, 13.71, 9_800, 42_900, 44),
         "gemma-2-2b": (2.48, 2.93, 6.34),
+        "falcon-h1-7b": (4.84, 12.0, 20.1, 34.8, 5240, 38_500, 188),
     }.items()
 }
 """vLLM 0.24.0 with random weights, bf16, no prefix caching: measured on the same chip (an H200),
@@ -110,7 +116,7 @@ class Bench:
     """One engine and its measurements.
 
     Args:
-        model: one of `MODELS`.
+        model: one of `MODELS`, `HYBRIDS` or `FAMILIES`.
         kv_cache: "virtual" or "paged".
         output: folder of the results.
         repeats: timed runs of each measurement.
@@ -175,7 +181,7 @@ class Bench:
 
     def _latency(self) -> dict[str, Any]:
         batches = []
-        for size in BATCH_SIZES if self._model in MODELS else FAMILY_BATCH_SIZES:
+        for size in FAMILY_BATCH_SIZES if self._model in FAMILIES else BATCH_SIZES:
             times = measure_steps(self._llm, self._workload(size, PROMPT, OUTPUT), self._repeats)
             batches.append(times.figures(self._cost, self._rates))
             print(f"  batch {size}: {_round(times.step_ms)} ms a step", flush=True)
@@ -350,8 +356,9 @@ def main() -> None:
     models, parts = arguments.models.split(","), arguments.parts.split(",")
     if models == ["families"]:
         models = [*FAMILIES]
-    if not {*models} <= {*MODELS, *FAMILIES} or not {*parts} <= {*PARTS}:
-        parser.error(f"models are {', '.join(MODELS + FAMILIES)}; parts are {', '.join(PARTS)}")
+    known = MODELS + HYBRIDS + FAMILIES
+    if not {*models} <= {*known} or not {*parts} <= {*PARTS}:
+        parser.error(f"models are {', '.join(known)}; parts are {', '.join(PARTS)}")
     arguments.output.mkdir(parents=True, exist_ok=True)
     begun = time.perf_counter()
     for model in models:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.architectures import (
+    HYBRIDS,
     MAX_TOKENS,
     OUR_DECODER,
     TRANSFORMERS,
@@ -27,10 +28,12 @@ from aquifer.memory.pool import Kind
 from aquifer.models import plan_model
 from aquifer.weights.checkpoint import Checkpoint
 
-ARCHITECTURES = OUR_DECODER | TRANSFORMERS
+ARCHITECTURES = OUR_DECODER | HYBRIDS | TRANSFORMERS
 PROMPT_TOKENS = (1, 12, 33, 70)
 OUTPUT_TOKENS = 24
 SEED, OTHER_SEED = 2, 5  # of the first shape, of the second
+SEEDS = {"bamba-biases": 3}
+"""Seeds of architectures of which another one leads to a tie."""
 CLEAR_GAP = 1e-4
 """The least lead of the best logit; far more than what the order of additions changes."""
 
@@ -110,7 +113,7 @@ def generate(architecture: str, folder: Path) -> Reference:
     """Save a model of this architecture, and generate with Transformers."""
     name = architecture.removesuffix(_OTHER)
     if name == architecture:
-        model = save_tiny(ARCHITECTURES[name](), folder, SEED)
+        model = save_tiny(ARCHITECTURES[name](), folder, SEEDS.get(name, SEED))
     else:
         model = save_tiny(other_shape(name), folder, OTHER_SEED)
     longest = plan_model(Checkpoint.open(folder)).max_model_len
@@ -121,11 +124,14 @@ def generate(architecture: str, folder: Path) -> Reference:
         ).tolist()
         for length in PROMPT_TOKENS
     ]
-    return Reference(folder, prompts, [greedy(model, prompt) for prompt in prompts])
+    # With cached state, Transformers 5.23 leaves out the limits of Mamba-2's steps.
+    uses_cache = name not in HYBRIDS
+    outputs = [greedy(model, prompt, uses_cache=uses_cache) for prompt in prompts]
+    return Reference(folder, prompts, outputs)
 
 
 @torch.inference_mode()
-def greedy(model: Any, prompt: list[int]) -> list[int]:
+def greedy(model: Any, prompt: list[int], *, uses_cache: bool) -> list[int]:
     # A copy, because "dynamic" rotary scaling remembers the longest sequence that it has seen.
     model = copy.deepcopy(model)
     model.generation_config.eos_token_id = None
@@ -134,6 +140,7 @@ def greedy(model: Any, prompt: list[int]) -> list[int]:
         ids,
         attention_mask=torch.ones_like(ids),
         do_sample=False,
+        use_cache=uses_cache,
         max_new_tokens=OUTPUT_TOKENS,
         return_dict_in_generate=True,
         output_scores=True,

@@ -23,12 +23,13 @@ from aquifer.kernels.experts import (
     expert_tiles,
     experts,
     experts_reference,
+    has_gate,
     route,
     route_reference,
 )
 
 MAX_ERROR = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped_swiglu")
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped_swiglu", "relu2")
 SORTED = ExpertTile(16, 32, 16, 2, 2)
 SEARCHED = replace(SORTED, sorts=False)
 TILES = {
@@ -78,13 +79,15 @@ class Layer:
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
         has_bias: bool = False,
+        activation: Activation = "silu",
         seed: int = 0,
     ) -> None:
+        up_rows = 2 * width if has_gate(activation) else width
         self._generator = torch.Generator().manual_seed(seed)
         self._device, self._dtype = device or torch.device("cpu"), dtype
-        self.gate_up = self.random(num_experts, 2 * width, hidden) * hidden**-0.5
+        self.gate_up = self.random(num_experts, up_rows, hidden) * hidden**-0.5
         self.down = self.random(num_experts, hidden, width) * width**-0.5
-        self.gate_up_bias = self.random(num_experts, 2 * width) if has_bias else None
+        self.gate_up_bias = self.random(num_experts, up_rows) if has_bias else None
         self.down_bias = self.random(num_experts, hidden) if has_bias else None
 
     def random(self, *shape: int) -> torch.Tensor:
@@ -125,8 +128,10 @@ class Layer:
                 both = self.gate_up[expert].double() @ x[token].double()
                 if self.gate_up_bias is not None:
                     both += self.gate_up_bias[expert].double()
-                gate, up = (both[::2], both[1::2]) if interleaved else both.chunk(2)
-                if activation == "silu":
+                gate, up = (both[::2], both[1::2]) if interleaved else both.tensor_split(2)
+                if activation == "relu2":
+                    inner = both.clamp(min=0.0).square()
+                elif activation == "silu":
                     inner = gate * gate.sigmoid() * up
                 elif activation == "gelu_tanh":
                     inner = F.gelu(gate, approximate="tanh") * up
@@ -165,8 +170,8 @@ class Layer:
 def test_experts_reference(
     num_tokens: int, has_bias: bool, interleaved: bool, activation: Activation
 ) -> None:
-    layer = Layer(6, 24, 10, has_bias=has_bias)
-    x = layer.tokens(num_tokens) * 8  # so that some are clamped
+    layer = Layer(6, 24, 10, has_bias=has_bias, activation=activation)
+    x = layer.tokens(num_tokens) * (8 if has_gate(activation) else 1)  # so that some are clamped
     ids, weights = layer.choice(num_tokens, 3)
     ids[num_tokens // 2 :, 1] = -1
     result = experts_reference(
@@ -516,7 +521,7 @@ def test_experts(
 def test_activations(
     device: torch.device, name: str, has_bias: bool, interleaved: bool, activation: Activation
 ) -> None:
-    layer = Layer(4, 72, 40, device=device, has_bias=has_bias)
+    layer = Layer(4, 72, 40, device=device, has_bias=has_bias, activation=activation)
     x, (ids, weights) = layer.tokens(5) * 8, layer.choice(5, 2)
     result = layer.run(x, ids, weights, activation, interleaved=interleaved, tile=TILES[name])
     exact = layer.exact(x, ids, weights, activation, interleaved=interleaved)
@@ -587,11 +592,13 @@ def test_experts_of_random_shapes(device: torch.device, data: st.DataObject) -> 
     draw = data.draw
     num_experts, num_tokens = draw(st.integers(1, 9)), draw(st.integers(1, 24))
     top_k = draw(st.integers(1, min(num_experts, 3)))
+    activation, interleaved = draw(st.sampled_from(ACTIVATIONS)), draw(st.booleans())
     layer = Layer(
         num_experts,
         draw(st.sampled_from([8, 16, 24, 40])),
         draw(st.sampled_from([8, 17, 32])),
         has_bias=draw(st.booleans()),
+        activation=activation,
         seed=draw(st.integers(0, 100)),
         device=device,
     )
@@ -599,7 +606,6 @@ def test_experts_of_random_shapes(device: torch.device, data: st.DataObject) -> 
     chosen = draw(st.lists(row, min_size=num_tokens, max_size=num_tokens))
     ids = torch.tensor(chosen, dtype=torch.int32, device=device)
     x, (_, weights) = layer.tokens(num_tokens), layer.choice(num_tokens, top_k)
-    activation, interleaved = draw(st.sampled_from(ACTIVATIONS)), draw(st.booleans())
     tile = draw(st.sampled_from(list(TILES.values())))
     result = layer.run(x, ids, weights, activation, interleaved=interleaved, tile=tile)
     expected = experts_reference(

@@ -19,9 +19,22 @@ from aquifer.cache.view import StateView, WithoutState
 from aquifer.kernels.prefill_attention import PrefillSpans
 
 
+def empty_states(layout: StateLayout | None, num_slots: int) -> list[list[torch.Tensor]]:
+    """The state of each layer for that many sequences, as caches give it; not a number so far.
+
+    Slots are not neighbours: the first stride of a state is any.
+    """
+    return [
+        [
+            torch.full((num_slots, 2, *each.shape), torch.nan, dtype=each.dtype)[:, 0]
+            for each in layer
+        ]
+        for layer in (() if layout is None else layout.layers)
+    ]
+
+
 class DenseKV:
-    """KV, and state if there is a layout of it, of `num_slots` sequences of up to `max_tokens` tokens
-    each."""
+    """KV of `num_slots` sequences of up to `max_tokens` tokens each; with a layout, state too."""
 
     def __init__(
         self,
@@ -33,14 +46,7 @@ class DenseKV:
         shape = (num_slots, max_tokens, layout.token_elements)
         # Not a number, so that a read of what was never written shows in the result.
         self.layers = layout.split(torch.full(shape, torch.nan, dtype=layout.dtype))
-        # Rows of padding between slots: the first stride of a state is any.
-        self.states = [
-            [
-                torch.full((num_slots, 2, *each.shape), torch.nan, dtype=each.dtype)[:, 0]
-                for each in layer
-            ]
-            for layer in (() if state_layout is None else state_layout.layers)
-        ]
+        self.states = empty_states(state_layout, num_slots)
 
     def view(self, slots: IntArray, starts: IntArray, counts: IntArray) -> KVView:
         """One step, which writes [starts, starts + counts) of each slot."""

@@ -8,10 +8,10 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from tests.models.dense_kv import DenseKV
+from tests.models.dense_kv import DenseKV, empty_states
 
-from aquifer.cache.base import IntArray, KVLayout, KVView, Rows, Spans
-from aquifer.cache.view import StepView, Workspaces
+from aquifer.cache.base import IntArray, KVLayout, KVView, Rows, Spans, StateLayout
+from aquifer.cache.view import GroupedView, StateView, StepView, Workspaces
 from aquifer.memory.driver import open_driver
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.models.base import Model, ModelInput, ModelPlan
@@ -46,18 +46,34 @@ def loaded_model(
 
 
 class StepKV:
-    """KV in one plain tensor, read and written through `StepView`, as caches do."""
+    """KV in one plain tensor, read and written through `StepView`, as caches do; and state."""
 
-    def __init__(self, layout: KVLayout, num_slots: int, max_tokens: int) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_slots: int,
+        max_tokens: int,
+        state_layout: StateLayout | None = None,
+    ) -> None:
         shape = (num_slots, max_tokens, layout.token_elements)
         # Not a number, so that a read of KV that was never written shows in the result.
         self._layout = layout
         self._layers = layout.split(torch.full(shape, torch.nan, dtype=layout.dtype))
+        self._states = empty_states(state_layout, num_slots)
 
-    def view(self, slots: IntArray, starts: IntArray, counts: IntArray) -> KVView:
-        """KV of one step, which writes [starts, starts + counts) of each slot."""
-        rows = Rows.of(Spans.make(slots, starts, counts), 0, torch.device("cpu"))
-        return StepView(self._layout, self._layers, rows, None, Workspaces())
+    def view(
+        self, slots: IntArray, starts: IntArray, counts: IntArray, num_decodes: int = 0
+    ) -> KVView:
+        """KV of one step, which writes [starts, starts + counts) of each slot; the first ones may
+        decode as on a GPU."""
+        spans = Spans.make(slots, starts, counts)
+        arrays = map(torch.from_numpy, Rows.arrays(spans, num_decodes))
+        rows = Rows.over(spans, num_decodes, tuple(arrays))
+        view = StepView(self._layout, self._layers, rows, None, Workspaces())
+        if not self._states:
+            return view
+        places = [(0, index) for index in range(len(self._layers))]
+        return GroupedView([view], places, StateView(self._states, rows))
 
 
 class _Views(Protocol):
@@ -67,11 +83,12 @@ class _Views(Protocol):
 def served_logits(
     model: Model,
     sequences: list[torch.Tensor],
-    make_kv: Callable[[KVLayout, int, int], _Views] = DenseKV,
+    make_kv: Callable[[KVLayout, int, int, StateLayout | None], _Views] = DenseKV,
+    state_layout: StateLayout | None = None,
 ) -> list[torch.Tensor]:
     """Logits of every token: all sequences in one batch, in chunks, then token by token."""
     longest = max(len(ids) for ids in sequences)
-    kv = make_kv(model.kv_layout, len(sequences), longest)
+    kv = make_kv(model.kv_layout, len(sequences), longest, state_layout)
     scores: list[list[torch.Tensor]] = [[] for _ in sequences]
     done = [0] * len(sequences)
     for chunk in (3, 5, 2, *[1] * longest):

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.architectures import OUR_DECODER, save_tiny
+from tests.architectures import HYBRIDS, OUR_DECODER, save_tiny
 
-from aquifer.cache.base import AttentionOptions
+from aquifer.cache.base import AttentionOptions, Recurrence
 from aquifer.cache.layout import KVLayout
-from aquifer.cache.view import WithoutState
 from aquifer.kernels import KERNEL_ALIGNMENT_BYTES
 from aquifer.kernels.experts import experts
 from aquifer.kernels.prefill_attention import PrefillSpans
@@ -19,14 +19,16 @@ from aquifer.models import Model, ModelInput, decoder, plan_model
 from aquifer.weights.checkpoint import Checkpoint
 
 
-class Visited(WithoutState):
-    """A `KVView` that notes in which ways layers attend, and where their KV begins."""
+class Visited:
+    """A `KVView` that notes in which ways layers attend, where their KV begins, and which layers
+    have state."""
 
     def __init__(self, layout: KVLayout) -> None:
         self._layers = layout.split(torch.zeros(1, 1, layout.token_elements, dtype=layout.dtype))
         self._alignments = layout.alignments(KERNEL_ALIGNMENT_BYTES)
         self._padding = torch.tensor([-1])
         self.layers: list[int] = []
+        self.state_layers: list[int] = []
         self.kinds: set[tuple[object, ...]] = set()
 
     def pad(self, num_rows: int) -> None:
@@ -48,6 +50,11 @@ class Visited(WithoutState):
         self.layers.append(layer)
         self.kinds.add((how.window_tokens, how.softcap, self._alignments[layer]))
         return query.new_zeros(*query.shape[:2], self._layers[layer][1].shape[-1])
+
+    def recur(self, layer: int, inputs: torch.Tensor, recurrence: Recurrence) -> torch.Tensor:
+        self.state_layers.append(layer)
+        self.kinds.add((type(recurrence),))
+        return inputs.new_zeros(len(inputs), recurrence.out_columns)
 
 
 def visit(model: Model) -> Visited:
@@ -79,6 +86,30 @@ def test_a_rehearsal_has_every_kind_of_layer(family: str, tmp_path: Path) -> Non
     assert whole.layers == list(range(6))
     assert rehearsal.kinds == whole.kinds
     assert {0} < set(rehearsal.layers) < set(whole.layers)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "attending", "mixing"),
+    [
+        # The first layer; each part after one that adds one result; and, after experts with a
+        # shared one, which add two, a mixer and attention.
+        ("M-*-M-*EM-M-E*E*", [0, 2], [0, 1, 2]),
+        ("MMMM", [], [0, 1]),
+        ("*-*-", [0, 1], []),
+    ],
+)
+def test_a_rehearsal_of_a_hybrid(
+    pattern: str, attending: list[int], mixing: list[int], tmp_path: Path
+) -> None:
+    values = HYBRIDS["nemotron_h"]().to_dict() | {"hybrid_override_pattern": pattern}
+    values = {k: v for k, v in values.items() if k not in ("layers_block_type", "layer_types")}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    plan = plan_model(Checkpoint.without_tensors(tmp_path), torch.float32)
+    model = plan.build({each.name: torch.ones(each.shape) for each in plan.parameters})
+    whole, rehearsal = visit(model), visit(model.rehearsal())
+    assert whole.layers == list(range(pattern.count("*")))
+    assert whole.state_layers == list(range(pattern.count("M")))
+    assert (rehearsal.layers, rehearsal.state_layers) == (attending, mixing)
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "qwen2_moe"])

@@ -17,6 +17,7 @@ NUM_KV_LAYERS = {
     "llama-tied": 3,
     "no-kv": 0,
     "sparse-kv": 2,
+    "recurrent": 2,
     "windows": 3,
     "sliding": 2,
 }
@@ -31,9 +32,11 @@ def random_ids(length: int, seed: int, vocab_size: int) -> torch.Tensor:
 def test_logits_equal_the_reference(name: str, make_kv: type, tmp_path: Path) -> None:
     """In one batch, chunks of several sequences; then one token of each at a time."""
     tiny = TINY_MODELS[name]
-    with loaded_model(Checkpoint.open(tiny.save(tmp_path / name)), plan_tiny) as model:
+    checkpoint = Checkpoint.open(tiny.save(tmp_path / name))
+    state_layout = plan_tiny(checkpoint).state_layout()
+    with loaded_model(checkpoint, plan_tiny) as model:
         sequences = [random_ids(n, seed, model.vocab_size) for seed, n in enumerate((17, 4, 40))]
-        served = served_logits(model, sequences, make_kv)
+        served = served_logits(model, sequences, make_kv, state_layout)
     for ids, actual in zip(sequences, served, strict=True):
         expected = tiny.forward_all(ids.tolist())
         assert expected.std() > 0.2  # the comparison means nothing if all logits are alike
@@ -49,7 +52,7 @@ def test_plan_from_the_configuration_alone(name: str, tmp_path: Path) -> None:
     assert plan.vocab_size == tiny.config["vocab_size"] <= 64
     assert plan.max_model_len == tiny.config["max_position_embeddings"] <= 128
     assert plan.num_parameters == sum(tensor.numel() for tensor in tiny.weights.values())
-    assert plan.state_layout() is None
+    assert (plan.state_layout() is None) == (name != "recurrent")
     layout = plan.kv_layout
     assert len(layout.layers) == NUM_KV_LAYERS[name]
     assert (layout.token_bytes == 0) == (name == "no-kv")

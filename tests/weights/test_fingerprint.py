@@ -12,7 +12,7 @@ from tests.checkpoints import save_checkpoint
 
 from aquifer.weights.checkpoint import Checkpoint
 from aquifer.weights.fingerprint import SAMPLE_BYTES, GroupOrigin, keys_of_equals
-from aquifer.weights.forms import Form, RowOrder
+from aquifer.weights.forms import Form, RowFactors, RowOrder
 from aquifer.weights.parameters import Parameter, Source
 
 SIZE = 3 * SAMPLE_BYTES  # bytes of a tensor; the middle third is in no sample
@@ -29,10 +29,11 @@ def origin(
     *names: str,
     form: Form = Form.PLAIN,
     order: RowOrder | None = None,
+    factors: RowFactors = (),
 ) -> GroupOrigin:
     """A group with a parameter for each name, in a checkpoint that is made for it."""
     save_checkpoint(folder, {"architectures": ["Test"]}, dict(tensors))
-    return group(Checkpoint.open(folder), *names, form=form, order=order)
+    return group(Checkpoint.open(folder), *names, form=form, order=order, factors=factors)
 
 
 def group(
@@ -40,10 +41,11 @@ def group(
     *names: str,
     form: Form = Form.PLAIN,
     order: RowOrder | None = None,
+    factors: RowFactors = (),
 ) -> GroupOrigin:
+    sources = (Source(name, form=form, order=order, factors=factors) for name in names)
     parameters = (
-        Parameter(name, (4, SIZE // 16), torch.float32, (Source(name, (), form=form, order=order),))
-        for name in names
+        Parameter(source.name, (4, SIZE // 16), torch.float32, (source,)) for source in sources
     )
     return GroupOrigin(tuple(parameters), checkpoint)
 
@@ -76,7 +78,8 @@ def test_the_form_counts_too(tmp_path: Path):
     transposed = origin(tmp_path / "2", {"x": tensor()}, "x", form=Form.TRANSPOSED)
     order = RowOrder(1, (1, 3))
     ordered = origin(tmp_path / "3", {"x": tensor()}, "x", order=order)
-    assert keys_of_equals([plain, transposed, ordered], tmp_path / "hashes") == {}
+    scaled = origin(tmp_path / "4", {"x": tensor()}, "x", factors=((4, 0.5),))
+    assert keys_of_equals([plain, transposed, ordered, scaled], tmp_path / "hashes") == {}
 
 
 def test_one_checkpoint_is_not_read(tmp_path: Path):

@@ -125,6 +125,26 @@ def test_transposed_matrices(tmp_path, max_bytes, padding_bytes):
 
 @pytest.mark.parametrize("max_bytes", [256, 1000, 1 << 20])
 @pytest.mark.parametrize("padding_bytes", [0, 1])
+def test_rows_with_constant_factors(tmp_path, max_bytes, padding_bytes):
+    """Stretches end within rows and between rows of different factors; results are rounded once."""
+    generator = torch.Generator().manual_seed(0)
+    factors = ((2, 0.3), (3, 1.0), (1, -1.7))
+    shapes = [(6, 57), (6,), (6, 1, 40), (6, 0)]
+    tensors = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+    stored = [stored for stored, _ in _write(tmp_path / "a", tensors, padding_bytes)]
+    each = torch.tensor([0.3] * 2 + [1.0] * 3 + [-1.7])
+    for dtype in (torch.bfloat16, torch.float32):
+        filled = [torch.empty(tensor.shape, dtype=dtype) for tensor in tensors]
+        targets = [Target(part, factors=factors) for part in filled]
+        assert not targets[0].is_copy(torch.bfloat16)
+        _load(plan_stretches(zip(stored, targets, strict=True), max_bytes))
+        for part, tensor in zip(filled, tensors, strict=True):
+            rows = each.view(-1, *[1] * (tensor.dim() - 1))
+            assert torch.equal(part, (tensor.float() * rows).to(dtype))
+
+
+@pytest.mark.parametrize("max_bytes", [256, 1000, 1 << 20])
+@pytest.mark.parametrize("padding_bytes", [0, 1])
 def test_rows_in_another_order(tmp_path, max_bytes, padding_bytes):
     """Stretches end within rows and between the parts of a group."""
     generator = torch.Generator().manual_seed(0)

@@ -102,6 +102,7 @@ class Cost:
     expert_share: float  # share of these that one token chooses
     parameter_bytes: int  # bytes of one parameter
     kv_bytes_per_token: int
+    state_bytes: int  # recurrent state of a sequence, read and written by each token
     attention_operations: float  # per pair of a query token and a key token, over all layers
 
     @classmethod
@@ -118,6 +119,8 @@ class Cost:
         num_chosen = sum(math.prod(each.shape) * each.used_share for each in experts)
         # The embedding, of which a step reads few rows, and the head; or one tied tensor.
         tables = [math.prod(each.shape) for each in matrices if each.shape[0] == info.vocab_size]
+        state_dtype = llm.engine.config.state_dtype
+        state = plan.state_layout(None if state_dtype == "auto" else getattr(torch, state_dtype))
         num_heads = checkpoint.config.get("num_attention_heads")
         return cls(
             body_parameters=num_elements(matrices) - num_expert_parameters - sum(tables),
@@ -126,6 +129,7 @@ class Cost:
             expert_share=num_chosen / num_expert_parameters if experts else 0.0,
             parameter_bytes=dtype.itemsize,
             kv_bytes_per_token=info.kv_bytes_per_token,
+            state_bytes=0 if state is None else state.num_bytes,
             attention_operations=plan.kv_layout.attention_operations(num_heads),
         )
 
@@ -137,11 +141,14 @@ class Cost:
     def step_s(self, workload: Workload, rates: Rates) -> float:
         """Compute the floor of a decode step of all requests, the mean over their outputs.
 
-        A step reads the weights once, and the KV of each request's context.
+        A step reads the weights once, and the KV of each request's context; it reads and writes
+        the state of each.
         """
         num_steps = max(max(workload.output_lengths) - 1, 1)
         kv_bytes = workload.num_attended_tokens / num_steps * self.kv_bytes_per_token
-        return (self.weight_bytes(len(workload.prompts)) + kv_bytes) / rates.bytes_per_s
+        state_bytes = 2 * len(workload.prompts) * self.state_bytes
+        num_bytes = self.weight_bytes(len(workload.prompts)) + kv_bytes + state_bytes
+        return num_bytes / rates.bytes_per_s
 
     def prefill_s(self, prompt_lengths: Sequence[int], rates: Rates) -> float:
         """Compute the floor of prefill: the prompts' matrix products and causal attention."""
@@ -164,5 +171,6 @@ class Cost:
             for step in range(max(workload.output_lengths))
         )
         decode_bytes += workload.num_attended_tokens * self.kv_bytes_per_token
+        decode_bytes += 2 * sum(workload.output_lengths) * self.state_bytes
         prompts_s = self.prefill_s([len(prompt) for prompt in workload.prompts], rates)
         return prompts_s + decode_bytes / rates.bytes_per_s

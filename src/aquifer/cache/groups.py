@@ -166,7 +166,7 @@ class GroupedCache:
         """Give back what is behind the windows."""
         self._positions[slots] = positions
         next_rows = of_state = positions + 1
-        if self._keeps_checkpoints:
+        if self._keeps_checkpoints and self._first.footprint.token_bytes:
             first = self._first.footprint
             whole_bytes = positions * first.token_bytes // first.block_bytes * first.block_bytes
             next_rows = whole_bytes // first.token_bytes

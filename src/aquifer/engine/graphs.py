@@ -66,11 +66,15 @@ class StepBuffers:
 
 
 def lasting(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor at the same address, which does not keep its memory from other graphs.
+    """A tensor at the same address, which does not keep its memory from other graphs.
 
     Its content lasts until another graph of the pool runs.
+
+    Args:
+        tensor: not empty; strides are any.
     """
-    assert tensor.is_contiguous()
-    num_bytes = tensor.numel() * tensor.dtype.itemsize
+    shape, strides = tensor.shape, tensor.stride()
+    num_elements = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+    num_bytes = num_elements * tensor.dtype.itemsize
     flat = tensor_over(tensor.data_ptr(), num_bytes, tensor.device)
-    return flat.view(tensor.dtype).view(tensor.shape)
+    return flat.view(tensor.dtype).as_strided(shape, strides)

@@ -194,7 +194,7 @@ class ModelHost(ModelLife):
         for lengths in warm_up.lengths():
             wanted = np.arange(1, min(len(lengths), self._limits.max_seqs) + 1)
             tokens = np.array(lengths)[: len(wanted)]
-            num_bytes = int(tokens.sum()) * self.info.kv_bytes_per_token
+            num_bytes = int(cache.footprint.pages(tokens).sum()) * self._pool.page_bytes
             is_least = len(lengths) == 1
             # The most are not worth what other models retain.
             if not is_least and 2 * num_bytes > self._pool.free_bytes:

@@ -40,10 +40,11 @@ class _Attention:
 
 @dataclass(frozen=True, slots=True)
 class _Recurrence:
-    """The recurrence of a model's layers, with the columns of its inputs."""
+    """The recurrence of a model's layers, with columns and row stride of its inputs."""
 
     layer: int
     columns: int
+    stride: int
     dtype: torch.dtype
     recurrence: Recurrence
 
@@ -79,7 +80,9 @@ class _NoCache:
 
     def recur(self, layer: int, inputs: torch.Tensor, recurrence: Recurrence) -> torch.Tensor:
         if self.recurrence is None:
-            self.recurrence = _Recurrence(layer, inputs.shape[1], inputs.dtype, recurrence)
+            self.recurrence = _Recurrence(
+                layer, inputs.shape[1], inputs.stride(0), inputs.dtype, recurrence
+            )
         return inputs.new_zeros(len(inputs), recurrence.out_columns)
 
     def attend(self, layer: int, query: torch.Tensor, how: AttentionOptions) -> torch.Tensor:
@@ -162,6 +165,10 @@ class WarmUp:
         self._kv.rehearse()
         step_s = self._run_padding(self._model)
         self._attend_chunk(num_slots)
+        if num_slots:
+            # Its intermediate results are memory that the largest step needs.
+            zero = np.array([0])
+            self._recur(Spans.make(zero + 1, zero, zero + self._num_tokens))
         return step_s / self._num_tokens
 
     def plan_round_prompts(self, num_slots: int) -> None:
@@ -214,11 +221,15 @@ class WarmUp:
                 torch.zeros(shape, dtype=attention.dtype, device=self._device),
                 attention.how,
             )
+        self._recur(spans)
+
+    def _recur(self, spans: Spans) -> None:
+        """Run the recurrence of a layer, if any has one."""
         if self._recurrence is not None:
             of = self._recurrence
-            inputs = torch.zeros(
-                (spans.num_tokens, of.columns), dtype=of.dtype, device=self._device
-            )
+            shape = (spans.num_tokens, of.stride)
+            inputs = torch.zeros(shape, dtype=of.dtype, device=self._device)[:, : of.columns]
+            view = self._kv.view(Rows.of(spans, 0, self._device))
             view.recur(of.layer, inputs, of.recurrence)
 
     def _wait(self) -> None:

@@ -473,7 +473,7 @@ class _Layer:
     @property
     def row_step(self) -> int:
         """Rows of gate_up from one of gate to the next."""
-        return 2 if self.interleaved else 1
+        return 2 if self.interleaved and self.gated else 1
 
     @property
     def up_offset(self) -> int:
@@ -492,8 +492,8 @@ def _run_vectors(layer: _Layer, x: torch.Tensor, out: torch.Tensor, tile: Expert
         width, x.stride(0), layer.up_offset,
         row_step=layer.row_step, top_k=layer.top_k, num_in=hidden, rows=rows,
         columns=min(pow2(hidden, MIN_DOT), tile.columns), gated=layer.gated,
-        activation=layer.activation, limit=CLAMP_LIMIT, slope=CLAMP_SLOPE, has_bias=layer.gate_up_bias is not None,
-        num_warps=tile.num_warps, **options,
+        activation=layer.activation, limit=CLAMP_LIMIT, slope=CLAMP_SLOPE,
+        has_bias=layer.gate_up_bias is not None, num_warps=tile.num_warps, **options,
     )  # fmt: skip
     columns = min(pow2(width, MIN_DOT), tile.columns)
     _down_vector_kernel[(-(-hidden // tile.rows), num_tokens)](

@@ -65,6 +65,9 @@ _CHUNK = 64
 _WIDE_CHUNK = 16
 """The same for float32 on a GPU, whose products take no tensor cores, and many registers."""
 
+_PRECISIONS = {torch.float32: "ieee", torch.float16: "tf32x3", torch.bfloat16: "tf32"}
+"""How the products are computed that make the inverse: errors well below that of its rounding."""
+
 _UPDATE_COLUMNS = 32
 _CARRY_COLUMNS = 32
 """Columns of a head's state that a program has: 32 heads of 128 of one sequence fill a device."""
@@ -349,7 +352,7 @@ def delta_chunks(
         *k.stride()[:2],
         g.stride(0),
         beta.stride(0),
-        precision="ieee" if q.dtype == torch.float32 else "tf32",
+        precision=_PRECISIONS[q.dtype],
         eps=NORM_EPS,
         num_stages=1,
         **shared,

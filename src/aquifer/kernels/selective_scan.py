@@ -19,8 +19,8 @@ that are computed at the same time, in three launches:
 2. `_pass_kernel`: with these, the state before each chunk.
 3. `_chunks_kernel` once more, from the right state: the results, and the state after the span.
 
-With one chunk for each span, only the last launch is needed. There are at most `_MAX_CHUNKS`
-intermediate states, however many tokens the step has: 32 MiB with 8192 channels of 16 numbers.
+There are at most `_MAX_CHUNKS` intermediate states, however many tokens the step has: 32 MiB with
+8192 channels of 16 numbers.
 """
 
 from __future__ import annotations
@@ -245,28 +245,9 @@ def selective_chunks(
     assert spans.offsets[-1] <= len(x)
     num_tokens = spans.offsets[-1] - spans.offsets[0]
     chunk_tokens = max(pow2(-(-num_tokens // _MAX_CHUNKS)), _MIN_CHUNK_TOKENS)
-    scan_chunks(state, x, dt, a_log, b, c, d, dt_bias, spans, out, chunk_tokens=chunk_tokens)
-
-
-def scan_chunks(
-    state: torch.Tensor,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a_log: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    d: torch.Tensor,
-    dt_bias: torch.Tensor | None,
-    spans: PrefillSpans,
-    out: torch.Tensor,
-    *,
-    chunk_tokens: int,
-) -> None:
-    """`selective_chunks` by the Triton kernels, with chunks of `chunk_tokens`."""
     num_channels, size = a_log.shape
     num_spans = len(spans.slots)
-    num_kept = (spans.offsets[-1] - spans.offsets[0]) // chunk_tokens
-    lengths = [end - begin for begin, end in zip(spans.offsets, spans.offsets[1:], strict=False)]
+    num_kept = num_tokens // chunk_tokens
     # The states after chunks, and the sums of their steps; see `_kept_index`.
     states = torch.empty(num_kept, num_channels, size, dtype=torch.float32, device=x.device)
     steps = torch.empty(num_kept, num_channels, dtype=torch.float32, device=x.device)
@@ -308,25 +289,26 @@ def scan_chunks(
             num_warps=_TILE_WARPS,
         )
 
-    if max(lengths) > chunk_tokens:
-        run(is_local=True)
-        launch(
-            _pass_kernel,
-            (-(-num_channels * size // _TILE), num_spans),
-            state,
-            a_log,
-            spans.device_slots,
-            spans.device_starts,
-            spans.device_offsets,
-            states,
-            steps,
-            chunk_tokens,
-            state.stride(0),
-            num_channels=num_channels,
-            size=size,
-            tile=_TILE,
-            num_warps=_TILE_WARPS,
-        )
+    # The first two have nothing to do where each span is one chunk. They are launched all the same,
+    # so that the first prompt of a model, however short, is what compiles all of them.
+    run(is_local=True)
+    launch(
+        _pass_kernel,
+        (-(-num_channels * size // _TILE), num_spans),
+        state,
+        a_log,
+        spans.device_slots,
+        spans.device_starts,
+        spans.device_offsets,
+        states,
+        steps,
+        chunk_tokens,
+        state.stride(0),
+        num_channels=num_channels,
+        size=size,
+        tile=_TILE,
+        num_warps=_TILE_WARPS,
+    )
     run(is_local=False)
 
 

@@ -19,7 +19,7 @@ from aquifer.kernels.rotary import qk_norm_rope_write
 from aquifer.models.base import ModelInput
 from aquifer.models.layer_weights import AttentionWeights, ExpertWeights, LayerWeights
 from aquifer.models.rope import RotaryAngles
-from aquifer.models.spec import Attention, DecoderSpec, Experts, HeadSpan, Mlp
+from aquifer.models.spec import Attention, DecoderSpec, Experts, HeadSpan, Layer, Mlp
 from aquifer.models.stream import Stream
 from aquifer.models.tensors import Linear, Tensors, norm_weights
 
@@ -37,6 +37,15 @@ def _down(down: Linear, up: torch.Tensor, of: Mlp | Experts | None) -> torch.Ten
     if of.activation == "silu" and of.is_gated:
         return silu_linear(up, down.weight, down.bias)
     return down(activate(up, of.activation, is_gated=of.is_gated))
+
+
+def _num_deltas(spec: DecoderSpec, layer: Layer) -> int:
+    """How many results of its last part a layer leaves to be added to the stream."""
+    if spec.block.is_parallel:
+        return 2
+    if layer.has_experts:
+        return 2 if spec.experts is not None and spec.experts.shared_width else 1
+    return 2 if layer.has_attention and layer.has_mixer and not layer.has_mlp else 1
 
 
 class Decoder:
@@ -107,12 +116,18 @@ class Decoder:
         """The first layer, before which nothing is added to the residual, and one of each kind."""
         # A kernel is compiled for aligned addresses and for others.
         alignments = self.kv_layout.alignments(KERNEL_ALIGNMENT_BYTES)
-        kinds = [
-            (replace(layer, scale=1.0), None if index is None else alignments[index])
-            for layer, index in zip(self._spec.layers, self._spec.kv_indices, strict=True)
-        ]
-        layers = [0, *(i for i, kind in enumerate(kinds) if i and kind not in kinds[1:i])]
-        return Decoder(self._spec, self.kv_layout, self._tensors, layers)
+        spec = self._spec
+        counts = [_num_deltas(spec, layer) for layer in spec.layers]
+        kinds: set[tuple[object, ...]] = set()
+        layers = [0]
+        for i, layer in enumerate(spec.layers[1:], 1):
+            index = spec.kv_indices[i]
+            alignment = None if index is None else alignments[index]
+            kind = replace(layer, scale=1.0), alignment, counts[i - 1]
+            if kind not in kinds:
+                kinds.add(kind)
+                layers += [i] if counts[layers[-1]] == counts[i - 1] else [i - 1, i]
+        return Decoder(spec, self.kv_layout, self._tensors, layers)
 
     # --- parts of a step ---------------------------------------------------------------------
 

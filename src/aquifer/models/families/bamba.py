@@ -83,7 +83,7 @@ def read(fields: Fields, architecture: str) -> DecoderSpec:
         max_model_len=rope.max_model_len,
         attention=replace(sizes.attention, qkv_bias=bias, out_bias=bias),
         mlp=Mlp(reading.read_width(known), "silu", has_bias=known.flag("mlp_bias", default=False)),
-        mixer=_mixer(known, known.integer("mamba_expand", 1, MOST_WIDTH, default=2), norm.eps),
+        mixer=_mixer(known, _width(known), norm.eps),
         block=Block(before_attention=norm, before_mlp=norm),
         layers=_layers([i in attending for i in range(sizes.num_layers)], sizes.head_dim**-0.5, 0),
         ropes=(rope,),
@@ -101,7 +101,7 @@ def read_granite(fields: Fields, architecture: str) -> DecoderSpec:
     norm = reading.rms_norm(known)
     check_silu(known, architecture)
     has_rope = known.text("position_embedding_type", default="none") == "rope"
-    ropes = (reading.read_rope(known, sizes, architecture),) if has_rope else ()
+    rope = reading.read_rope(known, sizes, architecture) if has_rope else None
     bias = known.flag("attention_bias", default=False)
     width = reading.read_width(known, "shared_intermediate_size", default=1024)
     count = known.integer("num_local_experts", 0, MOST_EXPERTS, default=8)
@@ -110,14 +110,14 @@ def read_granite(fields: Fields, architecture: str) -> DecoderSpec:
     spec = DecoderSpec(
         vocab_size=sizes.vocab_size,
         hidden_size=sizes.hidden_size,
-        max_model_len=ropes[0].max_model_len if has_rope else sizes.max_positions,
+        max_model_len=sizes.max_positions if rope is None else rope.max_model_len,
         attention=replace(sizes.attention, qkv_bias=bias, out_bias=bias),
         mlp=Mlp(width, "silu"),
-        mixer=_mixer(known, known.integer("mamba_expand", 1, MOST_WIDTH, default=2), norm.eps),
+        mixer=_mixer(known, _width(known), norm.eps),
         experts=_granite_experts(known, count, width) if count else None,
         block=Block(before_attention=norm, before_mlp=norm),
         layers=tuple(replace(layer, has_experts=count > 0) for layer in layers),
-        ropes=ropes,
+        ropes=() if rope is None else (rope,),
         norm=norm,
         head=Head(known.flag("tie_word_embeddings", default=False)),
         names=Names(
@@ -177,12 +177,14 @@ def _layers(attend: list[bool], scale: float, rope: int | None) -> tuple[Layer, 
     )
 
 
-def _mixer(known: Fields, expand: int, eps: float) -> Mamba2:
-    """The mixer, as wide as the hidden states times a factor."""
-    return _mixer_of_width(known, expand * known.integer("hidden_size", 1, MOST_WIDTH), eps)
+def _width(known: Fields) -> int:
+    """Width of a mixer that is as wide as the hidden states times a factor."""
+    hidden_size = known.integer("hidden_size", 1, MOST_WIDTH)
+    return hidden_size * known.integer("mamba_expand", 1, MOST_WIDTH // hidden_size, default=2)
 
 
-def _mixer_of_width(known: Fields, width: int, eps: float | None) -> Mamba2:
+def _mixer(known: Fields, width: int, eps: float | None) -> Mamba2:
+    """The mixer of that width, with a norm unless there is no epsilon for it."""
     names = "mamba_n_heads", "mamba_d_head", "mamba_n_groups"
     num_heads, head_dim, num_groups = read_heads(known, width, names, (128, 1))
     bias = known.flag("mamba_proj_bias", default=False)
@@ -208,14 +210,12 @@ def _falcon_mixer(fields: Fields, known: Fields, eps: float) -> Mamba2:
         known: the same with the defaults of its model type.
         eps: added to the mean square in norms.
     """
-    hidden_size = known.integer("hidden_size", 1, MOST_WIDTH)
-    if "mamba_d_ssm" in fields.values and "mamba_d_ssm" not in fields:  # null
-        width = hidden_size * known.integer("mamba_expand", 1, MOST_WIDTH, default=2)
-    else:
-        width = known.integer("mamba_d_ssm", 1, MOST_WIDTH, default=1024)
+    is_null = "mamba_d_ssm" in fields.values and "mamba_d_ssm" not in fields
+    given = known.integer("mamba_d_ssm", 1, MOST_WIDTH, default=1024)
+    width = _width(known) if is_null else given
     has_norm = known.flag("mamba_rms_norm", default=False)
     return replace(
-        _mixer_of_width(known, width, eps if has_norm else None),
+        _mixer(known, width, eps if has_norm else None),
         norm_before_gate=known.flag("mamba_norm_before_gate", default=True),
         out_bias=known.flag("projectors_bias", default=False),
         in_factor=_factor(known, "ssm_in_multiplier"),

@@ -141,8 +141,12 @@ def read_heads(
 
 def _read_first(fields: Fields, hidden_size: int) -> Mamba1:
     is_falcon = fields.text("model_type") == "falcon_mamba"
+    if "intermediate_size" in fields:  # counts more than the factor
+        width = reading.read_width(fields)
+    else:
+        width = fields.integer("expand", 1, MOST_WIDTH // hidden_size, default=2) * hidden_size
     return Mamba1(
-        width=fields.integer("expand", 1, MOST_WIDTH // hidden_size, default=2) * hidden_size,
+        width=width,
         state_size=read_state_size(fields, "state_size", 16),
         kernel_size=read_taps(fields, "conv_kernel"),
         dt_rank=read_dt_rank(fields, "time_step_rank", hidden_size),

@@ -7,12 +7,10 @@ from dataclasses import replace
 from aquifer.fields import Fields
 from aquifer.models.families import reading
 from aquifer.models.families.moe import MOST_EXPERTS, read_experts, which_have_experts
-from aquifer.models.limits import MOST_HEADS, MOST_LAYERS, MOST_WIDTH
+from aquifer.models.limits import MOST_HEADS, MOST_LAYERS, MOST_TAPS, MOST_WIDTH
 from aquifer.models.mixers.gated_delta import GatedDelta
 from aquifer.models.spec import Block, DecoderSpec, Head, HeadNorm, Layer, Mlp, Names
 
-_LINEAR = "linear_attention"  # an entry of `layer_types`
-_MOST_TAPS = 64
 _DEFAULTS = {
     "max_position_embeddings": 32768,
     "intermediate_size": 5632,
@@ -59,13 +57,11 @@ def read(fields: Fields, architecture: str) -> DecoderSpec:
         layers=tuple(
             Layer(
                 sizes.head_dim**-0.5,
-                has_attention=not is_linear,
-                has_mixer=is_linear,
+                has_attention=kind == reading.FULL,
+                has_mixer=kind == reading.LINEAR,
                 has_experts=has and has_any,
             )
-            for is_linear, has in zip(
-                _are_linear(known, sizes.num_layers), has_experts, strict=True
-            )
+            for kind, has in zip(_kinds(known, sizes.num_layers), has_experts, strict=True)
         ),
         ropes=(rope,),
         norm=norm,
@@ -85,24 +81,16 @@ def _read_mixer(known: Fields, norm_eps: float) -> GatedDelta:
         num_value_heads=num_value_heads,
         key_dim=known.integer("linear_key_head_dim", 1, MOST_WIDTH),
         value_dim=known.integer("linear_value_head_dim", 1, MOST_WIDTH),
-        kernel_size=known.integer("linear_conv_kernel_dim", 2, _MOST_TAPS),
+        kernel_size=known.integer("linear_conv_kernel_dim", 2, MOST_TAPS),
         norm_eps=norm_eps,
     )
 
 
-def _are_linear(known: Fields, num_layers: int) -> tuple[bool, ...]:
-    """Whether each layer has Gated DeltaNet in place of attention.
-
-    Raises:
-        ConfigError: `layer_types` are impossible.
-    """
+def _kinds(known: Fields, num_layers: int) -> tuple[str, ...]:
+    """Whether each layer has attention or Gated DeltaNet; see `reading.read_kinds`."""
+    if "layer_types" in known:
+        return reading.read_kinds(known, num_layers)
     interval = known.integer("full_attention_interval", 1, MOST_LAYERS, default=4)
-    kinds = known.texts("layer_types") or tuple(
-        _LINEAR if (index + 1) % interval else reading.FULL for index in range(num_layers)
+    return tuple(
+        reading.LINEAR if (index + 1) % interval else reading.FULL for index in range(num_layers)
     )
-    if len(kinds) != num_layers or not {_LINEAR, reading.FULL}.issuperset(kinds):
-        raise known.error(
-            "layer_types",
-            f'a list of "{_LINEAR}" or "{reading.FULL}" for each of {num_layers} layers',
-        )
-    return tuple(kind == _LINEAR for kind in kinds)
