@@ -23,6 +23,7 @@ from benchmarks.avmp.workloads import PAGE_TOKENS, Stream
 
 from aquifer.cache import kv_cache
 from aquifer.cache.avmp import SlotSizes
+from aquifer.cache.avmp.manager import AvmpCache
 from aquifer.cache.base import KVLayout, LayerKV, StateLayout, StateTensor
 from aquifer.engine.assembly import Assembly
 from aquifer.engine.lane import Lane
@@ -56,7 +57,7 @@ class Service:
 
     Args:
         admission: which waiting request is tried next.
-        manager: of the KV: one of `aquifer.cache.KV_CACHES`.
+        manager: one of `aquifer.cache.KV_CACHES` or `BASELINES`.
         page_bytes: the pool's pages.
     """
 
@@ -68,12 +69,13 @@ class Service:
 SERVICES = {
     "in order of arrival": Service(first_come),
     "shortest prompt first": Service(shortest_prompt),
-    "in order of arrival, contiguous KV on 2-MiB pages": Service(first_come, "virtual", 2 << 20),
-    "shortest prompt first, contiguous KV on 2-MiB pages": Service(
-        shortest_prompt, "virtual", 2 << 20
-    ),
+    "contiguous KV, pages of 2 MiB": Service(shortest_prompt, "virtual", 2 << 20),
+    "avmp": Service(shortest_prompt, "avmp"),
+    "avmp-fixed": Service(shortest_prompt, "avmp-fixed"),
+    "avmp-padded": Service(shortest_prompt, "avmp-padded"),
 }
-"""The scheduler's own order and one that serves many; with the benchmark's pages and a GPU's."""
+"""The scheduler's own order and one that serves many, with the benchmark's pages. With the latter
+also pages of a GPU, and the paper's allocators in place of the shared pool."""
 
 
 @dataclass(slots=True)
@@ -244,9 +246,11 @@ class _Cell:
             num_rows = lane.hold(1 if has_changed and lane.waiting else self._rows_until_arrival)
             num_preemptions = scheduler.num_preemptions
             plan = scheduler.plan()
-            has_changed = scheduler.num_preemptions > num_preemptions
-            if scheduler.take_failed():
-                raise InvariantError("a request failed that fits")
+            num_failed = len(scheduler.take_failed())
+            self._fail(num_failed)
+            has_changed = num_failed > 0 or scheduler.num_preemptions > num_preemptions
+            if plan is None and has_changed:
+                continue  # one that ran alone begins anew, or was refused
             if plan is None:
                 if not self._has_more:
                     break
@@ -294,6 +298,16 @@ class _Cell:
             self._groups[number] = group
             self._scheduler.add(self._lane, group)
         return self._next > first
+
+    def _fail(self, num_failed: int) -> None:
+        """Count requests that found no room alone: they need more than all slots of a store.
+
+        Raises:
+            InvariantError: there are such requests in a shared pool, where they were not added.
+        """
+        if num_failed and not isinstance(self._lane.cache, AvmpCache):
+            raise InvariantError(f"{num_failed} requests failed that fit")
+        self.result.never_fit += num_failed
 
     def _check(self) -> None:
         """Verify that physical memory is no more than the budget."""

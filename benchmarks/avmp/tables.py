@@ -127,6 +127,7 @@ def _served(content: Mapping[str, Any]) -> str:
     clean = content["variants"]["avmp_dynamic_b128"]["clean"]
     rows = []
     for name, by_workload in content["served"].items():
+        seconds = content["seconds_of_served_cells"][name]
         found = by_workload["total"]
         wait = found["wait_ticks"]
         rows.append(
@@ -137,7 +138,8 @@ def _served(content: Mapping[str, Any]) -> str:
                 f"{found['completed']:,}",
                 f"{found['never_fit']}",
                 f"{wait['mean']:,.0f}, {wait['p50']:,.0f}, {wait['p99']:,.0f}",
-                f"{found['preemptions']}",
+                f"{found['preemptions']:,}",
+                f"{seconds:.0f}",
             ]
         )
     return _table(
@@ -149,6 +151,7 @@ def _served(content: Mapping[str, Any]) -> str:
             "never fit",
             "wait in ticks: mean, p50, p99",
             "preemptions",
+            "seconds",
         ],
         rows,
     )

@@ -12,7 +12,6 @@ from tests.architectures import HYBRIDS, OUR_DECODER, VOCAB_SIZE, save_tiny
 
 from aquifer.bench.soak import check_idle
 from aquifer.cache import BASELINES
-from aquifer.cache.avmp.allocators import DynamicPools
 from aquifer.cache.avmp.manager import AvmpCache
 from aquifer.engine.lane import Lane
 from aquifer.engine.params import SamplingParams

@@ -50,6 +50,21 @@ class HybridAllocator(ABC):
         """The slot that an id stands for."""
         return given
 
+    def end_one(self, request: int, store: Store, given: int) -> None:
+        """Free one page or block that a request still has.
+
+        Args:
+            request: the request's number.
+            store: what it is.
+            given: its id.
+        """
+        self.stores[min(store, len(self.stores) - 1)].free_one(request, self.slot_of(given))
+
+    @property
+    def num_moves(self) -> int:
+        """How often slots were moved from a store to the other one."""
+        return 0
+
     @property
     @abstractmethod
     def stores(self) -> Sequence[SlotStore]:
@@ -264,10 +279,21 @@ class DynamicPools(StaticPools):
         self._num_ops = 0  # the logical clock
         self._rebalanced_at: int | None = None
 
+    @property
+    def num_moves(self) -> int:
+        """See `HybridAllocator`."""
+        return self.num_rebalances
+
     def end(self, request: int, ids: Sequence[int]) -> None:
         """See `HybridAllocator`."""
         self._num_ops += 1
         super().end(request, ids)
+        self.pressure = Pressure.BALANCED
+
+    def end_one(self, request: int, store: Store, given: int) -> None:
+        """See `HybridAllocator`."""
+        self._num_ops += 1
+        super().end_one(request, store, given)
         self.pressure = Pressure.BALANCED
 
     def _slots(self, request: int, store: Store, count: int) -> list[int] | None:

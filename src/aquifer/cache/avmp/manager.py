@@ -12,7 +12,8 @@ pages           mapped under blocks and states while these are in use, and never
                 have together is never more than the pool had free when the first sequence began
 
 All layers of a token lie side by side here, so a slot holds what AVMP keeps in one for each layer.
-Its batch of 128 slots is therefore divided by the number of layers.
+Its batch of 128 slots is therefore divided by the number of layers. Where KV and states have slots
+of the same size, a block or a state has one for each layer.
 
 Nothing is evicted: where a store has too few slots the scheduler lets requests wait, or preempts
 one. Tokens behind a window are kept, and no prefixes are retained, since blocks that are only held
@@ -21,11 +22,12 @@ would take slots that nobody could take back.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,33 +46,63 @@ from aquifer.memory.pool import Owner, PagePool
 _BATCH = 128
 """Slots of one layer that AVMP moves at a time, of states."""
 
-MakeStores = Callable[[SlotSizes, int, float, tuple[int, int]], HybridAllocator]
-"""Makes an allocator, given sizes, bytes, the part of them for states, and what is moved at a time:
-slots of KV, and slots of states."""
+
+class Division(NamedTuple):
+    """What an allocator is made for.
+
+    Args:
+        sizes: of a slot for KV, and of one for states.
+        num_bytes: of all memory.
+        state_share: the part of it for states, where it is split.
+        batch: slots of KV, and of states, that are moved at a time.
+    """
+
+    sizes: SlotSizes
+    num_bytes: int
+    state_share: float
+    batch: tuple[int, int]
 
 
-def _dynamic(
-    sizes: SlotSizes, num_bytes: int, state_share: float, batch: tuple[int, int]
-) -> HybridAllocator:
-    return DynamicPools(sizes, num_bytes, state_share, "never", batch=batch)
+class Variant(NamedTuple):
+    """A way to divide memory.
+
+    Args:
+        make: makes the allocator.
+        by_layer: whether a slot is for one layer. So it is where KV and states are padded to the
+            same size, which would be that of all layers' states otherwise.
+    """
+
+    make: Callable[[Division], HybridAllocator]
+    by_layer: bool = False
 
 
-def _fixed(
-    sizes: SlotSizes, num_bytes: int, state_share: float, _: tuple[int, int]
-) -> HybridAllocator:
-    return FixedDual(sizes, num_bytes, state_share, "never")
-
-
-def _padded(sizes: SlotSizes, num_bytes: int, _: float, __: tuple[int, int]) -> HybridAllocator:
-    return PaddedUnified(sizes, num_bytes, "never", has_unique_ids=True)
-
-
-VARIANTS: dict[str, MakeStores] = {"avmp": _dynamic, "avmp-fixed": _fixed, "avmp-padded": _padded}
+VARIANTS = {
+    "avmp": Variant(
+        lambda of: DynamicPools(of.sizes, of.num_bytes, of.state_share, "never", batch=of.batch)
+    ),
+    "avmp-fixed": Variant(lambda of: FixedDual(of.sizes, of.num_bytes, of.state_share, "never")),
+    "avmp-padded": Variant(
+        lambda of: PaddedUnified(of.sizes, of.num_bytes, "never", has_unique_ids=True),
+        by_layer=True,
+    ),
+}
 """The allocators by the names of the managers."""
 
 
 class SlotsTakenError(Exception):
     """A store has too few slots."""
+
+
+class Taken(NamedTuple):
+    """The slots of a block of KV, or of a sequence's state.
+
+    Args:
+        request: the number of the call that took them, to the allocator.
+        ids: what it gave: one, or one for each layer.
+    """
+
+    request: int
+    ids: Sequence[int]
 
 
 class Stores:
@@ -80,84 +112,105 @@ class Stores:
     stores divide what the pool has left.
 
     Args:
-        make: makes the allocator.
+        variant: how memory is divided.
         pool: the memory.
-        block_bytes: KV of a block in all layers; 0 if the model has no KV.
+        layout: layout of one token's KV.
+        block_size: tokens of a block.
         state: layout of a sequence's state; None if the model has none.
+
+    Attributes:
+        by_layer: whether a block or a state has a slot for each layer.
     """
 
     def __init__(
-        self, make: MakeStores, pool: PagePool, block_bytes: int, state: StateLayout | None
+        self,
+        variant: Variant,
+        pool: PagePool,
+        layout: KVLayout,
+        block_size: int,
+        state: StateLayout | None,
     ) -> None:
-        self._make = make
+        self.by_layer = variant.by_layer
+        self._make = variant.make
         self._pool = pool
-        self._block_bytes = block_bytes
-        self._state = state
+        self._block_bytes = block_size * layout.token_bytes
+        self._state_bytes = 0 if state is None else state.num_bytes
+        num_state_layers = 0 if state is None else len(state.layers)
+        self._batch_states = max(_BATCH // max(num_state_layers, 1), 1)
+        # Slots of a block, and of a state.
+        self._units = (1, 1)
+        if variant.by_layer:
+            self._units = (max(len(layout.layers), 1), max(num_state_layers, 1))
         self._allocator: HybridAllocator | None = None
         self._requests = count()
-        # What each slot was taken as: the number of its request, and its id.
-        self._taken: dict[tuple[Store, int], tuple[int, int]] = {}
 
     @property
     def allocator(self) -> HybridAllocator:
-        """The allocator. To it, each slot is a request: a sequence gives them back one by one."""
+        """The allocator. To it, what is taken at once is a request, which ends slot by slot."""
         if self._allocator is None:
-            num_bytes = self._pool.free_bytes
-            state_bytes = 0 if self._state is None else self._state.num_bytes
-            # What the model does not have gets no slots.
-            share = 0.5 if state_bytes and self._block_bytes else float(state_bytes > 0)
-            sizes = SlotSizes(max(self._block_bytes, 1), max(state_bytes, 1))
-            self._allocator = self._make(sizes, num_bytes, share, self._batches(state_bytes))
+            kv_bytes, state_bytes = self._block_bytes, self._state_bytes
+            sizes = SlotSizes(
+                max(-(-kv_bytes // self._units[Store.KV]), 1),
+                max(-(-state_bytes // self._units[Store.STATE]), 1),
+            )
+            # What the model does not have gets no slots. Batches have about the same bytes.
+            share = 0.5 if state_bytes and kv_bytes else float(state_bytes > 0)
+            batch_kv = -(-self._batch_states * state_bytes // kv_bytes) if kv_bytes else 1
+            self._allocator = self._make(
+                Division(
+                    sizes, self._pool.free_bytes, share, (max(batch_kv, 1), self._batch_states)
+                )
+            )
         return self._allocator
 
-    def take(self, store: Store, num_slots: int) -> list[int]:
-        """Take slots of a store, all or none.
-
-        Returns: their numbers.
+    def take(self, store: Store, number: int) -> list[Taken]:
+        """Take the slots of blocks or states, of all or of none.
 
         Raises:
             SlotsTakenError: there are too few; nothing was taken, though slots may have been moved
                 to this store.
         """
-        taken: list[int] = []
-        with ExitStack() as undo:
-            for _ in range(num_slots):
-                request = next(self._requests)
-                ids = self.allocator.allocate(request, store, 1)
-                if ids is None:
-                    raise SlotsTakenError
-                slot = self.allocator.slot_of(ids[0])
-                self._taken[store, slot] = request, ids[0]
-                taken.append(slot)
-                undo.callback(self.give, store, slot)
-            undo.pop_all()
-        return taken
+        if not number:
+            return []
+        allocator, request, units = self.allocator, next(self._requests), self._units[store]
+        while True:
+            num_moves = allocator.num_moves
+            ids = allocator.allocate(request, store, number * units)
+            if ids is not None:
+                return [
+                    Taken(request, ids[start : start + units])
+                    for start in range(0, len(ids), units)
+                ]
+            if allocator.num_moves == num_moves:
+                raise SlotsTakenError
 
-    def give(self, store: Store, slot: int) -> None:
-        """Give back a slot that was taken."""
-        request, taken_id = self._taken.pop((store, slot))
-        self.allocator.end(request, [taken_id])
+    def give(self, store: Store, taken: Taken) -> None:
+        """Give back the slots of a block or of a state."""
+        for given in taken.ids:
+            self.allocator.end_one(taken.request, store, given)
 
-    def _batches(self, state_bytes: int) -> tuple[int, int]:
-        """Slots of KV, and of states, that are moved at a time: about the same bytes."""
-        if self._state is None or not self._block_bytes:
-            return 1, 1
-        of_states = max(_BATCH // len(self._state.layers), 1)
-        return -(-of_states * state_bytes // self._block_bytes), of_states
+    def slot_of(self, taken: Taken) -> int:
+        """The slot, where it is one."""
+        (given,) = taken.ids
+        return self.allocator.slot_of(given)
 
 
 class StoreBlocks(FreeBlocks):
-    """Blocks that are the slots of a KV store.
+    """Blocks with slots of a KV store, and the numbers of these slots.
+
+    Where each layer has a slot, the lowest free blocks are taken.
 
     Args:
         stores: the slots.
-        first: the block of slot 0.
+        first: the first block: that of slot 0.
+        end: number of blocks.
     """
 
-    def __init__(self, stores: Stores, first: int) -> None:
-        super().__init__(first, first)
+    def __init__(self, stores: Stores, first: int, end: int) -> None:
+        super().__init__(first, end)
         self._stores = stores
         self._first = first
+        self._taken: dict[int, Taken] = {}  # by block
 
     def take(self, count: int) -> IntArray:
         """Take blocks.
@@ -165,12 +218,21 @@ class StoreBlocks(FreeBlocks):
         Raises:
             SlotsTakenError: the store has too few slots; nothing has changed.
         """
-        return np.array(self._stores.take(Store.KV, count), np.int64) + self._first
+        taken = self._stores.take(Store.KV, count)
+        if self._stores.by_layer:
+            blocks = super().take(count)
+        else:
+            blocks = np.array([self._stores.slot_of(each) for each in taken], np.int64)
+            blocks += self._first
+        self._taken.update(zip(blocks.tolist(), taken, strict=True))
+        return blocks
 
     def put(self, blocks: IntArray) -> None:
         """Give blocks back."""
-        for slot in (blocks - self._first).tolist():
-            self._stores.give(Store.KV, slot)
+        for block in blocks.tolist():
+            self._stores.give(Store.KV, self._taken.pop(block))
+        if self._stores.by_layer:
+            super().put(blocks)
 
 
 class StoredKV(PagedCache):
@@ -197,7 +259,8 @@ class StoredKV(PagedCache):
         max_tokens: int,
     ) -> None:
         super().__init__(pool, owner, layout, max_seqs, max_tokens, block_size=block_size)
-        self._free = StoreBlocks(stores, self.tensors.shape.first_row)
+        shape = self.tensors.shape
+        self._free = StoreBlocks(stores, shape.first_row, shape.num_rows)
 
     def _try_claim(self, count: int) -> IntArray | None:
         """One attempt, which also fails where the store has too few slots."""
@@ -230,32 +293,32 @@ class StoredStates(StateCache):
     ) -> None:
         super().__init__(pool, owner, layout, max_seqs, max_tokens)
         self._stores = stores
-        self._slots: dict[int, int] = {}  # slot of the store, by slot of the engine
+        self._taken: dict[int, Taken] = {}  # by slot of the engine
 
     def reserve(self, slots: IntArray, num_tokens: IntArray) -> bool:
         """Take slots of the store for sequences that have none yet, and map their pages."""
         new = [
             slot
             for slot in slots[(num_tokens > 0) & (self.ends(slots) == 0)].tolist()
-            if slot not in self._slots
+            if slot not in self._taken
         ]
         try:
             taken = self._stores.take(Store.STATE, len(new))
         except SlotsTakenError:
             return False
         with ExitStack() as undo:
-            for place in taken:
-                undo.callback(self._stores.give, Store.STATE, place)
+            for each in taken:
+                undo.callback(self._stores.give, Store.STATE, each)
             if not super().reserve(slots, num_tokens):
                 return False
             undo.pop_all()
-        self._slots.update(zip(new, taken, strict=True))
+        self._taken.update(zip(new, taken, strict=True))
         return True
 
     def _leave(self, slot: int) -> None:
         """Give up the slot's pages, and its slot of the store."""
         super()._leave(slot)
-        self._stores.give(Store.STATE, self._slots.pop(slot))
+        self._stores.give(Store.STATE, self._taken.pop(slot))
 
 
 class AvmpCache(GroupedCache):
@@ -298,7 +361,7 @@ class AvmpCache(GroupedCache):
             raise ConfigError(f"unknown variant {variant!r}; choose one of {', '.join(VARIANTS)}")
         layers = tuple(replace(layer, window_tokens=None) for layer in layout.layers)
         kept = KVLayout(layers, layout.dtype)
-        self.stores = Stores(VARIANTS[variant], pool, block_size * kept.token_bytes, state)
+        self.stores = Stores(VARIANTS[variant], pool, kept, block_size, state)
         super().__init__(
             partial(_kv, self.stores, block_size),
             pool,
