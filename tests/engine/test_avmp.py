@@ -14,7 +14,7 @@ from aquifer.bench.soak import check_idle
 from aquifer.cache import BASELINES
 from aquifer.cache.avmp.manager import AvmpCache
 from aquifer.engine.lane import Lane
-from aquifer.engine.params import SamplingParams
+from aquifer.engine.params import BeamSearchParams, SamplingParams
 from aquifer.engine.scheduler import Scheduler
 from aquifer.engine.step_input import StepInput
 from aquifer.llm import LLM, RequestOutput
@@ -26,9 +26,10 @@ OPTIONS: dict[str, Any] = {
     "page_size": "4KiB",
     "block_size": 4,
     "max_num_batched_tokens": 16,
-    "max_num_seqs": 8,
+    "max_num_seqs": 16,
     "seed": 0,
 }
+NUM_LAYERS = 3
 OUTPUT_TOKENS = 20
 GREEDY = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
 PROMPT_TOKENS = (1, 40, 7, 23, 60, 40, 12, 33, 5, 18)
@@ -96,8 +97,9 @@ def test_requests_wait_for_slots(
         sizes = [store.slot_bytes for store in cache.stores.allocator.stores]
     # Each store has half: of KV for the longest sequence, of states for two.
     free_bytes = 4 * max(num_pages * 4096, 2 * sizes[-1])
-    if kv_cache == "avmp-padded":
-        free_bytes = sizes[0] * (-(-longest // 4) + 4)
+    if kv_cache == "avmp-padded":  # slots for the blocks of the longest, and for a few states
+        num_blocks = -(-longest // 4) if cache.footprint.token_bytes else 0
+        free_bytes = NUM_LAYERS * sizes[0] * (num_blocks + 4)
     with LLM(
         folder,
         memory=info.weight_bytes + free_bytes,
@@ -125,10 +127,19 @@ def test_requests_wait_for_slots(
         check_idle(llm)
 
 
-def test_samples_and_beams(folder: Path, expected: list[list[int]]) -> None:
+@pytest.mark.parametrize("kv_cache", BASELINES)
+def test_samples_and_beams(folder: Path, expected: list[list[int]], kv_cache: str) -> None:
     """Sequences that fork share blocks, and get copies of states."""
     samples = SamplingParams(n=3, temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
-    with LLM(folder, memory="64MiB", kv_cache="avmp", **OPTIONS) as llm:
-        (found,) = llm.generate([prompts()[1]], samples, use_tqdm=False)
-        assert [list(each.token_ids) for each in found.outputs] == [expected[1]] * 3
+    beams = BeamSearchParams(beam_width=3, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+    asked = [samples, beams.sampling_params()]
+    given = [prompts()[1]] * 2
+    with LLM(folder, memory="64MiB", kv_cache="paged", **OPTIONS) as llm:
+        _, searched = llm.generate(given, asked, use_tqdm=False)
+    with LLM(folder, memory="64MiB", kv_cache=kv_cache, **OPTIONS) as llm:
+        sampled, found = llm.generate(given, asked, use_tqdm=False)
+        assert [list(each.token_ids) for each in sampled.outputs] == [expected[1]] * 3
+        assert [each.token_ids for each in found.outputs] == [
+            each.token_ids for each in searched.outputs
+        ]
         check_idle(llm)
