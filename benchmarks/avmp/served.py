@@ -210,7 +210,7 @@ class _Cell:
         resources: ExitStack,
     ) -> None:
         self._tick = 0
-        self._arrivals = stream.arrival.tolist()
+        self._arrivals: list[int] = stream.arrival.tolist()
         self._end_tick = last_departure(stream)
         num = len(self._arrivals)
         self.result = Served(num, at_most=most_in_time(stream, sizes, num_bytes))

@@ -14,10 +14,11 @@ from aquifer.bench.soak import check_idle
 from aquifer.cache import BASELINES
 from aquifer.cache.avmp.manager import AvmpCache
 from aquifer.engine.lane import Lane
+from aquifer.engine.outputs import RequestOutput
 from aquifer.engine.params import BeamSearchParams, SamplingParams
 from aquifer.engine.scheduler import Scheduler
 from aquifer.engine.step_input import StepInput
-from aquifer.llm import LLM, RequestOutput
+from aquifer.llm import LLM
 
 FAMILIES = ("bamba", "mamba2", "gemma2")
 """With KV and states, with states alone, and with KV alone, of which a part has a window."""
