@@ -133,7 +133,7 @@ class SlotStore:
         first = self.num_slots - count
         if first < 0 or len(self.free) < count:
             return False
-        return sum(slot >= first for slot in self.free) == count
+        return not any(slot >= first for slots in self.ledger.values() for slot in slots)
 
     def shrink(self, count: int) -> None:
         """Give up the highest slots. Pre-condition: `can_give`."""
