@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import matplotlib as mpl
 import numpy as np
 from benchmarks.avmp.cells import MODELS, POOLS, Cell, MakeAllocator, play
+from benchmarks.avmp.served import SERVICES, Served, serve
 from benchmarks.avmp.statistics import Bootstrap
 from benchmarks.avmp.workloads import (
     FIRST_SEEDS,
@@ -61,6 +62,7 @@ PAPER = (
 """The variants of the paper."""
 
 BASELINE, DYNAMIC = "fixed_dual_mr05", "avmp_dynamic_b128"
+ORDERED = ("in order of arrival", "shortest prompt first")
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 THRESHOLDS = ((0.05, 0.30), (0.05, 0.10), (0.05, 0.20), (0.02, 0.30), (0.10, 0.30))
 SPLITS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -152,6 +154,71 @@ def play_all(data: Path, num_processes: int) -> tuple[Cells, float]:
                     row.setdefault(key, []).append(cell)
             seconds.append(time.perf_counter() - begin_s)
     return cells, seconds[0]
+
+
+ServedCells = dict[str, dict[str, list[Served]]]
+"""Cells by service and workload: two models and two pools, of each seed."""
+
+
+def serve_stream(data: Path, task: tuple[str, str, int]) -> list[Served]:
+    """Serve the cells of one service, workload and seed: two models and two pools."""
+    name, workload, number = task
+    stream = make_stream(workload, FIRST_SEEDS[workload] + number, data)
+    service = SERVICES[name]
+    return [
+        serve(stream, sizes, num_bytes, service)
+        for sizes in MODELS.values()
+        for num_bytes in POOLS.values()
+    ]
+
+
+def serve_all(data: Path, num_processes: int) -> tuple[ServedCells, dict[str, float]]:
+    """Serve all cells; returns them, and the seconds that each service took."""
+    tasks = [(w, i) for w in FIRST_SEEDS for i in range(NUM_SEEDS)]
+    cells: ServedCells = {}
+    seconds: dict[str, float] = {}
+    with ProcessPoolExecutor(num_processes) as pool:
+        for name in SERVICES:
+            begin_s = time.perf_counter()
+            results = pool.map(partial(serve_stream, data), [(name, w, i) for w, i in tasks])
+            row = cells.setdefault(name, {})
+            for (workload, _), found in zip(
+                tasks, track(results, name, total=len(tasks)), strict=True
+            ):
+                row.setdefault(workload, []).extend(found)
+            seconds[name] = time.perf_counter() - begin_s
+    return cells, seconds
+
+
+def served_summary(cells: Sequence[Served]) -> dict[str, Any]:
+    """Figures of cells together: sums, and the ticks that their requests waited."""
+    waits = np.concatenate([cell.waits for cell in cells])
+    return {
+        **{
+            field: sum(getattr(cell, field) for cell in cells)
+            for field in (
+                "submitted",
+                "never_fit",
+                "in_time",
+                "at_most",
+                "completed",
+                "preemptions",
+            )
+        },
+        "wait_ticks": {
+            "mean": float(waits.mean()),
+            "p50": float(np.percentile(waits, 50)),
+            "p99": float(np.percentile(waits, 99)),
+        },
+    }
+
+
+def all_served(cells: Mapping[str, Sequence[Served]]) -> dict[str, Any]:
+    """`served_summary` of each workload, and of the synthetic ones in total."""
+    synthetic = [cell for workload in SYNTHETIC for cell in cells[workload]]
+    return {w: served_summary(found) for w, found in cells.items()} | {
+        "total": served_summary(synthetic)
+    }
 
 
 def ooms(of: Mapping[str, Sequence[Cell]]) -> dict[str, float]:
@@ -283,12 +350,15 @@ def draw(content: Mapping[str, Any], file: Path) -> None:
     middle.set_title("By split")
     middle.legend(fontsize=8)
     width = 0.4
+    served = [content["served"][name]["total"] for name in ORDERED]
     completed = [found[name]["completed"] for name in names]
-    clean = [found[name]["clean"] for name in names]
-    places = np.arange(len(names))
+    completed += [each["in_time"] for each in served]
+    clean = [found[name]["clean"] for name in names] + completed[len(names) :]
+    places = np.arange(len(completed))
     right.bar(places - width / 2, completed, width, label="completed, as the paper counts")
     right.bar(places + width / 2, clean, width, label="and lost no memory")
-    right.set_xticks(places, names, rotation=35, ha="right", fontsize=8)
+    labels = [*names, *(f"scheduler, {name}" for name in ORDERED)]
+    right.set_xticks(places, labels, rotation=35, ha="right", fontsize=8)
     right.set_ylabel(f"requests of {found[DYNAMIC]['submitted']}")
     right.set_ylim(top=1.25 * max(completed))
     right.set_title("What the count hides")
@@ -305,8 +375,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=_HERE, help="folder of the results")
     arguments = parser.parse_args()
     cells, seconds = play_all(arguments.data, arguments.processes)
+    served, served_seconds = serve_all(arguments.data, arguments.processes)
     content = {
         "seconds_of_240_cells": seconds,
+        "seconds_of_served_cells": served_seconds,
+        "served": {name: all_served(found) for name, found in served.items()},
         "variants": {name: summary(found) for name, found in cells.items()},
         "replay": {name: replay_summary(cells[name][REPLAY]) for name in PAPER},
         "table_2": table_2(cells),

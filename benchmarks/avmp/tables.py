@@ -30,6 +30,8 @@ def all_tables() -> list[str]:
         _hidden(content),
         _rules(content),
         _splits(content),
+        _served(content),
+        _served_workloads(content),
     ]
 
 
@@ -119,6 +121,66 @@ def _splits(content: Mapping[str, Any]) -> str:
         ["clean", *(f"{each['clean']:,}" for each in of)],
     ]
     return _table(["part for states", *splits], rows)
+
+
+def _served(content: Mapping[str, Any]) -> str:
+    clean = content["variants"]["avmp_dynamic_b128"]["clean"]
+    rows = []
+    for name, by_workload in content["served"].items():
+        seconds = content["seconds_of_served_cells"][name]
+        found = by_workload["total"]
+        wait = found["wait_ticks"]
+        rows.append(
+            [
+                name,
+                f"{found['in_time']:,} ({found['in_time'] / clean:.1f})",
+                f"{found['at_most']:,}",
+                f"{found['completed']:,}",
+                f"{found['never_fit']}",
+                f"{wait['mean']:,.0f}, {wait['p50']:,.0f}, {wait['p99']:,.0f}",
+                f"{found['preemptions']:,}",
+                f"{seconds:.0f}",
+            ]
+        )
+    return _table(
+        [
+            "",
+            "clean in time (of dynamic)",
+            "at most",
+            "all that may wait",
+            "never fit",
+            "wait in ticks: mean, p50, p99",
+            "preemptions",
+            "seconds",
+        ],
+        rows,
+    )
+
+
+def _served_workloads(content: Mapping[str, Any]) -> str:
+    rows = []
+    for workload in (*_WORKLOADS, "sharegpt_replay"):
+        row = [workload]
+        for name in ("in order of arrival", "shortest prompt first"):
+            found = content["served"][name][workload]
+            wait = found["wait_ticks"]
+            row += [
+                f"{found['in_time']:,}",
+                f"{wait['mean']:,.0f}, {wait['p50']:,.0f}, {wait['p99']:,.0f}",
+            ]
+        rows.append([*row, f"{found['at_most']:,}", f"{found['submitted']:,}"])
+    return _table(
+        [
+            "",
+            "in order of arrival",
+            "wait",
+            "shortest prompt first",
+            "wait",
+            "at most",
+            "requests",
+        ],
+        rows,
+    )
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -312,9 +312,10 @@ OPTIONS: tuple[Option, ...] = (
         "kv_cache",
         str,
         "virtual",
-        "virtual (contiguous addresses) or paged (blocks and block tables).",
+        "virtual (contiguous addresses) or paged (blocks and block tables); to compare with: avmp, "
+        "avmp-fixed and avmp-padded (slots of KV and of states).",
         scopes=("serve", "run", "bench", "llm"),
-        choices=("virtual", "paged"),
+        choices=("virtual", "paged", "avmp", "avmp-fixed", "avmp-padded"),
     ),
     Option(
         "page_size",

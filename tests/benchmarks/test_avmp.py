@@ -6,12 +6,24 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from benchmarks.avmp.cells import MODELS, POOLS, Cell, play
-from benchmarks.avmp.run import DYNAMIC, PAPER, draw, ooms, summary, table_2, variants
+from benchmarks.avmp.run import (
+    DYNAMIC,
+    ORDERED,
+    PAPER,
+    draw,
+    ooms,
+    served_summary,
+    summary,
+    table_2,
+    variants,
+)
+from benchmarks.avmp.served import SERVICES, Served, most_in_time, serve
 from benchmarks.avmp.statistics import Bootstrap
 from benchmarks.avmp.tables import all_tables
-from benchmarks.avmp.workloads import FIRST_SEEDS, SYNTHETIC, EventKind, make_stream
+from benchmarks.avmp.workloads import FIRST_SEEDS, SYNTHETIC, EventKind, Stream, make_stream
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "avmp"
 
@@ -129,3 +141,87 @@ def test_figures_and_plot(tmp_path: Path) -> None:
         "padded_unified",
     ]
     assert rows[7]["point"] == 0
+
+
+JAMBA = MODELS["jamba_1_5_mini"]
+MIB = 1 << 20
+
+
+def _stream(*requests: tuple[int, int, int]) -> Stream:
+    """A stream of (prompt, generated, arrival); a row is 256 KiB, a state 7 MiB."""
+    return Stream(*(np.array(column, np.int64) for column in zip(*requests, strict=True)))
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_where_there_is_room_nothing_waits(name: str) -> None:
+    stream = _stream((64, 32, 0), (33, 20, 5), (128, 16, 16))
+    found = serve(stream, JAMBA, 1 << 30, SERVICES[name])
+    assert (found.completed, found.never_fit, found.preemptions) == (3, 0, 0)
+    assert found.waits == [11, 0, 0]  # in the order of their ends
+    assert found.last_tick == 16 + 128 + 16
+    assert found.in_time == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "waits", "in_time"),
+    [("in order of arrival", [0, 96, 144], 1), ("shortest prompt first", [0, 32, 80], 2)],
+)
+def test_one_at_a_time(name: str, waits: list[int], in_time: int) -> None:
+    """There is memory for one, and time for the first, or for both of the others."""
+    stream = _stream((64, 32, 0), (32, 16, 0), (16, 16, 0))  # 96, 48 and 32 ticks
+    found = serve(stream, JAMBA, 9 * MIB, SERVICES[name])
+    assert found.completed == 3
+    assert found.waits == waits
+    assert found.most_bytes <= 9 * MIB
+    assert found.in_time == in_time
+
+
+def test_what_never_fits_is_not_admitted() -> None:
+    stream = _stream((64, 16, 0), (16 * 8, 16, 0))  # 7 MiB, and 1.25 MiB or 2.25 MiB
+    found = serve(stream, JAMBA, 33 * MIB // 4, SERVICES["in order of arrival"])
+    assert (found.submitted, found.completed, found.never_fit) == (2, 1, 1)
+
+
+def test_preempted_requests_lose_nothing() -> None:
+    """All are admitted, and then there is no room for what they generate."""
+    stream = _stream(*[(16, 160, 0)] * 4)
+    found = serve(stream, JAMBA, 30 * MIB, SERVICES["in order of arrival"])
+    assert found.completed == 4
+    assert found.preemptions > 0
+    assert found.most_bytes <= 30 * MIB
+
+
+def test_upper_bound() -> None:
+    # 7 MiB + 1 row for 20 ticks, and one row more for the last 3 of them.
+    stream = _stream((16, 4, 0), (1600, 400, 0))
+    row = MIB // 4
+    alone = (28 * row + row) * 20 + 3 * row
+    ticks = 2000
+    assert most_in_time(stream, JAMBA, -(-alone // ticks)) == 0  # it has no room at once
+    assert most_in_time(stream, JAMBA, 8 * MIB) == 1
+    assert most_in_time(stream, JAMBA, 100 * MIB) == 2
+    same = _stream(*[(16, 4, 0)] * 9)
+    assert most_in_time(same, JAMBA, 28 * row + 2 * row) == 20 * 30 * row // alone == 1
+
+
+def test_the_file_has_what_a_scheduler_serves() -> None:
+    content = _content()
+    least = 3 * content["variants"][DYNAMIC]["clean"]
+    assert set(content["served"]) == set(SERVICES)
+    for name, by_workload in content["served"].items():
+        for found in by_workload.values():
+            assert found["completed"] + found["never_fit"] == found["submitted"]
+            assert found["in_time"] <= min(found["at_most"], found["completed"])
+        assert content["seconds_of_served_cells"][name] < 180
+    totals = {name: content["served"][name]["total"] for name in SERVICES}
+    assert totals["shortest prompt first"]["in_time"] >= least
+    shared = totals["shortest prompt first"]["in_time"]
+    assert all(totals[name]["in_time"] < shared for name in SERVICES if name.startswith("avmp"))
+    assert set(ORDERED) <= set(SERVICES)
+
+
+def test_summary_of_served_cells() -> None:
+    cells = [Served(3, 1, 1, 2, 3, 4, [5.0, 7.0]), Served(2, 0, 1, 2, 2, 0, [9.0, 9.0])]
+    found = served_summary(cells)
+    assert (found["submitted"], found["in_time"], found["completed"]) == (5, 2, 4)
+    assert found["wait_ticks"]["mean"] == 7.5

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from random import Random
 
+import numpy as np
 import pytest
+import torch
 
+from aquifer.cache import kv_cache
 from aquifer.cache.avmp import (
     DynamicPools,
     EvictionRule,
@@ -18,7 +21,12 @@ from aquifer.cache.avmp import (
 )
 from aquifer.cache.avmp.allocators import Pressure
 from aquifer.cache.avmp.handles import Store, VirtualPageTable, store_of
+from aquifer.cache.avmp.manager import AvmpCache
 from aquifer.cache.avmp.slots import SharedSlotStore, SlotStore, aligned
+from aquifer.cache.base import KVLayout, LayerKV, StateLayout, StateTensor
+from aquifer.errors import ConfigError, InvariantError
+from aquifer.memory.driver.host import HostDriver
+from aquifer.memory.pool import Kind, Owner, PagePool
 
 SIZES = SlotSizes(kv_page_bytes=1024, state_bytes=4096)
 
@@ -181,3 +189,107 @@ def test_slots_are_never_lost_nor_given_twice(
     for request in list(given):
         allocator.end(request, given.pop(request))
     assert all(len(slots.free) == slots.num_slots for slots in allocator.stores)
+
+
+PAGE = 4096
+TOKENS = KVLayout((LayerKV(2, 16, 16), LayerKV(2, 16, 16)), torch.float32)  # 512 bytes
+STATE = StateLayout(((StateTensor("state", (64, 64), torch.float32),),) * 2)  # 32 KiB
+
+
+def _cache(
+    name: str, num_pages: int, state: StateLayout | None = STATE
+) -> tuple[AvmpCache, PagePool]:
+    pool = PagePool(HostDriver(), num_pages * PAGE, PAGE, 0)
+    cache = kv_cache(name, 8, 64)(pool, Owner("a", Kind.KV), TOKENS, 8, 256, state)
+    assert isinstance(cache, AvmpCache)
+    return cache, pool
+
+
+def _close(cache: AvmpCache, pool: PagePool) -> None:
+    cache.close()
+    pool.check()
+    assert not pool.usage().in_use_bytes
+    pool.close()
+
+
+def _reserve(cache: AvmpCache, slot: int, num_tokens: int) -> bool:
+    return cache.reserve(np.array([slot]), np.array([num_tokens]))
+
+
+def test_a_batch_that_is_too_large() -> None:
+    """64 pages: half for KV, that is 32 blocks or 256 tokens, and half for four states."""
+    for name in ("avmp-fixed", "avmp"):
+        cache, pool = _cache(name, 64)
+        assert _reserve(cache, 1, 200)
+        assert [store.num_slots for store in cache.stores.allocator.stores] == [32, 4]
+        assert not _reserve(cache, 2, 100)  # a batch is 64 states
+        assert pool.usage().in_use_bytes.get(Owner("a", Kind.KV)) == 25 * PAGE
+        _close(cache, pool)
+
+
+def test_a_batch_that_is_free() -> None:
+    """Slots are moved if none of them is live, and never more bytes are mapped than there are."""
+    cache, pool = _cache("avmp", 64 * 40)  # 1280 blocks, and 160 states
+    assert _reserve(cache, 1, 1)
+    kv, states = cache.stores.allocator.stores
+    assert (kv.num_slots, states.num_slots) == (1280, 160)
+    taken = cache.stores.take(Store.KV, 1279)
+    assert cache.stores.allocator.num_moves == 0
+    assert _reserve(cache, 2, 9)
+    assert cache.stores.allocator.num_moves == 1
+    assert (kv.num_slots, states.num_slots) == (1280 + 64 * 8, 160 - 64)
+    sizes = kv.num_slots * kv.slot_bytes + states.num_slots * states.slot_bytes
+    assert sizes <= pool.budget_bytes
+    for each in taken:
+        cache.stores.give(Store.KV, each)
+    cache.release(1)
+    assert len(states.free) == states.num_slots - 1
+    _close(cache, pool)
+    assert len(kv.free) == kv.num_slots
+
+
+def test_states_are_counted() -> None:
+    """A fifth sequence finds no slot for its state, and nothing of it is left."""
+    cache, pool = _cache("avmp-fixed", 64)
+    for slot in range(1, 5):
+        assert _reserve(cache, slot, 1)
+    before = pool.usage()
+    assert not _reserve(cache, 5, 1)
+    assert pool.usage() == before
+    cache.release(2)
+    assert _reserve(cache, 5, 1)
+    _close(cache, pool)
+
+
+def test_padded_slots_are_of_layers() -> None:
+    """A slot is as large as the state of one layer, and a block has one for each of two."""
+    cache, pool = _cache("avmp-padded", 64)  # 16 slots of 16 KiB
+    assert _reserve(cache, 1, 48)  # 6 blocks and a state: 14 slots
+    assert not _reserve(cache, 2, 1)
+    assert _reserve(cache, 1, 56)
+    assert not _reserve(cache, 1, 57)
+    _close(cache, pool)
+
+
+def test_without_states_all_is_for_kv() -> None:
+    cache, pool = _cache("avmp", 64, None)
+    assert _reserve(cache, 1, 256)
+    assert _reserve(cache, 2, 256)
+    assert not _reserve(cache, 3, 1)
+    _close(cache, pool)
+
+
+def test_a_dead_handle_has_no_slot() -> None:
+    pools = DynamicPools(SIZES, 1 << 16)
+    (handle,) = pools.allocate(1, Store.KV, 1) or ()
+    assert pools.slot_of(handle) == 0
+    pools.end_one(1, Store.KV, handle)
+    with pytest.raises(InvariantError, match="is dead"):
+        pools.slot_of(handle)
+
+
+def test_unknown_variant() -> None:
+    pool = PagePool(HostDriver(), 64 * PAGE, PAGE, 0)
+    with pytest.raises(ConfigError, match="unknown variant 'avm'"):
+        AvmpCache("avm", 8, None, pool, Owner("a", Kind.KV), TOKENS, 8, 256)
+    pool.close()

@@ -16,19 +16,25 @@ from aquifer.errors import ConfigError
 from aquifer.memory.pool import Owner, PagePool
 
 KV_CACHES = ("virtual", "paged")
+BASELINES = ("avmp", "avmp-fixed", "avmp-padded")
+"""Managers to compare with, which retain no prefixes."""
 
 
 def kv_cache(name: str, block_size: int = 16, max_step_tokens: int | None = None) -> CacheFactory:
     """The manager called `name`, for layers with and without windows.
 
     Args:
-        name: one of `KV_CACHES`.
+        name: one of `KV_CACHES` or `BASELINES`.
         block_size: tokens of a block, where the manager has blocks.
         max_step_tokens: tokens of the largest step; None for as many as a sequence may have.
 
     Raises:
         ConfigError: there is no such manager.
     """
+    if name in BASELINES:
+        from aquifer.cache.avmp.manager import AvmpCache
+
+        return partial(AvmpCache, name, block_size, max_step_tokens)
     return partial(_of_layers, group_cache(name, block_size), max_step_tokens)
 
 
@@ -48,7 +54,8 @@ def group_cache(name: str, block_size: int = 16) -> GroupFactory:
         return VirtualCache
     if name == "paged":
         return partial(_paged, block_size)
-    raise ConfigError(f"unknown KV cache {name!r}; choose one of {', '.join(KV_CACHES)}")
+    known = ", ".join((*KV_CACHES, *BASELINES))
+    raise ConfigError(f"unknown KV cache {name!r}; choose one of {known}")
 
 
 def _of_layers(

@@ -17,7 +17,7 @@ and a block is written to only by later steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from math import ceil
 
@@ -38,6 +38,9 @@ from aquifer.cache.group_tensors import GroupedTensors
 from aquifer.cache.state import WINDOW_TOKENS, StateCache
 from aquifer.memory.pool import Owner, PagePool
 
+StateFactory = Callable[[PagePool, Owner, StateLayout, int, int], StateCache]
+"""Builds a manager of states; arguments as for `StateCache`."""
+
 
 class GroupedCache:
     """The `SequenceCache` of one manager for each group of layers, and one for recurrent state.
@@ -51,6 +54,7 @@ class GroupedCache:
         max_tokens: length of the longest sequence.
         max_step_tokens: tokens of the largest step; None for as many as a sequence may have.
         state: layout of one sequence's recurrent state; None if no layer has any.
+        make_state: makes the manager of it.
 
     Attributes:
         parts: the managers, with their windows.
@@ -70,6 +74,7 @@ class GroupedCache:
         max_tokens: int,
         max_step_tokens: int | None = None,
         state: StateLayout | None = None,
+        make_state: StateFactory = StateCache,
     ) -> None:
         groups = layout.groups()
         state_cache: StateCache | None = None
@@ -79,7 +84,7 @@ class GroupedCache:
                 caches.append(make(pool, owner, group.layout, max_seqs, max_tokens))
                 undo.callback(caches[-1].close)
             if state is not None:
-                state_cache = StateCache(pool, owner, state, max_seqs, max_tokens)
+                state_cache = make_state(pool, owner, state, max_seqs, max_tokens)
             undo.pop_all()
         parts = [
             CachePart(cache, group.window_tokens)

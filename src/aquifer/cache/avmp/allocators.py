@@ -19,6 +19,7 @@ from functools import partial
 
 from aquifer.cache.avmp.handles import Store, VirtualPageTable
 from aquifer.cache.avmp.slots import EvictionRule, SharedSlotStore, SlotSizes, SlotStore
+from aquifer.errors import InvariantError
 
 
 class HybridAllocator(ABC):
@@ -44,6 +45,25 @@ class HybridAllocator(ABC):
             request: the request's number.
             ids: all that it was ever given, in order.
         """
+
+    def slot_of(self, given: int) -> int:
+        """The slot that an id stands for."""
+        return given
+
+    def end_one(self, request: int, store: Store, given: int) -> None:
+        """Free one page or block that a request still has.
+
+        Args:
+            request: the request's number.
+            store: what it is.
+            given: its id.
+        """
+        self.stores[min(store, len(self.stores) - 1)].free_one(request, self.slot_of(given))
+
+    @property
+    def num_moves(self) -> int:
+        """How often slots were moved from a store to the other one."""
+        return 0
 
     @property
     @abstractmethod
@@ -180,6 +200,18 @@ class StaticPools(FixedDual):
         slots = self._slots(request, store, count)
         return None if slots is None else self.table.add(store, slots)
 
+    def slot_of(self, given: int) -> int:
+        """See `HybridAllocator`: what the table has for a handle.
+
+        Raises:
+            InvariantError: the handle is dead.
+        """
+        found = self.table.resolve(given)
+        if found is None:
+            raise InvariantError(f"handle {given:#x} is dead")
+        store, offset_bytes = found
+        return offset_bytes // self._stores[store].slot_bytes
+
     def _slots(self, request: int, store: Store, count: int) -> list[int] | None:
         """Slots for a request, or None."""
         return self._stores[store].allocate(request, count)
@@ -206,7 +238,8 @@ class DynamicPools(StaticPools):
         num_bytes: of all memory.
         state_share: the part of it for states at the start, from 0 to 1.
         rule: what is done when a store has too little, before it gets more.
-        batch: slots that the donor gives at a time (`migration_batch_size`).
+        batch: slots that the donor gives at a time (`migration_batch_size`); of KV and of states,
+            if these differ.
         uses_thresholds: whether the donor must have more than `threshold_high` of its slots free,
             the other store less than `threshold_low`, and enough calls have passed.
         threshold_low: a part of the slots, from 0 to 1.
@@ -228,7 +261,7 @@ class DynamicPools(StaticPools):
         state_share: float = 0.5,
         rule: EvictionRule = "once",
         *,
-        batch: int = 128,
+        batch: int | tuple[int, int] = 128,
         uses_thresholds: bool = False,
         threshold_low: float = 0.05,
         threshold_high: float = 0.30,
@@ -238,7 +271,7 @@ class DynamicPools(StaticPools):
         self.pressure = Pressure.BALANCED
         self.num_rebalances = self.num_refused = 0
         self.migrated_bytes = self.wasted_bytes = 0
-        self._batch = batch
+        self._batches = (batch, batch) if isinstance(batch, int) else batch
         self._uses_thresholds = uses_thresholds
         self._threshold_low = threshold_low
         self._threshold_high = threshold_high
@@ -246,10 +279,21 @@ class DynamicPools(StaticPools):
         self._num_ops = 0  # the logical clock
         self._rebalanced_at: int | None = None
 
+    @property
+    def num_moves(self) -> int:
+        """See `HybridAllocator`."""
+        return self.num_rebalances
+
     def end(self, request: int, ids: Sequence[int]) -> None:
         """See `HybridAllocator`."""
         self._num_ops += 1
         super().end(request, ids)
+        self.pressure = Pressure.BALANCED
+
+    def end_one(self, request: int, store: Store, given: int) -> None:
+        """See `HybridAllocator`."""
+        self._num_ops += 1
+        super().end_one(request, store, given)
         self.pressure = Pressure.BALANCED
 
     def _slots(self, request: int, store: Store, count: int) -> list[int] | None:
@@ -265,16 +309,17 @@ class DynamicPools(StaticPools):
     def _rebalance(self, store: Store) -> bool:
         """Move a batch of the other store's slots to this one; False, and no change, if refused."""
         donor, recipient = self._stores[1 - store], self._stores[store]
-        gained, wasted_bytes = divmod(self._batch * donor.slot_bytes, recipient.slot_bytes)
-        if not (self._may_rebalance(donor, recipient) and donor.can_give(self._batch)):
+        batch = self._batches[1 - store]
+        gained, wasted_bytes = divmod(batch * donor.slot_bytes, recipient.slot_bytes)
+        if not (self._may_rebalance(donor, recipient) and donor.can_give(batch)):
             self.num_refused += 1
             return False
         self.pressure = Pressure.REBALANCING
-        donor.shrink(self._batch)
+        donor.shrink(batch)
         recipient.grow(gained)
         self.pressure = Pressure.BALANCED
         self.num_rebalances += 1
-        self.migrated_bytes += self._batch * donor.slot_bytes
+        self.migrated_bytes += batch * donor.slot_bytes
         self.wasted_bytes += wasted_bytes
         self._rebalanced_at = self._num_ops
         return True

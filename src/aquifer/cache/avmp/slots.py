@@ -119,10 +119,21 @@ class SlotStore:
         self.free.extend(slots)
         self.on_freed(slots)
 
+    def free_one(self, request: int, slot: int) -> None:
+        """Free one of the slots that a request has."""
+        left = self.ledger[request]
+        del left[slot]
+        if not left:
+            del self.ledger[request]
+        self.free.append(slot)
+        self.on_freed((slot,))
+
     def can_give(self, count: int) -> bool:
         """Whether the highest slots exist and are free."""
         first = self.num_slots - count
-        return first >= 0 and sum(slot >= first for slot in self.free) == count
+        if first < 0 or len(self.free) < count:
+            return False
+        return not any(slot >= first for slots in self.ledger.values() for slot in slots)
 
     def shrink(self, count: int) -> None:
         """Give up the highest slots. Pre-condition: `can_give`."""
