@@ -312,8 +312,7 @@ OPTIONS: tuple[Option, ...] = (
         "kv_cache",
         str,
         "virtual",
-        "virtual (contiguous addresses) or paged (blocks and block tables); to compare with: avmp, "
-        "avmp-fixed and avmp-padded (slots of KV and of states).",
+        "virtual (contiguous addresses), paged (block tables); to compare: avmp and its variants.",
         scopes=("serve", "run", "bench", "llm"),
         choices=("virtual", "paged", "avmp", "avmp-fixed", "avmp-padded"),
     ),

@@ -158,7 +158,7 @@ ARCHITECTURES: dict[str, Callable[[], Any]] = {
     "gpt_oss": lambda: with_all_experts("gpt_oss"),
     "gpt_oss-no-biases": lambda: with_all_experts("gpt_oss-no-biases"),
     **{name: TRANSFORMERS[name] for name in ("gpt_bigcode", "helium", "nemotron")},
-    **{name: HYBRIDS[name] for name in ("mamba2", "falcon_h1")},
+    "falcon_h1": HYBRIDS["falcon_h1"],
     "deepseek_v2": lambda: latent(transformers.DeepseekV2Config, 16, q_lora_rank=None),
     "deepseek_v3": lambda: latent(
         transformers.DeepseekV3Config, 128, q_lora_rank=96, n_group=2, topk_group=2

@@ -191,12 +191,17 @@ def default_config(
     # heads per program pay too: shares are long enough although each head has fewer programs.
     # Smaller tiles for some rows do not, where every head has KV of its own.
     wanted, tile_bytes, num_warps = 1, 8192, 2
+    # Several programs per SM, so that some read while others start or end. Fewer for few rows:
+    # merging their many partial results would take longer than reading KV.
+    per_multiprocessor = 2 if batch <= FEW_ROWS else 4
     if dtype.itemsize > 2 and pow2(head_dim) == 128:
         num_warps = 4  # with two, register spills: the compiler then uses hardly any registers
     elif paged:
         wanted = 2
     elif batch >= _MANY_ROWS:
         wanted = 4 if batch >= 2 * _MANY_ROWS else 2
+    elif FEW_ROWS < batch <= _SOME_ROWS and num_kv_heads == 2 and num_heads <= MIN_DOT:
+        wanted, tile_bytes, per_multiprocessor = 2, 16384, 2
     elif FEW_ROWS < batch <= _SOME_ROWS and num_heads > num_kv_heads:
         tile_bytes = 4096
     fits = num_kv_heads % wanted == 0 and wanted * num_heads // num_kv_heads <= MIN_DOT
@@ -205,10 +210,7 @@ def default_config(
         tile_bytes *= kv_heads
     # A tile has at least the 16 columns that a matrix product needs.
     columns = max(tile_bytes // (pow2(head_dim) * dtype.itemsize), MIN_DOT)
-    # Several programs per SM, so that some read while others start or end. Fewer for few rows:
-    # merging their many partial results would take longer than reading KV.
-    programs = num_multiprocessors * (2 if batch <= FEW_ROWS else 4)
-    shares = max(programs * kv_heads // num_kv_heads, 1)
+    shares = max(num_multiprocessors * per_multiprocessor * kv_heads // num_kv_heads, 1)
     return Config(
         kv_heads_per_program=kv_heads,
         block_tokens=columns // kv_heads,
