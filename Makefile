@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 EXAMPLES := .venv-examples
 
-.PHONY: demo test environments lint types unit test-families examples test-gpu bench-cpu bench-serving bench-web bench-compare bench-gpu bench-families bench-pagedattention bench-tangram bench-tangram-replay bench-tangram-gpu bench-tangram-devices bench-avmp clean
+.PHONY: demo test environments lint types unit test-families examples test-gpu bench-cpu bench-serving bench-web bench-compare bench-gpu bench-families bench-pagedattention bench-tangram bench-tangram-replay bench-tangram-gpu bench-tangram-devices bench-avmp bench-hybrid clean
 
 demo: $(VENV)/installed
 	$(BIN)/python tools/demo.py
@@ -83,6 +83,10 @@ bench-tangram-replay: $(VENV)/installed-test
 # AVMP's tables, and what they hide: about two minutes; DATA is the folder of the prompt lengths.
 bench-avmp: $(VENV)/installed-test
 	$(BIN)/python benchmarks/avmp/run.py --data $(DATA) --output benchmarks/avmp
+
+# Requests of a hybrid model that fit at once, and its retained prefixes, in a few minutes.
+bench-hybrid: $(VENV)/installed
+	$(BIN)/python benchmarks/hybrid/memory.py --data $(DATA) --output benchmarks/hybrid
 
 # Eight models in one pool on a GPU, in about ten minutes on an H200 with 100 GB of host memory.
 bench-tangram-gpu:
