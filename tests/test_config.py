@@ -193,7 +193,10 @@ def test_llm_refuses_what_the_table_does_not_have() -> None:
         LLM("demo", port=1)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match=r"memory is 'lots'; it must be a size .* such as 4GiB"):
         LLM("demo", memory="lots")
-    with pytest.raises(ConfigError, match="kv_cache is 'tree'; choose virtual, paged, avmp, avmp-fixed or avmp-padded"):
+    with pytest.raises(
+        ConfigError,
+        match="kv_cache is 'tree'; choose virtual, paged, avmp, avmp-fixed or avmp-padded",
+    ):
         LLM("demo", kv_cache="tree")
 
 
@@ -374,7 +377,11 @@ def test_bad_files(serve_with: Serve, tmp_path: Path, content: str, words: str) 
             "tcp://10.0.0.1:80",
             "AQUIFER_PORT is 'tcp://10.0.0.1:80'; .* such as 8000",
         ),
-        ("AQUIFER_KV_CACHE", "tree", "AQUIFER_KV_CACHE is 'tree'; choose virtual, paged, avmp, avmp-fixed or avmp-padded"),
+        (
+            "AQUIFER_KV_CACHE",
+            "tree",
+            "AQUIFER_KV_CACHE is 'tree'; choose virtual, paged, avmp, avmp-fixed or avmp-padded",
+        ),
         ("AQUIFER_ENABLE_PREFIX_CACHING", "maybe", "write true or false"),
         (
             "AQUIFER_GPU_MEMORY_UTILIZATION",
