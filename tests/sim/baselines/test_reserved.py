@@ -12,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.models.dense_kv import DenseKV
 
-from aquifer.cache.base import AttentionOptions, KVLayout, LayerKV, Rows, Spans
+from aquifer.cache.base import (
+    AttentionOptions,
+    KVLayout,
+    LayerKV,
+    Rows,
+    Spans,
+    StateLayout,
+    StateTensor,
+)
 from aquifer.errors import ConfigError, DriverError, InvariantError
 from aquifer.memory.driver.faulty import FaultyDriver
 from aquifer.memory.driver.host import HostDriver
@@ -143,6 +151,18 @@ def test_policies(policy, num_prompt, num_total, expected):
 def test_unknown_policy():
     with pytest.raises(ConfigError, match="unknown policy 'most'; choose max, pow2, oracle"):
         Harness("most", 8)  # type: ignore[arg-type]
+
+
+def test_recurrent_state_is_refused():
+    layout = KVLayout((LayerKV(1, 2, 2),), torch.float32)
+    state = StateLayout(((StateTensor("state", (4,), torch.float32),),))
+    driver = HostDriver()
+    pool = PagePool(driver, 1 << 20)
+    try:
+        with pytest.raises(ConfigError, match="no room for recurrent state; replay with virtual"):
+            ReservedCache(pool, Owner("model", Kind.KV), layout, 2, 8, state)
+    finally:
+        driver.close()
 
 
 def test_waste_by_kind():

@@ -29,7 +29,7 @@ from typing import Literal, get_args
 import numpy as np
 import torch
 
-from aquifer.cache.base import CacheStats, IntArray, KeepsAll, KVLayout
+from aquifer.cache.base import CacheStats, IntArray, KeepsAll, KVLayout, StateLayout
 from aquifer.cache.footprint import Count, Footprint
 from aquifer.cache.tensors import KVShape, KVTensors
 from aquifer.errors import ConfigError, InvariantError
@@ -99,6 +99,7 @@ class ReservedCache(KeepsAll):
         layout: of one token.
         max_seqs: number of slots.
         max_tokens: longest sequence.
+        state: must be None: there is no room for recurrent state.
         policy: how much to reserve.
         block_size: tokens of a block, a power of two.
 
@@ -108,7 +109,7 @@ class ReservedCache(KeepsAll):
         copied_bytes: copied by `fork` and `adopt` since the start.
 
     Raises:
-        ConfigError: there is no such policy.
+        ConfigError: there is no such policy, or the model has recurrent state.
     """
 
     can_share = False
@@ -120,10 +121,15 @@ class ReservedCache(KeepsAll):
         layout: KVLayout,
         max_seqs: int,
         max_tokens: int,
+        state: StateLayout | None = None,
         *,
         policy: Policy = "max",
         block_size: int = 16,
     ) -> None:
+        if state is not None:
+            raise ConfigError(
+                "regions reserved whole have no room for recurrent state; replay with virtual or paged"
+            )
         if policy not in get_args(Policy):
             raise ConfigError(f"unknown policy {policy!r}; choose {', '.join(get_args(Policy))}")
         self.layout = layout
