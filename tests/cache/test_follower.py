@@ -47,7 +47,8 @@ class Pair:
         self.layout = layout
         self.drivers = drivers
         self.pool = PagePool(drivers[0], num_pages * PAGE, PAGE)
-        make = group_cache(name, BLOCK_SIZE)
+        has_large = name == "large pages"
+        make = group_cache("virtual" if has_large else name, BLOCK_SIZE, 2 * PAGE * has_large)
         self.cache: KVPart = make(self.pool, KV, layout, MAX_SEQS, MAX_TOKENS)
         self.cache.tensors.record()
         # It has another budget and other pages were taken before, so its page numbers differ.
@@ -131,7 +132,8 @@ class Pair:
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "seed"), covering(KV_CACHES, LAYOUTS, range(8), strength=2)
+    ("name", "layout", "seed"),
+    covering((*KV_CACHES, "large pages"), LAYOUTS, range(8), strength=2),
 )
 def test_random_lives(name, layout, seed):
     """Forks, adoptions, growth, ends and swaps, in a pool that is often short."""
@@ -146,7 +148,7 @@ def test_random_lives(name, layout, seed):
     retained: list[tuple[list[int], int]] = []
     swapped: list[list[SwappedKV]] = []
     done: dict[str, int] = {}
-    for _ in range(150):
+    for _ in range(250):
         act = random.choice(("grow", "grow", "grow", "fork", "end", "adopt", "drop", "out", "in"))
         free = [slot for slot in range(MAX_SEQS) if slot not in lengths]
         is_done = False
@@ -154,6 +156,8 @@ def test_random_lives(name, layout, seed):
             slots = random.sample(range(MAX_SEQS), random.randint(1, 3))
             counts = {slot: random.choice([1, 1, 3, 9]) for slot in slots}
             ends = [lengths.get(slot, 0) + count for slot, count in counts.items()]
+            for slot in counts.keys() - lengths.keys() if name == "large pages" else ():
+                cache.expect(slot, random.randint(1, 40), MAX_TOKENS + 1)
             if max(ends) <= MAX_TOKENS and cache.reserve(np.array(slots), np.array(ends)):
                 pair.step(counts)
                 is_done = True

@@ -872,14 +872,16 @@ def kv_of(tokens: Sequence[int], layout: KVLayout) -> torch.Tensor:
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("name", KV_CACHES)
+@pytest.mark.parametrize("name", [*KV_CACHES, "large pages"])
 @pytest.mark.parametrize("width", [64, 136, 1100], ids=["aligned", "straddling", "large"])
 def test_real_blocks_have_the_kv_of_just_these_tokens(name: str, width: int):
     """Sequences share, copy and write in a pool that is short all the time."""
     layout = KVLayout((LayerKV(1, width, width),), torch.float32)  # 8, 3.8 and 0.5 to a page
     num_pages = -(-layout.token_bytes * 75 // PAGE)
     pool = PagePool(HostDriver(), num_pages * PAGE, PAGE)
-    cache = group_cache(name, 4)(pool, Owner("a", Kind.KV), layout, 4, 48)
+    has_large = name == "large pages"
+    make = group_cache("virtual" if has_large else name, 4, 2 * PAGE if has_large else None)
+    cache = make(pool, Owner("a", Kind.KV), layout, 4, 48)
     prefixes = PrefixCache(cache, restore_s)
     reclaimer = Reclaimer(lambda: now_s)
     reclaimer.register(prefixes)
@@ -905,6 +907,7 @@ def test_real_blocks_have_the_kv_of_just_these_tokens(name: str, width: int):
         slot = next(slot for slot in range(4) if slot not in running)
         match = prefixes.match(ids(tokens))
         lease = prefixes.lock(match)
+        cache.expect(slot, len(tokens), 49)
         if (match.num_tokens and not cache.adopt(slot, match.blocks, match.num_tokens)) or (
             not cache.reserve(np.array([slot]), np.array([len(tokens)]))
         ):

@@ -46,7 +46,7 @@ class LateDriver(HostDriver):
         return LateFence(self, len(self.work))
 
     def unmap(self, address: int, page_bytes: int, count: int) -> None:
-        places = range(address, address + count * page_bytes, page_bytes)
+        places = range(address, address + count * page_bytes, self.granularity_bytes)
         for touched in self.work[self.num_done :]:
             assert not touched.intersection(places), "unmapped under work in flight"
         super().unmap(address, page_bytes, count)

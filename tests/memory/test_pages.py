@@ -13,7 +13,7 @@ PAGE = 4096
 
 def test_numbers_of_pages_do_not_repeat_and_ascend():
     driver = HostDriver()
-    table = PageTable(driver)
+    table = PageTable(driver, 4096)
     first = table.create(PAGE, 3)
     table.release(first[:2])
     second = table.create(2 * PAGE, 4)

@@ -25,7 +25,7 @@ def driver() -> Iterator[FaultyDriver]:
 
 @pytest.fixture
 def table(driver: FaultyDriver) -> PageTable:
-    return PageTable(driver)
+    return PageTable(driver, PAGE)
 
 
 def test_sizes_are_rounded_up_to_pages(driver, table):

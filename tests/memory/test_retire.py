@@ -240,13 +240,13 @@ def test_a_page_is_taken_back_where_it_is_though_others_have_it(driver, pool, ra
     pool.retired.retire(range_, range(4))
     # The last is not in use, so it cannot be reused by name.
     assert [pool.retired.indices_of(range_, page) for page in pages] == [[0], [1], [2], []]
-    assert list(pool.retired.reuse_pages(range_, 0, held[:1])) == [0]
+    assert list(pool.retired.reuse_pages(range_, [0], held[:1])) == [0]
     assert driver.num_waits == 0
     assert pool.num_references(held[0]) == 2
-    assert list(pool.retired.reuse_pages(range_, 1, [held[2], held[2]])) == [1]
+    assert list(pool.retired.reuse_pages(range_, [1, 2], [held[2], held[2]])) == [2]
     assert driver.num_waits == 1
     assert sorted(range_.pages) == [0, 2, 3]
-    assert list(pool.retired.reuse_pages(range_, 8, held)) == []
+    assert list(pool.retired.reuse_pages(range_, range(8, 8 + len(held)), held)) == []
     pool.check()
     pool.release(held)
     assert pool.usage().in_use_bytes == {A: 2 * PAGE}
@@ -271,7 +271,7 @@ def test_a_place_on_its_way_out_is_waited_for(driver, pool, range_, monkeypatch)
     stocker.start()
     started.wait()
     page = range_.pages_at(range(5, 6))
-    assert list(pool.retired.reuse_pages(range_, 0, page)) == []
+    assert list(pool.retired.reuse_pages(range_, [0], page)) == []
     pool.share(page)
     range_.map(0, page)
     stocker.join()
@@ -357,7 +357,7 @@ def test_random_accounts(seed):
             page = random.choice([retired[index], *held.values()])
             if page in held.values() or page in kept:
                 is_there = retired.pop(index) == page
-                assert list(pool.retired.reuse_pages(range_, index, [page])) == [0] * is_there
+                assert list(pool.retired.reuse_pages(range_, [index], [page])) == [index] * is_there
                 if is_there:
                     held[index] = page
         elif act == "keep" and (held or kept):

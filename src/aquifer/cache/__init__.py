@@ -20,13 +20,19 @@ BASELINES = ("avmp", "avmp-fixed", "avmp-padded")
 """Managers to compare with, which retain no prefixes."""
 
 
-def kv_cache(name: str, block_size: int = 16, max_step_tokens: int | None = None) -> CacheFactory:
+def kv_cache(
+    name: str,
+    block_size: int = 16,
+    max_step_tokens: int | None = None,
+    prompt_page_bytes: int | None = None,
+) -> CacheFactory:
     """The manager called `name`, for layers with and without windows.
 
     Args:
         name: one of `KV_CACHES` or `BASELINES`.
         block_size: tokens of a block, where the manager has blocks.
         max_step_tokens: tokens of the largest step; None for as many as a sequence may have.
+        prompt_page_bytes: see `group_cache`.
 
     Raises:
         ConfigError: there is no such manager.
@@ -35,15 +41,20 @@ def kv_cache(name: str, block_size: int = 16, max_step_tokens: int | None = None
         from aquifer.cache.avmp.manager import AvmpCache
 
         return partial(AvmpCache, name, block_size, max_step_tokens)
-    return partial(_of_layers, group_cache(name, block_size), max_step_tokens)
+    make = group_cache(name, block_size, prompt_page_bytes)
+    return partial(_of_layers, make, max_step_tokens)
 
 
-def group_cache(name: str, block_size: int = 16) -> GroupFactory:
+def group_cache(
+    name: str, block_size: int = 16, prompt_page_bytes: int | None = None
+) -> GroupFactory:
     """The manager called `name`, imported only when asked for, which keeps all tokens.
 
     Args:
         name: one of `KV_CACHES`.
         block_size: tokens of a block, where the manager has blocks.
+        prompt_page_bytes: size of the pages for what a prompt fills, where the manager has no
+            blocks; None for the pool's own.
 
     Raises:
         ConfigError: there is no such manager.
@@ -51,7 +62,7 @@ def group_cache(name: str, block_size: int = 16) -> GroupFactory:
     if name == "virtual":
         from aquifer.cache.virtual import VirtualCache
 
-        return VirtualCache
+        return partial(VirtualCache, prompt_page_bytes=prompt_page_bytes)
     if name == "paged":
         return partial(_paged, block_size)
     known = ", ".join((*KV_CACHES, *BASELINES))

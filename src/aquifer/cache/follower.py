@@ -81,16 +81,18 @@ class PartFollower:
         """Execute one change; see `execute`. New table entries are not sent to the device."""
         tensors, residency = self.tensors, self.tensors.residency
         match op:
-            case Mapped(index, pages):
-                places = range(index, index + len(pages))
-                if not residency.populate([places]):
+            case Mapped(index, pages, units):
+                indices = range(index, index + len(pages) * units)
+                places = list(indices[::units])
+                if not residency.populate([indices], units=units):
                     raise InvariantError("the follower's pool has no room for the leader's pages")
                 self._own.update(zip(pages, tensors.range.pages_at(places), strict=True))
                 self._at.update(zip(places, pages, strict=True))
                 self._references.update(pages)
             case Aliased(index, pages):
-                residency.alias(index, [self._own[page] for page in pages])
-                self._at.update(enumerate(pages, index))
+                own = [self._own[page] for page in pages]
+                residency.alias(index, own)
+                self._at.update(zip(residency.places(index, own), pages, strict=True))
                 self._holds.subtract(pages)
             case GivenUp(indices):
                 residency.give_up(indices)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import groupby
+from typing import NamedTuple, cast
 
 from aquifer.errors import InvariantError
 from aquifer.memory.pages import Page
@@ -35,17 +38,22 @@ _PRIVATE = _Shared()
 class SharedPages:
     """Counts the users and the holds of pages, and accounts pages that are only held as prefixes.
 
+    A sequence uses whole pages. Holds are of blocks: a page of several blocks is held as long as
+    any of them is.
+
     Args:
         residency: the pages under the addresses of a cache.
         owner: owner of the pages that sequences use.
 
     Attributes:
-        num_saved: users of shared pages, less one for each page.
+        num_saved: users of shared pages, less one for each page; pages of several blocks count for
+            each of these.
     """
 
     def __init__(self, residency: Residency, owner: Owner) -> None:
         self.num_saved = 0
         self._residency = residency
+        self._range = residency.range
         self._owner = owner
         self._prefix_owner = Owner(owner.model, Kind.PREFIX)
         self._shared: Records[_Shared] = Records()
@@ -61,39 +69,33 @@ class SharedPages:
         """Number of pages that are held."""
         return sum(page.num_holds > 0 for _, page in self._shared.items())
 
-    def hold(self, pages: Sequence[Page]) -> None:
-        """Keep a reference of each page, one also if it is held several times."""
-        self._residency.share(pages)
-        again: list[Sequence[Page]] = []
-        for before, _, run in self._shared.change(
-            pages, lambda _, shared: (shared or _PRIVATE).changed(num_holds=1)
-        ):
-            if before is not None and before.num_holds:
-                again.append(run)
-        self._residency.release(join(again))
+    def hold(self, blocks: Sequence[int]) -> None:
+        """Keep a reference of each block's page, one also if it is held several times."""
+        for count, pages in self._by_page(blocks):
+            self._residency.share(pages)
+            again: list[Sequence[Page]] = []
+            for before, _, run in self._shared.change(pages, partial(_held, count)):
+                if before is not None and before.num_holds:
+                    again.append(run)
+            self._residency.release(join(again))
 
-    def drop(self, pages: Sequence[Page]) -> None:
+    def drop(self, blocks: Sequence[int]) -> None:
         """The opposite of `hold`: release the reference of a page at its last drop.
 
         Raises:
             InvariantError: a page is not held.
         """
-
-        def dropped(page: Page, shared: _Shared | None) -> _Shared | None:
-            if shared is None or not shared.num_holds:
-                raise InvariantError(f"page {page} is dropped, but not held")
-            return shared.changed(num_holds=-1)
-
-        done: list[Sequence[Page]] = []
-        unused: list[Sequence[Page]] = []
-        for before, _, run in self._shared.change(pages, dropped):
-            if before is not None and before.num_holds == 1:
-                done.append(run)
-                if not before.num_users:
-                    unused.append(run)
-        # As pages of KV they need no zeroing for the next sequence.
-        self._residency.transfer(join(unused), self._owner)
-        self._residency.release(join(done))
+        for count, pages in self._by_page(blocks):
+            done: list[Sequence[Page]] = []
+            unused: list[Sequence[Page]] = []
+            for before, _, run in self._shared.change(pages, partial(_dropped, count)):
+                if before is not None and before.num_holds == count:
+                    done.append(run)
+                    if not before.num_users:
+                        unused.append(run)
+            # As pages of KV they need no zeroing for the next sequence.
+            self._residency.transfer(join(unused), self._owner)
+            self._residency.release(join(done))
 
     def begin_use(self, pages: Sequence[Page]) -> None:
         """Count one more user of each page, and add a reference for it."""
@@ -105,7 +107,7 @@ class SharedPages:
             if before is not None and not before.num_users:
                 retained.append(run)
             else:
-                self.num_saved += len(run)
+                self.num_saved += self._num_blocks(run)
         self._residency.transfer(join(retained), self._owner)
 
     def end_use(self, pages: Sequence[Page]) -> None:
@@ -115,7 +117,35 @@ class SharedPages:
             pages, lambda _, shared: None if shared is None else shared.changed(num_users=-1)
         ):
             if before is not None and before.num_users > 1:
-                self.num_saved -= len(run)
+                self.num_saved -= self._num_blocks(run)
             elif before is not None:
                 retained.append(run)
         self._residency.transfer(join(retained), self._prefix_owner)
+
+    def _num_blocks(self, pages: Sequence[Page]) -> int:
+        if not self._range.has_large:
+            return len(pages)
+        return sum(map(self._range.num_places, pages))
+
+    def _by_page(self, blocks: Sequence[int]) -> Iterator[tuple[int, Sequence[Page]]]:
+        """(number of its blocks among these, pages), for all pages of these blocks."""
+        if not self._range.has_large:
+            yield 1, cast(Sequence[Page], blocks)
+            return
+        # In the order of the blocks: pages that are given up first are used again first.
+        for count, group in groupby(Counter(map(self._range.page_of, blocks)).items(), _count_of):
+            yield count, [page for page, _ in group]
+
+
+def _count_of(entry: tuple[Page, int]) -> int:
+    return entry[1]
+
+
+def _held(count: int, _: Page, shared: _Shared | None) -> _Shared | None:
+    return (shared or _PRIVATE).changed(num_holds=count)
+
+
+def _dropped(count: int, page: Page, shared: _Shared | None) -> _Shared | None:
+    if shared is None or shared.num_holds < count:
+        raise InvariantError(f"page {page} is dropped, but not held")
+    return shared.changed(num_holds=-count)

@@ -51,17 +51,25 @@ class KVShape:
     table_shape: tuple[int, int] | None  # [slots, blocks of a slot]; None where rows are slots
 
     @classmethod
-    def slots(cls, pool: PagePool, layout: KVLayout, max_seqs: int, max_tokens: int) -> KVShape:
+    def slots(
+        cls,
+        pool: PagePool,
+        layout: KVLayout,
+        max_seqs: int,
+        max_tokens: int,
+        window_pages: int = 1,
+    ) -> KVShape:
         """A row for each slot, in whole pages; slot 0 is the anchor's.
 
-        Behind the slots is a window for each: a place for a page to be copied from.
+        Behind the slots is a window of `window_pages` for each: a place for a page to be copied
+        from.
 
         Raises:
             ConfigError: there are not so many addresses.
         """
         slot_pages = _num_pages(max_tokens * layout.token_bytes, pool.page_bytes)
         num_slots = max_seqs + 1
-        num_bytes = (slot_pages + 1) * num_slots * pool.page_bytes
+        num_bytes = (slot_pages + window_pages) * num_slots * pool.page_bytes
         check_addresses(num_bytes, max_seqs, max_tokens)
         return cls(
             layout=layout,

@@ -10,13 +10,20 @@ byte is copied.
 
 Pages at the front of a slot are given up when their tokens are forgotten; the others stay at their
 addresses. So the pages of a slot are [first, end) of its places.
+
+Mapping costs by the page, whatever its size, and the length of a prompt is known when it begins. So
+what a prompt fills is mapped in large pages, of several units, where the pool has some: an 8k
+prompt of Llama-3-8B takes 32 pages of 32 MiB in place of 512 of 2 MiB. What is generated grows page
+by page. A large page begins at a multiple of its size in the slot. Its units are blocks, which are
+held and matched one by one; but it is shared as a whole, so that a sequence which begins with a
+part of it copies this part (as much as 16 us at 4 TB/s, and less than mapping it would take).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -28,6 +35,7 @@ from aquifer.cache.shared_pages import SharedPages
 from aquifer.cache.tensors import KVShape, KVTensors
 from aquifer.errors import DriverError, InvariantError
 from aquifer.memory.pool import Owner, Page, PagePool
+from aquifer.memory.runs import join
 
 _CLEAN_SLOTS = 8
 """Free slots to keep without pages that are in use elsewhere, if there are as many. Sequences that
@@ -43,6 +51,8 @@ class VirtualCache(KeepsAll):
         layout: layout of one token.
         max_seqs: number of slots, which are numbered from 1.
         max_tokens: length of the longest sequence.
+        prompt_page_bytes: size of the pages for what a prompt fills, a multiple of the pool's own;
+            None for the pool's own. Layers with a window always have those.
 
     Attributes:
         footprint: pages and bytes that tokens take.
@@ -53,10 +63,20 @@ class VirtualCache(KeepsAll):
     ahead_tokens = AHEAD_TOKENS - 1
 
     def __init__(
-        self, pool: PagePool, owner: Owner, layout: KVLayout, max_seqs: int, max_tokens: int
+        self,
+        pool: PagePool,
+        owner: Owner,
+        layout: KVLayout,
+        max_seqs: int,
+        max_tokens: int,
+        prompt_page_bytes: int | None = None,
     ) -> None:
+        self._units = 1  # of a large page
+        if prompt_page_bytes and all(layer.window_tokens is None for layer in layout.layers):
+            self._units = prompt_page_bytes // pool.page_bytes
         self.footprint = Footprint(layout.token_bytes, pool.page_bytes, pool.page_bytes)
-        self.tensors = KVTensors(pool, owner, KVShape.slots(pool, layout, max_seqs, max_tokens))
+        shape = KVShape.slots(pool, layout, max_seqs, max_tokens, self._units)
+        self.tensors = KVTensors(pool, owner, shape)
         self._max_tokens = max_tokens
         self._page_bytes = pool.page_bytes
         self._token_bytes = layout.token_bytes
@@ -69,6 +89,8 @@ class VirtualCache(KeepsAll):
         self._first_window = num_slots * self._slot_pages
         # The most pages that the sequence of each slot may need.
         self._max_pages = np.full(num_slots, self._slot_pages)
+        # The end of the pages that the prompt of each slot fills, in whole large ones.
+        self._large_end = np.zeros(num_slots, np.int64)
         # The pages in use under each slot: those from its first one to the end of these.
         self._first_page = np.zeros(num_slots, np.int64)
         self._num_pages = np.zeros(num_slots, np.int64)
@@ -86,8 +108,15 @@ class VirtualCache(KeepsAll):
         self._turns = GrowthTurns(num_slots)
 
     def expect(self, slot: int, num_prompt: int, num_total: int) -> None:
-        """Bound how far to map ahead; the very last token needs no KV."""
+        """Bound how far to map ahead, and in large pages; the very last token needs no KV.
+
+        The prompt's last token is run by each sequence that shares the others, so that it must not
+        be the end of a large page.
+        """
         self._max_pages[slot] = self.footprint.pages(num_total - 1)
+        filled_bytes = self.footprint.kv_bytes(max(num_prompt - 1, 0))
+        large_bytes = self._units * self._page_bytes
+        self._large_end[slot] = filled_bytes // large_bytes * self._units if self._units > 1 else 0
 
     def reserve(self, slots: IntArray, num_tokens: IntArray) -> bool:
         """Map missing pages, some tokens ahead if pages are ready, else only those that are needed.
@@ -125,8 +154,7 @@ class VirtualCache(KeepsAll):
         given_up: list[int] = []
         for slot, begin in zip(slots[moved].tolist(), first[moved].tolist(), strict=True):
             held, end = int(self._first_page[slot]), int(self._num_pages[slot])
-            place = slot * self._slot_pages
-            given_up += range(place + held, place + min(begin, end))
+            given_up += self._places(slot, held, min(begin, end))
             self._set_pages(slot, max(begin, end), begin)
         self._leave(given_up)
 
@@ -134,8 +162,7 @@ class VirtualCache(KeepsAll):
         """Give up the pages that were mapped last."""
         given_up: list[int] = []
         for slot, end in zip(slots.tolist(), ends.tolist(), strict=True):
-            place = slot * self._slot_pages
-            given_up += range(place + end, place + int(self._num_pages[slot]))
+            given_up += self._places(slot, end, int(self._num_pages[slot]))
             self._set_pages(slot, end)
         self._residency.give_up(given_up)
 
@@ -151,8 +178,7 @@ class VirtualCache(KeepsAll):
         """Give up the slot's pages; its addresses stay."""
         self.upload()  # the slot may be at either end of a copy
         begin, end = int(self._first_page[slot]), int(self._num_pages[slot])
-        first = slot * self._slot_pages
-        indices = range(first + begin, first + end)
+        indices = self._places(slot, begin, end)
         is_shared = False
         if self._shared:
             pages = self.tensors.range.pages_at(indices)
@@ -217,9 +243,10 @@ class VirtualCache(KeepsAll):
             return None
         left: dict[int, list[bool]] = {}  # by slot: whether the first page is there, and the last
         for which, position in enumerate((0, len(blocks) - 1) if blocks else ()):
-            for index in self._retired.indices_of(self.tensors.range, Page(blocks[position])):
+            page = self.tensors.range.page_of(blocks[position])
+            for index in self._retired.indices_of(self.tensors.range, page):
                 slot, place = divmod(index, self._slot_pages)
-                if place == position and slot in free_slots:
+                if place + blocks[position] - page == position and slot in free_slots:
                     left.setdefault(slot, [False, False])[which] = True
         if left:
             # The fewer other pages it has, the less is lost.
@@ -255,7 +282,8 @@ class VirtualCache(KeepsAll):
 
     def stats(self, written_tokens: int | IntArray) -> CacheStats:
         """Mapped bytes are exact, without retired pages; waste is the tail of each sequence."""
-        num_used_pages = self._num_used_pages + len(self._copied)
+        num_copied_pages = sum(map(self.tensors.range.num_places, self._copied))
+        num_used_pages = self._num_used_pages + num_copied_pages
         written_tokens = int(np.sum(written_tokens))
         return CacheStats(
             written_tokens,
@@ -277,9 +305,15 @@ class VirtualCache(KeepsAll):
         self.tensors.close()
 
     def _pages_of(self, slot: int, end: int) -> Sequence[int]:
+        """The blocks of a slot up to an end: its pages, or the units of large ones."""
         first = slot * self._slot_pages
         begin = int(self._first_page[slot])
         return self.tensors.range.pages_at(range(first + begin, first + end))
+
+    def _places(self, slot: int, begin: int, end: int) -> Sequence[int]:
+        """The places of the pages that lie at [begin, end) of a slot, and not only in part."""
+        first = slot * self._slot_pages
+        return self.tensors.range.places(range(first + begin, first + end))
 
     def _tokens_before(self, page: int) -> int:
         """Number of tokens that begin before a page of a slot."""
@@ -310,11 +344,50 @@ class VirtualCache(KeepsAll):
             range(slot * self._slot_pages + start, slot * self._slot_pages + end)
             for slot, start, end in zip(slots, held, needed, strict=True)
         ]
-        if not self._residency.populate(stretches, may_reclaim=may_reclaim):
-            return False
+        with ExitStack() as undo:
+            if self._units > 1 and (self._large_end[slots] > held).any():
+                large = list(map(self._large_part, slots, stretches))
+                if any(large) and self._populate_large(large):
+                    places = [place for part in large for place in part[:: self._units]]
+                    undo.callback(self._residency.give_up, places)
+                    needed = [
+                        max(end, part.stop - slot * self._slot_pages)
+                        for slot, end, part in zip(slots, needed, large, strict=True)
+                    ]
+                    stretches = _without(stretches, large)
+            if not self._residency.populate(stretches, may_reclaim=may_reclaim):
+                return False
+            undo.pop_all()
         for slot, num_pages in zip(slots, needed, strict=True):
             self._set_pages(slot, num_pages)
         return True
+
+    def _large_part(self, slot: int, stretch: range) -> range:
+        """The part of a stretch of a slot's places to map in large pages; empty for none.
+
+        It may end behind the stretch, since the prompt fills it. Pages that were given up there
+        cost nothing to use again, and as much as a mapping if they are in the way.
+        """
+        units, place = self._units, slot * self._slot_pages
+        first = -(-(stretch.start - place) // units) * units
+        last = min(-(-(stretch.stop - place) // units) * units, int(self._large_end[slot]))
+        part = range(place + first, place + last)
+        if part:
+            sizes = self._retired.sizes_at(self.tensors.range, part)
+            num_large = sizes.count(units)
+            num_small = len(sizes) - num_large
+            if len(part) // units - num_large + num_small > len(part) - num_small + num_large:
+                return range(0)
+        return part
+
+    def _populate_large(self, stretches: list[range]) -> bool:
+        """Put large pages under these places, if they can be had without taking any from others."""
+        try:
+            return self._residency.populate(
+                [part for part in stretches if part], units=self._units, may_reclaim=False
+            )
+        except DriverError:
+            return False
 
     def _set_pages(self, slot: int, num_pages: int, first_page: int | None = None) -> None:
         """Note the pages of a slot, from `first_page` on, which by default stays the same."""
@@ -341,50 +414,114 @@ class VirtualCache(KeepsAll):
     ) -> bool:
         """`adopt`; for `fork`, the pages are mapped from the place `parent_place` on."""
         num_shared, num_bytes = divmod(self.footprint.kv_bytes(num_tokens), self._page_bytes)
-        pages = cast(Sequence[Page], blocks)
-        if self._num_pages[slot] or begin + len(blocks) != num_shared + (num_bytes > 0):
+        end = num_shared + (num_bytes > 0)
+        if self._num_pages[slot] or begin + len(blocks) != end:
             raise InvariantError(
                 f"{len(blocks)} pages for {num_tokens} tokens in a slot of {self._num_pages[slot]}"
             )
-        shared, copied = pages[: num_shared - begin], pages[num_shared - begin :]
-        place = slot * self._slot_pages
-        first, target = place + begin, place + num_shared
-        residency = self._residency
+        shared, copied = self._runs_of(blocks, begin, num_shared)
+        place, residency = slot * self._slot_pages, self._residency
         if not self.tensors.open():
             return False
+        # What is copied here may have to be copied there first. That closes all windows, so that it
+        # comes before another one is opened where there are several.
+        follows_copy = any(run.page in self._copied_to for run in copied)
+        if len(self._open_windows) + len(copied) > len(self._num_pages) or (
+            follows_copy and len(copied) > 1
+        ):
+            self.upload()
+        targets = [range(place + run.start, place + run.end) for run in copied]
+        sources: list[int] = []
         with ExitStack() as undo:
             # Users come first: to make room for an acquisition, held pages may be dropped.
+            pages = join([*(run for _, run in shared), [run.page for run in copied]])
+            left = [run for _, run in shared]  # those that have no place yet
             self._shared.begin_use(pages)
-            undo.callback(residency.release, pages)
+            undo.callback(lambda: residency.release(join([*left, [run.page for run in copied]])))
             undo.callback(self._shared.end_use, pages)
             if copied:
-                if not residency.populate([range(target, target + 1)]):
+                if not residency.populate(targets):
                     return False
-                undo.callback(residency.give_up, [target])
-                if parent_place is None:
-                    source = self._open_window(copied[0], undo)
-                else:
-                    source = parent_place + num_shared
-            residency.alias(first, shared)
+                undo.callback(residency.give_up, [i for each in targets for i in each])
+                for run in copied:
+                    if parent_place is None:
+                        sources.append(self._open_window(run.page, undo) + run.offset)
+                    else:
+                        sources.append(parent_place + run.start)
+            for start, run_pages in shared:
+                residency.alias(place + start, run_pages)
+                undo.callback(residency.give_up, residency.places(place + start, run_pages))
+                left.pop(0)
             undo.pop_all()
-        if copied:
-            if copied[0] in self._copied_to:
-                self.upload()
-            size = self._page_bytes
-            self.tensors.copy(source * size, target * size, num_bytes)
-            self._copied += copied
-            self._copied_to.add(self.tensors.range.page(target))
+        if follows_copy:
+            self.upload()
+        size = self._page_bytes
+        for run, source, target in zip(copied, sources, targets, strict=True):
+            is_last = run.end == end and num_bytes > 0
+            length = (len(target) - is_last) * size + is_last * num_bytes
+            self.tensors.copy(source * size, target.start * size, length)
+            self._copied.append(run.page)
+            self._copied_to.update(self.tensors.range.pages_at(target))
             if parent_place is None:
-                self._open_windows[copied[0]] = source
-        self._set_pages(slot, num_shared + len(copied), begin)
+                self._open_windows[run.page] = source - run.offset
+        self._set_pages(slot, end, begin)
         return True
+
+    def _runs_of(
+        self, blocks: Sequence[int], begin: int, num_shared: int
+    ) -> tuple[list[tuple[int, Sequence[Page]]], list[_Copied]]:
+        """How to begin a slot with blocks: which pages to share, and what to copy.
+
+        Args:
+            blocks: the blocks at [begin, begin + len(blocks)) of the slot.
+            begin: see above.
+            num_shared: the blocks from here on are written to, and must be copied.
+
+        Returns: (start, pages) of the pages to share that follow each other; and what to copy, each
+            of one page.
+        """
+        range_ = self.tensors.range
+        if not range_.has_large:
+            pages = cast(Sequence[Page], blocks)
+            copied = [
+                _Copied(start, start + 1, page, 0)
+                for start, page in enumerate(pages[num_shared - begin :], num_shared)
+            ]
+            return [(begin, pages[: num_shared - begin])], copied
+        shared: list[tuple[int, Sequence[Page]]] = []
+        copied = []
+        run: list[Page] = []
+        start = position = begin
+        end = begin + len(blocks)
+        while position < end:
+            block = blocks[position - begin]
+            page = range_.page_of(block)
+            offset, size = block - page, range_.num_places(page)
+            stop = position + 1
+            while stop < min(end, position + size - offset) and (
+                blocks[stop - begin] == block + stop - position
+            ):
+                stop += 1
+            if stop - position == size and stop <= num_shared:
+                if not run:
+                    start = position
+                run.append(page)
+            else:
+                if run:
+                    shared.append((start, run))
+                    run = []
+                copied.append(_Copied(position, stop, page, offset))
+            position = stop
+        if run:
+            shared.append((start, run))
+        return shared, copied
 
     def _open_window(self, page: Page, undo: ExitStack) -> int:
         """Map a page where a copy can read it until the next `upload`; returns the index."""
         if page in self._open_windows:
             return self._open_windows[page]
         while True:
-            index = self._first_window + self._next_window
+            index = self._first_window + self._next_window * self._units
             self._next_window = (self._next_window + 1) % len(self._num_pages)
             if index not in self._open_windows.values():
                 break
@@ -395,3 +532,23 @@ class VirtualCache(KeepsAll):
             undo_hold.pop_all()
         undo.callback(self._residency.give_up, [index])
         return index
+
+
+class _Copied(NamedTuple):
+    """Blocks [start, end) of a slot that are copied from a page."""
+
+    start: int
+    end: int
+    page: Page
+    offset: int  # of the first of them in the page, in blocks
+
+
+def _without(stretches: Sequence[range], parts: Sequence[range]) -> list[range]:
+    """The stretches without a part of each, which may be empty or end behind it."""
+    left: list[range] = []
+    for stretch, part in zip(stretches, parts, strict=True):
+        if part:
+            left.append(range(stretch.start, part.start))
+            stretch = range(part.stop, max(part.stop, stretch.stop))
+        left.append(stretch)
+    return [each for each in left if each]

@@ -21,19 +21,27 @@ class PageTable:
     process, which has handles of its own. Numbers ascend in the order of creation; as drivers
     create neighbours in order, sorting pages by number keeps neighbours together.
 
+    A page of several units takes as many numbers, from a multiple of their count on, and has the
+    first of them. The others name its units: parts of its bytes that a cache tells apart.
+
     Calls may come from several threads.
 
     Args:
         driver: the device's.
+        unit_bytes: size of a unit, which is that of most pages.
 
     Attributes:
         driver: as given.
+        unit_bytes: as given.
     """
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, unit_bytes: int) -> None:
         self.driver = driver
+        self.unit_bytes = unit_bytes
         self._handles: dict[Page, Handle] = {}
-        self._num_created = 0
+        self._units: dict[Page, int] = {}  # of the pages with several
+        self._unit_counts: set[int] = set()  # that pages had so far
+        self._next_number = 0
         self._numbering = threading.Lock()
 
     def __len__(self) -> int:
@@ -52,12 +60,37 @@ class PageTable:
             DriverError: the device refused; nothing has changed.
         """
         handles = self.driver.create(page_bytes, count)
+        units = page_bytes // self.unit_bytes if page_bytes % self.unit_bytes == 0 else 1
         with self._numbering:
-            first = self._num_created
-            self._num_created += count
-        pages = [Page(number) for number in range(first, first + count)]
+            first = -(-self._next_number // units) * units
+            self._next_number = first + count * units
+        pages = [Page(number) for number in range(first, self._next_number, units)]
+        if units > 1:
+            self._unit_counts.add(units)
+            self._units.update(dict.fromkeys(pages, units))
         self._handles.update(zip(pages, handles, strict=True))
         return pages
+
+    @property
+    def has_large(self) -> bool:
+        """Whether there is a page of several units."""
+        return bool(self._units)
+
+    def num_units(self, page: Page) -> int:
+        """Units of a page: numbers from its own on."""
+        return self._units.get(page, 1)
+
+    def page_of(self, number: int) -> Page:
+        """The page that has a unit of this number."""
+        page = Page(number)
+        if page not in self._handles:
+            for units in self._unit_counts:
+                page = Page(number // units * units)
+                if number - page < self._units.get(page, 0):
+                    break
+            else:
+                raise InvariantError(f"page {number} does not exist")
+        return page
 
     def release(self, pages: Sequence[Page]) -> None:
         """Give pages back to the system. Pre-condition: none of them is mapped."""
@@ -65,6 +98,7 @@ class PageTable:
             self.driver.release(self._handles_of(pages))
             for page in pages:
                 del self._handles[page]
+                self._units.pop(page, None)
 
     def map(self, address: int, pages: Sequence[Page]) -> None:
         """Map pages of one size one after the other from `address` on, all or none.

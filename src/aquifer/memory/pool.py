@@ -51,8 +51,8 @@ class PagePool:
         keep_idle_bytes: int | None = None,
     ) -> None:
         self.driver = driver
-        self.pages = PageTable(driver)
         self.page_bytes = page_bytes or driver.default_page_bytes
+        self.pages = PageTable(driver, self.page_bytes)
         # Whole pages only, so that a full pool is exactly full.
         self.budget_bytes = budget_bytes // self.page_bytes * self.page_bytes
         self.keep_idle_bytes = (

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 from operator import add, sub
 from typing import TYPE_CHECKING, cast
 
@@ -18,15 +19,18 @@ if TYPE_CHECKING:
 
 
 class VirtualRange:
-    """A stretch of addresses in which pages of one size come and go.
+    """A stretch of addresses in which pages come and go.
 
     The range knows which page is at which index; owners and references are the pool's business, so
     mapping takes pages that the caller has acquired, and unmapping returns them to the caller.
 
+    An index is a place for a page of one size. A page of several units (`PageTable`), where a unit
+    is of that size, lies at as many indices, and its place is the first of them.
+
     Args:
         pages: the device's pages.
         num_bytes: how much to reserve; rounded up to whole pages.
-        page_bytes: size of the pages to be mapped.
+        page_bytes: distance of the places: the size of the pages to be mapped, or of their units.
         address: the start of a stretch of another reservation, which outlives this range; by
             default the range reserves its own.
 
@@ -44,17 +48,23 @@ class VirtualRange:
         self._driver = pages.driver
         self._is_own = address is None
         self.address = self._driver.reserve(self.num_bytes) if address is None else address
-        # The number of the page at each index, less the index: equal where both ascend together.
+        self._has_units = page_bytes == pages.unit_bytes
+        self._has_large = False  # whether pages of several units were mapped so far
+        # The number of the page or unit at each index, less the index: equal where both ascend
+        # together.
         self._offsets: Records[int] = Records()
 
     @property
     def pages(self) -> Mapping[int, Page]:
-        """The pages that are mapped now, by their index in the range; time in their proportion."""
-        return {index: Page(index + offset) for index, offset in self._offsets.items()}
+        """The pages that are mapped now, by their place; time in proportion to them."""
+        found = {index: Page(index + offset) for index, offset in self._offsets.items()}
+        if self._has_large:
+            found = {i: page for i, page in found.items() if self._table.page_of(page) == page}
+        return found
 
     @property
     def num_mapped_pages(self) -> int:
-        """Pages mapped now."""
+        """Pages mapped now, those of several units counted by unit."""
         return len(self._offsets)
 
     @property
@@ -63,28 +73,61 @@ class VirtualRange:
         return len(self._offsets) * self.page_bytes
 
     def map(self, index: int, pages: Sequence[Page]) -> None:
-        """Map pages at [index, index + len(pages)), all or none.
+        """Map pages of one size one after the other from an index on, all or none.
 
         Raises:
             DriverError: the device refused; nothing was mapped.
         """
-        if index < 0 or index + len(pages) > self.num_pages:
-            raise InvariantError(f"pages [{index}, {index + len(pages)}) leave the range")
-        if len(pages) == 1 and index not in self._offsets:  # a shorter way, for growing sequences
+        size = self.num_places(pages[0]) if pages else 1
+        indices = range(index, index + len(pages) * size)
+        if index < 0 or indices.stop > self.num_pages:
+            raise InvariantError(f"pages [{index}, {indices.stop}) leave the range")
+        if len(indices) == 1 and index not in self._offsets:  # shorter, for growing sequences
             self._table.map(self.address + index * self.page_bytes, pages)
             self._offsets.put(index, pages[0] - index)
             return
-        indices = range(index, index + len(pages))
-        if self._offsets.values_of(indices).count(None) < len(pages):
-            raise InvariantError(f"a page of [{index}, {index + len(pages)}) is mapped already")
+        if self._offsets.values_of(indices).count(None) < len(indices):
+            raise InvariantError(f"a page of [{index}, {indices.stop}) is mapped already")
         self._table.map(self.address + index * self.page_bytes, pages)
-        if isinstance(pages, range):
+        if size > 1:
+            self._has_large = True
+            for first, page in zip(indices[::size], pages, strict=True):
+                self._offsets.fill(range(first, first + size), page - first)
+        elif isinstance(pages, range):
             self._offsets.fill(indices, pages.start - index if pages else None)
         else:
             self._offsets.assign(indices, list(map(sub, pages, indices)))
 
+    def num_places(self, page: Page) -> int:
+        """Indices that a page takes."""
+        return self._table.num_units(page) if self._has_units else 1
+
+    def places(self, indices: range) -> Sequence[int]:
+        """The places of the pages at these indices, where pages may take several.
+
+        Pre-condition: no page lies at one of these indices and at another that is not among them.
+        """
+        if not self._has_large:
+            return indices
+        found, index = [], indices.start
+        while index < indices.stop:
+            found.append(index)
+            index += self.num_places(self.page(index))
+        return found if len(found) < len(indices) else indices
+
+    def places_at(self, indices: range) -> list[int]:
+        """The places of the pages that lie at any of these indices, which may have none."""
+        found = []
+        for index, offset in zip(indices, self._offsets.values_of(indices), strict=True):
+            if offset is not None:
+                number = index + offset
+                place = index - (number - self._table.page_of(number))
+                if not found or found[-1] != place:
+                    found.append(place)
+        return found
+
     def page(self, index: int) -> Page:
-        """The page at an index.
+        """The page at a place, or the number of the unit at an index.
 
         Raises:
             InvariantError: nothing is mapped there.
@@ -95,9 +138,10 @@ class VirtualRange:
         return Page(index + offset)
 
     def pages_at(self, indices: Sequence[int]) -> Sequence[Page]:
-        """The pages at these indices; mapping them elsewhere too aliases these places.
+        """The pages at these places; mapping them elsewhere too aliases these.
 
-        It is a `range` if the indices are one, and the pages' numbers ascend with them.
+        At other indices, the numbers of the units there. It is a `range` if the indices are one,
+        and the numbers ascend with them.
 
         Raises:
             InvariantError: nothing is mapped at one of them.
@@ -111,15 +155,20 @@ class VirtualRange:
         return cast(list[Page], list(map(add, indices, offsets)))
 
     def unmap(self, indices: Sequence[int]) -> Sequence[Page]:
-        """Unmap the pages at these indices, in ascending order; returns them.
+        """Unmap the pages at these places, in ascending order; returns them.
 
         The caller still holds its references to them. Neighbours are unmapped by one call.
         """
         pages = self.pages_at(indices)
-        for start, end in runs(indices):
-            address = self.address + indices[start] * self.page_bytes
-            self._driver.unmap(address, self.page_bytes, end - start)
-            self._offsets.fill(indices[start:end], None)
+        if self._has_large:
+            for start, end, size in self._size_runs(pages):
+                for place in indices[start:end] if size > 1 else ():
+                    self._driver.unmap(self._address(place), size * self.page_bytes, 1)
+                    self._offsets.fill(range(place, place + size), None)
+                if size == 1:
+                    self._unmap_small(indices[start:end])
+        else:
+            self._unmap_small(indices)
         return pages
 
     def tensor(
@@ -150,6 +199,31 @@ class VirtualRange:
             raise InvariantError(f"{len(self._offsets)} pages are still mapped in this range")
         if self._is_own:
             self._driver.free(self.address, self.num_bytes)
+
+    @property
+    def has_large(self) -> bool:
+        """Whether pages that take several indices were ever mapped here."""
+        return self._has_large
+
+    def page_of(self, number: int) -> Page:
+        """The page that has a unit of this number."""
+        return self._table.page_of(number) if self._has_large else Page(number)
+
+    def _address(self, index: int) -> int:
+        return self.address + index * self.page_bytes
+
+    def _unmap_small(self, indices: Sequence[int]) -> None:
+        for start, end in runs(indices):
+            self._driver.unmap(self._address(indices[start]), self.page_bytes, end - start)
+            self._offsets.fill(indices[start:end], None)
+
+    def _size_runs(self, pages: Sequence[Page]) -> Iterator[tuple[int, int, int]]:
+        """(start, end, indices of each) of stretches of pages of one size."""
+        start = 0
+        for size, group in groupby(map(self.num_places, pages)):
+            end = start + sum(1 for _ in group)
+            yield start, end, size
+            start = end
 
     @cached_property
     def _flat(self) -> torch.Tensor:

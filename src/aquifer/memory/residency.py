@@ -10,9 +10,11 @@ What happens to the pages can be recorded, so that another process repeats it on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 
 from aquifer.memory.pages import Page
 from aquifer.memory.pool import Owner, PagePool
@@ -22,10 +24,11 @@ from aquifer.memory.runs import as_run, join, runs
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """Pages that were put under a range's places from `index` on."""
+    """Pages that were put under a range's places from `index` on, each of `units` indices."""
 
     index: int
     pages: tuple[Page, ...]
+    units: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,8 @@ class Released:
     pages: tuple[Page, ...]
 
 
+_Piece = tuple[int, Sequence[Page]]  # a place, and the pages from there on
+
 PageOp = Mapped | Aliased | GivenUp | Shared | Released
 
 
@@ -83,16 +88,18 @@ class Residency:
         self,
         stretches: Sequence[range],
         *,
+        units: int = 1,
         may_reclaim: bool = True,
         is_overwritten: bool = False,
     ) -> bool:
-        """Put pages under these places, all or none; False means that the pool is short.
+        """Put pages under these indices, all or none; False means that the pool is short.
 
         A place that still has the page which was given up there gets it back unchanged. Contents
         are the owner's old bytes, or zeros; any bytes, if they are to be overwritten.
 
         Args:
-            stretches: places without a page in use.
+            stretches: indices without a page in use.
+            units: size of the pages, in pages of the range's own size; it divides each stretch.
             may_reclaim: whether to unmap retired pages of other places, and to take pages from
                 other tenants. Without it, the call waits only where one of these places still has
                 a page that is shared, or that is being unmapped.
@@ -102,22 +109,28 @@ class Residency:
             DriverError: the device refused; nothing has changed.
         """
         retired = self._pool.retired
-        missing = stretches
+        places: Sequence[Sequence[int]] = stretches
+        if units > 1:
+            places = [list(each[::units]) for each in stretches]
+        missing = places
         taken: Sequence[int] = ()
         if retired.num_places:
-            taken = retired.reuse(self.range, join(stretches))
-            missing = _without(stretches, taken)
+            if self.range.has_large or units > 1:
+                for each in filter(None, stretches):
+                    retired.clear(self.range, each, partial(_is_place, each.start, units))
+            taken = retired.reuse(self.range, join(places))
+            missing = _without(places, taken)
         is_done = False
         try:  # nearly every step comes here, and an ExitStack would take a fifth of the time
-            is_done = self._map_new(missing, may_reclaim, is_overwritten)
+            is_done = self._map_new(missing, units, may_reclaim, is_overwritten)
         finally:
             if taken and not is_done:
                 retired.retire(self.range, taken)
         if not is_done:
             return False
         if self.record is not None:
-            for stretch in filter(None, stretches):
-                self.record(Mapped(stretch.start, tuple(self.range.pages_at(stretch))))
+            for each in filter(None, places):
+                self.record(Mapped(each[0], tuple(self.range.pages_at(each)), units))
         return True
 
     def alias(self, index: int, pages: Sequence[Page]) -> None:
@@ -131,18 +144,24 @@ class Residency:
             DriverError: the device refused; nothing has changed.
         """
         retired = self._pool.retired
+        places = self.places(index, pages)
         with ExitStack() as undo:
-            taken = retired.reuse_pages(self.range, index, pages)
+            if self.range.has_large and places:
+                end = places[-1] + self.range.num_places(pages[-1])
+                wanted = set(places)
+                retired.clear(self.range, range(index, end), lambda place, _: place in wanted)
+            taken = retired.reuse_pages(self.range, places, pages)
+            reused = pages
             if len(taken) < len(pages):
-                places = [index + i for i in taken]
-                undo.callback(retired.retire, self.range, places)
-                missing = _without([range(index, index + len(pages))], places)
-                self._map(missing, [pages[i - index] for each in missing for i in each])
+                undo.callback(retired.retire, self.range, taken)
+                there = set(taken)
+                at = list(zip(places, pages, strict=True))
+                reused = [page for place, page in at if place in there]
+                self._map(self._pieces([each for each in at if each[0] not in there]))
             undo.pop_all()
         # A place that is reused has its own reference, which was retired with it.
         if taken:
-            is_all = len(taken) == len(pages)
-            self._pool.release(pages if is_all else [pages[i] for i in taken])
+            self._pool.release(reused)
         if self.record is not None and pages:
             self.record(Aliased(index, tuple(pages)))
 
@@ -181,8 +200,27 @@ class Residency:
         if pages:
             self._pool.transfer(pages, owner)
 
-    def _map_new(self, stretches: Sequence[range], may_reclaim: bool, is_overwritten: bool) -> bool:
-        """Acquire pages and map them at these stretches, all or none; False if the pool is short.
+    def places(self, index: int, pages: Sequence[Page]) -> Sequence[int]:
+        """The places of pages that follow each other from an index on."""
+        if not self.range.has_large:
+            return range(index, index + len(pages))
+        sizes = map(self.range.num_places, pages)
+        return list(accumulate(sizes, initial=index))[:-1]
+
+    def _map_new(
+        self,
+        stretches: Sequence[Sequence[int]],
+        units: int,
+        may_reclaim: bool,
+        is_overwritten: bool,
+    ) -> bool:
+        """Acquire pages and map them at these places, all or none; False if the pool is short.
+
+        Args:
+            stretches: places, each followed by the next one at a distance of `units`.
+            units: size of the pages.
+            may_reclaim: as for `populate`.
+            is_overwritten: as for `populate`.
 
         Raises:
             DriverError: the device refused; nothing has changed.
@@ -190,49 +228,76 @@ class Residency:
         pages = self._pool.acquire(
             self._owner,
             sum(map(len, stretches)),
-            self.range.page_bytes,
+            self.range.page_bytes * units,
             may_reclaim=may_reclaim,
             is_overwritten=is_overwritten,
         )
         if pages is None:
             return False
+        numbers = as_run(pages)
         try:
-            self._map(stretches, as_run(pages))
+            self._map(_cut(stretches, numbers))
         except BaseException:
             self._pool.release(pages)
             raise
         return True
 
-    def _map(self, stretches: Iterable[range], pages: Sequence[Page]) -> None:
-        """Map `pages` at these stretches in turn, all or none.
+    def _pieces(self, at: Sequence[tuple[int, Page]]) -> Iterator[_Piece]:
+        """Pages with their places, cut into pieces of one size that follow each other."""
+        start = 0
+        for end in range(1, len(at) + 1):
+            place, page = at[end - 1]
+            size = self.range.num_places(page)
+            if end < len(at):
+                next_place, next_page = at[end]
+                if next_place == place + size and self.range.num_places(next_page) == size:
+                    continue
+            yield at[start][0], [page for _, page in at[start:end]]
+            start = end
+
+    def _map(self, pieces: Iterable[_Piece]) -> None:
+        """Map pages one after the other from a place on, all pieces or none.
 
         Raises:
             DriverError: the device refused; nothing has changed.
         """
-        mapped: list[range] = []
-        done = 0
+        mapped: list[_Piece] = []
         try:
-            for stretch in stretches:
-                end = done + len(stretch)
-                if end > done:
-                    self.range.map(stretch.start, pages[done:end])
-                    mapped.append(stretch)
-                    done = end
+            for place, pages in pieces:
+                if pages:
+                    self.range.map(place, pages)
+                    mapped.append((place, pages))
         except BaseException:
-            for stretch in mapped:
-                self.range.unmap(stretch)
+            for place, pages in mapped:
+                self.range.unmap(self.places(place, pages))
             raise
 
 
-def _without(stretches: Sequence[range], taken: Sequence[int]) -> list[range]:
-    """The stretches without some of their numbers."""
+def _is_place(start: int, units: int, place: int, size: int) -> bool:
+    """Whether a page can be reused where pages of `units` indices are wanted from `start` on."""
+    return size == units and place >= start and (place - start) % units == 0
+
+
+def _cut(stretches: Sequence[Sequence[int]], pages: Sequence[Page]) -> Iterator[_Piece]:
+    """As many of the pages as each stretch has places, with its first place."""
+    done = 0
+    for stretch in stretches:
+        end = done + len(stretch)
+        if stretch:
+            yield stretch[0], pages[done:end]
+        done = end
+
+
+def _without(stretches: Sequence[Sequence[int]], taken: Sequence[int]) -> Sequence[Sequence[int]]:
+    """The stretches without some of their numbers, each cut where some are missing."""
     if not taken:
-        return list(stretches)
+        return stretches
     if len(taken) == sum(map(len, stretches)):
         return []
     gone = set(taken)
-    left: list[range] = []
+    left: list[Sequence[int]] = []
     for stretch in stretches:
         rest = [i for i in stretch if i not in gone]
-        left += [range(rest[start], rest[end - 1] + 1) for start, end in runs(rest)]
+        step = stretch[1] - stretch[0] if len(stretch) > 1 else 1
+        left += [rest[start:end] for start, end in runs(rest, step)]
     return left

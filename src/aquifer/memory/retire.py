@@ -223,29 +223,32 @@ class RetireQueue:
                 self._vacate(range_, join(others))
             return join(taken)
 
-    def reuse_pages(self, range_: VirtualRange, index: int, pages: Sequence[Page]) -> Sequence[int]:
-        """Use places again to read what these pages hold, one page a place from `index` on.
+    def reuse_pages(
+        self, range_: VirtualRange, indices: Sequence[int], pages: Sequence[Page]
+    ) -> Sequence[int]:
+        """Use places again to read what these pages hold, one page a place.
 
         To be called before the pages are mapped there. They may have other users too, so the
         caller must not write to them. A place with another page is unmapped, after its fence.
 
         Args:
             range_: the range of the places.
-            index: the first place.
+            indices: the places, as many as pages.
             pages: pages that are in use.
 
-        Returns: positions in `pages` of those that are still mapped at their places; the reference
-            that was retired there is the caller's. At all other places nothing is mapped.
+        Returns: the places where their pages are still mapped; the reference that was retired there
+            is the caller's. At all other places nothing is mapped.
         """
         with self._changed:
-            indices = range(index, index + len(pages))
             self._await_leaving(range_, indices)
             taken: list[Sequence[int]] = []
             others: list[Sequence[int]] = []
+            start = 0
             for batch, part in list(self._places(range_).stretches(indices)):
+                wanted = pages[start : start + len(part)]
+                start += len(part)
                 if batch is None:
                     continue
-                wanted = pages[part[0] - index : part[-1] + 1 - index]
                 found = range_.pages_at(part)
                 if not batch.is_parked:
                     others.append(part)
@@ -262,7 +265,37 @@ class RetireQueue:
                     others.append([i for i, same in zip(part, is_same, strict=True) if not same])
             if others:
                 self._vacate(range_, join(others))
-            return shift(join(taken), -index)
+            return join(taken)
+
+    def clear(self, range_: VirtualRange, indices: range, fits: Callable[[int, int], bool]) -> None:
+        """Unmap pages that were given up at some indices, after their fences.
+
+        Pre-condition: no page in use is mapped at these indices.
+
+        Args:
+            range_: the range of the indices.
+            indices: all places that have any of them.
+            fits: returns whether to leave a place as it is, given the place and the indices that
+                its page takes.
+        """
+        with self._changed:
+            self._await_all_leaving(range_)
+            misfits = [
+                place
+                for place in range_.places_at(indices)
+                if not fits(place, range_.num_places(range_.page(place)))
+            ]
+            if misfits:
+                self._vacate(range_, misfits)
+
+    def sizes_at(self, range_: VirtualRange, indices: range) -> list[int]:
+        """How many indices each page takes that was given up at some indices and is still there.
+
+        Pre-condition: no page in use is mapped at these indices.
+        """
+        with self._changed:
+            self._await_all_leaving(range_)
+            return [range_.num_places(range_.page(i)) for i in range_.places_at(indices)]
 
     def indices_of(self, range_: VirtualRange, page: Page) -> list[int]:
         """Indices of the places where `reuse_pages` would find the page, which is in use."""
@@ -290,7 +323,7 @@ class RetireQueue:
         Returns: whether there may be more of them.
         """
         with self._changed:
-            leaving = self._passed(iter(self._unwanted), _COLLECT_PAGES)
+            leaving = self._passed(self._unwanted, _COLLECT_PAGES)
             if not leaving and frees_memory:
                 leaving = self._passed(self._all_waiting(), _COLLECT_PAGES)
             for range_, indices in leaving.items():
@@ -327,8 +360,8 @@ class RetireQueue:
                 return False
             oldest = next(iter(self._waiting))
             oldest.fence.wait()
-            num_pages = -(-num_bytes // oldest.range.page_bytes)
-            for range_, indices in self._passed(self._all_waiting(), num_pages).items():
+            places = self._until(num_bytes)
+            for range_, indices in self._passed(places, len(places)).items():
                 self._give_back(range_, indices)
             return True
 
@@ -357,6 +390,11 @@ class RetireQueue:
         while self._is_leaving(range_, indices):
             self._changed.wait()
 
+    def _await_all_leaving(self, range_: VirtualRange) -> None:
+        """Wait until `collect` has finished with all places of a range that it is unmapping."""
+        while any(range_ is each for each, _ in self._leaving):
+            self._changed.wait()
+
     def _all_waiting(self) -> Iterator[_Place]:
         """All waiting places, oldest first."""
         for batch in self._waiting:
@@ -365,7 +403,17 @@ class RetireQueue:
                 if places.get(index) is batch:
                     yield batch.range, index
 
-    def _passed(self, places: Iterator[_Place], max_pages: int) -> dict[VirtualRange, list[int]]:
+    def _until(self, num_bytes: int) -> list[_Place]:
+        """The waiting places that were given up first, up to so many bytes."""
+        found = []
+        for range_, index in self._all_waiting():
+            if num_bytes <= 0:
+                break
+            found.append((range_, index))
+            num_bytes -= range_.num_places(range_.page(index)) * range_.page_bytes
+        return found
+
+    def _passed(self, places: Iterable[_Place], max_pages: int) -> dict[VirtualRange, list[int]]:
         """The first of these places that have passed their fences, up to one that has not."""
         found: dict[VirtualRange, list[int]] = {}
         passed: Fence | None = None
