@@ -64,6 +64,10 @@ class LLMOptions(TypedDict, total=False):
     gpu_memory_utilization: float
     kv_cache: str
     page_size: str | int | None
+    prompt_page_size: str | int | None
+    map_ahead: str | None
+    eager_pages: int
+    reclaim_below: float
     block_size: str | int
     enable_prefix_caching: bool
     swap_space: str | int

@@ -2,14 +2,15 @@
 
 The command line, `LLM(...)`, YAML keys, environment variables, fields of `EngineConfig` and
 `ServerConfig`, and README's table are made from it or compared with it. A new option is an entry
-here, a field of one of these, a key of `LLMOptions` if `LLM` has it, and a run of
-tools/options_table.py.
+here or in a part of it (`aquifer.memory_options`), a field of one of these, a key of `LLMOptions`
+if `LLM` has it, and a run of tools/options_table.py.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from aquifer.memory_options import MEMORY_OPTIONS
 from aquifer.option import DTYPES, Option, Scope
 
 OPTIONS: tuple[Option, ...] = (
@@ -286,115 +287,7 @@ OPTIONS: tuple[Option, ...] = (
         minimum=0,
         maximum=0.5,
     ),
-    Option(
-        "memory",
-        int,
-        None,
-        "Budget of the pool, weights included, and on a GPU all else that the process holds there.",
-        unit="bytes",
-        scopes=("serve", "run", "bench", "llm"),
-        field="memory_bytes",
-        minimum=1,
-        example="4GiB",
-        unset="a share of the GPU, or on a CPU the weights plus a quarter of free memory",
-    ),
-    Option(
-        "gpu_memory_utilization",
-        float,
-        0.9,
-        "Share of the GPU's memory to use if no memory budget is set.",
-        unit="fraction",
-        scopes=("serve", "run", "llm"),
-        above=0,
-        maximum=1,
-    ),
-    Option(
-        "kv_cache",
-        str,
-        "virtual",
-        "virtual (contiguous addresses), paged (block tables); to compare: avmp and its variants.",
-        scopes=("serve", "run", "bench", "llm"),
-        choices=("virtual", "paged", "avmp", "avmp-fixed", "avmp-padded"),
-    ),
-    Option(
-        "page_size",
-        int,
-        None,
-        "Size of a physical page.",
-        unit="bytes",
-        scopes=("serve", "run", "llm"),
-        field="page_bytes",
-        minimum=1,
-        example="2MiB",
-        unset="the device's own, or larger for a large budget",
-    ),
-    Option(
-        "block_size",
-        int,
-        16,
-        "Tokens in a block of the paged cache.",
-        unit="tokens",
-        scopes=("serve", "run", "llm"),
-        minimum=1,
-    ),
-    Option(
-        "enable_prefix_caching",
-        bool,
-        True,
-        "Keep computed KV, while memory is free, for prompts that begin with the same tokens.",
-        scopes=("serve", "llm"),
-    ),
-    Option(
-        "prefix_cache_salt_by_key",
-        bool,
-        None,
-        "Share cached prefixes only between requests with the same API key.",
-        scopes=("serve",),
-        unset="on with several keys",
-    ),
-    Option(
-        "swap_space",
-        int,
-        4 << 30,
-        "Host memory for the KV of preempted sequences; 0 for none.",
-        unit="bytes",
-        scopes=("serve", "llm"),
-        field="swap_space_bytes",
-        minimum=0,
-    ),
-    Option(
-        "keep_alive",
-        float,
-        None,
-        "Unload a model that nothing has used for so long; a request may say another time.",
-        unit="duration",
-        scopes=("serve",),
-        field="keep_alive_s",
-        minimum=0,
-        may_be_infinite=True,
-        example="5m",
-        unset="as long as nothing else needs its memory",
-    ),
-    Option(
-        "host_cache",
-        int,
-        None,
-        "Host memory for weights that are not on the device, or may have to leave it; 0 for none.",
-        unit="bytes",
-        scopes=("serve", "llm"),
-        field="host_cache_bytes",
-        minimum=0,
-        example="64GiB",
-        unset="half of the host's free memory for several models on a GPU, else none",
-    ),
-    Option(
-        "preemption_mode",
-        str,
-        "auto",
-        "What to do with preempted KV: swap (to the host), recompute, or auto (the cheaper one).",
-        scopes=("serve", "llm"),
-        choices=("auto", "swap", "recompute"),
-    ),
+    *MEMORY_OPTIONS,
     Option(
         "chat_template",
         str,

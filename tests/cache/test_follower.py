@@ -22,6 +22,7 @@ from aquifer.cache.base import (
     Spans,
 )
 from aquifer.cache.follower import KVFollower
+from aquifer.cache.slot_pages import MappingOptions
 from aquifer.cache.swap import SwappedKV, SwapSpace
 from aquifer.errors import InvariantError
 from aquifer.memory.driver.base import Driver
@@ -48,7 +49,9 @@ class Pair:
         self.drivers = drivers
         self.pool = PagePool(drivers[0], num_pages * PAGE, PAGE)
         has_large = name == "large pages"
-        make = group_cache("virtual" if has_large else name, BLOCK_SIZE, 2 * PAGE * has_large)
+        make = group_cache(
+            "virtual" if has_large else name, BLOCK_SIZE, MappingOptions(2 * PAGE * has_large)
+        )
         self.cache: KVPart = make(self.pool, KV, layout, MAX_SEQS, MAX_TOKENS)
         self.cache.tensors.record()
         # It has another budget and other pages were taken before, so its page numbers differ.

@@ -19,6 +19,7 @@ from aquifer.cache import KV_CACHES, group_cache
 from aquifer.cache.base import KVLayout, LayerKV
 from aquifer.cache.footprint import Footprint
 from aquifer.cache.prefix import Lease, Match, PrefixCache
+from aquifer.cache.slot_pages import MappingOptions
 from aquifer.errors import InvariantError
 from aquifer.memory.driver.host import HostDriver
 from aquifer.memory.eviction_log import EvictionLog, EvictionTotals
@@ -880,7 +881,7 @@ def test_real_blocks_have_the_kv_of_just_these_tokens(name: str, width: int):
     num_pages = -(-layout.token_bytes * 75 // PAGE)
     pool = PagePool(HostDriver(), num_pages * PAGE, PAGE)
     has_large = name == "large pages"
-    make = group_cache("virtual" if has_large else name, 4, 2 * PAGE if has_large else None)
+    make = group_cache("virtual" if has_large else name, 4, MappingOptions(2 * PAGE * has_large))
     cache = make(pool, Owner("a", Kind.KV), layout, 4, 48)
     prefixes = PrefixCache(cache, restore_s)
     reclaimer = Reclaimer(lambda: now_s)

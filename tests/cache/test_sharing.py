@@ -20,6 +20,7 @@ from tests.memory.late_driver import LateDriver
 
 from aquifer.cache import KV_CACHES, copies, group_cache
 from aquifer.cache.base import KVLayout, KVPart, LayerKV, Rows, Spans
+from aquifer.cache.slot_pages import MappingOptions
 from aquifer.cache.swap import SwapSpace
 from aquifer.errors import DriverError, InvariantError
 from aquifer.kernels.block_copy import block_copy
@@ -73,7 +74,7 @@ class Harness:
         make = group_cache(
             "virtual" if is_virtual else "paged",
             BLOCK_SIZE,
-            large_bytes if self.name == "large pages" else None,
+            MappingOptions(large_bytes if self.name == "large pages" else None),
         )
         self.is_virtual = is_virtual
         self.cache: KVPart = make(self.pool, KV, self.layout, self.max_seqs, MAX_TOKENS)

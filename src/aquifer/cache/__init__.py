@@ -12,6 +12,7 @@ from aquifer.cache.base import (
     SequenceCache,
     StateLayout,
 )
+from aquifer.cache.slot_pages import MappingOptions
 from aquifer.errors import ConfigError
 from aquifer.memory.pool import Owner, PagePool
 
@@ -24,7 +25,7 @@ def kv_cache(
     name: str,
     block_size: int = 16,
     max_step_tokens: int | None = None,
-    prompt_page_bytes: int | None = None,
+    mapping: MappingOptions | None = None,
 ) -> CacheFactory:
     """The manager called `name`, for layers with and without windows.
 
@@ -32,7 +33,7 @@ def kv_cache(
         name: one of `KV_CACHES` or `BASELINES`.
         block_size: tokens of a block, where the manager has blocks.
         max_step_tokens: tokens of the largest step; None for as many as a sequence may have.
-        prompt_page_bytes: see `group_cache`.
+        mapping: see `group_cache`.
 
     Raises:
         ConfigError: there is no such manager.
@@ -41,20 +42,19 @@ def kv_cache(
         from aquifer.cache.avmp.manager import AvmpCache
 
         return partial(AvmpCache, name, block_size, max_step_tokens)
-    make = group_cache(name, block_size, prompt_page_bytes)
+    make = group_cache(name, block_size, mapping)
     return partial(_of_layers, make, max_step_tokens)
 
 
 def group_cache(
-    name: str, block_size: int = 16, prompt_page_bytes: int | None = None
+    name: str, block_size: int = 16, mapping: MappingOptions | None = None
 ) -> GroupFactory:
     """The manager called `name`, imported only when asked for, which keeps all tokens.
 
     Args:
         name: one of `KV_CACHES`.
         block_size: tokens of a block, where the manager has blocks.
-        prompt_page_bytes: size of the pages for what a prompt fills, where the manager has no
-            blocks; None for the pool's own.
+        mapping: how pages are mapped, where the manager has no blocks.
 
     Raises:
         ConfigError: there is no such manager.
@@ -62,7 +62,7 @@ def group_cache(
     if name == "virtual":
         from aquifer.cache.virtual import VirtualCache
 
-        return partial(VirtualCache, prompt_page_bytes=prompt_page_bytes)
+        return partial(VirtualCache, mapping=mapping)
     if name == "paged":
         return partial(_paged, block_size)
     known = ", ".join((*KV_CACHES, *BASELINES))

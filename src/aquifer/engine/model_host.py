@@ -15,6 +15,7 @@ from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.assembly import Assembly, LaneSpec
 from aquifer.engine.costs import PrefillCost
 from aquifer.engine.first_step import run_first_step
+from aquifer.engine.mapping import mapping_options
 from aquifer.engine.model_life import ModelLife
 from aquifer.engine.model_weights import ModelWeights
 from aquifer.engine.reporting import model_info
@@ -110,7 +111,12 @@ class ModelHost(ModelLife):
                     kv_layout=plan.kv_layout,
                     max_seqs=limits.max_seqs,
                     max_tokens=max_model_len,
-                    cache=kv_cache(config.kv_cache, config.block_size, limits.max_batched_tokens),
+                    cache=kv_cache(
+                        config.kv_cache,
+                        config.block_size,
+                        limits.max_batched_tokens,
+                        mapping_options(config, assembly.pool),
+                    ),
                     keeps_prefixes=config.enable_prefix_caching,
                     recompute_s=self.prefill_cost.seconds,
                     num_spare_slots=self._num_spare_slots,

@@ -10,6 +10,7 @@ from functools import partial
 from aquifer.cache.swap import SwapSpace
 from aquifer.config import EngineConfig
 from aquifer.engine.assembly import Assembly
+from aquifer.engine.mapping import map_ahead
 from aquifer.engine.policies import Policies
 from aquifer.engine.step_limits import StepLimits
 from aquifer.errors import ConfigError
@@ -17,6 +18,7 @@ from aquifer.kernels import start_compiler
 from aquifer.memory.budget import make_pool
 from aquifer.memory.driver import open_driver
 from aquifer.memory.driver.base import Driver
+from aquifer.memory.mapper import BackgroundMapper
 from aquifer.memory.meter import OverheadMeter
 from aquifer.memory.proc import available_host_bytes
 from aquifer.memory.stock import PageStocker
@@ -67,6 +69,9 @@ class EngineParts:
             weight_bytes = [sum(part.num_bytes for part in parts) for parts in parameters]
             pool = make_pool(config, driver, weight_bytes, partial(placed_bytes, parameters))
             resources.callback(pool.close)
+            if map_ahead(config, driver) == "background":
+                pool.mapper = BackgroundMapper(pool.pages)
+                resources.callback(pool.mapper.close)
             limits = StepLimits.of(config, driver.device.type)
             swaps = config.preemption_mode != "recompute"
             space = SwapSpace(config.swap_space_bytes if swaps else 0, driver.device)
@@ -83,7 +88,7 @@ class EngineParts:
             host_cache = HostCache(_host_cache_bytes(config, driver), driver.device)
             resources.callback(host_cache.close)
             reuse = ReuseStore(host_cache, cache_folder())
-            stocker = PageStocker(pool)
+            stocker = PageStocker(pool, reclaim_below=config.reclaim_below)
             stocker.start()
             resources.callback(stocker.close)
             meter = OverheadMeter(driver)

@@ -120,6 +120,24 @@ def choose_page_bytes(
     return page_bytes
 
 
+def choose_prompt_page(config: EngineConfig, pool: PagePool) -> int | None:
+    """Choose the size of the pages for what a prompt fills; None for the pool's own.
+
+    Raises:
+        ConfigError: the size in the options is no multiple of the page size.
+    """
+    page_bytes = pool.page_bytes
+    large_bytes = config.prompt_page_bytes
+    if large_bytes is None:
+        large_bytes = pool.driver.large_page_bytes // page_bytes * page_bytes
+    elif large_bytes % page_bytes:
+        raise ConfigError(
+            f"prompt_page_size is {format_size(large_bytes)}; it must be a multiple of the page "
+            f"size, {format_size(page_bytes)}"
+        )
+    return large_bytes if large_bytes > page_bytes else None
+
+
 def pool_budget(config: EngineConfig, device: DeviceMemory, weight_bytes: Sequence[int]) -> int:
     """The pool's whole budget in bytes.
 

@@ -33,6 +33,8 @@ class PageTable:
     Attributes:
         driver: as given.
         unit_bytes: as given.
+        num_foreground_calls: calls of the driver by threads that somebody may wait for.
+        num_background_calls: calls of the driver by others (`enter_background`).
     """
 
     def __init__(self, driver: Driver, unit_bytes: int) -> None:
@@ -43,6 +45,9 @@ class PageTable:
         self._unit_counts: set[int] = set()  # that pages had so far
         self._next_number = 0
         self._numbering = threading.Lock()
+        self.num_foreground_calls = 0
+        self.num_background_calls = 0
+        self._background: set[int] = set()  # threads
 
     def __len__(self) -> int:
         """Pages that exist."""
@@ -59,6 +64,7 @@ class PageTable:
         Raises:
             DriverError: the device refused; nothing has changed.
         """
+        self._count_call()
         handles = self.driver.create(page_bytes, count)
         units = page_bytes // self.unit_bytes if page_bytes % self.unit_bytes == 0 else 1
         with self._numbering:
@@ -95,6 +101,7 @@ class PageTable:
     def release(self, pages: Sequence[Page]) -> None:
         """Give pages back to the system. Pre-condition: none of them is mapped."""
         if pages:
+            self._count_call()
             self.driver.release(self._handles_of(pages))
             for page in pages:
                 del self._handles[page]
@@ -106,7 +113,21 @@ class PageTable:
         Raises:
             DriverError: the device refused; nothing was mapped.
         """
+        self._count_call()
         self.driver.map(address, self._handles_of(pages))
+
+    def unmap(self, address: int, pages: Sequence[Page]) -> None:
+        """Unmap pages of one size that lie one after the other from `address` on."""
+        self.unmap_places(address, self.num_units(pages[0]) * self.unit_bytes, len(pages))
+
+    def unmap_places(self, address: int, page_bytes: int, count: int) -> None:
+        """Unmap `count` pages of one size from `address` on."""
+        self._count_call()
+        self.driver.unmap(address, page_bytes, count)
+
+    def enter_background(self) -> None:
+        """Count the driver calls of this thread, from now on, as those that nobody waits for."""
+        self._background.add(threading.get_ident())
 
     def zero(self, pages: Sequence[Page]) -> None:
         """Overwrite pages of one size with zeros, mapped or not.
@@ -114,7 +135,14 @@ class PageTable:
         Raises:
             DriverError: the device refused; what is in the pages is unknown.
         """
+        self._count_call()
         self.driver.zero(self._handles_of(pages))
+
+    def _count_call(self) -> None:
+        if threading.get_ident() in self._background:
+            self.num_background_calls += 1
+        else:
+            self.num_foreground_calls += 1
 
     def _handles_of(self, pages: Sequence[Page]) -> list[Handle]:
         try:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from aquifer.errors import DriverError, InvariantError
 from aquifer.memory.driver.base import Driver
 from aquifer.memory.ledger import Ledger
+from aquifer.memory.mapper import BackgroundMapper
 from aquifer.memory.owners import PROCESS, UNKNOWN, UNTOUCHED, Kind, Owner, PoolUsage
 from aquifer.memory.pages import Page, PageTable
 from aquifer.memory.retire import RetireQueue
@@ -41,6 +42,7 @@ class PagePool:
             returns False.
         retired: pages that were given up, but are mapped until nothing in flight can touch them,
             or until they are needed elsewhere.
+        mapper: maps pages ahead of need; None where that is done in the step before.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class PagePool:
         # `stock` creates pages without the ledger's lock, so that the loop can go on.
         self._creating = threading.RLock()
         self.retired = RetireQueue(self._ledger, self.pages)
+        self.mapper: BackgroundMapper | None = None
 
     @property
     def created_bytes(self) -> int:
@@ -144,6 +147,10 @@ class PagePool:
             return pages
         with self._creating, self._ledger.lock:
             return self._acquire_slowly(owner, count, page_bytes, may_reclaim, is_overwritten)
+
+    def take_ready(self, owner: Owner, count: int) -> list[Page] | None:
+        """Take `count` pages of the pool's own size, if that needs no call of the driver."""
+        return self._ledger.take_ready(owner, count, self.page_bytes)
 
     def stock(self, target_bytes: int, batch_pages: int = 16) -> bool:
         """Create a batch of idle pages, if fewer than `target_bytes` are untouched and idle.

@@ -78,24 +78,42 @@ class VirtualRange:
         Raises:
             DriverError: the device refused; nothing was mapped.
         """
+        address = self.address_for(index, pages)
+        self._table.map(address, pages)
+        self.note(index, pages)
+
+    def address_for(self, index: int, pages: Sequence[Page]) -> int:
+        """Where pages of one size are to be mapped, to be at the places from an index on.
+
+        Raises:
+            InvariantError: they leave the range, or a page is noted at one of these.
+        """
         size = self.num_places(pages[0]) if pages else 1
-        indices = range(index, index + len(pages) * size)
-        if index < 0 or indices.stop > self.num_pages:
-            raise InvariantError(f"pages [{index}, {indices.stop}) leave the range")
-        if len(indices) == 1 and index not in self._offsets:  # shorter, for growing sequences
-            self._table.map(self.address + index * self.page_bytes, pages)
+        end = index + len(pages) * size
+        if index < 0 or end > self.num_pages:
+            raise InvariantError(f"pages [{index}, {end}) leave the range")
+        if end - index == 1:  # shorter, for growing sequences
+            is_free = index not in self._offsets
+        else:
+            is_free = self._offsets.values_of(range(index, end)).count(None) == end - index
+        if not is_free:
+            raise InvariantError(f"a page of [{index}, {end}) is mapped already")
+        return self._address(index)
+
+    def note(self, index: int, pages: Sequence[Page]) -> None:
+        """Note that pages of one size were mapped at the places from an index on."""
+        size = self.num_places(pages[0]) if pages else 1
+        if len(pages) == 1 and size == 1:
             self._offsets.put(index, pages[0] - index)
-            return
-        if self._offsets.values_of(indices).count(None) < len(indices):
-            raise InvariantError(f"a page of [{index}, {indices.stop}) is mapped already")
-        self._table.map(self.address + index * self.page_bytes, pages)
-        if size > 1:
+        elif size > 1:
             self._has_large = True
-            for first, page in zip(indices[::size], pages, strict=True):
+            for first, page in zip(range(index, self.num_pages, size), pages, strict=False):
                 self._offsets.fill(range(first, first + size), page - first)
         elif isinstance(pages, range):
+            indices = range(index, index + len(pages))
             self._offsets.fill(indices, pages.start - index if pages else None)
         else:
+            indices = range(index, index + len(pages))
             self._offsets.assign(indices, list(map(sub, pages, indices)))
 
     def num_places(self, page: Page) -> int:
@@ -109,7 +127,8 @@ class VirtualRange:
         """
         if not self._has_large:
             return indices
-        found, index = [], indices.start
+        found: list[int] = []
+        index = indices.start
         while index < indices.stop:
             found.append(index)
             index += self.num_places(self.page(index))
@@ -117,7 +136,7 @@ class VirtualRange:
 
     def places_at(self, indices: range) -> list[int]:
         """The places of the pages that lie at any of these indices, which may have none."""
-        found = []
+        found: list[int] = []
         for index, offset in zip(indices, self._offsets.values_of(indices), strict=True):
             if offset is not None:
                 number = index + offset
@@ -163,7 +182,7 @@ class VirtualRange:
         if self._has_large:
             for start, end, size in self._size_runs(pages):
                 for place in indices[start:end] if size > 1 else ():
-                    self._driver.unmap(self._address(place), size * self.page_bytes, 1)
+                    self._table.unmap_places(self._address(place), size * self.page_bytes, 1)
                     self._offsets.fill(range(place, place + size), None)
                 if size == 1:
                     self._unmap_small(indices[start:end])
@@ -214,7 +233,7 @@ class VirtualRange:
 
     def _unmap_small(self, indices: Sequence[int]) -> None:
         for start, end in runs(indices):
-            self._driver.unmap(self._address(indices[start]), self.page_bytes, end - start)
+            self._table.unmap_places(self._address(indices[start]), self.page_bytes, end - start)
             self._offsets.fill(indices[start:end], None)
 
     def _size_runs(self, pages: Sequence[Page]) -> Iterator[tuple[int, int, int]]:

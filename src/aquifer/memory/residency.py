@@ -11,11 +11,12 @@ What happens to the pages can be recorded, so that another process repeats it on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 
+from aquifer.errors import DriverError
 from aquifer.memory.pages import Page
 from aquifer.memory.pool import Owner, PagePool
 from aquifer.memory.range import VirtualRange
@@ -63,6 +64,19 @@ class Released:
 _Piece = tuple[int, Sequence[Page]]  # a place, and the pages from there on
 
 PageOp = Mapped | Aliased | GivenUp | Shared | Released
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingPages:
+    """Pages that are being mapped by the pool's background thread."""
+
+    pieces: Sequence[_Piece]
+    future: Future[None]
+
+    @property
+    def num_pages(self) -> int:
+        """How many they are."""
+        return sum(len(pages) for _, pages in self.pieces)
 
 
 class Residency:
@@ -116,8 +130,12 @@ class Residency:
         taken: Sequence[int] = ()
         if retired.num_places:
             if self.range.has_large or units > 1:
-                for each in filter(None, stretches):
-                    retired.clear(self.range, each, partial(_is_place, each.start, units))
+                for stretch in filter(None, stretches):
+                    fitting = stretch[::units]
+                    sizes = retired.sizes_at(self.range, stretch).items()
+                    retired.vacate(
+                        self.range, [i for i, size in sizes if size != units or i not in fitting]
+                    )
             taken = retired.reuse(self.range, join(places))
             missing = _without(places, taken)
         is_done = False
@@ -131,6 +149,37 @@ class Residency:
         if self.record is not None:
             for each in filter(None, places):
                 self.record(Mapped(each[0], tuple(self.range.pages_at(each)), units))
+        return True
+
+    def populate_later(self, stretches: Sequence[range]) -> PendingPages | None:
+        """Begin to put pages under these places, in the pool's background thread.
+
+        It makes no call of the driver, and is for places where nothing was given up.
+
+        Returns: what is under way, to be ended with `settle`; None where the pool has no thread, or
+            not as many pages that are ready.
+        """
+        mapper = self._pool.mapper
+        if mapper is None:
+            return None
+        pages = self._pool.take_ready(self._owner, sum(map(len, stretches)))
+        if pages is None:
+            return None
+        pieces = list(_cut(stretches, as_run(pages)))
+        places = [(self.range.address_for(index, run), run) for index, run in pieces]
+        return PendingPages(pieces, mapper.submit(places))
+
+    def settle(self, pending: PendingPages) -> bool:
+        """Wait until pages are mapped, and note them; False if the device refused them."""
+        try:
+            pending.future.result()
+        except DriverError:
+            self._pool.release([page for _, run in pending.pieces for page in run])
+            return False
+        for index, pages in pending.pieces:
+            self.range.note(index, pages)
+            if self.record is not None:
+                self.record(Mapped(index, tuple(pages)))
         return True
 
     def alias(self, index: int, pages: Sequence[Page]) -> None:
@@ -148,16 +197,16 @@ class Residency:
         with ExitStack() as undo:
             if self.range.has_large and places:
                 end = places[-1] + self.range.num_places(pages[-1])
-                wanted = set(places)
-                retired.clear(self.range, range(index, end), lambda place, _: place in wanted)
+                there = retired.sizes_at(self.range, range(index, end))
+                retired.vacate(self.range, list(there.keys() - set(places)))
             taken = retired.reuse_pages(self.range, places, pages)
             reused = pages
             if len(taken) < len(pages):
                 undo.callback(retired.retire, self.range, taken)
-                there = set(taken)
-                at = list(zip(places, pages, strict=True))
-                reused = [page for place, page in at if place in there]
-                self._map(self._pieces([each for each in at if each[0] not in there]))
+                at_places = list(zip(places, pages, strict=True))
+                is_taken = set(taken)
+                reused = [page for place, page in at_places if place in is_taken]
+                self._map(self._pieces([each for each in at_places if each[0] not in is_taken]))
             undo.pop_all()
         # A place that is reused has its own reference, which was retired with it.
         if taken:
@@ -271,11 +320,6 @@ class Residency:
             for place, pages in mapped:
                 self.range.unmap(self.places(place, pages))
             raise
-
-
-def _is_place(start: int, units: int, place: int, size: int) -> bool:
-    """Whether a page can be reused where pages of `units` indices are wanted from `start` on."""
-    return size == units and place >= start and (place - start) % units == 0
 
 
 def _cut(stretches: Sequence[Sequence[int]], pages: Sequence[Page]) -> Iterator[_Piece]:

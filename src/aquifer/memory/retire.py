@@ -8,7 +8,7 @@ is a fault, and releasing it lets the next owner's bytes mix with the old one's.
     when it was given up has passed.
 
 Between the two it is "retired": still mapped, and accounted to no owner. It may stay so for as
-long as other pages are available. A retired place is left in one of five ways:
+long as other pages are available. A retired place is left in one of these ways:
 
 - `reuse`: the tenant that gave it up wants a page at the same place again. The page stays
   where it is: work that was in flight and work that comes later run in order. For the slots of a
@@ -19,7 +19,8 @@ long as other pages are available. A retired place is left in one of five ways:
   wants to use a place otherwise says so with `vacate_soon`.
 - `reclaim`: the pool is short and waits for the fence. It is at most as far away as the work in
   flight, so this comes before pages that are in use are taken.
-- `settle`: the fences of a range are waited for, before its addresses are given back.
+- `vacate`, `settle`: some fences are waited for, because a page of another size is to be mapped
+  there, or those of a range, before its addresses are given back.
 
 A page may be retired at one place and in use at another, or held by the prefix cache. To unmap it
 at the first frees nothing, so such places are "parked": `collect` and `reclaim` skip them until the
@@ -28,60 +29,28 @@ conversation finds its pages where they were, also in a full pool.
 
 On a device that does not run ahead (`Driver.runs_ahead`) a page is never retired: it goes at once.
 
-The loop's structure would allow a simpler rule, since tokens come back one step late: what was
-given up at the commit of step n is out of use at the commit of step n + 2. But a change of the loop
-could break that rule unnoticed, and the result would be wrong tokens of another request. A fence
-costs a few microseconds for each sequence that ends, and does not depend on the loop.
+A rule of the loop (what was given up at the commit of step n is out of use at that of step n + 2)
+would do without fences, but a change of the loop could break it unnoticed. A fence costs a few
+microseconds for each sequence that ends.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import compress
 
 from aquifer.errors import InvariantError
+from aquifer.memory.batches import Batch, without
 from aquifer.memory.driver.base import Fence
 from aquifer.memory.ledger import Ledger
 from aquifer.memory.pages import Page, PageTable
 from aquifer.memory.range import VirtualRange
 from aquifer.memory.records import Records
-from aquifer.memory.runs import are_equal, join, shift
+from aquifer.memory.runs import are_equal, join
 
 _Place = tuple[VirtualRange, int]  # a range, and an index in it
-
-
-@dataclass(slots=True, eq=False)
-class _Batch:
-    """Places of one range that were retired together, and are all parked or all waiting.
-
-    A place belongs to the batch that its record names: it may have left this one.
-    """
-
-    range: VirtualRange
-    fence: Fence  # of the moment when they were given up
-    indices: Sequence[int]  # in the order in which they are unmapped
-    pages: Sequence[Page] | None  # if they are parked: those in use; none is there twice
-    num_left: int = 0  # places that still belong to it
-
-    @property
-    def is_parked(self) -> bool:
-        """Whether the pages are in use elsewhere."""
-        return self.pages is not None
-
-    def indices_of(self, pages: Sequence[Page]) -> Sequence[int]:
-        """The indices of some of its pages."""
-        assert self.pages is not None
-        if isinstance(self.indices, range) and isinstance(self.pages, range):
-            return shift(pages, self.indices[0] - self.pages[0])
-        if pages == self.pages:
-            return self.indices
-        if len(pages) == 1:
-            return [self.indices[self.pages.index(pages[0])]]
-        found = dict(zip(self.pages, self.indices, strict=True))
-        return [found[page] for page in pages]
 
 
 _COLLECT_PAGES = 16
@@ -114,10 +83,10 @@ class RetireQueue:
         self._driver = pages.driver
         self._changed = threading.Condition(ledger.lock)
         # All places that are retired and not leaving, by their range and index.
-        self._retired: dict[VirtualRange, Records[_Batch]] = {}
-        self._waiting: dict[_Batch, None] = {}  # those with pages out of use, oldest first
+        self._retired: dict[VirtualRange, Records[Batch]] = {}
+        self._waiting: dict[Batch, None] = {}  # those with pages out of use, oldest first
         self._num_waiting = 0  # their places
-        self._parked: Records[tuple[_Batch, ...]] = Records()  # the other places, by their page
+        self._parked: Records[tuple[Batch, ...]] = Records()  # the other places, by their page
         self._unwanted: dict[_Place, None] = {}  # those of `vacate_soon`, oldest first
         self._leaving: dict[_Place, None] = {}  # being unmapped by `collect` right now
 
@@ -171,7 +140,7 @@ class RetireQueue:
             for is_in_use, pages in self._ledger.retire(range_.pages_at(indices)):
                 part = indices[start : start + len(pages)]
                 start += len(part)
-                self._add(_Batch(range_, fence, part, pages if is_in_use else None), places)
+                self._add(Batch(range_, fence, part, pages if is_in_use else None), places)
                 if not is_in_use:
                     ended.append(pages)
             for pages in ended:
@@ -267,35 +236,22 @@ class RetireQueue:
                 self._vacate(range_, join(others))
             return join(taken)
 
-    def clear(self, range_: VirtualRange, indices: range, fits: Callable[[int, int], bool]) -> None:
-        """Unmap pages that were given up at some indices, after their fences.
-
-        Pre-condition: no page in use is mapped at these indices.
-
-        Args:
-            range_: the range of the indices.
-            indices: all places that have any of them.
-            fits: returns whether to leave a place as it is, given the place and the indices that
-                its page takes.
-        """
+    def vacate(self, range_: VirtualRange, indices: Sequence[int]) -> None:
+        """Unmap and give back those of these places that are still retired, after their fences."""
         with self._changed:
             self._await_all_leaving(range_)
-            misfits = [
-                place
-                for place in range_.places_at(indices)
-                if not fits(place, range_.num_places(range_.page(place)))
-            ]
-            if misfits:
-                self._vacate(range_, misfits)
+            places = self._places(range_)
+            self._vacate(range_, [index for index in indices if index in places])
 
-    def sizes_at(self, range_: VirtualRange, indices: range) -> list[int]:
-        """How many indices each page takes that was given up at some indices and is still there.
+    def sizes_at(self, range_: VirtualRange, indices: range) -> dict[int, int]:
+        """The places of pages that were given up at some indices and are still there, and how many
+        indices each takes.
 
         Pre-condition: no page in use is mapped at these indices.
         """
         with self._changed:
             self._await_all_leaving(range_)
-            return [range_.num_places(range_.page(i)) for i in range_.places_at(indices)]
+            return {i: range_.num_places(range_.page(i)) for i in range_.places_at(indices)}
 
     def indices_of(self, range_: VirtualRange, page: Page) -> list[int]:
         """Indices of the places where `reuse_pages` would find the page, which is in use."""
@@ -377,7 +333,7 @@ class RetireQueue:
                 self._vacate(each, [index for index, _ in self._places(each).items()])
                 self._retired.pop(each, None)
 
-    def _places(self, range_: VirtualRange) -> Records[_Batch]:
+    def _places(self, range_: VirtualRange) -> Records[Batch]:
         """The retired places of a range."""
         return self._retired.get(range_) or Records()
 
@@ -426,7 +382,7 @@ class RetireQueue:
             found.setdefault(range_, []).append(index)
         return found
 
-    def _add(self, batch: _Batch, places: Records[_Batch]) -> None:
+    def _add(self, batch: Batch, places: Records[Batch]) -> None:
         """Enter a new batch with its places, which belong to no other from now on."""
         batch.num_left = len(batch.indices)
         places.fill(batch.indices, batch)
@@ -444,11 +400,11 @@ class RetireQueue:
         """
         if not self._parked:
             return False
-        ended: list[tuple[_Batch, Sequence[Page]]] = []
+        ended: list[tuple[Batch, Sequence[Page]]] = []
         for before, _, run in self._parked.change(pages, lambda _page, _before: None):
             ended += ((batch, run) for batch in before or ())
         for batch, run in ended:
-            waiting = _Batch(batch.range, batch.fence, batch.indices_of(run), None)
+            waiting = Batch(batch.range, batch.fence, batch.indices_of(run), None)
             self._add(waiting, self._retired[batch.range])
         return bool(ended)
 
@@ -457,7 +413,7 @@ class RetireQueue:
         for batch, _, part in self._retired[range_].change(indices, lambda _, _batch: None):
             assert batch is not None
             if batch.is_parked:
-                for _ in self._parked.change(range_.pages_at(part), partial(_without, batch)):
+                for _ in self._parked.change(range_.pages_at(part), partial(without, batch)):
                     pass
                 continue
             self._num_waiting -= len(part)
@@ -486,11 +442,3 @@ class RetireQueue:
         if pages:
             self._ledger.unretire(pages)
             self.release(pages)
-
-
-def _without(
-    gone: _Batch, _page: Page, batches: tuple[_Batch, ...] | None
-) -> tuple[_Batch, ...] | None:
-    """The batches but for one; None if there is no other."""
-    assert batches is not None
-    return tuple(batch for batch in batches if batch is not gone) or None

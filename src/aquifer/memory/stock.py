@@ -29,11 +29,6 @@ STOCK_PAGES = 256
 _MAX_STOCK_BYTES = 1 << 30
 """Largest stock in bytes, which matters where large pages were chosen."""
 
-_READY_PAGES, _READY_FRACTION = 256, 1 / 16
-"""Pages that have to be ready for retired pages to be left alone: as many as a step may need at
-worst, but not more than this fraction of the budget. Otherwise a small pool would unmap all retired
-pages, and none could be reused."""
-
 
 class PageStocker:
     """Keeps untouched idle pages in a pool, and unmaps retired ones when the pool gets short.
@@ -42,14 +37,16 @@ class PageStocker:
         pool: the pool.
         target_pages: how many to keep in stock, of the pool's own size; the pool's budget and its
             watermark come first, and no stock is larger than 1 GiB.
+        reclaim_below: share of the budget that has to be ready for retired pages to be left alone;
+            1 to leave none alone.
     """
 
-    def __init__(self, pool: PagePool, target_pages: int = STOCK_PAGES) -> None:
+    def __init__(
+        self, pool: PagePool, target_pages: int = STOCK_PAGES, reclaim_below: float = 0.1
+    ) -> None:
         self._pool = pool
         self._target_bytes = min(target_pages * pool.page_bytes, _MAX_STOCK_BYTES)
-        self._ready_bytes = min(
-            _READY_PAGES * pool.page_bytes, int(pool.budget_bytes * _READY_FRACTION)
-        )
+        self._ready_bytes = int(pool.budget_bytes * reclaim_below)
         self._wanted = threading.Event()
         self._closing = False
         self._is_refused = False  # whether the last attempt to create pages was
@@ -77,6 +74,7 @@ class PageStocker:
         self._pool.retired.on_retire = None
 
     def _run(self) -> None:
+        self._pool.pages.enter_background()
         while True:
             self._wanted.wait(_POLL_S if self._has_to_collect else None)
             self._wanted.clear()

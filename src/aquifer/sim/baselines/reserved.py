@@ -128,7 +128,8 @@ class ReservedCache(KeepsAll):
     ) -> None:
         if state is not None:
             raise ConfigError(
-                "regions reserved whole have no room for recurrent state; replay with virtual or paged"
+                "regions reserved whole have no room for recurrent state; replay with virtual "
+                "or paged"
             )
         if policy not in get_args(Policy):
             raise ConfigError(f"unknown policy {policy!r}; choose {', '.join(get_args(Policy))}")

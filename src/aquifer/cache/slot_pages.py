@@ -1,0 +1,323 @@
+"""Pages under the slots of a virtual cache: which there are, and how more of them come.
+
+A slot's pages are [first, end) of its places. They come in three ways:
+
+- In large pages, of several units, as far as a prompt fills them: mapping costs by the page,
+  whatever its size, and the length of a prompt is known when it begins. A large page begins at a
+  multiple of its size in the slot.
+- Page by page ahead of the tokens, while the step before computes (vAttention, section 5.4.2): by
+  the pool's background thread where it has one, else in the planning of that step.
+- Page by page when they are needed, where those have not come.
+
+Pages that an earlier sequence of the slot left there cost nothing, and are used first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+
+from aquifer.cache.base import IntArray
+from aquifer.cache.footprint import UNLIMITED_TOKENS, Footprint
+from aquifer.cache.growth import GrowthTurns
+from aquifer.cache.tensors import KVTensors
+from aquifer.errors import DriverError
+from aquifer.memory.pool import PagePool
+from aquifer.memory.residency import PendingPages
+from aquifer.memory.runs import runs
+
+
+@dataclass(frozen=True, slots=True)
+class MappingOptions:
+    """How the pages of virtual caches are mapped.
+
+    Attributes:
+        prompt_page_bytes: size of the pages for what a prompt fills, a multiple of the pool's own;
+            None for the pool's own.
+        ahead_tokens: tokens to map for beyond those that are asked for; None for
+            `AHEAD_TOKENS - 1`, 0 to map nothing before it is needed.
+        eager_pages: pages to keep mapped in the slot that is given out next; 0 for none.
+    """
+
+    prompt_page_bytes: int | None = None
+    ahead_tokens: int | None = None
+    eager_pages: int = 0
+
+
+class SlotPages:
+    """The pages under all slots of one cache.
+
+    Args:
+        pool: where pages come from.
+        tensors: the addresses.
+        footprint: pages that tokens take.
+        units: size of a large page, in pages; 1 for none.
+        ahead_tokens: tokens to map for beyond those that are asked for.
+
+    Attributes:
+        units: as given.
+        first: [slots], number of each slot's places before its first page.
+        end: [slots], places up to the end of its last page.
+        num_used: pages under all slots.
+        occupied: free slots where pages are still mapped that are held, oldest first, and how many.
+            Before others can be mapped there, these are unmapped, after the steps in flight.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        tensors: KVTensors,
+        footprint: Footprint,
+        units: int,
+        ahead_tokens: int,
+    ) -> None:
+        shape = tensors.shape
+        self.units = units
+        self.slot_pages = shape.row_bytes // footprint.page_bytes
+        self._tensors = tensors
+        self._footprint = footprint
+        self._residency = tensors.residency
+        self._retired = pool.retired
+        self._ahead_tokens = ahead_tokens
+        self._is_background = pool.mapper is not None and ahead_tokens > 0
+        self.first = np.zeros(shape.num_rows, np.int64)
+        self.end = np.zeros(shape.num_rows, np.int64)
+        self.num_used = 0
+        self.occupied: dict[int, int] = {}
+        # Tokens that fit on each slot's pages; without limit where it is mapped to its end.
+        self._room_tokens = np.zeros(shape.num_rows, np.int64)
+        # The most pages that the sequence of each slot may need.
+        self._most = np.full(shape.num_rows, self.slot_pages)
+        # The end of what the prompt of each slot fills, in whole large pages.
+        self._large_end = np.zeros(shape.num_rows, np.int64)
+        self._turns = GrowthTurns(shape.num_rows)
+        self._pending: dict[int, PendingPages] = {}  # by slot
+        self._eager: tuple[int, PendingPages] | None = None  # of a free slot
+
+    # --- which there are ---------------------------------------------------------------------
+
+    def places(self, slot: int, begin: int, end: int) -> Sequence[int]:
+        """The places of the pages that lie at [begin, end) of a slot, and not only in part."""
+        first = slot * self.slot_pages
+        return self._tensors.range.places(range(first + begin, first + end))
+
+    def blocks(self, slot: int, end: int) -> Sequence[int]:
+        """The blocks of a slot up to an end: its pages, or the units of large ones."""
+        first = slot * self.slot_pages
+        return self._tensors.range.pages_at(range(first + int(self.first[slot]), first + end))
+
+    @property
+    def num_pending(self) -> int:
+        """Pages on their way, which no slot has yet."""
+        pending = list(self._pending.values())
+        if self._eager is not None:
+            pending.append(self._eager[1])
+        return sum(each.num_pages for each in pending)
+
+    def set(self, slot: int, end: int, first: int | None = None) -> None:
+        """Note the pages of a slot, from place `first` on, which by default stays the same."""
+        self.num_used += end - int(self.end[slot])
+        self.end[slot] = end
+        if first is not None:
+            self.num_used -= first - int(self.first[slot])
+            self.first[slot] = first
+        if end:
+            self.occupied.pop(slot, None)
+        footprint = self._footprint
+        self._room_tokens[slot] = (
+            end * footprint.page_bytes // footprint.token_bytes
+            if end < self.slot_pages
+            else UNLIMITED_TOKENS
+        )
+
+    # --- how they come -----------------------------------------------------------------------
+
+    def expect(self, slot: int, num_prompt: int, num_total: int) -> None:
+        """Bound how far to map ahead, and in large pages; the very last token needs no KV.
+
+        The prompt's last token is run by each sequence that shares the others, so that it must not
+        be the end of a large page.
+        """
+        footprint = self._footprint
+        self._most[slot] = footprint.pages(num_total - 1)
+        if self.units > 1:
+            num_filled = footprint.kv_bytes(max(num_prompt - 1, 0)) // footprint.page_bytes
+            self._large_end[slot] = num_filled // self.units * self.units
+
+    def reserve(self, slots: IntArray, num_tokens: IntArray) -> bool:
+        """Map missing pages, some tokens ahead if pages are ready, else only those that are needed.
+
+        Where more sequences will be short in some later call than should be mapped for in one call,
+        a part of them is mapped for now, those that will be short first.
+        """
+        if self._pending or self._eager is not None:
+            self._settle_some(slots, num_tokens)
+        left = self._room_tokens[slots] - num_tokens
+        if not self._ahead_tokens:
+            chosen = (left < 0).nonzero()[0]
+        else:  # the thread has a step's time, so what the next step needs is its business now
+            chosen = self._turns.choose(left - 1 if self._is_background else left)
+        if not len(chosen):
+            return True
+        if not self._tensors.open():
+            return False
+        if self._is_background:
+            is_later = left[chosen] >= 0
+            later, chosen = chosen[is_later], chosen[~is_later]
+            self._map_later(slots[later].tolist(), num_tokens[later].tolist())
+            if not len(chosen):
+                return True
+        # From here on there are few sequences, for which plain numbers are faster than arrays.
+        growing, tokens = slots[chosen].tolist(), num_tokens[chosen].tolist()
+        if self._ahead_tokens:
+            ends = [self._end_ahead(*each) for each in zip(growing, tokens, strict=True)]
+            with suppress(DriverError):  # nothing depends on mapping ahead
+                if self._grow(growing, ends, may_reclaim=False):
+                    return True
+        ends = [
+            max(self._footprint.pages(count), int(self.end[slot]))
+            for slot, count in zip(growing, tokens, strict=True)
+        ]
+        return self._grow(growing, ends, may_reclaim=True)
+
+    def settle(self, slot: int) -> None:
+        """Wait for the pages that are on their way to a slot."""
+        pending = self._pending.pop(slot, None)
+        if pending is not None and self._residency.settle(pending):
+            self.set(slot, int(self.end[slot]) + pending.num_pages)
+
+    def prepare(self, slot: int, num_pages: int) -> None:
+        """Begin to map the first pages of a free slot, and leave them as if a sequence had ended.
+
+        Nothing is done where anything is there already.
+        """
+        first = slot * self.slot_pages
+        stretch = range(first, first + min(num_pages, self.slot_pages))
+        if self._eager is not None or not self._tensors.open():
+            return
+        if not self._retired.sizes_at(self._tensors.range, stretch):
+            pending = self._residency.populate_later([stretch])
+            if pending is not None:
+                self._eager = slot, pending
+
+    def settle_prepared(self, slot: int | None = None) -> None:
+        """Wait for what was prepared, in any slot or only if it is in this one."""
+        if self._eager is None or slot not in (None, self._eager[0]):
+            return
+        pending, self._eager = self._eager[1], None
+        if self._residency.settle(pending):
+            ((first, pages),) = pending.pieces
+            self._residency.give_up(range(first, first + len(pages)))
+
+    def close(self) -> None:
+        """Wait for all that is on its way."""
+        for slot in list(self._pending):
+            self.settle(slot)
+        self.settle_prepared()
+
+    def _settle_some(self, slots: IntArray, num_tokens: IntArray) -> None:
+        """Take in the pages that have come, and wait for those that these sequences need now."""
+        pending = self._pending
+        done = [slot for slot, each in pending.items() if each.future.done()]
+        short = slots[self._room_tokens[slots] < num_tokens].tolist() if pending else []
+        for slot in chain(done, short):
+            self.settle(slot)
+        if self._eager is not None:
+            slot, on_its_way = self._eager
+            if on_its_way.future.done() or slot in slots:
+                self.settle_prepared()
+
+    def _end_ahead(self, slot: int, num_tokens: int) -> int:
+        """Places up to which to map for so many tokens, and for some more."""
+        ahead = self._footprint.pages(num_tokens + self._ahead_tokens)
+        return max(min(ahead, int(self._most[slot])), int(self.end[slot]))
+
+    def _map_later(self, slots: list[int], num_tokens: list[int]) -> None:
+        """Begin to map pages for the tokens after these, in the background as far as it can."""
+        for slot, tokens in zip(slots, num_tokens, strict=True):
+            if slot in self._pending:
+                continue
+            start, end = int(self.end[slot]), self._end_ahead(slot, tokens + 1)
+            if start == end:
+                continue
+            place = slot * self.slot_pages
+            stretch = range(place + start, place + end)
+            if self._retired.num_places and self._retired.sizes_at(self._tensors.range, stretch):
+                with suppress(DriverError):
+                    self._grow([slot], [end], may_reclaim=False)
+                continue
+            pending = self._residency.populate_later([stretch])
+            if pending is None:
+                return
+            self._pending[slot] = pending
+
+    def _grow(self, slots: list[int], ends: list[int], *, may_reclaim: bool) -> bool:
+        """Map the pages of each slot up to these ends; all or nothing."""
+        stretches = [
+            range(slot * self.slot_pages + int(self.end[slot]), slot * self.slot_pages + end)
+            for slot, end in zip(slots, ends, strict=True)
+        ]
+        with ExitStack() as undo:
+            if self.units > 1 and (self._large_end[slots] > self.end[slots]).any():
+                large = list(map(self._large_parts, slots, stretches))
+                joined = list(chain.from_iterable(large))
+                if joined and self._populate_large(joined):
+                    places = [place for part in joined for place in part[:: self.units]]
+                    undo.callback(self._residency.give_up, places)
+                    # The last one may end behind the stretch.
+                    ends = [
+                        max([end, *(part.stop - slot * self.slot_pages for part in parts)])
+                        for slot, end, parts in zip(slots, ends, large, strict=True)
+                    ]
+                    pairs = zip(stretches, large, strict=True)
+                    stretches = [each for pair in pairs for each in _without(*pair)]
+            if not self._residency.populate(stretches, may_reclaim=may_reclaim):
+                return False
+            undo.pop_all()
+        for slot, end in zip(slots, ends, strict=True):
+            self.set(slot, end)
+        return True
+
+    def _large_parts(self, slot: int, stretch: range) -> list[range]:
+        """The parts of a stretch of a slot's places to map in large pages.
+
+        The last one may end behind the stretch, since the prompt fills it. A page that was left
+        there costs nothing to use again, and as much as a mapping if it is in the way.
+        """
+        units, place = self.units, slot * self.slot_pages
+        first = -(-(stretch.start - place) // units) * units
+        last = min(-(-(stretch.stop - place) // units) * units, int(self._large_end[slot]))
+        if first >= last:
+            return []
+        whole = range(place + first, place + last)
+        sizes: dict[int, int] = {}
+        if self._retired.num_places:
+            sizes = self._retired.sizes_at(self._tensors.range, whole)
+        starts = []
+        for start in whole[::units]:
+            num_small = sum(sizes.get(index) == 1 for index in range(start, start + units))
+            if 1 + num_small <= units - num_small:
+                starts.append(start)
+        return [range(starts[begin], starts[end - 1] + units) for begin, end in runs(starts, units)]
+
+    def _populate_large(self, stretches: Sequence[range]) -> bool:
+        """Put large pages under these places, if they can be had without taking any from others."""
+        try:
+            return self._residency.populate(stretches, units=self.units, may_reclaim=False)
+        except DriverError:
+            return False
+
+
+def _without(stretch: range, parts: Sequence[range]) -> list[range]:
+    """A stretch without its parts, of which the last one may end behind it."""
+    left = []
+    start = stretch.start
+    for part in parts:
+        left.append(range(start, part.start))
+        start = part.stop
+    left.append(range(start, max(start, stretch.stop)))
+    return [each for each in left if each]

@@ -1,0 +1,57 @@
+"""The thread that maps pages ahead of need, while a step computes.
+
+The length of every sequence in the next step is known when this one is launched: one token more
+(vAttention, section 4, observation 1). So the pages for it can be mapped meanwhile, and no driver
+call is left on the step's own path (section 5.4.2). Calls of the driver release the interpreter's
+lock, so that they run beside the loop and not in turn with it.
+
+The thread calls the driver and nothing else: who has which page is written by the loop alone, when
+it hands out the work and when it takes it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from aquifer.errors import DriverError
+from aquifer.memory.pages import Page, PageTable
+
+Piece = tuple[int, Sequence[Page]]
+"""An address, and pages of one size to map one after the other from there on."""
+
+
+class BackgroundMapper:
+    """Maps pages in a thread of its own, in the order of the calls.
+
+    Args:
+        pages: the device's pages.
+    """
+
+    def __init__(self, pages: PageTable) -> None:
+        self._pages = pages
+        self._thread = ThreadPoolExecutor(
+            1, "aquifer-page-mapper", initializer=pages.enter_background
+        )
+
+    def submit(self, pieces: Sequence[Piece]) -> Future[None]:
+        """Begin to map pages; the future's error is a `DriverError`, and then none is mapped.
+
+        Pre-condition: the addresses stay reserved and the pages in use until the future is done.
+        """
+        return self._thread.submit(self._map, pieces)
+
+    def close(self) -> None:
+        """Finish what was submitted, and end the thread."""
+        self._thread.shutdown()
+
+    def _map(self, pieces: Sequence[Piece]) -> None:
+        done: list[Piece] = []
+        try:
+            for address, pages in pieces:
+                self._pages.map(address, pages)
+                done.append((address, pages))
+        except DriverError:
+            for address, pages in done:
+                self._pages.unmap(address, pages)
+            raise
