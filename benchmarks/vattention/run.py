@@ -140,9 +140,20 @@ def trace_of(data: Path) -> Path:
     return data / TRACE if data.is_dir() else data
 
 
+def without_folders(arguments: list[str]) -> list[str]:
+    """The arguments with FOLDER in place of a path."""
+    before = [None, *arguments]
+    return [
+        "FOLDER" if flag in ("--data", "--output") else argument
+        for flag, argument in zip(before, arguments, strict=False)
+    ]
+
+
 def main() -> None:
     """Measure the requested parts one after the other, then print their tables."""
     parts, settings, output = parse(sys.argv[1:])
+    # The result files record the command; the user's folders do not belong there.
+    sys.argv = [sys.argv[0], *without_folders(sys.argv[1:])]
     console = Console(width=120)
     failed = []
     for part in parts:
