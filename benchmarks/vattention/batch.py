@@ -67,6 +67,11 @@ def largest_batch(records: list[RequestRecord]) -> int:
     return most
 
 
+def load_name(rate: float) -> str:
+    """A load in results, by its rate."""
+    return "saturated" if rate == SATURATED else f"{rate:g} requests/s"
+
+
 def config_of(model: str, order: str, page_bytes: int) -> ReplayConfig:
     """The configuration of a replay on the paper's devices.
 
@@ -93,7 +98,7 @@ def measure(settings: Settings, record: Record) -> None:
     """Replay the trace for each model, page size and layout."""
     record.content |= {
         "paper": paper.BATCH,
-        "device": _DEVICE,
+        "modelled_device": _DEVICE,
         "num_requests": settings.trace_requests,
         "context_tokens": CONTEXT_TOKENS,
     }
@@ -104,8 +109,8 @@ def measure(settings: Settings, record: Record) -> None:
     record.content["trace"] = settings.trace.name
     lengths, _ = fit_lengths(read_trace(settings.trace), CONTEXT_TOKENS, cut=False)
     cells = {
-        f"{model}, {order}, {size // KIB} KiB, {load}": (model, order, size, load)
-        for load in (settings.trace_rate, SATURATED)
+        f"{model}, {order}, {size // KIB} KiB, {load_name(rate)}": (model, order, size, rate)
+        for rate in (settings.trace_rate, SATURATED)
         for model in paper.MODELS
         for order in ("token-major", "layer-major")
         for size in PAGE_SIZES
@@ -113,9 +118,8 @@ def measure(settings: Settings, record: Record) -> None:
     for name, (model, order, page_bytes, rate) in record.cells(cells):
         requests = poisson_arrivals(lengths, rate, settings.trace_requests, SEED)
         row = _replayed(name, config_of(model, order, page_bytes), requests)
-        load = "saturated" if rate == SATURATED else f"{rate:g} requests/s"
-        described = {"model": model, "layout": order, "page_kib": page_bytes // KIB, "load": load}
-        record.add("rows", {**described, **row})
+        described = {"model": model, "layout": order, "page_kib": page_bytes // KIB}
+        record.add("rows", {**described, "load": load_name(rate), **row})
 
 
 def _replayed(name: str, config: ReplayConfig, requests: list[TraceRequest]) -> dict[str, Any]:

@@ -94,6 +94,7 @@ class Work:
         size = (_PRODUCT_SIZE, _PRODUCT_SIZE)
         self._matrices = [torch.randn(size, device=device).bfloat16() for _ in range(3)]
         self._stream = torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
         self._ends: list[torch.cuda.Event] = []
 
     def refill(self) -> None:
@@ -131,7 +132,7 @@ def calls(settings: Settings, record: Record) -> None:
             if is_busy:
                 work = Work(settings.device)
                 resources.callback(work.finish)
-            _measure_calls(driver, page_bytes, batch, settings.num_calls, work, (ours, api))
+            measure_calls(driver, page_bytes, batch, settings.num_calls, work, (ours, api))
         record.add(
             "rows",
             {
@@ -153,7 +154,7 @@ def _open(device: str, api: Times) -> Driver:
     return CudaDriver(torch.device(device).index or 0, api=TimedApi(load_api(), api))
 
 
-def _measure_calls(
+def measure_calls(
     driver: Driver,
     page_bytes: int,
     batch: int,
@@ -161,7 +162,16 @@ def _measure_calls(
     work: Work | None,
     times: Sequence[Times],
 ) -> None:
-    """Make each call for `batch` pages, until there are enough; with `work`, while that runs."""
+    """Make each call for `batch` pages, until there are enough; with `work`, while that runs.
+
+    Args:
+        driver: the driver.
+        page_bytes: size of a page.
+        batch: pages of a call.
+        num_calls: measured calls of each kind.
+        work: work that the device does meanwhile.
+        times: gets the times of the driver's calls, and others that are kept for as many rounds.
+    """
     ours = times[0]
     num_bytes = page_bytes * batch
     num_done = -_WARM_UP_CALLS

@@ -27,6 +27,7 @@ from aquifer.options import options_of
 KV_CACHES = ("virtual", "paged")
 
 _ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+_MAX_SEQS = 64
 _WARM_UP_TOKENS = (16, 4)  # of a prompt and of an output
 _numbers = count()
 
@@ -38,7 +39,12 @@ def open_llm(settings: Settings, kv_cache: str, **options: Any) -> Iterator[LLM]
         folder = Path(parent) / "llama-3-8b"
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(dict(settings.config)))
-        options = {"memory": settings.memory, "page_size": settings.page_bytes, **options}
+        options = {
+            "memory": settings.memory,
+            "page_size": settings.page_bytes,
+            "max_num_seqs": _MAX_SEQS,
+            **options,
+        }
         with LLM(
             folder,
             device=settings.device,

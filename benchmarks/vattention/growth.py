@@ -56,7 +56,9 @@ def overlap(settings: Settings, record: Record) -> None:
             max_num_seqs=settings.num_seqs,
             **options,
         ) as llm:
-            record.add("rows", {"way": name, **describe(llm), **_steps(llm, settings, contexts, name)})
+            record.add(
+                "rows", {"way": name, **describe(llm), **_steps(llm, settings, contexts, name)}
+            )
 
 
 def _steps(llm: LLM, settings: Settings, contexts: list[int], way: str) -> dict[str, Any]:

@@ -30,7 +30,8 @@ BLOCK_SIZE = 16
 _CREATED_PAGES = 256  # of a call
 _PREFILL_LAYERS = 2  # layers of a long prompt that are timed
 _LONG_TOKENS = 32768
-_WARM_UPS = 2
+_LONG_REPEATS = 2
+_WARM_UPS = 2  # replays of a graph
 
 LayerKV = tuple[torch.Tensor, torch.Tensor]
 
@@ -163,9 +164,9 @@ def layer_seconds(settings: Settings, shape: Shape, run: Callable[[int], None]) 
         shape: what is computed.
         run: computes a layer.
     """
-    num_layers = settings.num_layers
+    num_layers, repeats = settings.num_layers, settings.repeats
     if shape.tokens >= _LONG_TOKENS and shape.chunk_tokens > 1:
-        num_layers = _PREFILL_LAYERS
+        num_layers, repeats = _PREFILL_LAYERS, _LONG_REPEATS
 
     def layers() -> None:
         for layer in range(num_layers):
@@ -173,15 +174,14 @@ def layer_seconds(settings: Settings, shape: Shape, run: Callable[[int], None]) 
 
     layers()
     if not settings.on_gpu:
-        seconds = [_seconds(layers) for _ in range(settings.repeats)]
+        seconds = [_seconds(layers) for _ in range(repeats)]
     elif shape.chunk_tokens == 1:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             layers()
-        seconds = replay_seconds(graph, settings.repeats + _WARM_UPS)[_WARM_UPS:]
+        seconds = replay_seconds(graph, repeats + _WARM_UPS)[_WARM_UPS:]
     else:
-        repeats = settings.repeats if num_layers > _PREFILL_LAYERS else _WARM_UPS
         seconds = [_device_seconds(layers) for _ in range(repeats)]
     return [each / num_layers for each in seconds]
 

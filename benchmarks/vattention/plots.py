@@ -108,7 +108,9 @@ def _prefill(content: Content) -> Figure:
     for kv_cache, colour in _LOOKS.items():
         some = [row for row in content["rows"] if row["kv_cache"] == kv_cache]
         tokens = [row["context_tokens"] for row in some]
-        rates.plot(tokens, [row["tokens_per_s"] for row in some], "o-", color=colour, label=kv_cache)
+        rates.plot(
+            tokens, [row["tokens_per_s"] for row in some], "o-", color=colour, label=kv_cache
+        )
     rates.set(xlabel="tokens of the prompt", ylabel="tokens/s", xscale="log", ylim=(0, None))
     rates.legend(fontsize=8)
     _attention(kernels, content["attention"], "context_tokens", "tokens of the prompt")

@@ -30,6 +30,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import torch
 from benchmarks.vattention import (
     batch,
     driver,
@@ -78,6 +79,8 @@ def run_part(part: str, settings: Settings, output: Path) -> Record:
 def _process(part: str, settings: Settings, output: Path) -> None:
     """Main function of a part's process."""
     faulthandler.dump_traceback_later(settings.limit_s + _SLACK_S - 5)
+    if not settings.on_gpu:
+        torch.set_num_threads(1)  # for kernels alone; engines choose for themselves
     run_part(part, settings, output)
     faulthandler.cancel_dump_traceback_later()
 

@@ -219,11 +219,16 @@ def _batch(content: Content) -> list[str]:
                 model,
                 load,
                 layout,
-                *("" if row is None else f"{row['largest_batch']}" for row in some),
+                *("" if row is None else _batches(row) for row in some),
             ]
         )
     header = ["largest batch", "load", "layout", *(f"{size} KiB" for size in sizes)]
-    return [_table(header, rows)]
+    return [_table(header, rows), "In brackets: the mean batch while other requests wait."]
+
+
+def _batches(row: Content) -> str:
+    mean = row["mean_batch_while_waiting"]
+    return f"{row['largest_batch']}" + (f" ({mean:.0f})" if mean else "")
 
 
 def _prefill(content: Content) -> list[str]:

@@ -46,7 +46,7 @@ def measure(settings: Settings, record: Record) -> None:
     }
     record.content["engines"] = {}
     for kv_cache in KV_CACHES:
-        with open_llm(settings, kv_cache) as llm:
+        with open_llm(settings, kv_cache, page_size=None) as llm:  # the engine's own choice
             prompts = Prompts(llm)
             found = record.content["engines"][kv_cache] = describe(llm)
             for name, measure_one in record.cells(measured):
