@@ -129,8 +129,8 @@ def decode(llm: LLM, workload: Workload, *, everything_mapped: bool = False) -> 
 def warm_up(llm: LLM, num_seqs: int) -> None:
     """Compile and capture what a batch of this size needs, with short prompts."""
     (info,) = llm.engine.models.values()
-    lengths = (LengthRange(n, n) for n in _WARM_UP_TOKENS)
-    decode(llm, Workload.random(num_seqs, *lengths, info.vocab_size, SEED + 1))
+    inputs, outputs = (LengthRange(n, n) for n in _WARM_UP_TOKENS)
+    decode(llm, Workload.random(num_seqs, inputs, outputs, info.vocab_size, SEED + 1))
 
 
 class MapCalls:

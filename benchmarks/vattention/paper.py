@@ -113,8 +113,8 @@ PREFILL_S: dict[str, dict[int, dict[str, list[float]]]] = {
         },
     },
 }
-"""Table 5: seconds of a prefill and of its attention, by context in units of 1024 tokens; Llama-3-8B
-and Yi-34B on two A100s."""
+"""Table 5: seconds of a prefill and of its attention, by context in units of 1024 tokens.
+Llama-3-8B and Yi-34B ran on two A100s."""
 
 DECODE_MS: dict[str, dict[int, dict[str, float]]] = {
     "Yi-6B": {

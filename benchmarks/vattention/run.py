@@ -79,6 +79,8 @@ def run_part(part: str, settings: Settings, output: Path) -> Record:
 def _process(part: str, settings: Settings, output: Path) -> None:
     """Main function of a part's process."""
     faulthandler.dump_traceback_later(settings.limit_s + _SLACK_S - 5)
+    if settings.on_gpu and torch.cuda.is_available():
+        torch.cuda.init()  # the result names the GPU
     if not settings.on_gpu:
         torch.set_num_threads(1)  # for kernels alone; engines choose for themselves
     run_part(part, settings, output)

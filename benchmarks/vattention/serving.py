@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from benchmarks.vattention import flash_infer, paper
 from benchmarks.vattention.engines import (
     KV_CACHES,
@@ -100,6 +101,8 @@ def _kernels(settings: Settings, record: Record, shapes: Mapping[str, Shape]) ->
             figures = measure_kernel(settings, shape, paged=side == "paged")
         row = {"side": side, "batch": shape.batch, "context_tokens": shape.tokens}
         record.add("attention", row | figures)
+    if settings.on_gpu:
+        torch.cuda.empty_cache()  # engines want the memory
 
 
 def makespan(settings: Settings, record: Record) -> None:

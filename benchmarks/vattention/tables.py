@@ -108,7 +108,8 @@ def _bandwidth(content: Content) -> list[str]:
         rates = [_number(row["create_map_gb_per_s"]), _number(row["map_gb_per_s"])]
         rows.append(["ours", *described, *rates])
     header = ["GB/s a thread", "page, KiB", "pages a call", "threads", "create and map", "map"]
-    return [_table(header, rows)]
+    goal = content["goal_gb_per_s"]
+    return [_table(header, rows), f"Goal: at least {goal} with pages of 2048 KiB."]
 
 
 def _waste(content: Content) -> list[str]:
@@ -256,9 +257,8 @@ def _prefill(content: Content) -> list[str]:
         rows.append([str(tokens), *cells])
     header = ["tokens", "paper: FA_vAttention", "FA_Paged", "FI_Paged", *sides]
     header += ["virtual, tokens/s", "paged, tokens/s"]
-    return ["Seconds of a prompt (of its attention alone); the paper's with two A100s:"] + [
-        _table(header, rows)
-    ]
+    title = "Seconds of a prompt (of its attention alone); the paper's with two A100s:"
+    return [title, _table(header, rows)]
 
 
 def _decode(content: Content) -> list[str]:
@@ -331,12 +331,12 @@ def _targets(content: Content) -> list[str]:
                 value = f"{share:.1f}" if is_decode else f"{rate:.3g}"
             cells.append(value)
         rows.append([f"{name}, {'% of copy rate' if is_decode else 'TFLOP/s'}", *cells])
-    for name, value in _ENGINE_TARGETS.items():
+    for name, figure in _ENGINE_TARGETS.items():
         cells = []
         for kv_cache in ("virtual", "paged"):
             found = content["engines"].get(kv_cache, {})
             try:
-                cells.append(_number(value(found)))
+                cells.append(_number(figure(found)))
             except KeyError:  # left out
                 cells.append("")
         rows.append([name, *cells])
