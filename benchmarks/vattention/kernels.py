@@ -55,7 +55,7 @@ class MappedKV:
         num_bytes = settings.dtype.itemsize
         for size in shape:
             num_bytes *= size
-        self._table = PageTable(driver)
+        self._table = PageTable(driver, page_bytes)
         self._range = VirtualRange(self._table, num_bytes, page_bytes)
         pages: list[Page] = []
         while len(pages) < self._range.num_pages:

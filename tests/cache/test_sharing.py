@@ -17,6 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.memory.late_driver import LateDriver
+from tests.memory.queued_mapper import QueuedMapper
 
 from aquifer.cache import KV_CACHES, copies, group_cache
 from aquifer.cache.base import KVLayout, KVPart, LayerKV, Rows, Spans
@@ -62,6 +63,8 @@ class Harness:
     num_pages: int
     is_late: bool = False
     max_seqs: int = MAX_SEQS
+    mapping: MappingOptions | None = None  # None for what `name` says
+    is_background: bool = False  # whether pages are mapped ahead by a `QueuedMapper`
     marks: dict[int, list[int]] = field(default_factory=dict)
     next_mark: int = 1
 
@@ -69,12 +72,14 @@ class Harness:
         self.device = LateDriver() if self.is_late else HostDriver()
         self.driver = FaultyDriver(self.device)
         self.pool = PagePool(self.driver, self.num_pages * PAGE, PAGE, 4 * PAGE)
+        if self.is_background:
+            self.pool.mapper = QueuedMapper(self.pool.pages)
         is_virtual = self.name != "paged"
         large_bytes = (2 if self.layout.token_bytes < 1000 else 4) * PAGE
         make = group_cache(
             "virtual" if is_virtual else "paged",
             BLOCK_SIZE,
-            MappingOptions(large_bytes if self.name == "large pages" else None),
+            self.mapping or MappingOptions(large_bytes if self.name == "large pages" else None),
         )
         self.is_virtual = is_virtual
         self.cache: KVPart = make(self.pool, KV, self.layout, self.max_seqs, MAX_TOKENS)

@@ -49,6 +49,8 @@ def _report(device: str, status: ModelStatus, factor: int) -> MemoryReport:
         retired_bytes=14 * factor,
         mapped_pages=15 * factor,
         free_pages=16 * factor,
+        loop_page_calls=17 * factor,
+        background_page_calls=18 * factor,
         models={"m": model},
         process_resident_bytes=20 * factor,
         host_cache_bytes=21 * factor,
@@ -66,7 +68,13 @@ def test_sizes_are_sums() -> None:
     assert total.devices == (first, second)
     assert total.page_bytes == 4096
     summed = {"budget_bytes", "overhead_bytes", "free_bytes", "idle_bytes", "retired_bytes"}
-    summed |= {"mapped_pages", "free_pages", "process_resident_bytes"}
+    summed |= {
+        "mapped_pages",
+        "free_pages",
+        "loop_page_calls",
+        "background_page_calls",
+        "process_resident_bytes",
+    }
     summed |= {"host_cache_bytes", "host_cache_budget_bytes"}
     for name in summed:
         assert getattr(total, name) == 3 * getattr(first, name), name

@@ -197,7 +197,7 @@ class SlotPages:
         """
         first = slot * self.slot_pages
         stretch = range(first, first + min(num_pages, self.slot_pages))
-        if self._eager is not None or not self._tensors.open():
+        if self._eager is not None or not self._retired.defers or not self._tensors.open():
             return
         if not self._retired.sizes_at(self._tensors.range, stretch):
             pending = self._residency.populate_later([stretch])

@@ -148,6 +148,8 @@ def memory_report(
         retired_bytes=usage.retired_bytes,
         mapped_pages=(sum(usage.in_use_bytes.values()) - usage.overhead_bytes) // pool.page_bytes,
         free_pages=usage.free_bytes // pool.page_bytes,
+        loop_page_calls=pool.pages.num_foreground_calls,
+        background_page_calls=pool.pages.num_background_calls,
         models=models,
         process_resident_bytes=proc_bytes("/proc/self/status", "VmRSS"),
         host_cache_bytes=host_cache.used_bytes,

@@ -112,6 +112,8 @@ class MemoryReport:
     retired_bytes: int  # the part of free_bytes in pages that are still mapped where last used
     mapped_pages: int
     free_pages: int
+    loop_page_calls: int  # calls of the device's driver about pages that a step may wait for
+    background_page_calls: int  # those of other threads
     models: dict[str, ModelMemory]
     process_resident_bytes: int
     host_cache_bytes: int = 0  # host memory with copies of weights

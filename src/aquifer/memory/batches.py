@@ -11,6 +11,20 @@ from aquifer.memory.range import VirtualRange
 from aquifer.memory.runs import shift
 
 
+class _Passed:
+    """The `Fence` of a device that does not run ahead."""
+
+    def passed(self) -> bool:
+        """True: its work is done when the call that does it returns."""
+        return True
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+PASSED: Fence = _Passed()
+
+
 @dataclass(slots=True, eq=False)
 class Batch:
     """Places of one range that were retired together, and are all parked or all waiting.

@@ -27,7 +27,7 @@ at the first frees nothing, so such places are "parked": `collect` and `reclaim`
 last use of the page ends, or `vacate_soon` names them. So a request that continues a cached
 conversation finds its pages where they were, also in a full pool.
 
-On a device that does not run ahead (`Driver.runs_ahead`) a page is never retired: it goes at once.
+Where a device does not run ahead (`Driver.runs_ahead`), a page goes at once (`defers`).
 
 A rule of the loop (what was given up at the commit of step n is out of use at that of step n + 2)
 would do without fences, but a change of the loop could break it unnoticed. A fence costs a few
@@ -42,7 +42,7 @@ from functools import partial
 from itertools import compress
 
 from aquifer.errors import InvariantError
-from aquifer.memory.batches import Batch, without
+from aquifer.memory.batches import PASSED, Batch, without
 from aquifer.memory.driver.base import Fence
 from aquifer.memory.ledger import Ledger
 from aquifer.memory.pages import Page, PageTable
@@ -74,6 +74,8 @@ class RetireQueue:
 
     Attributes:
         on_retire: called when places were retired, which can be collected later.
+        defers: whether pages that are given up stay mapped for a time; by default, they do on a
+            device that runs ahead.
     """
 
     def __init__(self, ledger: Ledger, pages: PageTable) -> None:
@@ -81,6 +83,7 @@ class RetireQueue:
         self._ledger = ledger
         self._pages = pages
         self._driver = pages.driver
+        self.defers = pages.driver.runs_ahead
         self._changed = threading.Condition(ledger.lock)
         # All places that are retired and not leaving, by their range and index.
         self._retired: dict[VirtualRange, Records[Batch]] = {}
@@ -94,11 +97,6 @@ class RetireQueue:
         """Places that were given up and still have their page, which is not in use elsewhere."""
         with self._changed:
             return self._num_waiting + len(self._leaving)
-
-    @property
-    def defers(self) -> bool:
-        """Whether pages that are given up stay mapped for a time."""
-        return self._driver.runs_ahead
 
     @property
     def num_places(self) -> int:
@@ -125,8 +123,9 @@ class RetireQueue:
         """
         if not indices:
             return
-        fence = self._driver.fence()
-        if fence is None:
+        fence = self._driver.fence() or PASSED
+        if not self.defers:
+            fence.wait()
             self.release(range_.unmap(indices))
             return
         with self._changed:

@@ -76,6 +76,7 @@ class EngineMetrics:
         families += _engine_families([*self._step_tokens], stats, num_restarts)
         if report is not None:
             families.append(_pool_bytes(report.devices or (report,)))
+            families.append(_page_calls(report.devices or (report,)))
             families += _evictions(report)
         registry = CollectorRegistry()
         registry.register(_Families(families))
@@ -211,6 +212,20 @@ def _pool_bytes(reports: Sequence[MemoryReport]) -> Metric:
         family.add_metric([report.device, "", "free", "retained"], retained_bytes)
         uncreated_bytes = max(report.free_bytes - retained_bytes, 0)
         family.add_metric([report.device, "", "free", "uncreated"], uncreated_bytes)
+    return family
+
+
+def _page_calls(reports: Sequence[MemoryReport]) -> Metric:
+    """Return calls of the devices' drivers about pages."""
+    family = CounterMetricFamily(
+        "aquifer:page_calls",
+        "Calls of the device's driver that create, map, unmap or zero pages: by the engine's loop, "
+        "which a step may wait for, and in the background.",
+        labels=["device", "thread"],
+    )
+    for report in reports:
+        family.add_metric([report.device, "loop"], report.loop_page_calls)
+        family.add_metric([report.device, "background"], report.background_page_calls)
     return family
 
 

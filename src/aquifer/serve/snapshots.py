@@ -146,6 +146,10 @@ def memory_dict(report: MemoryReport) -> dict[str, Any]:
         ),
         "mapped_pages": report.mapped_pages,
         "free_pages": report.free_pages,
+        "page_calls": {
+            "loop": report.loop_page_calls,
+            "background": report.background_page_calls,
+        },
         "requests_running": sum(model.num_running for model in report.models.values()),
         "requests_waiting": sum(model.num_waiting for model in report.models.values()),
         "models": {

@@ -63,6 +63,8 @@ def total_memory(reports: Sequence[MemoryReport]) -> MemoryReport:
         retired_bytes=sum(report.retired_bytes for report in reports),
         mapped_pages=sum(report.mapped_pages for report in reports),
         free_pages=sum(report.free_pages for report in reports),
+        loop_page_calls=sum(report.loop_page_calls for report in reports),
+        background_page_calls=sum(report.background_page_calls for report in reports),
         models={
             name: _model([report.models[name] for report in reports if name in report.models])
             for name in names
