@@ -49,6 +49,9 @@ STEPS = [("virtual", 7, 1), ("paged", 7, 1), ("virtual", 1, 0), ("virtual", 512,
 STEPS += [("paged", 1, 0), ("paged", 512, 0)]
 """(KV cache, tokens per step, steps planned ahead); there is room for all sequences."""
 
+LARGE_PAGES: Any = {"page_size": "4KiB", "prompt_page_size": "16KiB", "map_ahead": "background"}
+"""Pages for what a prompt fills, and others that a thread maps ahead of need."""
+
 PREEMPTIONS = [("paged", 1), ("virtual", 1), ("virtual", 0)]
 """(KV cache, steps planned ahead); the pool is too small."""
 
@@ -176,6 +179,7 @@ def test_tokens_equal_transformers(
         memory="16MiB",
         kv_cache=kv_cache,
         max_num_batched_tokens=max_num_batched_tokens,
+        **(LARGE_PAGES if kv_cache == "virtual" else {}),
     ) as llm:
         llm.engine.num_ahead = num_ahead
         assert_same_tokens(llm, reference, list(range(len(reference.prompts))))
@@ -196,6 +200,8 @@ def test_tokens_equal_transformers_under_preemption(
     a few windows long hardly grow, and `test_windows.py` has preemptions of these.
     """
     options: Any = {"kv_cache": kv_cache, "page_size": "4KiB", "block_size": 4}
+    if not num_ahead:
+        options |= LARGE_PAGES
     longest = max(map(len, reference.prompts))
     with LLM(reference.folder, memory="16MiB", max_num_batched_tokens=8, **options) as llm:
         (info,), (lane,) = llm.engine.models.values(), llm.engine.lanes.values()
