@@ -208,8 +208,6 @@ class FakeEngine:
             retired_bytes=0,
             mapped_pages=used,
             free_pages=free,
-            loop_page_calls=0,
-            background_page_calls=0,
             models={self._name: model},
             process_resident_bytes=0,
         )

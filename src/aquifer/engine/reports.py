@@ -112,10 +112,10 @@ class MemoryReport:
     retired_bytes: int  # the part of free_bytes in pages that are still mapped where last used
     mapped_pages: int
     free_pages: int
-    loop_page_calls: int  # calls of the device's driver about pages that a step may wait for
-    background_page_calls: int  # those of other threads
     models: dict[str, ModelMemory]
     process_resident_bytes: int
+    loop_page_calls: int = 0  # calls of the device's driver about pages that a step may wait for
+    background_page_calls: int = 0  # those of other threads
     host_cache_bytes: int = 0  # host memory with copies of weights
     host_cache_budget_bytes: int = 0
     evictions: tuple[Eviction, ...] = ()  # the latest ones, the oldest first
