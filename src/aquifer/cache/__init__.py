@@ -54,7 +54,8 @@ def group_cache(
     Args:
         name: one of `KV_CACHES`.
         block_size: tokens of a block, where the manager has blocks.
-        mapping: how pages are mapped, where the manager has no blocks.
+        mapping: how pages are mapped, where the manager has no blocks; and whether KV is
+            layer-major, in any manager.
 
     Raises:
         ConfigError: there is no such manager.
@@ -64,7 +65,8 @@ def group_cache(
 
         return partial(VirtualCache, mapping=mapping)
     if name == "paged":
-        return partial(_paged, block_size)
+        is_layer_major = mapping is not None and mapping.is_layer_major
+        return partial(_paged, block_size, is_layer_major)
     known = ", ".join((*KV_CACHES, *BASELINES))
     raise ConfigError(f"unknown KV cache {name!r}; choose one of {known}")
 
@@ -89,6 +91,7 @@ def _of_layers(
 
 def _paged(
     block_size: int,
+    is_layer_major: bool,
     pool: PagePool,
     owner: Owner,
     layout: KVLayout,
@@ -101,4 +104,12 @@ def _paged(
 
     if not layout.token_bytes:
         return VirtualCache(pool, owner, layout, max_seqs, max_tokens)
-    return PagedCache(pool, owner, layout, max_seqs, max_tokens, block_size=block_size)
+    return PagedCache(
+        pool,
+        owner,
+        layout,
+        max_seqs,
+        max_tokens,
+        block_size=block_size,
+        is_layer_major=is_layer_major,
+    )

@@ -21,10 +21,14 @@ class PendingCopies:
         range_: the range.
         block_bytes: size of a block. All pieces begin where a block or a page begins, and end in
             the same one.
+        num_buffers: buffers that the range is cut into. Each has an equal part of each piece, and
+            sizes and offsets are those of all together.
     """
 
-    def __init__(self, range_: VirtualRange, block_bytes: int) -> None:
-        self._word_bytes = gcd(block_bytes, range_.page_bytes, max(_WORDS))
+    def __init__(self, range_: VirtualRange, block_bytes: int, num_buffers: int = 1) -> None:
+        self._num_buffers = num_buffers
+        self._word_bytes = gcd(block_bytes // num_buffers, range_.page_bytes, max(_WORDS))
+        self._buffer_words = range_.num_bytes // num_buffers // self._word_bytes
         num_words = range_.num_bytes // self._word_bytes
         self._memory = range_.tensor((num_words,), _WORDS[self._word_bytes])
         self._pieces: list[tuple[int, int, int]] = []  # in bytes
@@ -55,7 +59,12 @@ class PendingCopies:
     def launch(self) -> None:
         """Make all copies, after all work handed to the device so far. Does not wait for them."""
         if not self._memory.is_meta:  # a modelled device has no bytes
-            pieces = -(-np.array(self._pieces, np.int64).T // self._word_bytes)
+            pieces = -(
+                -np.array(self._pieces, np.int64).T // (self._num_buffers * self._word_bytes)
+            )
+            if self._num_buffers > 1:  # [3, 1, pieces], and where each buffer begins
+                starts = np.arange(self._num_buffers) * self._buffer_words
+                pieces = (pieces[:, None] + np.outer([1, 1, 0], starts)[..., None]).reshape(3, -1)
             on_device = upload(np.ascontiguousarray(pieces), self._memory.device)
             block_copy(self._memory, on_device, int(pieces[2].max()))
         self._pieces.clear()

@@ -72,14 +72,14 @@ class PartFollower:
 
     def close(self) -> None:
         """Give up all pages and the addresses."""
-        residency = self.tensors.residency
+        residency = self.tensors.pages
         residency.release([self._own[page] for page in self._holds.elements()])
         residency.give_up(sorted(self._at))
         self.tensors.close()
 
     def follow(self, op: KVOp, host_memory: torch.Tensor | None) -> None:
         """Execute one change; see `execute`. New table entries are not sent to the device."""
-        tensors, residency = self.tensors, self.tensors.residency
+        tensors, residency = self.tensors, self.tensors.pages
         match op:
             case Mapped(index, pages, units):
                 indices = range(index, index + len(pages) * units)

@@ -38,12 +38,14 @@ class Footprint:
         block_bytes: size of a block.
         page_bytes: size of a page of the pool.
         shares: whether sequences can share blocks, and blocks can be kept.
+        least_growth_bytes: what a sequence that grows takes at least; 0 for a page.
     """
 
     token_bytes: int
     block_bytes: int
     page_bytes: int
     shares: bool = True
+    least_growth_bytes: int = 0
 
     @property
     def kept_block_bytes(self) -> int:
@@ -57,10 +59,13 @@ class Footprint:
 
     def pages(self, num_tokens: Count) -> Count:
         """Pages under one sequence of `num_tokens` tokens; of an array, for each of its entries."""
+        return -(-self.blocks(num_tokens) * self.block_bytes // self.page_bytes)
+
+    def blocks(self, num_tokens: Count) -> Count:
+        """Blocks that the first `num_tokens` tokens of a sequence lie in."""
         if not self.token_bytes:
             return 0 * num_tokens
-        num_blocks = -(-num_tokens * self.token_bytes // self.block_bytes)
-        return -(-num_blocks * self.block_bytes // self.page_bytes)
+        return -(-num_tokens * self.token_bytes // self.block_bytes)
 
     def paged_bytes(self, num_tokens: _IntArray) -> int:
         """Size of the pages of several sequences that share nothing.
@@ -153,12 +158,12 @@ class Footprint:
 
         Args:
             more_tokens: [num_seqs], tokens by which each may grow. A sequence that grows by a
-                single token may need a whole page at once.
+                single token may need a whole page at once, or a stripe of pages.
             num_tokens: [num_seqs], tokens that each has.
         """
         if not self.token_bytes:
             return 0
-        least_bytes = (more_tokens > 0) * self.page_bytes
+        least_bytes = (more_tokens > 0) * max(self.page_bytes, self.least_growth_bytes)
         num_bytes = int(np.maximum(more_tokens * self.token_bytes, least_bytes).sum())
         return -(-num_bytes // self.page_bytes)
 

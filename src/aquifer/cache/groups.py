@@ -280,5 +280,5 @@ class GroupedCache:
             for part in self.parts
         )
         return GroupedFootprint(
-            first.token_bytes, first.block_bytes, first.page_bytes, first.shares, parts
+            first.token_bytes, first.block_bytes, first.page_bytes, first.shares, parts=parts
         )

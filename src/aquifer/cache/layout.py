@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from aquifer.errors import ConfigError
+
 _ALIGNMENT_BYTES = 256
 """Alignment of a sequence's state, and of each tensor in it, for wide loads."""
 
@@ -68,11 +70,12 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Layout of one token's KV, token-major: `[layer][K, V][kv_head][head_dim]`.
+    """Layout of one token's KV: `[layer][K, V][kv_head][head_dim]`.
 
-    Token-major means that all layers of a token are neighbours, so that one page holds whole
-    tokens and a sequence grows by one mapping, where the layout of vAttention (section 5) needs
-    two a layer. A layer of latent attention has `[latent, rotated key]`, and no V.
+    Token-major, all layers of a token are neighbours, so that one page holds whole tokens and a
+    sequence grows by one mapping. Layer-major, as in vAttention (section 5.1), K and V of each
+    layer have a buffer of their own, and a sequence grows by a page in each. A layer of latent
+    attention has `[latent, rotated key]`, and no V.
 
     A model without KV has no layers, and its tokens no bytes.
     """
@@ -131,6 +134,43 @@ class KVLayout:
                 offset += layer.num_elements
         return [found[index] for index in range(len(self.layers))]
 
+    @property
+    def num_buffers(self) -> int:
+        """Buffers of layer-major KV: for K and for V of each layer, and one where KV is latent.
+
+        Raises:
+            ConfigError: these are not of equal size.
+        """
+        if len({layer.num_elements // _num_buffers(layer) for layer in self.layers}) > 1 or any(
+            layer.key_dim != layer.value_dim for layer in self.layers if not layer.is_latent
+        ):
+            raise ConfigError(
+                "kv_layout layer-major needs keys and values of the same size in all layers, which "
+                "this model does not have; use token-major"
+            )
+        return max(sum(map(_num_buffers, self.layers)), 1)
+
+    def split_buffers(self, buffers: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Views of K and V for each layer of layer-major KV.
+
+        Args:
+            buffers: [num_buffers, ..., token_elements / num_buffers] of `dtype`.
+
+        Returns: as `split`.
+        """
+        views = []
+        index = 0
+        for layer in self.layers:
+            shape = (layer.num_kv_heads, layer.key_dim)
+            keys = buffers[index].unflatten(-1, shape)
+            if layer.is_latent:
+                values = keys[..., : layer.value_dim]
+            else:
+                values = buffers[index + 1].unflatten(-1, shape)
+            views.append((keys, values))
+            index += _num_buffers(layer)
+        return views
+
     def split(self, tokens: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Views of K and V for each layer.
 
@@ -155,6 +195,10 @@ class KVLayout:
             views.append((keys, values))
             offset = end
         return views
+
+
+def _num_buffers(layer: LayerKV) -> int:
+    return 1 if layer.is_latent else 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from aquifer.cache.free_blocks import FreeBlocks
 from aquifer.cache.tensors import KVShape, KVTensors
 from aquifer.errors import InvariantError
 from aquifer.memory.pool import Kind, Owner, PagePool
-from aquifer.memory.runs import as_array, as_numbers, is_run, runs
+from aquifer.memory.runs import add_at, as_array, as_numbers, runs, unique
 
 _UNMAPPED, _KV, _PREFIX = range(3)  # state of the page at a place: unmapped, or its owner's kind
 
@@ -40,6 +40,7 @@ class PagedCache(KeepsAll):
         max_seqs: number of slots, which are numbered from 1.
         max_tokens: length of the longest sequence.
         block_size: tokens of a block.
+        is_layer_major: whether K and V of each layer have buffers of their own.
 
     Attributes:
         footprint: pages and bytes that tokens take.
@@ -58,11 +59,11 @@ class PagedCache(KeepsAll):
         max_tokens: int,
         *,
         block_size: int = 16,
+        is_layer_major: bool = False,
     ) -> None:
         self._owner = owner
         self._prefix_owner = Owner(owner.model, Kind.PREFIX)
         self._max_tokens = max_tokens
-        self._page_bytes = pool.page_bytes
         self._block_size = block_size
         self._block_bytes = block_size * layout.token_bytes
         self.footprint = Footprint(layout.token_bytes, self._block_bytes, pool.page_bytes)
@@ -70,7 +71,16 @@ class PagedCache(KeepsAll):
         # Blocks for the whole budget, and those that may be requested when it is used up: block
         # numbers never run out before the pool refuses.
         num_blocks = pool.budget_bytes // self._block_bytes + 1 + max_seqs * blocks_per_seq
-        shape = KVShape.blocks(pool, layout, max_seqs, max_tokens, block_size, num_blocks)
+        shape = KVShape.blocks(
+            pool,
+            layout,
+            max_seqs,
+            max_tokens,
+            block_size,
+            num_blocks,
+            is_layer_major=is_layer_major,
+        )
+        self._page_bytes = shape.page_bytes
         self.tensors = KVTensors(pool, owner, shape)
         self._residency = self.tensors.residency
         self._table = self.tensors.table
@@ -78,11 +88,11 @@ class PagedCache(KeepsAll):
         # Sequences that have a block, and pending copies that read it.
         self._users = np.zeros(shape.num_rows, np.int32)
         self._holds = np.zeros(shape.num_rows, np.int32)
-        num_pages = self.tensors.range.num_pages
+        num_pages = self._residency.num_places
         # From the first page of a block to any other that it may touch.
-        self._page_steps = np.arange((self._block_bytes - 2) // pool.page_bytes + 2)
+        self._page_steps = np.arange((self._block_bytes - 2) // self._page_bytes + 2)
         # Whether a block is whole pages, or a page whole blocks.
-        sizes = sorted((self._block_bytes, pool.page_bytes))
+        sizes = sorted((self._block_bytes, self._page_bytes))
         self._is_aligned = sizes[1] % sizes[0] == 0
         self._page_users = np.zeros(num_pages, np.int32)  # blocks on each page that are used
         self._page_holds = np.zeros(num_pages, np.int32)  # blocks that are held, and not used
@@ -218,7 +228,7 @@ class PagedCache(KeepsAll):
         """Count one more hold of each block."""
         held = as_array(blocks)
         self._require_contents(held)
-        _add(self._holds, held, 1)
+        add_at(self._holds, held, 1)
 
     def unretain(self, blocks: Sequence[int]) -> None:
         """Count one hold less for each block, and free those without holds and users."""
@@ -233,7 +243,7 @@ class PagedCache(KeepsAll):
         self._num_drops += 1
         freed = dropped[(self._holds[dropped] == 0) & (self._users[dropped] == 0)]
         pages = self._pages_of(freed)
-        _add(self._page_holds, pages, -1)
+        add_at(self._page_holds, pages, -1)
         self._free.put(freed)
         self._settle(pages)
 
@@ -319,7 +329,7 @@ class PagedCache(KeepsAll):
             self._users[blocks] = 1
             pages = self._occupy(blocks)
             undo.callback(self._end_use, blocks)
-            new = _unique(pages[self._page_owner[pages] == _UNMAPPED])
+            new = unique(pages[self._page_owner[pages] == _UNMAPPED])
             numbers = as_numbers(new)
             stretches = [range(numbers[i], numbers[end - 1] + 1) for i, end in runs(numbers)]
             if not self._residency.populate(stretches):
@@ -337,7 +347,7 @@ class PagedCache(KeepsAll):
         """Count one more user of each block; all of them are used or held."""
         unused = blocks[self._users[blocks] == 0]  # so they are held
         self._users[blocks] += 1
-        _add(self._page_holds, self._pages_of(unused), -1)
+        add_at(self._page_holds, self._pages_of(unused), -1)
         self._occupy(unused)
 
     def _occupy(self, blocks: IntArray) -> IntArray:
@@ -347,20 +357,20 @@ class PagedCache(KeepsAll):
         """
         self._num_used_blocks += len(blocks)
         pages = self._pages_of(blocks)
-        _add(self._page_users, pages, 1)
+        add_at(self._page_users, pages, 1)
         if (self._page_owner[pages] == _PREFIX).any():
             self._settle(pages)
         return pages
 
     def _end_use(self, blocks: IntArray) -> None:
         """Count one user less for each block, which may occur twice; free blocks without users."""
-        _add(self._users, blocks, -1)
-        unused = _unique(blocks[self._users[blocks] == 0])
+        add_at(self._users, blocks, -1)
+        unused = unique(blocks[self._users[blocks] == 0])
         is_held = self._holds[unused] > 0
         self._num_used_blocks -= len(unused)
         pages = self._pages_of(unused)
-        _add(self._page_users, pages, -1)
-        _add(self._page_holds, self._pages_of(unused[is_held]), 1)
+        add_at(self._page_users, pages, -1)
+        add_at(self._page_holds, self._pages_of(unused[is_held]), 1)
         self._free.put(unused[~is_held])
         self._settle(pages)
 
@@ -370,7 +380,7 @@ class PagedCache(KeepsAll):
         moves &= self._page_owner[pages] != _UNMAPPED
         if not moves.any():
             return
-        pages = _unique(pages[moves])
+        pages = unique(pages[moves])
         before, after = self._page_owner[pages], self._wanted_owner(pages)
         # Pages are given up as KV, so they need no zeroing for the next sequence.
         self._transfer(pages[before == _PREFIX], self._owner)
@@ -430,16 +440,3 @@ class PagedCache(KeepsAll):
             offset_bytes = table[start] * self._block_bytes + (begin - origin) * token_bytes
             place = slice((begin - tokens.start) * token_bytes, (stop - tokens.start) * token_bytes)
             yield offset_bytes, place
-
-
-def _add(counts: npt.NDArray[np.int32], places: IntArray, change: int) -> None:
-    """Add to the counts at these places, as often as each occurs."""
-    if is_run(places):
-        counts[places[0] : places[-1] + 1] += change
-    else:
-        np.add.at(counts, places, change)
-
-
-def _unique(numbers: IntArray) -> IntArray:
-    """The numbers in ascending order, each once."""
-    return numbers if is_run(numbers) else np.unique(numbers)

@@ -15,6 +15,7 @@ from aquifer.errors import InvariantError
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.memory.range import VirtualRange
 from aquifer.memory.residency import Residency
+from aquifer.memory.stripes import StripedResidency
 
 
 class PartTensors:
@@ -27,11 +28,14 @@ class PartTensors:
         row_bytes: distance of the rows between which copies are made.
         num_anchor_pages: places at the beginning under which something is mapped always, because
             Triton's launcher asks the driver about a tensor's first byte.
+        num_buffers: buffers that the addresses are cut into; `num_bytes`, rows and all offsets are
+            those of all of them together.
 
     Attributes:
         owner: as given.
         range: the addresses.
-        residency: the pages under them.
+        pages: the pages under them.
+        residency: the same, or the stripes of several buffers.
     """
 
     def __init__(
@@ -41,15 +45,22 @@ class PartTensors:
         num_bytes: int,
         row_bytes: int,
         num_anchor_pages: int,
+        num_buffers: int = 1,
     ) -> None:
         self.owner = owner
         self.range = VirtualRange(pool.pages, num_bytes, pool.page_bytes)
-        self.residency = Residency(pool, owner, self.range)
-        self._anchor = Residency(pool, Owner(owner.model, Kind.OVERHEAD), self.range)
+        self.pages = Residency(pool, owner, self.range)
+        anchor = Residency(pool, Owner(owner.model, Kind.OVERHEAD), self.range)
+        self.residency: Residency | StripedResidency = self.pages
+        self._anchor: Residency | StripedResidency = anchor
+        self._num_buffers = num_buffers
+        if num_buffers > 1:
+            self.residency = StripedResidency(self.pages, num_buffers)
+            self._anchor = StripedResidency(anchor, num_buffers)
         self._num_anchor_pages = num_anchor_pages
         self._is_open = not num_anchor_pages
         self._retired = pool.retired
-        self._copies = PendingCopies(self.range, row_bytes)
+        self._copies = PendingCopies(self.range, row_bytes, num_buffers)
         self._journal: list[PartOp] = []
         self._note: Callable[[PartOp], None] | None = None  # called with each change
 
@@ -74,9 +85,9 @@ class PartTensors:
         Args:
             note: called with each change, in place of keeping it for `take_journal`.
         """
-        if self.range.num_mapped_pages > self._num_anchor_pages:
+        if self.range.num_mapped_pages > self._num_anchor_pages * self._num_buffers:
             raise InvariantError("a journal begins before the first page is mapped")
-        self._note = self.residency.record = note or self._journal.append
+        self._note = self.pages.record = note or self._journal.append
 
     def take_journal(self) -> tuple[PartOp, ...]:
         """All changes since recording began, or since the last call, in order.
@@ -129,7 +140,8 @@ class PartTensors:
                 offsets.
         """
         self._require_no_copies()
-        target.copy_(self._bytes(offset_bytes, len(target)), non_blocking=True)
+        source = self._bytes(offset_bytes, len(target))
+        target.view(source.shape).copy_(source, non_blocking=True)
         if self._note is not None:
             host_bytes = int(target.storage_offset())
             self._note(CopiedOut(offset_bytes, host_bytes, len(target)))
@@ -137,7 +149,8 @@ class PartTensors:
     def copy_in(self, offset_bytes: int, source: torch.Tensor) -> None:
         """The opposite of `copy_out`."""
         self._require_no_copies()
-        self._bytes(offset_bytes, len(source)).copy_(source, non_blocking=True)
+        target = self._bytes(offset_bytes, len(source))
+        target.copy_(source.view(target.shape), non_blocking=True)
         if self._note is not None:
             host_bytes = int(source.storage_offset())
             self._note(CopiedIn(offset_bytes, host_bytes, len(source)))
@@ -153,4 +166,5 @@ class PartTensors:
         assert not self._copies, "pending copies come first: call make_copies"
 
     def _bytes(self, offset_bytes: int, num_bytes: int) -> torch.Tensor:
+        """The bytes of a stretch, in the order in which they are kept in host memory."""
         return self.range.tensor((num_bytes,), torch.uint8, offset_bytes)

@@ -14,6 +14,7 @@ from aquifer.memory.pool import Kind, Owner
 from aquifer.memory.records import Records
 from aquifer.memory.residency import Residency
 from aquifer.memory.runs import join
+from aquifer.memory.stripes import StripedResidency
 
 
 class _Shared(NamedTuple):
@@ -50,7 +51,7 @@ class SharedPages:
             each of these.
     """
 
-    def __init__(self, residency: Residency, owner: Owner) -> None:
+    def __init__(self, residency: Residency | StripedResidency, owner: Owner) -> None:
         self.num_saved = 0
         self._residency = residency
         self._range = residency.range

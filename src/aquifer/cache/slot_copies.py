@@ -17,7 +17,7 @@ from aquifer.cache.slot_pages import SlotPages
 from aquifer.cache.tensors import KVTensors
 from aquifer.memory.pages import Page
 from aquifer.memory.range import VirtualRange
-from aquifer.memory.runs import join
+from aquifer.memory.runs import are_equal, join, num_equal
 
 
 class SharedRun(NamedTuple):
@@ -83,7 +83,8 @@ class SlotCopies:
         Raises:
             DriverError: the device refused; nothing has changed.
         """
-        page_bytes, residency = self._tensors.range.page_bytes, self._residency
+        residency = self._residency
+        page_bytes = residency.place_bytes
         num_whole, rest_bytes = divmod(num_bytes, page_bytes)
         shared, copied = runs_of(self._tensors.range, blocks, begin, num_whole)
         # What is copied here may have to be copied there first. That closes all windows, so that it
@@ -189,11 +190,9 @@ def runs_of(
         block = blocks[place - begin]
         page = range_.page_of(block)
         offset, size = block - page, range_.num_places(page)
-        stop = place + 1
-        while stop < min(end, place + size - offset) and (
-            blocks[stop - begin] == block + stop - place
-        ):
-            stop += 1
+        units = range(block, block + min(end - place, size - offset))
+        there = blocks[place - begin : place - begin + len(units)]
+        stop = place + (len(units) if are_equal(there, units) else num_equal(there, units))
         if stop - place == size and stop <= num_whole:
             if not run:
                 run = []

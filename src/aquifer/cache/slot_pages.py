@@ -41,11 +41,13 @@ class MappingOptions:
         ahead_tokens: tokens to map for beyond those that are asked for; None for
             `AHEAD_TOKENS - 1`, 0 to map nothing before it is needed.
         eager_pages: pages to keep mapped in the slot that is given out next; 0 for none.
+        is_layer_major: whether K and V of each layer have buffers of their own.
     """
 
     prompt_page_bytes: int | None = None
     ahead_tokens: int | None = None
     eager_pages: int = 0
+    is_layer_major: bool = False
 
 
 class SlotPages:
@@ -63,6 +65,7 @@ class SlotPages:
         first: [slots], number of each slot's places before its first page.
         end: [slots], places up to the end of its last page.
         num_used: pages under all slots.
+        prepared: the slot in which the first pages of the next sequence are, or are on their way.
         occupied: free slots where pages are still mapped that are held, oldest first, and how many.
             Before others can be mapped there, these are unmapped, after the steps in flight.
     """
@@ -77,16 +80,17 @@ class SlotPages:
     ) -> None:
         shape = tensors.shape
         self.units = units
-        self.slot_pages = shape.row_bytes // footprint.page_bytes
+        self._page_bytes = tensors.residency.place_bytes
+        self.slot_pages = shape.row_bytes // self._page_bytes
         self._tensors = tensors
         self._footprint = footprint
         self._residency = tensors.residency
-        self._retired = pool.retired
         self._ahead_tokens = ahead_tokens
         self._is_background = pool.mapper is not None and ahead_tokens > 0
         self.first = np.zeros(shape.num_rows, np.int64)
         self.end = np.zeros(shape.num_rows, np.int64)
         self.num_used = 0
+        self.prepared: int | None = None
         self.occupied: dict[int, int] = {}
         # Tokens that fit on each slot's pages; without limit where it is mapped to its end.
         self._room_tokens = np.zeros(shape.num_rows, np.int64)
@@ -95,8 +99,9 @@ class SlotPages:
         # The end of what the prompt of each slot fills, in whole large pages.
         self._large_end = np.zeros(shape.num_rows, np.int64)
         self._turns = GrowthTurns(shape.num_rows)
-        self._pending: dict[int, PendingPages] = {}  # by slot
-        self._eager: tuple[int, PendingPages] | None = None  # of a free slot
+        # Pages on their way, with their places: by slot, and those under a free slot.
+        self._pending: dict[int, tuple[range, PendingPages]] = {}
+        self._eager: tuple[range, PendingPages] | None = None
 
     # --- which there are ---------------------------------------------------------------------
 
@@ -113,10 +118,8 @@ class SlotPages:
     @property
     def num_pending(self) -> int:
         """Pages on their way, which no slot has yet."""
-        pending = list(self._pending.values())
-        if self._eager is not None:
-            pending.append(self._eager[1])
-        return sum(each.num_pages for each in pending)
+        num_eager = 0 if self._eager is None else len(self._eager[0])
+        return num_eager + sum(len(stretch) for stretch, _ in self._pending.values())
 
     def set(self, slot: int, end: int, first: int | None = None) -> None:
         """Note the pages of a slot, from place `first` on, which by default stays the same."""
@@ -127,9 +130,11 @@ class SlotPages:
             self.first[slot] = first
         if end:
             self.occupied.pop(slot, None)
+            if slot == self.prepared:
+                self.prepared = None
         footprint = self._footprint
         self._room_tokens[slot] = (
-            end * footprint.page_bytes // footprint.token_bytes
+            end * self._page_bytes // footprint.token_bytes
             if end < self.slot_pages
             else UNLIMITED_TOKENS
         )
@@ -143,9 +148,9 @@ class SlotPages:
         be the end of a large page.
         """
         footprint = self._footprint
-        self._most[slot] = footprint.pages(num_total - 1)
+        self._most[slot] = footprint.blocks(num_total - 1)
         if self.units > 1:
-            num_filled = footprint.kv_bytes(max(num_prompt - 1, 0)) // footprint.page_bytes
+            num_filled = footprint.kv_bytes(max(num_prompt - 1, 0)) // self._page_bytes
             self._large_end[slot] = num_filled // self.units * self.units
 
     def reserve(self, slots: IntArray, num_tokens: IntArray) -> bool:
@@ -179,16 +184,16 @@ class SlotPages:
                 if self._grow(growing, ends, may_reclaim=False):
                     return True
         ends = [
-            max(self._footprint.pages(count), int(self.end[slot]))
+            max(self._footprint.blocks(count), int(self.end[slot]))
             for slot, count in zip(growing, tokens, strict=True)
         ]
         return self._grow(growing, ends, may_reclaim=True)
 
     def settle(self, slot: int) -> None:
         """Wait for the pages that are on their way to a slot."""
-        pending = self._pending.pop(slot, None)
-        if pending is not None and self._residency.settle(pending):
-            self.set(slot, int(self.end[slot]) + pending.num_pages)
+        stretch, pending = self._pending.pop(slot, (None, None))
+        if stretch is not None and pending is not None and self._residency.settle(pending):
+            self.set(slot, int(self.end[slot]) + len(stretch))
 
     def prepare(self, slot: int, num_pages: int) -> None:
         """Begin to map the first pages of a free slot, and leave them as if a sequence had ended.
@@ -197,21 +202,20 @@ class SlotPages:
         """
         first = slot * self.slot_pages
         stretch = range(first, first + min(num_pages, self.slot_pages))
-        if self._eager is not None or not self._retired.defers or not self._tensors.open():
+        if self._eager is not None or not stretch or not self._residency.defers:
             return
-        if not self._retired.sizes_at(self._tensors.range, stretch):
+        if self._tensors.open() and not self._residency.left_at(stretch):
             pending = self._residency.populate_later([stretch])
             if pending is not None:
-                self._eager = slot, pending
+                self._eager = stretch, pending
+                self.prepared = slot
 
-    def settle_prepared(self, slot: int | None = None) -> None:
-        """Wait for what was prepared, in any slot or only if it is in this one."""
-        if self._eager is None or slot not in (None, self._eager[0]):
-            return
-        pending, self._eager = self._eager[1], None
-        if self._residency.settle(pending):
-            ((first, pages),) = pending.pieces
-            self._residency.give_up(range(first, first + len(pages)))
+    def settle_prepared(self) -> None:
+        """Wait for what was prepared."""
+        if self._eager is not None:
+            (stretch, pending), self._eager = self._eager, None
+            if self._residency.settle(pending):
+                self._residency.give_up(stretch, is_untouched=True)
 
     def close(self) -> None:
         """Wait for all that is on its way."""
@@ -222,18 +226,18 @@ class SlotPages:
     def _settle_some(self, slots: IntArray, num_tokens: IntArray) -> None:
         """Take in the pages that have come, and wait for those that these sequences need now."""
         pending = self._pending
-        done = [slot for slot, each in pending.items() if each.future.done()]
+        done = [slot for slot, (_, each) in pending.items() if each.future.done()]
         short = slots[self._room_tokens[slots] < num_tokens].tolist() if pending else []
         for slot in chain(done, short):
             self.settle(slot)
         if self._eager is not None:
-            slot, on_its_way = self._eager
-            if on_its_way.future.done() or slot in slots:
+            stretch, on_its_way = self._eager
+            if on_its_way.future.done() or stretch.start // self.slot_pages in slots:
                 self.settle_prepared()
 
     def _end_ahead(self, slot: int, num_tokens: int) -> int:
         """Places up to which to map for so many tokens, and for some more."""
-        ahead = self._footprint.pages(num_tokens + self._ahead_tokens)
+        ahead = self._footprint.blocks(num_tokens + self._ahead_tokens)
         return max(min(ahead, int(self._most[slot])), int(self.end[slot]))
 
     def _map_later(self, slots: list[int], num_tokens: list[int]) -> None:
@@ -246,14 +250,14 @@ class SlotPages:
                 continue
             place = slot * self.slot_pages
             stretch = range(place + start, place + end)
-            if self._retired.num_places and self._retired.sizes_at(self._tensors.range, stretch):
+            if self._residency.left_at(stretch):
                 with suppress(DriverError):
                     self._grow([slot], [end], may_reclaim=False)
                 continue
             pending = self._residency.populate_later([stretch])
             if pending is None:
                 return
-            self._pending[slot] = pending
+            self._pending[slot] = stretch, pending
 
     def _grow(self, slots: list[int], ends: list[int], *, may_reclaim: bool) -> bool:
         """Map the pages of each slot up to these ends; all or nothing."""
@@ -294,9 +298,7 @@ class SlotPages:
         if first >= last:
             return []
         whole = range(place + first, place + last)
-        sizes: dict[int, int] = {}
-        if self._retired.num_places:
-            sizes = self._retired.sizes_at(self._tensors.range, whole)
+        sizes = self._residency.left_at(whole)
         starts = []
         for start in whole[::units]:
             num_small = sum(sizes.get(index) == 1 for index in range(start, start + units))

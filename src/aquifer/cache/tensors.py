@@ -24,6 +24,7 @@ from aquifer.cache.spans import IntArray, Rows
 from aquifer.cache.view import StepView, Workspaces
 from aquifer.errors import ConfigError
 from aquifer.memory.pool import Owner, PagePool
+from aquifer.memory.range import VirtualRange
 from aquifer.memory.transfer import upload
 from aquifer.sizes import format_size
 
@@ -35,6 +36,10 @@ _MOST_ADDRESSES_BYTES = 1 << 46
 class KVShape:
     """Addresses of a KV cache: rows of tokens at equal distances, slots or blocks.
 
+    All sizes are those of token-major KV, where there is one buffer. Layer-major, each of
+    `num_buffers` has an equal part of each token, row and page: what is called a page below is a
+    stripe then, a page in each buffer (`aquifer.memory.stripes`).
+
     The addresses begin with the anchor. Kernels always get the address of the first row. They read
     nothing there that was not written, but Triton's launcher asks the driver about a tensor's first
     byte, and refuses the launch if nothing is mapped there. So on a GPU the pages of one token stay
@@ -42,13 +47,14 @@ class KVShape:
     """
 
     layout: KVLayout
-    page_bytes: int
+    page_bytes: int  # of a place: a page, or a stripe
     num_anchor_pages: int
     num_rows: int
     row_tokens: int
     row_bytes: int  # from row to row
     num_bytes: int  # addresses of the rows, and of the windows behind them
     table_shape: tuple[int, int] | None  # [slots, blocks of a slot]; None where rows are slots
+    num_buffers: int = 1
 
     @classmethod
     def slots(
@@ -58,6 +64,8 @@ class KVShape:
         max_seqs: int,
         max_tokens: int,
         window_pages: int = 1,
+        *,
+        is_layer_major: bool = False,
     ) -> KVShape:
         """A row for each slot, in whole pages; slot 0 is the anchor's.
 
@@ -65,21 +73,24 @@ class KVShape:
         from.
 
         Raises:
-            ConfigError: there are not so many addresses.
+            ConfigError: there are not so many addresses, or the layout cannot be layer-major.
         """
-        slot_pages = _num_pages(max_tokens * layout.token_bytes, pool.page_bytes)
+        num_buffers = layout.num_buffers if is_layer_major else 1
+        page_bytes = pool.page_bytes * num_buffers
+        slot_pages = _num_pages(max_tokens * layout.token_bytes, page_bytes)
         num_slots = max_seqs + 1
-        num_bytes = (slot_pages + window_pages) * num_slots * pool.page_bytes
+        num_bytes = (slot_pages + window_pages) * num_slots * page_bytes
         check_addresses(num_bytes, max_seqs, max_tokens)
         return cls(
             layout=layout,
-            page_bytes=pool.page_bytes,
-            num_anchor_pages=_anchor_pages(pool, layout),
+            page_bytes=page_bytes,
+            num_anchor_pages=_anchor_pages(pool, layout, page_bytes),
             num_rows=num_slots,
             row_tokens=max_tokens,
-            row_bytes=slot_pages * pool.page_bytes,
+            row_bytes=slot_pages * page_bytes,
             num_bytes=num_bytes,
             table_shape=None,
+            num_buffers=num_buffers,
         )
 
     @classmethod
@@ -91,25 +102,30 @@ class KVShape:
         max_tokens: int,
         block_size: int,
         num_blocks: int,
+        *,
+        is_layer_major: bool = False,
     ) -> KVShape:
         """`num_blocks` rows of `block_size` tokens, behind the anchor.
 
         Raises:
-            ConfigError: there are not so many addresses.
+            ConfigError: there are not so many addresses, or the layout cannot be layer-major.
         """
-        num_anchor_pages = _anchor_pages(pool, layout)
+        num_buffers = layout.num_buffers if is_layer_major else 1
+        page_bytes = pool.page_bytes * num_buffers
+        num_anchor_pages = _anchor_pages(pool, layout, page_bytes)
         block_bytes = block_size * layout.token_bytes
-        num_rows = num_blocks + _first_block(num_anchor_pages, pool.page_bytes, block_bytes)
+        num_rows = num_blocks + _first_block(num_anchor_pages, page_bytes, block_bytes)
         check_addresses(num_rows * block_bytes, max_seqs, max_tokens)
         return cls(
             layout=layout,
-            page_bytes=pool.page_bytes,
+            page_bytes=page_bytes,
             num_anchor_pages=num_anchor_pages,
             num_rows=num_rows,
             row_tokens=block_size,
             row_bytes=block_bytes,
-            num_bytes=num_rows * block_bytes,
+            num_bytes=_num_pages(num_rows * block_bytes, page_bytes) * page_bytes,
             table_shape=(max_seqs + 1, -(-max_tokens // block_size)),
+            num_buffers=num_buffers,
         )
 
     @property
@@ -138,15 +154,16 @@ class KVTensors(PartTensors):
     """
 
     def __init__(self, pool: PagePool, owner: Owner, shape: KVShape) -> None:
-        super().__init__(pool, owner, shape.num_bytes, shape.row_bytes, shape.num_anchor_pages)
-        self.shape = shape
-        layout = shape.layout
-        tokens = self.range.tensor(
-            (shape.num_rows, shape.row_tokens, layout.token_elements),
-            layout.dtype,
-            stride=(shape.row_bytes // layout.dtype.itemsize, layout.token_elements, 1),
+        super().__init__(
+            pool,
+            owner,
+            shape.num_bytes,
+            shape.row_bytes,
+            shape.num_anchor_pages,
+            shape.num_buffers,
         )
-        self.layers = layout.split(tokens)
+        self.shape = shape
+        self.layers = _layers(self.range, shape)
         self._workspaces = Workspaces()
         device = pool.driver.device
         self.table: npt.NDArray[np.int32] = np.zeros(shape.table_shape or (0, 0), np.int32)
@@ -195,6 +212,16 @@ class KVTensors(PartTensors):
         device_slots, device_indices, blocks = upload(entries, self._device_table.device)
         self._device_table[device_slots, device_indices] = blocks.int()
 
+    def _bytes(self, offset_bytes: int, num_bytes: int) -> torch.Tensor:
+        """Layer-major too, tokens are kept one after the other in host memory."""
+        num_buffers = self.shape.num_buffers
+        if num_buffers == 1:
+            return super()._bytes(offset_bytes, num_bytes)
+        part_bytes = self.shape.layout.token_bytes // num_buffers
+        shape = (num_bytes // self.shape.layout.token_bytes, num_buffers, part_bytes)
+        stride = (part_bytes, self.range.num_bytes // num_buffers, 1)
+        return self.range.tensor(shape, torch.uint8, offset_bytes // num_buffers, stride)
+
     def view(self, rows: Rows, workspaces: Workspaces | None = None) -> StepView:
         """The addresses of one step, with attention over them. Pre-condition: room was reserved.
 
@@ -206,6 +233,24 @@ class KVTensors(PartTensors):
         """
         layout, workspaces = self.shape.layout, workspaces or self._workspaces
         return StepView(layout, self.layers, rows, self._device_table, workspaces)
+
+
+def _layers(range_: VirtualRange, shape: KVShape) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """K and V of each layer over a range."""
+    layout, num_buffers = shape.layout, shape.num_buffers
+    elements = layout.token_elements // num_buffers  # of a token in a buffer
+    row_elements = shape.row_bytes // num_buffers // layout.dtype.itemsize
+    buffers = range_.tensor(
+        (num_buffers, shape.num_rows, shape.row_tokens, elements),
+        layout.dtype,
+        stride=(
+            range_.num_bytes // num_buffers // layout.dtype.itemsize,
+            row_elements,
+            elements,
+            1,
+        ),
+    )
+    return layout.split(buffers[0]) if num_buffers == 1 else layout.split_buffers(buffers)
 
 
 def check_addresses(num_bytes: int, max_seqs: int, max_tokens: int) -> None:
@@ -222,11 +267,11 @@ def check_addresses(num_bytes: int, max_seqs: int, max_tokens: int) -> None:
         )
 
 
-def _anchor_pages(pool: PagePool, layout: KVLayout) -> int:
+def _anchor_pages(pool: PagePool, layout: KVLayout, page_bytes: int) -> int:
     """Pages of one token; none on the host."""
     if pool.driver.device.type != "cuda":
         return 0
-    return _num_pages(layout.token_bytes, pool.page_bytes)
+    return _num_pages(layout.token_bytes, page_bytes)
 
 
 def _first_block(num_anchor_pages: int, page_bytes: int, block_bytes: int) -> int:

@@ -47,7 +47,8 @@ class VirtualCache(KeepsAll):
         layout: layout of one token.
         max_seqs: number of slots, which are numbered from 1.
         max_tokens: length of the longest sequence.
-        mapping: how pages are mapped. Layers with a window have no large ones.
+        mapping: how pages are mapped. Layers with a window have no large ones, and layer-major KV
+            has none: a page in each buffer is large enough.
 
     Attributes:
         footprint: pages and bytes that tokens take.
@@ -68,18 +69,25 @@ class VirtualCache(KeepsAll):
     ) -> None:
         mapping = mapping or MappingOptions()
         units = 1
-        if mapping.prompt_page_bytes and not any(each.window_tokens for each in layout.layers):
+        has_window = any(layer.window_tokens for layer in layout.layers)
+        if mapping.prompt_page_bytes and not has_window and not mapping.is_layer_major:
             units = mapping.prompt_page_bytes // pool.page_bytes
         ahead = mapping.ahead_tokens
         self.ahead_tokens = AHEAD_TOKENS - 1 if ahead is None else ahead
-        self.footprint = Footprint(layout.token_bytes, pool.page_bytes, pool.page_bytes)
-        shape = KVShape.slots(pool, layout, max_seqs, max_tokens, units)
+        shape = KVShape.slots(
+            pool, layout, max_seqs, max_tokens, units, is_layer_major=mapping.is_layer_major
+        )
+        self.footprint = Footprint(
+            layout.token_bytes,
+            shape.page_bytes,
+            pool.page_bytes,
+            least_growth_bytes=shape.page_bytes,
+        )
         self.tensors = KVTensors(pool, owner, shape)
         self._max_tokens = max_tokens
-        self._page_bytes = pool.page_bytes
+        self._page_bytes = shape.page_bytes
         self._token_bytes = layout.token_bytes
         self._residency = self.tensors.residency
-        self._retired = pool.retired
         self._eager_pages = mapping.eager_pages
         self._slots = SlotPages(pool, self.tensors, self.footprint, units, self.ahead_tokens)
         self._shared = SharedPages(self._residency, owner)
@@ -136,11 +144,13 @@ class VirtualCache(KeepsAll):
         if self._shared:
             given_up = self.tensors.range.pages_at(indices)
             self._shared.end_use(given_up)
-            is_shared = bool(given_up) and given_up[0] in self._shared and self._retired.defers
+            is_shared = bool(given_up) and given_up[0] in self._shared and self._residency.defers
         pages.set(slot, 0, 0)
+        if not pages.num_used:
+            pages.settle_prepared()  # nothing may come that would
         self._residency.give_up(indices)
         if is_shared and begin:  # a sequence in this slot begins before these pages
-            self._retired.vacate_soon(self.tensors.range, indices)
+            self._residency.vacate_soon(indices)
         elif is_shared:
             self._slots.occupied[slot] = end
 
@@ -156,7 +166,7 @@ class VirtualCache(KeepsAll):
 
     def blocks(self, slot: int, num_tokens: int) -> Sequence[int]:
         """The pages under a slot's first tokens, but for those that were given up."""
-        end = self.footprint.pages(num_tokens)
+        end = self.footprint.blocks(num_tokens)
         if end > self._slots.end[slot]:
             self._slots.settle(slot)
         return self._slots.blocks(slot, end)
@@ -195,11 +205,14 @@ class VirtualCache(KeepsAll):
         time too, the slot that was left first is vacated in the background, and some pages are
         mapped in the next one (vAttention, section 5.4.2, eager allocation).
         """
-        occupied = self._slots.occupied
+        occupied, prepared = self._slots.occupied, self._slots.prepared
         chosen = self._slot_with(blocks, free_slots) if occupied else None
-        if chosen is None and occupied:
-            chosen = min((slot for slot in free_slots if slot not in occupied), default=None)
-            if len(free_slots) - len(occupied) <= _CLEAN_SLOTS:
+        if chosen is None and (occupied or prepared is not None):
+            clean = [slot for slot in free_slots if slot not in occupied]
+            if blocks and prepared in clean and len(clean) > 1:
+                clean.remove(prepared)  # other pages would have to go there first
+            chosen = min(clean, default=None)
+            if len(free_slots) - len(occupied) <= _CLEAN_SLOTS and occupied:
                 self._vacate_oldest()
         if self._eager_pages and not blocks:
             taken = min(free_slots) if chosen is None else chosen
@@ -256,7 +269,7 @@ class VirtualCache(KeepsAll):
             )
         if not self.tensors.open():
             return False
-        self._slots.settle_prepared(slot)
+        self._slots.settle_prepared()
         return self._copies.begin(slot, blocks, num_bytes, first, parent)
 
     def _slot_with(self, blocks: Sequence[int], free_slots: Sequence[int]) -> int | None:
@@ -265,7 +278,7 @@ class VirtualCache(KeepsAll):
         left: dict[int, list[bool]] = {}  # by slot: whether the first page is there, and the last
         for which, position in enumerate((0, len(blocks) - 1) if blocks else ()):
             page = range_.page_of(blocks[position])
-            for index in self._retired.indices_of(range_, page):
+            for index in self._residency.left_with(page):
                 slot, place = divmod(index, slot_pages)
                 if place + blocks[position] - page == position and slot in free_slots:
                     left.setdefault(slot, [False, False])[which] = True
@@ -279,7 +292,7 @@ class VirtualCache(KeepsAll):
         oldest = next(iter(self._slots.occupied))
         first = oldest * self._slots.slot_pages
         indices = range(first, first + self._slots.occupied.pop(oldest))
-        self._retired.vacate_soon(self.tensors.range, indices)
+        self._residency.vacate_soon(indices)
 
     def _tokens_before(self, page: int) -> int:
         """Number of tokens that begin before a page of a slot."""
@@ -296,7 +309,7 @@ class VirtualCache(KeepsAll):
             self._shared.end_use(pages)
         self._residency.give_up(indices)
         if self._shared:  # the next sequence of a slot has other pages there
-            self._retired.vacate_soon(self.tensors.range, indices)
+            self._residency.vacate_soon(indices)
 
     def _byte_of(self, slot: int, position: int) -> int:
         """Offset in the range at which a token begins."""

@@ -137,12 +137,16 @@ class VirtualRange:
     def places_at(self, indices: range) -> list[int]:
         """The places of the pages that lie at any of these indices, which may have none."""
         found: list[int] = []
-        for index, offset in zip(indices, self._offsets.values_of(indices), strict=True):
-            if offset is not None:
-                number = index + offset
-                place = index - (number - self._table.page_of(number))
-                if not found or found[-1] != place:
-                    found.append(place)
+        offsets = self._offsets.values_of(indices)
+        index = indices.start
+        while index < indices.stop:
+            offset = offsets[index - indices.start]
+            if offset is None:
+                index += 1
+                continue
+            page = self.page_of(index + offset)
+            found.append(page - offset)
+            index = page - offset + self.num_places(page)
         return found
 
     def page(self, index: int) -> Page:

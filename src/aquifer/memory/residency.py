@@ -72,11 +72,7 @@ class PendingPages:
 
     pieces: Sequence[_Piece]
     future: Future[None]
-
-    @property
-    def num_pages(self) -> int:
-        """How many they are."""
-        return sum(len(pages) for _, pages in self.pieces)
+    when_settled: Callable[[], None] | None
 
 
 class Residency:
@@ -89,11 +85,13 @@ class Residency:
 
     Attributes:
         range: as given.
+        place_bytes: size of a page.
         record: called with each operation, in order; None for no recording.
     """
 
     def __init__(self, pool: PagePool, owner: Owner, range_: VirtualRange) -> None:
         self.range = range_
+        self.place_bytes = range_.page_bytes
         self.record: Callable[[PageOp], None] | None = None
         self._pool = pool
         self._owner = owner
@@ -151,10 +149,16 @@ class Residency:
                 self.record(Mapped(each[0], tuple(self.range.pages_at(each)), units))
         return True
 
-    def populate_later(self, stretches: Sequence[range]) -> PendingPages | None:
+    def populate_later(
+        self, stretches: Sequence[range], when_settled: Callable[[], None] | None = None
+    ) -> PendingPages | None:
         """Begin to put pages under these places, in the pool's background thread.
 
         It makes no call of the driver, and is for places where nothing was given up.
+
+        Args:
+            stretches: indices without a page.
+            when_settled: called by `settle`, if the pages are there.
 
         Returns: what is under way, to be ended with `settle`; None where the pool has no thread, or
             not as many pages that are ready.
@@ -167,7 +171,7 @@ class Residency:
             return None
         pieces = list(_cut(stretches, as_run(pages)))
         places = [(self.range.address_for(index, run), run) for index, run in pieces]
-        return PendingPages(pieces, mapper.submit(places))
+        return PendingPages(pieces, mapper.submit(places), when_settled)
 
     def settle(self, pending: PendingPages) -> bool:
         """Wait until pages are mapped, and note them; False if the device refused them."""
@@ -180,6 +184,8 @@ class Residency:
             self.range.note(index, pages)
             if self.record is not None:
                 self.record(Mapped(index, tuple(pages)))
+        if pending.when_settled is not None:
+            pending.when_settled()
         return True
 
     def alias(self, index: int, pages: Sequence[Page]) -> None:
@@ -214,13 +220,17 @@ class Residency:
         if self.record is not None and pages:
             self.record(Aliased(index, tuple(pages)))
 
-    def give_up(self, indices: Sequence[int]) -> None:
+    def give_up(self, indices: Sequence[int], *, is_untouched: bool = False) -> None:
         """Give up the pages at these places, as soon as no work in flight can touch them.
 
         The opposite of `populate` and `alias`.
+
+        Args:
+            indices: the places.
+            is_untouched: whether no work was handed to the device that may touch them.
         """
         if indices:
-            self._pool.retired.retire(self.range, indices)
+            self._pool.retired.retire(self.range, indices, is_untouched=is_untouched)
             if self.record is not None:
                 self.record(GivenUp(tuple(indices)))
 
@@ -255,6 +265,29 @@ class Residency:
             return range(index, index + len(pages))
         sizes = map(self.range.num_places, pages)
         return list(accumulate(sizes, initial=index))[:-1]
+
+    def left_at(self, indices: range) -> dict[int, int]:
+        """The places at these indices that were given up and still have their page, and how many
+        indices each takes."""
+        return self._pool.retired.sizes_at(self.range, indices)
+
+    def left_with(self, page: Page) -> list[int]:
+        """The places that were given up and still have this page, which is in use elsewhere."""
+        return self._pool.retired.indices_of(self.range, page)
+
+    def vacate_soon(self, indices: Iterable[int]) -> None:
+        """Have places that were given up unmapped in the background, before all others."""
+        self._pool.retired.vacate_soon(self.range, indices)
+
+    @property
+    def defers(self) -> bool:
+        """Whether pages that are given up stay mapped for a time."""
+        return self._pool.retired.defers
+
+    @property
+    def num_places(self) -> int:
+        """Pages that the range has room for."""
+        return self.range.num_pages
 
     def _map_new(
         self,

@@ -115,15 +115,19 @@ class RetireQueue:
             found = {index for index, _ in self._places(range_).items()}
             return found | {index for each, index in self._leaving if each is range_}
 
-    def retire(self, range_: VirtualRange, indices: Sequence[int]) -> None:
+    def retire(
+        self, range_: VirtualRange, indices: Sequence[int], *, is_untouched: bool = False
+    ) -> None:
         """Give up the pages at these indices, with the reference that the caller holds to each.
+
+        No fence is needed if it `is_untouched`: no work in flight may touch them.
 
         Raises:
             InvariantError: there is no page, or it was given up already.
         """
         if not indices:
             return
-        fence = self._driver.fence() or PASSED
+        fence = (None if is_untouched else self._driver.fence()) or PASSED
         if not self.defers:
             fence.wait()
             self.release(range_.unmap(indices))
@@ -250,6 +254,8 @@ class RetireQueue:
         """
         with self._changed:
             self._await_all_leaving(range_)
+            if not self._places(range_):
+                return {}
             return {i: range_.num_places(range_.page(i)) for i in range_.places_at(indices)}
 
     def indices_of(self, range_: VirtualRange, page: Page) -> list[int]:

@@ -106,3 +106,16 @@ def is_run(array: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> bool:
     if not count or array[-1] - array[0] != count - 1:
         return False
     return count < 3 or bool((array[1:] - array[:-1] == 1).all())
+
+
+def add_at(counts: npt.NDArray[np.int32], places: npt.NDArray[np.int64], change: int) -> None:
+    """Add to the counts at these places, as often as each occurs."""
+    if is_run(places):
+        counts[places[0] : places[-1] + 1] += change
+    else:
+        np.add.at(counts, places, change)
+
+
+def unique(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The numbers in ascending order, each once."""
+    return numbers if is_run(numbers) else np.unique(numbers)
