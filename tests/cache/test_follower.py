@@ -24,6 +24,7 @@ from aquifer.cache.base import (
 from aquifer.cache.follower import KVFollower
 from aquifer.cache.slot_pages import MappingOptions
 from aquifer.cache.swap import SwappedKV, SwapSpace
+from aquifer.cache.tensors import KVTensors
 from aquifer.errors import InvariantError
 from aquifer.memory.driver.base import Driver
 from aquifer.memory.driver.host import HostDriver
@@ -38,6 +39,11 @@ LAYOUTS = {
     "straddling": KVLayout((LayerKV(3, 40, 24), LayerKV(1, 56, 24)), torch.float32),
     "large": KVLayout((LayerKV(4, 96, 96), LayerKV(2, 128, 160)), torch.float32),
 }
+EQUAL_LAYOUTS = {  # for layer-major KV: a page in each buffer has 8 tokens, or a part of the last
+    "aligned": KVLayout((LayerKV(2, 64, 64), LayerKV(4, 32, 32)), torch.float32),
+    "straddling": KVLayout((LayerKV(3, 40, 40),), torch.float32),
+    "large": KVLayout((LayerKV(1, 1100, 64, is_latent=True),) * 3, torch.float32),
+}
 SWAP_BYTES = 4 << 20
 
 
@@ -48,9 +54,13 @@ class Pair:
         self.layout = layout
         self.drivers = drivers
         self.pool = PagePool(drivers[0], num_pages * PAGE, PAGE)
-        has_large = name == "large pages"
         make = group_cache(
-            "virtual" if has_large else name, BLOCK_SIZE, MappingOptions(2 * PAGE * has_large)
+            "paged" if "paged" in name else "virtual",
+            BLOCK_SIZE,
+            MappingOptions(
+                2 * PAGE if name == "large pages" else None,
+                is_layer_major="layer-major" in name,
+            ),
         )
         self.cache: KVPart = make(self.pool, KV, layout, MAX_SEQS, MAX_TOKENS)
         self.cache.tensors.record()
@@ -106,11 +116,7 @@ class Pair:
                 [slot] if tensors.shape.table_shape is None else self.cache.blocks(slot, length)
             )
             parts = [
-                other.range.tensor(
-                    (min(tokens, length - i * tokens) * token_bytes,),
-                    torch.uint8,
-                    block * other.shape.row_bytes,
-                )
+                self._bytes_of(other, block, min(tokens, length - i * tokens) * token_bytes)
                 for i, block in enumerate(blocks)
             ]
             assert torch.equal(torch.cat(parts), out)
@@ -122,6 +128,13 @@ class Pair:
         )
         self.pool.check()
         self.other_pool.check()
+
+    @staticmethod
+    def _bytes_of(tensors: KVTensors, row: int, num_bytes: int) -> torch.Tensor:
+        """The first bytes of a slot or block."""
+        found = torch.empty(num_bytes, dtype=torch.uint8)
+        tensors.copy_out(row * tensors.shape.row_bytes, found)
+        return found
 
     def close(self) -> None:
         self.cache.close()
@@ -136,17 +149,23 @@ class Pair:
 
 @pytest.mark.parametrize(
     ("name", "layout", "seed"),
-    covering((*KV_CACHES, "large pages"), LAYOUTS, range(8), strength=2),
+    covering(
+        (*KV_CACHES, "large pages", "layer-major virtual", "layer-major paged"),
+        LAYOUTS,
+        range(8),
+        strength=2,
+    ),
 )
 def test_random_lives(name, layout, seed):
     """Forks, adoptions, growth, ends and swaps, in a pool that is often short."""
     random = Random(seed)
-    peak_bytes = MAX_SEQS * MAX_TOKENS * LAYOUTS[layout].token_bytes
+    kv = (EQUAL_LAYOUTS if "layer-major" in name else LAYOUTS)[layout]
+    peak_bytes = MAX_SEQS * MAX_TOKENS * kv.token_bytes
     drivers: tuple[Driver, Driver] = (
         LateDriver() if seed % 2 else HostDriver(),
         LateDriver() if seed % 4 > 1 else HostDriver(),
     )
-    pair = Pair(name, LAYOUTS[layout], max(peak_bytes // PAGE // 2, 12), drivers)
+    pair = Pair(name, kv, max(peak_bytes // PAGE // 2, 12), drivers)
     cache, lengths = pair.cache, pair.lengths
     retained: list[tuple[list[int], int]] = []
     swapped: list[list[SwappedKV]] = []
