@@ -46,6 +46,14 @@ LAYOUTS = {
 }
 
 
+EQUAL_LAYOUTS = {  # in place of these, for layer-major KV
+    LAYOUTS["aligned"]: KVLayout((LayerKV(1, 32, 32), LayerKV(2, 16, 16)), torch.float32),
+    LAYOUTS["straddling"]: KVLayout((LayerKV(3, 40, 40), LayerKV(4, 30, 30)), torch.float32),
+    LAYOUTS["large"]: KVLayout((LayerKV(4, 280, 280),), torch.float32),
+    LAYOUTS["odd"]: KVLayout((LayerKV(3, 43, 43),), torch.bfloat16),
+}
+
+
 @dataclass
 class Retained:
     """Blocks that are held, and the tokens in them."""
@@ -69,17 +77,26 @@ class Harness:
     next_mark: int = 1
 
     def __post_init__(self) -> None:
+        is_layer_major = "layer-major" in self.name
+        if is_layer_major:
+            self.layout = EQUAL_LAYOUTS[self.layout]
+        self.num_buffers = self.layout.num_buffers if is_layer_major else 1
+        self.num_pages *= self.num_buffers
+        self.place_bytes = self.num_buffers * PAGE
         self.device = LateDriver() if self.is_late else HostDriver()
         self.driver = FaultyDriver(self.device)
         self.pool = PagePool(self.driver, self.num_pages * PAGE, PAGE, 4 * PAGE)
         if self.is_background:
             self.pool.mapper = QueuedMapper(self.pool.pages)
-        is_virtual = self.name != "paged"
+        is_virtual = "paged" not in self.name
         large_bytes = (2 if self.layout.token_bytes < 1000 else 4) * PAGE
         make = group_cache(
             "virtual" if is_virtual else "paged",
             BLOCK_SIZE,
-            self.mapping or MappingOptions(large_bytes if self.name == "large pages" else None),
+            self.mapping
+            or MappingOptions(
+                large_bytes if self.name == "large pages" else None, is_layer_major=is_layer_major
+            ),
         )
         self.is_virtual = is_virtual
         self.cache: KVPart = make(self.pool, KV, self.layout, self.max_seqs, MAX_TOKENS)
@@ -93,9 +110,14 @@ class Harness:
 
         def watched() -> None:
             touched: set[int] = set()
+            buffer_pages = self.range.num_pages // self.num_buffers
             for source, destination, num_bytes in self.tensors.pending_copies:
                 for begin in (source, destination):
-                    touched.update(range(begin // PAGE, -(-(begin + num_bytes) // PAGE)))
+                    first = begin // self.place_bytes
+                    last = -(-(begin + num_bytes) // self.place_bytes)
+                    for buffer in range(self.num_buffers):
+                        start = buffer * buffer_pages
+                        touched.update(range(start + first, start + last))
             assert touched <= self.indices_of(self.range.pages)
             self.launch(touched)
             make_copies()
@@ -240,10 +262,10 @@ class Harness:
         assert stats.shared_bytes == saved * self.cache.footprint.block_bytes
         covered = set(users.elements()) if self.is_virtual else self.pages_of(set(users))
         retained_pages = self.units_of(held) if self.is_virtual else self.pages_of(held)
-        assert stats.mapped_bytes == len(covered) * PAGE
-        assert in_use.get(PREFIX, 0) == len(retained_pages - covered) * PAGE
+        assert stats.mapped_bytes == len(covered) * self.place_bytes
+        assert in_use.get(PREFIX, 0) == len(retained_pages - covered) * self.place_bytes
         assert stats.wasted_bytes >= 0
-        num_mapped = len(self.used_pages())
+        num_mapped = len(self.used_pages()) // self.num_buffers
         if self.is_virtual:
             assert num_mapped == users.total()
         else:
@@ -260,7 +282,9 @@ class Harness:
         return {
             page
             for block in blocks
-            for page in range(block * size // PAGE, -(-(block + 1) * size // PAGE))
+            for page in range(
+                block * size // self.place_bytes, -(-(block + 1) * size // self.place_bytes)
+            )
         }
 
     def state(self) -> object:
@@ -507,15 +531,28 @@ class PagedMachine(SharingMachine):
     name = "paged"
 
 
+class LayerMajorMachine(SharingMachine):
+    name = "layer-major"
+
+
+class LayerMajorPagedMachine(SharingMachine):
+    name = "layer-major paged"
+
+
 TestVirtualSharing = VirtualMachine.TestCase
 TestLargePagesSharing = LargePagesMachine.TestCase
 TestPagedSharing = PagedMachine.TestCase
+TestLayerMajorSharing = LayerMajorMachine.TestCase
+TestLayerMajorPagedSharing = LayerMajorPagedMachine.TestCase
 TestVirtualSharing.settings = TestLargePagesSharing.settings = TestPagedSharing.settings = settings(
     max_examples=50, stateful_step_count=60, deadline=None, database=None, derandomize=True
 )
+TestLayerMajorSharing.settings = TestLayerMajorPagedSharing.settings = settings(
+    TestPagedSharing.settings, max_examples=25
+)
 
 
-@pytest.fixture(params=[*KV_CACHES, "large pages"])
+@pytest.fixture(params=[*KV_CACHES, "large pages"])  # and layer-major, where that is another case
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
