@@ -47,8 +47,9 @@ def _decode(kv: vattention.VAttention, lengths: list[int], num_steps: int) -> in
     return num_calls
 
 
-def test_tensors_have_memory_where_a_step_said_so():
-    with _open() as kv:
+@pytest.mark.parametrize("kv_layout", ["token-major", "layer-major"])
+def test_tensors_have_memory_where_a_step_said_so(kv_layout):
+    with _open(kv_layout=kv_layout) as kv:
         assert len(kv) == 2
         assert kv.mapped_bytes == 0
         first, second = kv.alloc_reqid(), kv.alloc_reqid()
@@ -62,7 +63,8 @@ def test_tensors_have_memory_where_a_step_said_so():
         for layer, (keys, values) in enumerate(kv):
             assert (keys[first, :5] == layer).all()
             assert (values[second, :30] == 20 + layer).all()
-        assert kv.mapped_bytes >= 5 * PAGE
+        # Whole pages of 8 tokens, or in each of 4 buffers a page of 32 tokens.
+        assert kv.mapped_bytes >= (5 if kv_layout == "token-major" else 8) * PAGE
         kv.free_reqid(first)
         kv.free_reqid(second)
         assert kv.mapped_bytes == 0
@@ -88,6 +90,8 @@ def test_misuse_is_told():
         _open(kv_heads=0)
     with pytest.raises(ConfigError, match=r"page_size is 6.00 KiB; it must be a multiple of 4.00"):
         _open(page_size=6 << 10)
+    with pytest.raises(ConfigError, match="kv_layout is 'NHD'; choose token-major or layer-major"):
+        _open(kv_layout="NHD")
     with pytest.raises(ConfigError, match=r"prompt_page_size is 6.00 KiB; it must be a multiple"):
         _open(prompt_page_size="6KiB")
     with _open() as kv:

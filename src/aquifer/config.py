@@ -179,6 +179,7 @@ class EngineConfig:
     memory_bytes: int | None = default_of("memory")
     gpu_memory_utilization: float = default_of("gpu_memory_utilization")
     page_bytes: int | None = default_of("page_size")
+    kv_layout: Literal["token-major", "layer-major"] = default_of("kv_layout")
     prompt_page_bytes: int | None = default_of("prompt_page_size")
     map_ahead: Literal["background", "step", "off"] | None = default_of("map_ahead")
     eager_pages: int = default_of("eager_pages")

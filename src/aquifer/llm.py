@@ -63,6 +63,7 @@ class LLMOptions(TypedDict, total=False):
     memory: str | int | None
     gpu_memory_utilization: float
     kv_cache: str
+    kv_layout: str
     page_size: str | int | None
     prompt_page_size: str | int | None
     map_ahead: str | None

@@ -36,6 +36,15 @@ MEMORY_OPTIONS: tuple[Option, ...] = (
         choices=("virtual", "paged", "avmp", "avmp-fixed", "avmp-padded"),
     ),
     Option(
+        "kv_layout",
+        str,
+        "token-major",
+        "Order of KV: token-major (all layers of a token together) or layer-major (a buffer for K "
+        "and one for V of each layer; to compare).",
+        scopes=("serve", "run", "llm"),
+        choices=("token-major", "layer-major"),
+    ),
+    Option(
         "page_size",
         int,
         None,

@@ -59,6 +59,7 @@ def init(
     eager_pages: int = 8,
     reclaim_below: float = 0.1,
     prompt_page_size: int | str | None = None,
+    kv_layout: Literal["token-major", "layer-major"] = "token-major",
 ) -> VAttention:
     """Reserve KV tensors without memory under them.
 
@@ -78,7 +79,8 @@ def init(
         reclaim_below: unmap the pages of ended requests once less than this share of the memory is
             free beside them.
         prompt_page_size: size of the pages for what a prompt fills; None for the device's size of
-            large pages.
+            large pages. Token-major only.
+        kv_layout: "token-major", or "layer-major" for the paper's 2 x layers buffers.
 
     Raises:
         ConfigError: a size does not fit the device.
@@ -93,6 +95,8 @@ def init(
     ):
         if value < 1:
             raise ConfigError(f"{name} is {value}; it must be at least 1")
+    if kv_layout not in ("token-major", "layer-major"):
+        raise ConfigError(f"kv_layout is {kv_layout!r}; choose token-major or layer-major")
     with ExitStack() as resources:
         driver = open_driver(device)
         resources.callback(driver.close)
@@ -122,6 +126,7 @@ def init(
         mapping = MappingOptions(
             large_bytes if large_bytes > page_bytes else None,
             eager_pages=eager_pages if deferred else 0,
+            is_layer_major=kv_layout == "layer-major",
         )
         owner = Owner("vattention", Kind.KV)
         cache = VirtualCache(pool, owner, layout, max_batch, max_length, mapping)

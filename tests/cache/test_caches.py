@@ -15,7 +15,7 @@ from tests.cases import covering
 from tests.memory.small_driver import SmallDriver
 from tests.models.dense_kv import DenseKV
 
-from aquifer.cache import KV_CACHES, group_cache
+from aquifer.cache import KV_CACHES, group_cache, kv_cache
 from aquifer.cache.base import (
     AttentionOptions,
     KVLayout,
@@ -24,6 +24,7 @@ from aquifer.cache.base import (
     Rows,
     Spans,
 )
+from aquifer.cache.slot_pages import MappingOptions
 from aquifer.cache.swap import SwapSpace
 from aquifer.cache.tensors import KVShape
 from aquifer.cache.virtual import VirtualCache
@@ -186,6 +187,24 @@ def harness(name: str, layout: KVLayout) -> Iterator[Harness]:
 def test_unknown_name():
     with pytest.raises(ConfigError, match="'virutal'; choose one of virtual, paged"):
         group_cache("virutal")
+
+
+def test_layouts_that_cannot_be_layer_major():
+    """Each buffer has an equal part of a token; a manager of whole tokens has no buffers."""
+    for layers in (
+        (LayerKV(2, 32, 16),),
+        (LayerKV(2, 32, 32), LayerKV(1, 32, 32)),
+        (LayerKV(1, 48, 32, is_latent=True), LayerKV(1, 32, 32)),
+    ):
+        with pytest.raises(ConfigError, match="layer-major needs keys and values of the same size"):
+            _ = KVLayout(layers, torch.float32).num_buffers
+    latent = KVLayout((LayerKV(1, 48, 32, is_latent=True),) * 3, torch.float32)
+    assert (latent.num_buffers, KVLayout((LayerKV(2, 8, 8),) * 3, torch.float32).num_buffers) == (
+        3,
+        6,
+    )
+    with pytest.raises(ConfigError, match="kv_cache avmp keeps whole tokens together"):
+        kv_cache("avmp", mapping=MappingOptions(is_layer_major=True))
 
 
 @pytest.mark.parametrize(

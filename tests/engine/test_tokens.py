@@ -186,6 +186,24 @@ def test_tokens_equal_transformers(
         assert sum(llm.engine.stats().num_preemptions.values()) == 0
 
 
+@pytest.mark.parametrize("kv_cache", ["virtual", "paged"])
+@pytest.mark.parametrize("reference", [*EVERYWHERE, "falcon_h1"], indirect=True)
+def test_tokens_of_layer_major_kv(reference: Reference, kv_cache: str) -> None:
+    """With room for all, and with so little that sequences are preempted; prefixes are found."""
+    options: Any = {"kv_cache": kv_cache, "kv_layout": "layer-major", "page_size": "4KiB"}
+    longest = max(map(len, reference.prompts))
+    with LLM(reference.folder, memory="16MiB", max_num_batched_tokens=7, **options) as llm:
+        assert_same_tokens(llm, reference, list(range(len(reference.prompts))))
+        (info,), (lane,) = llm.engine.models.values(), llm.engine.lanes.values()
+        num_pages = lane.cache.footprint.most(longest, longest + OUTPUT_TOKENS)
+    # Blocks of several sequences share pages, of which one more is begun in each buffer.
+    memory = info.weight_bytes + (num_pages + 16) * 4096
+    with LLM(reference.folder, memory=memory, max_num_batched_tokens=8, **options) as llm:
+        assert_same_tokens(llm, reference, [2, 2, 1, 0, 3])
+        assert_same_tokens(llm, reference, [3])
+        assert llm.engine.stats().num_prefix_hit_tokens[info.name] > 0
+
+
 @pytest.mark.parametrize(
     ("reference", "kv_cache", "num_ahead"),
     cases(PREEMPTIONS, PREEMPTION_TURNS),

@@ -239,6 +239,7 @@ REPLAY = (
     find_option("preemption_mode"),
     find_option("swap_space"),
     find_option("block_size"),
+    find_option("kv_layout"),
     replace(find_option("page_size"), default=2 << 20, minimum=4 << 10),
     find_option("max_model_len"),
     replace(find_option("max_num_seqs"), default=256),

@@ -39,6 +39,10 @@ def kv_cache(
         ConfigError: there is no such manager.
     """
     if name in BASELINES:
+        if mapping is not None and mapping.is_layer_major:
+            raise ConfigError(
+                f"kv_cache {name} keeps whole tokens together; choose kv_layout token-major"
+            )
         from aquifer.cache.avmp.manager import AvmpCache
 
         return partial(AvmpCache, name, block_size, max_step_tokens)

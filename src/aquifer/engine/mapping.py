@@ -21,10 +21,15 @@ def map_ahead(config: EngineConfig, driver: Driver) -> Literal["background", "st
 
 
 def mapping_options(config: EngineConfig, pool: PagePool) -> MappingOptions:
-    """How virtual caches map pages.
+    """How caches map pages, and in which order they keep KV.
 
     Raises:
         ConfigError: the size of pages for prompts is no multiple of the page size.
     """
     ahead_tokens = 0 if map_ahead(config, pool.driver) == "off" else None
-    return MappingOptions(choose_prompt_page(config, pool), ahead_tokens, config.eager_pages)
+    return MappingOptions(
+        choose_prompt_page(config, pool),
+        ahead_tokens,
+        config.eager_pages,
+        is_layer_major=config.kv_layout == "layer-major",
+    )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import get_args
+from typing import Literal, get_args
 
 from aquifer.cache import kv_cache
 from aquifer.cache.base import CacheFactory
+from aquifer.cache.slot_pages import MappingOptions
 from aquifer.engine.params import MAX_SEQUENCES
 from aquifer.engine.policies import RestoreMode
 from aquifer.errors import ConfigError
@@ -86,6 +87,7 @@ class ReplayConfig:
         memory_bytes: the pool's budget, weights included; None for nine tenths of the device.
         page_bytes: size of a physical page.
         block_size: tokens of a block, for managers with blocks.
+        kv_layout: "token-major", or "layer-major" for a buffer for K and for V of each layer.
         max_model_len: the longest context; None for the model's.
         max_num_seqs: maximum number of running sequences of one model.
         max_num_batched_tokens: maximum number of tokens of one step.
@@ -108,6 +110,7 @@ class ReplayConfig:
     memory_bytes: int | None = None
     page_bytes: int = PAGE_BYTES
     block_size: int = 16
+    kv_layout: Literal["token-major", "layer-major"] = "token-major"
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
@@ -169,5 +172,8 @@ class ReplayConfig:
         """Return the factory of a model's cache manager."""
         policy = _RESERVED.get(self.manager)
         if policy is None:
-            return kv_cache(self.manager, self.block_size, self.max_num_batched_tokens)
+            mapping = MappingOptions(is_layer_major=self.kv_layout == "layer-major")
+            return kv_cache(self.manager, self.block_size, self.max_num_batched_tokens, mapping)
+        if self.kv_layout == "layer-major":
+            raise ConfigError(f"{self.manager} keeps whole tokens together; choose token-major")
         return partial(ReservedCache, policy=policy, block_size=self.block_size)
