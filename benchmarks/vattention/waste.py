@@ -36,7 +36,7 @@ def num_parts(layout: KVLayout, order: str) -> int:
         order: "token-major" (all layers of a token are neighbours) or "layer-major" (K and V of
             each layer apart, as in vAttention).
     """
-    return {"token-major": 1, "layer-major": 2 * len(layout.layers)}[order]
+    return {"token-major": 1, "layer-major": layout.num_buffers}[order]
 
 
 def wasted(layout: KVLayout, page_bytes: int, parts: int, tp: int = 1) -> dict[str, Any]:
