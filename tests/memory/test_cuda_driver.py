@@ -200,7 +200,7 @@ def test_pages(driver, api):
     driver.map(address + PAGE, handles)
     assert api.mapped.keys() == api.accessible
     assert api.calls.count("cuMemSetAccess") == 1
-    driver.zero([handles[2], handles[0]])
+    driver.fill([handles[2], handles[0]], 0)
     assert len(api.mapped) == 3
     with pytest.raises(InvariantError, match="no page of"):
         driver.unmap(address, PAGE, 2)
@@ -248,7 +248,7 @@ def test_zero_leaves_nothing_behind(driver, api, call):
     handles = driver.create(PAGE, 2)
     api.refuse[call] = 0
     with pytest.raises(DriverError):
-        driver.zero(handles)
+        driver.fill(handles, 0)
     assert (api.mapped, driver.num_held, api.contexts) == ({}, (2, 0, 0), 0)
 
 

@@ -135,7 +135,7 @@ def test_zero_reaches_mapped_and_unmapped_pages_and_no_others(driver):
     view.fill_(5)
     driver.unmap(address, size, 1)
     shmem = _shmem_bytes()
-    driver.zero([handles[2], handles[0]])
+    driver.fill([handles[2], handles[0]], 0)
     assert _shmem_bytes() <= shmem + size // 4  # no mapping was needed
     driver.map(address, handles[:1])
     assert [row.unique().tolist() for row in view] == [[0], [5], [0]]
@@ -158,8 +158,8 @@ def test_pages_of_two_sizes(driver):
     driver.map(address + 4 * PAGE, small[:1])
     view = driver.view(address, 5 * PAGE)
     view.fill_(3)
-    driver.zero(large)
-    driver.zero(small[1:])
+    driver.fill(large, 0)
+    driver.fill(small[1:], 0)
     assert view.view(5, PAGE)[:, 9].tolist() == [0, 0, 0, 0, 3]
     driver.unmap(address, PAGE, 5)
     driver.release([*small, *large])

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 from aquifer.cache.copies import PendingCopies
+from aquifer.cache.guard import GuardedResidency
 from aquifer.cache.journal import CopiedIn, CopiedOut, Copies, PartOp
 from aquifer.errors import InvariantError
 from aquifer.memory.pool import Kind, Owner, PagePool
@@ -32,6 +33,7 @@ class PartTensors:
         owner: as given.
         range: the addresses.
         residency: the pages under them.
+        guard: the same, if the pool has guards; else None.
     """
 
     def __init__(
@@ -44,7 +46,10 @@ class PartTensors:
     ) -> None:
         self.owner = owner
         self.range = VirtualRange(pool.pages, num_bytes, pool.page_bytes)
-        self.residency = Residency(pool, owner, self.range)
+        self.guard: GuardedResidency | None = None
+        if pool.guards is not None:
+            self.guard = GuardedResidency(pool, owner, self.range, pool.guards)
+        self.residency = self.guard or Residency(pool, owner, self.range)
         self._anchor = Residency(pool, Owner(owner.model, Kind.OVERHEAD), self.range)
         self._num_anchor_pages = num_anchor_pages
         self._is_open = not num_anchor_pages
@@ -63,6 +68,8 @@ class PartTensors:
         """Give the addresses back. Pre-condition: all pages but the anchor's were given up."""
         if self._is_open:
             self._anchor.give_up(range(self._num_anchor_pages))
+        if self.guard is not None:
+            self.guard.move_guards(())
         self._retired.settle(self.range)
         self.range.close()
 

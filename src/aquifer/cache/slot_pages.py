@@ -83,6 +83,7 @@ class SlotPages:
         self._residency = tensors.residency
         self._retired = pool.retired
         self._ahead_tokens = ahead_tokens
+        self._guard = tensors.guard
         self._is_background = pool.mapper is not None and ahead_tokens > 0
         self.first = np.zeros(shape.num_rows, np.int64)
         self.end = np.zeros(shape.num_rows, np.int64)
@@ -117,6 +118,16 @@ class SlotPages:
         if self._eager is not None:
             pending.append(self._eager[1])
         return sum(each.num_pages for each in pending)
+
+    def places_behind(self) -> list[int]:
+        """The place behind the last page of each slot, also of pages on their way, if it has any
+        page and is not mapped to its end."""
+        ends = self.end.copy()
+        for slot, pending in self._pending.items():
+            ends[slot] += pending.num_pages
+        (slots,) = ((ends > 0) & (ends < self.slot_pages)).nonzero()
+        places: list[int] = (slots * self.slot_pages + ends[slots]).tolist()
+        return places
 
     def set(self, slot: int, end: int, first: int | None = None) -> None:
         """Note the pages of a slot, from place `first` on, which by default stays the same."""
@@ -165,6 +176,10 @@ class SlotPages:
             return True
         if not self._tensors.open():
             return False
+        if self._guard is not None:
+            growing_slots = set(slots[chosen].tolist())
+            guards = self._guard.guards
+            self._guard.lift([i for i in guards if i // self.slot_pages in growing_slots])
         if self._is_background:
             is_later = left[chosen] >= 0
             later, chosen = chosen[is_later], chosen[~is_later]
@@ -199,7 +214,7 @@ class SlotPages:
         stretch = range(first, first + min(num_pages, self.slot_pages))
         if self._eager is not None or not self._retired.defers or not self._tensors.open():
             return
-        if not self._retired.sizes_at(self._tensors.range, stretch):
+        if stretch and not self._retired.sizes_at(self._tensors.range, stretch):
             pending = self._residency.populate_later([stretch])
             if pending is not None:
                 self._eager = slot, pending

@@ -23,6 +23,7 @@ from aquifer.cache.part_tensors import PartTensors
 from aquifer.cache.spans import IntArray, Rows
 from aquifer.cache.view import StepView, Workspaces
 from aquifer.errors import ConfigError
+from aquifer.memory.guard import POISON
 from aquifer.memory.pool import Owner, PagePool
 from aquifer.memory.transfer import upload
 from aquifer.sizes import format_size
@@ -49,6 +50,9 @@ class KVShape:
     row_bytes: int  # from row to row
     num_bytes: int  # addresses of the rows, and of the windows behind them
     table_shape: tuple[int, int] | None  # [slots, blocks of a slot]; None where rows are slots
+    # A row behind the others with the guard page under all of it, on pages of its own, for entries
+    # of the table that are not in use; None where the pool has no guards.
+    guard_row: int | None = None
 
     @classmethod
     def slots(
@@ -100,7 +104,12 @@ class KVShape:
         num_anchor_pages = _anchor_pages(pool, layout)
         block_bytes = block_size * layout.token_bytes
         num_rows = num_blocks + _first_block(num_anchor_pages, pool.page_bytes, block_bytes)
-        check_addresses(num_rows * block_bytes, max_seqs, max_tokens)
+        num_bytes, guard_row = num_rows * block_bytes, None
+        if pool.guards is not None:
+            aligned_rows = lcm(pool.page_bytes, block_bytes) // block_bytes
+            guard_row = -(-num_rows // aligned_rows) * aligned_rows
+            num_bytes = (guard_row + 1) * block_bytes
+        check_addresses(num_bytes, max_seqs, max_tokens)
         return cls(
             layout=layout,
             page_bytes=pool.page_bytes,
@@ -108,8 +117,9 @@ class KVShape:
             num_rows=num_rows,
             row_tokens=block_size,
             row_bytes=block_bytes,
-            num_bytes=num_rows * block_bytes,
+            num_bytes=num_bytes,
             table_shape=(max_seqs + 1, -(-max_tokens // block_size)),
+            guard_row=guard_row,
         )
 
     @property
@@ -121,6 +131,14 @@ class KVShape:
         if self.table_shape is None:
             return 1
         return _first_block(self.num_anchor_pages, self.page_bytes, self.row_bytes)
+
+    @property
+    def guard_places(self) -> range:
+        """The places of the guard page under the guard row."""
+        if self.guard_row is None:
+            return range(0)
+        first = self.guard_row * self.row_bytes // self.page_bytes
+        return range(first, first + _num_pages(self.row_bytes, self.page_bytes))
 
 
 class KVTensors(PartTensors):
@@ -134,6 +152,7 @@ class KVTensors(PartTensors):
     Attributes:
         shape: as given.
         layers: K and V of each layer, [rows, row_tokens, kv_heads, dim] each; see `KVLayout.split`.
+            Behind the rows of sequences may be the guard row.
         table: [slots, blocks of a slot] int32, on the host; empty where rows are slots.
     """
 
@@ -142,25 +161,34 @@ class KVTensors(PartTensors):
         self.shape = shape
         layout = shape.layout
         tokens = self.range.tensor(
-            (shape.num_rows, shape.row_tokens, layout.token_elements),
+            ((shape.guard_row or shape.num_rows - 1) + 1, shape.row_tokens, layout.token_elements),
             layout.dtype,
             stride=(shape.row_bytes // layout.dtype.itemsize, layout.token_elements, 1),
         )
         self.layers = layout.split(tokens)
         self._workspaces = Workspaces()
         device = pool.driver.device
-        self.table: npt.NDArray[np.int32] = np.zeros(shape.table_shape or (0, 0), np.int32)
+        unused = shape.guard_row or 0
+        self.table: npt.NDArray[np.int32] = np.full(shape.table_shape or (0, 0), unused, np.int32)
         # What kernels read: the same memory on the host, else a copy that `flush` updates.
         self._is_copied = device.type != "cpu"
         self._device_table: torch.Tensor | None = None
         if shape.table_shape is not None:
             self._device_table = (
-                torch.zeros(shape.table_shape, dtype=torch.int32, device=device)
+                torch.full(shape.table_shape, unused, dtype=torch.int32, device=device)
                 if self._is_copied
                 else torch.from_numpy(self.table)
             )
         # (slots, indices) of entries that the copy does not have yet
         self._entered: list[tuple[IntArray, IntArray]] = []
+
+    def open(self) -> bool:
+        """See `PartTensors.open`; the guard row gets its page too."""
+        if not super().open():
+            return False
+        if self.guard is not None and not self.guard.guards and self.shape.guard_row is not None:
+            self.guard.move_guards(self.shape.guard_places)
+        return True
 
     def enter(self, slots: IntArray, indices: IntArray, blocks: IntArray) -> None:
         """Write blocks into the table. All three arrays have the same length."""
@@ -171,6 +199,27 @@ class KVTensors(PartTensors):
             self._note(
                 Entered(tuple(slots.tolist()), tuple(indices.tolist()), tuple(blocks.tolist()))
             )
+
+    def poison_rows(self, rows: IntArray) -> None:
+        """Fill mapped rows that were given to another sequence, where the pool has guards."""
+        if self.guard is not None:
+            shape = self.shape
+            memory = self.range.tensor((shape.num_rows, shape.row_bytes), torch.uint8)
+            memory.index_fill_(0, upload(rows, memory.device), POISON)
+
+    def guard_entries(self, num_blocks: IntArray) -> None:
+        """Have all unused entries of the table point to the guard row, where there is one.
+
+        Args:
+            num_blocks: [slots], the entries of each slot up to the end of the used ones.
+        """
+        row = self.shape.guard_row
+        if row is None:
+            return
+        is_unused = np.arange(self.table.shape[1]) >= num_blocks[:, None]
+        slots, indices = (is_unused & (self.table != row)).nonzero()
+        if len(slots):
+            self.enter(slots, indices, np.full(len(slots), row))
 
     def rehearse(self) -> None:
         """Launch the kernels of copies and tables over nothing, to compile or load them."""
