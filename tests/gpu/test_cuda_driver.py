@@ -215,7 +215,7 @@ def test_new_pages_are_zero_wherever_this_process_wrote(driver):
 
 
 @pytest.mark.parametrize("page_bytes", [PAGE, LARGE])
-def test_zero(driver, page_bytes):
+def test_fill(driver, page_bytes):
     """Mapped and unmapped pages alike, no others, and without waiting for kernels."""
     address = driver.reserve(4 * page_bytes)
     tensor = driver.view(address, 4 * page_bytes).view(4, page_bytes)
@@ -231,6 +231,10 @@ def test_zero(driver, page_bytes):
     assert not fence.passed(), "zeroing waited for the kernels of another stream"
     driver.map(address + page_bytes, pages[1:2])
     assert tensor.amin(1).tolist() == tensor.amax(1).tolist() == [0xA5, 0, 0xA5, 0]
+    assert driver.unlike(pages, 0) == [pages[0], pages[2]]
+    tensor[3, -1] = 1
+    torch.cuda.synchronize()
+    assert driver.unlike(pages[::-1], 0) == [pages[3], pages[2], pages[0]]
 
 
 def test_a_graph_replays_after_a_page_was_replaced(driver):

@@ -253,9 +253,7 @@ class CudaDriver:
             what = "could not read a page"
             with self._current, self._mapped_for_a_time([handle]) as (address, num_bytes):
                 self._check(
-                    self._api.cuMemcpyDtoHAsync(
-                        copy.ctypes.data, address, num_bytes, self._stream
-                    ),
+                    self._api.cuMemcpyDtoHAsync(copy.ctypes.data, address, num_bytes, self._stream),
                     what,
                 )
                 self._check(self._api.cuStreamSynchronize(self._stream), what)
