@@ -5,7 +5,7 @@ of KV, and -1 as an integer. Where such a page is handed out or given back, its 
 any other value was written after the page was freed.
 
 One page more than the budget, the guard page, holds 0xFF for good. Caches map it where no sequence
-has a page (`aquifer.cache.guard`).
+has a page (`aquifer.cache.guard`). What is written there is found by `PagePool.check` and `close`.
 """
 
 from __future__ import annotations
@@ -87,8 +87,19 @@ class GuardedPages(PageTable):
         if written:
             names = [page for page, handle in zip(found, handles, strict=True) if handle in written]
             raise InvariantError(
-                f"freed page was written to: {', '.join(map(str, names))}; work that the device "
-                "still had to do may have used it after its fence"
+                f"freed page was written to: {', '.join(map(str, names))}; something used it after "
+                "its last reference was released"
+            )
+
+    def check(self) -> None:
+        """Check that the guard page has the bytes that it should have.
+
+        Raises:
+            InvariantError: it was written to.
+        """
+        if self.driver.unlike(self._handles_of([self.guard]), POISON):
+            raise InvariantError(
+                "the guard page was written to: a kernel writes behind the end of a sequence"
             )
 
     def _size(self, page: Page) -> int:

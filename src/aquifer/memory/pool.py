@@ -249,17 +249,21 @@ class PagePool:
         return self._ledger.owned_bytes(owner)
 
     def check(self) -> None:
-        """Verify the accounting against the page records.
+        """Verify the accounting against the page records, and the guard page if there is one.
 
         Raises:
-            InvariantError: an equation of docs/memory.md does not hold.
+            InvariantError: an equation of docs/memory.md does not hold, or something wrote to the
+                guard page.
         """
         self._ledger.check()
+        if self.guards is not None:
+            self.guards.check()
 
     def close(self) -> None:
         """Give the idle pages back. Pre-condition: none is in use."""
         self.retired.settle()
         if self.guards is not None:
+            self.guards.check()
             self.release([self.guards.guard])
         if num_left := self._ledger.num_records:
             raise InvariantError(f"{num_left} pages are still in use: {self.usage()}")
