@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -123,31 +123,27 @@ def test_pages_that_are_still_shared_keep_their_bytes(memory):
     memory.pool.release([pages[0], pages[1]])
 
 
-@pytest.mark.parametrize(
-    "how", ["same owner", "ready", "zeroed", "overwritten", "trim", "other size", "surplus"]
-)
+HANDED_ON: dict[str, Callable[[PagePool], object]] = {
+    "same owner": lambda pool: pool.acquire(KV, 2),
+    "ready": lambda pool: pool.take_ready(KV, 2),
+    "zeroed": lambda pool: pool.acquire(OTHER, 2),
+    "overwritten": lambda pool: pool.acquire(OTHER, 2, is_overwritten=True),
+    "trim": lambda pool: pool.trim(),
+    "other size": lambda pool: pool.acquire(WEIGHTS, 1, 2 * PAGE),
+    "overhead": lambda pool: pool.account_overhead(3 * PAGE),
+}
+
+
+@pytest.mark.parametrize("how", HANDED_ON)
 def test_a_write_to_a_freed_page_is_found(how):
     """When the page is handed out, or given back to the system; and it is named."""
     memory = Memory()
-    pool = memory.pool
-    kept = memory.acquire(OTHER, 6)
+    memory.acquire(OTHER, 6)
     pages = memory.acquire(KV, 2)
-    pool.release(pages)
+    memory.pool.release(pages)
     memory.write(pages[1], 0, slice(PAGE - 1, PAGE))
     with pytest.raises(InvariantError, match=f"freed page was written to: {pages[1]};"):
-        if how == "same owner":
-            pool.acquire(KV, 2)
-        elif how == "ready":
-            pool.take_ready(KV, 2)
-        elif how in ("zeroed", "overwritten"):
-            pool.acquire(OTHER, 2, is_overwritten=how == "overwritten")
-        elif how == "trim":
-            pool.trim()
-        elif how == "other size":
-            pool.acquire(WEIGHTS, 1, 2 * PAGE)
-        else:
-            pool.keep_idle_bytes = 0
-            pool.account_overhead(3 * PAGE)
+        HANDED_ON[how](memory.pool)
     memory.driver.close()
 
 
