@@ -19,9 +19,13 @@ from hypothesis import HealthCheck, settings
 HAS_GPU: bool = torch.cuda.is_available()
 GPU_FOLDER = Path(__file__).parent / "gpu"
 
+# The tests run with guard pages, but for those on a GPU, unless the environment says otherwise.
+guard_pages = os.environ.get("AQUIFER_GUARD_PAGES", "false" if HAS_GPU else "true")
+
 # The commands read their options from the environment too; the tests set those that they need.
 for variable in [name for name in os.environ if name.startswith("AQUIFER_")]:
     del os.environ[variable]
+os.environ["AQUIFER_GUARD_PAGES"] = guard_pages
 
 # Triton decides whether to interpret its kernels when it is first imported.
 if not HAS_GPU and importlib.util.find_spec("triton") is not None:

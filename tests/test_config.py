@@ -32,6 +32,12 @@ MODELS = (ModelSpec("m", Path("/")),)
 Serve = Callable[..., tuple[EngineConfig, ServerConfig]]
 
 
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without what conftest.py sets for all other tests."""
+    monkeypatch.delenv("AQUIFER_GUARD_PAGES")
+
+
 @pytest.fixture
 def serve_with(monkeypatch: pytest.MonkeyPatch) -> Serve:
     """Runs `aquifer serve` up to where the server would start; the options that it would get."""

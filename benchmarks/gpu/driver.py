@@ -66,7 +66,7 @@ def measure_calls(costs: Costs, page_bytes: int, batch: int, is_busy: bool) -> N
     """Measure each call of a new driver once, with `batch` pages in a call."""
     starts = range(0, NUM_PAGES, batch)
     with closing(CudaDriver()) as driver:
-        driver.zero(driver.create(page_bytes, 1))  # loads what the device needs for it
+        driver.fill(driver.create(page_bytes, 1), 0)  # loads what the device needs for it
         torch.cuda.synchronize()
         if is_busy:
             torch.cuda._sleep(BUSY_CYCLES)
@@ -88,7 +88,7 @@ def measure_calls(costs: Costs, page_bytes: int, batch: int, is_busy: bool) -> N
                 driver.unmap(address + i * page_bytes, page_bytes, batch)
         with costs.of("zero", NUM_PAGES):
             for i in starts:
-                driver.zero(pages[i : i + batch])
+                driver.fill(pages[i : i + batch], 0)
         with costs.of("release", NUM_PAGES):
             for i in starts:
                 driver.release(pages[i : i + batch])

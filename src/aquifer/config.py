@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from aquifer.errors import ConfigError
 from aquifer.option import Option
-from aquifer.options import OPTIONS, default_of
+from aquifer.options import OPTIONS, default_of, find_option
 from aquifer.sizes import format_size
 
 __all__ = [
@@ -160,6 +161,18 @@ def aliases_of(models: Sequence[ModelSpec]) -> dict[str, str]:
     }
 
 
+def _guards_by_environment() -> bool:
+    """Value of `guard_pages` where none is given: that of its variable, also for `LLM`, so that any
+    program can be run in this debug mode as it is.
+
+    Raises:
+        ConfigError: the variable is no truth value.
+    """
+    option = find_option("guard_pages")
+    text = os.environ.get(option.variable)
+    return bool(option.default if text is None else option.parse(text, option.variable))
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """The engine's options: sizes in bytes, lengths in tokens.
@@ -184,6 +197,7 @@ class EngineConfig:
     map_ahead: Literal["background", "step", "off"] | None = default_of("map_ahead")
     eager_pages: int = default_of("eager_pages")
     reclaim_below: float = default_of("reclaim_below")
+    guard_pages: bool = field(default_factory=_guards_by_environment)
     kv_cache: str = default_of("kv_cache")
     block_size: int = default_of("block_size")
     max_model_len: int | None = default_of("max_model_len")
@@ -235,5 +249,5 @@ def field_values(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _options_of_fields(kind: type) -> list[Option]:
     """The options that are fields of a dataclass, without those that make its models."""
-    names = {field.name for field in fields(kind)} - {"models"}
+    names = {each.name for each in fields(kind)} - {"models"}
     return [option for option in OPTIONS if option.field_name in names]

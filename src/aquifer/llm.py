@@ -69,6 +69,7 @@ class LLMOptions(TypedDict, total=False):
     map_ahead: str | None
     eager_pages: int
     reclaim_below: float
+    guard_pages: bool
     block_size: str | int
     enable_prefix_caching: bool
     swap_space: str | int

@@ -99,6 +99,14 @@ MEMORY_OPTIONS: tuple[Option, ...] = (
         maximum=1,
     ),
     Option(
+        "guard_pages",
+        bool,
+        False,
+        "Debug mode: memory that must not be read is NaN, and writes to freed pages are errors; "
+        "slow on a GPU.",
+        scopes=("serve", "run", "llm"),
+    ),
+    Option(
         "block_size",
         int,
         16,

@@ -8,6 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 import torch
+from tests.cache.guards import guards_of, in_use_bytes
 from tests.cases import covering
 from tests.memory.late_driver import LateDriver
 
@@ -53,7 +54,7 @@ class Pair:
     def __init__(self, name: str, layout: KVLayout, num_pages: int, drivers: tuple[Driver, Driver]):
         self.layout = layout
         self.drivers = drivers
-        self.pool = PagePool(drivers[0], num_pages * PAGE, PAGE)
+        self.pool = PagePool(drivers[0], num_pages * PAGE, PAGE, guards=True)
         make = group_cache(
             "paged" if "paged" in name else "virtual",
             BLOCK_SIZE,
@@ -65,7 +66,7 @@ class Pair:
         self.cache: KVPart = make(self.pool, KV, layout, MAX_SEQS, MAX_TOKENS)
         self.cache.tensors.record()
         # It has another budget and other pages were taken before, so its page numbers differ.
-        self.other_pool = PagePool(drivers[1], (num_pages + 3) * PAGE, PAGE)
+        self.other_pool = PagePool(drivers[1], (num_pages + 3) * PAGE, PAGE, guards=True)
         self.other_pages = self.other_pool.acquire(Owner("b", Kind.KV), 3) or []
         shape = pickle.loads(pickle.dumps(self.cache.tensors.shape))
         self.follower = KVFollower(self.other_pool, KV, shape)
@@ -122,10 +123,11 @@ class Pair:
             assert torch.equal(torch.cat(parts), out)
         tensors.take_journal()  # the copies that were made to compare
         in_use = tensors.range.pages.keys() - self.pool.retired.indices(tensors.range)
-        assert other.range.pages.keys() - self.other_pool.retired.indices(other.range) == in_use
-        assert self.other_pool.usage().in_use_bytes.get(KV, 0) == sum(
-            self.pool.usage().in_use_bytes.values()
-        )
+        in_use -= guards_of(self.cache)
+        assert other.guard is not None
+        other_in_use = other.range.pages.keys() - self.other_pool.retired.indices(other.range)
+        assert other_in_use - other.guard.guards == in_use
+        assert in_use_bytes(self.other_pool).get(KV, 0) == sum(in_use_bytes(self.pool).values())
         self.pool.check()
         self.other_pool.check()
 
@@ -142,7 +144,7 @@ class Pair:
         self.follower.close()
         self.other_pool.release(self.other_pages)
         for pool in (self.pool, self.other_pool):
-            assert not pool.usage().in_use_bytes
+            assert not in_use_bytes(pool)
             pool.close()
             pool.driver.close()
 

@@ -13,6 +13,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.cache.guards import in_use_bytes
 from tests.memory.late_driver import LateDriver
 
 from aquifer.cache import KV_CACHES, kv_cache
@@ -75,7 +76,7 @@ def test_a_long_sequence_takes_what_its_windows_need(name: str, keeps_prefixes: 
             assert 0 <= stats.wasted_bytes < 0.01 * needed_bytes
             assert stats.mapped_bytes < 0.3 * end * GEMMA3_12B.token_bytes
         cache.release(1)
-        assert not pool.usage().in_use_bytes
+        assert not in_use_bytes(pool)
 
 
 @pytest.mark.parametrize("name", KV_CACHES)
@@ -174,7 +175,7 @@ class GroupsMachine(RuleBasedStateMachine):
         self.driver = FaultyDriver(self.device)
         self.state = STATES.get(layout)
         num_pages = MAX_SEQS * MAX_TOKENS * self.layout.token_bytes // PAGE // share // 2 + 8
-        self.pool = PagePool(self.driver, num_pages * PAGE, PAGE, 4 * PAGE)
+        self.pool = PagePool(self.driver, num_pages * PAGE, PAGE, 4 * PAGE, guards=True)
         make = kv_cache(self.name, BLOCK_SIZE, STEP_TOKENS)
         self.cache = make(self.pool, KV, self.layout, MAX_SEQS, MAX_TOKENS, self.state)
         self.cache.keep_checkpoints()
@@ -459,7 +460,7 @@ class GroupsMachine(RuleBasedStateMachine):
         for slot, one in self.running.items():
             written[slot] = one.num_written
         stats = self.cache.stats(written)
-        in_use = self.pool.usage().in_use_bytes
+        in_use = in_use_bytes(self.pool)
         assert stats.mapped_bytes == in_use.get(KV, 0)
         if self.state is not None:
             state = self.cache.parts[-1].cache.stats(len(self.running))
@@ -493,7 +494,7 @@ class GroupsMachine(RuleBasedStateMachine):
             self.prefixes.unlock(one.lease, self.now_s)
             self.cache.release(slot)
         self.prefixes.close()
-        assert not self.pool.usage().in_use_bytes
+        assert not in_use_bytes(self.pool)
         self.cache.close()
         self.pool.close()
         assert self.driver.is_unused

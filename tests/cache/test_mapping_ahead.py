@@ -8,6 +8,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 import torch
+from tests.cache.guards import in_use_bytes
 from tests.cache.test_sharing import LAYOUTS, MAX_TOKENS, PAGE, Harness
 from tests.memory.queued_mapper import QueuedMapper
 
@@ -23,7 +24,9 @@ from aquifer.memory.range import VirtualRange
 KV = Owner("a", Kind.KV)
 
 
-def _harness(num_pages: int = 60, *, is_late: bool = False, large: int = 0, eager: int = 0):
+def _harness(
+    num_pages: int = 60, *, is_late: bool = False, large: int = 0, eager: int = 0, guards=True
+):
     """8 tokens to a page; all of the pool's pages are ready, as the stocker makes them."""
     harness = Harness(
         "virtual",
@@ -32,6 +35,7 @@ def _harness(num_pages: int = 60, *, is_late: bool = False, large: int = 0, eage
         is_late,
         mapping=MappingOptions(large * PAGE or None, 3, eager),
         is_background=True,
+        guards=guards,
     )
     harness.pool.keep_idle_bytes = num_pages * PAGE
     while harness.pool.stock(num_pages * PAGE):
@@ -59,7 +63,7 @@ def _decode(harness: Harness, num_steps: int, *, keeps_up: bool = True) -> int:
 
 
 def test_no_call_of_the_driver_in_a_step_where_the_thread_keeps_up():
-    harness = _harness()
+    harness = _harness(guards=False)  # which are moved in the step
     harness.begin(0, 9)
     harness.begin(1, 12)
     assert _decode(harness, 30) == 0
@@ -82,10 +86,10 @@ def test_a_step_waits_for_pages_that_it_needs():
 def test_what_the_device_refuses_is_mapped_in_the_step():
     harness = _harness()
     harness.begin(0, 9)
-    before = harness.pool.usage().in_use_bytes[KV]
+    before = in_use_bytes(harness.pool)[KV]
     assert harness.reserve({0: 7})  # up to the end of its pages: the next one is begun
     assert len(_mapper(harness).work) == 1
-    assert harness.pool.usage().in_use_bytes[KV] == before + PAGE
+    assert in_use_bytes(harness.pool)[KV] == before + PAGE
     harness.driver.fail_at = harness.driver.num_calls
     _mapper(harness).catch_up()
     harness.driver.fail_at = None
@@ -94,7 +98,7 @@ def test_what_the_device_refuses_is_mapped_in_the_step():
     assert len(_mapper(harness).work) == 1
     harness.write({0: 1})
     harness.check()
-    assert harness.pool.usage().in_use_bytes[KV] == before + PAGE
+    assert in_use_bytes(harness.pool)[KV] == before + PAGE
     harness.close()
 
 
@@ -140,7 +144,7 @@ def test_the_next_sequence_finds_pages():
     assert harness.reserve({3: 9})  # before the thread had the time
     harness.write({3: 9})
     harness.check()
-    assert harness.pool.usage().in_use_bytes[KV] == 6 * PAGE
+    assert in_use_bytes(harness.pool)[KV] == 6 * PAGE
     harness.close()
 
 

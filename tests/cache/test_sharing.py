@@ -16,6 +16,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.cache.guards import guards_of, in_use_bytes
 from tests.memory.late_driver import LateDriver
 from tests.memory.queued_mapper import QueuedMapper
 
@@ -73,6 +74,7 @@ class Harness:
     max_seqs: int = MAX_SEQS
     mapping: MappingOptions | None = None  # None for what `name` says
     is_background: bool = False  # whether pages are mapped ahead by a `QueuedMapper`
+    guards: bool = True
     marks: dict[int, list[int]] = field(default_factory=dict)
     next_mark: int = 1
 
@@ -85,7 +87,7 @@ class Harness:
         self.place_bytes = self.num_buffers * PAGE
         self.device = LateDriver() if self.is_late else HostDriver()
         self.driver = FaultyDriver(self.device)
-        self.pool = PagePool(self.driver, self.num_pages * PAGE, PAGE, 4 * PAGE)
+        self.pool = PagePool(self.driver, self.num_pages * PAGE, PAGE, 4 * PAGE, guards=self.guards)
         if self.is_background:
             self.pool.mapper = QueuedMapper(self.pool.pages)
         is_virtual = "paged" not in self.name
@@ -185,7 +187,7 @@ class Harness:
     def used_pages(self) -> set[int]:
         """Indices of mapped pages that are not retired."""
         places = set(self.range.pages) - self.pool.retired.indices(self.range)
-        return self.indices_of(places)
+        return self.indices_of(places - guards_of(self.cache))
 
     def indices_of(self, places: Iterable[int]) -> set[int]:
         """All indices that the pages at some places take."""
@@ -252,7 +254,7 @@ class Harness:
         written_tokens = sum(map(len, self.marks.values()))
         stats = self.cache.stats(written_tokens)
         assert stats.written_bytes == written_tokens * self.layout.token_bytes
-        in_use = self.pool.usage().in_use_bytes
+        in_use = in_use_bytes(self.pool)
         assert in_use.get(KV, 0) == stats.mapped_bytes
         if self.num_pending:
             return
@@ -291,7 +293,7 @@ class Harness:
         """What a refused call must leave as it was."""
         written_tokens = sum(map(len, self.marks.values()))
         return (
-            self.pool.usage().in_use_bytes,
+            in_use_bytes(self.pool),
             self.used_pages(),
             {slot: self.blocks(slot) for slot in self.marks},
             self.cache.stats(written_tokens),
@@ -299,7 +301,7 @@ class Harness:
 
     def close(self) -> None:
         self.cache.close()
-        assert not self.pool.usage().in_use_bytes
+        assert not in_use_bytes(self.pool)
         assert not self.pool.retired.num_places
         self.pool.close()
         driver = self.driver
@@ -514,8 +516,8 @@ class SharingMachine(RuleBasedStateMachine):
             harness.cache.unretain(each.blocks)
         harness.pool.check()
         assert harness.cache.stats(0).mapped_bytes == harness.cache.stats(0).shared_bytes == 0
-        assert not harness.pool.usage().in_use_bytes
-        assert harness.pool.free_bytes == harness.pool.budget_bytes
+        assert not in_use_bytes(harness.pool)
+        assert harness.pool.free_bytes == harness.pool.budget_bytes - PAGE  # the guard page
         harness.close()
 
 
@@ -645,15 +647,15 @@ def test_a_retained_prefix_is_accounted_as_such(name):
     harness = Harness(name, LAYOUTS["aligned"], 60)
     harness.begin(0, 36)
     retained = harness.end(0)
-    assert harness.pool.usage().in_use_bytes == {PREFIX: 5 * PAGE}
+    assert in_use_bytes(harness.pool) == {PREFIX: 5 * PAGE}
     harness.cache.retain(retained.blocks[:1])
     assert harness.adopt(1, retained, 32)
-    assert harness.pool.usage().in_use_bytes == {KV: 4 * PAGE, PREFIX: PAGE}
+    assert in_use_bytes(harness.pool) == {KV: 4 * PAGE, PREFIX: PAGE}
     harness.cache.unretain(retained.blocks)
-    assert harness.pool.usage().in_use_bytes == {KV: 4 * PAGE}
+    assert in_use_bytes(harness.pool) == {KV: 4 * PAGE}
     harness.release(1)
     num_pages = 2 if name == "large pages" else 1  # the one block is a half of its page
-    assert harness.pool.usage().in_use_bytes == {PREFIX: num_pages * PAGE}
+    assert in_use_bytes(harness.pool) == {PREFIX: num_pages * PAGE}
     harness.cache.unretain(retained.blocks[:1])
     # It comes back to KV with no call to the device, whichever sequence had it last.
     harness.pool.trim(4 * PAGE)
@@ -688,7 +690,7 @@ def test_blocks_that_are_adopted_may_be_dropped_to_make_room(name):
     assert len(asked) == 2
     harness.cache.upload()
     harness.check()
-    assert PREFIX not in harness.pool.usage().in_use_bytes
+    assert PREFIX not in in_use_bytes(harness.pool)
     harness.close()
 
 
@@ -731,7 +733,7 @@ def test_the_pool_is_short_before_blocks_run_out_of_numbers():
 
 def test_what_goes_on_from_a_cached_prefix_maps_nothing():
     """The pages are still mapped in the slot of the last sequence, even in a crowded pool."""
-    harness = Harness("virtual", LAYOUTS["aligned"], 40, is_late=True)
+    harness = Harness("virtual", LAYOUTS["aligned"], 40, is_late=True, guards=False)
     harness.begin(2, 40)
     harness.begin(1, 16)
     retained = harness.end(2)
@@ -811,7 +813,7 @@ def test_a_slot_that_is_used_again_is_not_vacated():
 
 def test_a_refused_map_leaves_places_that_were_taken_back():
     """Some of the pages are where they were, and the device refuses to map the others."""
-    harness = Harness("virtual", LAYOUTS["aligned"], 40, is_late=True)
+    harness = Harness("virtual", LAYOUTS["aligned"], 40, is_late=True, guards=False)
     harness.begin(2, 40)
     retained = harness.end(2)
     beginning = Retained(retained.blocks[:1], retained.marks[:8])
@@ -1000,7 +1002,8 @@ def test_every_call_refused_once(name, layout, is_late):
     """
 
     def run(fail_at: int | None) -> tuple[int, int, int]:
-        harness = Harness(name, LAYOUTS[layout], 220, is_late)
+        # A guard that is refused is left out, and that is no refusal.
+        harness = Harness(name, LAYOUTS[layout], 220, is_late, guards=False)
         first = harness.driver.num_calls
         num_refusals = num_detours = 0
 
@@ -1039,7 +1042,7 @@ def test_every_call_refused_once(name, layout, is_late):
 
 def test_sequences_of_one_prefix_each_find_a_slot_where_it_is_left():
     """What ran beside each other runs beside each other again, and maps nothing."""
-    harness = Harness("virtual", LAYOUTS["aligned"], 60, is_late=True)
+    harness = Harness("virtual", LAYOUTS["aligned"], 60, is_late=True, guards=False)
     harness.begin(0, 40)
     retained = harness.end(0)
     for slot in (1, 2):

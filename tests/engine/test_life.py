@@ -229,7 +229,8 @@ def test_an_engine_without_models(open_world: Open, cases: dict[str, list[Case]]
         assert not engine.memory().models
         assert not engine.stats().num_running
         assert engine.stats().kv_usage == 0
-        assert engine.memory().free_bytes == engine.memory().budget_bytes
+        memory = engine.memory()
+        assert memory.free_bytes == memory.budget_bytes - memory.overhead_bytes
         with pytest.raises(UnknownModelError, match="'a' is served here; served models: none"):
             world.engine.add(Request("early", "a", cases["llama"][0].prompt, SamplingParams(), 0.0))
         world.add_model("a", "llama")

@@ -199,7 +199,7 @@ def test_requests_wait_while_overhead_grows(
             driver.held_bytes = min(driver.held_bytes + 2 * PAGE_BYTES, most_bytes - least_bytes)
             step(engine, answers)
             memory = engine.memory()
-            assert memory.overhead_bytes <= driver.held_bytes
+            assert memory.overhead_bytes <= driver.held_bytes + PAGE_BYTES  # and the guard page
             assert memory.free_bytes >= 0
         assert driver.held_bytes == most_bytes - least_bytes
         assert [answers[request_id].token_ids for request_id in ids] == alone["llama"]

@@ -215,7 +215,7 @@ def test_new_pages_are_zero_wherever_this_process_wrote(driver):
 
 
 @pytest.mark.parametrize("page_bytes", [PAGE, LARGE])
-def test_zero(driver, page_bytes):
+def test_fill(driver, page_bytes):
     """Mapped and unmapped pages alike, no others, and without waiting for kernels."""
     address = driver.reserve(4 * page_bytes)
     tensor = driver.view(address, 4 * page_bytes).view(4, page_bytes)
@@ -224,13 +224,17 @@ def test_zero(driver, page_bytes):
     tensor.fill_(0xA5)
     torch.cuda.synchronize()
     driver.unmap(address + page_bytes, page_bytes, 1)
-    driver.zero(driver.create(page_bytes, 1))  # loads what the device needs for it
+    driver.fill(driver.create(page_bytes, 1), 0)  # loads what the device needs for it
     _occupy()
     fence = driver.fence()
-    driver.zero([pages[1], pages[3]])
+    driver.fill([pages[1], pages[3]], 0)
     assert not fence.passed(), "zeroing waited for the kernels of another stream"
     driver.map(address + page_bytes, pages[1:2])
     assert tensor.amin(1).tolist() == tensor.amax(1).tolist() == [0xA5, 0, 0xA5, 0]
+    assert driver.unlike(pages, 0) == [pages[0], pages[2]]
+    tensor[3, -1] = 1
+    torch.cuda.synchronize()
+    assert driver.unlike(pages[::-1], 0) == [pages[3], pages[2], pages[0]]
 
 
 def test_a_graph_replays_after_a_page_was_replaced(driver):
@@ -345,7 +349,7 @@ def test_any_thread_may_call(driver):
         try:
             for _ in range(10):
                 pages = driver.create(PAGE, 16)
-                driver.zero(pages)
+                driver.fill(pages, 0)
                 driver.map(address + first * PAGE, pages)
                 tensor[first : first + 16] = first
                 driver.fence().wait()
@@ -426,7 +430,7 @@ def test_nothing_leaks(driver):
             pages = driver.create(page_bytes, 16)
             driver.map(address, pages)
             driver.map(address + 512 * MIB, pages[:4])
-            driver.zero(pages)
+            driver.fill(pages, 0)
             tensor[: 16 * page_bytes] = 1
             driver.fence().wait()
             driver.unmap(address, page_bytes, 16)

@@ -19,6 +19,7 @@ from aquifer.memory.budget import (
     pool_budget,
 )
 from aquifer.memory.driver.host import HostDriver
+from aquifer.memory.owners import GUARD
 from aquifer.memory.pool import PROCESS, Kind, Owner
 from aquifer.sizes import parse_size
 from aquifer.weights.parameters import Parameter, placed_bytes
@@ -155,7 +156,7 @@ class HostWithOverhead(HostDriver):
 
 def test_the_pool_knows_of_the_overhead_from_the_start():
     driver = HostWithOverhead()
-    config = EngineConfig(MODELS, memory_bytes=32 * MIB)
+    config = EngineConfig(MODELS, memory_bytes=32 * MIB, guard_pages=False)
     parameters = [Parameter("w", (MIB,), torch.float32, ())]
     pool = make_pool(config, driver, [4 * MIB], partial(placed_bytes, [parameters]))
     assert (pool.budget_bytes, pool.page_bytes) == (32 * MIB, 64 * KIB)
@@ -166,6 +167,12 @@ def test_the_pool_knows_of_the_overhead_from_the_start():
     assert pool.usage().in_use_bytes == {PROCESS: 3 * MIB + 5, anchor: 2 * 64 * KIB}
     pool.release(pages)
     pool.close()
+    # The guard page comes on top.
+    guarded = make_pool(replace(config, guard_pages=True), driver)
+    assert guarded.budget_bytes == 32 * MIB + 64 * KIB
+    assert guarded.usage().in_use_bytes == {PROCESS: 3 * MIB + 5, GUARD: 64 * KIB}
+    assert guarded.usage().overhead_bytes == 3 * MIB + 5 + 64 * KIB
+    guarded.close()
     two = partial(placed_bytes, [parameters, parameters])
     with pytest.raises(ConfigError, match=r"4\.00 MiB, more than the 3\.00 MiB of --mem"):
         make_pool(replace(config, memory_bytes=3 * MIB), driver, [4 * MIB] * 2, two)

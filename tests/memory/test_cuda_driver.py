@@ -5,6 +5,7 @@ What a GPU really does is for `tests/gpu`.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from enum import IntEnum
 from types import SimpleNamespace
@@ -42,6 +43,7 @@ class FakeApi:
         self.calls: list[str] = []
         self.contexts = 0
         self.sizes: dict[int, int] = {}
+        self.contents: dict[int, int] = {}  # the value of all bytes of a handle, if not 0
         self.mapped: dict[int, int] = {}
         self.accessible: set[int] = set()
         self.next_handle = 1000
@@ -131,6 +133,18 @@ class FakeApi:
         self.accessible |= {place for place in self.mapped if address <= place < address + size}
         return ()
 
+    def do_cuMemsetD8Async(self, address: int, byte: int, size: int, _: str) -> tuple[()]:  # noqa: N802
+        places = [place for place in self.accessible if address <= place < address + size]
+        assert sum(self.sizes[self.mapped[place]] for place in places) == size
+        self.contents.update((self.mapped[place], byte) for place in places)
+        return ()
+
+    def do_cuMemcpyDtoHAsync(self, target: int, source: int, size: int, _: str) -> tuple[()]:  # noqa: N802
+        assert source in self.accessible
+        assert self.sizes[self.mapped[source]] == size
+        ctypes.memset(target, self.contents.get(self.mapped[source], 0), size)
+        return ()
+
     def do_cuMemUnmap(self, address: int, size: int) -> tuple[()]:  # noqa: N802
         for place in [p for p in self.mapped if address <= p < address + size]:
             size -= self.sizes[self.mapped.pop(place)]
@@ -200,7 +214,7 @@ def test_pages(driver, api):
     driver.map(address + PAGE, handles)
     assert api.mapped.keys() == api.accessible
     assert api.calls.count("cuMemSetAccess") == 1
-    driver.zero([handles[2], handles[0]])
+    driver.fill([handles[2], handles[0]], 0)
     assert len(api.mapped) == 3
     with pytest.raises(InvariantError, match="no page of"):
         driver.unmap(address, PAGE, 2)
@@ -244,12 +258,24 @@ def test_map_all_or_none(driver, api, call, nth):
 @pytest.mark.parametrize(
     "call", ["cuMemAddressReserve", "cuMemMap", "cuMemSetAccess", "cuMemsetD8Async"]
 )
-def test_zero_leaves_nothing_behind(driver, api, call):
+def test_fill_leaves_nothing_behind(driver, api, call):
     handles = driver.create(PAGE, 2)
     api.refuse[call] = 0
     with pytest.raises(DriverError):
-        driver.zero(handles)
+        driver.fill(handles, 0)
     assert (api.mapped, driver.num_held, api.contexts) == ({}, (2, 0, 0), 0)
+
+
+def test_pages_with_other_bytes_than_they_should_have(driver, api):
+    handles = driver.create(PAGE, 3)
+    driver.fill(handles[1:], 0xFF)
+    assert driver.unlike(handles, 0xFF) == handles[:1]
+    assert driver.unlike(handles, 0) == handles[1:]
+    assert driver.unlike([], 0) == []
+    api.refuse["cuMemcpyDtoHAsync"] = 0
+    with pytest.raises(DriverError):
+        driver.unlike(handles, 0)
+    assert (api.mapped, driver.num_held, api.contexts) == ({}, (3, 0, 0), 0)
 
 
 class FakeNvml:

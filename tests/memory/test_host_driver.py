@@ -126,7 +126,7 @@ def test_given_back_memory_leaves_the_process_and_the_system(driver):
     driver.release(again)
 
 
-def test_zero_reaches_mapped_and_unmapped_pages_and_no_others(driver):
+def test_fill_reaches_mapped_and_unmapped_pages_and_no_others(driver):
     size = 3 << 20  # more than is written at a time
     handles = driver.create(size, 3)
     address = driver.reserve(3 * size)
@@ -135,16 +135,23 @@ def test_zero_reaches_mapped_and_unmapped_pages_and_no_others(driver):
     view.fill_(5)
     driver.unmap(address, size, 1)
     shmem = _shmem_bytes()
-    driver.zero([handles[2], handles[0]])
+    driver.fill([handles[2], handles[0]], 0)
+    assert driver.unlike(handles, 0) == [handles[1]]
     assert _shmem_bytes() <= shmem + size // 4  # no mapping was needed
     driver.map(address, handles[:1])
     assert [row.unique().tolist() for row in view] == [[0], [5], [0]]
+    driver.fill(handles[1:], 0xFF)
+    assert [row.unique().tolist() for row in view] == [[0], [255], [255]]
+    view[2, -1] = 254
+    assert driver.unlike(handles, 0xFF) == [handles[0], handles[2]]
+    view[2, -1] = 255
+    assert driver.unlike(handles[1:], 0xFF) == []
     driver.unmap(address, size, 3)
 
 
 def test_no_pages(driver):
     address = driver.reserve(PAGE)
-    for act in (driver.release, driver.zero, partial(driver.map, address)):
+    for act in (driver.release, partial(driver.fill, byte=0), partial(driver.map, address)):
         act([])
     assert driver.resident_bytes() == 0
     assert not _is_readable(address)
@@ -158,8 +165,8 @@ def test_pages_of_two_sizes(driver):
     driver.map(address + 4 * PAGE, small[:1])
     view = driver.view(address, 5 * PAGE)
     view.fill_(3)
-    driver.zero(large)
-    driver.zero(small[1:])
+    driver.fill(large, 0)
+    driver.fill(small[1:], 0)
     assert view.view(5, PAGE)[:, 9].tolist() == [0, 0, 0, 0, 3]
     driver.unmap(address, PAGE, 5)
     driver.release([*small, *large])

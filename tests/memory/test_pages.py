@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from aquifer.errors import InvariantError
@@ -20,7 +22,7 @@ def test_numbers_of_pages_do_not_repeat_and_ascend():
     assert first + second == sorted(set(first + second))
     assert table.numbers == [first[2], *second]
     assert (len(table), driver.resident_bytes()) == (1 + 4, PAGE + 4 * 2 * PAGE)
-    for act in (table.release, table.zero):
+    for act in (table.release, partial(table.fill, byte=0)):
         with pytest.raises(InvariantError, match="does not exist"):
             act(first[:1])
     table.release(table.numbers)

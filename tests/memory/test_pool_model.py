@@ -17,6 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from aquifer.errors import InvariantError
 from aquifer.memory.driver.faulty import FaultyDriver
 from aquifer.memory.driver.host import HostDriver
+from aquifer.memory.guard import POISON
+from aquifer.memory.owners import GUARD
 from aquifer.memory.pool import PROCESS, Kind, Owner, Page, PagePool
 from aquifer.memory.range import VirtualRange
 
@@ -44,10 +46,13 @@ class Contents:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    @initialize(keep_idle_pages=st.sampled_from([0, 3, 16]))
-    def start(self, keep_idle_pages: int):
+    @initialize(keep_idle_pages=st.sampled_from([0, 3, 16]), guards=st.booleans())
+    def start(self, keep_idle_pages: int, guards: bool):
         self.driver = FaultyDriver(HostDriver())
-        self.pool = PagePool(self.driver, BUDGET + 100, SMALL, keep_idle_pages * SMALL)
+        self.pool = PagePool(
+            self.driver, BUDGET + 100, SMALL, keep_idle_pages * SMALL, guards=guards
+        )
+        self.guard_bytes = SMALL * guards
         self.keep_idle_bytes = keep_idle_pages * SMALL
         self.windows = {size: VirtualRange(self.pool.pages, size, size) for size in (SMALL, LARGE)}
         self.overhead_bytes = 0
@@ -84,7 +89,8 @@ class PoolMachine(RuleBasedStateMachine):
             assert handle not in self.pages
             page = Contents(page_bytes or SMALL, owner, 1, self.read(handle, page_bytes or SMALL))
             was = self.left.pop(handle, None)
-            allowed = {0, was.byte} if was and was.owner == owner else {0}
+            left = POISON if self.guard_bytes else was and was.byte
+            allowed = {0, left} if was and was.owner == owner else {0}
             assert page.byte in allowed  # M5
             self.pages[handle] = page
         if handles:
@@ -175,15 +181,17 @@ class PoolMachine(RuleBasedStateMachine):
         # M1, and that the driver really holds as many bytes (M4)
         accounted_bytes = in_use + usage.retired_bytes + usage.idle_bytes + usage.uncreated_bytes
         assert accounted_bytes == usage.budget_bytes + usage.excess_bytes
-        assert usage.budget_bytes == BUDGET
+        budget_bytes = BUDGET + self.guard_bytes
+        assert usage.budget_bytes == budget_bytes
         assert min(usage.idle_bytes, usage.uncreated_bytes, usage.excess_bytes) >= 0
         assert not usage.excess_bytes or usage.idle_bytes == usage.uncreated_bytes == 0
-        assert usage.overhead_bytes == self.overhead_bytes
-        assert in_use + usage.free_bytes == max(BUDGET, in_use)
+        assert usage.overhead_bytes == self.overhead_bytes + self.guard_bytes
+        assert in_use + usage.free_bytes == max(budget_bytes, in_use)
         assert usage.free_bytes == self.pool.free_bytes == self.pool.ready_bytes
         created_bytes = in_use - self.overhead_bytes + usage.idle_bytes
-        assert self.resident_bytes() == created_bytes == self.pool.created_bytes <= BUDGET
-        by_owner = dict.fromkeys(OWNERS, 0) | {PROCESS: self.overhead_bytes}
+        assert self.resident_bytes() == created_bytes == self.pool.created_bytes <= budget_bytes
+        by_owner = dict.fromkeys(OWNERS, 0)
+        by_owner |= {PROCESS: self.overhead_bytes, GUARD: self.guard_bytes}
         for handle, page in self.pages.items():  # M2
             by_owner[page.owner] += page.page_bytes
             assert self.pool.num_references(handle) == page.num_references

@@ -263,6 +263,7 @@ class PagedCache(KeepsAll):
     def upload(self) -> None:
         """Launch the copies, and send new table entries to the device."""
         self._make_copies()
+        self.tensors.guard_entries(self._num_blocks)
         self.tensors.flush()
 
     def stats(self, written_tokens: int | IntArray) -> CacheStats:
@@ -335,6 +336,7 @@ class PagedCache(KeepsAll):
             if not self._residency.populate(stretches):
                 return None
             undo.pop_all()
+        self.tensors.poison_rows(blocks)
         self._page_owner[new] = _KV
         self._num_used_pages += len(new)
         return blocks

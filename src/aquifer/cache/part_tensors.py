@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 from aquifer.cache.copies import PendingCopies
+from aquifer.cache.guard import GuardedResidency
 from aquifer.cache.journal import CopiedIn, CopiedOut, Copies, PartOp
 from aquifer.errors import InvariantError
 from aquifer.memory.pool import Kind, Owner, PagePool
@@ -36,6 +37,7 @@ class PartTensors:
         range: the addresses.
         pages: the pages under them.
         residency: the same, or the stripes of several buffers.
+        guard: the same as `pages`, if the pool has guards; else None.
     """
 
     def __init__(
@@ -49,7 +51,10 @@ class PartTensors:
     ) -> None:
         self.owner = owner
         self.range = VirtualRange(pool.pages, num_bytes, pool.page_bytes)
-        self.pages = Residency(pool, owner, self.range)
+        self.guard: GuardedResidency | None = None
+        if pool.guards is not None:
+            self.guard = GuardedResidency(pool, owner, self.range, pool.guards)
+        self.pages = self.guard or Residency(pool, owner, self.range)
         anchor = Residency(pool, Owner(owner.model, Kind.OVERHEAD), self.range)
         self.residency: Residency | StripedResidency = self.pages
         self._anchor: Residency | StripedResidency = anchor
@@ -74,6 +79,8 @@ class PartTensors:
         """Give the addresses back. Pre-condition: all pages but the anchor's were given up."""
         if self._is_open:
             self._anchor.give_up(range(self._num_anchor_pages))
+        if self.guard is not None:
+            self.guard.move_guards(())
         self._retired.settle(self.range)
         self.range.close()
 

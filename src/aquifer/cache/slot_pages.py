@@ -86,6 +86,7 @@ class SlotPages:
         self._footprint = footprint
         self._residency = tensors.residency
         self._ahead_tokens = ahead_tokens
+        self._guard = tensors.guard
         self._is_background = pool.mapper is not None and ahead_tokens > 0
         self.first = np.zeros(shape.num_rows, np.int64)
         self.end = np.zeros(shape.num_rows, np.int64)
@@ -120,6 +121,16 @@ class SlotPages:
         """Pages on their way, which no slot has yet."""
         num_eager = 0 if self._eager is None else len(self._eager[0])
         return num_eager + sum(len(stretch) for stretch, _ in self._pending.values())
+
+    def places_behind(self) -> list[int]:
+        """The place behind the last page of each slot, also of pages on their way, if it has any
+        page and is not mapped to its end."""
+        ends = self.end.copy()
+        for slot, (stretch, _) in self._pending.items():
+            ends[slot] += len(stretch)
+        (slots,) = ((ends > 0) & (ends < self.slot_pages)).nonzero()
+        places: list[int] = (slots * self.slot_pages + ends[slots]).tolist()
+        return places
 
     def set(self, slot: int, end: int, first: int | None = None) -> None:
         """Note the pages of a slot, from place `first` on, which by default stays the same."""
@@ -170,6 +181,15 @@ class SlotPages:
             return True
         if not self._tensors.open():
             return False
+        if self._guard is not None:
+            growing_slots, num_places = set(slots[chosen].tolist()), self._residency.num_places
+            self._guard.lift(
+                [
+                    place
+                    for place in self._guard.guards
+                    if place % num_places // self.slot_pages in growing_slots
+                ]
+            )
         if self._is_background:
             is_later = left[chosen] >= 0
             later, chosen = chosen[is_later], chosen[~is_later]

@@ -89,6 +89,9 @@ class StateCache(KeepsAll):
         ]
         if not self._residency.populate(stretches, is_overwritten=True):
             return False
+        if self.tensors.guard is not None:  # what an earlier state left on a shared page
+            for slot in chosen.tolist():
+                self.tensors.guard.poison(self._shape.byte_of(slot), self._shape.layout.num_bytes)
         np.add.at(self._page_users, taken, 1)
         self._has_place[chosen] = 1
         return True

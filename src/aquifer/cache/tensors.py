@@ -10,6 +10,7 @@ that its memory is equal wherever a kernel reads (`journal.py`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import lcm
 
@@ -23,6 +24,7 @@ from aquifer.cache.part_tensors import PartTensors
 from aquifer.cache.spans import IntArray, Rows
 from aquifer.cache.view import StepView, Workspaces
 from aquifer.errors import ConfigError
+from aquifer.memory.guard import POISON
 from aquifer.memory.pool import Owner, PagePool
 from aquifer.memory.range import VirtualRange
 from aquifer.memory.transfer import upload
@@ -55,6 +57,9 @@ class KVShape:
     num_bytes: int  # addresses of the rows, and of the windows behind them
     table_shape: tuple[int, int] | None  # [slots, blocks of a slot]; None where rows are slots
     num_buffers: int = 1
+    # A row behind the others with the guard page under all of it, on pages of its own, for entries
+    # of the table that are not in use; None where the pool has no guards.
+    guard_row: int | None = None
 
     @classmethod
     def slots(
@@ -115,7 +120,13 @@ class KVShape:
         num_anchor_pages = _anchor_pages(pool, layout, page_bytes)
         block_bytes = block_size * layout.token_bytes
         num_rows = num_blocks + _first_block(num_anchor_pages, page_bytes, block_bytes)
-        check_addresses(num_rows * block_bytes, max_seqs, max_tokens)
+        num_bytes, guard_row = num_rows * block_bytes, None
+        if pool.guards is not None:
+            aligned_rows = lcm(page_bytes, block_bytes) // block_bytes
+            guard_row = -(-num_rows // aligned_rows) * aligned_rows
+            num_bytes = (guard_row + 1) * block_bytes
+        num_bytes = _num_pages(num_bytes, page_bytes) * page_bytes
+        check_addresses(num_bytes, max_seqs, max_tokens)
         return cls(
             layout=layout,
             page_bytes=page_bytes,
@@ -123,9 +134,10 @@ class KVShape:
             num_rows=num_rows,
             row_tokens=block_size,
             row_bytes=block_bytes,
-            num_bytes=_num_pages(num_rows * block_bytes, page_bytes) * page_bytes,
+            num_bytes=num_bytes,
             table_shape=(max_seqs + 1, -(-max_tokens // block_size)),
             num_buffers=num_buffers,
+            guard_row=guard_row,
         )
 
     @property
@@ -137,6 +149,14 @@ class KVShape:
         if self.table_shape is None:
             return 1
         return _first_block(self.num_anchor_pages, self.page_bytes, self.row_bytes)
+
+    @property
+    def guard_places(self) -> range:
+        """The places of the guard page under the guard row."""
+        if self.guard_row is None:
+            return range(0)
+        first = self.guard_row * self.row_bytes // self.page_bytes
+        return range(first, first + _num_pages(self.row_bytes, self.page_bytes))
 
 
 class KVTensors(PartTensors):
@@ -150,6 +170,7 @@ class KVTensors(PartTensors):
     Attributes:
         shape: as given.
         layers: K and V of each layer, [rows, row_tokens, kv_heads, dim] each; see `KVLayout.split`.
+            Behind the rows of sequences may be the guard row.
         table: [slots, blocks of a slot] int32, on the host; empty where rows are slots.
     """
 
@@ -166,18 +187,27 @@ class KVTensors(PartTensors):
         self.layers = _layers(self.range, shape)
         self._workspaces = Workspaces()
         device = pool.driver.device
-        self.table: npt.NDArray[np.int32] = np.zeros(shape.table_shape or (0, 0), np.int32)
+        unused = shape.guard_row or 0
+        self.table: npt.NDArray[np.int32] = np.full(shape.table_shape or (0, 0), unused, np.int32)
         # What kernels read: the same memory on the host, else a copy that `flush` updates.
         self._is_copied = device.type != "cpu"
         self._device_table: torch.Tensor | None = None
         if shape.table_shape is not None:
             self._device_table = (
-                torch.zeros(shape.table_shape, dtype=torch.int32, device=device)
+                torch.full(shape.table_shape, unused, dtype=torch.int32, device=device)
                 if self._is_copied
                 else torch.from_numpy(self.table)
             )
         # (slots, indices) of entries that the copy does not have yet
         self._entered: list[tuple[IntArray, IntArray]] = []
+
+    def open(self) -> bool:
+        """See `PartTensors.open`; the guard row gets its page too."""
+        if not super().open():
+            return False
+        if self.guard is not None and not self.guard.guards and self.shape.guard_row is not None:
+            self.move_guards(())
+        return True
 
     def enter(self, slots: IntArray, indices: IntArray, blocks: IntArray) -> None:
         """Write blocks into the table. All three arrays have the same length."""
@@ -188,6 +218,41 @@ class KVTensors(PartTensors):
             self._note(
                 Entered(tuple(slots.tolist()), tuple(indices.tolist()), tuple(blocks.tolist()))
             )
+
+    def poison_rows(self, rows: IntArray) -> None:
+        """Fill mapped rows that were given to another sequence, where the pool has guards."""
+        if self.guard is not None:
+            num_rows, num_buffers = self.shape.num_rows, self.shape.num_buffers
+            row_bytes = self.shape.row_bytes // num_buffers
+            memory = self.range.tensor(
+                (num_buffers, num_rows, row_bytes),
+                torch.uint8,
+                stride=(self.range.num_bytes // num_buffers, row_bytes, 1),
+            )
+            memory.index_fill_(1, upload(rows, memory.device), POISON)
+
+    def move_guards(self, places: Iterable[int]) -> None:
+        """Have the guard page at these places of all buffers and under the guard row, and at no
+        others. Pre-condition: the pool has guards."""
+        assert self.guard is not None
+        num_places = self.residency.num_places
+        starts = range(0, num_places * self.shape.num_buffers, num_places)
+        wanted = [*places, *self.shape.guard_places]
+        self.guard.move_guards(start + place for start in starts for place in wanted)
+
+    def guard_entries(self, num_blocks: IntArray) -> None:
+        """Have all unused entries of the table point to the guard row, where there is one.
+
+        Args:
+            num_blocks: [slots], the entries of each slot up to the end of the used ones.
+        """
+        row = self.shape.guard_row
+        if row is None:
+            return
+        is_unused = np.arange(self.table.shape[1]) >= num_blocks[:, None]
+        slots, indices = (is_unused & (self.table != row)).nonzero()
+        if len(slots):
+            self.enter(slots, indices, np.full(len(slots), row))
 
     def rehearse(self) -> None:
         """Launch the kernels of copies and tables over nothing, to compile or load them."""
@@ -241,7 +306,7 @@ def _layers(range_: VirtualRange, shape: KVShape) -> list[tuple[torch.Tensor, to
     elements = layout.token_elements // num_buffers  # of a token in a buffer
     row_elements = shape.row_bytes // num_buffers // layout.dtype.itemsize
     buffers = range_.tensor(
-        (num_buffers, shape.num_rows, shape.row_tokens, elements),
+        (num_buffers, (shape.guard_row or shape.num_rows - 1) + 1, shape.row_tokens, elements),
         layout.dtype,
         stride=(
             range_.num_bytes // num_buffers // layout.dtype.itemsize,

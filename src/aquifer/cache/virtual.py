@@ -233,6 +233,8 @@ class VirtualCache(KeepsAll):
     def upload(self) -> None:
         """Launch the copies. There is nothing to send: slot and position give the address."""
         self._copies.launch()
+        if self.tensors.guard is not None:
+            self.tensors.move_guards(self._slots.places_behind())
 
     def stats(self, written_tokens: int | IntArray) -> CacheStats:
         """Mapped bytes are exact, without retired pages; waste is the tail of each sequence."""

@@ -83,7 +83,8 @@ def make_pool(
     """
     device = DeviceMemory.of(driver)
     page_bytes = choose_page_bytes(config, device, weight_bytes)
-    pool = PagePool(driver, pool_budget(config, device, placed_bytes(page_bytes)), page_bytes)
+    budget_bytes = pool_budget(config, device, placed_bytes(page_bytes))
+    pool = PagePool(driver, budget_bytes, page_bytes, guards=config.guard_pages)
     pool.account_overhead(device.overhead_bytes)
     return pool
 

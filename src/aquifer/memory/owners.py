@@ -37,6 +37,9 @@ UNKNOWN = Owner("", Kind.KV)
 UNTOUCHED = Owner("", Kind.WEIGHTS)
 """Last owner of idle pages fresh from the driver; they are zero and are handed out as they are."""
 
+GUARD = Owner("", Kind.STATE)
+"""Owner of the guard page (`aquifer.memory.guard`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class PoolUsage:
@@ -56,7 +59,11 @@ class PoolUsage:
     @property
     def overhead_bytes(self) -> int:
         """Device memory of the process that is not in pages, and pages that hold no data."""
-        return sum(n for owner, n in self.in_use_bytes.items() if owner.kind == Kind.OVERHEAD)
+        return sum(
+            num_bytes
+            for owner, num_bytes in self.in_use_bytes.items()
+            if owner.kind == Kind.OVERHEAD or owner == GUARD
+        )
 
     @property
     def free_bytes(self) -> int:

@@ -129,14 +129,14 @@ class PageTable:
         """Count the driver calls of this thread, from now on, as those that nobody waits for."""
         self._background.add(threading.get_ident())
 
-    def zero(self, pages: Sequence[Page]) -> None:
-        """Overwrite pages of one size with zeros, mapped or not.
+    def fill(self, pages: Sequence[Page], byte: int) -> None:
+        """Overwrite all bytes of pages of one size with the same value, mapped or not.
 
         Raises:
             DriverError: the device refused; what is in the pages is unknown.
         """
         self._count_call()
-        self.driver.zero(self._handles_of(pages))
+        self.driver.fill(self._handles_of(pages), byte)
 
     def _count_call(self) -> None:
         if threading.get_ident() in self._background:

@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 
 from aquifer.errors import DriverError, InvariantError
 from aquifer.memory.driver.base import Driver
+from aquifer.memory.guard import GuardedPages
 from aquifer.memory.ledger import Ledger
 from aquifer.memory.mapper import BackgroundMapper
-from aquifer.memory.owners import PROCESS, UNKNOWN, UNTOUCHED, Kind, Owner, PoolUsage
+from aquifer.memory.owners import GUARD, PROCESS, UNKNOWN, UNTOUCHED, Kind, Owner, PoolUsage
 from aquifer.memory.pages import Page, PageTable
 from aquifer.memory.retire import RetireQueue
 
@@ -33,6 +34,8 @@ class PagePool:
         budget_bytes: bound of all pages together, idle ones included.
         page_bytes: the page size used where `acquire` is not told another one.
         keep_idle_bytes: the watermark: idle pages beyond it are given back to the system.
+        guards: whether freed pages are poisoned, and there is a guard page (`guard.py`), which
+            comes on top of the budget.
 
     Attributes:
         pages: the pages that exist, by number.
@@ -43,6 +46,10 @@ class PagePool:
         retired: pages that were given up, but are mapped until nothing in flight can touch them,
             or until they are needed elsewhere.
         mapper: maps pages ahead of need; None where that is done in the step before.
+        guards: `pages`, if these are guarded; else None.
+
+    Raises:
+        DriverError: the device refused the guard page.
     """
 
     def __init__(
@@ -51,17 +58,23 @@ class PagePool:
         budget_bytes: int,
         page_bytes: int | None = None,
         keep_idle_bytes: int | None = None,
+        *,
+        guards: bool = False,
     ) -> None:
         self.driver = driver
         self.page_bytes = page_bytes or driver.default_page_bytes
-        self.pages = PageTable(driver, self.page_bytes)
+        self.guards = GuardedPages(driver, self.page_bytes) if guards else None
+        self.pages = PageTable(driver, self.page_bytes) if self.guards is None else self.guards
         # Whole pages only, so that a full pool is exactly full.
         self.budget_bytes = budget_bytes // self.page_bytes * self.page_bytes
         self.keep_idle_bytes = (
             self.budget_bytes // 8 if keep_idle_bytes is None else keep_idle_bytes
         )
         self.on_short: Callable[[int, Owner], bool] | None = None
+        self.budget_bytes += self.page_bytes * guards
         self._ledger = Ledger(self.budget_bytes, self.keep_idle_bytes)
+        if self.guards is not None:
+            self._ledger.hand_out([self.guards.guard], GUARD, self.page_bytes)
         # Held while pages are created; taken before the ledger's lock where both are needed.
         # `stock` creates pages without the ledger's lock, so that the loop can go on.
         self._creating = threading.RLock()
@@ -144,13 +157,18 @@ class PagePool:
         page_bytes = page_bytes or self.page_bytes
         pages = self._ledger.take_ready(owner, count, page_bytes, is_overwritten=is_overwritten)
         if pages is not None:
+            if self.guards is not None:
+                self.guards.take(pages)
             return pages
         with self._creating, self._ledger.lock:
             return self._acquire_slowly(owner, count, page_bytes, may_reclaim, is_overwritten)
 
     def take_ready(self, owner: Owner, count: int) -> list[Page] | None:
         """Take `count` pages of the pool's own size, if that needs no call of the driver."""
-        return self._ledger.take_ready(owner, count, self.page_bytes)
+        pages = self._ledger.take_ready(owner, count, self.page_bytes)
+        if pages is not None and self.guards is not None:
+            self.guards.take(pages)
+        return pages
 
     def stock(self, target_bytes: int, batch_pages: int = 16) -> bool:
         """Create a batch of idle pages, if fewer than `target_bytes` are untouched and idle.
@@ -231,16 +249,22 @@ class PagePool:
         return self._ledger.owned_bytes(owner)
 
     def check(self) -> None:
-        """Verify the accounting against the page records.
+        """Verify the accounting against the page records, and the guard page if there is one.
 
         Raises:
-            InvariantError: an equation of docs/memory.md does not hold.
+            InvariantError: an equation of docs/memory.md does not hold, or something wrote to the
+                guard page.
         """
         self._ledger.check()
+        if self.guards is not None:
+            self.guards.check()
 
     def close(self) -> None:
         """Give the idle pages back. Pre-condition: none is in use."""
         self.retired.settle()
+        if self.guards is not None:
+            self.guards.check()
+            self.release([self.guards.guard])
         if num_left := self._ledger.num_records:
             raise InvariantError(f"{num_left} pages are still in use: {self.usage()}")
         self.trim()
@@ -274,9 +298,11 @@ class PagePool:
             num_foreign = max(wanted - room_bytes // page_bytes, 0)
             foreign = ledger.take_idle(page_bytes, num_foreign, None)
             new_bytes = (wanted - len(foreign)) * page_bytes
+            if self.guards is not None:
+                self.guards.take([*own, *foreign])
             try:
                 if foreign:
-                    self.pages.zero(foreign)
+                    self.pages.fill(foreign, 0)
                 # Room is made by destroying idle pages of other sizes.
                 self.pages.release(ledger.take_other_sizes(page_bytes, new_bytes - room_bytes))
                 new = self.pages.create(page_bytes, new_bytes // page_bytes) if new_bytes else []
@@ -287,6 +313,8 @@ class PagePool:
                 ledger.put_idle(own, UNKNOWN if is_overwritten else owner, page_bytes)
                 ledger.put_idle(fresh, UNTOUCHED, page_bytes)
                 ledger.put_idle(foreign, UNKNOWN, page_bytes)  # zeroed or not: they will be again
+                if self.guards is not None:
+                    self.guards.poison([*own, *foreign])
                 if has_idle or (may_reclaim and self._reclaim(max(new_bytes, page_bytes), owner)):
                     continue
                 raise

@@ -44,6 +44,7 @@ from itertools import compress
 from aquifer.errors import InvariantError
 from aquifer.memory.batches import PASSED, Batch, without
 from aquifer.memory.driver.base import Fence
+from aquifer.memory.guard import GuardedPages
 from aquifer.memory.ledger import Ledger
 from aquifer.memory.pages import Page, PageTable
 from aquifer.memory.range import VirtualRange
@@ -82,6 +83,7 @@ class RetireQueue:
         self.on_retire: Callable[[], None] | None = None
         self._ledger = ledger
         self._pages = pages
+        self._guards = pages if isinstance(pages, GuardedPages) else None
         self._driver = pages.driver
         self.defers = pages.driver.runs_ahead
         self._changed = threading.Condition(ledger.lock)
@@ -161,6 +163,8 @@ class RetireQueue:
             for ended in self._ledger.release(pages):
                 has_ended |= self._unpark(ended)
             self._pages.release(self._ledger.take_surplus())
+            if self._guards is not None:
+                self._guards.poison([p for p in pages if not self._ledger.num_references(p)])
         if has_ended and self.on_retire is not None:
             self.on_retire()
 

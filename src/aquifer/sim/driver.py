@@ -151,8 +151,12 @@ class ModelledDriver:
             )
         places[:] = False
 
-    def zero(self, handles: Sequence[Handle]) -> None:
+    def fill(self, handles: Sequence[Handle], byte: int) -> None:
         """Nothing: there are no bytes."""
+
+    def unlike(self, handles: Sequence[Handle], byte: int) -> list[Handle]:
+        """None: there are no bytes."""
+        return []
 
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
         """A tensor of torch's "meta" device: shapes and strides, and no memory."""

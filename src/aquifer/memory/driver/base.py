@@ -103,8 +103,15 @@ class Driver(Protocol):
     def unmap(self, address: int, page_bytes: int, count: int) -> None:
         """Unmap `count` pages from `address` on; the addresses stay reserved."""
 
-    def zero(self, handles: Sequence[Handle]) -> None:
-        """Overwrite pages of one size with zeros, mapped or not."""
+    def fill(self, handles: Sequence[Handle], byte: int) -> None:
+        """Overwrite all bytes of pages of one size with the same value, mapped or not."""
+
+    def unlike(self, handles: Sequence[Handle], byte: int) -> list[Handle]:
+        """Those of some pages of one size in which any byte has another value, mapped or not.
+
+        It reads all of them, so it is for tests and debug modes. On a device that runs ahead it
+        does not wait for kernels that may write to the pages.
+        """
 
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
         """Return a uint8 tensor over reserved addresses, mapped or not.

@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import importlib.util
 import threading
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 
 from aquifer.errors import ConfigError, DriverError, InvariantError
@@ -231,24 +232,34 @@ class CudaDriver:
         for place in places:
             del self._mapped[place]
 
-    def zero(self, handles: Sequence[Handle]) -> None:
-        """Map the pages at temporary addresses, zero them, and wait for that.
+    def fill(self, handles: Sequence[Handle], byte: int) -> None:
+        """Map the pages at temporary addresses, fill them, and wait for that.
 
         The write runs on a separate stream, so it does not wait for running kernels. That is safe,
-        because a page to be zeroed has no owner.
+        because a page to be filled has no owner.
         """
         if not handles:
             return
-        page_bytes = self._page_bytes[handles[0]]
-        num_bytes = len(handles) * page_bytes
-        with self._current, ExitStack() as undo:
-            address = self.reserve(num_bytes)
-            undo.callback(self.free, address, num_bytes)
-            self.map(address, handles)
-            undo.callback(self.unmap, address, page_bytes, len(handles))
-            what = f"could not zero {len(handles)} pages of {page_bytes} bytes"
-            self._check(self._api.cuMemsetD8Async(address, 0, num_bytes, self._stream), what)
+        what = f"could not fill {len(handles)} pages with {byte:#x}"
+        with self._current, self._mapped_for_a_time(handles) as (address, num_bytes):
+            self._check(self._api.cuMemsetD8Async(address, byte, num_bytes, self._stream), what)
             self._check(self._api.cuStreamSynchronize(self._stream), what)
+
+    def unlike(self, handles: Sequence[Handle], byte: int) -> list[Handle]:
+        """Copy one page after the other to the host, on the stream of `fill`, and look there."""
+        found: list[Handle] = []
+        for handle in handles:
+            copy = np.empty(self._page_bytes[handle], np.uint8)
+            what = "could not read a page"
+            with self._current, self._mapped_for_a_time([handle]) as (address, num_bytes):
+                self._check(
+                    self._api.cuMemcpyDtoHAsync(copy.ctypes.data, address, num_bytes, self._stream),
+                    what,
+                )
+                self._check(self._api.cuStreamSynchronize(self._stream), what)
+            if (copy != byte).any():
+                found.append(handle)
+        return found
 
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
         """Return a tensor that torch makes without a driver call about the address."""
@@ -282,6 +293,18 @@ class CudaDriver:
         self._check(
             self._api.cuDevicePrimaryCtxRelease(self._device_id), "could not release the context"
         )
+
+    @contextmanager
+    def _mapped_for_a_time(self, handles: Sequence[Handle]) -> Iterator[tuple[int, int]]:
+        """Map pages of one size at addresses of their own; (address, bytes)."""
+        page_bytes = self._page_bytes[handles[0]]
+        num_bytes = len(handles) * page_bytes
+        with ExitStack() as undo:
+            address = self.reserve(num_bytes)
+            undo.callback(self.free, address, num_bytes)
+            self.map(address, handles)
+            undo.callback(self.unmap, address, page_bytes, len(handles))
+            yield address, num_bytes
 
     def _allocation_properties(self, index: int) -> Any:
         """Properties of pages: pinned memory of this device."""

@@ -13,7 +13,7 @@ from aquifer.memory.driver.base import Driver, Fence, Handle
 class FaultyDriver:
     """Driver that forwards every call to `inner`, but raises at call number `fail_at`.
 
-    Only the calls that a real device may refuse are counted: create, reserve, map, zero.
+    Only the calls that a real device may refuse are counted: create, reserve, map, fill.
 
     Attributes:
         num_calls: calls counted so far, including failed ones.
@@ -120,10 +120,14 @@ class FaultyDriver:
         self.inner.unmap(address, page_bytes, count)
         self.mapped_pages -= count
 
-    def zero(self, handles: Sequence[Handle]) -> None:
+    def fill(self, handles: Sequence[Handle], byte: int) -> None:
         """Count, maybe fail, pass on."""
-        self._count("zero")
-        self.inner.zero(handles)
+        self._count("fill")
+        self.inner.fill(handles, byte)
+
+    def unlike(self, handles: Sequence[Handle], byte: int) -> list[Handle]:
+        """Pass on."""
+        return self.inner.unlike(handles, byte)
 
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
         """Pass on."""

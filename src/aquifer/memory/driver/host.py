@@ -36,7 +36,7 @@ _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 0x01, 0x02
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _DEFAULT_PAGE_BYTES = 64 * 1024
-_ZEROS_BYTES = 1 << 20  # size of one write of `zero`
+_PIECE_BYTES = 1 << 20  # size of one write of `fill` and one read of `unlike`
 _MAX_FILE_BYTES = 2**63 - 1
 _MAPPINGS_LEFT_TO_OTHERS = 8192  # libraries, thread stacks, allocator arenas
 
@@ -60,7 +60,7 @@ class HostDriver:
         self._page_bytes: dict[Handle, int] = {}  # live handles -> size
         self._holes: dict[int, list[Handle]] = {}  # size -> released offsets, to be reused
         self._reservations: dict[int, int] = {}  # address -> size
-        self._zeros = bytes(_ZEROS_BYTES)
+        self._pieces: dict[int, bytes] = {}  # what `fill` writes, by the value of all its bytes
         # One thread creates pages ahead while another releases some.
         self._lock = threading.Lock()
 
@@ -162,13 +162,17 @@ class HostDriver:
         """Replace the pages by the PROT_NONE reservation."""
         self._map_nothing(address, page_bytes * count)
 
-    def zero(self, handles: Sequence[Handle]) -> None:
-        """Write zeros through the file, so that no mapping is needed (or counted as resident)."""
-        zeros = memoryview(self._zeros)
+    def fill(self, handles: Sequence[Handle], byte: int) -> None:
+        """Write through the file, so that no mapping is needed (or counted as resident)."""
+        piece = memoryview(self._piece(byte))
         for offset, length in self._stretches_of(handles):
-            for start in range(0, length, _ZEROS_BYTES):
-                part = zeros[: min(_ZEROS_BYTES, length - start)]
+            for start in range(0, length, _PIECE_BYTES):
+                part = piece[: min(_PIECE_BYTES, length - start)]
                 os.pwrite(self._fd, part, offset + start)
+
+    def unlike(self, handles: Sequence[Handle], byte: int) -> list[Handle]:
+        """Read through the file."""
+        return [handle for handle in handles if not self._consists_of(handle, byte)]
 
     def view(self, address: int, num_bytes: int) -> torch.Tensor:
         """Wrap the addresses in a tensor; nothing is read."""
@@ -207,6 +211,21 @@ class HostDriver:
         if self._libc.fallocate(self._fd, mode, offset, length):
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
+
+    def _piece(self, byte: int) -> bytes:
+        piece = self._pieces.get(byte)
+        if piece is None:
+            piece = self._pieces[byte] = bytes([byte]) * _PIECE_BYTES
+        return piece
+
+    def _consists_of(self, handle: Handle, byte: int) -> bool:
+        """Whether all bytes of a page have one value."""
+        page_bytes, piece = self._page_bytes[handle], self._piece(byte)
+        for start in range(0, page_bytes, _PIECE_BYTES):
+            found = os.pread(self._fd, min(_PIECE_BYTES, page_bytes - start), handle + start)
+            if found != (piece if len(found) == len(piece) else piece[: len(found)]):
+                return False
+        return True
 
     def _stretches_of(self, handles: Sequence[Handle]) -> list[tuple[int, int]]:
         """(offset, length) of each stretch of neighbours among pages of one size."""
