@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -215,7 +215,7 @@ def test_the_guard_follows_the_end_of_a_sequence():
     slot_pages = cache.tensors.shape.row_bytes // PAGE
     assert (slot_pages, cache.guards) == (12, [])
 
-    def guards_after(act: partial[object]) -> list[int]:
+    def guards_after(act: Callable[[], object]) -> list[int]:
         act()
         cache.part.upload()
         assert all(cache.bytes_at(place) == {0xFF} for place in cache.guards)

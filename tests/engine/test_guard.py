@@ -1,4 +1,4 @@
-"""The debug mode of guard pages in an engine: how it is switched on, and that answers stay equal."""
+"""Guard pages in an engine: how the mode is switched on, and that answers stay equal."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from tests.engine.life import Case, Open
 
 from aquifer.cache import KV_CACHES
+from aquifer.cache.tensors import KVTensors
 from aquifer.config import EngineConfig
 from aquifer.errors import ConfigError
 from aquifer.memory.guard import POISON
@@ -44,7 +45,8 @@ def test_the_same_answers(
     while world.engine.has_work:
         world.step()
         world.check()
-        tensors = world.engine.lanes["a"].cache.parts[0].cache.tensors
+        tensors = world.engine.lanes["a"].cache.tensors
+        assert isinstance(tensors, KVTensors)
         if tensors.guard is not None:
             num_guards = max(num_guards, len(tensors.guard.guards))
             for place in tensors.guard.guards:

@@ -35,6 +35,7 @@ class RunningServer:
         python_path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
         environment = {**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"}
         environment.pop("AQUIFER_API_KEY", None)
+        environment.pop("AQUIFER_GUARD_PAGES", None)  # servers say how large their memory is
         self.process = subprocess.Popen(
             [sys.executable, *command],
             cwd=ROOT,

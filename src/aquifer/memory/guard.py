@@ -40,6 +40,7 @@ class GuardedPages(PageTable):
         super().__init__(driver, unit_bytes)
         self._sizes: dict[Page, int] = {}
         self._poisoned: set[Page] = set()
+        self._error: InvariantError | None = None  # the first that was found
         (self.guard,) = self.create(unit_bytes, 1)
         self.fill([self.guard], POISON)
 
@@ -55,7 +56,7 @@ class GuardedPages(PageTable):
         Raises:
             InvariantError: as `take`.
         """
-        self.take(pages)
+        self._compare(pages)
         super().release(pages)
         for page in pages:
             del self._sizes[page]
@@ -76,20 +77,12 @@ class GuardedPages(PageTable):
         """Check that idle pages, which are idle no longer, have the bytes that `poison` wrote.
 
         Raises:
-            InvariantError: one was written to since it was freed.
+            InvariantError: one was written to since it was freed, or another one was that the
+                stocker's thread has given back, where the error ended that thread alone.
         """
-        found = [page for page in pages if page in self._poisoned]
-        if not found:
-            return
-        self._poisoned.difference_update(found)
-        handles = self._handles_of(found)
-        written = set(self.driver.unlike(handles, POISON))
-        if written:
-            names = [page for page, handle in zip(found, handles, strict=True) if handle in written]
-            raise InvariantError(
-                f"freed page was written to: {', '.join(map(str, names))}; something used it after "
-                "its last reference was released"
-            )
+        if self._error is not None:
+            raise self._error
+        self._compare(pages)
 
     def check(self) -> None:
         """Check that the guard page has the bytes that it should have.
@@ -101,6 +94,22 @@ class GuardedPages(PageTable):
             raise InvariantError(
                 "the guard page was written to: a kernel writes behind the end of a sequence"
             )
+
+    def _compare(self, pages: Sequence[Page]) -> None:
+        """`take`, for pages that are handed out or given back."""
+        found = [page for page in pages if page in self._poisoned]
+        if not found:
+            return
+        self._poisoned.difference_update(found)
+        handles = self._handles_of(found)
+        written = set(self.driver.unlike(handles, POISON))
+        if written:
+            names = [page for page, handle in zip(found, handles, strict=True) if handle in written]
+            self._error = InvariantError(
+                f"freed page was written to: {', '.join(map(str, names))}; something used it after "
+                "its last reference was released"
+            )
+            raise self._error
 
     def _size(self, page: Page) -> int:
         return self._sizes[page]
