@@ -27,11 +27,7 @@ at the first frees nothing, so such places are "parked": `collect` and `reclaim`
 last use of the page ends, or `vacate_soon` names them. So a request that continues a cached
 conversation finds its pages where they were, also in a full pool.
 
-Where a device does not run ahead (`Driver.runs_ahead`), a page goes at once (`defers`).
-
-A rule of the loop (what was given up at the commit of step n is out of use at that of step n + 2)
-would do without fences, but a change of the loop could break it unnoticed. A fence costs a few
-microseconds for each sequence that ends.
+On a device that does not run ahead (`Driver.runs_ahead`), a page goes at once (`defers`).
 """
 
 from __future__ import annotations
@@ -108,7 +104,7 @@ class RetireQueue:
 
     @property
     def has_unwanted(self) -> bool:
-        """Whether places are to be vacated soon, and still have their page."""
+        """Whether places are to be vacated soon."""
         return bool(self._unwanted)
 
     def indices(self, range_: VirtualRange) -> set[int]:
@@ -122,7 +118,7 @@ class RetireQueue:
     ) -> None:
         """Give up the pages at these indices, with the reference that the caller holds to each.
 
-        No fence is needed if it `is_untouched`: no work in flight may touch them.
+        If it `is_untouched`, no work in flight may touch them, and no fence is needed.
 
         Raises:
             InvariantError: there is no page, or it was given up already.
@@ -285,7 +281,7 @@ class RetireQueue:
         Args:
             frees_memory: False for places of `vacate_soon` alone.
 
-        Returns: whether there may be more of them.
+        Returns: whether there may be more.
         """
         with self._changed:
             leaving = self._passed(self._unwanted, _COLLECT_PAGES)
