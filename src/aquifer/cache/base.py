@@ -27,6 +27,7 @@ from aquifer.cache.state_view import Recurrence
 from aquifer.cache.tensors import KVShape, KVTensors
 from aquifer.cache.view import AttentionOptions, KVSource, KVView
 from aquifer.memory.pool import Owner, PagePool
+from aquifer.predict.lengths import Forecast
 
 __all__ = [
     "AttentionOptions",
@@ -183,10 +184,18 @@ class SequenceVerbs(Blocks, Protocol):
     def slot_blocks(self, slot: int) -> Sequence[int]:
         """All blocks of a slot that it still has, in order, including those for tokens to come."""
 
-    def expect(self, slot: int, num_prompt: int, num_total: int) -> None:
-        """Announce the present and the largest length of a slot's sequence; called first.
+    def expect(
+        self, slot: int, num_prompt: int, num_total: int, forecast: Forecast | None = None
+    ) -> None:
+        """Announce the length of a slot's sequence; called first.
 
         Managers that reserve the whole sequence beforehand need it; others may ignore it.
+
+        Args:
+            slot: the slot.
+            num_prompt: its present length, tokens.
+            num_total: its largest length, prompt included.
+            forecast: of the tokens that follow the prompt; None if lengths are not predicted.
         """
 
     def admit(self, slot: int, num_tokens: int) -> bool:

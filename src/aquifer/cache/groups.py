@@ -37,6 +37,7 @@ from aquifer.cache.footprint import Footprint, GroupedFootprint, PartFootprint
 from aquifer.cache.group_tensors import GroupedTensors
 from aquifer.cache.state import WINDOW_TOKENS, StateCache
 from aquifer.memory.pool import Owner, PagePool
+from aquifer.predict.lengths import Forecast
 
 StateFactory = Callable[[PagePool, Owner, StateLayout, int, int], StateCache]
 """Builds a manager of states; arguments as for `StateCache`."""
@@ -141,10 +142,12 @@ class GroupedCache:
 
     # --- sequences ---------------------------------------------------------------------------
 
-    def expect(self, slot: int, num_prompt: int, num_total: int) -> None:
+    def expect(
+        self, slot: int, num_prompt: int, num_total: int, forecast: Forecast | None = None
+    ) -> None:
         """Announce a sequence to all parts."""
         for part in self.parts:
-            part.cache.expect(slot, num_prompt, num_total)
+            part.cache.expect(slot, num_prompt, num_total, forecast)
 
     def admit(self, slot: int, num_tokens: int) -> bool:
         """Reserve all tokens, or with a window those that it needs at once while they are run.

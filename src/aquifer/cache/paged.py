@@ -26,6 +26,7 @@ from aquifer.cache.tensors import KVShape, KVTensors
 from aquifer.errors import InvariantError
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.memory.runs import add_at, as_array, as_numbers, runs, unique
+from aquifer.predict.lengths import Forecast
 
 _UNMAPPED, _KV, _PREFIX = range(3)  # state of the page at a place: unmapped, or its owner's kind
 
@@ -106,7 +107,9 @@ class PagedCache(KeepsAll):
         self._first_block = np.zeros(max_seqs + 1, np.int64)
         self._num_blocks = np.zeros(max_seqs + 1, np.int64)
 
-    def expect(self, slot: int, num_prompt: int, num_total: int) -> None:
+    def expect(
+        self, slot: int, num_prompt: int, num_total: int, forecast: Forecast | None = None
+    ) -> None:
         """Do nothing: memory is taken as tokens come."""
 
     def reserve(self, slots: IntArray, num_tokens: IntArray) -> bool:

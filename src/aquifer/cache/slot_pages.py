@@ -29,6 +29,7 @@ from aquifer.errors import DriverError
 from aquifer.memory.pool import PagePool
 from aquifer.memory.residency import PendingPages
 from aquifer.memory.runs import runs
+from aquifer.predict.lengths import Forecast
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,9 @@ class SlotPages:
 
     # --- how they come -----------------------------------------------------------------------
 
-    def expect(self, slot: int, num_prompt: int, num_total: int) -> None:
+    def expect(
+        self, slot: int, num_prompt: int, num_total: int, forecast: Forecast | None = None
+    ) -> None:
         """Bound how far to map ahead, and in large pages; the very last token needs no KV.
 
         The prompt's last token is run by each sequence that shares the others, so that it must not

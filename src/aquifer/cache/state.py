@@ -25,6 +25,7 @@ from aquifer.cache.layout import StateLayout
 from aquifer.cache.state_tensors import StateShape, StateTensors
 from aquifer.errors import InvariantError
 from aquifer.memory.pool import Kind, Owner, PagePool
+from aquifer.predict.lengths import Forecast
 
 WINDOW_TOKENS = 2
 """Window of a part with states: the latest token, after which the state is, and the next one."""
@@ -71,7 +72,9 @@ class StateCache(KeepsAll):
 
     # --- room --------------------------------------------------------------------------------
 
-    def expect(self, slot: int, num_prompt: int, num_total: int) -> None:
+    def expect(
+        self, slot: int, num_prompt: int, num_total: int, forecast: Forecast | None = None
+    ) -> None:
         """Do nothing: the size is the same for all sequences."""
 
     def reserve(self, slots: IntArray, num_tokens: IntArray) -> bool:

@@ -32,6 +32,7 @@ from aquifer.cache.slot_pages import MappingOptions, SlotPages
 from aquifer.cache.tensors import KVShape, KVTensors
 from aquifer.errors import InvariantError
 from aquifer.memory.pool import Owner, PagePool
+from aquifer.predict.lengths import Forecast
 
 _CLEAN_SLOTS = 8
 """Free slots to keep without pages that are in use elsewhere, if there are as many. Sequences that
@@ -93,9 +94,11 @@ class VirtualCache(KeepsAll):
         self._shared = SharedPages(self._residency, owner)
         self._copies = SlotCopies(self.tensors, self._slots, self._shared)
 
-    def expect(self, slot: int, num_prompt: int, num_total: int) -> None:
+    def expect(
+        self, slot: int, num_prompt: int, num_total: int, forecast: Forecast | None = None
+    ) -> None:
         """Bound how far to map ahead, and how far in large pages."""
-        self._slots.expect(slot, num_prompt, num_total)
+        self._slots.expect(slot, num_prompt, num_total, forecast)
 
     def reserve(self, slots: IntArray, num_tokens: IntArray) -> bool:
         """Map missing pages: see `SlotPages.reserve`."""

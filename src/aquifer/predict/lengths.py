@@ -83,7 +83,8 @@ class Forecast:
         tokens = np.asarray(num_tokens)
         if self.exact is not None:
             return np.asarray(tokens >= self.exact, np.float64)
-        return np.interp(tokens, EDGES, np.concatenate((np.zeros(1), np.cumsum(self.masses))))
+        ends = np.concatenate((np.zeros(1), np.cumsum(self.masses)))
+        return np.asarray(np.interp(tokens, EDGES, ends))
 
     def quantile(self, share: float) -> int:
         """The least length that the output does not exceed with a probability of `share`, tokens.

@@ -35,6 +35,7 @@ from aquifer.cache.tensors import KVShape, KVTensors
 from aquifer.errors import ConfigError, InvariantError
 from aquifer.memory.pool import Owner, PagePool
 from aquifer.memory.runs import runs
+from aquifer.predict.lengths import Forecast
 from aquifer.sim.baselines.buddy import BuddyAllocator
 
 Policy = Literal["max", "pow2", "oracle"]
@@ -160,7 +161,9 @@ class ReservedCache(KeepsAll):
         self._first = np.zeros(max_seqs + 1, np.int64)  # block of each slot's region
         self._num_blocks = np.zeros(max_seqs + 1, np.int64)  # of each slot's region, 0 for none
 
-    def expect(self, slot: int, num_prompt: int, num_total: int) -> None:
+    def expect(
+        self, slot: int, num_prompt: int, num_total: int, forecast: Forecast | None = None
+    ) -> None:
         """Decide how much to set aside for the sequences that come to a slot, until the next call.
 
         Without any, it is the longest sequence.
