@@ -24,6 +24,7 @@ from aquifer.engine.slots import SlotTable
 from aquifer.errors import ConfigError
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.memory.room import Room
+from aquifer.predict.forecaster import Forecaster, Oracle
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class LaneSpec:
             another process.
         kv_limits: see `ModelPlan.kv_limits`.
         state_layout: layout of one sequence's recurrent state; None if no layer has any.
+        forecaster: forecasts the lengths of outputs; None if they are not predicted.
     """
 
     name: str
@@ -58,6 +60,7 @@ class LaneSpec:
     keeps_journal: bool = False
     kv_limits: tuple[int, ...] = ()
     state_layout: StateLayout | None = None
+    forecaster: Forecaster | Oracle | None = None
 
 
 class Assembly:
@@ -132,7 +135,13 @@ class Assembly:
             spec.max_tokens,
             spec.state_layout,
         )
-        lane = Lane(spec.name, cache, table, recompute_s=spec.recompute_s)
+        lane = Lane(
+            spec.name,
+            cache,
+            table,
+            recompute_s=spec.recompute_s,
+            forecaster=spec.forecaster,
+        )
         if spec.keeps_journal:
             cache.tensors.record()
             lane.keeps_journal = True

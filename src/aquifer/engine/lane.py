@@ -14,12 +14,14 @@ from aquifer.cache.base import IntArray, SequenceCache
 from aquifer.cache.journal import KVOp
 from aquifer.cache.prefix import PrefixCache
 from aquifer.engine.costs import PrefillCost
+from aquifer.engine.forecasts import SlotForecasts
 from aquifer.engine.queue import Queue
 from aquifer.engine.sequence import Sequence, SequenceGroup
 from aquifer.engine.slots import NEVER, SlotTable
 from aquifer.engine.step_input import StepInput
 from aquifer.errors import DriverError
 from aquifer.memory.runs import num_equal
+from aquifer.predict.forecaster import Forecaster, Oracle
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +33,7 @@ class Lane:
 
     Attributes:
         prefixes: cache of the KV of earlier requests; None if it is not kept.
+        forecaster: forecasts the lengths of outputs; None if they are not predicted.
         recompute_s: seconds to compute a stretch of KV, given its first position and its length.
         captured_sizes: numbers of tokens for which its steps are captured, ascending.
         is_resident: whether the model's weights are there; else nothing of it is planned.
@@ -38,6 +41,7 @@ class Lane:
         keeps_journal: whether what happens to the KV cache's memory goes along with each step, for
             a runner in another process.
         running: by arrival.
+        forecasts: forecasts of the running sequences.
         in_flight: plans that are neither committed nor dropped, the earliest first.
         has_windows: whether KV behind the windows of some layers is given back.
         has_state: whether sequences have recurrent state, which is that after their latest token.
@@ -47,6 +51,7 @@ class Lane:
     cache: SequenceCache
     slots: SlotTable
     prefixes: PrefixCache | None = None
+    forecaster: Forecaster | Oracle | None = None
     recompute_s: Callable[[float, float], float] = PrefillCost().seconds
     captured_sizes: tuple[int, ...] = ()
     is_resident: bool = True
@@ -58,11 +63,13 @@ class Lane:
     last_turn: int = -1
     num_preemptions: int = 0
     num_swaps: int = 0  # preemptions that swapped
+    forecasts: SlotForecasts = field(init=False)
     has_windows: bool = field(init=False)
     has_state: bool = field(init=False)
     _stops: dict[int, list[int]] = field(init=False, default_factory=dict)  # of each slot
 
     def __post_init__(self) -> None:
+        self.forecasts = SlotForecasts(len(self.slots.sequences))
         self.has_windows = any(part.window_tokens is not None for part in self.cache.parts)
         self.has_state = any(part.keeps_state for part in self.cache.parts)
 
@@ -133,7 +140,9 @@ class Lane:
         preferred = self.cache.preferred_slot(tuple(blocks), self.slots.free)
         slot = self.slots.assign(sequence, preferred)
         group = sequence.group
-        self.cache.expect(slot, group.num_prompt_tokens, group.max_total)
+        forecast = None if group.outlook is None else group.outlook.forecast
+        self.forecasts.set(slot, forecast)
+        self.cache.expect(slot, group.num_prompt_tokens, group.limit_total, forecast)
         return slot
 
     def release_slot(self, sequence: Sequence, now_s: float | None) -> None:

@@ -59,7 +59,7 @@ from aquifer.engine.planning import StepBudget, all_decode, make_step, next_toke
 from aquifer.engine.policies import DisplacementSnapshot, ModelState, Policies
 from aquifer.engine.preemption import Preemption
 from aquifer.engine.sequence import SequenceGroup
-from aquifer.engine.snapshots import candidate, running_request, running_sequences
+from aquifer.engine.snapshots import asked, candidate, running_request, running_sequences
 from aquifer.engine.step_input import StepInput, StepOutput
 from aquifer.errors import DriverError
 from aquifer.memory.room import Room
@@ -141,6 +141,8 @@ class Scheduler:
     def add(self, lane: Lane, group: SequenceGroup) -> None:
         """Put a new request at the end of its client's queue."""
         group.client = self._clients.number(group.request.client)
+        if lane.forecaster is not None:
+            group.outlook = lane.forecaster.outlook(asked(group))
         if len(self._clients) > 1:
             active = self._active_clients()
             if group.client not in active:
@@ -366,8 +368,11 @@ class Scheduler:
         Neither memory nor slots come free before that. So it was refused if the plan had tokens
         left for it. That changes with prefixes that were added since, which it could use. And a
         request that was preempted may find room later: what must be left for all others
-        (`aquifer.engine.headroom`) shrinks as they approach their ends.
+        (`aquifer.engine.headroom`) shrinks as they approach their ends; where lengths are forecast,
+        so may any other.
         """
+        if lane.forecaster is not None:
+            return False
         most_tokens = self._budget.tokens(lane.slots, lane.recompute_s)
         was_tried = plan.spans.num_tokens < most_tokens
         adds_prefixes = lane.prefixes is not None and plan.num_decodes < len(plan.spans.slots)

@@ -16,6 +16,7 @@ from aquifer.cache.swap import SwappedKV
 from aquifer.engine.beam import BeamSearch
 from aquifer.engine.outputs import TokenLogprobs
 from aquifer.engine.params import MAX_SEQUENCES, Request
+from aquifer.predict.forecaster import Outlook
 
 TokenIds = npt.NDArray[np.int32]
 
@@ -91,6 +92,7 @@ class SequenceGroup:
     """A request in the engine.
 
     Attributes:
+        outlook: what is expected of its length; None if lengths are not predicted.
         client: number of the client that it is for.
         sequences: sequences that have not ended. A beam search has one for each of its beams, also
             when fewer beams are live.
@@ -103,8 +105,10 @@ class SequenceGroup:
     arrival: int  # number in the order of arrival
     seed: int
     max_total: int  # tokens, prompt included, at which a sequence ends
+    limit_total: int  # the same, as far as it is known beforehand: not less
     stop_ids: frozenset[int]
     eos_ids: frozenset[int]
+    outlook: Outlook | None = None
     client: int = 0
     sequences: list[Sequence] = field(default_factory=list)
     beams: Beams | None = None
@@ -124,6 +128,7 @@ class SequenceGroup:
         *,
         seed: int,
         max_total: int,
+        limit_total: int | None = None,
         stop_ids: frozenset[int] = frozenset(),
         eos_ids: frozenset[int] = frozenset(),
     ) -> SequenceGroup:
@@ -135,11 +140,13 @@ class SequenceGroup:
             prompt: the request's tokens as an array.
             seed: seed of its random numbers.
             max_total: tokens, prompt included, at which a sequence ends.
+            limit_total: what is known of that beforehand, if less is known than it is: in a replay
+                of requests that do not state their lengths.
             stop_ids: tokens that end a sequence, `eos_ids` included unless they are ignored.
             eos_ids: the model's own end-of-sequence tokens.
         """
         params = request.params
-        group = cls(request, arrival, seed, max_total, stop_ids, eos_ids)
+        group = cls(request, arrival, seed, max_total, limit_total or max_total, stop_ids, eos_ids)
         group.sequences = [Sequence(group, i, prompt) for i in range(params.num_sequences)]
         if params.prompt_logprobs is not None:
             group.sequences[0].prompt_logprobs = [None] * len(prompt)

@@ -75,6 +75,8 @@ class SlotTable:
         self.num_tokens = np.zeros(num_slots, np.int64)
         self.num_computed = np.zeros(num_slots, np.int64)
         self.max_total = np.zeros(num_slots, np.int64)
+        # What is known of `max_total` beforehand; memory is planned by it.
+        self.limit_total = np.zeros(num_slots, np.int64)
         self.min_total = np.zeros(num_slots, np.int64)  # tokens before which no stop token counts
         self.stop_ids = np.full((num_slots, STOP_IDS_PER_SLOT), -1, np.int64)
         self.serial = np.full(num_slots, -1, np.int64)  # the sequence's number; -1: a free slot
@@ -129,6 +131,7 @@ class SlotTable:
         self.num_prompt[slot] = group.num_prompt_tokens
         self.num_known[slot] = self.num_tokens[slot] = self.num_computed[slot] = 0
         self.max_total[slot] = group.max_total
+        self.limit_total[slot] = group.limit_total
         self.min_total[slot] = group.num_prompt_tokens + params.min_tokens
         stop_ids = sorted(group.stop_ids)[:STOP_IDS_PER_SLOT]
         self.stop_ids[slot] = -1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import overload
 
@@ -17,6 +18,10 @@ from aquifer.engine.policies import (
     RunningRequest,
 )
 from aquifer.engine.sequence import SequenceGroup
+from aquifer.predict.forecaster import Asked
+
+_TEMPLATE_TOKENS = 32
+"""Tokens that prompts of the same template begin with at least."""
 
 _ONLY_CLIENT = {0: ClientState()}
 
@@ -54,6 +59,18 @@ def candidate(group: SequenceGroup) -> Candidate:
     )
 
 
+def asked(group: SequenceGroup) -> Asked:
+    """A request that has arrived, as forecasters see it."""
+    request = group.request
+    beginning = np.asarray(request.prompt_token_ids[:_TEMPLATE_TOKENS], np.int32)
+    return Asked(
+        num_prompt_tokens=group.num_prompt_tokens,
+        most_tokens=group.limit_total - group.num_prompt_tokens,
+        client=request.client,
+        template=zlib.crc32(beginning.tobytes()),
+    )
+
+
 def running_request(lane: Lane, group: SequenceGroup) -> RunningRequest:
     """A running request as policies see it."""
     return RunningRequest(
@@ -63,7 +80,18 @@ def running_request(lane: Lane, group: SequenceGroup) -> RunningRequest:
         num_sequences=len(group.sequences),
         num_preemptions=group.num_preemptions,
         client=group.client,
+        expected_left=_expected_left(lane, group),
     )
+
+
+def _expected_left(lane: Lane, group: SequenceGroup) -> float | None:
+    """Tokens that a running request is expected to get yet; None where it has no forecast."""
+    slots = np.array([s.slot for s in group.sequences if s.slot is not None], np.int64)
+    if not len(slots) or not lane.forecasts.is_known[slots].all():
+        return None
+    table = lane.slots
+    num_outputs = np.maximum(table.num_tokens[slots] - table.num_prompt[slots], 0)
+    return float(lane.forecasts.expected_left(slots, num_outputs).sum())
 
 
 def admission_snapshot(

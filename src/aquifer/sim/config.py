@@ -12,6 +12,7 @@ from aquifer.cache.slot_pages import MappingOptions
 from aquifer.engine.params import MAX_SEQUENCES
 from aquifer.engine.policies import RestoreMode
 from aquifer.errors import ConfigError
+from aquifer.predict.forecaster import Forecaster, Oracle, Predictor
 from aquifer.sim.baselines.evictions import Eviction
 from aquifer.sim.baselines.reserved import Policy, ReservedCache
 from aquifer.sim.device import DeviceModel, ModelShape
@@ -23,6 +24,8 @@ _RESERVED: dict[str, Policy] = {
     "orca-oracle": "oracle",
     "static": "max",
 }
+
+LengthPrediction = Literal["off", "prior", "oracle"]
 
 MANAGERS = ("virtual", "paged", *_RESERVED)
 """Cache managers to compare. "static" reserves like "orca-max" and runs static batches: no request
@@ -99,6 +102,11 @@ class ReplayConfig:
         fast_forward: process steps in which nothing changes together.
         seed: seed of the made-up beam scores.
         loading: how weights come and go; None if all stay in the pool.
+        states_lengths: each request states its length as the most tokens of its output; else it
+            ends by itself, and all that is known beforehand is the context.
+        length_prediction: how the lengths of outputs are forecast: "off", "prior" by those of
+            recent outputs, or "oracle" by themselves.
+        predictor: with "prior", predicts too; None for recent lengths alone.
 
     Raises:
         ConfigError: an option is invalid.
@@ -122,6 +130,9 @@ class ReplayConfig:
     fast_forward: bool = True
     seed: int = 0
     loading: LoadingConfig | None = None
+    states_lengths: bool = True
+    length_prediction: LengthPrediction = "off"
+    predictor: Predictor | None = None
 
     def __post_init__(self) -> None:
         if self.manager not in MANAGERS:
@@ -167,6 +178,17 @@ class ReplayConfig:
     def is_reserved(self) -> bool:
         """Whether the manager reserves all of a request's memory when it is admitted."""
         return self.manager in _RESERVED
+
+    def forecaster(self) -> Forecaster | Oracle | None:
+        """Make the forecaster of a model."""
+        if self.length_prediction == "off":
+            return None
+        return Oracle() if self.length_prediction == "oracle" else Forecaster(self.predictor)
+
+    @property
+    def knows_lengths(self) -> bool:
+        """Whether the scheduler knows when a request ends."""
+        return self.states_lengths or self.length_prediction == "oracle"
 
     def factory(self) -> CacheFactory:
         """Return the factory of a model's cache manager."""

@@ -151,6 +151,7 @@ class DeviceReplay:
                 config.prefix_caching,
                 self._steps[name].prefill_seconds,
                 state_layout=model.state_layout,
+                forecaster=config.forecaster(),
             )
             for name, model in config.models.items()
         ]
@@ -301,7 +302,14 @@ class DeviceReplay:
         prompt = self._prompts.ids(request)
         params = _params(config.num_sequences, config.beam_width > 0, request.output_tokens)
         asked = Request(str(number), name, prompt.tolist(), params, record.arrival_s)
-        group = SequenceGroup.of(asked, number, prompt, seed=0, max_total=max_total)
+        group = SequenceGroup.of(
+            asked,
+            number,
+            prompt,
+            seed=0,
+            max_total=max_total,
+            limit_total=None if config.knows_lengths else config.context(config.models[name]),
+        )
         self._outputs_left[asked.request_id] = config.num_sequences
         if self.models is not None:
             self.models.set[name].wanted()

@@ -32,3 +32,5 @@ class RunningRequest(NamedTuple):
     num_sequences: int
     num_preemptions: int
     client: int = 0  # number of the client that it is for
+    # Tokens that all its sequences are expected to get yet; None where lengths are not forecast.
+    expected_left: float | None = None

@@ -32,3 +32,18 @@ def latest_of_busiest(running: Sequence[RunningRequest]) -> int:
     return max(
         range(len(running)), key=lambda i: (num_running[running[i].client], running[i].arrival)
     )
+
+
+def longest_left(running: Sequence[RunningRequest]) -> int:
+    """The request of the busiest client that is expected to run for longest yet.
+
+    It would hold its memory for longest, so the others get on with what it gives up. It is never
+    the earliest of those requests, for the reason that `latest_of_busiest` gives, unless it runs
+    alone. Without forecasts it is the latest arrival.
+    """
+    num_running = Counter(request.client for request in running)
+    most = max(num_running.values())
+    busiest = [i for i, request in enumerate(running) if num_running[request.client] == most]
+    earliest = min(busiest, key=lambda i: running[i].arrival)
+    others = [i for i in busiest if i != earliest] or busiest
+    return max(others, key=lambda i: (running[i].expected_left or 0.0, running[i].arrival))
