@@ -27,6 +27,7 @@ from aquifer.cache.avmp.manager import AvmpCache
 from aquifer.cache.base import KVLayout, LayerKV, StateLayout, StateTensor
 from aquifer.engine.assembly import Assembly
 from aquifer.engine.lane import Lane
+from aquifer.engine.lane_pages import most_pages
 from aquifer.engine.params import Request, SamplingParams
 from aquifer.engine.policies import Policies
 from aquifer.engine.policies.admission import Admission, AdmissionSnapshot, first_come
@@ -286,9 +287,8 @@ class _Cell:
             number = self._next
             self._next += 1
             prompt, total = self._rows[number]
-            if self._lane.most_pages(prompt, total) * self._pool.page_bytes > (
-                self._pool.budget_bytes
-            ):
+            num_bytes = most_pages(self._lane, prompt, total) * self._pool.page_bytes
+            if num_bytes > self._pool.budget_bytes:
                 self.result.never_fit += 1
                 continue
             ids = np.zeros(prompt, np.int32)

@@ -212,6 +212,8 @@ class EngineConfig:
     keep_alive_s: float | None = default_of("keep_alive")
     host_cache_bytes: int | None = default_of("host_cache")
     preemption_mode: Literal["auto", "swap", "recompute"] = default_of("preemption_mode")
+    length_prediction: str = default_of("length_prediction")
+    prediction_uses: tuple[str, ...] = default_of("prediction_uses")
     seed: int | None = default_of("seed")
 
     def __post_init__(self) -> None:

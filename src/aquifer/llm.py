@@ -75,6 +75,8 @@ class LLMOptions(TypedDict, total=False):
     swap_space: str | int
     host_cache: str | int | None
     preemption_mode: str
+    length_prediction: str
+    prediction_uses: tuple[str, ...]
     chat_template: str | None
     seed: int | None
 

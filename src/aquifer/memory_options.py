@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from aquifer.option import Option
 
+PREDICTION_USES = ("admission", "victims", "cache")
+"""What forecasts of lengths can be used for."""
+
 MEMORY_OPTIONS: tuple[Option, ...] = (
     Option(
         "memory",
@@ -172,6 +175,26 @@ MEMORY_OPTIONS: tuple[Option, ...] = (
         "What to do with preempted KV: swap (to the host), recompute, or auto (the cheaper one).",
         scopes=("serve", "llm"),
         choices=("auto", "swap", "recompute"),
+    ),
+    Option(
+        "length_prediction",
+        str,
+        "off",
+        "Forecast how long outputs will be, so that preemption is rare: off, prior (by recent "
+        "outputs), oracle (each as long as its max_tokens), or the folder of a trained predictor.",
+        unit="name or folder",
+        scopes=("serve", "llm"),
+    ),
+    Option(
+        "prediction_uses",
+        str,
+        (),
+        "What forecasts are used for: admission, victims of preemption, or cache (how far to map "
+        "ahead, which bucket); repeat it for several.",
+        scopes=("serve", "llm"),
+        choices=PREDICTION_USES,
+        unset="all of them",
+        many=True,
     ),
 )
 """A part of `aquifer.options.OPTIONS`."""

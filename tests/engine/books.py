@@ -31,6 +31,7 @@ from aquifer.cache.base import (
 from aquifer.cache.swap import SwapSpace
 from aquifer.engine.assembly import Assembly, LaneSpec
 from aquifer.engine.lane import Lane
+from aquifer.engine.lane_pages import most_pages
 from aquifer.engine.outputs import TokenLogprobs, TokenOutput
 from aquifer.engine.params import Request, SamplingParams
 from aquifer.engine.policies import Policies
@@ -268,7 +269,7 @@ class SchedulerWorld:
             ({}, {}, {"n": 2}, {"best_of": 3}, {"n": 2, "best_of": 3, "use_beam_search": True})
         )
         count = SamplingParams(**options).num_sequences
-        needed_pages = lane.most_pages(num_prompt, max_total, count)
+        needed_pages = most_pages(lane, num_prompt, max_total, count)
         if needed_pages * self.pool.page_bytes <= self.pool.budget_bytes:
             if not options and self.random.random() < 0.3:
                 options = {"min_tokens": 3}

@@ -16,6 +16,7 @@ from tests.cases import covering
 from tests.engine.books import KV_LIMITS, MAX_TOKENS, PAGE_BYTES, SchedulerWorld
 
 from aquifer.cache import KV_CACHES
+from aquifer.engine.lane_pages import longest, most_pages
 from aquifer.engine.params import SamplingParams
 from aquifer.engine.planning import chunk_tokens
 from aquifer.engine.policies import ModelState, Policies
@@ -106,11 +107,11 @@ def test_samples_that_outgrow_their_kv_share_nothing(cache: str) -> None:
         )
         (lane,) = world.scheduler.lanes.values()
         limit = KV_LIMITS[0]
-        shared = lane.most_pages(limit - 3, limit + 1, 3)
-        num_pages = lane.most_pages(limit - 3, limit + 2, 3)
-        assert num_pages == 3 * lane.most_pages(limit - 3, limit + 2) > 2 * shared
-        assert lane.longest(num_pages - 1, limit - 3, 3) == limit + 1
-        assert lane.longest(num_pages, limit - 3, 3) == limit + 2
+        shared = most_pages(lane, limit - 3, limit + 1, 3)
+        num_pages = most_pages(lane, limit - 3, limit + 2, 3)
+        assert num_pages == 3 * most_pages(lane, limit - 3, limit + 2) > 2 * shared
+        assert longest(lane, num_pages - 1, limit - 3, 3) == limit + 1
+        assert longest(lane, num_pages, limit - 3, 3) == limit + 2
         others = world.pool.acquire(Owner("others", Kind.WEIGHTS), 128 - num_pages)
         assert others is not None
         tracked = world.add(lane, limit - 3, limit + 2, n=3, min_tokens=5)
@@ -158,8 +159,8 @@ def test_what_fits_alone_is_served(
         count = SamplingParams(**options).num_sequences
         num_prompt = random.randint(1, 20)
         num_total = num_prompt + random.randint(1, 28)
-        most_pages = lane.most_pages(num_prompt, num_total, count)
-        num_pages = most_pages + random.choice((0, 0, 1, 3))
+        most = most_pages(lane, num_prompt, num_total, count)
+        num_pages = most + random.choice((0, 0, 1, 3))
         others = world.pool.acquire(
             Owner("others", Kind.WEIGHTS), world.pool.budget_bytes // PAGE_BYTES - num_pages
         )

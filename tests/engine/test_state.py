@@ -22,6 +22,7 @@ from tests.models.tiny import TINY_MODELS, TinyModel
 
 from aquifer.cache import KV_CACHES
 from aquifer.engine.lane import Lane
+from aquifer.engine.lane_pages import most_pages
 from aquifer.engine.params import SamplingParams
 from aquifer.memory.pool import Kind, Owner
 
@@ -267,7 +268,7 @@ def test_preempted_sequences_lose_nothing(
         "num_ahead": 1,
     }
     world = open_one(open_world, name, **options)
-    num_pages = lane_of(world).most_pages(LONG_TOKENS, most, 3)
+    num_pages = most_pages(lane_of(world), LONG_TOKENS, most, 3)
     memory_bytes = world.used_bytes(name) + num_pages * PAGE_BYTES
     world = open_one(open_world, name, memory_bytes, **options, max_num_batched_tokens=12)
     serve(world, *cases)

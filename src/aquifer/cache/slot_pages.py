@@ -31,6 +31,9 @@ from aquifer.memory.residency import PendingPages
 from aquifer.memory.runs import runs
 from aquifer.predict.lengths import Forecast
 
+_LIKELY = 0.9
+"""Probability with which an output ends before the tokens that nothing is mapped ahead for."""
+
 
 @dataclass(frozen=True, slots=True)
 class MappingOptions:
@@ -98,6 +101,7 @@ class SlotPages:
         self._room_tokens = np.zeros(shape.num_rows, np.int64)
         # The most pages that the sequence of each slot may need.
         self._most = np.full(shape.num_rows, self.slot_pages)
+        self._likely = self._most.copy()  # of the pages that a sequence will have
         # The end of what the prompt of each slot fills, in whole large pages.
         self._large_end = np.zeros(shape.num_rows, np.int64)
         self._turns = GrowthTurns(shape.num_rows)
@@ -158,11 +162,16 @@ class SlotPages:
     ) -> None:
         """Bound how far to map ahead, and in large pages; the very last token needs no KV.
 
+        Nothing is mapped ahead for tokens that an output will hardly have: what comes even so is
+        mapped when it is needed.
+
         The prompt's last token is run by each sequence that shares the others, so that it must not
         be the end of a large page.
         """
         footprint = self._footprint
-        self._most[slot] = footprint.blocks(num_total - 1)
+        self._most[slot] = self._likely[slot] = footprint.blocks(num_total - 1)
+        if forecast is not None:
+            self._likely[slot] = footprint.blocks(num_prompt + forecast.quantile(_LIKELY))
         if self.units > 1:
             num_filled = footprint.kv_bytes(max(num_prompt - 1, 0)) // self._page_bytes
             self._large_end[slot] = num_filled // self.units * self.units
@@ -261,7 +270,8 @@ class SlotPages:
     def _end_ahead(self, slot: int, num_tokens: int) -> int:
         """Places up to which to map for so many tokens, and for some more."""
         ahead = self._footprint.blocks(num_tokens + self._ahead_tokens)
-        return max(min(ahead, int(self._most[slot])), int(self.end[slot]))
+        end = max(min(ahead, int(self._likely[slot])), self._footprint.blocks(num_tokens))
+        return max(min(end, int(self._most[slot])), int(self.end[slot]))
 
     def _map_later(self, slots: list[int], num_tokens: list[int]) -> None:
         """Begin to map pages for the tokens after these, in the background as far as it can."""

@@ -7,7 +7,7 @@ clock and the policies.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,14 +17,15 @@ from aquifer.cache.swap import SwapSpace
 from aquifer.engine.costs import PrefillCost
 from aquifer.engine.lane import Lane
 from aquifer.engine.planning import StepBudget
-from aquifer.engine.policies import Policies, RestoreMode
+from aquifer.engine.policies import Policies, RestoreMode, latest_of_busiest, longest_left
 from aquifer.engine.preemption import Preemption
 from aquifer.engine.scheduler import Scheduler
 from aquifer.engine.slots import SlotTable
 from aquifer.errors import ConfigError
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.memory.room import Room
-from aquifer.predict.forecaster import Forecaster, Oracle
+from aquifer.memory_options import PREDICTION_USES
+from aquifer.predict.forecaster import Forecaster
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class LaneSpec:
     keeps_journal: bool = False
     kv_limits: tuple[int, ...] = ()
     state_layout: StateLayout | None = None
-    forecaster: Forecaster | Oracle | None = None
+    forecaster: Forecaster | None = None
 
 
 class Assembly:
@@ -75,6 +76,7 @@ class Assembly:
         policies: the scheduler's decisions.
         express_share: the most of the time that express steps may take, from 0 to 1.
         max_prefill_s: time limit of the prompts in a step in which sequences decode; None for none.
+        prediction_uses: what forecasts of lengths are used for, where there are any.
 
     Attributes:
         pool: as given.
@@ -96,10 +98,13 @@ class Assembly:
         policies: Policies | None = None,
         express_share: float = 0.0,
         max_prefill_s: float | None = None,
+        prediction_uses: Collection[str] = PREDICTION_USES,
     ) -> None:
         self.pool = pool
         self.clock_s = clock_s
-        self.policies = policies or Policies()
+        self.policies = policies or Policies(
+            victims=longest_left if "victims" in prediction_uses else latest_of_busiest
+        )
         self.room = Room.of(pool, clock_s)
         self.preemption = None if swap_space is None else Preemption(swap_space, restore_mode)
         self.scheduler = Scheduler(
@@ -109,7 +114,9 @@ class Assembly:
             clock_s,
             self.policies,
             express_share,
+            plans_by_forecasts="admission" in prediction_uses,
         )
+        self._tells_caches = "cache" in prediction_uses
 
     def open_lane(self, spec: LaneSpec) -> Lane:
         """Begin to schedule a model.
@@ -141,6 +148,7 @@ class Assembly:
             table,
             recompute_s=spec.recompute_s,
             forecaster=spec.forecaster,
+            tells_cache=self._tells_caches,
         )
         if spec.keeps_journal:
             cache.tensors.record()
@@ -172,3 +180,5 @@ class Assembly:
             self.room.reclaimer.unregister(lane.prefixes)
             lane.prefixes.close()
         lane.cache.close()
+        if lane.forecaster is not None:
+            lane.forecaster.close()

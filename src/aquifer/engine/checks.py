@@ -6,6 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from aquifer.engine.lane import Lane
+from aquifer.engine.lane_pages import longest as longest_total
+from aquifer.engine.lane_pages import most_pages
 from aquifer.engine.params import Request
 from aquifer.engine.reports import ModelInfo
 from aquifer.errors import CapacityError, ContextLengthError, QueueFullError, RequestError
@@ -96,13 +98,13 @@ def max_total(request: Request, info: ModelInfo, lane: Lane, room: Room, kv_page
         )
     num_sequences = request.params.num_sequences
     total = limit if wanted is None else num_prompt + wanted
-    if lane.most_pages(num_prompt, total, num_sequences) <= kv_pages:
+    if most_pages(lane, num_prompt, total, num_sequences) <= kv_pages:
         return total
-    longest = lane.longest(kv_pages, num_prompt, num_sequences)
+    longest = longest_total(lane, kv_pages, num_prompt, num_sequences)
     if wanted is None and longest > num_prompt:
         return longest
     total = num_prompt + 1 if wanted is None else total
-    needed_bytes = room.size(lane.most_pages(num_prompt, total, num_sequences))
+    needed_bytes = room.size(most_pages(lane, num_prompt, total, num_sequences))
     kv_bytes = room.size(kv_pages)
     times = "" if num_sequences == 1 else f", {num_sequences} times except for the prompt,"
     raise CapacityError(

@@ -106,10 +106,9 @@ class SlotForecasts:
 
     def expected_left(self, slots: IntArray, num_outputs: IntArray) -> FloatArray:
         """Tokens that each output is expected to have more than now, [n]."""
-        more = HORIZONS
-        survival = self.survival(slots, num_outputs, more)
-        steps = np.diff(np.concatenate((np.zeros(1, np.int64), more)))
+        survival = self.survival(slots, num_outputs, HORIZONS)
         before = np.concatenate((np.ones((len(slots), 1)), survival[:, :-1]), axis=1)
+        steps = np.diff(HORIZONS, prepend=0).astype(np.float64)
         return np.asarray(((before + survival) / 2) @ steps)
 
     def change(

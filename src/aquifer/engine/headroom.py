@@ -42,10 +42,14 @@ class Headroom:
     Args:
         room: room of the pool that all lanes share.
         lanes: the lanes of all models.
+        plans_by_forecasts: whether forecasts of lengths count, where there are any.
     """
 
-    def __init__(self, room: Room, lanes: Mapping[str, Lane]) -> None:
+    def __init__(
+        self, room: Room, lanes: Mapping[str, Lane], *, plans_by_forecasts: bool = True
+    ) -> None:
         self._room = room
+        self._plans_by_forecasts = plans_by_forecasts
         self._lanes = lanes
 
     def has_room(self, lane: Lane, group: SequenceGroup, match: Match | None) -> bool:
@@ -75,13 +79,14 @@ class Headroom:
         for other in self._lanes.values():
             table = other.slots
             slots = table.in_order
-            change += other.forecasts.change(
-                other.cache.footprint,
-                slots,
-                table.num_tokens[slots],
-                table.num_prompt[slots],
-                table.limit_total[slots],
-            )
+            if self._plans_by_forecasts:
+                change += other.forecasts.change(
+                    other.cache.footprint,
+                    slots,
+                    table.num_tokens[slots],
+                    table.num_prompt[slots],
+                    table.limit_total[slots],
+                )
             left = table.limit_total[slots] - table.num_tokens[slots]
             left = np.minimum(np.maximum(left, 0), run_tokens)
             lengths = table.num_tokens[slots]
@@ -89,13 +94,14 @@ class Headroom:
                 left = np.append(left, np.full(len(group.live), run_tokens))
                 lengths = np.append(lengths, [len(sequence.token_ids) for sequence in group.live])
             growth_pages += other.cache.footprint.growth(left, lengths)
-        change += _change_of_waiting(lane, group)
+        if self._plans_by_forecasts:
+            change += _change_of_waiting(lane, group)
         return self._room.has(needed_pages + max(growth_pages, change.peak(_DEVIATIONS)))
 
 
 def _change_of_waiting(lane: Lane, group: SequenceGroup) -> Change:
     """How the memory of a waiting request is expected to change once it runs."""
-    forecast = None if group.outlook is None else group.outlook.forecast
+    forecast = lane.forecast(group)
     if forecast is None:
         return Change.none()
     lengths = np.array([len(sequence.token_ids) for sequence in group.live])

@@ -21,7 +21,8 @@ from aquifer.engine.slots import NEVER, SlotTable
 from aquifer.engine.step_input import StepInput
 from aquifer.errors import DriverError
 from aquifer.memory.runs import num_equal
-from aquifer.predict.forecaster import Forecaster, Oracle
+from aquifer.predict.forecaster import Forecaster
+from aquifer.predict.lengths import Forecast
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +35,7 @@ class Lane:
     Attributes:
         prefixes: cache of the KV of earlier requests; None if it is not kept.
         forecaster: forecasts the lengths of outputs; None if they are not predicted.
+        tells_cache: whether the cache's manager gets the forecasts.
         recompute_s: seconds to compute a stretch of KV, given its first position and its length.
         captured_sizes: numbers of tokens for which its steps are captured, ascending.
         is_resident: whether the model's weights are there; else nothing of it is planned.
@@ -51,7 +53,8 @@ class Lane:
     cache: SequenceCache
     slots: SlotTable
     prefixes: PrefixCache | None = None
-    forecaster: Forecaster | Oracle | None = None
+    forecaster: Forecaster | None = None
+    tells_cache: bool = True
     recompute_s: Callable[[float, float], float] = PrefillCost().seconds
     captured_sizes: tuple[int, ...] = ()
     is_resident: bool = True
@@ -102,33 +105,13 @@ class Lane:
         """What happened to the KV cache's memory since the last call, where a journal is kept."""
         return self.cache.tensors.take_journal() if self.keeps_journal else ()
 
-    # --- room that a request needs -------------------------------------------------------------
-
-    def most_pages(self, num_prompt: int, num_total: int, num_sequences: int = 1) -> int:
-        """Pages that a request takes at most: see `Footprint.most`.
-
-        Sequences that outgrow their KV compute it again, each its own: then they share nothing.
-        """
-        outgrows = num_total - 1 > self.slots.kv_limit_of(num_prompt)
-        return self.cache.footprint.most(1 if outgrows else num_prompt, num_total, num_sequences)
-
-    def longest(self, num_pages: int, num_prompt: int, num_sequences: int = 1) -> int:
-        """The largest `num_total` for which `most_pages` is not more: see `Footprint.longest`."""
-        footprint, limit = self.cache.footprint, self.slots.kv_limit_of(num_prompt)
-        longest = footprint.longest(num_pages, num_prompt, num_sequences)
-        if longest - 1 <= limit:
-            return longest
-        return max(footprint.longest(num_pages, 1, num_sequences), limit + 1)
-
-    @property
-    def first_pages(self) -> int:
-        """Pages for the KV of the earliest request that waits, if any does."""
-        if not self.waiting:
-            return 0
-        group = min(self.waiting, key=lambda group: group.arrival)
-        return self.cache.footprint.pages(len(group.live[0].token_ids) + 1)
-
     # --- slots -------------------------------------------------------------------------------
+
+    def forecast(self, group: SequenceGroup) -> Forecast | None:
+        """The present forecast of a request's outputs; None if there is none."""
+        if self.forecaster is None or group.outlook is None:
+            return None
+        return self.forecaster.forecast(group.outlook)
 
     def assign_slot(self, sequence: Sequence, blocks: Iterable[int] = ()) -> int:
         """Give a waiting sequence a slot, and tell the cache its length.
@@ -140,9 +123,10 @@ class Lane:
         preferred = self.cache.preferred_slot(tuple(blocks), self.slots.free)
         slot = self.slots.assign(sequence, preferred)
         group = sequence.group
-        forecast = None if group.outlook is None else group.outlook.forecast
+        forecast = self.forecast(group)
         self.forecasts.set(slot, forecast)
-        self.cache.expect(slot, group.num_prompt_tokens, group.limit_total, forecast)
+        told = forecast if self.tells_cache else None
+        self.cache.expect(slot, group.num_prompt_tokens, group.limit_total, told)
         return slot
 
     def release_slot(self, sequence: Sequence, now_s: float | None) -> None:

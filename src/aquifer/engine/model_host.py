@@ -28,6 +28,7 @@ from aquifer.errors import ConfigError, as_config_error
 from aquifer.fields import read_fields
 from aquifer.models import ModelPlan, Planner
 from aquifer.models.limits import MOST_HEADS
+from aquifer.predict.choice import make_forecaster
 from aquifer.weights.checkpoint import Checkpoint
 from aquifer.weights.parameters import check_sources
 from aquifer.weights.reuse import ReuseStore
@@ -122,6 +123,7 @@ class ModelHost(ModelLife):
                     num_spare_slots=self._num_spare_slots,
                     kv_limits=plan.kv_limits,
                     state_layout=plan.state_layout(_dtype_of(config.state_dtype)),
+                    forecaster=make_forecaster(config.length_prediction),
                 )
             )
             self.lane.is_resident = False

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 from aquifer.engine.assembly import Assembly
+from aquifer.engine.lane_pages import first_pages, most_pages_of
 from aquifer.engine.model_life import ModelLife
 from aquifer.engine.policies.relief import Holder, ReliefSnapshot
 from aquifer.engine.policies.residents import ResidentsSnapshot
@@ -308,15 +309,12 @@ class ModelSet(Generic[HostT]):
         """
         if self._blocked[1] in others:
             return False
-        if not self._has_room(host, host.lane.first_pages if others else 0):
+        if not self._has_room(host, first_pages(host.lane) if others else 0):
             return False
         together = (other.weights.member for other in (host, *others))
         kv_pages = self._kv_pages_beside(self._reuse.distinct_bytes(together))
         return all(
-            other.lane.most_pages(
-                group.num_prompt_tokens, group.max_total, group.request.params.num_sequences
-            )
-            <= kv_pages
+            most_pages_of(other.lane, group) <= kv_pages
             for other in others
             for group in (*other.lane.running, *other.lane.waiting)
         )

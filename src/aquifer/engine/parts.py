@@ -22,6 +22,7 @@ from aquifer.memory.mapper import BackgroundMapper
 from aquifer.memory.meter import OverheadMeter
 from aquifer.memory.proc import available_host_bytes
 from aquifer.memory.stock import PageStocker
+from aquifer.memory_options import PREDICTION_USES
 from aquifer.sizes import format_size
 from aquifer.weights.fingerprint import cache_folder
 from aquifer.weights.host_cache import HostCache
@@ -84,6 +85,7 @@ class EngineParts:
                 express_share=config.express_share,
                 max_prefill_s=limits.max_prefill_s,
                 policies=policies,
+                prediction_uses=config.prediction_uses or PREDICTION_USES,
             )
             host_cache = HostCache(_host_cache_bytes(config, driver), driver.device)
             resources.callback(host_cache.close)

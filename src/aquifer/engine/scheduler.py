@@ -55,7 +55,7 @@ from aquifer.engine.express_time import ExpressTime
 from aquifer.engine.headroom import Headroom
 from aquifer.engine.lane import Lane
 from aquifer.engine.outputs import TokenOutput
-from aquifer.engine.planning import StepBudget, all_decode, make_step, next_tokens
+from aquifer.engine.planning import StepBudget, make_step, next_tokens
 from aquifer.engine.policies import DisplacementSnapshot, ModelState, Policies
 from aquifer.engine.preemption import Preemption
 from aquifer.engine.sequence import SequenceGroup
@@ -75,6 +75,12 @@ class Scheduler:
         clock_s: returns the time in seconds.
         policies: the decisions; None for the default ones.
         express_share: the most of the time that express steps may take, from 0 to 1.
+        plans_by_forecasts: whether admission counts with forecasts of lengths, where there are any.
+
+    Attributes:
+        lanes: by the names of their models.
+        budget: as given.
+        admitter: brings waiting requests into the batch.
     """
 
     def __init__(
@@ -85,9 +91,11 @@ class Scheduler:
         clock_s: Callable[[], float] = time.monotonic,
         policies: Policies | None = None,
         express_share: float = 0.0,
+        *,
+        plans_by_forecasts: bool = True,
     ) -> None:
         self.lanes: dict[str, Lane] = {}
-        self._budget = budget
+        self.budget = budget
         self._preemption = preemption
         self._clock_s = clock_s
         self._policies = policies or Policies()
@@ -95,7 +103,7 @@ class Scheduler:
         self._express_time = ExpressTime(express_share, clock_s)
         self.admitter = Admitter(
             self.lanes,
-            Headroom(room, self.lanes),
+            Headroom(room, self.lanes, plans_by_forecasts=plans_by_forecasts),
             preemption,
             self._clients,
             self._policies,
@@ -142,7 +150,7 @@ class Scheduler:
         """Put a new request at the end of its client's queue."""
         group.client = self._clients.number(group.request.client)
         if lane.forecaster is not None:
-            group.outlook = lane.forecaster.outlook(asked(group))
+            group.outlook = lane.forecaster.arrive(asked(group))
         if len(self._clients) > 1:
             active = self._active_clients()
             if group.client not in active:
@@ -206,7 +214,7 @@ class Scheduler:
     def _plan_for(self, lane: Lane, clients: frozenset[int] | None) -> StepInput | None:
         """Plan a step of the sequences of some clients, or of all."""
         num_preemptions = self.num_preemptions
-        most_tokens = self._budget.tokens(lane.slots, lane.recompute_s, lane.captured_sizes)
+        most_tokens = self.budget.tokens(lane.slots, lane.recompute_s, lane.captured_sizes)
         grown = self._grow(lane, clients, most_tokens)
         if grown is None:
             return None
@@ -343,41 +351,6 @@ class Scheduler:
         if len(present) < 2:
             return frozenset()
         return self._policies.express({client: int(num_sequences[client]) for client in present})
-
-    # --- steps that repeat -------------------------------------------------------------------
-
-    def repeats(self, plan: StepInput, *, has_freed: bool) -> bool:
-        """Whether the next steps are like a committed one: the same sequences, a token each.
-
-        That is so until a sequence ends, a request arrives, or the pool is short. For a replay,
-        which then does these steps at once (`aquifer.engine.committing.skip_steps`).
-
-        Args:
-            plan: the latest step, committed.
-            has_freed: whether a sequence has ended in it or was preempted for it.
-        """
-        lane = self.lanes[plan.model]
-        others = [other for other in self.lanes.values() if other is not lane]
-        if any(other.has_work for other in others) or not all_decode(lane.slots):
-            return False
-        return not lane.waiting or (not has_freed and self._is_queue_stuck(lane, plan))
-
-    def _is_queue_stuck(self, lane: Lane, plan: StepInput) -> bool:
-        """Whether the first waiting request was refused, and will be until a sequence ends.
-
-        Neither memory nor slots come free before that. So it was refused if the plan had tokens
-        left for it. That changes with prefixes that were added since, which it could use. And a
-        request that was preempted may find room later: what must be left for all others
-        (`aquifer.engine.headroom`) shrinks as they approach their ends; where lengths are forecast,
-        so may any other.
-        """
-        if lane.forecaster is not None:
-            return False
-        most_tokens = self._budget.tokens(lane.slots, lane.recompute_s)
-        was_tried = plan.spans.num_tokens < most_tokens
-        adds_prefixes = lane.prefixes is not None and plan.num_decodes < len(plan.spans.slots)
-        first = next(iter(lane.waiting))
-        return was_tried and not adds_prefixes and first.num_preemptions == 0
 
     def _refuse(self, group: SequenceGroup, refusal: DriverError | None) -> None:
         self._fail(group, _out_of_memory(refusal))

@@ -64,10 +64,12 @@ def asked(group: SequenceGroup) -> Asked:
     request = group.request
     beginning = np.asarray(request.prompt_token_ids[:_TEMPLATE_TOKENS], np.int32)
     return Asked(
-        num_prompt_tokens=group.num_prompt_tokens,
+        prompt_token_ids=request.prompt_token_ids,
         most_tokens=group.limit_total - group.num_prompt_tokens,
         client=request.client,
         template=zlib.crc32(beginning.tobytes()),
+        temperature=request.params.temperature,
+        top_p=request.params.top_p,
     )
 
 

@@ -12,7 +12,7 @@ from aquifer.cache.slot_pages import MappingOptions
 from aquifer.engine.params import MAX_SEQUENCES
 from aquifer.engine.policies import RestoreMode
 from aquifer.errors import ConfigError
-from aquifer.predict.forecaster import Forecaster, Oracle, Predictor
+from aquifer.predict.forecaster import Forecaster, LengthForecaster, Oracle, Predictor
 from aquifer.sim.baselines.evictions import Eviction
 from aquifer.sim.baselines.reserved import Policy, ReservedCache
 from aquifer.sim.device import DeviceModel, ModelShape
@@ -179,11 +179,15 @@ class ReplayConfig:
         """Whether the manager reserves all of a request's memory when it is admitted."""
         return self.manager in _RESERVED
 
-    def forecaster(self) -> Forecaster | Oracle | None:
+    def forecaster(self) -> Forecaster | None:
         """Make the forecaster of a model."""
         if self.length_prediction == "off":
             return None
-        return Oracle() if self.length_prediction == "oracle" else Forecaster(self.predictor)
+        return (
+            Oracle()
+            if self.length_prediction == "oracle"
+            else LengthForecaster(self.predictor, in_background=False)
+        )
 
     @property
     def knows_lengths(self) -> bool:

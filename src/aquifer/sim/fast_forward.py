@@ -16,6 +16,7 @@ import numpy.typing as npt
 from aquifer.cache.base import IntArray
 from aquifer.engine.committing import skip_steps
 from aquifer.engine.lane import Lane
+from aquifer.engine.repetition import repeats
 from aquifer.engine.scheduler import Scheduler
 from aquifer.engine.step_input import StepInput
 from aquifer.sim.clock import Arrivals, Clock
@@ -67,7 +68,7 @@ class FastForward:
     def run(self, plan: StepInput, until_s: float, *, has_freed: bool) -> Skipped | None:
         """Do as many steps as go on like the last one; None if there are none.
 
-        The scheduler tells whether steps repeat (`Scheduler.repeats`). They do so until a sequence
+        Whether steps repeat is found by `aquifer.engine.repetition`. They do so until a sequence
         ends, a request arrives for which there might be room, or the manager has no room.
 
         Args:
@@ -77,7 +78,7 @@ class FastForward:
         """
         lane = self._scheduler.lanes[plan.model]
         # Windows give back memory in some of these steps.
-        if lane.has_windows or not self._scheduler.repeats(plan, has_freed=has_freed):
+        if lane.has_windows or not repeats(self._scheduler, plan, has_freed=has_freed):
             return None
         table = lane.slots
         slots = table.in_order

@@ -39,7 +39,7 @@ from aquifer.engine.policies.placement import (
 from aquifer.engine.policies.requests import Candidate, ClientState, RunningRequest
 from aquifer.engine.policies.restore import RestoreMode, restore_by_copy
 from aquifer.engine.policies.turns import ModelState, Turns, round_robin
-from aquifer.engine.policies.victims import Victims, latest_arrival, latest_of_busiest
+from aquifer.engine.policies.victims import Victims, latest_arrival, latest_of_busiest, longest_left
 
 __all__ = [
     "Admission",
@@ -64,6 +64,7 @@ __all__ = [
     "latest_of_busiest",
     "least_loaded",
     "least_served",
+    "longest_left",
     "place_for_each_client",
     "random_device",
     "restore_by_copy",
