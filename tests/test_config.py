@@ -62,7 +62,8 @@ def _parameters(*command: str) -> dict[str, Any]:
 def _written(option: Option) -> tuple[str, Any]:
     """A value other than the default, as text and as a value."""
     if option.many:
-        return "some.text", ("some.text",)
+        text = option.choices[1] if option.choices else "some.text"
+        return text, (text,)
     if option.unit == "file":
         return __file__, Path(__file__).read_text(encoding="utf-8")
     if option.type is bool:

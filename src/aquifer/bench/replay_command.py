@@ -201,6 +201,8 @@ def _configs(options: SimpleNamespace) -> list[ReplayConfig]:
         swap_space_bytes=options.swap_space,
         seed=options.seed,
         loading=_loading(options, device),
+        states_lengths=options.lengths == "known",
+        length_prediction=options.length_prediction,
     )
     return [replace(config, manager=name) for name in managers]
 
@@ -258,6 +260,8 @@ def _described(config: ReplayConfig, options: SimpleNamespace) -> dict[str, Any]
         "beam_width": config.beam_width,
         "prefix_caching": config.prefix_caching,
         "preemption_mode": config.preemption_mode,
+        "lengths": "known" if config.states_lengths else "hidden",
+        "length_prediction": config.length_prediction,
         "loading": None if config.loading is None else asdict(config.loading),
         "seed": config.seed,
         "latency_bound": options.latency_bound,

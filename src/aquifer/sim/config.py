@@ -12,6 +12,7 @@ from aquifer.cache.slot_pages import MappingOptions
 from aquifer.engine.params import MAX_SEQUENCES
 from aquifer.engine.policies import RestoreMode
 from aquifer.errors import ConfigError
+from aquifer.memory_options import PREDICTION_USES
 from aquifer.predict.forecaster import Forecaster, LengthForecaster, Oracle, Predictor
 from aquifer.sim.baselines.evictions import Eviction
 from aquifer.sim.baselines.reserved import Policy, ReservedCache
@@ -107,6 +108,7 @@ class ReplayConfig:
         length_prediction: how the lengths of outputs are forecast: "off", "prior" by those of
             recent outputs, or "oracle" by themselves.
         predictor: with "prior", predicts too; None for recent lengths alone.
+        prediction_uses: what forecasts are used for.
 
     Raises:
         ConfigError: an option is invalid.
@@ -133,6 +135,7 @@ class ReplayConfig:
     states_lengths: bool = True
     length_prediction: LengthPrediction = "off"
     predictor: Predictor | None = None
+    prediction_uses: tuple[str, ...] = PREDICTION_USES
 
     def __post_init__(self) -> None:
         if self.manager not in MANAGERS:

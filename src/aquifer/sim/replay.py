@@ -134,6 +134,7 @@ class DeviceReplay:
             restore_mode=config.preemption_mode,
             clock_s=lambda: self._clock.now_s,
             policies=Policies(admission=static_batches) if config.manager == "static" else None,
+            prediction_uses=config.prediction_uses,
         )
         self.room = assembly.room
         self._preemption = assembly.preemption
