@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterator, Sequence
 
 from aquifer.engine.sequence import SequenceGroup
@@ -10,8 +11,7 @@ from aquifer.engine.sequence import SequenceGroup
 class Queue:
     """The waiting requests of one model, by client.
 
-    Those of a client are in this order: preempted ones first, the latest preempted one foremost,
-    then the others in order of arrival.
+    Those of a client are in order of arrival, preempted ones too.
     """
 
     def __init__(self) -> None:
@@ -43,13 +43,14 @@ class Queue:
         return next(group for group in self._by_client[client] if group.arrival == arrival)
 
     def append(self, group: SequenceGroup) -> None:
-        """Put a request behind all of its client."""
+        """Put a request that has just arrived behind all of its client."""
         self._by_client.setdefault(group.client, []).append(group)
         self._num += 1
 
-    def push(self, group: SequenceGroup) -> None:
-        """Put a request before all of its client."""
-        self._by_client.setdefault(group.client, []).insert(0, group)
+    def put_back(self, group: SequenceGroup) -> None:
+        """Put a preempted request in its place among those of its client."""
+        groups = self._by_client.setdefault(group.client, [])
+        insort(groups, group, key=lambda other: other.arrival)
         self._num += 1
 
     def remove(self, group: SequenceGroup) -> None:

@@ -296,7 +296,7 @@ class Scheduler:
         lane.running.remove(group)
         lane.num_preemptions += 1
         group.num_preemptions += 1
-        lane.waiting.push(group)
+        lane.waiting.put_back(group)
 
     # --- sharing between clients ---------------------------------------------------------------
 

@@ -11,8 +11,7 @@ from aquifer.engine.policies.requests import Candidate, ClientState
 class AdmissionSnapshot(NamedTuple):
     """A model's queues at the moment of the decision."""
 
-    # By client; none of them empty. In each, preempted requests come first, the latest preempted
-    # one foremost, then the others in order of arrival.
+    # By client; none of them empty, and each in order of arrival, preempted requests too.
     queues: Mapping[int, Sequence[Candidate]]
     clients: Mapping[int, ClientState]  # at least those that have requests
     num_running: int  # requests of this model that run
