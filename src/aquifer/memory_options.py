@@ -34,9 +34,10 @@ MEMORY_OPTIONS: tuple[Option, ...] = (
         "kv_cache",
         str,
         "virtual",
-        "virtual (contiguous addresses), paged (block tables); to compare: avmp and its variants.",
+        "virtual (contiguous addresses), paged (block tables), bucketed (contiguous regions by "
+        "forecast lengths); to compare: avmp and its variants.",
         scopes=("serve", "run", "bench", "llm"),
-        choices=("virtual", "paged", "avmp", "avmp-fixed", "avmp-padded"),
+        choices=("virtual", "paged", "bucketed", "avmp", "avmp-fixed", "avmp-padded"),
     ),
     Option(
         "kv_layout",

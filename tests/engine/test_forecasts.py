@@ -74,8 +74,8 @@ def test_change_is_the_mean_over_draws_and_its_deviation() -> None:
     outputs = random.integers(0, 100, num_seqs)
     now = np.asarray(FOOTPRINT.pages(prompts + outputs)).sum()
     pages = np.zeros((num_draws, len(HORIZONS)))
-    for slot in slots:
-        forecast = forecast_of(random.integers(50, 400), 3)
+    for slot in slots.tolist():
+        forecast = forecast_of(float(random.integers(50, 400)), 3)
         forecasts.set(slot, forecast)
         begun = outputs[slot - 1]
         lengths = draw(forecast, 40 * num_draws, random)

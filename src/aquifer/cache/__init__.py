@@ -17,8 +17,8 @@ from aquifer.errors import ConfigError
 from aquifer.memory.pool import Owner, PagePool
 
 KV_CACHES = ("virtual", "paged")
-BASELINES = ("avmp", "avmp-fixed", "avmp-padded")
-"""Managers to compare with, which retain no prefixes."""
+BASELINES = ("bucketed", "avmp", "avmp-fixed", "avmp-padded")
+"""Managers for other devices or to compare with, which retain no prefixes."""
 
 
 def kv_cache(
@@ -43,6 +43,10 @@ def kv_cache(
             raise ConfigError(
                 f"kv_cache {name} keeps whole tokens together; choose kv_layout token-major"
             )
+        if name == "bucketed":
+            from aquifer.cache.bucketed import BucketedCache
+
+            return partial(BucketedCache, block_size=block_size)
         from aquifer.cache.avmp.manager import AvmpCache
 
         return partial(AvmpCache, name, block_size, max_step_tokens)

@@ -142,6 +142,9 @@ class GroupedCache:
 
     # --- sequences ---------------------------------------------------------------------------
 
+    def note_end(self, num_tokens: int) -> None:
+        """Do nothing: no manager of a part reserves by what is usual."""
+
     def expect(
         self, slot: int, num_prompt: int, num_total: int, forecast: Forecast | None = None
     ) -> None:

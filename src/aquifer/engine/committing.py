@@ -151,9 +151,7 @@ def _note(
         if stopped and last not in group.eos_ids:
             output.stop_reason = last
         output.timing = timing(group, now_s)
-        if lane.forecaster is not None and group.outlook is not None:
-            num_tokens = len(lane.slots.tokens(sequence)) - group.num_prompt_tokens
-            lane.forecaster.ended(group.outlook, num_tokens)
+        lane.learn(sequence)
         lane.end(sequence, now_s)
 
 

@@ -412,6 +412,13 @@ class Lane:
         if not group.sequences:
             self.running.remove(group)
 
+    def learn(self, sequence: Sequence) -> None:
+        """Learn from the length of a sequence that comes to its own end now."""
+        group, num_tokens = sequence.group, len(self.slots.tokens(sequence))
+        self.cache.note_end(num_tokens)
+        if self.forecaster is not None and group.outlook is not None:
+            self.forecaster.ended(group.outlook, num_tokens - group.num_prompt_tokens)
+
     def _mark_end(self, sequence: Sequence) -> None:
         """Mark the state that a sequence ends with, if a prefix can end there.
 

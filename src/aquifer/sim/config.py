@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from aquifer.cache import kv_cache
 from aquifer.cache.base import CacheFactory
+from aquifer.cache.bucketed import BucketedCache
 from aquifer.cache.slot_pages import MappingOptions
 from aquifer.engine.params import MAX_SEQUENCES
 from aquifer.engine.policies import RestoreMode
@@ -28,7 +29,7 @@ _RESERVED: dict[str, Policy] = {
 
 LengthPrediction = Literal["off", "prior", "oracle"]
 
-MANAGERS = ("virtual", "paged", *_RESERVED)
+MANAGERS = ("virtual", "paged", "bucketed", *_RESERVED)
 """Cache managers to compare. "static" reserves like "orca-max" and runs static batches: no request
 joins a running batch, and all of its outputs return when the last is done (FasterTransformer,
 section 6.1)."""
@@ -109,6 +110,7 @@ class ReplayConfig:
             recent outputs, or "oracle" by themselves.
         predictor: with "prior", predicts too; None for recent lengths alone.
         prediction_uses: what forecasts are used for.
+        static_buckets: with "bucketed", the buckets have equal widths for ever (S3).
 
     Raises:
         ConfigError: an option is invalid.
@@ -136,6 +138,7 @@ class ReplayConfig:
     length_prediction: LengthPrediction = "off"
     predictor: Predictor | None = None
     prediction_uses: tuple[str, ...] = PREDICTION_USES
+    static_buckets: bool = False
 
     def __post_init__(self) -> None:
         if self.manager not in MANAGERS:
@@ -180,7 +183,7 @@ class ReplayConfig:
     @property
     def is_reserved(self) -> bool:
         """Whether the manager reserves all of a request's memory when it is admitted."""
-        return self.manager in _RESERVED
+        return self.manager in _RESERVED or self.manager == "bucketed"
 
     def forecaster(self) -> Forecaster | None:
         """Make the forecaster of a model."""
@@ -200,9 +203,11 @@ class ReplayConfig:
     def factory(self) -> CacheFactory:
         """Return the factory of a model's cache manager."""
         policy = _RESERVED.get(self.manager)
+        if self.is_reserved and self.kv_layout == "layer-major":
+            raise ConfigError(f"{self.manager} keeps whole tokens together; choose token-major")
+        if self.manager == "bucketed":
+            return partial(BucketedCache, block_size=self.block_size, is_static=self.static_buckets)
         if policy is None:
             mapping = MappingOptions(is_layer_major=self.kv_layout == "layer-major")
             return kv_cache(self.manager, self.block_size, self.max_num_batched_tokens, mapping)
-        if self.kv_layout == "layer-major":
-            raise ConfigError(f"{self.manager} keeps whole tokens together; choose token-major")
         return partial(ReservedCache, policy=policy, block_size=self.block_size)
