@@ -17,8 +17,10 @@ from aquifer.errors import ConfigError
 from aquifer.memory.pool import Owner, PagePool
 
 KV_CACHES = ("virtual", "paged")
-BASELINES = ("bucketed", "avmp", "avmp-fixed", "avmp-padded")
-"""Managers for other devices or to compare with, which retain no prefixes."""
+BASELINES = ("avmp", "avmp-fixed", "avmp-padded")
+"""Managers to compare with, which retain no prefixes."""
+REGIONS = ("bucketed",)
+"""Managers for devices without virtual memory or paging, which retain no prefixes either."""
 
 
 def kv_cache(
@@ -30,7 +32,7 @@ def kv_cache(
     """The manager called `name`, for layers with and without windows.
 
     Args:
-        name: one of `KV_CACHES` or `BASELINES`.
+        name: one of `KV_CACHES`, `REGIONS` or `BASELINES`.
         block_size: tokens of a block, where the manager has blocks.
         max_step_tokens: tokens of the largest step; None for as many as a sequence may have.
         mapping: see `group_cache`.
@@ -38,12 +40,12 @@ def kv_cache(
     Raises:
         ConfigError: there is no such manager.
     """
-    if name in BASELINES:
+    if name in BASELINES or name in REGIONS:
         if mapping is not None and mapping.is_layer_major:
             raise ConfigError(
                 f"kv_cache {name} keeps whole tokens together; choose kv_layout token-major"
             )
-        if name == "bucketed":
+        if name in REGIONS:
             from aquifer.cache.bucketed import BucketedCache
 
             return partial(BucketedCache, block_size=block_size)
@@ -75,7 +77,7 @@ def group_cache(
     if name == "paged":
         is_layer_major = mapping is not None and mapping.is_layer_major
         return partial(_paged, block_size, is_layer_major)
-    known = ", ".join((*KV_CACHES, *BASELINES))
+    known = ", ".join((*KV_CACHES, *REGIONS, *BASELINES))
     raise ConfigError(f"unknown KV cache {name!r}; choose one of {known}")
 
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from aquifer.cache.base import IntArray
 from aquifer.cache.footprint import Footprint
-from aquifer.predict.lengths import EDGES, NUM_BINS, Forecast, bin_of
+from aquifer.predict.lengths import EDGES, LEAST_LEFT, NUM_BINS, Forecast, bin_of
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -24,9 +24,6 @@ _STALE_TOKENS = 16
 """Tokens after which what is expected of a sequence is computed anew."""
 
 _NEVER = -_STALE_TOKENS
-
-_LEAST = 1e-4
-"""Probability below which a forecast no longer says anything about an output that goes on."""
 
 
 class Change(NamedTuple):
@@ -98,7 +95,7 @@ class SlotForecasts:
         # until they are twice as long.
         tail = (num_outputs + 1)[:, None] / (num_outputs[:, None] + 1 + more)
         with np.errstate(divide="ignore", invalid="ignore"):
-            given = np.where(now > _LEAST, np.minimum(longer[:, 1:] / now, 1.0), tail)
+            given = np.where(now > LEAST_LEFT, np.minimum(longer[:, 1:] / now, 1.0), tail)
         exact = self._exact[slots]
         if exact.any():
             given = np.where(exact[:, None] > 0, then[:, 1:] < exact[:, None], given)

@@ -125,8 +125,11 @@ class Lane:
         group = sequence.group
         forecast = self.forecast(group)
         self.forecasts.set(slot, forecast)
-        told = forecast if self.tells_cache else None
-        self.cache.expect(slot, group.num_prompt_tokens, group.limit_total, told)
+        num_tokens = len(sequence.token_ids)
+        told = None
+        if self.tells_cache and forecast is not None and not group.begins_anew:
+            told = forecast.after(num_tokens - group.num_prompt_tokens)
+        self.cache.expect(slot, num_tokens, group.limit_total, told)
         return slot
 
     def release_slot(self, sequence: Sequence, now_s: float | None) -> None:

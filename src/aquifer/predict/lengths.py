@@ -14,7 +14,8 @@ import numpy.typing as npt
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
-_MOST_TOKENS = 1 << 20
+LEAST_LEFT = 1e-4
+"""Probability below which a forecast no longer says anything about an output that goes on."""
 
 
 def _edges() -> IntArray:
@@ -100,6 +101,23 @@ class Forecast:
         part = (share - begin) / self.masses[number] if self.masses[number] else 1.0
         width = EDGES[number + 1] - EDGES[number]
         return max(int(np.ceil(EDGES[number] + part * width - 1e-9)), 1)
+
+    def after(self, num_tokens: int) -> Forecast | None:
+        """The forecast of what is still to come of an output that has `num_tokens` already.
+
+        None if it is longer than it was ever expected to become.
+        """
+        if not num_tokens:
+            return self
+        if self.exact is not None:
+            return Forecast.certain(self.exact - num_tokens) if self.exact > num_tokens else None
+        ends = self.cumulative(EDGES + num_tokens)
+        left = float(1.0 - ends[0])
+        if left < LEAST_LEFT:
+            return None
+        masses = np.diff(ends) / left
+        masses[-1] += 1.0 - masses.sum()
+        return Forecast(np.maximum(masses, 0.0))
 
     def limited(self, most_tokens: int) -> Forecast:
         """The forecast of an output that is ended when it has `most_tokens`."""
