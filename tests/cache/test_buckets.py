@@ -94,7 +94,7 @@ def test_no_region_is_lost_or_given_twice(data: st.DataObject) -> None:
             pool.give(taken.pop(data.draw(st.integers(0, len(taken) - 1))))
         else:
             size = data.draw(st.integers(1, largest))
-            region = pool.take(size, is_large=size == largest)
+            region = pool.take(size, may_have_reserve=size == largest)
             if region is not None:
                 assert len(region) == size
                 taken.append(region)
@@ -106,20 +106,20 @@ def test_no_region_is_lost_or_given_twice(data: st.DataObject) -> None:
         pool.give(region)
     pool.check()
     assert pool.is_empty
-    assert pool.take(largest, is_large=True) is not None
+    assert pool.take(largest, may_have_reserve=True) is not None
 
 
 def test_the_large_bucket_has_a_region_when_all_else_is_taken() -> None:
     pool = BucketPool(20, 6)
     while pool.take(2) is not None:
         pass
-    large = pool.take(6, is_large=True)
+    large = pool.take(6, may_have_reserve=True)
     assert large is not None
-    assert pool.take(6, is_large=True) is None
+    assert pool.take(6, may_have_reserve=True) is None
     pool.give(large)
     pool.check()
     assert pool.take(2) is None  # it is kept again
-    assert pool.take(6, is_large=True) is not None
+    assert pool.take(6, may_have_reserve=True) is not None
 
 
 def test_free_regions_of_other_sizes_are_joined() -> None:

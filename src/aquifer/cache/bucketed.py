@@ -2,8 +2,8 @@
 
 For devices on which a table's scattered blocks are slow to read and memory is not virtual. Each
 sequence has one stretch of memory (`aquifer.cache.contiguous`), of the bucket that its forecast
-says (`aquifer.cache.buckets`). One that outgrows its region is moved: its KV is copied to a region
-of the large bucket, in one stretch, behind the steps that were launched so far.
+says (`aquifer.cache.buckets`). One that outgrows its region is moved: its KV is copied to a larger
+region, in one stretch, behind the steps that were launched so far.
 
 The arena is what the pool has free when the first sequence begins, and is made anew whenever none
 is left.
@@ -122,8 +122,8 @@ class BucketedCache(ContiguousCache):
         if (self._regions is None or self._regions.is_empty) and not self._make_arena():
             return None
         assert self._regions is not None
-        is_large = num_tokens >= self._most_tokens[slot]
-        return self._regions.take(self._blocks_for(num_tokens), is_large=is_large)
+        may_have_reserve = self._num_blocks[slot] > 0 or num_tokens >= self._most_tokens[slot]
+        return self._regions.take(self._blocks_for(num_tokens), may_have_reserve=may_have_reserve)
 
     def _vacate(self, region: range) -> None:
         """Put the region into the free list of its size."""
@@ -131,13 +131,19 @@ class BucketedCache(ContiguousCache):
         self._regions.give(region)
 
     def _outgrow(self, slot: int, num_tokens: int) -> bool:
-        """Move the sequence to a region that holds all that it can have (ODMA, section 3.4)."""
+        """Move the sequence to a larger region (ODMA, section 3.4).
+
+        The paper moves it to the largest there is. Where outputs are short beside the context, one
+        such region takes the room of dozens of others; so it is that of the next bucket with half
+        as many tokens again, and copies of one sequence are few even so.
+        """
         most = int(self._most_tokens[slot])
         if num_tokens > most:
             raise InvariantError(f"slot {slot} has {num_tokens} tokens, and may have {most}")
         old_first, old_count = int(self._first[slot]), int(self._num_blocks[slot])
-        region = self._place(slot, most)
-        if region is None or not self._occupy(slot, region, most):
+        wanted = min(self.bounds.bound(num_tokens + num_tokens // 2), most)
+        region = self._place(slot, wanted)
+        if region is None or not self._occupy(slot, region, wanted):
             return False
         size = self.block_bytes
         self.tensors.copy(old_first * size, int(self._first[slot]) * size, old_count * size)

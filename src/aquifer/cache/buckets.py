@@ -121,8 +121,8 @@ class BucketPool:
     takes it in constant time. What no list has is carved from free space; where that does not
     suffice, all free regions are joined to it again.
 
-    Where the arena has room for two of the largest, one is kept for sequences that get the large
-    bucket, so that one that has outgrown its region finds another.
+    Where the arena has room for two of the largest, one is set aside for sequences that get the
+    large bucket or have outgrown their regions.
 
     Args:
         num_units: size of the arena.
@@ -153,12 +153,12 @@ class BucketPool:
         for start, size in self._used.items():
             yield range(start, start + size)
 
-    def take(self, size: int, *, is_large: bool = False) -> range | None:
+    def take(self, size: int, *, may_have_reserve: bool = False) -> range | None:
         """Take a region.
 
         Args:
             size: its units.
-            is_large: whether it may have what is kept for the large bucket.
+            may_have_reserve: whether it may be cut from what is set aside.
 
         Returns: the region, or None if there is no room for it in one piece.
         """
@@ -167,7 +167,7 @@ class BucketPool:
         if start is None:
             self._join()
             start = self._space.acquire(size)
-        if start is None and is_large and self._reserve is not None:
+        if start is None and may_have_reserve and self._reserve is not None:
             self._space.release(self._reserve)
             self._reserve = None
             start = self._space.acquire(size)
