@@ -16,12 +16,13 @@ FloatArray = npt.NDArray[np.float64]
 _BIN_OF = bin_of(np.maximum(np.arange(EDGES[-1] + 1), 1)).astype(np.uint8)
 _WIDTHS = np.diff(EDGES)
 
-HORIZONS: IntArray = np.unique(np.round(1.35 ** np.arange(31)).astype(np.int64))
+HORIZONS: IntArray = np.unique(np.round(1.5 ** np.arange(23)).astype(np.int64))
 """Steps from now at which the expected memory is computed: each step in the beginning, then ever
-rarer, up to 8 100."""
+rarer, up to 7 500."""
 
 _STALE_TOKENS = 16
-"""Tokens after which what is expected of a sequence is computed anew."""
+"""Tokens after which what is expected of a sequence is computed anew; and for others at the same
+time that have got half as many, since the cost is by the call."""
 
 _NEVER = -_STALE_TOKENS
 
@@ -134,8 +135,9 @@ class SlotForecasts:
             slots, lengths, num_prompt, most = (
                 part[known] for part in (slots, lengths, num_prompt, most)
             )
-        stale = (lengths - self._at_tokens[slots] >= _STALE_TOKENS).nonzero()[0]
-        if len(stale):
+        ages = lengths - self._at_tokens[slots]
+        if ages.max() >= _STALE_TOKENS:
+            stale = (ages >= _STALE_TOKENS // 2).nonzero()[0]
             self._refresh(footprint, slots[stale], lengths[stale], num_prompt[stale], most[stale])
         return Change(self._mean[slots].sum(0), self._variance[slots].sum(0))
 

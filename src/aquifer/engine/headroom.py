@@ -18,6 +18,7 @@ from aquifer.engine.lane import Lane
 from aquifer.engine.sequence import SequenceGroup
 from aquifer.memory.room import Room
 from aquifer.memory.runs import num_equal
+from aquifer.predict.lengths import Forecast
 
 _RUN_TOKENS = 64
 """Tokens that all sequences must have room for when a preempted request comes back.
@@ -50,6 +51,8 @@ class Headroom:
     ) -> None:
         self._room = room
         self._plans_by_forecasts = plans_by_forecasts
+        # What was expected last of a waiting request, and of which.
+        self._waiting: tuple[tuple[Forecast, SequenceGroup, list[int]], Change] | None = None
         self._lanes = lanes
 
     def has_room(self, lane: Lane, group: SequenceGroup, match: Match | None) -> bool:
@@ -95,23 +98,27 @@ class Headroom:
                 lengths = np.append(lengths, [len(sequence.token_ids) for sequence in group.live])
             growth_pages += other.cache.footprint.growth(left, lengths)
         if self._plans_by_forecasts:
-            change += _change_of_waiting(lane, group)
+            change += self._change_of_waiting(lane, group)
         return self._room.has(needed_pages + max(growth_pages, change.peak(_DEVIATIONS)))
 
-
-def _change_of_waiting(lane: Lane, group: SequenceGroup) -> Change:
-    """How the memory of a waiting request is expected to change once it runs."""
-    forecast = lane.forecast(group)
-    if forecast is None:
-        return Change.none()
-    lengths = np.array([len(sequence.token_ids) for sequence in group.live])
-    forecasts = SlotForecasts(len(lengths))
-    for slot in range(len(lengths)):
-        forecasts.set(slot, forecast)
-    return forecasts.change(
-        lane.cache.footprint,
-        np.arange(len(lengths)),
-        lengths,
-        np.full(len(lengths), group.num_prompt_tokens),
-        np.full(len(lengths), group.limit_total),
-    )
+    def _change_of_waiting(self, lane: Lane, group: SequenceGroup) -> Change:
+        """How the memory of a waiting request is expected to change once it runs."""
+        forecast = lane.forecast(group)
+        if forecast is None:
+            return Change.none()
+        lengths = np.array([len(sequence.token_ids) for sequence in group.live])
+        # A request that waits is asked about again and again.
+        key = (forecast, group, lengths.tolist())
+        if self._waiting is None or self._waiting[0] != key:
+            forecasts = SlotForecasts(len(lengths))
+            for slot in range(len(lengths)):
+                forecasts.set(slot, forecast)
+            change = forecasts.change(
+                lane.cache.footprint,
+                np.arange(len(lengths)),
+                lengths,
+                np.full(len(lengths), group.num_prompt_tokens),
+                np.full(len(lengths), group.limit_total),
+            )
+            self._waiting = key, change
+        return self._waiting[1]

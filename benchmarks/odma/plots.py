@@ -1,0 +1,119 @@
+"""Plots of the figures, drawn from the JSON files alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+
+import numpy as np
+from matplotlib import pyplot as plt
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Content = Mapping[str, Any]
+
+PAPER_UTILISATION = {"Alpaca": (0.5505, 0.7245), "Google-NQ": (0.4254, 0.6179)}
+"""Of static pre-allocation, and of ODMA (section 5.2)."""
+
+PAPER_GAIN = {"Alpaca": 0.23, "Google-NQ": 0.27}
+"""Tokens per second of ODMA more than those of static pre-allocation."""
+
+_COLOURS = ("#999999", "#1f77b4", "#111111", "#ff9f40", "#d62728", "#9467bd", "#2ca02c")
+_DPI = 90
+
+
+def draw(content: Content, file: Path) -> None:
+    """Draw the plot of a part, if it has one."""
+    drawing = _DRAWINGS.get(content["part"])
+    if drawing is not None:
+        drawing(content, file)
+
+
+def _bars(axes: Axes, groups: list[str], series: Mapping[str, list[float]]) -> None:
+    """A group of bars for each of `groups`, with a bar of each series."""
+    width = 0.8 / len(series)
+    for number, (name, values) in enumerate(series.items()):
+        places = np.arange(len(groups)) + (number - (len(series) - 1) / 2) * width
+        axes.bar(places, values, width, label=name, color=_COLOURS[number % len(_COLOURS)])
+    axes.set_xticks(np.arange(len(groups)), groups)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _pressure(content: Content, file: Path) -> None:
+    shares = list(dict.fromkeys(row["memory_share"] for row in content["rows"]))
+    ways = list(dict.fromkeys(row["way"] for row in content["rows"]))
+    groups = [f"{share:.0%}" for share in shares]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+
+    def series(value: Callable[[Content], float]) -> dict[str, list[float]]:
+        return {way: [value(row) for row in content["rows"] if row["way"] == way] for way in ways}
+
+    _bars(left, groups, series(lambda row: row["preemptions"]))
+    left.set_ylabel("preemptions")
+    _bars(right, groups, series(lambda row: row["goodput"][-1]))
+    ttft_s, tpot_s = content["good_bounds_s"][-1]
+    right.set_ylabel(f"requests/s, TTFT ≤ {ttft_s:g} s and TPOT ≤ {1e3 * tpot_s:g} ms")
+    for axes in (left, right):
+        axes.set_xlabel("memory for KV, of what is used where it is plentiful")
+    left.legend(frameon=False, fontsize=8)
+    figure.savefig(file, dpi=_DPI)
+    plt.close(figure)
+
+
+def _utilisation(content: Content, file: Path) -> None:
+    sources = list(dict.fromkeys(row["source"] for row in content["rows"]))
+    ways = list(dict.fromkeys(row["way"] for row in content["rows"]))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    for axes, name, label in (
+        (left, "utilisation", "memory for KV that holds tokens, %"),
+        (right, "tokens_per_s", "output tokens/s"),
+    ):
+        scale = 100 if name == "utilisation" else 1
+        _bars(
+            axes,
+            sources,
+            {
+                way: [scale * row[name] for row in content["rows"] if row["way"] == way]
+                for way in ways
+            },
+        )
+        axes.set_ylabel(label)
+    left.legend(frameon=False, fontsize=7)
+    figure.savefig(file, dpi=_DPI)
+    plt.close(figure)
+
+
+def _drift(content: Content, file: Path) -> None:
+    window = content["window_requests"]
+    figure, (top, bottom) = plt.subplots(
+        2, 1, figsize=(8, 5), layout="constrained", sharex=True, height_ratios=(1, 2)
+    )
+    outputs = content["mean_outputs"]
+    top.plot(window * np.arange(len(outputs)), outputs, color="#111111")
+    top.set_ylabel("output tokens, mean")
+    for number, row in enumerate(content["rows"]):
+        places = window * np.arange(len(row["windows"]))
+        bottom.plot(places, row["windows"], label=row["way"], color=_COLOURS[number])
+    bottom.set_ylabel("mean TTFT, s")
+    bottom.set_yscale("log")
+    bottom.set_xlabel("requests that have arrived")
+    for axes in (top, bottom):
+        axes.spines[["top", "right"]].set_visible(False)
+        for place in content["shifts_at"]:
+            axes.axvline(place, color="#cccccc", zorder=0)
+    bottom.legend(frameon=False, fontsize=8)
+    figure.savefig(file, dpi=_DPI)
+    plt.close(figure)
+
+
+_DRAWINGS: Mapping[str, Callable[[Content, Path], None]] = {
+    "pressure": _pressure,
+    "utilisation": _utilisation,
+    "drift": _drift,
+}
