@@ -56,7 +56,7 @@ def real(data: Path, num_requests: int) -> dict[str, Any]:
         "seed": 0,
     }
     model = BUNDLED_MODELS["demo"]
-    with LLM(model, memory="2GiB", **options) as llm:
+    with LLM(model, memory="128MiB", **options) as llm:
         (info,) = llm.engine.models.values()
         (lane,) = llm.engine.lanes.values()
         mean = sum(prompt + output for prompt, output in lengths) // len(lengths)
