@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from aquifer.cache.footprint import Footprint
@@ -42,7 +41,6 @@ __all__ = [
     "KVLayout",
     "KVPart",
     "KVView",
-    "KeepsAll",
     "Kept",
     "LayerKV",
     "Recurrence",
@@ -223,6 +221,17 @@ class SequenceVerbs(Blocks, Protocol):
             positions: [num_seqs], the least position that each one's next row can have.
         """
 
+    def finished(self, slot: int, num_total: int) -> None:
+        """A slot's sequence has ended by itself; called before `release`.
+
+        It is not called for sequences that are preempted, aborted or fail. Managers that predict
+        lengths learn from it; others may ignore it.
+
+        Args:
+            slot: the slot.
+            num_total: its final length, prompt included, tokens.
+        """
+
     def release(self, slot: int) -> None:
         """Forget a sequence and give back its blocks, except what is used or held elsewhere."""
 
@@ -366,54 +375,6 @@ class KVPart(GroupCache, SequenceCache, Protocol):
     @property
     def tensors(self) -> KVTensors:
         """The device's half."""
-
-
-class KeepsAll:
-    """The verbs of a `GroupCache` by itself: it is the only part, and keeps all tokens."""
-
-    @property
-    def parts(self: GroupCache) -> tuple[CachePart, ...]:
-        """The manager itself."""
-        return (CachePart(self, None),)
-
-    def admit(self: GroupCache, slot: int, num_tokens: int) -> bool:
-        """`reserve` all of them."""
-        return self.reserve(np.array([slot]), np.array([num_tokens]))
-
-    def resume(self: GroupCache, slot: int, kept: Sequence[Kept], num_tokens: int) -> bool:
-        """`adopt` the blocks."""
-        (of_all,) = kept
-        return self.adopt(slot, of_all.blocks, num_tokens, of_all.first)
-
-    def keep_checkpoints(self) -> None:
-        """Do nothing."""
-
-    def advance(self, slots: IntArray, positions: IntArray) -> None:
-        """Do nothing."""
-
-    def can_fork(self, parent: int, num_tokens: int) -> bool:
-        """True."""
-        return True
-
-    def mark(self, slot: int, num_tokens: int) -> None:
-        """Do nothing: KV of earlier tokens stays as it is."""
-
-    def marked(self, slot: int) -> list[int] | None:
-        """None: see `GroupCache.marked`."""
-        return None
-
-    def unmark(self, slot: int, num_tokens: int) -> None:
-        """Do nothing."""
-
-    def kept_at(self: GroupCache, slot: int, num_tokens: int, window_tokens: int) -> Kept | None:
-        """The blocks of the window, with one token more."""
-        first = max(num_tokens - window_tokens, 0)
-        if self.num_forgotten(slot) > first:
-            return None
-        blocks, footprint = self.blocks(slot, num_tokens), self.footprint
-        end = -(-num_tokens * footprint.token_bytes // footprint.block_bytes)
-        begin = footprint.whole_blocks(first)
-        return Kept(begin, blocks[len(blocks) - (end - begin) :])
 
 
 class CacheFactory(Protocol):

@@ -19,9 +19,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aquifer.cache.base import CacheStats, IntArray, KeepsAll, KVLayout
+from aquifer.cache.base import CacheStats, IntArray, KVLayout
 from aquifer.cache.footprint import Footprint
 from aquifer.cache.free_blocks import FreeBlocks
+from aquifer.cache.keeps_all import KeepsAll
 from aquifer.cache.tensors import KVShape, KVTensors
 from aquifer.errors import InvariantError
 from aquifer.memory.pool import Kind, Owner, PagePool

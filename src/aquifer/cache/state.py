@@ -19,8 +19,9 @@ from contextlib import ExitStack
 import numpy as np
 import torch
 
-from aquifer.cache.base import CacheStats, IntArray, KeepsAll, Kept
+from aquifer.cache.base import CacheStats, IntArray, Kept
 from aquifer.cache.footprint import StateFootprint
+from aquifer.cache.keeps_all import KeepsAll
 from aquifer.cache.layout import StateLayout
 from aquifer.cache.state_tensors import StateShape, StateTensors
 from aquifer.errors import InvariantError

@@ -23,9 +23,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from aquifer.cache.base import CacheStats, IntArray, KeepsAll, KVLayout
+from aquifer.cache.base import CacheStats, IntArray, KVLayout
 from aquifer.cache.footprint import Footprint
 from aquifer.cache.growth import AHEAD_TOKENS
+from aquifer.cache.keeps_all import KeepsAll
 from aquifer.cache.shared_pages import SharedPages
 from aquifer.cache.slot_copies import SlotCopies
 from aquifer.cache.slot_pages import MappingOptions, SlotPages

@@ -99,6 +99,8 @@ def commit_beams(
         beam_groups.advance(lane, group, beams, now_s)
         if beams.search.finished:
             outputs += beam_groups.results(group, beams, timing(group, now_s))
+            for beam in beams.live:
+                lane.report_length(beam)
             lane.end_all(group, now_s)
     return outputs
 
@@ -151,6 +153,7 @@ def _note(
         if stopped and last not in group.eos_ids:
             output.stop_reason = last
         output.timing = timing(group, now_s)
+        lane.report_length(sequence)
         lane.end(sequence, now_s)
 
 

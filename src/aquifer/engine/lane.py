@@ -394,6 +394,11 @@ class Lane:
 
     # --- endings -----------------------------------------------------------------------------
 
+    def report_length(self, sequence: Sequence) -> None:
+        """Tell the cache the length of a sequence that is complete, before it ends."""
+        if sequence.slot is not None:
+            self.cache.finished(sequence.slot, len(self.slots.tokens(sequence)))
+
     def end(self, sequence: Sequence, now_s: float) -> None:
         """End a sequence. Sequences that wait to fork from it fork now, or compute themselves."""
         group, table = sequence.group, self.slots

@@ -25,6 +25,7 @@ from functools import lru_cache
 
 import torch
 
+from aquifer.cache.contiguous import ContiguousCache
 from aquifer.cache.swap import SwapSpace
 from aquifer.engine.assembly import Assembly, LaneSpec
 from aquifer.engine.outputs import TokenOutput
@@ -36,7 +37,6 @@ from aquifer.engine.step_input import StepInput
 from aquifer.errors import ConfigError, InvariantError
 from aquifer.memory.pool import PagePool
 from aquifer.sim.averages import Averages
-from aquifer.sim.baselines.reserved import ReservedCache
 from aquifer.sim.clock import Arrivals, Clock
 from aquifer.sim.config import ReplayConfig
 from aquifer.sim.device import StepModel, StepWork
@@ -312,7 +312,7 @@ class DeviceReplay:
         copied_bytes = sum(
             lane.cache.copied_bytes
             for lane in self._lanes.values()
-            if isinstance(lane.cache, ReservedCache)
+            if isinstance(lane.cache, ContiguousCache)
         )
         assert self._preemption is not None
         moved_bytes = self._preemption.moved_bytes
