@@ -258,10 +258,10 @@ class ContiguousCache(KeepsAll, ABC):
     def _give(self, region: range) -> None:
         """The opposite of `_take`."""
         first = self.tensors.shape.first_row
-        self._unplace(range(region.start - first, region.stop - first))
         self._vacate(region)
+        self._unplace(range(region.start - first, region.stop - first))
 
-    def _move(self, taken: Sequence[tuple[int, range]]) -> None:
+    def _move(self, taken: list[tuple[int, range]]) -> None:
         """Let slots have these regions, with the KV of those that have one already.
 
         All copies are one launch. The old regions are given up after it: their pages are retired
@@ -293,7 +293,9 @@ class ContiguousCache(KeepsAll, ABC):
 
     def _vacate(self, region: range) -> None:
         """The opposite of `_occupy`."""
-        pages = self._pages_of(region)
+        self._vacate_pages(self._pages_of(region))
+
+    def _vacate_pages(self, pages: range) -> None:
         self._page_users[pages.start : pages.stop] -= 1
         self.tensors.residency.give_up(self._unused(pages))
 

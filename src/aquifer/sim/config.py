@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
 
-from aquifer.cache import kv_cache
+from aquifer.cache import BUCKETED, kv_cache
 from aquifer.cache.base import CacheFactory
 from aquifer.cache.slot_pages import MappingOptions
 from aquifer.engine.params import MAX_SEQUENCES
@@ -24,7 +24,7 @@ _RESERVED: dict[str, Policy] = {
     "static": "max",
 }
 
-MANAGERS = ("virtual", "paged", *_RESERVED)
+MANAGERS = ("virtual", "paged", BUCKETED, *_RESERVED)
 """Cache managers to compare. "static" reserves like "orca-max" and runs static batches: no request
 joins a running batch, and all of its outputs return when the last is done (FasterTransformer,
 section 6.1)."""
@@ -128,7 +128,7 @@ class ReplayConfig:
             raise ConfigError(
                 f"unknown KV cache {self.manager!r}; choose one of {', '.join(MANAGERS)}"
             )
-        if self.prefix_caching and self.is_reserved:
+        if self.prefix_caching and (self.is_reserved or self.manager == BUCKETED):
             raise ConfigError(f"{self.manager} cannot share, so there is no prefix caching with it")
         if self.loading is not None and self.is_reserved:
             raise ConfigError(
