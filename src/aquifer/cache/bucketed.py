@@ -34,6 +34,8 @@ from aquifer.predict.lengths import Forecast
 _MIN_BLOCKS, _MID_BLOCKS = 4, 32
 """Sizes of regions are multiples of these: 64 tokens up to 512, then 512, with blocks of 16."""
 
+_SINGLE_TOKENS = Granularity(1, 1, 1)
+
 
 @dataclass(frozen=True, slots=True)
 class BucketFootprint(Footprint):
@@ -46,7 +48,7 @@ class BucketFootprint(Footprint):
         reserve_pages: pages that regular buckets cannot have.
     """
 
-    sizes: Granularity = Granularity(1, 1, 1)
+    sizes: Granularity = _SINGLE_TOKENS
     reserve_pages: int = 0
 
     def pages(self, num_tokens: Count) -> Count:
@@ -221,8 +223,13 @@ class BucketedCache(ContiguousCache):
             return None
         most = self._sizes.align(max(int(self._most_tokens[slot]), num_tokens))
         bound = self.bounds.of(int(self._totals[slot]) or None, num_tokens)
-        size = most if bound is None else min(bound, most)
-        return self._arena.take(self._blocks_for(size), is_large=bound is None)
+        num_blocks = self._blocks_for(most if bound is None else min(bound, most))
+        # The reserve has pages, which other places may not get.
+        needed_bytes = num_blocks * self.block_bytes + self._page_bytes
+        is_tight = not self._keeps_mapped and self._memory.free_bytes < needed_bytes
+        return self._arena.take(
+            num_blocks, is_large=bound is None, reserve_first=is_tight and bool(self._held)
+        )
 
     def _unplace(self, blocks: range) -> None:
         self._arena.give(blocks.start)

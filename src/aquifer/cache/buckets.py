@@ -212,8 +212,8 @@ class BucketPool:
     of free space; and if no space is large enough, all free pieces of other sizes are merged back
     into space first. A piece that is given back goes to the list of its size.
 
-    The last `reserve_blocks` are for the large bucket alone, which takes pieces there if it finds
-    none elsewhere.
+    The last `reserve_blocks` are for the large bucket alone, which by default takes pieces there if
+    it finds none elsewhere.
 
     Invariants, in each of the two parts: pieces in use, free pieces and space tile the part; each
     free piece is in the list of its size, once.
@@ -230,14 +230,18 @@ class BucketPool:
         self._parts = (_Pieces(0, first), _Pieces(first, reserve_blocks))
         self._is_large: dict[int, bool] = {}  # of each piece in use, by its first block
 
-    def take(self, num_blocks: int, *, is_large: bool = False) -> range | None:
+    def take(
+        self, num_blocks: int, *, is_large: bool = False, reserve_first: bool = False
+    ) -> range | None:
         """Take neighbouring blocks; None, and nothing is taken, if there are not so many.
 
         Args:
             num_blocks: how many; at least 1.
             is_large: whether they are for the large bucket.
+            reserve_first: whether the large bucket takes them from the reserve if it can.
         """
-        for part in self._parts if is_large else self._parts[:1]:
+        parts = self._parts if is_large else self._parts[:1]
+        for part in reversed(parts) if reserve_first else parts:
             start = part.take(num_blocks)
             if start is not None:
                 self._is_large[start] = is_large
