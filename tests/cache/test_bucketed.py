@@ -323,13 +323,9 @@ def test_the_device_refuses(call: str, num_pages: int):
     before = harness.books
     harness.driver.fail_at = harness.driver.num_calls + (call == "map")
     harness.cache.expect(3, 60, 101, Forecast.certain(1))
-    try:
-        assert harness.cache.reserve(np.array([3, 1]), np.array([60, 17]))
-    except DriverError as error:
-        assert call in str(error)
-        assert harness.books == before
-    else:
-        harness.release(3)
+    with pytest.raises(DriverError, match=call):
+        harness.cache.reserve(np.array([3, 1]), np.array([60, 17]))
+    assert harness.books == before
     harness.check()
     harness.close()
 
@@ -389,7 +385,7 @@ def test_what_it_cannot_do_is_refused():
     driver = HostDriver()
     pool = PagePool(driver, 1 << 20)
     state = StateLayout(((StateTensor("state", (4,), torch.float32),),))
-    with pytest.raises(ConfigError, match="no room for recurrent state.*choose virtual"):
+    with pytest.raises(ConfigError, match="no room for recurrent state"):
         kv_cache(BUCKETED)(pool, OWNER, LAYOUT, 2, 8, state)
     with pytest.raises(ConfigError, match="kv_cache bucketed keeps whole tokens together"):
         kv_cache(BUCKETED, mapping=MappingOptions(is_layer_major=True))

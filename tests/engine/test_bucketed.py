@@ -1,5 +1,5 @@
-"""The engine with regions of predicted size: the same tokens, whatever is forecast, and every request
-is served."""
+"""The engine with regions of predicted size: the same tokens, whatever is forecast, and each
+request is served."""
 
 from __future__ import annotations
 
@@ -101,13 +101,15 @@ def test_the_same_tokens(folder: Path, expected: list[list[int]], forecast: int 
 
 
 def test_bounds_follow_requests_that_end(folder: Path) -> None:
-    """A hundred lengths of which each counts once; those of aborted requests do not."""
+    """Each that ends counts once, in all its completions; the bounds change with the hundredth."""
     short = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     with bucketed(folder) as (llm, _, cache):
         before = cache.bounds.bounds
-        llm.generate([[1, 2]] * 99, short, use_tqdm=False)
+        llm.generate([[1, 2]] * 97, short, use_tqdm=False)
+        pair = SamplingParams(n=2, temperature=0, max_tokens=3, ignore_eos=True)
+        llm.generate([[1, 2]], pair, use_tqdm=False)
         assert cache.bounds.bounds == before
-        llm.generate([[1] * 20], short, use_tqdm=False)
+        llm.generate([[1, 2]], short, use_tqdm=False)
         assert cache.bounds.bounds == (16, before[-1])
 
 
@@ -130,9 +132,7 @@ def test_in_little_memory(
 
 
 @pytest.mark.parametrize("forecast", ["none", "short"], indirect=True)
-def test_samples_and_beams(
-    folder: Path, expected: list[list[int]], forecast: int | None
-) -> None:
+def test_samples_and_beams(folder: Path, expected: list[list[int]], forecast: int | None) -> None:
     """Sequences that fork get copies; with little memory they are preempted together."""
     samples = SamplingParams(n=3, temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
     beams = BeamSearchParams(beam_width=3, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
