@@ -29,6 +29,9 @@ from aquifer.errors import InvariantError
 from aquifer.memory.pool import Owner, PagePool
 from aquifer.memory.runs import runs
 
+_PIECE_BYTES = 64 << 20
+"""Size of the pieces that a copy is cut into."""
+
 
 class ContiguousCache(KeepsAll, ABC):
     """A `SequenceCache` of contiguous regions.
@@ -167,11 +170,10 @@ class ContiguousCache(KeepsAll, ABC):
             self._leave(slot)
         if not self.reserve(np.array([slot]), np.array([num_tokens])):
             return False
-        size, target = self.block_bytes, int(self._first[slot])
+        target = int(self._first[slot])
         for start, end in runs(blocks):
-            self.tensors.copy(blocks[start] * size, (target + start) * size, (end - start) * size)
+            self._copy(blocks[start], target + start, end - start)
         self.tensors.make_copies()
-        self.copied_bytes += len(blocks) * self.block_bytes
         return True
 
     def fork(self, parent: int, child: int, num_tokens: int) -> bool:
@@ -271,9 +273,7 @@ class ContiguousCache(KeepsAll, ABC):
         for slot, region in taken:
             count = int(self._num_blocks[slot])
             if count:
-                size, source = self.block_bytes, int(self._first[slot])
-                self.tensors.copy(source * size, region.start * size, count * size)
-                self.copied_bytes += count * size
+                self._copy(int(self._first[slot]), region.start, count)
             self._first[slot], self._num_blocks[slot] = region.start, len(region)
             # Kernels read no entry beyond the end of a sequence.
             blocks = np.arange(min(len(region), self.tensors.table.shape[1]))
@@ -282,6 +282,18 @@ class ContiguousCache(KeepsAll, ABC):
             self.tensors.make_copies()
         for region in old:
             self._give(region)
+
+    def _copy(self, source: int, target: int, count: int) -> None:
+        """Request the copy of neighbouring blocks, in pieces, which one launch copies side by side.
+
+        A launch has a bound on the size of a piece: that of CUDA on the second dimension of a grid.
+        """
+        size = self.block_bytes
+        step = max(_PIECE_BYTES // size, 1)
+        for start in range(0, count, step):
+            num_bytes = min(step, count - start) * size
+            self.tensors.copy((source + start) * size, (target + start) * size, num_bytes)
+        self.copied_bytes += count * size
 
     def _occupy(self, region: range) -> bool:
         """Have pages under a region; False if the pool is short."""
