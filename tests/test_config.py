@@ -202,7 +202,7 @@ def test_llm_refuses_what_the_table_does_not_have() -> None:
         LLM("demo", memory="lots")
     with pytest.raises(
         ConfigError,
-        match="kv_cache is 'tree'; choose virtual, paged, avmp, avmp-fixed or avmp-padded",
+        match="kv_cache is 'tree'; choose virtual, paged, bucketed, avmp, avmp-fixed or avmp-p",
     ):
         LLM("demo", kv_cache="tree")
 
@@ -387,7 +387,7 @@ def test_bad_files(serve_with: Serve, tmp_path: Path, content: str, words: str) 
         (
             "AQUIFER_KV_CACHE",
             "tree",
-            "AQUIFER_KV_CACHE is 'tree'; choose virtual, paged, avmp, avmp-fixed or avmp-padded",
+            "AQUIFER_KV_CACHE is 'tree'; choose virtual, paged, bucketed, avmp, avmp-fixed or ",
         ),
         ("AQUIFER_ENABLE_PREFIX_CACHING", "maybe", "write true or false"),
         (

@@ -199,6 +199,8 @@ class EngineConfig:
     reclaim_below: float = default_of("reclaim_below")
     guard_pages: bool = field(default_factory=_guards_by_environment)
     kv_cache: str = default_of("kv_cache")
+    bucket_routing_threshold: float = default_of("bucket_routing_threshold")
+    bucket_inflation: float = default_of("bucket_inflation")
     block_size: int = default_of("block_size")
     max_model_len: int | None = default_of("max_model_len")
     max_num_seqs: int | None = default_of("max_num_seqs")

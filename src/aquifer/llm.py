@@ -63,6 +63,8 @@ class LLMOptions(TypedDict, total=False):
     memory: str | int | None
     gpu_memory_utilization: float
     kv_cache: str
+    bucket_routing_threshold: float
+    bucket_inflation: float
     kv_layout: str
     page_size: str | int | None
     prompt_page_size: str | int | None

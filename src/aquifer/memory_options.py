@@ -34,10 +34,30 @@ MEMORY_OPTIONS: tuple[Option, ...] = (
         "kv_cache",
         str,
         "virtual",
-        "virtual (contiguous addresses), paged (block tables), bucketed (contiguous regions by "
-        "forecast lengths); to compare: avmp and its variants.",
+        "virtual (contiguous addresses), paged (block tables), bucketed (regions of predicted "
+        "size); to compare: avmp and its variants.",
         scopes=("serve", "run", "bench", "llm"),
         choices=("virtual", "paged", "bucketed", "avmp", "avmp-fixed", "avmp-padded"),
+    ),
+    Option(
+        "bucket_routing_threshold",
+        float,
+        0.75,
+        "With kv_cache bucketed: uncertainty of a forecast above which a request gets memory for "
+        "its longest output.",
+        unit="fraction",
+        scopes=("serve", "run", "llm"),
+        minimum=0,
+        maximum=1,
+    ),
+    Option(
+        "bucket_inflation",
+        float,
+        0.1,
+        "With kv_cache bucketed: a forecast length grows by this times its uncertainty.",
+        unit="fraction",
+        scopes=("serve", "run", "llm"),
+        minimum=0,
     ),
     Option(
         "kv_layout",
@@ -114,7 +134,7 @@ MEMORY_OPTIONS: tuple[Option, ...] = (
         "block_size",
         int,
         16,
-        "Tokens in a block of the paged cache.",
+        "Tokens in a block of the paged cache, and of the bucketed one.",
         unit="tokens",
         scopes=("serve", "run", "llm"),
         minimum=1,

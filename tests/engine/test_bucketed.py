@@ -1,36 +1,45 @@
-"""The engine with contiguous regions by forecast lengths: the same tokens; nothing is lost."""
+"""The engine with regions of predicted size: the same tokens, whatever is forecast, and each
+request is served."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.architectures import OUR_DECODER, VOCAB_SIZE, save_tiny
+from tests.architectures import HYBRIDS, OUR_DECODER, VOCAB_SIZE, save_tiny
 
 from aquifer.bench.soak import check_idle
 from aquifer.cache.bucketed import BucketedCache
+from aquifer.engine.lane import Lane
 from aquifer.engine.outputs import RequestOutput
 from aquifer.engine.params import BeamSearchParams, SamplingParams
 from aquifer.errors import ConfigError
 from aquifer.llm import LLM
+from aquifer.predict.lengths import Forecast
+
+FAMILIES = ("llama", "gemma2")
+"""Of the second, a part of the layers has a window."""
 
 OPTIONS: dict[str, Any] = {
     "page_size": "4KiB",
     "block_size": 4,
     "max_num_batched_tokens": 16,
     "max_num_seqs": 8,
-    "max_model_len": 96,
     "seed": 0,
 }
-LENGTHS = (3, 5, 30, 4, 6, 41, 5, 3, 17, 4)
-"""Tokens of the outputs: most are short, so that the others outgrow their regions."""
+OUTPUT_TOKENS = 24
+GREEDY = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+PROMPT_TOKENS = (1, 40, 7, 23, 60, 40, 12, 33, 5, 18)
+FORECASTS = {"none": None, "short": 2, "right": OUTPUT_TOKENS, "long": 500}
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model; the second one has windows."""
+    """A tiny model."""
     folder = tmp_path_factory.mktemp(request.param)
     save_tiny(OUR_DECODER[request.param](), folder, 2)
     return folder
@@ -38,95 +47,113 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[list[int]]:
+    """What the model generates with the paged manager."""
     with LLM(folder, memory="16MiB", kv_cache="paged", **OPTIONS) as llm:
-        return generate(llm)
+        return tokens(llm.generate(prompts(), GREEDY, use_tqdm=False))
 
 
-def generate(llm: LLM) -> list[list[int]]:
-    """Outputs of 40 requests. They end by a token that is forbidden until then and forced
-    afterwards, so that nobody knows their lengths beforehand."""
+def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(3)
-    prompts = [
-        torch.randint(VOCAB_SIZE, (int(n),), generator=generator).tolist()
-        for n in torch.randint(1, 40, (40,), generator=generator)
-    ]
-    last = VOCAB_SIZE - 1
-    params = [
-        SamplingParams(
-            temperature=0,
-            max_tokens=50,
-            min_tokens=LENGTHS[number % len(LENGTHS)],
-            stop_token_ids=[last],
-            logit_bias={last: 100.0},
-            ignore_eos=True,
-        )
-        for number in range(len(prompts))
-    ]
-    return tokens(llm.generate(prompts, params, use_tqdm=False))
+    return [torch.randint(VOCAB_SIZE, (n,), generator=generator).tolist() for n in PROMPT_TOKENS]
 
 
 def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def cache_of(llm: LLM) -> BucketedCache:
-    (lane,) = llm.engine.lanes.values()
-    assert isinstance(lane.cache, BucketedCache)
-    assert lane.prefixes is None
-    return lane.cache
+@pytest.fixture
+def forecast(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> int | None:
+    """Have all outputs forecast to be of one length."""
+    length: int | None = FORECASTS[request.param]
+    expect = BucketedCache.expect
+
+    def expected_to_be(
+        cache: BucketedCache, slot: int, num_prompt: int, num_total: int, _: Any = None
+    ) -> None:
+        known = None if length is None else Forecast.certain(length)
+        expect(cache, slot, num_prompt, num_total, known)
+
+    monkeypatch.setattr(BucketedCache, "expect", expected_to_be)
+    return length
 
 
-@pytest.mark.parametrize("length_prediction", ["off", "prior", "oracle"])
-@pytest.mark.parametrize("preemption_mode", ["swap", "recompute"])
-def test_the_same_tokens(
-    folder: Path,
-    expected: list[list[int]],
-    preemption_mode: str,
-    length_prediction: str,
-) -> None:
-    """In room for three of the longest requests, so that many are preempted or moved."""
-    assert {len(each) for each in expected} == {length + 1 for length in LENGTHS}
-    with LLM(folder, memory="64MiB", kv_cache="bucketed", **OPTIONS) as llm:
-        (info,) = llm.engine.models.values()
-        num_pages = cache_of(llm).footprint.most(90, 96)
-    with LLM(
-        folder,
-        memory=info.weight_bytes + 3 * num_pages * 4096,
-        kv_cache="bucketed",
-        preemption_mode=preemption_mode,
-        length_prediction=length_prediction,
-        **OPTIONS,
-    ) as llm:
-        cache = cache_of(llm)
-        for _ in range(2):
-            assert generate(llm) == expected
-            cache.check()
-        if length_prediction == "prior":
-            assert cache.num_overflows > 0
-            assert len(cache.bounds.bounds) > 2
-        else:
-            assert cache.num_overflows == 0
+@contextmanager
+def bucketed(
+    folder: Path, memory: str | int = "16MiB", **options: Any
+) -> Iterator[tuple[LLM, Lane, BucketedCache]]:
+    """An engine; in the end no page is left in use."""
+    with LLM(folder, memory=memory, kv_cache="bucketed", **OPTIONS, **options) as llm:
+        (lane,) = llm.engine.lanes.values()
+        assert isinstance(lane.cache, BucketedCache)
+        assert lane.prefixes is None
+        yield llm, lane, lane.cache
+        lane.cache.check()
+        assert not lane.cache.occupancy
         check_idle(llm)
 
 
-def test_beams_and_samples(folder: Path) -> None:
-    prompt = [1, 2, 3, 4, 5]
-    found = []
-    for kv_cache in ("paged", "bucketed"):
-        with LLM(folder, memory="16MiB", kv_cache=kv_cache, **OPTIONS) as llm:
-            beams = llm.beam_search([prompt], BeamSearchParams(beam_width=3, max_tokens=12))
-            several = SamplingParams(n=3, temperature=1.0, seed=1, max_tokens=12, ignore_eos=True)
-            (output,) = llm.generate([prompt], several, use_tqdm=False)
-            found.append(
-                (
-                    [list(completion.token_ids) for completion in beams[0].outputs],
-                    [list(completion.token_ids) for completion in output.outputs],
-                )
-            )
-            check_idle(llm)
-    assert found[0] == found[1]
+@pytest.mark.parametrize("forecast", FORECASTS, indirect=True)
+def test_the_same_tokens(folder: Path, expected: list[list[int]], forecast: int | None) -> None:
+    with bucketed(folder) as (llm, lane, cache):
+        assert tokens(llm.generate(prompts(), GREEDY, use_tqdm=False)) == expected
+        assert lane.num_preemptions == 0
+        assert (cache.num_overflows > 0) == (forecast == 2)
 
 
-def test_layer_major_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="bucketed keeps whole tokens together"):
-        LLM(folder, memory="16MiB", kv_cache="bucketed", kv_layout="layer-major", **OPTIONS)
+def test_bounds_follow_requests_that_end(folder: Path) -> None:
+    """Each that ends counts once, in all its completions; the bounds change with the hundredth."""
+    short = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    with bucketed(folder) as (llm, _, cache):
+        before = cache.bounds.bounds
+        llm.generate([[1, 2]] * 97, short, use_tqdm=False)
+        pair = SamplingParams(n=2, temperature=0, max_tokens=3, ignore_eos=True)
+        llm.generate([[1, 2]], pair, use_tqdm=False)
+        assert cache.bounds.bounds == before
+        llm.generate([[1, 2]], short, use_tqdm=False)
+        assert cache.bounds.bounds == (16, before[-1])
+
+
+@pytest.mark.parametrize("forecast", ["none", "short", "right"], indirect=True)
+@pytest.mark.parametrize("preemption_mode", ["swap", "recompute"])
+def test_in_little_memory(
+    folder: Path, expected: list[list[int]], forecast: int | None, preemption_mode: Any
+) -> None:
+    """The longest request fits and not much more: regions that are too small have to be left."""
+    with bucketed(folder) as (llm, _, cache):
+        (info,) = llm.engine.models.values()
+        num_pages = cache.footprint.most(max(PROMPT_TOKENS), max(PROMPT_TOKENS) + OUTPUT_TOKENS)
+    memory = info.weight_bytes + (num_pages + 2) * 4096
+    with bucketed(folder, memory, preemption_mode=preemption_mode) as (llm, lane, cache):
+        assert tokens(llm.generate(prompts(), GREEDY, use_tqdm=False)) == expected
+        if forecast == 2:
+            assert cache.num_overflows > 0
+            assert lane.num_preemptions > 0
+            assert (lane.num_swaps > 0) == (preemption_mode == "swap")
+
+
+@pytest.mark.parametrize("forecast", ["none", "short"], indirect=True)
+def test_samples_and_beams(folder: Path, expected: list[list[int]], forecast: int | None) -> None:
+    """Sequences that fork get copies; with little memory they are preempted together."""
+    samples = SamplingParams(n=3, temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+    beams = BeamSearchParams(beam_width=3, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+    asked = [samples, beams.sampling_params()]
+    given = [prompts()[1]] * 2
+    with LLM(folder, memory="16MiB", kv_cache="paged", **OPTIONS) as llm:
+        _, searched = llm.generate(given, asked, use_tqdm=False)
+    with bucketed(folder) as (llm, _, cache):
+        (info,) = llm.engine.models.values()
+        num_pages = cache.footprint.most(40, 40 + OUTPUT_TOKENS, 3)
+    memory = info.weight_bytes + num_pages * 4096
+    for each in ("16MiB", memory):
+        with bucketed(folder, each) as (llm, _, cache):
+            sampled, found = llm.generate(given, asked, use_tqdm=False)
+            assert [list(each.token_ids) for each in sampled.outputs] == [expected[1]] * 3
+            assert [each.token_ids for each in found.outputs] == [
+                each.token_ids for each in searched.outputs
+            ]
+
+
+def test_recurrent_state_is_refused(tmp_path: Path) -> None:
+    save_tiny(HYBRIDS["bamba"](), tmp_path, 2)
+    with pytest.raises(ConfigError, match="bucketed has no room for recurrent state"):
+        LLM(tmp_path, memory="16MiB", kv_cache="bucketed", **OPTIONS)

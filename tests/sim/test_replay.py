@@ -140,14 +140,14 @@ def test_preempted_requests_come_to_their_end(mode):
 
 
 @pytest.mark.parametrize("options", [{"num_samples": 3}, {"beam_width": 3}])
-@pytest.mark.parametrize("manager", ["virtual", "paged", "orca-oracle"])
+@pytest.mark.parametrize("manager", ["virtual", "paged", "bucketed", "orca-oracle"])
 def test_several_sequences_of_a_request(manager, options):
     config, requests = config_of(manager, 400, **options), _requests(0, 12, rate=10.0)
     result = replay(config, requests)
     assert all(record.finished_s is not None for record in result.records)
     _check(result)
     shares = result.averages["shared"] > 0
-    assert shares == (manager != "orca-oracle")
+    assert shares == (manager in ("virtual", "paged"))
     # The one that has computed the prompt is a step ahead of the others.
     assert result.averages["sequences"] == pytest.approx(3 * result.averages["requests"], rel=0.05)
     _same(result, replay(replace(config, fast_forward=False), requests))

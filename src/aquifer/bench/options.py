@@ -165,7 +165,8 @@ REPLAY = (
         "kv_cache",
         str,
         "virtual",
-        "One or several, by commas: virtual, paged, orca-max, orca-pow2, orca-oracle, static.",
+        "One or several, by commas: virtual, paged, bucketed, orca-max, orca-pow2, orca-oracle, "
+        "static.",
         unit="names",
     ),
     replace(

@@ -12,6 +12,7 @@ from aquifer.cache.base import (
     SequenceCache,
     StateLayout,
 )
+from aquifer.cache.buckets import Routing
 from aquifer.cache.slot_pages import MappingOptions
 from aquifer.errors import ConfigError
 from aquifer.memory.pool import Owner, PagePool
@@ -19,8 +20,8 @@ from aquifer.memory.pool import Owner, PagePool
 KV_CACHES = ("virtual", "paged")
 BASELINES = ("avmp", "avmp-fixed", "avmp-padded")
 """Managers to compare with, which retain no prefixes."""
-REGIONS = ("bucketed",)
-"""Managers for devices without virtual memory or paging, which retain no prefixes either."""
+BUCKETED = "bucketed"
+"""The manager of regions of predicted size, which retains no prefixes."""
 
 
 def kv_cache(
@@ -28,27 +29,29 @@ def kv_cache(
     block_size: int = 16,
     max_step_tokens: int | None = None,
     mapping: MappingOptions | None = None,
+    routing: Routing | None = None,
 ) -> CacheFactory:
     """The manager called `name`, for layers with and without windows.
 
     Args:
-        name: one of `KV_CACHES`, `REGIONS` or `BASELINES`.
+        name: one of `KV_CACHES` or `BASELINES`, or `BUCKETED`.
         block_size: tokens of a block, where the manager has blocks.
         max_step_tokens: tokens of the largest step; None for as many as a sequence may have.
         mapping: see `group_cache`.
+        routing: how forecasts choose buckets, where the manager has buckets; None for the default.
 
     Raises:
         ConfigError: there is no such manager.
     """
-    if name in BASELINES or name in REGIONS:
-        if mapping is not None and mapping.is_layer_major:
-            raise ConfigError(
-                f"kv_cache {name} keeps whole tokens together; choose kv_layout token-major"
-            )
-        if name in REGIONS:
-            from aquifer.cache.bucketed import BucketedCache
+    if name in (*BASELINES, BUCKETED) and mapping is not None and mapping.is_layer_major:
+        raise ConfigError(
+            f"kv_cache {name} keeps whole tokens together; choose kv_layout token-major"
+        )
+    if name == BUCKETED:
+        from aquifer.cache.bucketed import BucketedCache
 
-            return partial(BucketedCache, block_size=block_size)
+        return partial(BucketedCache, block_size=block_size, routing=routing)
+    if name in BASELINES:
         from aquifer.cache.avmp.manager import AvmpCache
 
         return partial(AvmpCache, name, block_size, max_step_tokens)
@@ -77,7 +80,7 @@ def group_cache(
     if name == "paged":
         is_layer_major = mapping is not None and mapping.is_layer_major
         return partial(_paged, block_size, is_layer_major)
-    known = ", ".join((*KV_CACHES, *REGIONS, *BASELINES))
+    known = ", ".join((*KV_CACHES, BUCKETED, *BASELINES))
     raise ConfigError(f"unknown KV cache {name!r}; choose one of {known}")
 
 

@@ -221,10 +221,15 @@ class SequenceVerbs(Blocks, Protocol):
             positions: [num_seqs], the least position that each one's next row can have.
         """
 
-    def note_end(self, num_tokens: int) -> None:
-        """Learn that a sequence has come to its own end, with so many tokens.
+    def finished(self, slot: int, num_total: int) -> None:
+        """A slot's sequence has ended by itself; called before `release`.
 
-        Managers that reserve by what is usual need it; others may ignore it.
+        It is not called for sequences that are preempted, aborted or fail. Managers that predict
+        lengths learn from it; others may ignore it.
+
+        Args:
+            slot: the slot.
+            num_total: its final length, prompt included, tokens.
         """
 
     def release(self, slot: int) -> None:

@@ -1,57 +1,105 @@
-"""KV in contiguous regions as large as sequences are expected to become (ODMA).
+"""KV in contiguous regions of predicted size (ODMA, sections 3.3 to 3.5).
 
-For devices on which a table's scattered blocks are slow to read and memory is not virtual. Each
-sequence has one stretch of memory (`aquifer.cache.contiguous`), of the bucket that its forecast
-says (`aquifer.cache.buckets`). One that outgrows its region is moved: its KV is copied to a larger
-region, in one stretch, behind the steps that were launched so far.
+When a sequence begins, it gets a region of the smallest bucket that holds the length forecast for
+it. The buckets follow the lengths of the sequences that have finished. With no forecast, or an
+uncertain one, the region is of the large bucket: it holds all tokens that the sequence may ever
+have. A sequence that outgrows its region moves to one of the large bucket, with one copy of its KV.
 
-The arena is what the pool has free when the first sequence begins, and is made anew whenever none
-is left.
+pages       come with a region and go with it. With `keeps_mapped`, for devices without virtual
+            memory, all of the arena is mapped when the first sequence begins, and stays.
+reserve     room for sequences that outgrow their regions: regular buckets cannot have it. Its pages
+            are held while any sequence runs, if the pool has room for two such pieces.
+no deadlock a sequence that is preempted goes on in the large bucket once it has as many tokens as
+            were forecast. When no region is in use, the arena is one free space again. So a request
+            that fits alone is always served at last.
+
+Tokens behind windows are kept. Recurrent state is not supported, and nothing is shared.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from math import lcm
 
 import numpy as np
 
-from aquifer.cache.base import KVLayout, StateLayout
-from aquifer.cache.buckets import BucketBounds, BucketPool, Router
+from aquifer.cache.base import IntArray, KVLayout, StateLayout
+from aquifer.cache.buckets import BucketBounds, BucketPool, Granularity, Routing
 from aquifer.cache.contiguous import ContiguousCache
-from aquifer.cache.footprint import Footprint
+from aquifer.cache.footprint import Count, Footprint
 from aquifer.errors import ConfigError, InvariantError
 from aquifer.memory.pool import Owner, PagePool
 from aquifer.predict.lengths import Forecast
 
-_THRESHOLD = 0.9
-"""Uncertainty above which a request gets the large bucket (tau): lengths over all of the bins."""
+_MIN_BLOCKS, _MID_BLOCKS = 4, 32
+"""Sizes of regions are multiples of these: 64 tokens up to 512, then 512, with blocks of 16."""
 
-_INFLATION = 0.1
-"""Factor of uncertainty by which estimates are raised (alpha)."""
+_SINGLE_TOKENS = Granularity(1, 1, 1)
+
+
+def sizes_of(block_size: int, max_tokens: int) -> Granularity:
+    """The sizes of regions, for blocks and sequences of so many tokens."""
+    return Granularity(_MIN_BLOCKS * block_size, _MID_BLOCKS * block_size, max_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class BucketFootprint(Footprint):
+    """Footprint of sequences whose regions hold all tokens that they may ever have.
+
+    Those of regular buckets are smaller.
+
+    Attributes:
+        sizes: sizes of regions.
+        reserve_pages: pages that regular buckets cannot have.
+    """
+
+    sizes: Granularity = _SINGLE_TOKENS
+    reserve_pages: int = 0
+
+    def pages(self, num_tokens: Count) -> Count:
+        """Pages under the region of a sequence that may have so many tokens."""
+        if isinstance(num_tokens, np.ndarray):
+            return np.array([self.pages(count) for count in num_tokens.tolist()], np.int64)
+        return Footprint.pages(self, self.sizes.align(num_tokens))
+
+    def most(self, num_prompt: int, num_total: int, num_sequences: int = 1) -> int:
+        """See `Footprint.most`; for several sequences the reserve counts too.
+
+        If there is a reserve, one sequence fits beside it. Several may have to do without it.
+        """
+        reserve_pages = self.reserve_pages if num_sequences > 1 else 0
+        return Footprint.most(self, num_prompt, num_total, num_sequences) + reserve_pages
+
+    def growth(self, more_tokens: IntArray, num_tokens: IntArray) -> int:
+        """No pages: a region has room to grow, and few sequences outgrow theirs."""
+        return 0
 
 
 class BucketedCache(ContiguousCache):
-    """The `SequenceCache` of regions by buckets.
+    """The `SequenceCache` of bucketed regions.
 
     Args:
         pool: where pages come from.
         owner: the pages' owner.
-        layout: layout of one token. Tokens behind windows are kept.
-        max_seqs: number of slots.
-        max_tokens: longest sequence.
+        layout: layout of one token's KV. Tokens behind windows are kept.
+        max_seqs: number of slots, which are numbered from 1.
+        max_tokens: length of the longest sequence.
         state: must be None: there is no room for recurrent state.
         block_size: tokens of a block.
-        keeps_mapped: whether the arena's pages stay, as on a device without virtual memory.
-        is_static: whether buckets have equal widths for ever (S3).
-        threshold: see `aquifer.cache.buckets.Router`.
-        inflation: see there.
+        routing: how a forecast chooses a bucket.
+        bounds: bounds of the buckets; None for ones that follow the lengths.
+        num_reserved: regions of the largest size that regular buckets cannot have.
+        keeps_mapped: whether all pages of the arena stay mapped: all that the pool has free when
+            the first sequence begins.
 
     Attributes:
-        bounds: the buckets.
-        num_overflows: sequences that were moved because they had outgrown their regions.
+        bounds: bounds of the buckets.
+        routing: as given.
+        num_overflows: sequences that have outgrown their region, since the start.
+        migrated_bytes: bytes that were copied for them.
 
     Raises:
-        ConfigError: the model has recurrent state.
+        ConfigError: the model has recurrent state, or no KV.
     """
 
     def __init__(
@@ -64,101 +112,172 @@ class BucketedCache(ContiguousCache):
         state: StateLayout | None = None,
         *,
         block_size: int = 16,
+        routing: Routing | None = None,
+        bounds: BucketBounds | None = None,
+        num_reserved: int = 1,
         keeps_mapped: bool = False,
-        is_static: bool = False,
-        threshold: float = _THRESHOLD,
-        inflation: float = _INFLATION,
     ) -> None:
         if state is not None or not layout.token_bytes:
             raise ConfigError(
-                "kv_cache bucketed keeps KV in regions and nothing else; for models with recurrent "
-                "state choose virtual or paged"
+                f"kv_cache bucketed has no room for recurrent state, which {owner.model} has; "
+                "choose virtual, paged or avmp"
             )
-        block_bytes = block_size * layout.token_bytes
-        footprint = Footprint(layout.token_bytes, block_bytes, pool.page_bytes, shares=False)
         layers = tuple(replace(layer, window_tokens=None) for layer in layout.layers)
+        layout = KVLayout(layers, layout.dtype)
+        sizes = sizes_of(block_size, max_tokens)
+        block_bytes = block_size * layout.token_bytes
+        largest = -(-max_tokens // block_size)
+        # Whole pages, so that the reserve shares none with other regions.
+        whole = lcm(block_bytes, pool.page_bytes) // block_bytes
+        self._reserve_blocks = -(-num_reserved * largest // whole) * whole
+        reserve_bytes = self._reserve_blocks * block_bytes
+        footprint = BucketFootprint(
+            layout.token_bytes,
+            block_bytes,
+            pool.page_bytes,
+            shares=False,
+            sizes=sizes,
+            reserve_pages=reserve_bytes // pool.page_bytes,
+        )
+        # As many as the pool could ever have pages for, and addresses of the reserve.
+        num_blocks = min(pool.budget_bytes // block_bytes + 1, max_seqs * largest)
+        num_blocks = -(-num_blocks // whole) * whole
         super().__init__(
             pool,
             owner,
-            KVLayout(layers, layout.dtype),
+            layout,
             max_seqs,
             max_tokens,
             block_size,
-            pool.budget_bytes // block_bytes + 1,
+            num_blocks + self._reserve_blocks,
             footprint,
-            keeps_mapped=keeps_mapped,
         )
-        self.bounds = BucketBounds(max_tokens, block_size, is_static=is_static)
+        self.bounds = bounds or BucketBounds(sizes)
+        self.routing = routing or Routing()
         self.num_overflows = 0
-        self._router = Router(self.bounds, threshold, inflation)
-        self._most_tokens = np.full(max_seqs + 1, max_tokens, np.int64)
-        self._pool = pool
-        self._regions: BucketPool | None = None
+        self.migrated_bytes = 0
+        self._memory = pool
+        self._sizes = sizes
+        self._largest = largest
+        self._keeps_mapped = keeps_mapped
+        self._arena = BucketPool(num_blocks + self._reserve_blocks, self._reserve_blocks)
+        self._held = range(0)  # pages of the reserve, or of all of the arena, if they are held
+        # What `expect` said: the length to choose a bucket for, 0 for the large one; and tokens
+        # that there will be KV of at most.
+        self._totals = np.zeros(max_seqs + 1, np.int64)
+        self._most_tokens = np.zeros(max_seqs + 1, np.int64)
 
     def expect(
         self, slot: int, num_prompt: int, num_total: int, forecast: Forecast | None = None
     ) -> None:
-        """Choose the bucket; the very last token needs no KV."""
-        most = min(num_total - 1, self._max_tokens)
-        self._most_tokens[slot] = most
-        self._expected_tokens[slot] = self._router.tokens(num_prompt, most, forecast)
+        """Note the length that is forecast, until the slot is released.
 
-    def note_end(self, num_tokens: int) -> None:
-        """Learn the bounds of the buckets from the length of a sequence."""
-        self.bounds.observe(num_tokens)
+        Without any call, a region holds what is asked for.
+        """
+        self._totals[slot] = self.routing.total(num_prompt, forecast, num_total) or 0
+        self._most_tokens[slot] = num_total - 1  # the last one is never run
 
-    def check(self) -> None:
-        """Verify that regions, free ones and free space are the whole arena."""
-        if self._regions is not None:
-            self._regions.check()
+    def finished(self, slot: int, num_total: int) -> None:
+        """Let the bounds of later sequences follow this length."""
+        self.bounds.observe(num_total)
+
+    def release(self, slot: int) -> None:
+        """Give back the slot's region, and forget what was expected."""
+        super().release(slot)
+        self._totals[slot] = self._most_tokens[slot] = 0
+
+    @property
+    def occupancy(self) -> dict[tuple[int, bool], int]:
+        """Number of regions in use, by their size in tokens and whether they are of the large
+        bucket."""
+        return {
+            (num_blocks * self._block_size, is_large): count
+            for (num_blocks, is_large), count in self._arena.occupancy.items()
+        }
 
     @property
     def free_blocks(self) -> int:
         """Blocks of the arena in no region."""
-        return 0 if self._regions is None else self._regions.num_units - self._regions.used_units
+        return self._arena.free_blocks
+
+    def check(self) -> None:
+        """Verify the pieces of the arena (`BucketPool.check`), and that pages are counted rightly.
+
+        Raises:
+            InvariantError: they are not.
+        """
+        self._arena.check()
+        users = np.zeros_like(self._page_users)
+        users[self._held.start : self._held.stop] += 1
+        slots = np.flatnonzero(self._num_blocks).tolist()
+        for pages in (self._pages_of(self._region(slot)) for slot in slots):
+            users[pages.start : pages.stop] += 1
+        if len(slots) != self._arena.num_used or (users != self._page_users).any():
+            raise InvariantError("regions and the pages under them disagree")
+
+    def close(self) -> None:
+        """Release all slots and the pages that are kept, then the addresses."""
+        for slot in np.flatnonzero(self._num_blocks):
+            self.release(int(slot))
+        self._let_go()
+        super().close()
 
     def _place(self, slot: int, num_tokens: int) -> range | None:
-        """A region of the slot's bucket."""
-        if (self._regions is None or self._regions.is_empty) and not self._make_arena():
+        """A piece of the slot's bucket."""
+        if not self._arena.num_used and not self._begin_arena():
             return None
-        assert self._regions is not None
-        may_have_reserve = self._num_blocks[slot] > 0 or num_tokens >= self._most_tokens[slot]
-        return self._regions.take(self._blocks_for(num_tokens), may_have_reserve=may_have_reserve)
+        most = self._sizes.align(max(int(self._most_tokens[slot]), num_tokens))
+        bound = self.bounds.of(int(self._totals[slot]) or None, num_tokens)
+        num_blocks = self._blocks_for(most if bound is None else min(bound, most))
+        # The reserve has pages, which other places may not get.
+        needed_bytes = num_blocks * self.block_bytes + self._page_bytes
+        is_tight = not self._keeps_mapped and self._memory.free_bytes < needed_bytes
+        return self._arena.take(
+            num_blocks, is_large=bound is None, reserve_first=is_tight and bool(self._held)
+        )
 
-    def _vacate(self, region: range) -> None:
-        """Put the region into the free list of its size."""
-        assert self._regions is not None
-        self._regions.give(region)
+    def _unplace(self, blocks: range) -> None:
+        self._arena.give(blocks.start)
+        if not self._arena.num_used and not self._keeps_mapped:
+            self._let_go()
 
-    def _outgrow(self, slot: int, num_tokens: int) -> bool:
-        """Move the sequence to a larger region (ODMA, section 3.4).
+    def _move(self, taken: list[tuple[int, range]]) -> None:
+        """Count the sequences that move."""
+        outgrown = [int(self._num_blocks[slot]) for slot, _ in taken if self._num_blocks[slot]]
+        self.num_overflows += len(outgrown)
+        self.migrated_bytes += sum(outgrown) * self.block_bytes
+        super()._move(taken)
 
-        The paper moves it to the largest there is. Where outputs are short beside the context, one
-        such region takes the room of dozens of others; so it is that of the next bucket with half
-        as many tokens again, and copies of one sequence are few even so.
-        """
-        most = int(self._most_tokens[slot])
-        if num_tokens > most:
-            raise InvariantError(f"slot {slot} has {num_tokens} tokens, and may have {most}")
-        old_first, old_count = int(self._first[slot]), int(self._num_blocks[slot])
-        wanted = min(self.bounds.bound(num_tokens + num_tokens // 2), most)
-        region = self._place(slot, wanted)
-        if region is None or not self._occupy(slot, region, wanted):
+    def _begin_arena(self) -> bool:
+        """Begin with an arena in one piece, and hold pages for the reserve or for all of it; False
+        if the pool is short. Pre-condition: no region is in use."""
+        arena, first = self._arena, self.tensors.shape.first_row
+        if not self._keeps_mapped:
+            self._arena = BucketPool(arena.num_blocks, arena.reserve_blocks)
+            needed_bytes = (self._reserve_blocks + self._largest) * self.block_bytes
+            if self._reserve_blocks and self._memory.free_bytes >= needed_bytes:
+                end = first + arena.num_blocks
+                self._hold(range(end - arena.reserve_blocks, end))
+            return True
+        if self._held:
+            self._arena = BucketPool(arena.num_blocks, arena.reserve_blocks)
+            return True
+        if not self.tensors.open():
             return False
-        size = self.block_bytes
-        self.tensors.copy(old_first * size, int(self._first[slot]) * size, old_count * size)
-        # After the steps launched so far, which write to the old region, and before any other.
-        self.tensors.make_copies()
-        self.copied_bytes += old_count * size
-        self.num_overflows += 1
-        self._leave(old_first, old_count)
+        num_blocks = min(self._memory.free_bytes // self.block_bytes, arena.num_blocks)
+        has_reserve = num_blocks >= self._reserve_blocks + self._largest
+        self._arena = BucketPool(num_blocks, self._reserve_blocks * has_reserve)
+        return num_blocks > 0 and self._hold(range(first, first + num_blocks))
+
+    def _hold(self, blocks: range) -> bool:
+        """Keep pages under these blocks, whatever regions are there; False if the pool is short."""
+        if not (self.tensors.open() and self._occupy(blocks)):
+            return False
+        self._held = self._pages_of(blocks)
         return True
 
-    def _make_arena(self) -> bool:
-        """Make the arena of what the pool has free; False if it is short after all."""
-        self._release_kept()
-        free_bytes = self._pool.free_bytes
-        num_blocks = max(free_bytes // self.block_bytes, 1)
-        most_blocks = self.tensors.shape.num_rows - self.tensors.shape.first_row
-        self._regions = BucketPool(min(num_blocks, most_blocks), self._blocks_for(self._max_tokens))
-        return self._keep(self._regions.num_units)
+    def _let_go(self) -> None:
+        """The opposite of `_hold`."""
+        if self._held:
+            held, self._held = self._held, range(0)
+            self._vacate_pages(held)

@@ -1,224 +1,352 @@
-"""Buckets of lengths, and the free regions of each (ODMA, sections 3.3 to 3.5).
+"""Buckets of ODMA: how large a sequence's region is, and which piece of an arena it gets.
 
-A bucket is an upper bound of the length of a sequence, prompt and output together, since both lie
-in one region. A request gets a region of the smallest bucket that holds what it is expected to
-become; one of which too little is known, and one that has outgrown its region, gets a region as
-large as it can ever need: the paper's large bucket.
+    sizes      `Granularity`: regions have few different sizes
+    bounds     `BucketBounds`: upper bounds of the buckets, learned from lengths (section 3.3)
+    routing    `Routing`: the bucket of a request, from the forecast of its length (3.3 and 3.4)
+    pieces     `BucketPool`: the arena, with a list of free pieces for each size (3.5)
+
+Lengths are those of whole sequences, prompt and output together, since a region holds both.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 
-from aquifer.errors import InvariantError
+from aquifer.errors import ConfigError, InvariantError
 from aquifer.memory.regions import RegionList
 from aquifer.predict.lengths import Forecast
 
-_WINDOW = 1000
-"""Sequences whose lengths determine the bounds."""
+Widths = Literal["equal", "doubling"]
+"""How far apart bounds are that no lengths were seen for: equally, or each twice the one before."""
 
-_REFRESH = 50
-"""Sequences that end between two updates of the bounds."""
+_TOP_LEVEL = 0.99
+"""Share of the sequences in the window that regular buckets have room for. Bounds that reach up to
+the very longest would make the last regular bucket as large as an outlier."""
 
-_MIN_PARTS, _MID_PARTS = 256, 32
-"""Parts of the longest sequence that bounds are multiples of: small ones, and large ones."""
 
-_ESTIMATE = 0.8
-"""Quantile of a forecast that stands for the length: not the mean, which a heavy tail moves far
-beyond most lengths, while a region that is too short costs a copy."""
+@dataclass(frozen=True, slots=True)
+class Granularity:
+    """The sizes that regions are rounded up to, in tokens.
+
+    Attributes:
+        min_tokens: sizes up to `mid_tokens` are multiples of this.
+        mid_tokens: larger ones are multiples of this; itself a multiple of `min_tokens`.
+        max_tokens: the largest size, which may be any: the longest sequence.
+
+    Raises:
+        ConfigError: `mid_tokens` is no multiple of `min_tokens`.
+    """
+
+    min_tokens: int
+    mid_tokens: int
+    max_tokens: int
+
+    def __post_init__(self) -> None:
+        if self.min_tokens < 1 or self.mid_tokens % self.min_tokens:
+            raise ConfigError(
+                f"buckets of {self.min_tokens} and {self.mid_tokens} tokens do not fit together; "
+                "the larger size must be a multiple of the smaller one"
+            )
+
+    def align(self, num_tokens: int) -> int:
+        """The least size that holds so many tokens; the number itself if no size does."""
+        unit = self.min_tokens if num_tokens <= self.mid_tokens else self.mid_tokens
+        return max(min(-(-num_tokens // unit) * unit, self.max_tokens), num_tokens)
 
 
 class BucketBounds:
-    """Upper bounds of the buckets, in tokens, from the lengths of sequences that have ended.
+    """Upper bounds of the buckets, which follow the lengths of finished sequences.
 
-    They are quantiles at equal steps over a sliding window, so that each bucket gets about as many
-    sequences, rounded up to one of two granularities: small ones for short buckets, and larger ones
-    for long ones. The longest sequence is always a bound. New bounds are for later requests.
+    The bounds of the regular buckets are quantiles of the latest lengths, at levels that give each
+    of them an equal share of the sequences. They are aligned, and equal ones are merged. The last
+    bound, that of the large bucket, is the longest sequence. Before there are lengths enough, and
+    for good if `is_static`, the bounds are those of S3: fixed, `widths` apart.
+
+    New bounds are for later requests: regions keep the size that they have.
 
     Args:
-        max_tokens: the longest sequence.
-        block_tokens: granularities are multiples of it.
-        num_buckets: the most buckets.
-        is_static: keep equal widths for ever, as S3 does.
+        sizes: what bounds are aligned to.
+        num_buckets: most buckets, the large one included.
+        window: how many of the latest lengths count.
+        every: after how many lengths the bounds are computed anew.
+        widths: of the buckets before that.
+        is_static: whether the bounds stay as they are.
 
-    Attributes:
-        bounds: ascending; the last is the longest sequence.
+    Raises:
+        ConfigError: a number is too small, or there are no such widths.
     """
 
     def __init__(
-        self, max_tokens: int, block_tokens: int, num_buckets: int = 8, *, is_static: bool = False
+        self,
+        sizes: Granularity,
+        num_buckets: int = 8,
+        window: int = 1000,
+        every: int = 100,
+        widths: Widths = "doubling",
+        *,
+        is_static: bool = False,
     ) -> None:
-        self._max_tokens = max_tokens
-        self._small = _round_up(-(-max_tokens // _MIN_PARTS), block_tokens)
-        self._large = _round_up(-(-max_tokens // _MID_PARTS), self._small)
-        self._num_buckets = num_buckets
+        if num_buckets < 2 or window < 1 or every < 1:
+            raise ConfigError(
+                f"{num_buckets} buckets from {window} lengths, every {every} of them; give at "
+                "least 2 buckets and 1 length"
+            )
+        if widths not in get_args(Widths):
+            raise ConfigError(f"unknown widths {widths!r}; choose {', '.join(get_args(Widths))}")
+        self.sizes = sizes
         self._is_static = is_static
-        self._lengths: deque[int] = deque(maxlen=_WINDOW)
+        self._every = every
+        num_regular = num_buckets - 1
+        self._levels = _TOP_LEVEL * np.arange(1, num_buckets) / num_regular
+        self._lengths = np.zeros(window, np.int64)  # a ring
         self._num_seen = 0
-        # Before anything is known: equal widths.
-        widths = np.arange(1, num_buckets + 1) * max_tokens / num_buckets
-        self.bounds = self._aligned(widths)
+        if widths == "equal":
+            parts = [number / num_buckets for number in range(1, num_buckets)]
+        else:
+            parts = [0.5**number for number in range(1, num_buckets)]
+        self._bounds = self._aligned([int(part * sizes.max_tokens) for part in parts])
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """The bounds, ascending, in tokens. The last one is the large bucket's."""
+        return self._bounds
 
     def observe(self, num_tokens: int) -> None:
-        """Record the length of a sequence that has ended."""
-        self._lengths.append(num_tokens)
+        """Count the length of a finished sequence, in tokens."""
+        if self._is_static:
+            return
+        self._lengths[self._num_seen % len(self._lengths)] = num_tokens
         self._num_seen += 1
-        if self._num_seen % _REFRESH == 0 and not self._is_static:
-            levels = np.arange(1, self._num_buckets + 1) / self._num_buckets
-            self.bounds = self._aligned(np.quantile(list(self._lengths), levels))
+        if self._num_seen % self._every == 0:
+            lengths = self._lengths[: self._num_seen]
+            # A quantile that is itself a length: nothing between two of them is worth a bucket.
+            found = np.quantile(lengths, self._levels, method="higher")
+            self._bounds = self._aligned(found.tolist())
 
-    def bound(self, num_tokens: int) -> int:
-        """The smallest bound that is not below a length; the longest sequence if all are."""
-        index = int(np.searchsorted(self.bounds, num_tokens))
-        return self.bounds[min(index, len(self.bounds) - 1)]
-
-    def _aligned(self, lengths: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> list[int]:
-        """Lengths as bounds: rounded up, each once, with the longest sequence."""
-        bounds = {self._max_tokens}
-        for length in lengths.tolist():
-            is_long = length > 4 * self._large
-            bound = _round_up(int(np.ceil(length)), self._large if is_long else self._small)
-            bounds.add(min(bound, self._max_tokens))
-        return sorted(bounds)
-
-
-class Router:
-    """Chooses how many tokens to reserve for a request (ODMA, sections 3.3 and 3.4).
-
-    Args:
-        bounds: the buckets.
-        threshold: uncertainty above which a request gets the large bucket (tau), from 0 to 1.
-        inflation: how much the estimate is raised by uncertainty (alpha).
-    """
-
-    def __init__(self, bounds: BucketBounds, threshold: float, inflation: float) -> None:
-        self._bounds = bounds
-        self._threshold = threshold
-        self._inflation = inflation
-
-    def tokens(self, num_prompt: int, num_most: int, forecast: Forecast | None) -> int:
-        """Tokens to reserve.
+    def of(self, total: int | None, num_tokens: int = 0) -> int | None:
+        """The bound of a sequence's regular bucket, in tokens; None for the large bucket.
 
         Args:
-            num_prompt: tokens that the sequence has.
-            num_most: tokens that it can have at most.
-            forecast: of the tokens that follow; None for the large bucket.
+            total: the length that it is expected to have; None if no regular bucket is to be had.
+            num_tokens: tokens that it has already. With as many as were expected, what was expected
+                is wrong, and the large bucket is right.
         """
-        if forecast is None or forecast.uncertainty > self._threshold:
-            return num_most
-        output = forecast.quantile(_ESTIMATE) * (1.0 + self._inflation * forecast.uncertainty)
-        wanted = num_prompt + int(np.ceil(output))
-        return num_most if wanted > num_most else min(self._bounds.bound(wanted), num_most)
+        if total is None or num_tokens >= total:
+            return None
+        number = bisect_left(self._bounds, total)
+        return self._bounds[number] if number < len(self._bounds) - 1 else None
+
+    def _aligned(self, bounds: list[int]) -> tuple[int, ...]:
+        """Aligned bounds, each once, and that of the large bucket."""
+        most = self.sizes.max_tokens
+        regular = {self.sizes.align(bound) for bound in bounds if bound > 0}
+        return (*sorted(bound for bound in regular if bound < most), most)
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a forecast is turned into the length that a bucket must hold.
+
+    A bucket is chosen for the length that the output does not exceed with a probability of `level`.
+    The mean says less: how often a length exceeds it depends on the distribution, and of a heavy
+    tail it is far above most lengths. A forecast that is calibrated then lets a share of
+    `1 - level` of the sequences outgrow their regions, each of which costs a copy and a place in
+    the large bucket. A calibrated quantile is a hedge already, so the inflation is small: it stands
+    for what the forecast does not know of its own errors.
+
+    The uncertainty is an entropy. For a log-normal forecast, it is about 0.40 with a spread by a
+    factor of 1.25, 0.58 by 1.65 and 0.74 by 2.7 (one standard deviation). The default threshold
+    lets those pass that know a length to about a factor of 2.7.
+
+    Attributes:
+        threshold: uncertainty above which a request goes to the large bucket (tau, section 3.4).
+        inflation: the estimate grows by this times the uncertainty (alpha, section 3.3).
+        level: quantile of the forecast to take as its estimate; None for its mean.
+
+    Raises:
+        ConfigError: a number is out of its range.
+    """
+
+    threshold: float = 0.75
+    inflation: float = 0.1
+    level: float | None = 0.9
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.threshold <= 1 and self.inflation >= 0):
+            raise ConfigError(
+                f"the routing threshold is {self.threshold} and the inflation {self.inflation}; "
+                "they must be from 0 to 1, and at least 0"
+            )
+        if self.level is not None and not 0 < self.level <= 1:
+            raise ConfigError(f"the level of a forecast is {self.level}; it must be in (0, 1]")
+
+    def total(self, num_prompt: int, forecast: Forecast | None, most_total: int) -> int | None:
+        """The length to choose a bucket for, in tokens; None if that must be the large bucket.
+
+        Args:
+            num_prompt: tokens of the prompt.
+            forecast: forecast of the output; None if there is none.
+            most_total: tokens at which the sequence is ended, prompt included.
+        """
+        if forecast is None:
+            return None
+        forecast = forecast.limited(max(most_total - num_prompt, 1))
+        uncertainty = forecast.uncertainty
+        if uncertainty > self.threshold:
+            return None
+        estimate = forecast.mean if self.level is None else forecast.quantile(self.level)
+        # Rounded, so that 100 * (1 + 0.1 * 0.0) does not become 101.
+        output = int(np.ceil(round(estimate * (1 + self.inflation * uncertainty), 6)))
+        return min(num_prompt + max(output, 1), most_total)
 
 
 class BucketPool:
-    """Regions of an arena, in units, with a free list for each size (ODMA, section 3.5).
+    """Pieces of an arena of blocks, with a list of free pieces for each size.
 
-    A region that is given back waits in the free list of its size, where the next of that size
-    takes it in constant time. What no list has is carved from free space; where that does not
-    suffice, all free regions are joined to it again.
+    A piece is taken from the list of its size, which is one step. If that is empty it is carved out
+    of free space; and if no space is large enough, all free pieces of other sizes are merged back
+    into space first. A piece that is given back goes to the list of its size.
 
-    Where the arena has room for two of the largest, one is set aside for sequences that get the
-    large bucket or have outgrown their regions.
+    The last `reserve_blocks` are for the large bucket alone, which by default takes pieces there if
+    it finds none elsewhere.
+
+    Invariants, in each of the two parts: pieces in use, free pieces and space tile the part; each
+    free piece is in the list of its size, once.
 
     Args:
-        num_units: size of the arena.
-        largest: units of the largest region.
+        num_blocks: size of the arena.
+        reserve_blocks: the part of it that regular buckets may not have.
     """
 
-    def __init__(self, num_units: int, largest: int) -> None:
-        self.num_units = num_units
-        self._space = RegionList(num_units, 1)
-        self._free: dict[int, list[int]] = {}  # starts by size
-        self._used: dict[int, int] = {}  # sizes by start
-        self._largest = largest
-        self._reserve: int | None = None
-        self._fill_reserve()
+    def __init__(self, num_blocks: int, reserve_blocks: int = 0) -> None:
+        self.num_blocks = num_blocks
+        self.reserve_blocks = reserve_blocks
+        first = num_blocks - reserve_blocks
+        self._parts = (_Pieces(0, first), _Pieces(first, reserve_blocks))
+        self._is_large: dict[int, bool] = {}  # of each piece in use, by its first block
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no region is in use."""
-        return not self._used
-
-    @property
-    def used_units(self) -> int:
-        """Units of all regions in use."""
-        return sum(self._used.values())
-
-    def regions(self) -> Iterator[range]:
-        """The regions in use."""
-        for start, size in self._used.items():
-            yield range(start, start + size)
-
-    def take(self, size: int, *, may_have_reserve: bool = False) -> range | None:
-        """Take a region.
+    def take(
+        self, num_blocks: int, *, is_large: bool = False, reserve_first: bool = False
+    ) -> range | None:
+        """Take neighbouring blocks; None, and nothing is taken, if there are not so many.
 
         Args:
-            size: its units.
-            may_have_reserve: whether it may be cut from what is set aside.
-
-        Returns: the region, or None if there is no room for it in one piece.
+            num_blocks: how many; at least 1.
+            is_large: whether they are for the large bucket.
+            reserve_first: whether the large bucket takes them from the reserve if it can.
         """
-        starts = self._free.get(size)
-        start = starts.pop() if starts else self._space.acquire(size)
-        if start is None:
-            self._join()
-            start = self._space.acquire(size)
-        if start is None and may_have_reserve and self._reserve is not None:
-            self._space.release(self._reserve)
-            self._reserve = None
-            start = self._space.acquire(size)
-        if start is None:
-            return None
-        self._used[start] = size
-        return range(start, start + size)
+        parts = self._parts if is_large else self._parts[:1]
+        for part in reversed(parts) if reserve_first else parts:
+            start = part.take(num_blocks)
+            if start is not None:
+                self._is_large[start] = is_large
+                return range(start, start + num_blocks)
+        return None
 
-    def give(self, region: range) -> None:
-        """Give a region back.
+    def give(self, start: int) -> None:
+        """Give back the piece that begins at a block.
 
         Raises:
-            InvariantError: it is not in use.
+            InvariantError: none in use begins there.
         """
-        if self._used.pop(region.start, None) != len(region):
-            raise InvariantError(f"no region {region} is in use")
-        self._free.setdefault(len(region), []).append(region.start)
-        if self._reserve is None:
-            self._fill_reserve()
+        if self._is_large.pop(start, None) is None:
+            raise InvariantError(f"no piece in use begins at block {start}")
+        self._part_of(start).give(start)
+
+    @property
+    def num_used(self) -> int:
+        """Number of pieces in use."""
+        return len(self._is_large)
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that are in no piece in use, those of the reserve included."""
+        return self.num_blocks - sum(sum(part.used.values()) for part in self._parts)
+
+    @property
+    def occupancy(self) -> dict[tuple[int, bool], int]:
+        """Number of pieces in use, by their size in blocks and whether they are of the large
+        bucket."""
+        return dict(
+            Counter(
+                (self._part_of(start).used[start], is_large)
+                for start, is_large in self._is_large.items()
+            )
+        )
 
     def check(self) -> None:
-        """Verify that regions in use, free ones, the reserve and free space are the whole arena.
+        """Verify the invariants.
 
         Raises:
-            InvariantError: they are not.
+            InvariantError: one does not hold.
         """
+        for part in self._parts:
+            part.check()
+        used = self._parts[0].used.keys() | self._parts[1].used.keys()
+        if used != self._is_large.keys():
+            raise InvariantError("the parts disagree with the pool about what is in use")
+        if not all(self._is_large[start] for start in self._parts[1].used):
+            raise InvariantError("a regular bucket has a piece of the reserve")
+
+    def _part_of(self, start: int) -> _Pieces:
+        return self._parts[start >= self.num_blocks - self.reserve_blocks]
+
+
+class _Pieces:
+    """The pieces of [first, first + num_blocks).
+
+    Attributes:
+        used: number of blocks of each piece in use, by its first block.
+    """
+
+    def __init__(self, first: int, num_blocks: int) -> None:
+        self.used: dict[int, int] = {}
+        self._first = first
+        # Pieces, in use or free, are its allocated regions; in units of a block.
+        self._space = RegionList(num_blocks, align_bytes=1)
+        self._free: dict[int, list[int]] = {}  # by size, the latest given back last
+
+    def take(self, num_blocks: int) -> int | None:
+        """The first block of a piece; None if there is no room."""
+        pieces = self._free.get(num_blocks)
+        if pieces:
+            start = pieces.pop()
+        else:
+            found = self._space.acquire(num_blocks)
+            if found is None and self._merge():
+                found = self._space.acquire(num_blocks)
+            if found is None:
+                return None
+            start = self._first + found
+        self.used[start] = num_blocks
+        return start
+
+    def give(self, start: int) -> None:
+        """The opposite of `take`."""
+        self._free.setdefault(self.used.pop(start), []).append(start)
+
+    def check(self) -> None:
+        """See `BucketPool.check`."""
         self._space.check()
-        pieces = {start: size for size, starts in self._free.items() for start in starts}
-        pieces |= self._used
-        if self._reserve is not None:
-            pieces[self._reserve] = self._largest
-        found = {each.start: each.num_bytes for each in self._space if not each.is_free}
+        free = [(start, size) for size, starts in self._free.items() for start in starts]
+        pieces = sorted([*free, *self.used.items()])
+        found = [
+            (self._first + region.start, region.num_bytes)
+            for region in self._space
+            if not region.is_free
+        ]
         if pieces != found:
-            raise InvariantError(f"the arena has {found}, and the books {pieces}")
+            raise InvariantError("pieces are lost, or in two places at once")
 
-    def _join(self) -> None:
-        """Make free space of all free regions."""
-        for starts in self._free.values():
-            for start in starts:
-                self._space.release(start)
+    def _merge(self) -> bool:
+        """Give all free pieces back to space; returns whether there were any."""
+        starts = [start for pieces in self._free.values() for start in pieces]
+        for start in starts:
+            self._space.release(start - self._first)
         self._free.clear()
-
-    def _fill_reserve(self) -> None:
-        """Set the largest region aside, if the arena has room for two and one is free now."""
-        if self.num_units < 2 * self._largest:
-            return
-        self._reserve = self._space.acquire(self._largest)
-        if self._reserve is None and self._free:
-            self._join()
-            self._reserve = self._space.acquire(self._largest)
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
+        return bool(starts)

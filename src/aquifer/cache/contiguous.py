@@ -1,14 +1,12 @@
-"""KV in contiguous regions of whole blocks: what managers of such regions have in common.
+"""KV in contiguous regions: what managers have in common that give each sequence one stretch.
 
-Devices on which scattered access is slow want a sequence's KV in one stretch of physical memory
-(ODMA, section 2.2), and servers before PagedAttention kept it so (section 3.1). A region is taken
-when a sequence begins. How large it is and where it lies is the subclass's business, and so is what
-happens when the sequence outgrows it.
+All KV lies in one arena of blocks of `block_size` tokens. A sequence has a region of it, blocks one
+after the other. Kernels find it through a table with an entry for each block, as they do paged KV,
+although the entries are consecutive numbers. A region's pages are taken from the pool when it
+begins and given back when it ends: nothing is mapped in between.
 
-Kernels find a region through a table with an entry for each block, as they do paged KV, although
-the entries are consecutive numbers. A region's pages are taken from the pool when it begins and
-given back when it ends: nothing is mapped in between. With `keeps_mapped`, as for a device without
-virtual memory, all pages of the arena are taken before the first region and stay.
+A subclass decides how large a region is, and where it lies. If a sequence outgrows its region, it
+gets another one, and its KV is copied there in one stretch.
 
 Nothing is shared. `fork` and `adopt` copy all of a sequence, whatever it could have had in common
 with another one, and there can be no prefix cache.
@@ -16,10 +14,9 @@ with another one, and there can be no prefix cache.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -31,38 +28,32 @@ from aquifer.cache.tensors import KVShape, KVTensors
 from aquifer.errors import InvariantError
 from aquifer.memory.pool import Owner, PagePool
 from aquifer.memory.runs import runs
-from aquifer.predict.lengths import Forecast
+
+_PIECE_BYTES = 64 << 20
+"""Size of the pieces that a copy is cut into."""
 
 
-@dataclass(frozen=True, slots=True)
-class Waste:
-    """What a manager has taken without a token in it, by the kinds of section 3.1, in bytes."""
-
-    future_bytes: int  # "reserved": for tokens that will come
-    internal_bytes: int  # set aside for tokens that will never come
-    external_bytes: int  # taken by rounding, to a region and to pages: no token could come there
-
-
-class ContiguousCache(KeepsAll):
-    """A `SequenceCache` of contiguous regions; subclasses place them.
+class ContiguousCache(KeepsAll, ABC):
+    """A `SequenceCache` of contiguous regions.
 
     Args:
         pool: where pages come from.
         owner: the pages' owner.
-        layout: of one token.
-        max_seqs: number of slots.
-        max_tokens: longest sequence.
+        layout: layout of one token; it has layers.
+        max_seqs: number of slots, which are numbered from 1.
+        max_tokens: length of the longest sequence.
         block_size: tokens of a block.
-        num_blocks: blocks of the arena at most.
+        num_blocks: blocks of the arena.
         footprint: pages and bytes that tokens take.
-        keeps_mapped: see the module.
 
     Attributes:
+        layout: as given.
+        block_bytes: size of a block.
         footprint: as given.
         tensors: the device's half.
         can_share: there is no sharing of blocks, so nothing can be held.
-        copied_bytes: copied on the device since the start: by `fork` and `adopt`, and by sequences
-            that were moved.
+        ahead_tokens: no pages are mapped beside those of regions.
+        copied_bytes: copied from region to region since the start.
     """
 
     can_share = False
@@ -78,97 +69,63 @@ class ContiguousCache(KeepsAll):
         block_size: int,
         num_blocks: int,
         footprint: Footprint,
-        *,
-        keeps_mapped: bool = False,
     ) -> None:
         self.layout = layout
         self.block_bytes = block_size * layout.token_bytes
         self.footprint = footprint
         self.copied_bytes = 0
         self._block_size = block_size
-        self._max_tokens = max_tokens
         shape = KVShape.blocks(pool, layout, max_seqs, max_tokens, block_size, num_blocks)
         self.tensors = KVTensors(pool, owner, shape)
         self._page_bytes = pool.page_bytes
-        # Regions on each page; with `keeps_mapped`, the arena is one more.
+        # Regions on each page.
         self._page_users = np.zeros(self.tensors.range.num_pages, np.int64)
-        self._keeps_mapped = keeps_mapped
-        self._kept = range(0)  # pages of the arena that stay
-        # What `expect` said, and what was taken.
-        self._expected_tokens = np.full(max_seqs + 1, max_tokens, np.int64)
-        self._wanted_tokens = np.zeros(max_seqs + 1, np.int64)
         self._first = np.zeros(max_seqs + 1, np.int64)  # block of each slot's region
         self._num_blocks = np.zeros(max_seqs + 1, np.int64)  # of each slot's region, 0 for none
 
     @abstractmethod
     def _place(self, slot: int, num_tokens: int) -> range | None:
-        """Take a region for a slot: the blocks of the arena, from 0 on; None if there is none."""
+        """Choose free blocks for the region of a slot's sequence, and take them.
 
-    @abstractmethod
-    def _vacate(self, region: range) -> None:
-        """Give a region of the arena back."""
+        Args:
+            slot: the slot. It may have a region already, which is too small.
+            num_tokens: tokens that the region has to hold at least.
 
-    @abstractmethod
-    def expect(
-        self, slot: int, num_prompt: int, num_total: int, forecast: Forecast | None = None
-    ) -> None:
-        """Decide how much to set aside for the sequences that come to a slot, until the next call.
-
-        Without any, it is the longest sequence.
+        Returns: neighbouring blocks of the arena, which are numbered from 0; None if there are no
+            such blocks.
         """
 
-    def _keep(self, num_blocks: int) -> bool:
-        """Map all pages of an arena, where they are to stay; False if the pool is short."""
-        if not self._keeps_mapped:
-            return True
-        pages = self._pages_of(self.tensors.shape.first_row, num_blocks)
-        if not self.tensors.residency.populate([self._unused(pages)]):
-            return False
-        self._page_users[pages.start : pages.stop] += 1
-        self._kept = pages
-        return True
-
-    def _release_kept(self) -> None:
-        """Give back the pages of the arena. Pre-condition: no region is in use."""
-        pages, self._kept = self._kept, range(0)
-        self._page_users[pages.start : pages.stop] -= 1
-        self.tensors.residency.give_up(self._unused(pages))
-
-    def _outgrow(self, slot: int, num_tokens: int) -> bool:
-        """Give a sequence room that has outgrown its region; False if there is none.
-
-        Raises:
-            InvariantError: always, unless the subclass can do that.
-        """
-        raise InvariantError(f"slot {slot} has outgrown what it reserved")
+    @abstractmethod
+    def _unplace(self, blocks: range) -> None:
+        """The opposite of `_place`: the blocks are free."""
 
     def reserve(self, slots: IntArray, num_tokens: IntArray) -> bool:
-        """Give a region to each sequence that has none, or has outgrown its own.
+        """Give a region to each sequence that has none, and a larger one if it has outgrown it.
 
-        A sequence that was given a larger region keeps it where another one finds no room.
+        A sequence keeps its KV when it moves: the copy runs after all work launched so far, and
+        before anything that is launched later, so its old region can be given to others at once.
         """
         held = self._num_blocks[slots]
-        short = (held * self._block_size < num_tokens).nonzero()[0]
-        if not len(short):
+        is_short = held * self._block_size < num_tokens
+        if not is_short.any():
             return True
         with ExitStack() as undo:
-            for slot, count, has in zip(
-                slots[short].tolist(), num_tokens[short].tolist(), held[short].tolist(), strict=True
+            taken: list[tuple[int, range]] = []
+            for slot, count in zip(
+                slots[is_short].tolist(), num_tokens[is_short].tolist(), strict=True
             ):
-                if has:
-                    if not self._outgrow(slot, count):
-                        return False
-                    continue
-                if not self._begin(slot, count):
+                region = self._take(slot, count)
+                if region is None:
                     return False
-                undo.callback(self._end, slot)
+                undo.callback(self._give, region)
+                taken.append((slot, region))
             undo.pop_all()
+        self._move(taken)
         return True
 
     def release(self, slot: int) -> None:
         """Give back the slot's region, and the pages that no other region is on."""
-        if self._num_blocks[slot]:
-            self._end(slot)
+        self._leave(slot)
 
     def tokens_in(self, num_blocks: int) -> int:
         """Whole blocks."""
@@ -185,7 +142,7 @@ class ContiguousCache(KeepsAll):
 
     def slot_blocks(self, slot: int) -> list[int]:
         """All blocks of the region."""
-        return list(range(int(self._first[slot]), int(self._first[slot] + self._num_blocks[slot])))
+        return list(self._region(slot))
 
     def forget(self, slots: IntArray, num_tokens: IntArray) -> None:
         """Do nothing: a region is given back as a whole."""
@@ -204,14 +161,19 @@ class ContiguousCache(KeepsAll):
             self.release(slot)
 
     def adopt(self, slot: int, blocks: Sequence[int], num_tokens: int, first: int = 0) -> bool:
-        """Reserve a region of its own, and copy all of the tokens there, at once."""
+        """Reserve a region of its own, and copy all of the tokens there, at once.
+
+        A slot without tokens may have a region. If that is too small it is given back first, also
+        where there is no room for a larger one.
+        """
+        if self._num_blocks[slot] * self._block_size < num_tokens:
+            self._leave(slot)
         if not self.reserve(np.array([slot]), np.array([num_tokens])):
             return False
-        size, target = self.block_bytes, int(self._first[slot])
+        target = int(self._first[slot])
         for start, end in runs(blocks):
-            self.tensors.copy(blocks[start] * size, (target + start) * size, (end - start) * size)
+            self._copy(blocks[start], target + start, end - start)
         self.tensors.make_copies()
-        self.copied_bytes += len(blocks) * self.block_bytes
         return True
 
     def fork(self, parent: int, child: int, num_tokens: int) -> bool:
@@ -224,7 +186,7 @@ class ContiguousCache(KeepsAll):
         Raises:
             InvariantError: always; see `can_share`.
         """
-        raise InvariantError(f"{len(blocks)} blocks of a reserved region cannot be held")
+        raise InvariantError(f"{len(blocks)} blocks of a region cannot be held")
 
     def unretain(self, blocks: Sequence[int]) -> None:
         """Not possible either.
@@ -232,7 +194,7 @@ class ContiguousCache(KeepsAll):
         Raises:
             InvariantError: always.
         """
-        raise InvariantError(f"{len(blocks)} blocks of a reserved region were never held")
+        raise InvariantError(f"{len(blocks)} blocks of a region were never held")
 
     def preferred_slot(self, blocks: Sequence[int], free_slots: Sequence[int]) -> int | None:
         """None: all is copied, whatever the slot."""
@@ -248,7 +210,7 @@ class ContiguousCache(KeepsAll):
 
     def upload(self) -> None:
         """Send the tables of the slots that have got a region."""
-        self.tensors.guard_entries(np.minimum(self._num_blocks, self.tensors.table.shape[1]))
+        self.tensors.guard_entries(self._num_blocks)
         self.tensors.flush()
 
     def stats(self, written_tokens: int | IntArray) -> CacheStats:
@@ -258,89 +220,105 @@ class ContiguousCache(KeepsAll):
             written_tokens, written_tokens * self.layout.token_bytes, self._mapped_bytes
         )
 
-    def waste(self, written_tokens: int, final_tokens: IntArray) -> Waste:
-        """What is reserved and not written, by kind: the bars of Fig. 2.
-
-        Args:
-            written_tokens: of all sequences.
-            final_tokens: [max_seqs + 1], for each slot what its sequence will have when it ends; of
-                slots that have reserved nothing it does not matter.
-        """
-        token_bytes = self.layout.token_bytes
-        wanted = self._wanted_tokens
-        used = np.minimum(final_tokens, wanted)[self._num_blocks > 0]
-        wanted_tokens, used_tokens = int(wanted.sum()), int(used.sum())
-        return Waste(
-            future_bytes=(used_tokens - written_tokens) * token_bytes,
-            internal_bytes=(wanted_tokens - used_tokens) * token_bytes,
-            external_bytes=self._mapped_bytes - wanted_tokens * token_bytes,
-        )
-
     def close(self) -> None:
         """Release all slots, then the addresses."""
         for slot in np.flatnonzero(self._num_blocks):
             self.release(int(slot))
-        self._release_kept()
         self.tensors.close()
 
     @property
     def _mapped_bytes(self) -> int:
         return int(np.count_nonzero(self._page_users)) * self._page_bytes
 
-    def _begin(self, slot: int, num_tokens: int) -> bool:
-        """Take a region for one slot, pages and all; False, and nothing has changed, if short."""
-        if not self.tensors.open():
-            return False
-        # If too little was said, it gets what it asks for at least.
-        wanted = max(int(self._expected_tokens[slot]), num_tokens)
-        region = self._place(slot, wanted)
-        if region is None:
-            return False
-        return self._occupy(slot, region, wanted)
+    def _region(self, slot: int) -> range:
+        """Numbers of the slot's blocks, as the table has them."""
+        first = int(self._first[slot])
+        return range(first, first + int(self._num_blocks[slot]))
 
-    def _occupy(self, slot: int, region: range, wanted: int) -> bool:
-        """Put pages under a region and enter it in the slot's table; if False, it is vacated."""
+    def _leave(self, slot: int) -> None:
+        """Give back the slot's region, if it has one."""
+        if self._num_blocks[slot]:
+            region = self._region(slot)
+            self._num_blocks[slot] = 0
+            self._give(region)
+
+    def _take(self, slot: int, num_tokens: int) -> range | None:
+        """Take a region, pages and all; None, and nothing has changed, if short."""
         with ExitStack() as undo:
-            undo.callback(self._vacate, region)
-            first = self.tensors.shape.first_row + region.start
-            pages = self._unused(self._pages_of(first, len(region)))
-            if not self.tensors.residency.populate([pages]):
-                return False
+            placed = self._place(slot, num_tokens)
+            if placed is None:
+                return None
+            undo.callback(self._unplace, placed)
+            first = self.tensors.shape.first_row
+            region = range(first + placed.start, first + placed.stop)
+            if not (self.tensors.open() and self._occupy(region)):
+                return None
             undo.pop_all()
-        touched = self._pages_of(first, len(region))
-        self._page_users[touched.start : touched.stop] += 1
-        self.tensors.poison_rows(np.arange(first, first + len(region)))
-        self._wanted_tokens[slot] = wanted
-        self._first[slot] = first
-        self._num_blocks[slot] = len(region)
-        # Kernels find a region as they do paged KV. Beyond its end they read no entry.
-        count = min(len(region), self.tensors.table.shape[1])
-        blocks = np.arange(count)
-        self.tensors.enter(np.full(count, slot), blocks, first + blocks)
+        self.tensors.poison_rows(np.array(region))
+        return region
+
+    def _give(self, region: range) -> None:
+        """The opposite of `_take`."""
+        first = self.tensors.shape.first_row
+        self._vacate(region)
+        self._unplace(range(region.start - first, region.stop - first))
+
+    def _move(self, taken: list[tuple[int, range]]) -> None:
+        """Let slots have these regions, with the KV of those that have one already.
+
+        All copies are one launch. The old regions are given up after it: their pages are retired
+        with a fence behind the copy.
+        """
+        old = [self._region(slot) for slot, _ in taken if self._num_blocks[slot]]
+        for slot, region in taken:
+            count = int(self._num_blocks[slot])
+            if count:
+                self._copy(int(self._first[slot]), region.start, count)
+            self._first[slot], self._num_blocks[slot] = region.start, len(region)
+            # Kernels read no entry beyond the end of a sequence.
+            blocks = np.arange(min(len(region), self.tensors.table.shape[1]))
+            self.tensors.enter(np.full(len(blocks), slot), blocks, region.start + blocks)
+        if old:
+            self.tensors.make_copies()
+        for region in old:
+            self._give(region)
+
+    def _copy(self, source: int, target: int, count: int) -> None:
+        """Request the copy of neighbouring blocks, in pieces, which one launch copies side by side.
+
+        A launch has a bound on the size of a piece: that of CUDA on the second dimension of a grid.
+        """
+        size = self.block_bytes
+        step = max(_PIECE_BYTES // size, 1)
+        for start in range(0, count, step):
+            num_bytes = min(step, count - start) * size
+            self.tensors.copy((source + start) * size, (target + start) * size, num_bytes)
+        self.copied_bytes += count * size
+
+    def _occupy(self, region: range) -> bool:
+        """Have pages under a region; False if the pool is short."""
+        pages = self._pages_of(region)
+        if not self.tensors.residency.populate([self._unused(pages)]):
+            return False
+        self._page_users[pages.start : pages.stop] += 1
         return True
 
-    def _end(self, slot: int) -> None:
-        """The opposite of `_begin`."""
-        first, count = int(self._first[slot]), int(self._num_blocks[slot])
-        self._num_blocks[slot] = self._wanted_tokens[slot] = 0
-        self._leave(first, count)
+    def _vacate(self, region: range) -> None:
+        """The opposite of `_occupy`."""
+        self._vacate_pages(self._pages_of(region))
 
-    def _leave(self, first: int, count: int) -> None:
-        """Give back the region of these blocks, and the pages that no other region is on."""
-        start = first - self.tensors.shape.first_row
-        self._vacate(range(start, start + count))
-        touched = self._pages_of(first, count)
-        self._page_users[touched.start : touched.stop] -= 1
-        self.tensors.residency.give_up(self._unused(touched))
+    def _vacate_pages(self, pages: range) -> None:
+        self._page_users[pages.start : pages.stop] -= 1
+        self.tensors.residency.give_up(self._unused(pages))
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
 
-    def _pages_of(self, first: int, count: int) -> range:
+    def _pages_of(self, region: range) -> range:
         """Indices of the pages that these blocks touch."""
         page_bytes = self._page_bytes
-        end_bytes = (first + count) * self.block_bytes
-        return range(first * self.block_bytes // page_bytes, -(-end_bytes // page_bytes))
+        end_bytes = region.stop * self.block_bytes
+        return range(region.start * self.block_bytes // page_bytes, -(-end_bytes // page_bytes))
 
     def _unused(self, pages: range) -> range:
         """The part of a region's pages that no region is on: only its ends may be shared."""

@@ -142,9 +142,6 @@ class GroupedCache:
 
     # --- sequences ---------------------------------------------------------------------------
 
-    def note_end(self, num_tokens: int) -> None:
-        """Do nothing: no manager of a part reserves by what is usual."""
-
     def expect(
         self, slot: int, num_prompt: int, num_total: int, forecast: Forecast | None = None
     ) -> None:
@@ -185,6 +182,11 @@ class GroupedCache:
             if part.window_tokens is not None:
                 ends = of_state if part.keeps_state else next_rows
                 part.cache.forget(slots, np.maximum(ends - part.window_tokens, 0))
+
+    def finished(self, slot: int, num_total: int) -> None:
+        """Tell all parts."""
+        for part in self.parts:
+            part.cache.finished(slot, num_total)
 
     def release(self, slot: int) -> None:
         """Release the slot in all parts."""

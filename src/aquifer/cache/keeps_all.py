@@ -1,4 +1,4 @@
-"""The verbs of a manager that is the only part of a cache and keeps all tokens."""
+"""What a manager has in common with others that keep all tokens in one part."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from aquifer.cache.base import CachePart, GroupCache, IntArray, Kept
+from aquifer.cache.base import CachePart, GroupCache, Kept
+from aquifer.cache.spans import IntArray
 
 
 class KeepsAll:
@@ -26,10 +27,10 @@ class KeepsAll:
         (of_all,) = kept
         return self.adopt(slot, of_all.blocks, num_tokens, of_all.first)
 
-    def keep_checkpoints(self) -> None:
-        """Do nothing."""
+    def finished(self, slot: int, num_total: int) -> None:
+        """Do nothing: no lengths are predicted."""
 
-    def note_end(self, num_tokens: int) -> None:
+    def keep_checkpoints(self) -> None:
         """Do nothing."""
 
     def advance(self, slots: IntArray, positions: IntArray) -> None:

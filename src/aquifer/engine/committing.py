@@ -99,6 +99,8 @@ def commit_beams(
         beam_groups.advance(lane, group, beams, now_s)
         if beams.search.finished:
             outputs += beam_groups.results(group, beams, timing(group, now_s))
+            for beam in beams.live:
+                lane.learn(beam)
             lane.end_all(group, now_s)
     return outputs
 

@@ -418,7 +418,8 @@ class Lane:
     def learn(self, sequence: Sequence) -> None:
         """Learn from the length of a sequence that comes to its own end now."""
         group, num_tokens = sequence.group, len(self.slots.tokens(sequence))
-        self.cache.note_end(num_tokens)
+        if sequence.slot is not None:
+            self.cache.finished(sequence.slot, num_tokens)
         if self.forecaster is not None and group.outlook is not None:
             self.forecaster.ended(group.outlook, num_tokens - group.num_prompt_tokens)
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from aquifer.cache import kv_cache
+from aquifer.cache.buckets import Routing
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.assembly import Assembly, LaneSpec
 from aquifer.engine.costs import PrefillCost
@@ -117,6 +118,7 @@ class ModelHost(ModelLife):
                         config.block_size,
                         limits.max_batched_tokens,
                         mapping_options(config, assembly.pool),
+                        Routing(config.bucket_routing_threshold, config.bucket_inflation),
                     ),
                     keeps_prefixes=config.enable_prefix_caching,
                     recompute_s=self.prefill_cost.seconds,

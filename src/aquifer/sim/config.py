@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
 
-from aquifer.cache import kv_cache
-from aquifer.cache.base import CacheFactory
-from aquifer.cache.bucketed import BucketedCache
+from aquifer.cache import BUCKETED, kv_cache
+from aquifer.cache.base import CacheFactory, KVLayout, StateLayout
+from aquifer.cache.bucketed import BucketedCache, sizes_of
+from aquifer.cache.buckets import BucketBounds
 from aquifer.cache.slot_pages import MappingOptions
 from aquifer.engine.params import MAX_SEQUENCES
 from aquifer.engine.policies import RestoreMode
 from aquifer.errors import ConfigError
+from aquifer.memory.pool import Owner, PagePool
 from aquifer.memory_options import PREDICTION_USES
 from aquifer.predict.forecaster import Forecaster, LengthForecaster, Oracle, Predictor
 from aquifer.sim.baselines.evictions import Eviction
@@ -29,7 +31,7 @@ _RESERVED: dict[str, Policy] = {
 
 LengthPrediction = Literal["off", "prior", "oracle"]
 
-MANAGERS = ("virtual", "paged", "bucketed", *_RESERVED)
+MANAGERS = ("virtual", "paged", BUCKETED, *_RESERVED)
 """Cache managers to compare. "static" reserves like "orca-max" and runs static batches: no request
 joins a running batch, and all of its outputs return when the last is done (FasterTransformer,
 section 6.1)."""
@@ -110,7 +112,7 @@ class ReplayConfig:
             recent outputs, or "oracle" by themselves.
         predictor: with "prior", predicts too; None for recent lengths alone.
         prediction_uses: what forecasts are used for.
-        static_buckets: with "bucketed", the buckets have equal widths for ever (S3).
+        static_buckets: with "bucketed", the buckets have equal widths for ever, as those of S3.
 
     Raises:
         ConfigError: an option is invalid.
@@ -145,7 +147,7 @@ class ReplayConfig:
             raise ConfigError(
                 f"unknown KV cache {self.manager!r}; choose one of {', '.join(MANAGERS)}"
             )
-        if self.prefix_caching and self.is_reserved:
+        if self.prefix_caching and (self.is_reserved or self.manager == BUCKETED):
             raise ConfigError(f"{self.manager} cannot share, so there is no prefix caching with it")
         if self.loading is not None and self.is_reserved:
             raise ConfigError(
@@ -183,7 +185,7 @@ class ReplayConfig:
     @property
     def is_reserved(self) -> bool:
         """Whether the manager reserves all of a request's memory when it is admitted."""
-        return self.manager in _RESERVED or self.manager == "bucketed"
+        return self.manager in _RESERVED
 
     def forecaster(self) -> Forecaster | None:
         """Make the forecaster of a model."""
@@ -205,9 +207,27 @@ class ReplayConfig:
         policy = _RESERVED.get(self.manager)
         if self.is_reserved and self.kv_layout == "layer-major":
             raise ConfigError(f"{self.manager} keeps whole tokens together; choose token-major")
-        if self.manager == "bucketed":
-            return partial(BucketedCache, block_size=self.block_size, is_static=self.static_buckets)
+        if self.manager == BUCKETED:
+            if self.static_buckets:
+                return partial(_with_static_buckets, self.block_size)
+            return partial(BucketedCache, block_size=self.block_size)
         if policy is None:
             mapping = MappingOptions(is_layer_major=self.kv_layout == "layer-major")
             return kv_cache(self.manager, self.block_size, self.max_num_batched_tokens, mapping)
         return partial(ReservedCache, policy=policy, block_size=self.block_size)
+
+
+def _with_static_buckets(
+    block_size: int,
+    pool: PagePool,
+    owner: Owner,
+    layout: KVLayout,
+    max_seqs: int,
+    max_tokens: int,
+    state: StateLayout | None = None,
+) -> BucketedCache:
+    """A manager with ten buckets of equal widths for ever, as those of S3."""
+    bounds = BucketBounds(sizes_of(block_size, max_tokens), 10, widths="equal", is_static=True)
+    return BucketedCache(
+        pool, owner, layout, max_seqs, max_tokens, state, block_size=block_size, bounds=bounds
+    )

@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from aquifer.cache.base import IntArray
-from aquifer.cache.contiguous import ContiguousCache
 from aquifer.engine.lane import Lane
 from aquifer.memory.pool import Kind, Owner, PagePool
+from aquifer.sim.baselines.reserved import ReservedCache
 from aquifer.sim.config import ReplayConfig
 
 _PARTS = ("written", "future", "internal", "external", "weights", "retained", "free")
@@ -87,7 +87,7 @@ class Occupancy:
             shared_bytes += stats.shared_bytes
             written_bytes += stats.written_bytes - stats.shared_bytes
             if self._config.is_reserved:
-                assert isinstance(cache, ContiguousCache)
+                assert isinstance(cache, ReservedCache)
                 waste = cache.waste(int(num_written.sum()), table.max_total)
                 future_bytes += waste.future_bytes
                 internal_bytes += waste.internal_bytes
