@@ -75,7 +75,7 @@ def test_preemptions_are_rare_with_forecasts() -> None:
     for found in (off, prior, oracle):
         assert found.num_unserved == 0
     assert off.num_preemptions > 30
-    assert prior.num_preemptions <= 0.3 * off.num_preemptions
+    assert prior.num_preemptions <= 0.4 * off.num_preemptions
     assert oracle.num_preemptions <= 0.3 * off.num_preemptions
     assert goodput(prior) > goodput(off)
     assert goodput(prior) > 0.95 * goodput(oracle)

@@ -28,7 +28,7 @@ preempted again before it has run for that long, restoring it cost more than it 
 batch thrashes. A sequence that ends earlier counts with the tokens that it has left."""
 
 
-_DEVIATIONS = 1.0
+_DEVIATIONS = 1.1
 """Standard deviations above the expected memory that are kept free, where lengths are forecast.
 
 More of them leave memory idle, fewer preempt more often; benchmarks/odma has the figures."""
