@@ -4,13 +4,15 @@ request is served."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 from tests.architectures import HYBRIDS, OUR_DECODER, VOCAB_SIZE, save_tiny
+from tests.engine.books import MAX_TOKENS, PAGE_BYTES, SchedulerWorld
 
 from aquifer.bench.soak import check_idle
 from aquifer.cache.bucketed import BucketedCache
@@ -19,6 +21,7 @@ from aquifer.engine.outputs import RequestOutput
 from aquifer.engine.params import BeamSearchParams, SamplingParams
 from aquifer.errors import ConfigError
 from aquifer.llm import LLM
+from aquifer.memory.pool import Kind, Owner
 from aquifer.predict.lengths import Forecast
 
 FAMILIES = ("llama", "gemma2")
@@ -151,6 +154,89 @@ def test_samples_and_beams(folder: Path, expected: list[list[int]], forecast: in
             assert [each.token_ids for each in found.outputs] == [
                 each.token_ids for each in searched.outputs
             ]
+
+
+@pytest.fixture
+def random_forecasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forecasts that are missing, short, right or long."""
+    random = Random(5)
+    expect = BucketedCache.expect
+
+    def expected_to_be(
+        cache: BucketedCache, slot: int, num_prompt: int, num_total: int, _: Any = None
+    ) -> None:
+        output = num_total - num_prompt
+        length = random.choice((None, 1, 2, 5, output, 2 * output))
+        known = None if length is None else Forecast.certain(length)
+        expect(cache, slot, num_prompt, num_total, known)
+
+    monkeypatch.setattr(BucketedCache, "expect", expected_to_be)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.usefixtures("random_forecasts")
+def test_every_request_ends(seed: int) -> None:
+    """The scheduler's rules hold, and the device refuses now and then. But a sequence that moves
+    needs both regions, so the earliest request may have to begin anew when it is alone."""
+    with ExitStack() as resources:
+        world = SchedulerWorld(
+            Random(seed),
+            "bucketed",
+            resources,
+            names=("small",),
+            budget_bytes=(20, 24, 40, 60)[seed] * PAGE_BYTES,
+            max_batched_tokens=16,
+            faulty=seed % 2 == 1,
+            num_ahead=seed % 2,
+            preemption_mode=("recompute", "swap")[seed // 2],
+            block_size=(1, 3)[seed % 2],
+        )
+        world.is_in_order = False
+        (lane,) = world.scheduler.lanes.values()
+        assert isinstance(lane.cache, BucketedCache)
+        while len(world.requests) < 20:
+            world.arrive()
+            world.step()
+            lane.cache.check()
+        steps_left = 3 * 20 * MAX_TOKENS * 5
+        while world.scheduler.has_work:
+            world.step()
+            lane.cache.check()
+            steps_left -= 1
+            assert steps_left, "no end"
+        assert {t.ending for t in world.requests.values()} <= {"done", "error"}
+        assert lane.cache.num_overflows > 0
+        world.check_empty()
+
+
+@pytest.mark.parametrize("options", [{}, {"n": 3}, {"n": 2, "use_beam_search": True}])
+@pytest.mark.usefixtures("random_forecasts")
+def test_what_fits_alone_is_served(options: dict[str, Any]) -> None:
+    """Where there is not a page to spare. `SchedulerWorld.step` fails when a request does."""
+    with ExitStack() as resources:
+        world = SchedulerWorld(
+            Random(1),
+            "bucketed",
+            resources,
+            names=("narrow",),
+            budget_bytes=1 << 20,
+            max_batched_tokens=7,
+            block_size=3,
+        )
+        world.is_in_order = False
+        (lane,) = world.scheduler.lanes.values()
+        count = SamplingParams(**options).num_sequences
+        num_pages = lane.most_pages(10, 38, count)
+        others = world.pool.acquire(
+            Owner("others", Kind.WEIGHTS), world.pool.budget_bytes // PAGE_BYTES - num_pages
+        )
+        assert others is not None
+        for number in range(6):
+            for _ in range(2):
+                world.add(lane, 10, 33 + number, **options)
+            world.finish()
+        world.pool.release(others)
+        world.check_empty()
 
 
 def test_recurrent_state_is_refused(tmp_path: Path) -> None:
