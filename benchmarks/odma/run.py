@@ -4,6 +4,7 @@
 
 FOLDER has the traces. Each part writes PART.json, most also PART.png:
 
+- accuracy: how well lengths are predicted, by the paper's measure and by others;
 - pressure: preemptions and goodput in short memory, without forecasts, with them, with wrong ones;
 - utilisation: how much of contiguous memory holds tokens, by who reserves it;
 - drift: the same trace through two shifts of its lengths;
@@ -22,12 +23,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.odma import plots, real, replays
+from benchmarks.odma import accuracy, plots, real, replays
 from rich.console import Console
 
 from aquifer.bench.result import save
 
 PARTS: dict[str, tuple[Callable[[Path, int], dict[str, Any]], int]] = {
+    "accuracy": (accuracy.accuracy, 3000),
     "pressure": (replays.pressure, 4000),
     "utilisation": (replays.utilisation, 3000),
     "drift": (replays.drift, 6000),

@@ -32,6 +32,7 @@ from aquifer.hub import locate
 from aquifer.option import Option
 from aquifer.options import OPTIONS, options_of
 from aquifer.parameters import PRECEDENCE, ModelArgument, values_for, with_options
+from aquifer.predict_cli import app as predict_app
 from aquifer.sizes import format_size
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_app, name="bench")
+app.add_typer(predict_app, name="predict")
 app.command("replay")(replay)
 
 

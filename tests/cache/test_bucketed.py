@@ -44,6 +44,12 @@ LAYOUT = KVLayout((LayerKV(3, 40, 24), LayerKV(1, 56, 24)), torch.float32)  # 10
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def _few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regions of more than 32 blocks are multiples of that."""
+    monkeypatch.setattr("aquifer.cache.bucketed._MID_BLOCKS", 32)
+
+
 def pages_of(num_tokens: int) -> int:
     return -(-num_tokens * LAYOUT.token_bytes // PAGE)
 

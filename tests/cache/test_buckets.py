@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aquifer.cache.buckets import BucketBounds, BucketPool, Granularity, Routing
+from aquifer.cache.buckets import (
+    BucketBounds,
+    BucketPool,
+    Granularity,
+    Routing,
+    Rule,
+    least_waste,
+)
 from aquifer.errors import ConfigError, InvariantError
 from aquifer.predict.lengths import NUM_BINS, Forecast, bin_of
 
@@ -53,7 +62,7 @@ def test_bounds_before_lengths() -> None:
 
 def test_bounds_are_quantiles() -> None:
     sizes = Granularity(4, 2048, 4096)
-    bounds = BucketBounds(sizes, 5, window=1000, every=100)
+    bounds = BucketBounds(sizes, 5, window=1000, every=100, rule="equal shares")
     lengths = np.random.default_rng(0).lognormal(5.5, 0.7, 1300).astype(np.int64) + 1
     before = bounds.bounds
     for number, length in enumerate(lengths.tolist(), start=1):
@@ -73,7 +82,7 @@ def test_bounds_are_quantiles() -> None:
 
 
 def test_bounds_follow_a_shift_within_a_window() -> None:
-    bounds = BucketBounds(SIZES, 4, window=200, every=20)
+    bounds = BucketBounds(SIZES, 4, window=200, every=20, rule="equal shares")
     for _ in range(400):
         bounds.observe(100)
     assert bounds.bounds == (112, 4096)
@@ -93,7 +102,7 @@ def test_static_bounds_stay() -> None:
 @settings(max_examples=50, deadline=None, database=None, derandomize=True)
 @given(st.lists(st.integers(1, 4096), min_size=10, max_size=60), st.integers(2, 10))
 def test_bounds_are_ascending_and_aligned(lengths: list[int], num_buckets: int) -> None:
-    bounds = BucketBounds(SIZES, num_buckets, window=20, every=10)
+    bounds = BucketBounds(SIZES, num_buckets, window=20, every=10, rule="equal shares")
     for length in lengths:
         bounds.observe(length)
         found = bounds.bounds
@@ -267,3 +276,41 @@ def test_nothing_is_lost(num_blocks: int, reserve: int, operations: list[tuple[s
     if num_blocks > reserve:
         assert pool.take(num_blocks - reserve) == range(num_blocks - reserve)
     pool.check()
+
+
+@settings(max_examples=60, deadline=None, database=None, derandomize=True)
+@given(
+    candidates=st.lists(st.integers(1, 60), min_size=1, max_size=7, unique=True),
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=20),
+    num_bounds=st.integers(1, 5),
+)
+def test_no_other_bounds_waste_less(
+    candidates: list[int], lengths: list[int], num_bounds: int
+) -> None:
+    candidates.sort()
+    lengths = [min(length, candidates[-1]) for length in lengths]
+
+    def given_to(bounds: tuple[int, ...]) -> int:
+        return sum(min(bound for bound in bounds if bound >= length) for length in lengths)
+
+    found = least_waste(np.array(lengths), np.array(candidates), num_bounds)
+    assert len(found) <= num_bounds
+    best = min(
+        given_to((*others, candidates[-1]))
+        for count in range(num_bounds)
+        for others in combinations(candidates[:-1], count)
+    )
+    assert given_to(tuple(found)) == best
+
+
+def test_bounds_by_waste_give_less_than_equal_shares() -> None:
+    random = np.random.default_rng(0)
+    lengths = np.clip(random.lognormal(6, 0.9, 1000), 1, 4000).astype(int).tolist()
+    given = {}
+    rules: tuple[Rule, ...] = ("least waste", "equal shares")
+    for rule in rules:
+        bounds = BucketBounds(Granularity(16, 128, 4096), 8, rule=rule)
+        for length in lengths:
+            bounds.observe(length)
+        given[rule] = sum(bounds.of(length) or 4096 for length in lengths)
+    assert given["least waste"] < 0.95 * given["equal shares"]

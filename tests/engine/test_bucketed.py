@@ -17,6 +17,7 @@ from tests.engine.books import MAX_TOKENS, PAGE_BYTES, SchedulerWorld
 from aquifer.bench.soak import check_idle
 from aquifer.cache.bucketed import BucketedCache
 from aquifer.engine.lane import Lane
+from aquifer.engine.lane_pages import most_pages
 from aquifer.engine.outputs import RequestOutput
 from aquifer.engine.params import BeamSearchParams, SamplingParams
 from aquifer.errors import ConfigError
@@ -226,7 +227,7 @@ def test_what_fits_alone_is_served(options: dict[str, Any]) -> None:
         world.is_in_order = False
         (lane,) = world.scheduler.lanes.values()
         count = SamplingParams(**options).num_sequences
-        num_pages = lane.most_pages(10, 38, count)
+        num_pages = most_pages(lane, 10, 38, count)
         others = world.pool.acquire(
             Owner("others", Kind.WEIGHTS), world.pool.budget_bytes // PAGE_BYTES - num_pages
         )

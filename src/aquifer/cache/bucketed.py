@@ -31,8 +31,8 @@ from aquifer.errors import ConfigError, InvariantError
 from aquifer.memory.pool import Owner, PagePool
 from aquifer.predict.lengths import Forecast
 
-_MIN_BLOCKS, _MID_BLOCKS = 4, 32
-"""Sizes of regions are multiples of these: 64 tokens up to 512, then 512, with blocks of 16."""
+_MIN_BLOCKS, _MID_BLOCKS = 4, 8
+"""Sizes of regions are multiples of these: 64 tokens up to 128, then 128, with blocks of 16."""
 
 _SINGLE_TOKENS = Granularity(1, 1, 1)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from aquifer.errors import ConfigError, InvariantError
 from aquifer.memory.regions import RegionList
@@ -24,9 +25,17 @@ from aquifer.predict.lengths import Forecast
 Widths = Literal["equal", "doubling"]
 """How far apart bounds are that no lengths were seen for: equally, or each twice the one before."""
 
+Rule = Literal["least waste", "equal shares"]
+"""How the levels of bounds are chosen that follow the lengths."""
+
+IntArray = npt.NDArray[np.int64]
+
 _TOP_LEVEL = 0.99
 """Share of the sequences in the window that regular buckets have room for. Bounds that reach up to
 the very longest would make the last regular bucket as large as an outlier."""
+
+_CANDIDATES = _TOP_LEVEL * np.arange(1, 65) / 64
+"""Levels among which those with the least waste are looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +68,47 @@ class Granularity:
         return max(min(-(-num_tokens // unit) * unit, self.max_tokens), num_tokens)
 
 
+def least_waste(lengths: IntArray, candidates: IntArray, num_bounds: int) -> list[int]:
+    """The bounds with which the least is given beyond what is needed.
+
+    Each length gets the smallest bound that holds it. Found by dynamic programming: the best bounds
+    up to a candidate are the best ones up to an earlier candidate, and itself.
+
+    Args:
+        lengths: [n], none above the last candidate.
+        candidates: [m], ascending.
+        num_bounds: the most bounds.
+
+    Returns: the chosen candidates, ascending, with the last one.
+    """
+    below = np.searchsorted(np.sort(lengths), candidates, side="right")
+    # [i, j]: what lengths above candidate i - 1 get, and up to candidate j, if that is a bound.
+    begins = np.concatenate((np.zeros(1, np.int64), below[:-1]))
+    given = (below[None, :] - begins[:, None]) * candidates[None, :].astype(np.float64)
+    given[np.tril_indices(len(candidates), -1)] = np.inf
+    best = given[0]  # with one bound, at each candidate
+    chosen: list[IntArray] = []
+    for _ in range(num_bounds - 1):
+        sums = np.concatenate(([0.0], best[:-1]))[:, None] + given
+        chosen.append(sums.argmin(0))
+        best = sums.min(0)
+    found, last = [], len(candidates) - 1
+    for begins_at in reversed(chosen):
+        found.append(int(candidates[last]))
+        if begins_at[last] == 0:
+            return sorted(found)
+        last = int(begins_at[last]) - 1
+    return sorted([*found, int(candidates[last])])
+
+
 class BucketBounds:
     """Upper bounds of the buckets, which follow the lengths of finished sequences.
 
-    The bounds of the regular buckets are quantiles of the latest lengths, at levels that give each
-    of them an equal share of the sequences. They are aligned, and equal ones are merged. The last
+    The bounds of the regular buckets are quantiles of the latest lengths. The paper chooses levels
+    that give each bucket an equal share of the sequences ("equal shares"). Of heavy-tailed lengths,
+    the last bucket then is so wide that most of what is given to its sequences is waste. So by
+    default the levels are those with the least waste over the window (`least_waste`); benchmarks/
+    odma has both. Bounds are aligned, and equal ones are merged. The last
     bound, that of the large bucket, is the longest sequence. Before there are lengths enough, and
     for good if `is_static`, the bounds are those of S3: fixed, `widths` apart.
 
@@ -76,6 +121,7 @@ class BucketBounds:
         every: after how many lengths the bounds are computed anew.
         widths: of the buckets before that.
         is_static: whether the bounds stay as they are.
+        rule: see above.
 
     Raises:
         ConfigError: a number is too small, or there are no such widths.
@@ -90,6 +136,7 @@ class BucketBounds:
         widths: Widths = "doubling",
         *,
         is_static: bool = False,
+        rule: Rule = "least waste",
     ) -> None:
         if num_buckets < 2 or window < 1 or every < 1:
             raise ConfigError(
@@ -100,6 +147,7 @@ class BucketBounds:
             raise ConfigError(f"unknown widths {widths!r}; choose {', '.join(get_args(Widths))}")
         self.sizes = sizes
         self._is_static = is_static
+        self._rule: Rule = rule
         self._every = every
         num_regular = num_buckets - 1
         self._levels = _TOP_LEVEL * np.arange(1, num_buckets) / num_regular
@@ -124,8 +172,13 @@ class BucketBounds:
         self._num_seen += 1
         if self._num_seen % self._every == 0:
             lengths = self._lengths[: self._num_seen]
+            levels = self._levels if self._rule == "equal shares" else _CANDIDATES
             # A quantile that is itself a length: nothing between two of them is worth a bucket.
-            found = np.quantile(lengths, self._levels, method="higher")
+            found = np.quantile(lengths, levels, method="higher")
+            if self._rule == "least waste":
+                sizes = np.unique([self.sizes.align(length) for length in found.tolist()])
+                fitting = lengths[lengths <= sizes[-1]]
+                found = np.array(least_waste(fitting, sizes, len(self._levels)))
             self._bounds = self._aligned(found.tolist())
 
     def of(self, total: int | None, num_tokens: int = 0) -> int | None:

@@ -125,7 +125,7 @@ class ModelHost(ModelLife):
                     num_spare_slots=self._num_spare_slots,
                     kv_limits=plan.kv_limits,
                     state_layout=plan.state_layout(_dtype_of(config.state_dtype)),
-                    forecaster=make_forecaster(config.length_prediction),
+                    forecaster=make_forecaster(config.length_prediction, spec.path),
                 )
             )
             self.lane.is_resident = False

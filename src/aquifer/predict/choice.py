@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from aquifer.errors import ConfigError
+from aquifer.predict.fingerprint import tokenizer_fingerprint
 from aquifer.predict.forecaster import Forecaster, LengthForecaster, Oracle
 
 
-def make_forecaster(choice: str) -> Forecaster | None:
+def make_forecaster(choice: str, checkpoint: Path) -> Forecaster | None:
     """Make the forecaster of a model.
 
     Args:
         choice: "off", "prior", "oracle", or the folder of a trained predictor.
+        checkpoint: the model, for its tokenizer.
 
     Raises:
-        ConfigError: there is no such folder, or it holds no predictor.
+        ConfigError: there is no such folder, it holds no predictor, or one that was trained with
+            another tokenizer.
     """
     if choice == "off":
         return None
@@ -21,6 +26,11 @@ def make_forecaster(choice: str) -> Forecaster | None:
         return LengthForecaster()
     if choice == "oracle":
         return Oracle()
+    if (folder := Path(choice).expanduser()).is_dir():
+        from aquifer.predict.model import LengthPredictor
+
+        fingerprint = tokenizer_fingerprint(checkpoint)
+        return LengthForecaster(LengthPredictor.load(folder, fingerprint))
     raise ConfigError(
         f"--length-prediction is {choice!r}; choose off, prior or oracle, or the folder of a "
         "predictor that `aquifer predict train` has written"

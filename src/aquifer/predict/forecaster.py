@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Protocol
@@ -34,6 +34,7 @@ class Asked:
         template: identity of the beginning of its prompt.
         temperature: of its sampling.
         top_p: of its sampling.
+        recent: recent lengths of requests like it (`RecentLengths.summaries`).
     """
 
     prompt_token_ids: Sequence[int]
@@ -42,6 +43,7 @@ class Asked:
     template: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
+    recent: tuple[tuple[float, float], ...] = ()
 
     @property
     def classes(self) -> tuple[Hashable, ...]:
@@ -116,6 +118,8 @@ class LengthForecaster:
 
     def arrive(self, asked: Asked) -> Outlook:
         """Have it predicted."""
+        if self._predictor is not None:
+            asked = replace(asked, recent=self._recent.summaries(asked.classes))
         outlook = Outlook(asked)
         if self._thread is not None:
             self._queue.put(outlook)

@@ -15,7 +15,7 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from aquifer.predict.lengths import NUM_BINS, FloatArray, Forecast, bin_of
+from aquifer.predict.lengths import EDGES, NUM_BINS, FloatArray, Forecast, bin_of
 
 _WINDOW = 1000
 """Lengths that a class remembers."""
@@ -26,8 +26,15 @@ _WIDER = 20.0
 _FEWEST = 20
 """Lengths of all requests without which there is no forecast."""
 
+NUM_LEVELS = 4
+"""All requests, and the classes that lie in each other."""
+
 _MOST_CLASSES = 4096
 """Classes that are remembered; the one that was used least recently is forgotten first."""
+
+
+_LOGS: list[float] = np.log2(EDGES[1:]).tolist()
+"""Binary logarithm of the longest length of each bin."""
 
 
 class _Window:
@@ -35,13 +42,23 @@ class _Window:
 
     def __init__(self) -> None:
         self.counts = np.zeros(NUM_BINS)
+        self.sum_logs = 0.0  # of the bins' logarithms
         self.bins: deque[int] = deque()
 
     def add(self, number: int) -> None:
         self.bins.append(number)
         self.counts[number] += 1
+        self.sum_logs += _LOGS[number]
         if len(self.bins) > _WINDOW:
-            self.counts[self.bins.popleft()] -= 1
+            oldest = self.bins.popleft()
+            self.counts[oldest] -= 1
+            self.sum_logs -= _LOGS[oldest]
+
+    @property
+    def summary(self) -> tuple[float, float]:
+        """Mean of the binary logarithms, and how much it is worth, from 0 to 1."""
+        count = len(self.bins)
+        return (self.sum_logs / count, count / (count + _WIDER)) if count else (0.0, 0.0)
 
 
 class RecentLengths:
@@ -73,6 +90,15 @@ class RecentLengths:
             self._classes.move_to_end(key)
         while len(self._classes) > _MOST_CLASSES:
             self._classes.popitem(last=False)
+
+    def summaries(self, classes: Sequence[Hashable]) -> tuple[tuple[float, float], ...]:
+        """For all requests and for each class, the widest first: mean of the binary logarithms of
+        the lengths, and how much it is worth, from 0 to 1. [NUM_LEVELS]."""
+        found = [self._all.summary]
+        for end in range(1, NUM_LEVELS):
+            window = self._classes.get(tuple(classes[:end])) if end <= len(classes) else None
+            found.append((0.0, 0.0) if window is None else window.summary)
+        return tuple(found)
 
     def forecast(self, classes: Sequence[Hashable]) -> Forecast | None:
         """The forecast for a request of these classes, the widest first; None if too little is
