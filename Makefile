@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 EXAMPLES := .venv-examples
 
-.PHONY: demo test environments lint types unit test-families examples test-gpu bench-cpu bench-serving bench-web bench-compare bench-gpu bench-families bench-pagedattention bench-tangram bench-tangram-replay bench-tangram-gpu bench-tangram-devices bench-avmp bench-hybrid bench-vattention clean
+.PHONY: demo test environments lint types unit test-families examples test-gpu bench-cpu bench-serving bench-web bench-compare bench-gpu bench-families bench-pagedattention bench-tangram bench-tangram-replay bench-tangram-gpu bench-tangram-devices bench-avmp bench-hybrid bench-vattention bench-odma clean
 
 demo: $(VENV)/installed
 	$(BIN)/python tools/demo.py
@@ -87,6 +87,11 @@ bench-avmp: $(VENV)/installed-test
 # Requests of a hybrid model that fit at once, and its retained prefixes, in a few minutes.
 bench-hybrid: $(VENV)/installed
 	$(BIN)/python benchmarks/hybrid/memory.py --data $(DATA) --output benchmarks/hybrid
+
+# Predicted lengths and contiguous memory (ODMA), replayed and trained on the CPU, in about 25
+# minutes; PARTS=pressure,real for some of it. DATA is the folder of the traces.
+bench-odma: $(VENV)/installed-test
+	PYTHONPATH=src $(BIN)/python benchmarks/odma/run.py --data $(DATA) --output benchmarks/odma $(if $(PARTS),--parts $(PARTS))
 
 # vAttention's tables and figures, in about half an hour on an H200; PARTS=calls,waste for some of
 # them, and DATA, the folder of the traces, for the replayed one.

@@ -7,7 +7,7 @@ it hides stands beside it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +128,7 @@ def _bucketed(
     forecasts: Sequence[Forecast],
     before: Sequence[Sample],
     lengths: Sequence[int],
-) -> Mapping[str, Any]:
+) -> dict[str, Any]:
     """Buckets that outputs get, and whether they fit."""
     for sample in before:
         bounds.observe(sample.output_tokens)

@@ -84,7 +84,13 @@ def _utilisation(content: Content, file: Path) -> None:
             },
         )
         axes.set_ylabel(label)
-    left.legend(frameon=False, fontsize=7)
+    figure.legend(
+        *left.get_legend_handles_labels(),
+        loc="outside upper center",
+        ncols=4,
+        frameon=False,
+        fontsize=8,
+    )
     figure.savefig(file, dpi=_DPI)
     plt.close(figure)
 

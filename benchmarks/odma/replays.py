@@ -137,7 +137,7 @@ def utilisation(data: Path, num_requests: int) -> dict[str, Any]:
 def drift(data: Path, num_requests: int) -> dict[str, Any]:
     """Replay a trace in which lengths shift twice, and look at each window of it."""
     model = MODELS[_BUCKET_MODEL]
-    requests = shifting(data, _CONTEXT_TOKENS, num_requests // 3, rate=12.0)
+    requests = shifting(data, _CONTEXT_TOKENS, num_requests // 3, rate=5.0)
     base = ReplayConfig(
         {_BUCKET_MODEL: model},
         find_device(_BUCKET_DEVICE),

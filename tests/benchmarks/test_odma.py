@@ -1,0 +1,98 @@
+"""ODMA's benchmark on small traces of made-up lengths."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from benchmarks.odma import replays
+from benchmarks.odma.accuracy import MODELS
+from benchmarks.odma.run import run_part
+from benchmarks.odma.workloads import ALPACA, CODE, CONVERSATIONS, GSM8K, most_tokens, num_good
+
+from aquifer.sim.results import RequestRecord
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Traces with the names and formats of the real ones."""
+    folder = tmp_path_factory.mktemp("data")
+    random = np.random.default_rng(0)
+
+    def write(name: str, text: str) -> None:
+        with gzip.open(folder / name, "wt") as file:
+            file.write(text)
+
+    for name, mean in ((CONVERSATIONS, 5.0), (CODE, 3.0)):
+        rows = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
+        for second in range(200):
+            prompt, output = np.ceil(random.lognormal((6, mean), 0.6)).astype(int)
+            rows.append(f"2023-11-16 18:{second // 60:02}:{second % 60:02}.0,{prompt},{output}")
+        write(name, "\n".join(rows) + "\n")
+    questions = [f"question number {number} of many" for number in range(80)]
+    lengths = np.ceil(random.lognormal(4.5, 0.5, (len(MODELS), 80))).astype(int)
+    lists = dict(zip(MODELS, lengths.tolist(), strict=True))
+    write(ALPACA, json.dumps({"instructions": questions, "output_tokens": lists}))
+    lines = [
+        {"question": question, "output_tokens": length}
+        for question, length in zip(questions, lengths[0].tolist(), strict=True)
+    ]
+    write(GSM8K, "\n".join(map(json.dumps, lines)))
+    return folder
+
+
+def measured(part: str, data: Path, output: Path, number: int) -> list[dict[str, Any]]:
+    run_part(part, data, output, number)
+    content = json.loads((output / f"{part}.json").read_text())
+    assert content["part"] == part
+    rows: list[dict[str, Any]] = content["rows"]
+    return rows
+
+
+@pytest.mark.parametrize("part", ["pressure", "utilisation", "drift"])
+def test_replays(part: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replays, "SHARES", (2.0,))
+    monkeypatch.setattr(replays, "WAYS", {way: replays.WAYS[way] for way in ("off", "random")})
+    rows = measured(part, data, tmp_path, 90)
+    assert all(row["not_completed"] == 0 for row in rows)
+    assert all(row["tokens_per_s"] > 0 for row in rows)
+    assert (tmp_path / f"{part}.png").stat().st_size > 1000
+    if part == "utilisation":
+        used = {row["way"]: row["utilisation"] for row in rows if row["source"] == "conversations"}
+        assert used["static, the longest context"] < used["ODMA: dynamic buckets"] <= 1
+        assert used["ODMA: dynamic buckets"] < used["virtual"] <= 1
+
+
+def test_accuracy(data: Path, tmp_path: Path) -> None:
+    rows = measured("accuracy", data, tmp_path, 60)
+    for row in rows:
+        if row["way"] in ("S3", "ODMA", "ODMA, recent lengths"):
+            assert 0 <= row["right_bucket"] <= row["accuracy"] <= 1
+            assert row["given_over_needed"] > 0
+        else:
+            assert row["mean_absolute_error"] > 0
+            assert len(row["calibration"]) == 9
+
+
+def test_a_real_model_and_the_overhead(data: Path, tmp_path: Path) -> None:
+    off, prior, oracle = measured("real", data, tmp_path, 30)
+    assert oracle["preemptions"] <= off["preemptions"]
+    assert min(off["tokens_per_s"], prior["tokens_per_s"]) > 0
+    rows = measured("overhead", data, tmp_path, 30)
+    assert [row["way"] for row in rows] == ["off", "prior"]
+
+
+def test_goodput_and_demand() -> None:
+    def record(arrival: float, first: float, end: float) -> RequestRecord:
+        return RequestRecord("m", arrival, 100, 11, arrival, first, end)
+
+    records = [record(0, 1, 2), record(0, 3, 4), record(0, 1, 9), RequestRecord("m", 0, 5, 5)]
+    assert num_good(records, ttft_s=2, tpot_s=0.1) == 1
+    assert num_good(records, ttft_s=5, tpot_s=0.1) == 2
+    assert num_good(records, ttft_s=5, tpot_s=0.8) == 3
+    assert most_tokens(records[:1]) == pytest.approx(111, abs=1)
+    assert 300 < most_tokens(records) < 333
