@@ -9,12 +9,13 @@ import numpy.typing as npt
 
 from aquifer.cache.base import IntArray
 from aquifer.cache.footprint import Footprint
-from aquifer.predict.lengths import EDGES, LEAST_LEFT, NUM_BINS, Forecast, bin_of
+from aquifer.predict.lengths import EDGES, LEAST_LEFT, NUM_BINS, Forecast
 
 FloatArray = npt.NDArray[np.float64]
 
-_BIN_OF = bin_of(np.maximum(np.arange(EDGES[-1] + 1), 1)).astype(np.uint8)
 _WIDTHS = np.diff(EDGES)
+_BIN_OF = np.repeat(np.arange(NUM_BINS, dtype=np.uint8), _WIDTHS)[np.r_[0, : EDGES[-1]]]
+"""The bin of each length; that of no tokens is the first."""
 
 HORIZONS: IntArray = np.unique(np.round(1.5 ** np.arange(23)).astype(np.int64))
 """Steps from now at which the expected memory is computed: each step in the beginning, then ever
