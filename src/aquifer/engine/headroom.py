@@ -27,7 +27,6 @@ To restore it costs a prefill or two copies, as much as some dozen steps of a ba
 preempted again before it has run for that long, restoring it cost more than it brought, and the
 batch thrashes. A sequence that ends earlier counts with the tokens that it has left."""
 
-
 _DEVIATIONS = 1.1
 """Standard deviations above the expected memory that are kept free, where lengths are forecast.
 
