@@ -86,15 +86,7 @@ def pressure(data: Path, num_requests: int) -> dict[str, Any]:
 
 def utilisation(data: Path, num_requests: int) -> dict[str, Any]:
     """Replay requests that all wait at the start, in contiguous memory and in pages."""
-    model = MODELS[_BUCKET_MODEL]
-    base = ReplayConfig(
-        {_BUCKET_MODEL: model},
-        find_device(_BUCKET_DEVICE),
-        memory_bytes=model.weight_bytes + _BUCKET_BYTES,
-        max_model_len=_CONTEXT_TOKENS,
-        max_num_seqs=1024,
-        states_lengths=False,
-    )
+    base = _small_memory()
     ways: dict[str, ReplayConfig] = {
         "static, the longest context": replace(base, manager=STATIC),
         "S3: static buckets": replace(
@@ -136,16 +128,8 @@ def utilisation(data: Path, num_requests: int) -> dict[str, Any]:
 
 def drift(data: Path, num_requests: int) -> dict[str, Any]:
     """Replay a trace in which lengths shift twice, and look at each window of it."""
-    model = MODELS[_BUCKET_MODEL]
     requests = shifting(data, _CONTEXT_TOKENS, num_requests // 3, rate=5.0)
-    base = ReplayConfig(
-        {_BUCKET_MODEL: model},
-        find_device(_BUCKET_DEVICE),
-        memory_bytes=model.weight_bytes + _BUCKET_BYTES,
-        max_model_len=_CONTEXT_TOKENS,
-        max_num_seqs=1024,
-        states_lengths=False,
-    )
+    base = _small_memory()
     ways = {
         "static, the longest context": replace(base, manager=STATIC),
         "S3: static buckets": replace(
@@ -167,6 +151,19 @@ def drift(data: Path, num_requests: int) -> dict[str, Any]:
         "mean_outputs": _means(requests),
         "rows": rows,
     }
+
+
+def _small_memory() -> ReplayConfig:
+    """The device on which contiguous memory is compared with pages."""
+    model = MODELS[_BUCKET_MODEL]
+    return ReplayConfig(
+        {_BUCKET_MODEL: model},
+        find_device(_BUCKET_DEVICE),
+        memory_bytes=model.weight_bytes + _BUCKET_BYTES,
+        max_model_len=_CONTEXT_TOKENS,
+        max_num_seqs=1024,
+        states_lengths=False,
+    )
 
 
 def _figures(result: ReplayResult) -> dict[str, Any]:
