@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,10 @@ _NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 def find_browser() -> str | None:
     """The browser's program; None if there is none."""
     return next(filter(None, map(shutil.which, _NAMES)), None)
+
+
+class NavigatedError(Exception):
+    """The page was left while a command ran."""
 
 
 class Page:
@@ -41,13 +45,20 @@ class Page:
             self.command(f"{domain}.enable")
 
     def command(self, method: str, **params: Any) -> Any:
-        """Give a command of the protocol; its result."""
+        """Give a command of the protocol; its result.
+
+        Raises:
+            NavigatedError: the page was left meanwhile.
+        """
         number = next(self._numbers)
         self._connection.send(json.dumps({"id": number, "method": method, "params": params}))
         while True:
             message = json.loads(self._connection.recv(PATIENCE_S))
             if message.get("id") == number:
-                assert "error" not in message, (method, message["error"])
+                error = message.get("error")
+                if error is not None and "navigated" in error["message"]:
+                    raise NavigatedError(error["message"])
+                assert error is None, (method, error)
                 return message["result"]
             self._note(message)
 
@@ -76,9 +87,12 @@ class Page:
         return result["result"].get("value")
 
     def wait_for(self, expression: str) -> None:
-        """Wait until an expression is true."""
+        """Wait until an expression is true, also of a page that another one takes the place of."""
         deadline_s = time.monotonic() + PATIENCE_S
-        while not self.evaluate(expression):
+        while True:
+            with suppress(NavigatedError):
+                if self.evaluate(expression):
+                    return
             assert time.monotonic() < deadline_s, f"{expression} stayed false; {self.problems}"
             time.sleep(0.05)
 
