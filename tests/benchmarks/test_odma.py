@@ -38,7 +38,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write(name, "\n".join(rows) + "\n")
     questions = [f"question number {number} of many" for number in range(80)]
     lengths = np.ceil(random.lognormal(4.5, 0.5, (10, 80))).astype(int)
-    lists = dict(zip("abcdefghij", lengths.tolist(), strict=True))
+    names = ["Qwen1.5-7B-Chat", *"abcdefghi"]  # the first is the model of the replays
+    lists = dict(zip(names, lengths.tolist(), strict=True))
     write(ALPACA, json.dumps({"instructions": questions, "output_tokens": lists}))
     lines = [
         {"question": question, "output_tokens": length}
