@@ -118,7 +118,34 @@ def _drift(content: Content, file: Path) -> None:
     plt.close(figure)
 
 
+def _accuracy(content: Content, file: Path) -> None:
+    """Share that fits beside what is given for it."""
+    rows = [row for row in content["rows"] if "accuracy" in row]
+    sources = list(dict.fromkeys(row["source"] for row in rows))
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    figure, axes = plt.subplots(figsize=(7.5, 4), layout="constrained")
+    for way, marker in zip(ways, "sxo^v", strict=True):
+        for source, colour in zip(sources, _COLOURS, strict=False):
+            (row,) = (row for row in rows if (row["source"], row["way"]) == (source, way))
+            place = (row["given_over_needed"], 100 * row["accuracy"])
+            axes.plot(*place, marker, color=colour, fillstyle="none")
+    for source, colour in zip(sources, _COLOURS, strict=False):
+        axes.plot([], [], "s", color=colour, label=source)
+    for way, marker in zip(ways, "sxo^v", strict=True):
+        axes.plot([], [], marker, color="black", fillstyle="none", label=way)
+    axes.set_xscale("log")
+    axes.set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"])
+    axes.minorticks_off()
+    axes.set_xlabel("memory given at first / needed")
+    axes.set_ylabel("outputs that fit, %")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(bbox_to_anchor=(1, 1), loc="upper left", fontsize=8)
+    figure.savefig(file, dpi=_DPI)
+    plt.close(figure)
+
+
 _DRAWINGS: Mapping[str, Callable[[Content, Path], None]] = {
+    "accuracy": _accuracy,
     "pressure": _pressure,
     "utilisation": _utilisation,
     "drift": _drift,

@@ -29,7 +29,7 @@ from rich.console import Console
 from aquifer.bench.result import save
 
 PARTS: dict[str, tuple[Callable[[Path, int], dict[str, Any]], int]] = {
-    "accuracy": (accuracy.accuracy, 3000),
+    "accuracy": (accuracy.accuracy, 4000),
     "pressure": (replays.pressure, 4000),
     "utilisation": (replays.utilisation, 3000),
     "drift": (replays.drift, 6000),

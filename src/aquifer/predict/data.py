@@ -6,8 +6,10 @@ import csv
 import gzip
 import io
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -88,27 +90,45 @@ def _read_lines(lines: io.TextIOBase, file: Path) -> Iterator[Example]:
             continue
         try:
             entry: Any = json.loads(line)
-            prompt = entry.get("prompt", entry.get("question", ""))
-            ids = tuple(map(int, entry.get("prompt_token_ids", ())))
-            count = int(entry.get("prompt_tokens", 0))
+            prompt = entry.get("prompt", entry.get("question")) or ""
             arrival = entry.get("arrival")
             example = Example(
-                int(entry["output_tokens"]),
-                str(prompt),
-                ids,
-                count,
-                str(entry.get("model", "")),
-                float(entry.get("temperature", 1.0)),
-                None if arrival is None else float(arrival),
+                _whole(entry["output_tokens"]),
+                _text(prompt),
+                tuple(map(_whole, entry.get("prompt_token_ids") or ())),
+                _whole(entry.get("prompt_tokens", 0)),
+                _text(entry.get("model") or ""),
+                _finite(entry.get("temperature", 1.0)),
+                None if arrival is None else _finite(arrival),
             )
+            if example.temperature < 0:
+                raise ValueError(f"temperature is {example.temperature}; it must be at least 0")
         except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise ConfigError(f"{file}, line {number}: this is no example: {error!r}") from error
-        if not (example.has_prompt or example.prompt_tokens > 0) or example.output_tokens < 0:
+        if not (example.has_prompt or example.prompt_tokens):
             raise ConfigError(
                 f"{file}, line {number}: an example needs prompt, prompt_token_ids or "
-                "prompt_tokens, and output_tokens of at least 0"
+                "prompt_tokens of at least 1"
             )
         yield example
+
+
+def _whole(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{value!r} must be a whole number of at least 0")
+    return value
+
+
+def _finite(value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise ValueError(f"{value!r} must be a number")
+    return float(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} must be a text")
+    return value
 
 
 def _read_lists(lines: io.TextIOBase, file: Path) -> Iterator[Example]:
@@ -117,7 +137,7 @@ def _read_lists(lines: io.TextIOBase, file: Path) -> Iterator[Example]:
         prompts, outputs = content["instructions"], content["output_tokens"]
         for model, lengths in outputs.items():
             for prompt, length in zip(prompts, lengths, strict=True):
-                yield Example(int(length), str(prompt), model=str(model))
+                yield Example(_whole(length), _text(prompt), model=str(model))
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise ConfigError(
             f"{file} must have a list `instructions`, and lists `output_tokens` of the same length "
@@ -129,8 +149,10 @@ def _read_table(lines: io.TextIOBase, file: Path) -> Iterator[Example]:
     rows = csv.DictReader(lines)
     for row in rows:
         try:
-            clock = row["TIMESTAMP"].split(" ")[1].split(":")
-            arrival_s = int(clock[0]) * 3600 + int(clock[1]) * 60 + float(clock[2])
+            # There are seven decimals; `datetime` accepts six.
+            whole, _, decimals = row["TIMESTAMP"].strip().partition(".")
+            begin_s = datetime.fromisoformat(f"{whole}+00:00").timestamp()
+            arrival_s = begin_s + float(f"0.{decimals or 0}")
             yield Example(
                 int(row["GeneratedTokens"]),
                 prompt_tokens=int(row["ContextTokens"]),

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from transformers import DistilBertConfig, DistilBertModel
 
+from aquifer.errors import ConfigError, as_config_error
 from aquifer.predict.features import NUM_ROWS, PADDING, PART_TOKENS
 
 Size = Literal["compact", "distilbert"]
@@ -46,9 +47,30 @@ class PromptEncoder(torch.nn.Module):
         """Begin with the layers of a pretrained DistilBERT; its table of tokens does not fit.
 
         Args:
-            folder: a checkpoint of the same size.
+            folder: a checkpoint of the same size, in safetensors.
+
+        Raises:
+            ConfigError: there is none, or its size is another one.
         """
-        pretrained = DistilBertModel.from_pretrained(folder)
+        if not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"{folder} holds no DistilBERT: config.json is missing; give the folder of a "
+                "downloaded checkpoint"
+            )
+        with as_config_error(f"cannot read the pretrained encoder in {folder}"):
+            pretrained = DistilBertModel.from_pretrained(
+                folder, local_files_only=True, use_safetensors=True
+            )
+        names = ("dim", "n_layers", "n_heads", "hidden_dim")
+        theirs, ours = (
+            [getattr(config, name) for name in names]
+            for config in (pretrained.config, self.model.config)
+        )
+        if theirs != ours:
+            raise ConfigError(
+                f"the pretrained encoder in {folder} has {', '.join(names)} of {theirs}; it must "
+                f"have {ours}"
+            )
         self.model.transformer.load_state_dict(pretrained.transformer.state_dict())
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
@@ -60,7 +82,9 @@ class PromptEncoder(torch.nn.Module):
         Returns: [requests, dim].
         """
         is_token = rows != PADDING
-        states = self.model(input_ids=rows, attention_mask=is_token.long()).last_hidden_state
+        # A single prompt has no padding.
+        mask = is_token.long() if len(rows) > 1 else None
+        states = self.model(input_ids=rows, attention_mask=mask).last_hidden_state
         weights = is_token[..., None].to(states.dtype)
         mean: torch.Tensor = (states * weights).sum(1) / weights.sum(1)
         return mean

@@ -25,6 +25,12 @@ from aquifer.predict.lengths import NUM_BINS, Forecast
 
 _WEIGHTS, _CONFIG = "model.safetensors", "predictor.json"
 
+_LEAST_DEVIATION = 1e-4
+"""Standard deviation below which a feature counts as the same in all training samples."""
+
+_MOST_DEVIATIONS = 4.0
+"""Features are cut at so many standard deviations: nothing was learned of what lies beyond."""
+
 
 @dataclass(frozen=True, slots=True)
 class PredictorConfig:
@@ -61,6 +67,24 @@ class LengthPredictor(torch.nn.Module):
         )
         self.bins = torch.nn.Linear(128, NUM_BINS)
         self.log_length = torch.nn.Linear(128, 1)
+        self.center: torch.Tensor
+        self.scale: torch.Tensor
+        self.register_buffer("center", torch.zeros(NUM_NUMBERS))
+        self.register_buffer("scale", torch.ones(NUM_NUMBERS))
+
+    def standardize(self, features: torch.Tensor) -> None:
+        """Set the scale of the features that are numbers by those of the training samples.
+
+        A feature that is the same in all of them is ignored from then on: its weights would be
+        random, and another value in a server would change forecasts at random.
+
+        Args:
+            features: [samples, NUM_NUMBERS], see `numbers`.
+        """
+        deviation = features.std(0, correction=0)
+        self.center.copy_(features.mean(0))
+        varies = deviation > _LEAST_DEVIATION
+        self.scale.copy_(torch.where(varies, 1 / deviation.clamp(min=_LEAST_DEVIATION), 0.0))
 
     def forward(
         self, rows: torch.Tensor | None, features: torch.Tensor
@@ -71,6 +95,8 @@ class LengthPredictor(torch.nn.Module):
             rows: [requests, tokens], see `token_rows`; None if it reads no prompts.
             features: [requests, NUM_NUMBERS], see `numbers`.
         """
+        features = (features - self.center) * self.scale
+        features = features.clamp(-_MOST_DEVIATIONS, _MOST_DEVIATIONS)
         if self.encoder is not None:
             assert rows is not None, "it reads prompts"
             features = torch.cat((self.encoder(rows), features), dim=1)
