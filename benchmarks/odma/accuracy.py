@@ -1,8 +1,8 @@
 """Part `accuracy`: how well lengths are predicted, by the paper's measure and by others.
 
 The measure of S3 and ODMA is the share of requests that fit into the memory that their predicted
-bucket gives them; neither paper says more. It is 100 % for whoever gives everyone the most, so what
-it hides stands beside it.
+bucket gives them; neither paper defines it further. A policy that gives every request the largest
+bucket reaches 100 %, so the result also has errors, calibration and the memory that was given.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ PAPER = {"Alpaca": (0.9860, 0.9955), "Google-NQ": (0.8268, 0.9336)}
 """Accuracy of S3's predictor, and of ODMA (section 5.1)."""
 
 NUM_MODELS = 8
-"""Of AlpacaEval's models, those in the middle of as many equal parts of their list in the order of
-their mean lengths."""
+"""Models of AlpacaEval: sorted by mean output length, cut into so many equal parts, one from the
+middle of each."""
 
 INFLATIONS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)
 """Candidates of alpha, which the paper does not state."""
@@ -127,7 +127,7 @@ def marginal(samples: Sequence[Sample]) -> Forecast:
 
 
 def by_model(before: Sequence[Sample], samples: Sequence[Sample]) -> list[Forecast]:
-    """For each sample, the distribution of its model's lengths."""
+    """Forecast each sample by the distribution of its model's output lengths."""
     of_model = defaultdict(list)
     for sample in before:
         of_model[sample.asked.client].append(sample)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Content = Mapping[str, Any]
 
 PAPER_UTILISATION = {"Alpaca": (0.5505, 0.7245), "Google-NQ": (0.4254, 0.6179)}
-"""Of static pre-allocation, and of ODMA (section 5.2)."""
+"""Memory utilisation by data set: with static pre-allocation, and with ODMA (section 5.2)."""
 
 PAPER_GAIN = {"Alpaca": 0.23, "Google-NQ": 0.27}
 """Tokens per second of ODMA more than those of static pre-allocation."""

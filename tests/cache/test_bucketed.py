@@ -299,7 +299,7 @@ def test_bounds_follow_what_finishes_and_regions_stay():
 
 
 def test_pages_that_stay_mapped():
-    """For devices without virtual memory: nothing is mapped or unmapped after the first region."""
+    """With `keeps_mapped`, no page is mapped or unmapped after the first region."""
     harness = Harness(2 * pages_of(MAX_TOKENS) + 10, keeps_mapped=True)
     assert harness.begin(1, 10, 100, Forecast.certain(6))
     harness.check()

@@ -26,7 +26,7 @@ from aquifer.memory.pool import Kind, Owner
 from aquifer.predict.lengths import Forecast
 
 FAMILIES = ("llama", "gemma2")
-"""Of the second, a part of the layers has a window."""
+"""The second one has layers with a window."""
 
 OPTIONS: dict[str, Any] = {
     "page_size": "4KiB",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Sequence
 from typing import overload
 
@@ -18,10 +17,7 @@ from aquifer.engine.policies import (
     RunningRequest,
 )
 from aquifer.engine.sequence import SequenceGroup
-from aquifer.predict.forecaster import Asked
-
-_TEMPLATE_TOKENS = 32
-"""Tokens that prompts of the same template begin with at least."""
+from aquifer.predict.forecaster import Asked, template_of
 
 _ONLY_CLIENT = {0: ClientState()}
 
@@ -62,12 +58,11 @@ def candidate(group: SequenceGroup) -> Candidate:
 def asked(group: SequenceGroup) -> Asked:
     """A request that has arrived, as forecasters see it."""
     request = group.request
-    beginning = np.asarray(request.prompt_token_ids[:_TEMPLATE_TOKENS], np.int32)
     return Asked(
         prompt_token_ids=request.prompt_token_ids,
         most_tokens=group.limit_total - group.num_prompt_tokens,
         client=request.client,
-        template=zlib.crc32(beginning.tobytes()),
+        template=template_of(request.prompt_token_ids),
         temperature=request.params.temperature,
         top_p=request.params.top_p,
     )

@@ -7,11 +7,14 @@ there has the forecast of recent lengths; nothing waits for a prediction.
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Protocol
+
+import numpy as np
 
 from aquifer.predict.calibration import Calibration
 from aquifer.predict.lengths import Forecast, bin_of
@@ -20,7 +23,15 @@ from aquifer.predict.prior import RecentLengths
 _MOST_AT_ONCE = 64
 """Requests that a predictor gets at once."""
 
+_TEMPLATE_TOKENS = 32
+"""Tokens that prompts of the same template begin with at least."""
+
 logger = logging.getLogger(__name__)
+
+
+def template_of(prompt_token_ids: Sequence[int]) -> int:
+    """Identity of the beginning of a prompt, which requests of one template share."""
+    return zlib.crc32(np.asarray(prompt_token_ids[:_TEMPLATE_TOKENS], np.int32).tobytes())
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ class _Window:
 
     @property
     def summary(self) -> tuple[float, float]:
-        """Mean of the binary logarithms, and how much it is worth, from 0 to 1."""
+        """Mean of the binary logarithms, and its weight, from 0 to 1."""
         count = len(self.bins)
         return (self.sum_logs / count, count / (count + _WIDER)) if count else (0.0, 0.0)
 
@@ -92,8 +92,11 @@ class RecentLengths:
             self._classes.popitem(last=False)
 
     def summaries(self, classes: Sequence[Hashable]) -> tuple[tuple[float, float], ...]:
-        """For all requests and for each class, the widest first: mean of the binary logarithms of
-        the lengths, and how much it is worth, from 0 to 1. [NUM_LEVELS]."""
+        """Summarize the lengths of all requests, and of each class, the widest first.
+
+        Returns: [NUM_LEVELS] pairs: mean of the binary logarithms of the lengths in tokens, and its
+            weight, from 0 to 1, which grows with the number of lengths.
+        """
         found = [self._all.summary]
         for end in range(1, NUM_LEVELS):
             window = self._classes.get(tuple(classes[:end])) if end <= len(classes) else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from aquifer.errors import ConfigError
 from aquifer.predict.data import Example
 from aquifer.predict.features import numbers
-from aquifer.predict.forecaster import Asked
+from aquifer.predict.forecaster import Asked, template_of
 from aquifer.predict.lengths import NUM_BINS, Forecast, bin_of
 from aquifer.predict.model import LengthPredictor, PredictorConfig
 from aquifer.predict.prior import RecentLengths
@@ -22,7 +21,6 @@ from aquifer.predict.prior import RecentLengths
 Encode = Callable[[str], Sequence[int]]
 """Turns a text into token ids."""
 
-_TEMPLATE_TOKENS = 32
 _MOST_OUTPUT_TOKENS = 1 << 15
 _BATCH = 64
 _PATIENCE = 8
@@ -83,12 +81,11 @@ def samples_of(examples: Sequence[Example], encode: Encode | None) -> list[Sampl
             prompt = ids_of[example.prompt]
         if not prompt:
             prompt = [0] * max(example.prompt_tokens, 1)
-        beginning = np.asarray(prompt[:_TEMPLATE_TOKENS], np.int32)
         asked = Asked(
             prompt,
             _MOST_OUTPUT_TOKENS,
             client=example.model,
-            template=zlib.crc32(beginning.tobytes()),
+            template=template_of(prompt),
             temperature=example.temperature,
         )
         seen = recent.setdefault("", RecentLengths())
