@@ -108,6 +108,7 @@ def reclamation(settings: Settings, record: Record) -> None:
             for name, prepare in prepared.items():
                 prompt = prompts.prompt(num_tokens)
                 prepare(llm, num_tokens)
+                time.sleep(_WAIT_S)  # as long for all: an idle GPU's clock recovers
                 with MapCalls(llm.engine.pool.driver) as mapping:
                     seconds[name].append(first_token_s(llm, [prompt]))
                 pages[name].append(sum(call[2] for call in mapping.calls))
@@ -132,7 +133,6 @@ def _nothing(_: LLM, __: int) -> None:
 def _unmap_all(llm: LLM, _: int) -> None:
     """Unmap the pages of earlier requests; they stay in stock."""
     llm.engine.pool.retired.settle()
-    time.sleep(_WAIT_S)
 
 
 def _give_all_back(llm: LLM, num_tokens: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tests.cases import covering
-from tests.engine.life import BehindDriver, Case, Open, World
+from tests.engine.life import PAGE_BYTES, BehindDriver, Case, Open, World
 from tests.memory.late_driver import LateFence
 from tests.models.wrapped import WrappedModel, plan_wrapped
 
@@ -235,6 +235,7 @@ def test_a_wait_fails(
         num_ahead=1,
         max_num_seqs=5,
         max_num_batched_tokens=40,
+        prompt_page_bytes=PAGE_BYTES,  # to replace pages of other sizes is another wait
     )
     send_all(world, cases)
     fault.in_calls = num_steps

@@ -117,6 +117,9 @@ class DeviceCache(KVSource, Protocol):
     def open(self) -> bool:
         """Take the anchors' pages, before any others; False means that the pool is short."""
 
+    def vacate(self) -> None:
+        """Unmap all pages that were given up, after the work that may touch them."""
+
     def record(self) -> None:
         """Begin to record all changes. Pre-condition: no page has been mapped yet."""
 

@@ -80,6 +80,11 @@ class GroupedTensors:
         """Take the anchors' pages, before any others; False means that the pool is short."""
         return all(part.open() for part in self.parts)
 
+    def vacate(self) -> None:
+        """See `PartTensors.vacate`."""
+        for part in self.parts:
+            part.vacate()
+
     def record(self) -> None:
         """Begin to record all changes. Pre-condition: no page has been mapped yet."""
         self._journal = []

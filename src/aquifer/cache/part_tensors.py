@@ -75,13 +75,17 @@ class PartTensors:
             self._is_open = self._map_anchor()
         return self._is_open
 
+    def vacate(self) -> None:
+        """Unmap all pages that were given up, after the work that may touch them."""
+        self._retired.settle(self.range)
+
     def close(self) -> None:
         """Give the addresses back. Pre-condition: all pages but the anchor's were given up."""
         if self._is_open:
             self._anchor.give_up(range(self._num_anchor_pages))
         if self.guard is not None:
             self.guard.move_guards(())
-        self._retired.settle(self.range)
+        self.vacate()
         self.range.close()
 
     # --- the journal -------------------------------------------------------------------------

@@ -73,7 +73,13 @@ class Admitter:
         return None if chosen is None else lane.waiting.find(chosen.client, chosen.arrival)
 
     def admit(
-        self, lane: Lane, budget_tokens: int, only: Collection[int] | None, *, is_round: bool
+        self,
+        lane: Lane,
+        budget_tokens: int,
+        only: Collection[int] | None,
+        *,
+        is_round: bool,
+        enough_tokens: int | None = None,
     ) -> tuple[IntArray, IntArray]:
         """Admit requests as long as there is room.
 
@@ -82,13 +88,16 @@ class Admitter:
             budget_tokens: tokens that they may run in this step.
             only: clients that the step is for; None for all.
             is_round: see `chunk_tokens`.
+            enough_tokens: tokens with which the step need not wait until more requests are
+                admitted; None to admit all that there is room for.
 
         Returns: (slots, counts) of the tokens that they run in this step.
         """
         slots: list[int] = []
         counts: list[int] = []
         num_running = len(lane.running)
-        while lane.waiting and budget_tokens > 0 and not self._is_any_beginning_anew():
+        least_budget = 0 if enough_tokens is None else max(budget_tokens - enough_tokens, 0)
+        while lane.waiting and budget_tokens > least_budget and not self._is_any_beginning_anew():
             group = self.next(lane, num_running)
             if group is None or len(group.sequences) > lane.slots.num_free:
                 break

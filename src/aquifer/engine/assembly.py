@@ -27,6 +27,10 @@ from aquifer.memory.room import Room
 from aquifer.memory_options import PREDICTION_USES
 from aquifer.predict.forecaster import Forecaster
 
+_IDLE_TOKENS = 1024
+"""Tokens with which a step is launched rather than to let the device idle while the host admits
+more requests, of which each may take it milliseconds: these run in the next step."""
+
 
 @dataclass(frozen=True, slots=True)
 class LaneSpec:
@@ -109,7 +113,9 @@ class Assembly:
         self.preemption = None if swap_space is None else Preemption(swap_space, restore_mode)
         self.scheduler = Scheduler(
             self.room,
-            StepBudget(max_batched_tokens, max_prefill_s),
+            StepBudget(
+                max_batched_tokens, max_prefill_s, _IDLE_TOKENS if pool.driver.runs_ahead else None
+            ),
             self.preemption,
             clock_s,
             self.policies,

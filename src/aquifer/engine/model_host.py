@@ -209,6 +209,8 @@ class ModelHost(ModelLife):
             # The most are not worth what other models retain.
             if not is_least and 2 * num_bytes > self._pool.free_bytes:
                 continue
+            for slot, num_prompt in zip(wanted.tolist(), (tokens + 1).tolist(), strict=True):
+                cache.expect(slot, num_prompt, num_prompt)  # in few large pages
             if cache.reserve(wanted, tokens):
                 slots = wanted.tolist()
                 break
@@ -223,6 +225,7 @@ class ModelHost(ModelLife):
         finally:
             for slot in slots:
                 cache.release(slot)
+            cache.tensors.vacate()  # the pages have not the sizes that prompts will need
         self.prefill_cost.observe(0, num_tokens, num_tokens * token_s)
 
 

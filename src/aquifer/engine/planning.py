@@ -54,10 +54,13 @@ class StepBudget:
         max_batched_tokens: most tokens of any step.
         max_prefill_s: time limit of the prompts in a step in which sequences decode, in seconds;
             None for none.
+        idle_tokens: tokens with which a step is launched although more requests wait, if the device
+            idles meanwhile; None where it does not run ahead of the host.
     """
 
     max_batched_tokens: int
     max_prefill_s: float | None = None
+    idle_tokens: int | None = None
 
     def tokens(
         self,

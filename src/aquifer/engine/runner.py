@@ -209,10 +209,12 @@ class Runner:
     def _assign(self, assigned: tuple[SlotAssignment, ...]) -> None:
         self._sampler.assign(assigned)
         slots = np.array([one.slot for one in assigned], np.int64)
-        self._least_context[slots] = [one.least_context_tokens for one in assigned]
         self._reports_prompt[slots] = [one.num_prompt_logprobs is not None for one in assigned]
-        on_device = upload(np.stack((slots, self._least_context[slots])), self._device)
-        self._columns.least_context[on_device[0]] = on_device[1]
+        least = np.array([one.least_context_tokens for one in assigned], np.int64)
+        if not np.array_equal(least, self._least_context[slots]):  # of most models, all are 0
+            self._least_context[slots] = least
+            on_device = upload(np.stack((slots, least)), self._device)
+            self._columns.least_context[on_device[0]] = on_device[1]
 
     # --- forward -----------------------------------------------------------------------------
 

@@ -121,7 +121,15 @@ class Sampler:
                 )
             seed = int(np.uint64(one.seed).astype(np.int64))
             ints[:, i] = max(params.top_k, 0), seed, counts_row
-        self.columns.write(*(upload(array, self._device) for array in (slots, floats, ints)))
+        # One copy for all; two floats are as long as an integer.
+        parts = slots, ints.ravel(), floats.ravel().view(np.int64)
+        on_device = upload(np.concatenate(parts), self._device)
+        device_slots, device_ints, device_floats = on_device.split([len(part) for part in parts])
+        self.columns.write(
+            device_slots,
+            device_floats.view(torch.float32).view(floats.shape),
+            device_ints.view(ints.shape),
+        )
 
     def assigned(self, slot: int) -> SlotAssignment:
         """The assignment of a slot's present sequence."""

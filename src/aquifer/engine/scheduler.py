@@ -220,9 +220,14 @@ class Scheduler:
             return None
         slots, counts = grown
         if lane.waiting and self.num_preemptions == num_preemptions:
-            budget = most_tokens - int(counts.sum())
+            num_tokens = int(counts.sum())
+            enough = None if self._has_in_flight() else self.budget.idle_tokens
             admitted_slots, admitted_counts = self.admitter.admit(
-                lane, budget, clients, is_round=not len(slots)
+                lane,
+                most_tokens - num_tokens,
+                clients,
+                is_round=not len(slots),
+                enough_tokens=None if enough is None else enough - num_tokens,
             )
             if len(admitted_slots):
                 slots = np.concatenate((slots, admitted_slots))

@@ -134,19 +134,21 @@ class VirtualRange:
             index += self.num_places(self.page(index))
         return found if len(found) < len(indices) else indices
 
-    def places_at(self, indices: range) -> list[int]:
-        """The places of the pages that lie at any of these indices, which may have none."""
-        found: list[int] = []
+    def sizes_at(self, indices: range) -> dict[int, int]:
+        """The places of the pages that lie at any of these indices, which may have none, and how
+        many indices each takes."""
+        found: dict[int, int] = {}
         offsets = self._offsets.values_of(indices)
-        index = indices.start
-        while index < indices.stop:
-            offset = offsets[index - indices.start]
+        start, index, stop = indices.start, indices.start, indices.stop
+        while index < stop:
+            offset = offsets[index - start]
             if offset is None:
                 index += 1
                 continue
             page = self.page_of(index + offset)
-            found.append(page - offset)
-            index = page - offset + self.num_places(page)
+            size = self.num_places(page)
+            found[page - offset] = size
+            index = page - offset + size
         return found
 
     def page(self, index: int) -> Page:

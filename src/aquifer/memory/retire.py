@@ -256,7 +256,7 @@ class RetireQueue:
             self._await_all_leaving(range_)
             if not self._places(range_):
                 return {}
-            return {i: range_.num_places(range_.page(i)) for i in range_.places_at(indices)}
+            return range_.sizes_at(indices)
 
     def indices_of(self, range_: VirtualRange, page: Page) -> list[int]:
         """Indices of the places where `reuse_pages` would find the page, which is in use."""
