@@ -36,9 +36,24 @@ def test_padding_is_of_no_slot_at_a_position_that_every_model_has() -> None:
     for size in (64, 16):
         inputs.flat.fill_(7)
         inputs.clear(size)
-        token_ids, positions, slots, contexts, rows, others = inputs.of(size)
-        assert (slots == -1).all()
-        assert not any(part.any() for part in (token_ids, positions, contexts, rows, others))
+        of_step = inputs.of(size)
+        assert (of_step.slots == -1).all()
+        assert not any(part.any() for part in of_step._replace(slots=of_step.chunks))
+
+
+def test_inputs_lie_where_a_step_reads_them() -> None:
+    inputs = ChunkInputs(64, 8, 4, torch.device("cpu"))
+    columns = [np.arange(10) + 100 * number for number in range(4)]
+    last = [np.arange(3) + 1000 * number for number in range(3)]
+    chunks = [np.array([1, 2]), np.array([3, 4]), np.array([5, 6, 7])]
+    packed = inputs.packed(16, columns, last, chunks)
+    inputs.flat[: len(packed)] = torch.from_numpy(packed)
+    of_step = inputs.of(16)
+    for tensor, values, padding in zip(of_step[:4], columns, (0, 0, -1, 0), strict=True):
+        assert tensor.tolist() == values.tolist() + [padding] * 6
+    for tensor, values in zip(of_step[4:7], last, strict=True):
+        assert tensor.tolist() == values.tolist() + [0] * 5
+    assert of_step.chunks[:7].tolist() == [1, 2, 3, 4, 5, 6, 7]
 
 
 def _spans(*chunks: tuple[int, int]) -> Spans:

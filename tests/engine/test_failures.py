@@ -81,7 +81,7 @@ class _Model(WrappedModel):
             raise self._fault.error
         hidden = super().forward(batch, kv)
         for index, layer in enumerate(self.kv_layout.layers if is_due else ()):
-            nothing = torch.zeros(len(hidden), layer.num_kv_heads, layer.key_dim)
+            nothing = torch.zeros(len(batch.token_ids), layer.num_kv_heads, layer.key_dim)
             kv.write(index, nothing, nothing)
         return hidden
 

@@ -111,7 +111,8 @@ def test_a_value_that_was_read_on_the_host(obstacle: Outcome, model: Model, name
             "positions": batch.positions,
             "context_lengths": batch.context_lengths,
         }
-        return ModelInput(**{**parts, name: seen[0]})
+        parts[name] = seen[0]
+        return ModelInput(**parts, wanted=batch.wanted)
 
     def capture(work: Callable[[], None]) -> Callable[[], None]:
         work()

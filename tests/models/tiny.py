@@ -149,7 +149,7 @@ class NoKVModel:
         self._tensors = tensors
 
     def forward(self, batch: ModelInput, kv: KVView) -> torch.Tensor:
-        return _no_kv_hidden(self._tensors, batch.token_ids, batch.positions)
+        return batch.of_wanted(_no_kv_hidden(self._tensors, batch.token_ids, batch.positions))
 
     def rehearsal(self) -> NoKVModel:
         return self
@@ -176,9 +176,10 @@ class SparseKVModel:
             kv.write(kv_layer, key, value)
             return kv.attend(kv_layer, query, AttentionOptions(query.shape[-1] ** -0.5))
 
-        return _sparse_kv_hidden(
+        hidden = _sparse_kv_hidden(
             self._config, self._tensors, batch.token_ids, batch.positions, attend
         )
+        return batch.of_wanted(hidden)
 
     def rehearsal(self) -> SparseKVModel:
         return self
@@ -242,9 +243,10 @@ class RecurrentModel:
         def recur(layer: int, inputs: torch.Tensor) -> torch.Tensor:
             return kv.recur(layer, inputs, Fading(inputs.shape[1]))
 
-        return _sparse_kv_hidden(
+        hidden = _sparse_kv_hidden(
             self._config, self._tensors, batch.token_ids, batch.positions, attend, recur
         )
+        return batch.of_wanted(hidden)
 
     def rehearsal(self) -> RecurrentModel:
         return self

@@ -39,6 +39,11 @@ class Spans:
         """Rows of the step's flat tensors."""
         return int(self.offsets[-1])
 
+    def ends_of(self, indices: IntArray) -> Spans:
+        """The last token of some of the spans, as spans of their own."""
+        ends = (self.starts + self.counts)[indices]
+        return Spans.make(self.slots[indices], ends - 1, np.ones_like(ends))
+
     def rows(self) -> tuple[IntArray, IntArray]:
         """(slot, position) of every token of the step, each [num_tokens]."""
         first = np.repeat(self.starts - self.offsets[:-1], self.counts)

@@ -242,14 +242,14 @@ class StepView(WithoutState):
     def attend(self, layer: int, query: torch.Tensor, how: AttentionOptions) -> torch.Tensor:
         """See `KVView.attend`."""
         rows = self._rows
-        out: torch.Tensor | None = None
+        if rows.chunks is not None and not rows.num_decodes:
+            return self._attend_chunks(layer, query, None, how)
+        out = query.new_empty(*query.shape[:2], self._layers[layer][1].shape[-1])
         if rows.num_decodes:
-            out = query.new_empty(*query.shape[:2], self._layers[layer][1].shape[-1])
             self._attend_decodes(layer, query, out, how)
-        if rows.chunks is None:
-            assert out is not None, "a step has rows"
-            return out
-        return self._attend_chunks(layer, query, out, how)
+        if rows.chunks is not None:
+            self._attend_chunks(layer, query, out, how)
+        return out
 
     def attend_into(
         self, layer: int, query: torch.Tensor, out: torch.Tensor, how: AttentionOptions

@@ -143,7 +143,7 @@ class CapturedSteps:
         num_decodes: int,
         token_ids: IntArray,
         context_lengths: IntArray,
-        rows: IntArray,
+        sampled: IntArray,
         *,
         uses_cudnn: bool,
     ) -> None:
@@ -154,32 +154,32 @@ class CapturedSteps:
             num_decodes: number of spans, from the first, that are one token each.
             token_ids: [tokens]; -1 for the last token that the device sampled for the sequence.
             context_lengths: [tokens], see `ModelInput`.
-            rows: [n], rows of which the hidden state is wanted.
+            sampled: [n], spans of which the last token's hidden state is wanted.
             uses_cudnn: whether cuDNN computes the attention of round chunks.
         """
         size = self._chunks.size_of(spans.num_tokens)
         assert size is not None
-        num_tokens = spans.num_tokens
+        num_tokens, last = spans.num_tokens, spans.ends_of(sampled)
         slots, positions, *chunks = Rows.arrays(spans, num_decodes)
-        first_chunk = 4 * size + self._buffers.max_rows
-        packed = np.zeros(first_chunk + sum(map(len, chunks)), np.int64)
-        packed[:num_tokens] = token_ids
-        packed[size : size + num_tokens] = positions
-        packed[2 * size : 3 * size] = -1
-        packed[2 * size : 2 * size + num_tokens] = slots
-        packed[3 * size : 3 * size + num_tokens] = context_lengths
-        packed[4 * size : 4 * size + len(rows)] = rows
-        np.concatenate(chunks, out=packed[first_chunk:])
+        packed = self._inputs.packed(
+            size,
+            (token_ids, positions, slots, context_lengths),
+            (spans.offsets[1:][sampled] - 1, last.slots, last.starts),
+            chunks,
+        )
         upload_into(self._inputs.flat[: len(packed)], packed)
-        _, row_positions, row_slots, _, _, others = self._inputs.of(size)
+        inputs = self._inputs.of(size)
         lengths = list(map(len, chunks))
-        tensors = [
-            row_slots[:num_tokens],
-            row_positions[:num_tokens],
-            *others[: sum(lengths)].split(lengths),
-        ]
-        rows_of_step = Rows.over(spans, num_decodes, tensors, uses_cudnn=uses_cudnn)
-        self._chunks.run(size, self._view(rows_of_step))
+        tensors = inputs.chunks[: sum(lengths)].split(lengths)
+        own = inputs.slots[:num_tokens], inputs.positions[:num_tokens], *tensors
+        nothing = inputs.chunks[:0]
+        num_last = len(sampled)
+        of_last = inputs.last_slots[:num_last], inputs.last_positions[:num_last], *[nothing] * 3
+        self._chunks.run(
+            size,
+            self._view(Rows.over(spans, num_decodes, own, uses_cudnn=uses_cudnn)),
+            self._view(Rows.over(last, num_last, of_last)),
+        )
 
     def sample_decoded(
         self, num_rows: int, mode: SamplingMode

@@ -14,25 +14,35 @@ The model's code is not cut: while a step is captured, its calls of `KVView.atte
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from aquifer.cache.spans import Rows
+from aquifer.cache.spans import IntArray, Rows
 from aquifer.cache.state_view import Recurrence
 from aquifer.cache.view import AttentionOptions, KVView, LaunchView
 from aquifer.engine.graphs import StepBuffers, lasting
 from aquifer.kernels.capture import GraphPool
 from aquifer.kernels.prefill_attention import PrefillSpans
+from aquifer.models import Wanted
 
-Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, KVView], torch.Tensor]
-"""Runs (token ids, positions, slots, context lengths, each [tokens], and a view of their KV); gives
-hidden states [tokens, hidden]. A token id below 0 stands for the last token of the row's slot."""
+Forward = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, KVView, Wanted | None], torch.Tensor
+]
+"""Runs (token ids, positions, slots, context lengths, each [tokens], a view of their KV, and the
+rows that are wanted or None for all); gives hidden states of the rows, [rows, hidden]. A token id
+below 0 stands for the last token of the row's slot."""
 
 _PER_OCTAVE = 4
 _LEAST_TOKENS = 16
 _EVEN_TOKENS = 256  # up to here, sizes are multiples of 64: steps are bound by reading weights
+
+_NARROWED = 2
+"""Steps of at least this many times the rows to hand on compute the last layer for these alone,
+and for all that there may be."""
 
 
 def chunk_sizes(max_tokens: int) -> list[int]:
@@ -57,10 +67,12 @@ class _Attention:
     query: torch.Tensor  # [size, heads, key_dim], as the piece before leaves it
     out: torch.Tensor  # [size, heads, value_dim], read by the piece after it
     how: AttentionOptions
+    of_wanted: bool  # whether it is that of the wanted rows alone
 
-    def launch(self, view: LaunchView) -> None:
-        """Launch it for the tokens of a step."""
-        view.attend_into(self.layer, self.query, self.out, self.how)
+    def launch(self, view: LaunchView, wanted: LaunchView) -> None:
+        """Launch it for the tokens of a step, or for the rows that are wanted."""
+        chosen = wanted if self.of_wanted else view
+        chosen.attend_into(self.layer, self.query, self.out, self.how)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +84,7 @@ class _Recurrence:
     out: torch.Tensor  # [size, out_columns], read by the piece after it
     recurrence: Recurrence
 
-    def launch(self, view: LaunchView) -> None:
+    def launch(self, view: LaunchView, _: LaunchView) -> None:
         """Launch it for the tokens of a step."""
         view.recur_into(self.layer, self.inputs, self.out, self.recurrence)
 
@@ -86,6 +98,22 @@ class _Captured:
 
     pieces: list[torch.cuda.CUDAGraph] = field(default_factory=list)
     between: list[_Attention | _Recurrence] = field(default_factory=list)
+
+
+class InputTensors(NamedTuple):
+    """The inputs of a captured step on the device, all int64."""
+
+    token_ids: torch.Tensor  # [size]
+    positions: torch.Tensor  # [size]
+    slots: torch.Tensor  # [size], -1 for padding
+    context_lengths: torch.Tensor  # [size]
+    last_rows: torch.Tensor  # [max_rows], rows of which hidden states are handed on
+    last_slots: torch.Tensor  # [max_rows], their slots
+    last_positions: torch.Tensor  # [max_rows], their positions
+    chunks: torch.Tensor  # slots, starts and offsets of chunks, as long as a step needs
+
+
+_NUM_COLUMNS, _NUM_LAST = 4, 3  # of the tensors above: [size], and [max_rows]
 
 
 class ChunkInputs:
@@ -102,20 +130,43 @@ class ChunkInputs:
         self, max_tokens: int, max_rows: int, max_chunks: int, device: torch.device
     ) -> None:
         self.max_rows = max_rows
-        self.flat = torch.zeros(
-            4 * max_tokens + max_rows + 3 * max_chunks + 1, dtype=torch.int64, device=device
-        )
+        num_elements = _NUM_COLUMNS * max_tokens + _NUM_LAST * max_rows + 3 * max_chunks + 1
+        self.flat = torch.zeros(num_elements, dtype=torch.int64, device=device)
 
     def clear(self, size: int) -> None:
         """Make the rows of a step of that many tokens padding: token 0 at position 0 of no slot."""
         self.flat.zero_()
-        self.of(size)[2].fill_(-1)
+        self.of(size).slots.fill_(-1)
 
-    def of(self, size: int) -> list[torch.Tensor]:
-        """Token ids, positions, slots and context lengths, each [size]; rows to hand on [max_rows];
-        and all that follows them."""
-        sizes = [size] * 4 + [self.max_rows]
-        return list(self.flat.split([*sizes, len(self.flat) - sum(sizes)]))
+    def of(self, size: int) -> InputTensors:
+        """The inputs of a step of that many tokens, where it reads them."""
+        sizes = [size] * _NUM_COLUMNS + [self.max_rows] * _NUM_LAST
+        return InputTensors(*self.flat.split([*sizes, len(self.flat) - sum(sizes)]))
+
+    def packed(
+        self,
+        size: int,
+        columns: Sequence[IntArray],
+        last: Sequence[IntArray],
+        chunks: Sequence[IntArray],
+    ) -> IntArray:
+        """The beginning of `flat` for a step.
+
+        Args:
+            size: the captured number of tokens.
+            columns: the first of `InputTensors`, of the step's own tokens; the rest is padding.
+            last: those of the rows to hand on; the rest is padding.
+            chunks: `InputTensors.chunks`, in parts.
+        """
+        widths = [size] * _NUM_COLUMNS + [self.max_rows] * _NUM_LAST
+        packed = np.zeros(sum(widths) + sum(map(len, chunks)), np.int64)
+        packed[2 * size : 3 * size] = -1  # slots
+        first = 0
+        for width, values in zip(widths, (*columns, *last), strict=True):
+            packed[first : first + len(values)] = values
+            first += width
+        np.concatenate(chunks, out=packed[first:])
+        return packed
 
 
 class ChunkGraphs:
@@ -158,32 +209,36 @@ class ChunkGraphs:
         """The least captured number of tokens that these fit in; None if they do not."""
         return min((size for size in self._captured if size >= num_tokens), default=None)
 
-    def run(self, size: int, view: LaunchView) -> None:
+    def run(self, size: int, view: LaunchView, wanted: LaunchView) -> None:
         """Run the step in the inputs.
 
         Args:
             size: a captured number of tokens.
             view: of the KV of those that are no padding.
+            wanted: of the KV of the rows to hand on, each as a step of one token.
         """
         captured = self._captured[size]
         first, *others = captured.pieces
         first.replay()
         for launched, piece in zip(captured.between, others, strict=True):
-            launched.launch(view)
+            launched.launch(view, wanted)
             piece.replay()
 
     def rehearse(self, size: int) -> None:
         """Launch the kernels of the step of that many tokens, without attention and results."""
-        self._run(size, self._rehearsal, _Uncut(self._padding(size), self._out_of))
+        uncut = _Uncut(self._padding(size), self._out_of)
+        self._run(size, self._rehearsal, uncut, uncut)
 
     def capture(self, size: int) -> None:
         """Capture the step of that many tokens; the largest comes first, so that all share its
         memory. Pre-condition: `rehearse` was called for the largest."""
-        cut = _Cut(self._padding(size), self._out_of, self._pool)
+        padding = self._padding(size)
+        cut = _Cut(padding, self._out_of, self._pool, _Captured())
+        wanted = _Cut(padding, self._out_of, self._pool, cut.captured, of_wanted=True)
         with self._pool.capturing():
             cut.begin()
             try:
-                self._run(size, self._forward, cut)
+                self._run(size, self._forward, cut, wanted)
             except BaseException:
                 cut.abandon()
                 raise
@@ -193,13 +248,14 @@ class ChunkGraphs:
     def _padding(self, size: int) -> LaunchView:
         """Make all rows padding; a view of them. Which decode is for attention alone to know."""
         self._inputs.clear(size)
-        _, positions, slots, *_ = self._inputs.of(size)
-        return self._view(Rows(slots, positions, positions[:0], None))
+        inputs = self._inputs.of(size)
+        return self._view(Rows(inputs.slots, inputs.positions, inputs.positions[:0], None))
 
-    def _run(self, size: int, forward: Forward, view: KVView) -> None:
-        token_ids, positions, slots, contexts, rows, _ = self._inputs.of(size)
-        hidden = forward(token_ids, positions, slots, contexts, view)
-        self._buffers.hidden.copy_(hidden[rows])
+    def _run(self, size: int, forward: Forward, view: KVView, of_wanted: KVView) -> None:
+        token_ids, positions, slots, contexts, rows, *_ = self._inputs.of(size)
+        wanted = Wanted(rows, of_wanted) if size >= _NARROWED * len(rows) else None
+        hidden = forward(token_ids, positions, slots, contexts, view, wanted)
+        self._buffers.hidden.copy_(hidden[rows] if wanted is None else hidden)
 
     def _out_of(self, kind: str, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """Where attention, or a recurrence, leaves its results."""
@@ -243,14 +299,27 @@ class _Uncut:
 class _Cut(_Uncut):
     """The same while a step is captured: where attention or a recurrence would be, a piece ends.
 
-    Attributes:
-        captured: what has been captured.
+    Args:
+        view: of the rows, which are padding.
+        out_of: finds where results go.
+        pool: the graphs' memory.
+        captured: what has been captured; added to.
+        of_wanted: whether the rows are those that are wanted.
     """
 
-    def __init__(self, view: LaunchView, out_of: _OutOf, pool: GraphPool) -> None:
+    def __init__(
+        self,
+        view: LaunchView,
+        out_of: _OutOf,
+        pool: GraphPool,
+        captured: _Captured,
+        *,
+        of_wanted: bool = False,
+    ) -> None:
         super().__init__(view, out_of)
         self._pool = pool
-        self.captured = _Captured()
+        self._of_wanted = of_wanted
+        self.captured = captured
 
     def begin(self) -> None:
         """Begin a piece."""
@@ -266,7 +335,8 @@ class _Cut(_Uncut):
 
     def attend(self, layer: int, query: torch.Tensor, how: AttentionOptions) -> torch.Tensor:
         out = super().attend(layer, query, how)
-        self.captured.between.append(_Attention(layer, lasting(query), out, how))
+        attention = _Attention(layer, lasting(query), out, how, self._of_wanted)
+        self.captured.between.append(attention)
         self.end()
         self.begin()
         return out

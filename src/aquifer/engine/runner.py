@@ -8,6 +8,7 @@ samples is the next one's input without host synchronisation.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -27,7 +28,7 @@ from aquifer.engine.warm_up import WarmUp
 from aquifer.kernels.step import advance, decode_inputs
 from aquifer.memory.driver.base import Driver, Fence
 from aquifer.memory.transfer import download, upload
-from aquifer.models import Model, ModelInput
+from aquifer.models import Model, ModelInput, Wanted
 
 _NO_ROWS = np.zeros(0, np.int64)
 _NO_EXTRAS = np.zeros((3, 0), np.int64)
@@ -176,11 +177,20 @@ class Runner:
                 num_tokens,
                 self._device,
             )
-            captured.rehearse(token_s, on_stage)
+            # Both take about a second: one Python's, the other cuDNN's, which keeps its plans for
+            # the thread that they were made in.
+            with ThreadPoolExecutor(
+                1, "rehearse", initializer=torch.cuda.set_device, initargs=(self._device,)
+            ) as thread:
+                rehearse = torch.inference_mode()(captured.rehearse)
+                rehearsed = thread.submit(rehearse, token_s, on_stage)
+                warm_up.plan_round_prompts(num_slots)
+                rehearsed.result()
             if self._model.is_capturable:
                 captured.capture(token_s, on_stage)
                 self._captured = captured
-        warm_up.plan_round_prompts(num_slots)
+        else:
+            warm_up.plan_round_prompts(num_slots)
         self._round_prompts = warm_up.round_prompts
         return token_s
 
@@ -251,7 +261,7 @@ class Runner:
             step.num_single,
             token_ids,
             np.maximum(self._least_context[slots], positions + 1),
-            spans.offsets[1:][sampled] - 1,
+            sampled,
             uses_cudnn=uses_cudnn,
         )
         slots, ends = spans.slots[sampled], (spans.starts + spans.counts)[sampled]
@@ -301,10 +311,11 @@ class Runner:
         slots: torch.Tensor,
         contexts: torch.Tensor,
         view: KVView,
+        wanted: Wanted | None,
     ) -> torch.Tensor:
         """The step of any tokens that is captured; see `chunk_graphs.Forward`."""
         token_ids = torch.where(token_ids < 0, self._columns.last_token[slots], token_ids)
-        return model.forward(ModelInput(token_ids, positions, contexts), view)
+        return model.forward(ModelInput(token_ids, positions, contexts, wanted), view)
 
     def _sample(self, num_rows: int, mode: SamplingMode) -> torch.Tensor:
         """The sampling that is captured; see `sample_graphs.Sample`."""
@@ -344,14 +355,18 @@ class Runner:
         rows = Rows.of(spans, step.num_single, self._device, uses_cudnn=uses_cudnn)
         # The host may not know these tokens yet.
         token_ids[: step.num_decodes] = columns.last_token[span_slots[: step.num_decodes]]
-        batch = ModelInput(token_ids, rows.positions, contexts)
+        wanted: Wanted | None = None
+        if not self._reports_prompt[spans.slots].any():
+            last = Rows.of(spans.ends_of(sampled), len(sampled), self._device)
+            wanted = Wanted(last_rows, self._kv.view(last))
+        batch = ModelInput(token_ids, rows.positions, contexts, wanted)
         hidden = self._model.forward(batch, self._kv.view(rows))
         columns.num_computed[span_slots] = span_ends
         # A row with extras has slot -1, and leaves 0 in the row of padding.
         out = torch.zeros_like(num_tokens)
         logits: torch.Tensor | None = None
         if len(sampled):
-            logits = self._model.logits(hidden[last_rows])
+            logits = self._model.logits(hidden[last_rows] if wanted is None else hidden)
             self._sampler.sample(logits, sampled_slots, num_tokens, out, mode)
             columns.last_token[sampled_slots] = out
         return _Scores(logits, out, extras, self._prompt_logprobs(step, hidden))

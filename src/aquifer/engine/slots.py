@@ -21,7 +21,8 @@ A sequence that waits for its parent (`Sequence.parent`) has num_computed = num_
 
 from __future__ import annotations
 
-import heapq
+from bisect import insort
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -65,8 +66,7 @@ class SlotTable:
         self.kv_limits = tuple(limit for limit in kv_limits if limit < max_tokens)
         self.sequences: list[Sequence | None] = [None] * num_slots
         self.num_pending = 0  # sequences with a slot that wait for their parent
-        # A heap: the lowest comes first, so that prompts admitted together are neighbours.
-        self._free = list(range(1, num_slots))
+        self._free = list(range(1, num_slots))  # ascending
         self._in_order: npt.NDArray[np.int64] | None = None  # None once a slot changed hands
         # Untouched parts of a fresh array of zeros take no memory.
         self.token_ids = np.zeros((num_slots, max_tokens), np.int32)
@@ -100,7 +100,7 @@ class SlotTable:
 
     @property
     def free(self) -> list[int]:
-        """The free slots, in no particular order."""
+        """The free slots, ascending."""
         return self._free
 
     @property
@@ -118,12 +118,17 @@ class SlotTable:
         return self._in_order
 
     def assign(self, sequence: Sequence, slot: int | None = None) -> int:
-        """Give a waiting sequence a slot, by default the lowest; nothing of it is computed yet."""
+        """Give a waiting sequence a slot; nothing of it is computed yet.
+
+        Prompts that are admitted together should be neighbours, since attention computes them
+        together then. So by default it is the lowest slot before another free one.
+        """
         if slot is None:
-            slot = heapq.heappop(self._free)
-        else:
-            self._free.remove(slot)
-            heapq.heapify(self._free)
+            slot = next(
+                (first for first, second in pairwise(self._free) if second == first + 1),
+                self._free[0],
+            )
+        self._free.remove(slot)
         self._in_order = None
         sequence.slot = slot
         group, params = sequence.group, sequence.request.params
@@ -213,4 +218,4 @@ class SlotTable:
         sequence.slot = None
         self.sequences[slot] = None
         self.serial[slot] = -1
-        heapq.heappush(self._free, slot)
+        insort(self._free, slot)

@@ -8,7 +8,7 @@ the loaded tensors.
 
 from __future__ import annotations
 
-from aquifer.models.base import Model, ModelInput, ModelPlan
+from aquifer.models.base import Model, ModelInput, ModelPlan, Wanted
 from aquifer.models.registry import Planner, plan_model
 
 __all__ = [
@@ -16,5 +16,6 @@ __all__ = [
     "ModelInput",
     "ModelPlan",
     "Planner",
+    "Wanted",
     "plan_model",
 ]

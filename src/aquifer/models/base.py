@@ -14,6 +14,17 @@ from aquifer.weights.parameters import Parameter
 
 
 @dataclass(frozen=True, slots=True)
+class Wanted:
+    """The rows of a step of which hidden states are wanted: the last ones of some of its chunks.
+
+    All others are there for their KV, so the last layer does not have to compute more than that.
+    """
+
+    rows: torch.Tensor  # [n] int64
+    kv: KVView  # of these rows alone, each as the only token of its sequence
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInput:
     """Tokens of one step: those of all its sequences, one sequence after the other."""
 
@@ -24,6 +35,11 @@ class ModelInput:
     # a sequence that has outgrown one of `ModelPlan.kv_limits` it is more than that limit. 0 for
     # rows of padding, the results of which are of no use.
     context_lengths: torch.Tensor  # [tokens] int64
+    wanted: Wanted | None = None  # None for all rows
+
+    def of_wanted(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The wanted rows of hidden states of all tokens."""
+        return hidden if self.wanted is None else hidden[self.wanted.rows]
 
 
 class Model(Protocol):
@@ -45,11 +61,14 @@ class Model(Protocol):
         """
 
     def forward(self, batch: ModelInput, kv: KVView) -> torch.Tensor:
-        """Compute hidden states after the final norm, [tokens, hidden]; write KV through `kv`.
+        """Compute hidden states after the final norm; write KV through `kv`.
 
         A layer without KV has no entry in the layout, and one without recurrent state none in the
         layout of the state. So a model maps its own layers to indices of `KVLayout.layers` and
         `StateLayout.layers`.
+
+        Returns:
+            [tokens, hidden], or of the rows that `ModelInput.wanted` names, in their order.
         """
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from aquifer.kernels.experts import experts, route
 from aquifer.kernels.linear import linear, silu_linear
 from aquifer.kernels.norm import NormWeights, add_norm, norm_heads
 from aquifer.kernels.rotary import qk_norm_rope_write
-from aquifer.models.base import ModelInput
+from aquifer.models.base import ModelInput, Wanted
 from aquifer.models.layer_weights import AttentionWeights, ExpertWeights, LayerWeights
 from aquifer.models.rope import RotaryAngles
 from aquifer.models.shared_block import SharedLayer
@@ -109,10 +109,13 @@ class Decoder:
         # The stream is added to in place.
         embedding = None if self._spec.shared is None else hidden.clone()
         stream = Stream(hidden, batch.context_lengths, block.residual_scale, embedding)
-        for layer in self._layers:
-            run = self._parallel if block.is_parallel else self._serial
-            run(stream, layer, angles, kv)
-        return stream.normed(self._norm)
+        *layers, last = self._layers
+        wanted = batch.wanted if self._can_narrow(last) else None
+        for layer in layers:
+            self._run_layer(stream, layer, angles, kv, None)
+        self._run_layer(stream, last, angles, kv, wanted)
+        hidden = stream.normed(self._norm)
+        return batch.of_wanted(hidden) if wanted is None else hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Model.logits`."""
@@ -162,11 +165,39 @@ class Decoder:
             hidden = hidden + F.embedding(rows, self._positions)
         return hidden
 
+    def _can_narrow(self, layer: LayerWeights) -> bool:
+        """Whether the layer can go on with some rows only, once all have written their KV."""
+        attention = layer.attention
+        return (
+            attention is not None
+            and attention.latent is None
+            and layer.mixer is None
+            and not self._spec.block.is_parallel
+        )
+
+    def _run_layer(
+        self,
+        stream: Stream,
+        layer: LayerWeights,
+        angles: Sequence[_Angles],
+        kv: KVView,
+        wanted: Wanted | None,
+    ) -> None:
+        if self._spec.block.is_parallel:
+            self._parallel(stream, layer, angles, kv)
+        else:
+            self._serial(stream, layer, angles, kv, wanted)
+
     def _serial(
-        self, stream: Stream, layer: LayerWeights, angles: Sequence[_Angles], kv: KVView
+        self,
+        stream: Stream,
+        layer: LayerWeights,
+        angles: Sequence[_Angles],
+        kv: KVView,
+        wanted: Wanted | None,
     ) -> None:
         """Attention or a mixer, and then the MLP of what it has changed; or one of the two."""
-        self._mix(stream, layer, angles, kv)
+        self._mix(stream, layer, angles, kv, wanted)
         if layer.experts is not None:
             normed = stream.normed(layer.before_mlp)
             stream.add(layer.after_mlp, *self._mixture(layer, layer.experts, normed, stream))
@@ -176,9 +207,14 @@ class Decoder:
             stream.add(layer.after_mlp, _down(down, product, self._spec.mlp))
 
     def _mix(
-        self, stream: Stream, layer: LayerWeights, angles: Sequence[_Angles], kv: KVView
+        self,
+        stream: Stream,
+        layer: LayerWeights,
+        angles: Sequence[_Angles],
+        kv: KVView,
+        wanted: Wanted | None,
     ) -> None:
-        """Attention, the mixer, or both of the same input."""
+        """Attention, the mixer, or both of the same input; `wanted` if `_can_narrow`."""
         before, after = layer.before_attention, layer.after_attention
         attention, mixer = layer.attention, layer.mixer
         if attention is not None and mixer is not None:
@@ -193,7 +229,9 @@ class Decoder:
             stream.add(after, attended, mixer.mix(product, kv))
         elif attention is not None:
             qkv = stream.norm_linear(before, attention.qkv)
-            attended = self._attention(layer, attention, qkv, angles, kv)
+            attended = self._attention(layer, attention, qkv, angles, kv, wanted)
+            if wanted is not None:
+                stream.keep(wanted.rows)
             stream.add(after, attention.out(attended))
         elif mixer is not None:
             if layer.shared is None:
@@ -240,9 +278,10 @@ class Decoder:
         qkv: torch.Tensor,
         angles: Sequence[_Angles],
         kv: KVView,
+        wanted: Wanted | None = None,
     ) -> torch.Tensor:
         """Write KV to the cache and attend: [tokens, rows of the projection] -> [tokens, columns of
-        the output projection]."""
+        the output projection], or of the wanted rows."""
         cos, sin = (None, None) if layer.layer.rope is None else angles[layer.layer.rope]
         if weights.latent is not None:
             assert cos is not None, "latent attention is rotated"
@@ -271,6 +310,9 @@ class Decoder:
             is_interleaved=of.is_interleaved,
             is_grouped=of.is_grouped,
         )
+        if wanted is not None:
+            query, kv = query[wanted.rows], wanted.kv
+            gate = None if gate is None else gate[wanted.rows]
         attended = kv.attend(weights.index, query, weights.how).flatten(1)
         return attended if gate is None else sigmoid_mul(attended, gate)
 

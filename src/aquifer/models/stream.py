@@ -29,6 +29,12 @@ class Stream:
         """Note what the next norm adds to the stream."""
         self.deltas, self.after = deltas, after
 
+    def keep(self, rows: torch.Tensor) -> None:
+        """Drop all but some rows, [n] int64. Pre-condition: nothing is to be added."""
+        assert not self.deltas
+        self.residual = self.residual[rows]
+        self.context_lengths = self.context_lengths[rows]
+
     def normed(self, norm: NormWeights | None) -> torch.Tensor:
         """Add what is to be added; the norm of the stream, or without a norm the stream itself."""
         normed, self.residual = add_norm(self.residual, self.deltas, self.after, norm, self.scale)

@@ -59,8 +59,7 @@ class TransformersModel:
             )
         finally:
             _STEP.reset(token)
-        hidden: torch.Tensor = output.last_hidden_state[0]
-        return hidden
+        return batch.of_wanted(output.last_hidden_state[0])
 
     def rehearsal(self) -> TransformersModel:
         """See `Model.rehearsal`: itself, since its code alone knows how its layers differ."""
