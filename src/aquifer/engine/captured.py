@@ -144,8 +144,7 @@ class CapturedSteps:
         token_ids: IntArray,
         context_lengths: IntArray,
         rows: IntArray,
-        *,
-        uses_cudnn: bool,
+        cudnn_keys: IntArray,
     ) -> None:
         """Run any step, up to the hidden states. Pre-condition: `chunk_size` of its tokens.
 
@@ -155,12 +154,12 @@ class CapturedSteps:
             token_ids: [tokens]; -1 for the last token that the device sampled for the sequence.
             context_lengths: [tokens], see `ModelInput`.
             rows: [n], rows of which the hidden state is wanted.
-            uses_cudnn: whether cuDNN computes the attention of round chunks.
+            cudnn_keys: [spans], see `Rows.arrays`.
         """
         size = self._chunks.size_of(spans.num_tokens)
         assert size is not None
         num_tokens = spans.num_tokens
-        slots, positions, *chunks = Rows.arrays(spans, num_decodes)
+        slots, positions, *chunks = Rows.arrays(spans, num_decodes, cudnn_keys)
         first_chunk = 4 * size + self._buffers.max_rows
         packed = np.zeros(first_chunk + sum(map(len, chunks)), np.int64)
         packed[:num_tokens] = token_ids
@@ -178,7 +177,7 @@ class CapturedSteps:
             row_positions[:num_tokens],
             *others[: sum(lengths)].split(lengths),
         ]
-        rows_of_step = Rows.over(spans, num_decodes, tensors, uses_cudnn=uses_cudnn)
+        rows_of_step = Rows.over(spans, num_decodes, tensors, chunks[-1])
         self._chunks.run(size, self._view(rows_of_step))
 
     def sample_decoded(

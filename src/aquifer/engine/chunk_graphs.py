@@ -103,7 +103,7 @@ class ChunkInputs:
     ) -> None:
         self.max_rows = max_rows
         self.flat = torch.zeros(
-            4 * max_tokens + max_rows + 3 * max_chunks + 1, dtype=torch.int64, device=device
+            4 * max_tokens + max_rows + 4 * max_chunks + 1, dtype=torch.int64, device=device
         )
 
     def clear(self, size: int) -> None:
