@@ -177,6 +177,8 @@ def test_each_warp_has_keys_of_its_own_in_half_precision(device, num_warps, kv_h
         num_warps=num_warps,
         num_stages=3,
         parts_by_warp=True,
+        prefetch_tiles=kv_heads,
+        releases_early=kv_heads == 1,
     )
     case = make_case(
         device,

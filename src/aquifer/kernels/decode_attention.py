@@ -91,6 +91,11 @@ class Config:
     merges_itself: bool = True  # False: a second kernel merges
     # Whether each warp keeps a result of its own, of a part of each tile: at least 16 keys.
     parts_by_warp: bool = False
+    # Whether the next kernel may start before this one has read its keys, and not only when it has.
+    releases_early: bool = False
+    # Tiles that each program has fetched into the L2 cache while its predecessor ends; a power of
+    # two, or 0. Only of contiguous KV without a window.
+    prefetch_tiles: int = 0
 
     @property
     def parts(self) -> int:
@@ -228,6 +233,7 @@ def default_config(
         num_shares=_even_shares(shares),
         num_warps=num_warps,
         num_stages=2 if paged else 3,
+        releases_early=batch <= FEW_ROWS,
     )
 
 
@@ -359,6 +365,8 @@ def decode_attention(
     heads_pow2 = pow2(group * config.kv_heads_per_program)
     merge_elements = config.num_warps * _WARP_MERGE_ELEMENTS * (4 if batch <= FEW_ROWS else 1)
     merge_shares = merge_elements // (heads_pow2 * pow2(value_dim))
+    overlapping = launch_options(query.device)
+    prefetches = overlapping["overlaps"] and tables is None and window_tokens is None
     launch(
         _decode_attention_kernel,
         (num_kv_heads // config.kv_heads_per_program, config.num_shares),
@@ -407,10 +415,11 @@ def decode_attention(
         heads_pow2=heads_pow2,
         merge_shares=min(max(merge_shares, 1), pow2(config.num_shares)),
         merges_itself=config.merges_itself,
-        releases_early=batch <= FEW_ROWS,
+        releases_early=config.releases_early,
+        prefetch_tiles=config.prefetch_tiles if prefetches else 0,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **launch_options(query.device),
+        **overlapping,
     )
     if config.merges_itself:
         return
@@ -562,6 +571,7 @@ def _decode_attention_kernel(
     merge_shares: constexpr,
     merges_itself: constexpr,
     releases_early: constexpr,
+    prefetch_tiles: constexpr,
     overlaps: constexpr,
 ) -> None:
     # Neighbouring programs read neighbouring heads of the same tokens. `tickets` are the atomic
@@ -610,6 +620,20 @@ def _decode_attention_kernel(
     if has_slopes:
         slope = load_slopes(slopes, head, is_query)
 
+    if prefetch_tiles > 0:
+        ahead_begin = (begin - row_begin) * block_tokens
+        ahead_end = tl.minimum(length, ahead_begin + (end - begin) * block_tokens)
+        ahead_keys = keys + slot.to(tl.int64) * key_block_stride + first_kv_head * key_head_stride
+        _prefetch(
+            ahead_keys, key_token_stride, key_head_stride, ahead_begin, ahead_end,
+            prefetch_tiles * block_tokens, kv_heads, key_dim,
+        )  # fmt: skip
+        ahead_values = values + slot.to(tl.int64) * value_block_stride
+        ahead_values += first_kv_head * value_head_stride
+        _prefetch(
+            ahead_values, value_token_stride, value_head_stride, ahead_begin, ahead_end,
+            prefetch_tiles * block_tokens, kv_heads, value_dim,
+        )  # fmt: skip
     await_predecessor(overlaps)
     if releases_early:
         release_successor(overlaps)
@@ -772,6 +796,44 @@ def _decode_attention_kernel(
                     zeros.to(out.dtype.element_ty),
                     mask=is_query[:, None] & (dim_v < value_dim)[None, :],
                 )
+
+
+@jit
+def _prefetch(
+    first_head: tensor,
+    token_stride: tensor,
+    head_stride: tensor,
+    begin: tensor,
+    end: tensor,
+    num_tokens: constexpr,
+    kv_heads: constexpr,
+    dim: constexpr,
+) -> None:
+    """Begin to fetch keys or values into the L2 cache: of `num_tokens` tokens from `begin` on, but
+    of none from `end` on.
+
+    This may be done before the kernel waits: the cache sees what its predecessor writes later.
+    """
+    item = tl.arange(0, num_tokens * kv_heads)
+    token = begin + item // kv_heads
+    wanted = token < end
+    rows = first_head + token.to(tl.int64) * token_stride + item % kv_heads * head_stride
+    # The device fetches at least the 64 bytes around an address.
+    step: constexpr = 64 * 8 // rows.dtype.element_ty.primitive_bitwidth
+    for first in tl.static_range(0, dim, step):
+        tl.inline_asm_elementwise(
+            """{
+                .reg .pred wanted;
+                setp.ne.b32 wanted, $2, 0;
+                @wanted prefetch.global.L2 [$1];
+                mov.b32 $0, 0;
+            }""",
+            "=r,l,r",
+            [rows + first, wanted.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @jit
