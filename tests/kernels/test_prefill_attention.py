@@ -2,120 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tests.cases import EVERY_KERNEL_CASE, covering
-from tests.kernels.attention_kv import make_sinks, place_kv
+from tests.kernels.attention_kv import make_sinks
+from tests.kernels.prefill_cases import MAX_TOKENS, SMALL, check, make_case
 
 from aquifer.kernels import prefill_attention as module
 from aquifer.kernels.alibi import alibi_slopes
-from aquifer.kernels.prefill_attention import (
-    Config,
-    PrefillSpans,
-    default_config,
-    prefill_attention,
-    prefill_attention_reference,
-    prefill_attention_triton,
-)
+from aquifer.kernels.prefill_attention import default_config, prefill_attention_triton
 
-SMALL = Config(block_rows=16, block_keys=16, num_warps=4, num_stages=2)
-MAX_TOKENS = 64
-# The largest relative error of thousands of rows. In float32, a score of 4 is right to 5e-7, and so
-# is its exponential.
-MAX_ERROR = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 RAGGED = [(0, 17), (5, 1), (30, 20), (0, 16), (40, 3)]
 SHARED = [(0, 5), (5, 1), (30, 4)]  # where seven heads share a program
 BLOCK_SIZES = (None, 16)
-
-
-@dataclass
-class Case:
-    query: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    tables: torch.Tensor | None
-    spans: PrefillSpans
-
-    def run(
-        self, config: Config | None = None, *, num_splits: int | None = None, **options
-    ) -> torch.Tensor:
-        """Run `prefill_attention`, or the Triton kernel with tiles of `config`."""
-        out = self.query.new_full((*self.query.shape[:2], self.values.shape[-1]), torch.nan)
-        arguments = self.query, self.keys, self.values, self.tables, self.spans, out
-        if config is None:
-            prefill_attention(*arguments, **options)
-        else:
-            prefill_attention_triton(*arguments, config=config, num_splits=num_splits, **options)
-        return out
-
-    def reference(self, **options) -> torch.Tensor:
-        query = self.query.double()
-        out = query.new_full((*query.shape[:2], self.values.shape[-1]), torch.nan)
-        kv = self.keys, self.values, self.tables
-        prefill_attention_reference(query, *kv, self.spans, out, **options)
-        return out
-
-
-def make_case(
-    device: torch.device,
-    chunks: list[tuple[int, int]],
-    *,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    key_dim: int = 16,
-    value_dim: int = 16,
-    block_size: int | None = None,
-    dtype: torch.dtype = torch.float32,
-    index_dtype: torch.dtype = torch.int64,
-    max_tokens: int = MAX_TOKENS,
-    slots: list[int] | None = None,
-    first_row: int = 3,
-    seed: int = 0,
-) -> Case:
-    """A case in the second of three layers, token-major; contiguous, or in shuffled blocks.
-
-    `chunks` are (start, count). Rows before `first_row`, and two at the end, are of no span.
-    """
-    random = torch.Generator().manual_seed(seed)
-    num_slots = len(chunks) + 2
-    if slots is None:
-        slots = torch.randperm(num_slots, generator=random)[: len(chunks)].tolist()
-    layer = num_kv_heads * (key_dim + value_dim)
-    kv = torch.full((num_slots, max_tokens, 3, layer), torch.nan)
-    offsets = [first_row]
-    for slot, (start, count) in zip(slots, chunks, strict=True):
-        kv[slot, : start + count, 1] = torch.randn(start + count, layer, generator=random)
-        offsets.append(offsets[-1] + count)
-    # A view, as a fused projection of queries, keys and values gives it.
-    num_rows = offsets[-1] + 2
-    query = torch.full((num_rows, 2 * num_heads, key_dim), torch.nan)
-    span_rows = slice(offsets[0], offsets[-1])
-    query[span_rows, :num_heads] = 2 * torch.randn(
-        offsets[-1] - offsets[0], num_heads, key_dim, generator=random
-    )
-    placed = place_kv(kv, num_kv_heads, key_dim, block_size, random, device, dtype, index_dtype)
-    return Case(
-        query.to(device, dtype)[:, :num_heads],
-        *placed,
-        PrefillSpans.of(slots, [start for start, _ in chunks], offsets, device),
-    )
-
-
-def check(
-    case: Case, config: Config | None = None, *, num_splits: int | None = None, **options
-) -> None:
-    options = {"scale": 0.2, **options}
-    out, expected = case.run(config, num_splits=num_splits, **options), case.reference(**options)
-    begin, end = case.spans.offsets[0], case.spans.offsets[-1]
-    assert out[:begin].isnan().all()
-    assert out[end:].isnan().all()
-    out, expected = out[begin:end].double(), expected[begin:end]
-    assert torch.isfinite(out).all()
-    errors = (out - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
-    assert (errors < MAX_ERROR[case.query.dtype]).all(), f"largest error {errors.max():.2e}"
 
 
 @pytest.mark.parametrize("block_size", [None, 16])
@@ -239,28 +141,15 @@ def test_splits_of_heads_that_share_a_program(device, monkeypatch):
     check(case, SMALL, num_splits=3)
 
 
-def test_short_chunks_after_long_prefixes_are_split(device, monkeypatch):
-    """As many splits as fill the device, but none with few keys; round spans are left out."""
+def test_short_chunks_after_long_prefixes_are_split(monkeypatch):
+    """As many splits as fill the device, but none with few keys."""
     assert module.choose_num_splits(8, 8192, torch.device("cpu")) == 1
     monkeypatch.setattr(module, "count_multiprocessors", lambda device: 132)
+    device = torch.device("cpu")
     assert module.choose_num_splits(8, 8192, device) == 32
     assert module.choose_num_splits(8, 1000, device) == 3
     assert module.choose_num_splits(100, 8192, device) == 2
     assert module.choose_num_splits(265, 8192, device) == 1
-    monkeypatch.setattr(module, "MIN_SPLIT_KEYS", 16)
-    monkeypatch.setattr(module, "CUDNN_MULTIPLE", 8)
-    monkeypatch.setattr(module, "CUDNN_MIN_TOKENS", 16)
-    monkeypatch.setattr(module, "cudnn_takes", lambda *tensors: True)
-    monkeypatch.setattr(module, "run_cudnn", lambda *arguments: None)
-    case = make_case(device, [(0, 16), (40, 3), (16, 24), (8, 17)])
-    out, expected = case.run(scale=0.2), case.reference(scale=0.2)
-    offsets = case.spans.offsets
-    for index, is_round in enumerate((True, False, True, False)):
-        rows = slice(offsets[index], offsets[index + 1])
-        if is_round:
-            assert out[rows].isnan().all()
-        else:
-            torch.testing.assert_close(out[rows].double(), expected[rows], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("softcap", [0.5, 30.0])
@@ -334,20 +223,6 @@ def test_alibi_where_keys_are_split(device, monkeypatch, num_splits):
     sinks = make_sinks(7, device, torch.float32)
     check(case, SMALL, num_splits=num_splits, slopes=alibi_slopes(7, device))
     check(case, SMALL, num_splits=num_splits, slopes=alibi_slopes(7, device), sinks=sinks)
-
-
-def test_round_spans_with_alibi_do_not_go_to_cudnn(device, monkeypatch):
-    monkeypatch.setattr(module, "CUDNN_MULTIPLE", 8)
-    monkeypatch.setattr(module, "CUDNN_MIN_TOKENS", 16)
-    monkeypatch.setattr(module, "cudnn_takes", lambda *tensors: True)
-    check(make_case(device, [(0, 16), (16, 24)]), slopes=alibi_slopes(4, device))
-
-
-def test_round_spans_with_sinks_do_not_go_to_cudnn(device, monkeypatch):
-    monkeypatch.setattr(module, "CUDNN_MULTIPLE", 8)
-    monkeypatch.setattr(module, "CUDNN_MIN_TOKENS", 16)
-    monkeypatch.setattr(module, "cudnn_takes", lambda *tensors: True)
-    check(make_case(device, [(0, 16), (16, 24)]), sinks=make_sinks(4, device, torch.float32))
 
 
 @pytest.mark.parametrize("block_keys", [16, 32])
@@ -435,117 +310,6 @@ def test_reference_counts_sinks_in_the_denominator_alone():
     torch.testing.assert_close(case.reference(scale=0.2, sinks=sinks)[:21], expected)
 
 
-def test_which_spans_go_to_cudnn_together():
-    counts = [512, 512, 512, 768, 768, 512, 500, 512, 256, 768, 512]
-    starts = [0, 0, 0, 0, 256, 256, 0, 100, 0, 0, 0]
-    slots = [4, 5, 7, 8, 9, 10, 11, 12, 13, 14, 15]
-    offsets = [9]
-    for count in counts:
-        offsets.append(offsets[-1] + count)
-    spans = PrefillSpans.of(slots, starts, offsets, torch.device("cpu"))
-
-    def calls(window_tokens: int | None, max_batch_stride: int) -> list[tuple[int, ...]]:
-        return [
-            (call.first_row, call.slot, call.start, call.count, call.num_seqs)
-            for call in module.calls_of(spans, window_tokens, max_batch_stride)
-            if call.is_round
-        ]
-
-    far = [
-        (9, 4, 0, 512, 1),
-        (521, 5, 0, 512, 1),
-        (1033, 7, 0, 512, 1),
-        (1545, 8, 0, 768, 1),
-        (2313, 9, 256, 768, 1),
-        (3081, 10, 256, 512, 1),
-        (4861, 14, 0, 768, 1),
-        (5629, 15, 0, 512, 1),
-    ]
-    near = [(9, 4, 0, 512, 2), *far[2:]]
-    assert calls(None, 1 << 31) == near
-    assert calls(None, 1 << 32) == far
-    assert calls(1024, 1 << 31) == near
-    assert calls(1023, 1 << 31) == [call for call in near if call[2] + call[3] < 1023]
-    assert calls(767, 1 << 31) == [near[0], near[1], near[-1]]
-    assert sum(call.num_seqs for call in module.calls_of(spans, None, 1 << 31)) == len(slots)
-
-
-@pytest.mark.parametrize("window_tokens", [None, 40])
-def test_round_spans_are_left_out_on_the_device(device, monkeypatch, window_tokens):
-    """The host and the kernel decide alike which spans are cuDNN's."""
-    monkeypatch.setattr(module, "CUDNN_MULTIPLE", 8)
-    monkeypatch.setattr(module, "CUDNN_MIN_TOKENS", 16)
-    monkeypatch.setattr(module, "cudnn_takes", lambda *tensors: True)
-    taken = []
-    monkeypatch.setattr(module, "run_cudnn", lambda *arguments: taken.append(arguments[4]))
-    chunks = [(0, 16), (0, 24), (16, 32), (8, 8), (8, 20), (3, 16), (0, 17), (8, 40), (0, 24)]
-    case = make_case(device, chunks)
-    out = case.run(scale=0.2, window_tokens=window_tokens)
-    expected = case.reference(scale=0.2, window_tokens=window_tokens)
-    for call in taken:
-        rows = slice(call.first_row, call.first_row + call.num_seqs * call.count)
-        assert out[rows].isnan().all()
-        out[rows] = expected[rows].to(out.dtype)
-    assert sum(call.num_seqs for call in taken) == (5 if window_tokens is None else 3)
-    rows = slice(case.spans.offsets[0], case.spans.offsets[-1])
-    torch.testing.assert_close(out[rows].double(), expected[rows], rtol=1e-4, atol=1e-5)
-
-
-def test_calls_of_cudnn_get_the_right_rows_and_keys(device, monkeypatch):
-    """With plain torch in place of cuDNN: neighbours in one call, prefixes merged, ragged rest."""
-    monkeypatch.setattr(module, "CUDNN_MULTIPLE", 8)
-    monkeypatch.setattr(module, "CUDNN_MIN_TOKENS", 16)
-    monkeypatch.setattr(module, "cudnn_takes", lambda *tensors: True)
-    shapes = []
-
-    def attend(query, keys, values, scale, *, is_causal, with_lse):
-        assert with_lse or is_causal
-        shapes.append((len(query), query.shape[2], keys.shape[2]))
-        group = query.shape[1] // keys.shape[1]
-        keys, values = (t.repeat_interleave(group, 1) for t in (keys, values))
-        scores = query @ keys.transpose(2, 3) * scale
-        if is_causal:
-            is_later = torch.ones_like(scores, dtype=torch.bool).triu(1)
-            scores = scores.masked_fill(is_later, -torch.inf)
-        # As cuDNN does, tokens first in memory.
-        result = torch.empty_like(query.transpose(1, 2)).transpose(1, 2)
-        result.copy_(scores.softmax(-1) @ values)
-        return result, scores.logsumexp(-1, keepdim=True)
-
-    monkeypatch.setattr(module, "cudnn_attention", attend)
-    chunks = [(0, 16), (0, 16), (0, 16), (16, 24), (3, 5), (8, 16), (0, 24)]
-    check(make_case(device, chunks, slots=[1, 2, 4, 5, 6, 8, 0]))
-    assert shapes == [
-        (2, 16, 16),
-        (1, 16, 16),
-        (1, 24, 16),
-        (1, 24, 24),
-        (1, 16, 8),
-        (1, 16, 16),
-        (1, 24, 24),
-    ]
-
-
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
-@pytest.mark.parametrize(("num_heads", "value_dim"), [(6, 24), (3, 128), (70, 128)])
-def test_merge(device, num_heads, value_dim):
-    random = torch.Generator().manual_seed(0)
-    scores = torch.randn(5, num_heads, 12, generator=random) * 40
-    values = torch.randn(5, num_heads, 12, value_dim, generator=random)
-    parts, sums = [], []
-    for some in (slice(0, 7), slice(7, 12)):
-        weights = scores[..., some].softmax(-1)
-        parts.append((weights[..., None] * values[:, :, some]).sum(-2).to(device))
-        sums.append(scores[..., some].logsumexp(-1).t().contiguous().to(device))
-    sums[0][0, 0], sums[1][0, 0] = -200.0, 200.0  # one of the two counts for nothing
-    sums[0][1, 0], sums[1][1, 0] = 200.0, -200.0
-    out = torch.full((5, num_heads, value_dim), torch.nan, device=device)
-    module.merge(parts[0], sums[0], parts[1], sums[1], out)
-    expected = (scores.softmax(-1)[..., None] * values).sum(-2)
-    expected[0, 0], expected[0, 1] = parts[1][0, 0].cpu(), parts[0][0, 1].cpu()
-    torch.testing.assert_close(out.cpu(), expected)
-
-
 # Llama-3-8B, Qwen3-0.6B, Qwen2.5-0.5B, Phi-2, Gemma-2-9B and a model of one KV head
 @pytest.mark.parametrize(
     ("block_size", "shape"),
@@ -579,86 +343,3 @@ def test_default_config_on_models(device, block_size, shape):
         options = {"scale": head_dim**-0.5}
         check(case, **options)
         check(case, default_config(head_dim, head_dim, dtype), **options, window_tokens=300)
-
-
-# The tests below need cuDNN's own kernels.
-
-
-@pytest.fixture
-def cudnn_device(device, monkeypatch) -> torch.device:
-    """A GPU on which round spans go to cuDNN; a span that goes elsewhere is an error."""
-    if not module.has_cudnn(torch.device("cuda", 0)):
-        pytest.skip("cuDNN's attention needs a Hopper GPU, or a later one")
-
-    def refuse(*arguments: object, **options: object) -> None:
-        raise AssertionError("a round span went to Triton")
-
-    monkeypatch.setattr(module, "run_triton", refuse)
-    return torch.device("cuda", 0)
-
-
-def make_large_case(device: torch.device, chunks: list[tuple[int, int]], **options) -> Case:
-    options = {"num_heads": 8, "key_dim": 128, "value_dim": 128, "max_tokens": 2048, **options}
-    return make_case(device, chunks, **{"dtype": torch.bfloat16, **options})
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(128, 128), (64, 64), (80, 80), (128, 64)])
-def test_cudnn_from_the_start(cudnn_device, dtype, key_dim, value_dim):
-    dims = {"key_dim": key_dim, "value_dim": value_dim}
-    check(make_large_case(cudnn_device, [(0, 512), (0, 1280)], dtype=dtype, **dims), scale=0.1)
-
-
-@pytest.mark.gpu
-def test_cudnn_after_a_prefix(cudnn_device):
-    chunks = [(256, 512), (1536, 512), (512, 1024)]
-    check(make_large_case(cudnn_device, chunks), scale=0.1)
-    check(make_large_case(cudnn_device, chunks, num_kv_heads=8), scale=0.1, window_tokens=2048)
-
-
-@pytest.mark.gpu
-def test_cudnn_on_neighbours_in_one_call(cudnn_device, monkeypatch):
-    num_seqs = []
-    run = module.run_cudnn
-
-    def note(*arguments) -> None:
-        num_seqs.append(arguments[4].num_seqs)
-        run(*arguments)
-
-    monkeypatch.setattr(module, "run_cudnn", note)
-    chunks = [(0, 512), (0, 512), (0, 512), (0, 768), (0, 768)]
-    check(make_large_case(cudnn_device, chunks, slots=[1, 2, 3, 4, 6]), scale=0.1)
-    assert num_seqs == [3, 1, 1]
-
-
-@pytest.mark.gpu
-def test_cudnn_on_slots_that_are_far_apart(cudnn_device):
-    """The stride from slot to slot exceeds 31 bits, as with long sequences."""
-    num_tokens, stride = 512, (1 << 31) + (1 << 20)
-    if torch.cuda.mem_get_info()[0] < 4 * stride:
-        pytest.skip("too little memory")
-    case = make_large_case(cudnn_device, [(0, 512), (0, 512)], slots=[0, 1])
-    storage = torch.empty(stride + (1 << 20), dtype=torch.bfloat16, device=cudnn_device)
-    # [slots, tokens, K and V, kv_heads, dim]
-    far = storage.as_strided((2, num_tokens, 2, 2, 128), (stride, 512, 256, 128, 1))
-    far[:, :, 0] = case.keys[:2, :num_tokens]
-    far[:, :, 1] = case.values[:2, :num_tokens]
-    case.keys, case.values = far.unbind(2)
-    check(case, scale=0.1)
-
-
-@pytest.mark.gpu
-def test_cudnn_and_triton_share_a_batch(device):
-    chunks = [(0, 512), (0, 512), (3, 512), (256, 768), (0, 100), (1000, 1), (0, 1024)]
-    case = make_large_case(device, chunks, slots=[0, 1, 2, 3, 4, 5, 6])
-    check(case, scale=0.1)
-    check(case, scale=0.1, window_tokens=1000)
-    check(case, scale=0.1, softcap=20.0)
-    check(case, scale=0.1, sinks=make_sinks(8, device, torch.bfloat16))
-
-
-@pytest.mark.gpu
-def test_unaligned_heads_do_not_go_to_cudnn(device):
-    check(make_large_case(device, [(0, 512), (256, 512)], key_dim=60, value_dim=60), scale=0.1)
-    check(make_large_case(device, [(0, 512)], num_heads=2, key_dim=256, value_dim=256), scale=0.1)

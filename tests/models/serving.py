@@ -68,8 +68,9 @@ class StepKV:
         """KV of one step, which writes [starts, starts + counts) of each slot; the first ones may
         decode as on a GPU."""
         spans = Spans.make(slots, starts, counts)
-        arrays = map(torch.from_numpy, Rows.arrays(spans, num_decodes))
-        rows = Rows.over(spans, num_decodes, tuple(arrays))
+        arrays = Rows.arrays(spans, num_decodes)
+        tensors = [torch.from_numpy(array) for array in arrays]
+        rows = Rows.over(spans, num_decodes, tensors, arrays[-1])
         view = StepView(self._layout, self._layers, rows, None, Workspaces())
         if not self._states:
             return view

@@ -63,7 +63,12 @@ class Rows:
 
     @classmethod
     def of(
-        cls, spans: Spans, num_decodes: int, device: torch.device, *, uses_cudnn: bool = True
+        cls,
+        spans: Spans,
+        num_decodes: int,
+        device: torch.device,
+        *,
+        cudnn_keys: IntArray | None = None,
     ) -> Rows:
         """The rows of `spans`, of which the first `num_decodes` have one token each.
 
@@ -73,21 +78,38 @@ class Rows:
             spans: the step's tokens.
             num_decodes: spans that decode.
             device: where they run.
-            uses_cudnn: whether attention may use cuDNN, which builds a plan for each new shape.
+            cudnn_keys: see `arrays`.
         """
         if device.type == "cpu":
             num_decodes = 0
-        arrays = cls.arrays(spans, num_decodes)
+        arrays = cls.arrays(spans, num_decodes, cudnn_keys)
         packed = upload(np.concatenate(arrays), device)  # one copy for all
         tensors = packed.split([len(array) for array in arrays])
-        return cls.over(spans, num_decodes, tensors, uses_cudnn=uses_cudnn)
+        return cls.over(spans, num_decodes, tensors, arrays[-1])
 
     @staticmethod
-    def arrays(spans: Spans, num_decodes: int) -> tuple[IntArray, ...]:
+    def arrays(
+        spans: Spans, num_decodes: int, cudnn_keys: IntArray | None = None
+    ) -> tuple[IntArray, ...]:
         """What the device has to know of a step, for `over`: slots and positions of its tokens, and
-        slots, starts and offsets of its chunks."""
+        slots, starts, offsets and keys for cuDNN of its chunks.
+
+        Args:
+            spans: the step's tokens.
+            num_decodes: spans that decode.
+            cudnn_keys: [num_seqs], keys that attention hands to cuDNN, see `PrefillSpans`; None for
+                none: cuDNN builds a plan for each new shape.
+        """
+        if cudnn_keys is None:
+            cudnn_keys = np.zeros(len(spans.slots), np.int64)
         chunks = slice(num_decodes, None)
-        return *spans.rows(), spans.slots[chunks], spans.starts[chunks], spans.offsets[chunks]
+        return (
+            *spans.rows(),
+            spans.slots[chunks],
+            spans.starts[chunks],
+            spans.offsets[chunks],
+            cudnn_keys[chunks],
+        )
 
     @classmethod
     def over(
@@ -95,11 +117,10 @@ class Rows:
         spans: Spans,
         num_decodes: int,
         tensors: Sequence[torch.Tensor],
-        *,
-        uses_cudnn: bool = True,
+        chunk_cudnn_keys: IntArray,
     ) -> Rows:
-        """The rows of `spans`, given `arrays` on the device; see `of`."""
-        slots, positions, chunk_slots, chunk_starts, chunk_offsets = tensors
+        """The rows of `spans`, given `arrays` on the device, and the last of them here too."""
+        slots, positions, chunk_slots, chunk_starts, chunk_offsets, device_cudnn_keys = tensors
         chunks = slice(num_decodes, None)
         return cls(
             slots,
@@ -109,14 +130,20 @@ class Rows:
                 slots=spans.slots[chunks].tolist(),
                 starts=spans.starts[chunks].tolist(),
                 offsets=spans.offsets[chunks].tolist(),
+                cudnn_keys=chunk_cudnn_keys.tolist(),
                 device_slots=chunk_slots,
                 device_starts=chunk_starts,
                 device_offsets=chunk_offsets,
-                uses_cudnn=uses_cudnn,
+                device_cudnn_keys=device_cudnn_keys,
             )
             if num_decodes < len(spans.slots)
             else None,
         )
+
+    @classmethod
+    def single(cls, slots: torch.Tensor, positions: torch.Tensor) -> Rows:
+        """Rows of one token each, [n] int64 both, all of which decode."""
+        return cls(slots, positions, positions + 1, None)
 
     @property
     def num_decodes(self) -> int:

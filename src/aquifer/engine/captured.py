@@ -144,8 +144,7 @@ class CapturedSteps:
         token_ids: IntArray,
         context_lengths: IntArray,
         sampled: IntArray,
-        *,
-        uses_cudnn: bool,
+        cudnn_keys: IntArray,
     ) -> None:
         """Run any step, up to the hidden states. Pre-condition: `chunk_size` of its tokens.
 
@@ -155,12 +154,12 @@ class CapturedSteps:
             token_ids: [tokens]; -1 for the last token that the device sampled for the sequence.
             context_lengths: [tokens], see `ModelInput`.
             sampled: [n], spans of which the last token's hidden state is wanted.
-            uses_cudnn: whether cuDNN computes the attention of round chunks.
+            cudnn_keys: [spans], see `Rows.arrays`.
         """
         size = self._chunks.size_of(spans.num_tokens)
         assert size is not None
         num_tokens, last = spans.num_tokens, spans.ends_of(sampled)
-        slots, positions, *chunks = Rows.arrays(spans, num_decodes)
+        slots, positions, *chunks = Rows.arrays(spans, num_decodes, cudnn_keys)
         packed = self._inputs.packed(
             size,
             (token_ids, positions, slots, context_lengths),
@@ -172,13 +171,11 @@ class CapturedSteps:
         lengths = list(map(len, chunks))
         tensors = inputs.chunks[: sum(lengths)].split(lengths)
         own = inputs.slots[:num_tokens], inputs.positions[:num_tokens], *tensors
-        nothing = inputs.chunks[:0]
         num_last = len(sampled)
-        of_last = inputs.last_slots[:num_last], inputs.last_positions[:num_last], *[nothing] * 3
         self._chunks.run(
             size,
-            self._view(Rows.over(spans, num_decodes, own, uses_cudnn=uses_cudnn)),
-            self._view(Rows.over(last, num_last, of_last)),
+            self._view(Rows.over(spans, num_decodes, own, chunks[-1])),
+            self._view(Rows.single(inputs.last_slots[:num_last], inputs.last_positions[:num_last])),
         )
 
     def sample_decoded(

@@ -110,7 +110,7 @@ class InputTensors(NamedTuple):
     last_rows: torch.Tensor  # [max_rows], rows of which hidden states are handed on
     last_slots: torch.Tensor  # [max_rows], their slots
     last_positions: torch.Tensor  # [max_rows], their positions
-    chunks: torch.Tensor  # slots, starts and offsets of chunks, as long as a step needs
+    chunks: torch.Tensor  # of chunks, see `Rows.arrays`; as long as a step needs
 
 
 _NUM_COLUMNS, _NUM_LAST = 4, 3  # of the tensors above: [size], and [max_rows]
@@ -130,7 +130,7 @@ class ChunkInputs:
         self, max_tokens: int, max_rows: int, max_chunks: int, device: torch.device
     ) -> None:
         self.max_rows = max_rows
-        num_elements = _NUM_COLUMNS * max_tokens + _NUM_LAST * max_rows + 3 * max_chunks + 1
+        num_elements = _NUM_COLUMNS * max_tokens + _NUM_LAST * max_rows + 4 * max_chunks + 1
         self.flat = torch.zeros(num_elements, dtype=torch.int64, device=device)
 
     def clear(self, size: int) -> None:

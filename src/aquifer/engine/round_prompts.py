@@ -1,29 +1,26 @@
-"""Which prompts cuDNN's attention computes: those of shapes that it was prepared for.
+"""What cuDNN's attention computes of prompts: calls of the shapes that it was prepared for.
 
 cuDNN builds a plan for each new shape, for tens of milliseconds, and half a second for the first.
-So plans for a few round shapes are built while a model is loaded, and steps with others use our own
-kernel.
+So plans for a few shapes are built while a model is loaded (`aquifer.kernels.cudnn_attention`), and
+all else is left to our own kernel.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from aquifer.cache.spans import Spans
-from aquifer.kernels.prefill_attention import is_round_span
+from aquifer.cache.spans import IntArray, Spans
+from aquifer.kernels.cudnn_attention import CALL_KEYS, MIN_COUNT, is_round, keys_of
 
 _LEAST_TOKENS = 2048
 """Our own kernel is about as fast for shorter prompts."""
 
-_FAR_TOKENS = 65536
-"""A chunk after so many tokens takes much longer than its plan, which is built meanwhile."""
-
 
 class RoundPrompts:
-    """The shapes of chunks that a model's steps hand to cuDNN.
+    """The shapes that a model's steps hand to cuDNN.
 
     These are whole prompts of 2048 tokens, 4096, and so on up to the largest step, several of a
-    length in one step too; and chunks as long as the largest step, at multiples of their length.
+    length in one step too; chunks of these lengths after a prefix; and long prefixes of any chunk.
 
     Args:
         max_batched_tokens: tokens of the largest step.
@@ -39,23 +36,37 @@ class RoundPrompts:
             count *= 2
         if _LEAST_TOKENS <= max_batched_tokens <= max_tokens:
             counts.append(max_batched_tokens)
-        self._counts = [count for count in counts if is_round_span(0, count)]
-        near_tokens = min(max_tokens, _FAR_TOKENS)
-        self._later_starts = (
-            list(range(self._largest, near_tokens - self._largest + 1, self._largest))
-            if self._largest in self._counts
-            else []
+        self._counts = [count for count in counts if is_round(count)]
+        self._later = self._chunks_after_prefixes(max_tokens) if self._counts else []
+
+    def _chunks_after_prefixes(self, max_tokens: int) -> list[tuple[int, int]]:
+        """Chunks, (start, count), that together have all calls of chunks after a prefix."""
+        large = max(CALL_KEYS)
+        least_keys = min(CALL_KEYS[large])
+        # A chunk over itself is a call of another shape than a whole prompt: its log-sum-exp is
+        # needed.
+        chunks = {(least_keys, count) for count in self._counts}
+        for rows, all_keys in CALL_KEYS.items():
+            chunks |= {(keys, rows) for keys in all_keys if keys_of(keys, rows)}
+        # Short pieces have few keys only in chunks that have long pieces too.
+        chunks.add((least_keys, large + 1))
+        # The most results in memory at once: of this chunk and of four parts.
+        first, *others = CALL_KEYS[large][1:]
+        chunks.add((2 * first + sum(others), self._counts[-1]))
+        return sorted(
+            (start, count)
+            for start, count in chunks
+            if count <= self._largest and start + count <= max_tokens
         )
 
     def lengths(self) -> list[int]:
         """Tokens of KV that sequences in slots 1, 2, ... need for all of `steps`."""
-        if not self._counts:
-            return []
-        most = [
-            max((count for count in self._counts if self._largest // count >= number), default=0)
-            for number in range(1, self._largest // self._counts[0] + 1)
-        ]
-        most[0] = max(most[0], *(start + self._largest for start in self._later_starts), 0)
+        steps = self.steps()
+        most = [0] * max((len(spans.slots) for spans in steps), default=0)
+        for spans in steps:
+            ends = (spans.starts + spans.counts).tolist()
+            for index, end in enumerate(ends):
+                most[index] = max(most[index], end)
         return most
 
     def steps(self) -> list[Spans]:
@@ -65,20 +76,17 @@ class RoundPrompts:
             for count in self._counts
             for number in range(1, self._largest // count + 1)
         ]
-        shapes += [(start, self._largest, 1) for start in self._later_starts]
+        shapes += [(start, count, 1) for start, count in self._later]
         return [
             Spans.make(np.arange(1, number + 1), np.full(number, start), np.full(number, count))
             for start, count, number in shapes
         ]
 
-    def has_all(self, spans: Spans) -> bool:
-        """Whether a step has round chunks, and cuDNN is prepared for all of these."""
-        chunks = list(zip(spans.starts.tolist(), spans.counts.tolist(), strict=True))
-        found = [chunk for chunk in chunks if is_round_span(*chunk)]
-        return bool(found) and all(self._has(start, count) for start, count in found)
-
-    def _has(self, start: int, count: int) -> bool:
-        if start == 0:
-            return count in self._counts
-        is_regular = count == self._largest and start % count == 0
-        return is_regular and (start in self._later_starts or start >= _FAR_TOKENS)
+    def keys(self, spans: Spans) -> IntArray:
+        """Keys of each sequence's chunk that cuDNN attends to, see `keys_of`; [num_seqs]."""
+        keys = np.zeros(len(spans.slots), np.int64)
+        if self._counts:
+            for index in (spans.counts >= MIN_COUNT).nonzero()[0].tolist():
+                start, count = int(spans.starts[index]), int(spans.counts[index])
+                keys[index] = keys_of(start, count, self._counts)
+        return keys

@@ -231,15 +231,14 @@ class Runner:
     def _run(self, step: StepInput) -> _Scores:
         """Run a step up to its logits, and sample the rows without extras."""
         captured, spans = self._captured, step.spans
-        uses_cudnn = self._round_prompts.has_all(spans)
         if captured is None:
-            return self._forward(step, uses_cudnn=uses_cudnn)
+            return self._forward(step)
         if step.num_single == len(step.sampled) == len(spans.slots):
             return self._run_decodes(captured, step)
         is_captured = captured.chunk_size(spans.num_tokens) is not None
         if not is_captured or self._reports_prompt[spans.slots].any():
-            return self._forward(step, uses_cudnn=uses_cudnn)
-        return self._run_chunks(captured, step, uses_cudnn=uses_cudnn)
+            return self._forward(step)
+        return self._run_chunks(captured, step)
 
     def _run_decodes(self, captured: CapturedSteps, step: StepInput) -> _Scores:
         """Run a step in which each span is one token, and all are sampled, as captured graphs."""
@@ -250,7 +249,7 @@ class Runner:
         logits, token_ids = captured.sample_decoded(len(slots), mode)
         return _Scores(logits, token_ids, extras)
 
-    def _run_chunks(self, captured: CapturedSteps, step: StepInput, *, uses_cudnn: bool) -> _Scores:
+    def _run_chunks(self, captured: CapturedSteps, step: StepInput) -> _Scores:
         """Run a step that reads prompts, as captured graphs with attention between them."""
         spans, sampled = step.spans, step.sampled
         slots, positions = spans.rows()
@@ -262,7 +261,7 @@ class Runner:
             token_ids,
             np.maximum(self._least_context[slots], positions + 1),
             sampled,
-            uses_cudnn=uses_cudnn,
+            self._round_prompts.keys(spans),
         )
         slots, ends = spans.slots[sampled], (spans.starts + spans.counts)[sampled]
         extras, others, mode = self._split(slots, ends)
@@ -332,7 +331,7 @@ class Runner:
         )
         return logits
 
-    def _forward(self, step: StepInput, *, uses_cudnn: bool) -> _Scores:
+    def _forward(self, step: StepInput) -> _Scores:
         """Run any step kernel by kernel."""
         spans, columns, sampled = step.spans, self._columns, step.sampled
         slots, positions = spans.rows()
@@ -352,7 +351,8 @@ class Runner:
         token_ids, contexts, span_slots, span_ends, last_rows, sampled_slots, num_tokens = (
             packed.split([len(part) for part in parts])
         )
-        rows = Rows.of(spans, step.num_single, self._device, uses_cudnn=uses_cudnn)
+        cudnn_keys = self._round_prompts.keys(spans)
+        rows = Rows.of(spans, step.num_single, self._device, cudnn_keys=cudnn_keys)
         # The host may not know these tokens yet.
         token_ids[: step.num_decodes] = columns.last_token[span_slots[: step.num_decodes]]
         wanted: Wanted | None = None

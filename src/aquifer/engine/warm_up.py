@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from aquifer.cache.layout import KVLayout
-from aquifer.cache.spans import Rows, Spans
+from aquifer.cache.spans import IntArray, Rows, Spans
 from aquifer.cache.state_view import Recurrence
 from aquifer.cache.view import AttentionOptions, KVSource
 from aquifer.engine.graphs import StepBuffers
@@ -173,12 +173,12 @@ class WarmUp:
         return step_s / self._num_tokens
 
     def plan_round_prompts(self, num_slots: int) -> None:
-        """Have cuDNN build its plans; steps with shapes that have none are not handed to it."""
+        """Have cuDNN build its plans; chunks of shapes that have none are not handed to it."""
         steps = self.round_prompts.steps() if num_slots >= len(self.lengths()[0]) else []
         if not steps:
             self.round_prompts = RoundPrompts(0, 0)
         for spans in steps:
-            self._attend(spans, uses_cudnn=True)
+            self._attend(spans, self.round_prompts.keys(spans))
 
     def _run_padding(self, model: Model) -> float:
         """Run the largest step, and sample in every way; seconds of the former."""
@@ -202,7 +202,7 @@ class WarmUp:
         return step_s
 
     def _attend_chunk(self, num_slots: int) -> None:
-        """Run the chunk and the prompt, and attention alone as steps without cuDNN do."""
+        """Run the chunk and the prompt, and attention alone, all without cuDNN."""
         if not num_slots:
             return
         for spans in (self._chunk, self._prompt):
@@ -211,10 +211,10 @@ class WarmUp:
                 few = torch.zeros_like(rows.positions)
                 batch = ModelInput(few, rows.positions, rows.positions + 1)
                 self._model.forward(batch, self._kv.view(rows))
-        self._attend(self._chunk, uses_cudnn=False)
+        self._attend(self._chunk)
 
-    def _attend(self, spans: Spans, *, uses_cudnn: bool) -> None:
-        view = self._kv.view(Rows.of(spans, 0, self._device, uses_cudnn=uses_cudnn))
+    def _attend(self, spans: Spans, cudnn_keys: IntArray | None = None) -> None:
+        view = self._kv.view(Rows.of(spans, 0, self._device, cudnn_keys=cudnn_keys))
         for attention in self._attentions:
             shape = (spans.num_tokens, attention.num_heads, attention.key_dim)
             view.attend(

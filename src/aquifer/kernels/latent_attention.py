@@ -436,7 +436,6 @@ def latent_prefill_attention(
             num_splits,
             num_blocks,
             heads_per_program=heads_per_program,
-            skips_round=False,
             window_tokens=None,
         )
 

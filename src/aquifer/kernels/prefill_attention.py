@@ -1,16 +1,12 @@
 """Prefill attention: causal attention of prompt chunks over all KV, for either KV layout.
 
 A span is a chunk: `count` new tokens of one sequence, after `start` earlier ones. Their keys and
-values are in the KV cache already. There are two paths, and each span of a batch takes one:
+values are in the KV cache already. There are two paths, for different keys of a span:
 
-1. **cuDNN**, the fastest kernel for large chunks on Hopper, over strided views of contiguous KV.
-   It builds a plan, for tens of milliseconds, for every new shape, so it is used for round shapes
-   only: `start` and `count` are multiples of `CUDNN_MULTIPLE`, and `count` is at least
-   `CUDNN_MIN_TOKENS`. Only 16-bit types, head dimensions of at most 128, no softcap, no sinks, no
-   ALiBi, and no window that excludes any key. At `start` 0 it is one call; neighbouring spans of
-   equal length in consecutive slots share one. After a prefix it is two calls, one without mask
-   over the prefix and one causal over the chunk, merged by their log-sum-exp.
-2. **A Triton kernel** (FlashAttention-2) for all other spans together, in one launch.
+1. **cuDNN** (`cudnn_attention.py`), the fastest kernel for large chunks on Hopper, over strided
+   views of contiguous KV. It takes chunks of few lengths, and parts of long prefixes of any chunk.
+2. **A Triton kernel** (FlashAttention-2) for all else, of all spans together, in one launch. Where
+   cuDNN takes a part of the prefix, it begins behind that, and gives the log-sum-exp to merge by.
 
 In the Triton kernel, a program handles the queries of a few tokens and of `heads_per_program` heads
 that share a KV head:
@@ -48,7 +44,6 @@ from aquifer.kernels._triton import (
     jit,
     jit_once,
     launch,
-    not_recorded,
     pow2,
     runs_triton,
     tensor,
@@ -56,13 +51,15 @@ from aquifer.kernels._triton import (
 )
 from aquifer.kernels.alibi import load_slopes, with_alibi
 from aquifer.kernels.attention import attention_contiguous, attention_paged
+from aquifer.kernels.cudnn_attention import (
+    Call,
+    calls_of,
+    cudnn_takes,
+    keys_of,
+    run_cudnn,
+    run_cudnn_once,
+)
 from aquifer.kernels.sinks import load_sinks, softmax_with_sinks
-
-CUDNN_MULTIPLE = 256
-"""Tokens. Spans go to cuDNN if start and count are multiples of it: few shapes, few plans."""
-
-CUDNN_MIN_TOKENS = 512
-"""Shorter spans do not fill the device alone, and share one Triton launch."""
 
 MIN_SPLIT_KEYS = 256
 """Minimum number of keys of a split: with fewer, merging costs more than it saves."""
@@ -71,9 +68,6 @@ _PROGRAMS_PER_MULTIPROCESSOR = 2
 """Programs of the Triton kernel resident on an SM, at the default configs for 16-bit types."""
 
 _MERGE_ROWS = 8
-
-_CUDNN_MAX_DIM = 128
-_CUDNN_ALIGN_BYTES = 16
 
 _LOG2_E = 1.4426950408889634
 
@@ -90,19 +84,22 @@ class PrefillSpans:
     slots: list[int]  # [n]
     starts: list[int]  # [n], tokens before the chunk
     offsets: list[int]  # [n + 1]
+    cudnn_keys: list[int]  # [n], keys for cuDNN where it can take them, see `keys_of`
     device_slots: torch.Tensor  # [n] int64
     device_starts: torch.Tensor  # [n] int64
     device_offsets: torch.Tensor  # [n + 1] int64
-    uses_cudnn: bool = True  # for round spans, where cuDNN takes them
+    device_cudnn_keys: torch.Tensor  # [n] int64
 
     @classmethod
     def of(
         cls, slots: list[int], starts: list[int], offsets: list[int], device: torch.device
     ) -> PrefillSpans:
-        """The chunks in these lists, copied to a device."""
-        lists = slots, starts, offsets
+        """The chunks in these lists, copied to a device. cuDNN may build plans for them."""
+        counts = (end - begin for begin, end in _pairs(offsets))
+        cudnn_keys = [keys_of(*chunk) for chunk in zip(starts, counts, strict=True)]
+        lists = slots, starts, offsets, cudnn_keys
         on_device = [torch.tensor(part, dtype=torch.int64, device=device) for part in lists]
-        return cls(*lists, on_device[0], on_device[1], on_device[2])
+        return cls(*lists, *on_device)
 
     @property
     def least_tokens(self) -> int:
@@ -118,10 +115,11 @@ class PrefillSpans:
             slots=[0],
             starts=[0],
             offsets=self.offsets[index : index + 2],
+            cudnn_keys=[0],
             device_slots=zero,
             device_starts=zero,
             device_offsets=self.device_offsets[index : index + 2],
-            uses_cudnn=False,
+            device_cudnn_keys=zero,
         )
 
 
@@ -239,21 +237,22 @@ def prefill_attention(
     Returns:
         `out`, or the new tensor, in which rows outside the spans are undefined.
     """
-    skips_round = (
-        spans.uses_cudnn
-        and tables is None
+    takes_cudnn = (
+        tables is None
         and softcap is None
         and sinks is None
         and slopes is None
         and cudnn_takes(query, keys, values)
     )
     calls: list[Call] = []
-    if skips_round:
-        calls = list(calls_of(spans, window_tokens, max(keys.stride(0), values.stride(0))))
-        if out is None and len(calls) == 1 and calls[0].is_round and calls[0].start == 0:
+    if takes_cudnn:
+        places = spans.slots, spans.starts, spans.offsets, spans.cudnn_keys
+        batch_stride = max(keys.stride(0), values.stride(0))
+        calls = list(calls_of(*places, window_tokens, batch_stride))
+        if out is None and len(calls) == 1 and calls[0].is_whole and calls[0].start == 0:
             (call,) = calls
             if call.num_seqs * call.count == len(query):
-                return _run_cudnn_once(query, keys, values, call, scale)
+                return run_cudnn_once(query, keys, values, call, scale)
     if out is None:
         out = query.new_empty(*query.shape[:2], values.shape[3])
     _check(query, keys, values, spans, out, scale, sinks, slopes)
@@ -264,14 +263,14 @@ def prefill_attention(
             query, keys, values, tables, spans, out, scale, window_tokens, softcap, sinks, slopes
         )
         return out
-    for call in calls:
-        if call.is_round:
-            run_cudnn(query, keys, values, out, call, scale)
-    if skips_round:
-        chunks = [(call.start, call.count) for call in calls if not call.is_round]
-    else:
-        chunks = _chunks(spans)
+    row_lse: torch.Tensor | None = None
+    chunks = _chunks(spans)
+    if takes_cudnn:
+        row_lse = query.new_empty(query.shape[1], len(query), dtype=torch.float32)
+        chunks = [(call.start - call.keys, call.count) for call in calls if not call.is_whole]
     if chunks:
+        config = default_config(query.shape[2], out.shape[2], query.dtype)
+        assert all(call.is_whole or call.keys % config.block_keys == 0 for call in calls)
         run_triton(
             query,
             keys,
@@ -279,15 +278,19 @@ def prefill_attention(
             tables,
             spans,
             out,
-            config=default_config(query.shape[2], out.shape[2], query.dtype),
+            row_lse,
+            config=config,
             chunks=chunks,
-            skips_round=skips_round,
             scale=scale,
             window_tokens=window_tokens,
             softcap=softcap,
             sinks=sinks,
             slopes=slopes,
         )
+    for call in calls:
+        if call.keys:
+            assert row_lse is not None
+            run_cudnn(query, keys, values, out, row_lse, call, scale)
     return out
 
 
@@ -317,10 +320,10 @@ def prefill_attention_triton(
             tables,
             spans,
             out,
+            None,
             config=config,
             chunks=_chunks(spans),
             num_splits=num_splits,
-            skips_round=False,
             scale=scale,
             window_tokens=window_tokens,
             softcap=softcap,
@@ -395,203 +398,6 @@ def _on_cpu(
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """`num_seqs` neighbouring spans of equal `count` and `start`, in consecutive slots.
-
-    Spans that are not round are separate calls.
-    """
-
-    first_row: int
-    slot: int
-    start: int
-    count: int
-    num_seqs: int
-    is_round: bool
-
-
-def is_round_span(start: int, count: int) -> bool:
-    """Whether cuDNN may take a chunk of `count` tokens after `start`, without a window."""
-    return count >= CUDNN_MIN_TOKENS and count % CUDNN_MULTIPLE == 0 and start % CUDNN_MULTIPLE == 0
-
-
-def calls_of(
-    spans: PrefillSpans, window_tokens: int | None, max_batch_stride: int
-) -> Iterator[Call]:
-    """Group the spans into calls; spans that cuDNN can take together are one call.
-
-    Args:
-        spans: all chunks of the step.
-        window_tokens: as in `prefill_attention`.
-        max_batch_stride: elements from one slot to the next.
-    """
-    # PyTorch caches cuDNN's plans by strides truncated to 32 bits. The stride from slot to slot may
-    # be longer, and two models could then share a plan that is valid for only one of them.
-    is_batchable = max_batch_stride < 1 << 32
-    pending: Call | None = None
-    for slot, start, (begin, end) in zip(
-        spans.slots, spans.starts, _pairs(spans.offsets), strict=True
-    ):
-        count = end - begin
-        is_round = is_round_span(start, count) and (
-            window_tokens is None or start + count <= window_tokens
-        )
-        num_before = 0
-        if pending is not None:
-            if (
-                is_batchable
-                and is_round
-                and pending.is_round
-                and start == pending.start == 0
-                and count == pending.count
-                and slot == pending.slot + pending.num_seqs
-            ):
-                num_before = pending.num_seqs
-            else:
-                yield pending
-        pending = Call(
-            begin - num_before * count, slot - num_before, start, count, num_before + 1, is_round
-        )
-    if pending is not None:
-        yield pending
-
-
-def cudnn_takes(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether cuDNN has a kernel for these dtypes, head dimensions and strides."""
-    return (
-        query.is_cuda
-        and query.dtype in (torch.float16, torch.bfloat16)
-        and all(t.shape[-1] <= _CUDNN_MAX_DIM for t in (keys, values))
-        and all(_is_aligned(t) for t in (query, keys, values))
-        and has_cudnn(query.device)
-    )
-
-
-def _is_aligned(t: torch.Tensor) -> bool:
-    """Whether each head starts at a multiple of 16 bytes and is a multiple of 16 bytes long."""
-    elements = _CUDNN_ALIGN_BYTES // t.dtype.itemsize
-    lengths = (t.shape[-1], *t.stride()[:-1])
-    return t.data_ptr() % _CUDNN_ALIGN_BYTES == 0 and all(n % elements == 0 for n in lengths)
-
-
-@cache
-def has_cudnn(device: torch.device) -> bool:
-    """Whether cuDNN's attention runs on that device and is the fastest there."""
-    return torch.backends.cudnn.is_available() and torch.cuda.get_device_capability(device)[0] >= 9
-
-
-def run_cudnn(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    out: torch.Tensor,
-    call: Call,
-    scale: float,
-) -> None:
-    """Write the output rows of one call."""
-    rows = slice(call.first_row, call.first_row + call.num_seqs * call.count)
-    if call.start == 0:
-        out[rows] = _run_cudnn_once(query, keys, values, call, scale)
-        return
-    q = query[rows].unsqueeze(0).transpose(1, 2)  # [1, heads, count, key_dim]
-    end = call.start + call.count
-    k, v = (_cudnn_view(t, call, 0, call.start) for t in (keys, values))
-    prefix, prefix_lse = cudnn_attention(q, k, v, scale, is_causal=False, with_lse=True)
-    k, v = (_cudnn_view(t, call, call.start, end) for t in (keys, values))
-    chunk, chunk_lse = cudnn_attention(q, k, v, scale, is_causal=True, with_lse=True)
-    merge(
-        prefix[0].transpose(0, 1),
-        prefix_lse.view(-1, call.count),
-        chunk[0].transpose(0, 1),
-        chunk_lse.view(-1, call.count),
-        out[rows],
-    )
-
-
-def _run_cudnn_once(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, scale: float
-) -> torch.Tensor:
-    """Compute the rows of a call without a prefix, [num_seqs * count, heads, value_dim]."""
-    rows = slice(call.first_row, call.first_row + call.num_seqs * call.count)
-    # [num_seqs, heads, count, key_dim]
-    q = query[rows].unflatten(0, (call.num_seqs, call.count)).transpose(1, 2)
-    k, v = (_cudnn_view(t, call, 0, call.count) for t in (keys, values))
-    result, _ = cudnn_attention(q, k, v, scale, is_causal=True, with_lse=False)
-    # The result has the query's layout, so this is a view.
-    return result.transpose(1, 2).flatten(0, 1)
-
-
-def _cudnn_view(kv: torch.Tensor, call: Call, begin: int, end: int) -> torch.Tensor:
-    """View of the call's slots, [num_seqs, kv_heads, end - begin, dim]."""
-    if call.num_seqs == 1:
-        # Without the unused stride from slot to slot, which would be part of the plan's key.
-        return kv[call.slot, begin:end].unsqueeze(0).transpose(1, 2)
-    return kv[call.slot : call.slot + call.num_seqs, begin:end].transpose(1, 2)
-
-
-def cudnn_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scale: float,
-    *,
-    is_causal: bool,
-    with_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return output [num_seqs, heads, count, value_dim], log-sum-exp [num_seqs, heads, count, 1].
-
-    cuDNN supports grouped-query attention: `keys` and `values` may have fewer heads.
-    """
-    not_recorded()
-    result = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        query, keys, values, None, with_lse, 0.0, is_causal, False, scale=scale
-    )
-    return result[0], result[1]
-
-
-def merge(
-    first: torch.Tensor,
-    first_lse: torch.Tensor,
-    second: torch.Tensor,
-    second_lse: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
-    """Merge attention over two sets of keys by their log-sum-exp.
-
-    Args:
-        first: [tokens, heads, value_dim].
-        first_lse: [heads, tokens] float32, contiguous: natural log of the sum of exp(score).
-        second: as `first`; for both, the last stride is 1, the others are any.
-        second_lse: as `first_lse`.
-        out: [tokens, heads, value_dim], overwritten.
-    """
-    num_tokens, num_heads, value_dim = out.shape
-    assert first_lse.is_contiguous()
-    assert second_lse.is_contiguous()
-    assert all(t.stride(-1) == 1 for t in (first, second, out))
-    value_dim_pow2 = pow2(value_dim)
-    heads_per_program = min(pow2(num_heads), max(8192 // value_dim_pow2, 1))
-    _merge_kernel[(num_tokens, -(-num_heads // heads_per_program))](
-        first,
-        first_lse,
-        second,
-        second_lse,
-        out,
-        num_tokens,
-        first.stride(0),
-        first.stride(1),
-        second.stride(0),
-        second.stride(1),
-        out.stride(0),
-        out.stride(1),
-        num_heads=num_heads,
-        value_dim=value_dim,
-        value_dim_pow2=value_dim_pow2,
-        heads_per_program=heads_per_program,
-        num_warps=4,
-    )
-
-
 def run_triton(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -599,18 +405,18 @@ def run_triton(
     tables: torch.Tensor | None,
     spans: PrefillSpans,
     out: torch.Tensor,
+    row_lse: torch.Tensor | None,
     *,
     config: Config,
     chunks: Sequence[tuple[int, int]],
     num_splits: int | None = None,
-    skips_round: bool,
     scale: float,
     window_tokens: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
     slopes: torch.Tensor | None,
 ) -> None:
-    """Write the rows of all spans, or of those that are not round.
+    """Write the rows of all spans, except those of which cuDNN takes all keys.
 
     Args:
         query: this and the following tensors as in `prefill_attention`.
@@ -619,12 +425,13 @@ def run_triton(
         tables: likewise.
         spans: likewise.
         out: likewise.
+        row_lse: [heads, tokens] float32, contiguous; None where cuDNN takes no keys. Else the
+            kernel leaves `PrefillSpans.cudnn_keys` to it, and writes the natural logarithm of the
+            sum of exp(score) over all other keys to the rows of the spans.
         config: tiling of the work.
-        chunks: (start, count) of the spans that are to be written.
+        chunks: (tokens before the chunk, tokens of it) that are read, for each span to be written.
         num_splits: number of programs that share the keys of a query; by default as many as fill
             the device.
-        skips_round: whether to skip round spans, which cuDNN computes. The kernel detects them
-            itself, so no second set of spans is copied to the device.
         scale: as in `prefill_attention`.
         window_tokens: likewise.
         softcap: likewise.
@@ -662,9 +469,11 @@ def run_triton(
         spans.device_slots,
         spans.device_starts,
         spans.device_offsets,
+        None if row_lse is None else spans.device_cudnn_keys,
         sinks,
         slopes,
         out,
+        row_lse,
         partials,
         lse,
         num_splits,
@@ -681,6 +490,7 @@ def run_triton(
         0 if tables is None else tables.stride(0),
         out.stride(0),
         out.stride(1),
+        len(query),
         group=group,
         heads_per_program=heads_per_program,
         block_rows=config.block_rows,
@@ -693,9 +503,11 @@ def run_triton(
         softcap=softcap,
         has_slopes=slopes is not None,
         min_split_keys=max(MIN_SPLIT_KEYS, config.block_keys),
+        window_tokens=window_tokens,
+        has_sinks=sinks is not None,
+        has_cudnn=row_lse is not None,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **_left_out(sinks, window_tokens, skips_round=skips_round),
     )
     if num_splits > 1:
         launch_merge_splits(
@@ -707,8 +519,8 @@ def run_triton(
             num_splits,
             num_blocks,
             heads_per_program=heads_per_program,
-            skips_round=skips_round,
             window_tokens=window_tokens,
+            row_lse=row_lse,
         )
 
 
@@ -722,8 +534,8 @@ def launch_merge_splits(
     num_blocks: int,
     *,
     heads_per_program: int,
-    skips_round: bool,
     window_tokens: int | None,
+    row_lse: torch.Tensor | None = None,
 ) -> None:
     """Merge the partial results of splits.
 
@@ -736,8 +548,8 @@ def launch_merge_splits(
         num_splits: splits of each program's keys.
         num_blocks: programs for the tokens of the longest span.
         heads_per_program: heads that a program's rows are of.
-        skips_round: as in `run_triton`.
-        window_tokens: likewise.
+        window_tokens: as in `prefill_attention`.
+        row_lse: as in `run_triton`.
     """
     num_heads, value_dim = out.shape[1:]
     block_rows = partials.shape[1]
@@ -749,31 +561,24 @@ def launch_merge_splits(
         lse,
         spans.device_starts,
         spans.device_offsets,
+        None if row_lse is None else spans.device_cudnn_keys,
         sinks,
         out,
+        row_lse,
         num_splits,
         out.stride(0),
         out.stride(1),
+        len(out),
         heads_per_program=heads_per_program,
         block_rows=block_rows,
         value_dim=value_dim,
         value_dim_pow2=pow2(value_dim),
         merge_rows=merge_rows,
+        window_tokens=window_tokens,
+        has_sinks=sinks is not None,
+        has_cudnn=row_lse is not None,
         num_warps=4,
-        **_left_out(sinks, window_tokens, skips_round=skips_round),
     )
-
-
-def _left_out(
-    sinks: torch.Tensor | None, window_tokens: int | None, *, skips_round: bool
-) -> dict[str, int | bool | None]:
-    """Arguments of both kernels that tell which spans are left out, and whether there are sinks."""
-    return {
-        "skip_multiple": CUDNN_MULTIPLE if skips_round else None,
-        "skip_min_tokens": CUDNN_MIN_TOKENS if skips_round else None,
-        "window_tokens": window_tokens,
-        "has_sinks": sinks is not None,
-    }
 
 
 @cache
@@ -921,25 +726,23 @@ def _attend_tiles(
 
 
 @jit
-def _is_left_out(
-    start: tensor,
-    count: tensor,
-    skip_multiple: constexpr,
-    skip_min_tokens: constexpr,
+def _first_key(
+    cudnn_keys: tensor,
+    span: tensor,
+    end: tensor,
     window_tokens: constexpr,
+    has_cudnn: constexpr,
 ) -> tensor:
-    """Whether a span is empty, or round where cuDNN computes round spans."""
-    is_left_out = count <= 0
-    if skip_multiple is not None:
-        is_left_out |= (
-            (start % skip_multiple == 0) & (count % skip_multiple == 0) & (count >= skip_min_tokens)
-        )
+    """The first key of a span that cuDNN leaves to this kernel; `end`, or more, if it takes all."""
+    first = end * 0
+    if has_cudnn:
+        first = tl.load(cudnn_keys + span).to(tl.int32)
         if window_tokens is not None:
-            is_left_out &= start + count <= window_tokens
-    return is_left_out
+            first = tl.where(end <= window_tokens, first, 0)
+    return first
 
 
-@jit_once(counts=("num_splits",), indices=("slots", "starts", "offsets"))
+@jit_once(counts=("num_splits", "num_rows"), indices=("slots", "starts", "offsets", "cudnn_keys"))
 def _prefill_attention_kernel(
     query: tensor,
     keys: tensor,
@@ -948,9 +751,11 @@ def _prefill_attention_kernel(
     slots: tensor,
     starts: tensor,
     offsets: tensor,
+    cudnn_keys: tensor,
     sinks: tensor,
     slopes: tensor,
     out: tensor,
+    row_lse: tensor,
     partials: tensor,
     lse: tensor,
     num_splits: tensor,
@@ -966,6 +771,7 @@ def _prefill_attention_kernel(
     table_stride: tensor,
     out_row_stride: tensor,
     out_head_stride: tensor,
+    num_rows: tensor,
     group: constexpr,
     heads_per_program: constexpr,
     block_rows: constexpr,
@@ -977,10 +783,9 @@ def _prefill_attention_kernel(
     value_dim_pow2: constexpr,
     window_tokens: constexpr,
     softcap: constexpr,
-    skip_multiple: constexpr,
-    skip_min_tokens: constexpr,
     has_sinks: constexpr,
     has_slopes: constexpr,
+    has_cudnn: constexpr,
     min_split_keys: constexpr,
 ) -> None:
     first_head = tl.program_id(0) * heads_per_program
@@ -996,7 +801,8 @@ def _prefill_attention_kernel(
     if first_token >= count:
         return
     start = tl.load(starts + span).to(tl.int32)
-    if _is_left_out(start, count, skip_multiple, skip_min_tokens, window_tokens):
+    first_key = _first_key(cudnn_keys, span, start + count, window_tokens, has_cudnn)
+    if first_key >= start + count:
         return
     slot = tl.load(slots + span).to(tl.int64)
     kv_head = (first_head // group).to(tl.int64)
@@ -1017,17 +823,18 @@ def _prefill_attention_kernel(
     )  # [block_rows, key_dim]
 
     # At least one query of the program sees each of keys [begin_key, end_key); all queries see
-    # [full_begin, full_end).
+    # [full_begin, full_end). Keys before `first_key` are cuDNN's; it is a multiple of the tiles.
     first_position = start + first_token
     end_key = start + tl.minimum(first_token + block_tokens, count)
     full_end = (first_position + 1) // block_keys * block_keys
-    begin_key = 0
-    first_tile = 0
-    full_begin = 0
+    begin_key = first_key
+    first_tile = first_key
+    full_begin = first_key
     if window_tokens is not None:
-        begin_key = tl.maximum(first_position + 1 - window_tokens, 0)
+        begin_key = tl.maximum(first_position + 1 - window_tokens, first_key)
         first_tile = begin_key // block_keys * block_keys
-        full_begin = tl.cdiv(tl.maximum(end_key - window_tokens, 0), block_keys) * block_keys
+        full_begin = tl.maximum(end_key - window_tokens, first_key)
+        full_begin = tl.cdiv(full_begin, block_keys) * block_keys
         full_begin = tl.minimum(full_begin, full_end)
 
     # This split's keys are [first_tile, stop_key).
@@ -1079,6 +886,7 @@ def _prefill_attention_kernel(
         sink = load_sinks(sinks, head, is_row)
         total += tl.where(num_splits == 1, tl.exp2(sink - top), 0.0)
     # Rows that are not stored may have seen no key, and so may rows of a split.
+    ln_2: constexpr = 0.6931471805599453
     has_seen = total > 0
     total = tl.where(has_seen, total, 1.0)
     acc = acc / total[:, None]
@@ -1090,6 +898,9 @@ def _prefill_attention_kernel(
             acc.to(out.dtype.element_ty),
             mask=is_stored,
         )
+        if has_cudnn:
+            log = (top + tl.log2(total)) * ln_2
+            tl.store(row_lse + head * num_rows + first_row + token, log, mask=is_row)
     else:
         partial = ((span * num_blocks + token_block) * num_splits + split).to(tl.int64)
         partial_row = (partial * tl.num_programs(0) + tl.program_id(0)) * block_rows + row
@@ -1101,26 +912,28 @@ def _prefill_attention_kernel(
         )
 
 
-@jit_once(counts=("num_splits",), indices=("starts", "offsets"))
+@jit_once(counts=("num_splits", "num_rows"), indices=("starts", "offsets", "cudnn_keys"))
 def _merge_splits_kernel(
     partials: tensor,
     lse: tensor,
     starts: tensor,
     offsets: tensor,
+    cudnn_keys: tensor,
     sinks: tensor,
     out: tensor,
+    row_lse: tensor,
     num_splits: tensor,
     out_row_stride: tensor,
     out_head_stride: tensor,
+    num_rows: tensor,
     heads_per_program: constexpr,
     block_rows: constexpr,
     value_dim: constexpr,
     value_dim_pow2: constexpr,
     merge_rows: constexpr,
-    skip_multiple: constexpr,
-    skip_min_tokens: constexpr,
     window_tokens: constexpr,
     has_sinks: constexpr,
+    has_cudnn: constexpr,
 ) -> None:
     """Merge the splits of `merge_rows` of the rows that one program would have without splits."""
     row_parts: constexpr = block_rows // merge_rows
@@ -1134,7 +947,8 @@ def _merge_splits_kernel(
     start = tl.load(starts + span).to(tl.int32)
     if first_token >= count:
         return
-    if _is_left_out(start, count, skip_multiple, skip_min_tokens, window_tokens):
+    first_key = _first_key(cudnn_keys, span, start + count, window_tokens, has_cudnn)
+    if first_key >= start + count:
         return
 
     row = tl.program_id(0) % row_parts * merge_rows + tl.arange(0, merge_rows)
@@ -1166,44 +980,11 @@ def _merge_splits_kernel(
         top = new_top
     if has_sinks:
         total += tl.exp2(load_sinks(sinks, head, is_row) - top)
-    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    total = tl.where(total > 0, total, 1.0)
+    if has_cudnn:
+        ln_2: constexpr = 0.6931471805599453
+        log = (top + tl.log2(total)) * ln_2
+        tl.store(row_lse + head * num_rows + first_row + token, log, mask=is_row)
+    acc = acc / total[:, None]
     out_rows = (first_row + token) * out_row_stride + head * out_head_stride
     tl.store(out + out_rows[:, None] + dim[None, :], acc.to(out.dtype.element_ty), mask=is_stored)
-
-
-@jit_once(counts=("num_tokens",))
-def _merge_kernel(
-    first: tensor,
-    first_lse: tensor,
-    second: tensor,
-    second_lse: tensor,
-    out: tensor,
-    num_tokens: tensor,
-    first_row_stride: tensor,
-    first_head_stride: tensor,
-    second_row_stride: tensor,
-    second_head_stride: tensor,
-    out_row_stride: tensor,
-    out_head_stride: tensor,
-    num_heads: constexpr,
-    value_dim: constexpr,
-    value_dim_pow2: constexpr,
-    heads_per_program: constexpr,
-) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * heads_per_program + tl.arange(0, heads_per_program)
-    dim = tl.arange(0, value_dim_pow2)
-    is_head = head < num_heads
-    mask = is_head[:, None] & (dim < value_dim)[None, :]
-
-    first_log = tl.load(first_lse + head * num_tokens + row, mask=is_head, other=0.0)
-    second_log = tl.load(second_lse + head * num_tokens + row, mask=is_head, other=0.0)
-    # The first one's weight. It is 0 or 1 where the exponential is infinite or 0.
-    part = 1 / (1 + tl.exp(second_log - first_log))[:, None]
-    first_from = first + row * first_row_stride + head[:, None] * first_head_stride + dim[None, :]
-    second_from = second + row * second_row_stride
-    second_from = second_from + head[:, None] * second_head_stride + dim[None, :]
-    a = tl.load(first_from, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(second_from, mask=mask, other=0.0).to(tl.float32)
-    target = out + row * out_row_stride + head[:, None] * out_head_stride + dim[None, :]
-    tl.store(target, (b + (a - b) * part).to(out.dtype.element_ty), mask=mask)
