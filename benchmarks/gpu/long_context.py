@@ -246,7 +246,7 @@ def calls(kv: KV) -> Figures:
     shapes = [
         (rows, keys, False, True)
         for rows in (512, 1024, *[rows for rows in CALL_KEYS if rows != 512], 8192)
-        for keys in (2048, 4096, 8192, 32_768)
+        for keys in (2048, 4096, 6144, 8192, 32_768)
     ]
     shapes += [(count, count, True, lse) for count in (2048, 4096, 8192) for lse in (False, True)]
     found = []
