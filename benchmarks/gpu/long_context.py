@@ -246,7 +246,7 @@ def calls(kv: KV) -> Figures:
     shapes = [
         (rows, keys, False, True)
         for rows in (512, 1024, *[rows for rows in CALL_KEYS if rows != 512], 8192)
-        for keys in (2048, 4096, 8192, 32_768)
+        for keys in (2048, 4096, 6144, 8192, 32_768)
     ]
     shapes += [(count, count, True, lse) for count in (2048, 4096, 8192) for lse in (False, True)]
     found = []
@@ -504,14 +504,16 @@ def geometries(default: Config) -> Iterator[Config]:
         yield replace(
             default, block_tokens=tokens, num_warps=warps, num_stages=stages, num_shares=shares
         )
-    for warps, stages, all_shares in (
-        (4, 2, (16, 32, 48, 64)),
-        (4, 3, (16, 32, 48)),
-        (4, 4, (16, 32)),
-        (8, 2, (16, 32)),
-        (8, 3, (16,)),
-        (2, 3, (32, 64)),
-        (2, 4, (64,)),
+    for warps, stages, registers, all_shares in (
+        (4, 2, None, (16, 32, 64)),
+        (4, 2, 168, (32, 48)),  # three programs on a multiprocessor
+        (4, 3, None, (16, 32)),
+        (4, 3, 168, (32, 48)),
+        (4, 4, None, (16, 32)),
+        (8, 2, None, (16, 32)),
+        (8, 3, None, (16,)),
+        (2, 3, None, (32, 64)),
+        (2, 4, 168, (64,)),
     ):
         for shares in all_shares:
             yield replace(
@@ -521,6 +523,7 @@ def geometries(default: Config) -> Iterator[Config]:
                 num_stages=stages,
                 num_shares=shares,
                 parts_by_warp=True,
+                max_registers=registers,
             )
 
 
@@ -594,6 +597,7 @@ def describe(config: Config) -> str:
         f"tokens {config.block_tokens:3} shares {config.num_shares:3} warps {config.num_warps} "
         f"stages {config.num_stages}{' by warp' if config.parts_by_warp else ''}"
         f"{' early' if config.releases_early else ' late'} ahead {config.prefetch_tiles}"
+        f" registers {config.max_registers or 'any'}"
     )
 
 

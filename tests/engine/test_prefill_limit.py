@@ -27,11 +27,13 @@ TOKEN_S = 1e-4  # of a prompt
 class World:
     """A scheduler whose steps take no time, and count their tokens."""
 
-    def __init__(self, resources: ExitStack, max_prefill_s: float | None) -> None:
+    def __init__(
+        self, resources: ExitStack, max_prefill_s: float | None, most_tokens: int = MOST_TOKENS
+    ) -> None:
         driver = open_driver("cpu")
         space = SwapSpace(0, driver.device)
         assembly = open_assembly(
-            resources, driver, 64 << 20, MOST_TOKENS, space, max_prefill_s=max_prefill_s
+            resources, driver, 64 << 20, most_tokens, space, max_prefill_s=max_prefill_s
         )
         self.scheduler: Scheduler = assembly.scheduler
         spec = LaneSpec(
@@ -78,13 +80,20 @@ def resources() -> Iterator[ExitStack]:
 def test_prompts_take_no_longer_than_the_limit_beside_a_decode(resources: ExitStack) -> None:
     world = World(resources, max_prefill_s=0.02)  # 200 tokens at the start of a prompt
     world.send(1500)
-    assert world.step() == [768]  # nothing decodes, and 1000 is not round
-    assert world.step() == [732]
+    assert world.step() == [1000]  # nothing decodes
+    assert world.step() == [500]
     world.send(500)
     assert world.step() == [1, 200]
     assert world.step() == [1, 166]  # 200 / 1.2
     assert world.step() == [1, 134]
     assert world.step() == [1, 1]
+
+
+def test_a_prompt_is_cut_at_a_round_place_while_nothing_decodes(resources: ExitStack) -> None:
+    world = World(resources, max_prefill_s=0.02, most_tokens=3000)
+    world.send(3400)
+    assert world.step() == [2048]
+    assert world.step() == [1352]
 
 
 def test_what_a_prompt_leaves_of_a_step_is_filled(resources: ExitStack) -> None:

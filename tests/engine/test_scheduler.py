@@ -178,10 +178,11 @@ def test_what_fits_alone_is_served(
     [
         (0, 100, 200, 100),  # all of it
         (300, 700, 700, 700),
-        (0, 1000, 700, 512),  # cut at a multiple of 256
-        (300, 1000, 700, 468),  # to 768
-        (300, 1000, 100, 100),  # none is within reach
-        (512, 1000, 256, 256),
+        (0, 9000, 3000, 2048),  # cut at a multiple of 2048
+        (300, 9000, 8192, 7892),  # to 8192
+        (2048, 9000, 4096, 4096),
+        (300, 9000, 100, 100),  # none is within reach
+        (1948, 9000, 300, 300),  # little would be left of the step
     ],
 )
 def test_prompts_are_cut_at_round_places(start: int, count: int, room: int, expected: int) -> None:

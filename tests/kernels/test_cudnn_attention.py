@@ -107,7 +107,8 @@ def test_rows_are_cut_into_pieces_of_two_lengths(count: int, pieces: list[tuple[
 
 
 def test_keys_are_cut_into_parts_of_few_lengths() -> None:
-    assert list(key_parts(6144, 2048)) == [(0, 4096), (4096, 2048)]
+    assert list(key_parts(12_288, 2048)) == [(0, 8192), (8192, 4096)]
+    assert list(key_parts(6144, 512)) == [(0, 2048), (2048, 2048), (4096, 2048)]
     assert [keys for _, keys in key_parts(122_880, 2048)] == [32_768] * 3 + [8192] * 3
     for rows, lengths in CALL_KEYS.items():
         parts = list(key_parts(30 * 8192, rows))

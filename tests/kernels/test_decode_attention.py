@@ -178,6 +178,7 @@ def test_each_warp_has_keys_of_its_own_in_half_precision(device, num_warps, kv_h
         num_stages=3,
         parts_by_warp=True,
         prefetch_tiles=kv_heads,
+        max_registers=168 if num_warps == 4 else None,
         releases_early=kv_heads == 1,
     )
     case = make_case(

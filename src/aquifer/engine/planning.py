@@ -14,9 +14,13 @@ from aquifer.cache.spans import IntArray, Spans
 from aquifer.engine.slots import SlotTable
 from aquifer.engine.step_input import SlotAssignment, StepInput
 
-_CHUNK_MULTIPLE_TOKENS = 256
+_CHUNK_MULTIPLE_TOKENS = 2048
 """In steps without a sequence that decodes, prompts are cut at multiples of this: attention has a
-faster kernel for chunks of few different shapes (`aquifer.kernels.prefill_attention`)."""
+faster kernel for prefixes that are made of parts of so many keys
+(`aquifer.kernels.cudnn_attention`)."""
+
+_LEAST_ROUND_CUT = 0.5
+"""The least part of a step's room that a prompt may be cut to for the sake of such a prefix."""
 
 _LEAST_PROMPT_TOKENS = 64
 """Prompt tokens that a step may always have beside sequences that decode, so that prompts end."""
@@ -42,8 +46,8 @@ def chunk_tokens(start: int, count: int, room: int, *, is_round: bool) -> int:
     if not is_round:
         return room
     end = start + room
-    round_end = end - end % _CHUNK_MULTIPLE_TOKENS
-    return round_end - start if round_end > start else room
+    round_count = end - end % _CHUNK_MULTIPLE_TOKENS - start
+    return round_count if round_count >= _LEAST_ROUND_CUT * room else room
 
 
 @dataclass(frozen=True, slots=True)

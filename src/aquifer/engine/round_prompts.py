@@ -10,7 +10,13 @@ from __future__ import annotations
 import numpy as np
 
 from aquifer.cache.spans import IntArray, Spans
-from aquifer.kernels.cudnn_attention import CALL_KEYS, MIN_COUNT, is_round, keys_of
+from aquifer.kernels.cudnn_attention import (
+    CALL_KEYS,
+    MAX_MERGED,
+    MIN_COUNT,
+    is_round,
+    keys_of,
+)
 
 _LEAST_TOKENS = 2048
 """Our own kernel is about as fast for shorter prompts."""
@@ -51,8 +57,8 @@ class RoundPrompts:
         # Short pieces have few keys only in chunks that have long pieces too.
         chunks.add((least_keys, large + 1))
         # The most results in memory at once: of this chunk and of four parts.
-        first, *others = CALL_KEYS[large][1:]
-        chunks.add((2 * first + sum(others), self._counts[-1]))
+        part = CALL_KEYS[large][1]
+        chunks.add(((MAX_MERGED - 2) * part + least_keys, self._counts[-1]))
         return sorted(
             (start, count)
             for start, count in chunks

@@ -48,10 +48,11 @@ COUNT_MULTIPLE = 256
 MIN_COUNT = 512
 """Tokens. Shorter chunks do not fill the device alone, and share one launch of our own kernel."""
 
-CALL_KEYS = {2048: (32768, 8192, 4096, 2048), 512: (8192, 2048)}
+CALL_KEYS = {2048: (32768, 8192, 6144, 4096, 2048), 512: (8192, 2048)}
 """Shapes of calls over a prefix: for each number of rows, the numbers of keys; both descending.
 
-512 rows with 32 heads fill the device. More than 2048 rows, or longer parts, are hardly faster."""
+512 rows with 32 heads fill the device. What is left of a prefix after parts of 8192 keys is one
+part for 2048 rows: two short calls would take longer."""
 
 _LEAST_USE = 0.8
 """The least share of a chunk's pieces that may be rows of its own, each counted once. With half as

@@ -96,6 +96,7 @@ class Config:
     # Tiles that each program has fetched into the L2 cache while its predecessor ends; a power of
     # two, or 0. Only of contiguous KV without a window.
     prefetch_tiles: int = 0
+    max_registers: int | None = None  # of a thread, so that more programs run at once
 
     @property
     def parts(self) -> int:
@@ -419,6 +420,7 @@ def decode_attention(
         prefetch_tiles=config.prefetch_tiles if prefetches else 0,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        maxnreg=config.max_registers,
         **overlapping,
     )
     if config.merges_itself:
