@@ -315,7 +315,7 @@ def test_a_checkpoint_is_made_of_as_many_layers_as_its_size_asks_for(
 def test_commands_do_without_the_web_packages() -> None:
     code = (
         "import sys; sys.modules['fastapi'] = sys.modules['uvicorn'] = sys.modules['pydantic'] "
-        "= None; import aquifer.cli, aquifer.bench.latency, aquifer.bench.load, "
-        "aquifer.bench.overhead, aquifer.bench.start, aquifer.llm"
+        "= None; import aquifer.cli, aquifer.bench.cli, aquifer.bench.latency, "
+        "aquifer.bench.load, aquifer.bench.overhead, aquifer.bench.start, aquifer.llm"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT / "src", check=True)

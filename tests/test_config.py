@@ -55,7 +55,7 @@ def _parameters(*command: str) -> dict[str, Any]:
     """The parameters of a command, by name."""
     found: Any = typer.main.get_command(app)
     for name in command:
-        found = found.commands[name]
+        found = found.get_command(typer.Context(found), name)
     return {parameter.name: parameter for parameter in found.params}
 
 

@@ -20,6 +20,7 @@ import typer
 from tools import support_table
 from tools.options_table import with_table
 from tools.sizing_tables import with_tables
+from typer.core import TyperGroup
 
 from aquifer import LLM, CapacityError, SamplingParams
 from aquifer.cli import app
@@ -162,8 +163,10 @@ def _flags() -> dict[str, set[str]]:
     """The flags of all commands by what is typed, such as "bench latency"."""
 
     def walk(command: Any, name: str) -> Iterator[tuple[str, set[str]]]:
-        for sub, inner in getattr(command, "commands", {}).items():
-            yield from walk(inner, f"{name} {sub}".strip())
+        if isinstance(command, TyperGroup):
+            ctx = typer.Context(command)
+            for sub in command.list_commands(ctx):
+                yield from walk(command.get_command(ctx, sub), f"{name} {sub}".strip())
         yield (
             name,
             {flag for param in command.params for flag in (*param.opts, *param.secondary_opts)},

@@ -12,18 +12,16 @@ import statistics
 import sys
 import time
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer.core import TyperGroup
 
 from aquifer import __version__
-from aquifer.bench.cli import app as bench_app
-from aquifer.bench.replay_command import replay
 from aquifer.chat import converse, message, say
 from aquifer.config import BUNDLED_MODELS, EngineConfig, field_values, parse_models
 from aquifer.cpus import limit_spinning
@@ -32,7 +30,6 @@ from aquifer.hub import locate
 from aquifer.option import Option
 from aquifer.options import OPTIONS, options_of
 from aquifer.parameters import PRECEDENCE, ModelArgument, values_for, with_options
-from aquifer.predict_cli import app as predict_app
 from aquifer.sizes import format_size
 
 if TYPE_CHECKING:
@@ -41,15 +38,43 @@ if TYPE_CHECKING:
 _REPEATS = 200  # calls of each driver function that `info` measures
 _INTERRUPTED = 130  # the exit code that shells give to a command ended by Ctrl-C
 
+
+class _Commands(TyperGroup):
+    """The commands; those that measure, replay and predict are imported when they are needed.
+
+    A server starts sooner without them.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all commands."""
+        self._import_others()
+        return super().list_commands(ctx)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command, or None if there is none of this name."""
+        if cmd_name not in self.commands:
+            self._import_others()
+        return super().get_command(ctx, cmd_name)
+
+    def _import_others(self) -> None:
+        from aquifer.bench.cli import app as bench_app
+        from aquifer.bench.replay_command import replay
+        from aquifer.predict_cli import app as predict_app
+
+        others = typer.Typer()
+        others.command("replay")(replay)
+        others.add_typer(bench_app, name="bench")
+        others.add_typer(predict_app, name="predict")
+        self.commands.update(typer.main.get_group(others).commands)
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Aquifer serves language models from one pool of memory.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.add_typer(bench_app, name="bench")
-app.add_typer(predict_app, name="predict")
-app.command("replay")(replay)
 
 
 def main() -> NoReturn:
@@ -293,6 +318,8 @@ def _manage(verb: str, model: str, url: str, api_key: str | None) -> None:
 @app.command("info")
 def _info() -> None:
     """Show the devices, what their driver's calls cost, and versions."""
+    from importlib import metadata
+
     import torch
 
     table = Table(show_header=False, box=None)
