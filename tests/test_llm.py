@@ -11,8 +11,9 @@ from tests.engine.life import Case, make_cases
 from tests.models.tiny import TINY_MODELS
 
 from aquifer.bench.soak import check_idle
+from aquifer.engine.in_flight import InFlight
 from aquifer.engine.params import Request, SamplingParams
-from aquifer.engine.runner import InFlight, Runner
+from aquifer.engine.runner import Runner
 from aquifer.engine.step_input import StepInput
 from aquifer.errors import EngineError
 from aquifer.llm import LLM

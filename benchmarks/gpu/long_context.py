@@ -670,7 +670,7 @@ def run_part(name: str, device: str, folder: Path) -> None:
     begun_s = time.perf_counter()
     torch.manual_seed(0)
     with torch.inference_mode():
-        kv = KV(GPU if device == "cuda" else CPU, torch.device(device))
+        kv = KV(GPU if device == "cuda" else CPU, torch.device(device, 0))
         save(folder / f"{name}.json", {"seed": 0, **MEASURED[name](kv)})
     print(f"{name}: {time.perf_counter() - begun_s:.0f} s\n", flush=True)
 

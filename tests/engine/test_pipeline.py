@@ -14,9 +14,9 @@ from aquifer.cache import kv_cache
 from aquifer.cache.base import KVLayout, LayerKV
 from aquifer.engine.assembly import Assembly, LaneSpec
 from aquifer.engine.costs import PrefillCost
+from aquifer.engine.in_flight import InFlight
 from aquifer.engine.params import Request, SamplingParams
 from aquifer.engine.pipeline import Pipeline
-from aquifer.engine.runner import InFlight
 from aquifer.engine.sequence import SequenceGroup
 from aquifer.engine.step_input import StepInput
 from aquifer.memory.driver import open_driver

@@ -16,12 +16,13 @@ from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.assembly import Assembly, LaneSpec
 from aquifer.engine.costs import PrefillCost
 from aquifer.engine.first_step import run_first_step
+from aquifer.engine.in_flight import InFlight
 from aquifer.engine.mapping import mapping_options
 from aquifer.engine.model_life import ModelLife
 from aquifer.engine.model_weights import ModelWeights
 from aquifer.engine.reporting import model_info
 from aquifer.engine.reports import LoadProgress, ModelState, Stage
-from aquifer.engine.runner import InFlight, Runner
+from aquifer.engine.runner import Runner
 from aquifer.engine.step_input import StepInput
 from aquifer.engine.step_limits import StepLimits
 from aquifer.engine.threads import Products, ThreadControl, ThreadLimit, torch_threads

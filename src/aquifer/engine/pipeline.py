@@ -23,8 +23,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from aquifer.engine.costs import PrefillCost
+from aquifer.engine.in_flight import InFlight
 from aquifer.engine.outputs import TokenOutput
-from aquifer.engine.runner import InFlight
 from aquifer.engine.scheduler import Scheduler
 from aquifer.engine.step_input import StepInput
 from aquifer.errors import InvariantError

@@ -7,7 +7,6 @@ samples is the next one's input without host synchronisation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,21 +18,19 @@ from aquifer.cache.spans import IntArray, Rows
 from aquifer.cache.view import KVSource, KVView
 from aquifer.engine.captured import CapturedSteps, Steps
 from aquifer.engine.graphs import StepBuffers
-from aquifer.engine.outputs import TokenLogprobs
+from aquifer.engine.in_flight import Entries, InFlight
 from aquifer.engine.reports import OnStage
 from aquifer.engine.round_prompts import RoundPrompts
 from aquifer.engine.sampler import Sampler, SamplingMode, token_logprobs
-from aquifer.engine.step_input import SlotAssignment, StepInput, StepOutput
+from aquifer.engine.step_input import SlotAssignment, StepInput
 from aquifer.engine.warm_up import WarmUp
 from aquifer.kernels.step import advance, decode_inputs
-from aquifer.memory.driver.base import Driver, Fence
+from aquifer.memory.driver.base import Driver
 from aquifer.memory.transfer import download, upload
 from aquifer.models import Model, ModelInput, Wanted
 
 _NO_ROWS = np.zeros(0, np.int64)
 _NO_EXTRAS = np.zeros((3, 0), np.int64)
-
-_Entries = Callable[[], list[TokenLogprobs]]
 
 
 class _Columns:
@@ -48,37 +45,6 @@ class _Columns:
         self.last_token = column()  # the token that was sampled last
 
 
-@dataclass(slots=True)
-class InFlight:
-    """A step that was launched on the device."""
-
-    most_new: IntArray  # [m], as in the step
-    token_ids: torch.Tensor  # [m], on the host, complete once the fence has passed
-    fence: Fence | None
-    reported: IntArray  # indices into `token_ids` whose log probabilities were asked for
-    logprobs: _Entries | None = None  # their log probabilities
-    # (index into the step's spans, first position, log probabilities of the positions from there)
-    prompt_logprobs: list[tuple[int, int, _Entries]] = field(default_factory=list)
-
-    def wait(self) -> StepOutput:
-        """Wait for the step, and return its results."""
-        if self.fence is not None:
-            self.fence.wait()
-        reports = [] if self.logprobs is None else self.logprobs()
-        return StepOutput(
-            tokens=self.token_ids.numpy()[:, None],
-            counts=self.most_new,
-            logprobs={
-                row: [report] for row, report in zip(self.reported.tolist(), reports, strict=True)
-            },
-            prompt_logprobs={
-                (index, first + i): report
-                for index, first, reports_of in self.prompt_logprobs
-                for i, report in enumerate(reports_of())
-            },
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class _Scores:
     """Logits of a step's sampled spans, a row each; all rows without extras have been sampled."""
@@ -88,7 +54,7 @@ class _Scores:
     # [3, e]: row, slot, and tokens that the sequence has, of rows whose logits the host changes or
     # reports.
     extras: IntArray
-    prompt_logprobs: list[tuple[int, int, _Entries]] = field(default_factory=list)
+    prompt_logprobs: list[tuple[int, int, Entries]] = field(default_factory=list)
 
 
 class Runner:
@@ -393,7 +359,7 @@ class Runner:
         extras = np.stack((rows, slots[rows], num_tokens[rows]))
         return extras, others, self._sampler.mode(others[others >= 0])
 
-    def _sample_extras(self, scores: _Scores) -> tuple[IntArray, _Entries | None]:
+    def _sample_extras(self, scores: _Scores) -> tuple[IntArray, Entries | None]:
         """Sample the rows that have been left out: the host changes or reports their logits.
 
         It comes after all other work of the step, so the whole batch waits for each kernel and each
@@ -422,14 +388,14 @@ class Runner:
 
     def _prompt_logprobs(
         self, step: StepInput, hidden: torch.Tensor
-    ) -> list[tuple[int, int, _Entries]]:
+    ) -> list[tuple[int, int, Entries]]:
         """Log probabilities of the prompt tokens that follow tokens of this step.
 
         In stretches with as many rows of logits as `warm_up` has made room for: those of a whole
         chunk may take gigabytes, which no account includes.
         """
         spans = step.spans
-        result: list[tuple[int, int, _Entries]] = []
+        result: list[tuple[int, int, Entries]] = []
         for index in np.flatnonzero(self._reports_prompt[spans.slots]).tolist():
             slot, start = int(spans.slots[index]), int(spans.starts[index])
             assigned = self._sampler.assigned(slot)

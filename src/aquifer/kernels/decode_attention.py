@@ -67,9 +67,6 @@ FEW_ROWS = 4
 _SOME_ROWS = 32
 """Up to this many rows, larger tiles of two KV heads are faster where there are few heads."""
 
-_MANY_ROWS = 96
-"""From this many rows on, several KV heads per program are faster; likewise."""
-
 _LEAST_COUNTED_ROWS = 64
 """Above `FEW_ROWS`, programs count the tiles of at least this many rows: one per thread."""
 
@@ -205,10 +202,10 @@ def default_config(
         paged: whether KV is found through block tables.
     """
     # The figures are the best of sweeps on an H200 (benchmarks/gpu). With block tables, the longer
-    # reads of two KV heads per program pay for the table lookups. With many rows, two or four KV
-    # heads per program pay too: shares are long enough although each head has fewer programs.
-    # Tiles of 4096 bytes are 5 % faster for 16 rows of 576 tokens, and 4 to 6 % slower for most
-    # others.
+    # reads of two KV heads per program pay for the table lookups. Without, two or four KV heads are
+    # 1 % faster for many rows of equal length, and up to 4 % slower if lengths differ: then shares
+    # begin and end within rows, and longer ones do so less often. Tiles of 4096 bytes are 5 %
+    # faster for 16 rows of 576 tokens, and 4 to 6 % slower for most others.
     wanted, tile_bytes, num_warps = 1, 8192, 2
     # Several programs per SM, so that some read while others start or end. Fewer for few rows:
     # merging their many partial results would take longer than reading KV.
@@ -217,8 +214,6 @@ def default_config(
         num_warps = 4  # with two, register spills: the compiler then uses hardly any registers
     elif paged:
         wanted = 2
-    elif batch >= _MANY_ROWS:
-        wanted = 4 if batch >= 2 * _MANY_ROWS else 2
     elif FEW_ROWS < batch <= _SOME_ROWS and num_kv_heads == 2 and num_heads <= MIN_DOT:
         wanted, tile_bytes, per_multiprocessor = 2, 16384, 2
     fits = num_kv_heads % wanted == 0 and wanted * num_heads // num_kv_heads <= MIN_DOT
