@@ -8,6 +8,7 @@ without them.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 from pathlib import Path
@@ -54,6 +55,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     deselected = [item for item in items if _needs_gpu(item)]
     config.hook.pytest_deselected(items=deselected)
     items[:] = [item for item in items if not _needs_gpu(item)]
+
+
+def pytest_collection_finish() -> None:
+    """Leave all that was imported out of garbage collections: a twentieth of the tests' time."""
+    gc.collect()
+    gc.freeze()
 
 
 def _needs_gpu(item: pytest.Item) -> bool:
