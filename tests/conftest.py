@@ -63,5 +63,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Let libraries see at the end that all of theirs is freed."""
+    gc.unfreeze()
+
+
 def _needs_gpu(item: pytest.Item) -> bool:
     return item.get_closest_marker("gpu") is not None or item.path.is_relative_to(GPU_FOLDER)
