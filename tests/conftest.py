@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,14 @@ gc.set_threshold(20_000)
 # No test depends on time: a busy machine may take any time for an example.
 settings.register_profile("aquifer", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("aquifer")
+
+
+@pytest.fixture(scope="module")
+def imports_left_out() -> Iterator[None]:
+    """Leaves all that exists out of garbage collections, for tests in which there are full ones."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
