@@ -2,14 +2,19 @@
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do $$p -c '' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
-PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+PIP_OPTIONS :=
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check $(PIP_OPTIONS)
 EXAMPLES := .venv-examples
+
+# Python keeps what it has compiled, as the tests start many processes.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test environments lint types unit test-families examples test-gpu bench-cpu bench-serving bench-web bench-compare bench-gpu bench-families bench-pagedattention bench-tangram bench-tangram-replay bench-tangram-gpu bench-tangram-devices bench-avmp bench-hybrid bench-vattention bench-odma clean
 
 demo: $(VENV)/installed
 	$(BIN)/python tools/demo.py
 
+# `make -j3 test` runs all three at once.
 test: lint types unit
 
 # What `test` needs; `make -j2` installs both at once.
@@ -115,9 +120,10 @@ $(VENV)/installed: $(VENV)/created pyproject.toml constraints.txt
 	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e .
 	touch $@
 
-$(VENV)/installed-test: $(VENV)/installed
+$(VENV)/installed-test: $(VENV)/created pyproject.toml constraints.txt
+	@echo 'Installing Aquifer and what its tests need into $(VENV): a few minutes, only once.'
 	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[test]'
-	touch $@
+	touch $(VENV)/installed $@
 
 # The clients of examples/, without torch and without Aquifer: litellm wants other versions than
 # constraints.txt has, and Transformers would import some of the rest in every test.

@@ -14,6 +14,8 @@ from aquifer.bench.serving.options import CHAT, COMPLETIONS
 from aquifer.bench.serving.target import Target
 from aquifer.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("imports_left_out")  # a load begins with a full collection
+
 THREE = text("a", "b", "c")
 
 

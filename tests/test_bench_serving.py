@@ -16,6 +16,8 @@ from aquifer.bench.serving.server import serving
 from aquifer.cli import app
 from aquifer.errors import ConfigError, EngineError
 
+pytestmark = pytest.mark.usefixtures("imports_left_out")  # a load begins with a full collection
+
 ROOT = Path(__file__).parents[1]
 ANSWER = Answer((text("a", "b"), usage(7), DONE))
 

@@ -56,13 +56,18 @@ def narrow(models: list[str], weight_bytes: int) -> Iterator[RunningServer]:
     assert server.problems == ""
 
 
-@pytest.fixture
-def wide(models: list[str]) -> Iterator[RunningServer]:
-    """Two models on two devices, with memory for all. A test may end processes."""
+def _wide(models: list[str]) -> Iterator[RunningServer]:
+    """Two models on two devices, with memory for all."""
     options = [*OPTIONS, *DEVICES, "--memory", "64M"]
     with running(["-m", "aquifer", "serve", *models[:2], *options]) as server:
         yield server
     assert server.process.returncode == 0
+
+
+wide = pytest.fixture(scope="module")(_wide)
+"""For tests that leave models and processes as they are."""
+own_wide = pytest.fixture(_wide)
+"""For a test that may unload models and end processes."""
 
 
 def _loads(server: RunningServer) -> dict[str, dict[str, int]]:
@@ -161,18 +166,18 @@ def test_ps_lists_them_by_device(narrow: RunningServer):
     assert len(captions) == 2
 
 
-def test_models_are_managed_on_all_of_them(wide: RunningServer):
+def test_models_are_managed_on_all_of_them(own_wide: RunningServer):
     def call(verb: str, model: str) -> Any:
-        status, answer, _ = wide.call("POST", f"/models/{model}/{verb}")
+        status, answer, _ = own_wide.call("POST", f"/models/{model}/{verb}")
         assert status == 200, answer
         return answer
 
     assert call("pin", "m0")["pinned"]
     assert call("pin", "m0")["pinned"]  # where it is pinned already
-    _, states, _ = wide.call("GET", "/models")
+    _, states, _ = own_wide.call("GET", "/models")
     (m0,) = (model for model in states["models"] if model["name"] == "m0")
     assert sorted(of["pinned"] for of in m0["devices"].values()) == [False, True]
-    status, error, _ = wide.call("POST", "/models/m0/unload")
+    status, error, _ = own_wide.call("POST", "/models/m0/unload")
     assert status == 400
     assert "pinned" in error["error"]["message"]
     assert not call("unpin", "m0")["pinned"]
@@ -215,13 +220,13 @@ def test_prompts_that_begin_alike_find_their_prefix(wide: RunningServer):
     assert wide.call("DELETE", f"{PREFIXES}/{prefix['id']}")[0] == 200
 
 
-def test_a_device_whose_process_is_killed(wide: RunningServer):
+def test_a_device_whose_process_is_killed(own_wide: RunningServer):
     """Its requests end with an error, the other's go on; it is back with what it had pinned."""
-    wide.call("POST", PREFIXES, {"model": "m0", "prompt": "Pinned. " + LONG})
+    own_wide.call("POST", PREFIXES, {"model": "m0", "prompt": "Pinned. " + LONG})
     fields: dict[str, Any] = {"max_tokens": 400, "extra_body": {"ignore_eos": True}}
-    streams = [wide.stream(f"prompt {number}", model="m0", **fields) for number in range(4)]
-    assert _running(wide) == [2, 2]
-    victim = wide.spawned()[1]
+    streams = [own_wide.stream(f"prompt {number}", model="m0", **fields) for number in range(4)]
+    assert _running(own_wide) == [2, 2]
+    victim = own_wide.spawned()[1]
     os.kill(victim, signal.SIGKILL)
     ends = []
     for stream in streams:
@@ -231,16 +236,16 @@ def test_a_device_whose_process_is_killed(wide: RunningServer):
             ends.append(str(error))
     assert ends.count("length") == 2
     assert sum("the engine process died before the request finished" in str(end) for end in ends)
-    assert wide.call("GET", "/health")[0] == 200
+    assert own_wide.call("GET", "/health")[0] == 200
     for number in range(4):
-        _answer(wide, f"m{number % 2}", f"after {number}")
-    eventually(lambda: len(_devices(wide)) == 2, "the device is back")
+        _answer(own_wide, f"m{number % 2}", f"after {number}")
+    eventually(lambda: len(_devices(own_wide)) == 2, "the device is back")
     assert not is_running(victim)
-    assert "the engine process of cpu:1 died (exit code -9)" in wide.stderr
-    _, metrics, _ = wide.call("GET", "/metrics")
+    assert "the engine process of cpu:1 died (exit code -9)" in own_wide.stderr
+    _, metrics, _ = own_wide.call("GET", "/metrics")
     assert "aquifer:engine_restarts_total 1.0" in metrics
-    assert _cached(_answer(wide, "m0", f"Pinned. {LONG}")) > 0
-    assert _running(wide) == [0, 0]
+    assert _cached(_answer(own_wide, "m0", f"Pinned. {LONG}")) > 0
+    assert _running(own_wide) == [0, 0]
 
 
 def _devices(server: RunningServer) -> list[str]:

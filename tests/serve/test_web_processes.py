@@ -15,17 +15,19 @@ from tests.serve.running import RunningServer, drain, eventually, is_running, ru
 
 COMPLETIONS, PREFIXES = "/v1/completions", "/v1/prefixes"
 NUM_PROCESSES = 3
+FEW_PROCESSES = 2
+"""Of servers that a test ends: one of the web processes, and another one."""
 
 
-def _command(checkpoint: Path, *options: str) -> list[str]:
-    processes = ["--processes", str(NUM_PROCESSES)]
-    return ["-m", "tests.serve.fake_server", str(checkpoint), "0", *processes, *options]
+def _command(checkpoint: Path, num_processes: int) -> list[str]:
+    processes = ["--processes", str(num_processes)]
+    return ["-m", "tests.serve.fake_server", str(checkpoint), "0", *processes]
 
 
 @pytest.fixture(scope="module")
 def lasting_server(checkpoint: Path) -> Iterator[RunningServer]:
     """A server for tests that do not end any of its processes."""
-    with running(_command(checkpoint)) as server:
+    with running(_command(checkpoint, NUM_PROCESSES)) as server:
         yield server
     assert server.process.returncode == 0
     assert server.problems == ""
@@ -33,7 +35,7 @@ def lasting_server(checkpoint: Path) -> Iterator[RunningServer]:
 
 @pytest.fixture
 def server(checkpoint: Path) -> Iterator[RunningServer]:
-    with running(_command(checkpoint)) as server:
+    with running(_command(checkpoint, FEW_PROCESSES)) as server:
         yield server
 
 
@@ -61,7 +63,6 @@ def _a_stream_each(server: RunningServer) -> dict[int, openai.Stream[Any]]:
     for process in _web_processes(server):
         with _only(process, server):
             streams[process] = server.stream("x")
-    assert len(streams) == NUM_PROCESSES
     return streams
 
 
@@ -114,6 +115,7 @@ def test_prefixes_are_the_same_for_all(lasting_server: RunningServer):
 
 def test_a_client_that_leaves_aborts_its_request(lasting_server: RunningServer):
     streams = _a_stream_each(lasting_server)
+    assert len(streams) == NUM_PROCESSES
     assert lasting_server.memory_in_use()["running"] == NUM_PROCESSES
     for stream in streams.values():
         stream.close()
@@ -125,6 +127,7 @@ def test_a_process_that_is_killed_takes_its_own_requests_only(server: RunningSer
     assert server.call("POST", COMPLETIONS, {"prompt": "x", "max_tokens": 4})[0] == 200
     assert _finished(server)["length"] == 1
     streams = _a_stream_each(server)
+    assert len(streams) == FEW_PROCESSES
     killed = next(iter(streams))
     os.kill(killed, signal.SIGKILL)
     with pytest.raises(openai.APIConnectionError):
@@ -134,7 +137,7 @@ def test_a_process_that_is_killed_takes_its_own_requests_only(server: RunningSer
     for stream in streams.values():
         next(stream)
         stream.close()
-    eventually(lambda: len(_web_processes(server)) == NUM_PROCESSES, "another one is started")
+    eventually(lambda: len(_web_processes(server)) == FEW_PROCESSES, "another one is started")
     assert not is_running(killed)
     with _only(_web_processes(server)[-1], server):
         server.wait_healthy()
@@ -149,6 +152,7 @@ def test_an_engine_that_is_killed(server: RunningServer):
     web = _web_processes(server)
     assert server.call("POST", PREFIXES, {"prompt": "a long prefix"})[0] == 200
     streams = _a_stream_each(server)
+    assert len(streams) == FEW_PROCESSES
     os.kill(server.engine_process(), signal.SIGKILL)
     for stream in streams.values():
         with pytest.raises(openai.APIError, match="the engine process died"):
@@ -168,6 +172,7 @@ def test_an_engine_that_is_killed(server: RunningServer):
 
 def test_streams_of_all_processes_end_when_the_server_stops(server: RunningServer):
     streams = _a_stream_each(server)
+    assert len(streams) == FEW_PROCESSES
     children = server.children()
     server.process.send_signal(signal.SIGTERM)
     for stream in streams.values():
@@ -193,7 +198,7 @@ def test_a_tokenizer_that_cannot_be_loaded_ends_the_start(tmp_path: Path, checkp
         (tmp_path / file.name).symlink_to(file)
     (tmp_path / "generation_config.json").unlink(missing_ok=True)
     (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
-    server = RunningServer(_command(tmp_path))
+    server = RunningServer(_command(tmp_path, FEW_PROCESSES))
     assert server.wait() == 1
     assert "error: cannot use" in server.stderr
     assert "Traceback" not in server.stderr

@@ -200,8 +200,8 @@ def run_engine_process(
             model = error.model if isinstance(error, ConfigError) else None
             _send(connection, OpenFailed(str(error), is_config, model))
         else:
-            collect_less()
             _send(connection, Ready(engine.models, engine.stats(), engine.device_report()))
+            collect_less()  # a tenth of the start, for which the server need not wait
             _run(engine, connection, current, reports=reports)
             engine.close()
     _end()
