@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as BackendTokenizer
 
 from aquifer.errors import ConfigError, ContextLengthError, RequestError, one_line
 from aquifer.fields import LIST_BYTES, Fields, read_fields, read_text
-from aquifer.text.chat_template import ChatTemplate
+
+if TYPE_CHECKING:
+    from aquifer.text.chat_template import ChatTemplate
 
 _SPECIAL_TOKENS = frozenset(
     f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -137,6 +139,9 @@ class Tokenizer:
         Raises:
             RequestError: the model has none.
         """
+        # Imported here, as it takes a second and more; a server does so while its models load.
+        from aquifer.text.chat_template import ChatTemplate
+
         source = template or self.chat_template
         if source is None:
             raise RequestError(

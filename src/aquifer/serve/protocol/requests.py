@@ -25,7 +25,7 @@ from aquifer.serve.protocol.fields import (
     limited,
 )
 
-# Variables that the template gets anyway, and arguments of Transformers' renderer that are none.
+# Variables that the template gets anyway, or arguments of the function that renders it.
 _RESERVED_TEMPLATE_ARGS = frozenset(
     {
         "add_generation_prompt",
