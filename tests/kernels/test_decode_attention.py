@@ -156,7 +156,7 @@ def test_batch_of_padding(device, block_size, merges_itself):
     ids=str,
 )
 def test_each_warp_has_keys_of_its_own(device, block_size, num_shares, options):
-    """Of the last tile, and of one at a window's edge, some warps have no key."""
+    """Some warps have no key of the last tile, and of one at a window's edge."""
     config = replace(
         SMALL, block_tokens=32, num_shares=num_shares, parts_by_warp=True, num_stages=2
     )

@@ -65,9 +65,9 @@ def _wide(models: list[str]) -> Iterator[RunningServer]:
 
 
 wide = pytest.fixture(scope="module")(_wide)
-"""For tests that leave models and processes as they are."""
+"""A server for tests that leave models and processes as they are."""
 own_wide = pytest.fixture(_wide)
-"""For a test that may unload models and end processes."""
+"""A server for one test, which may unload models and end processes."""
 
 
 def _loads(server: RunningServer) -> dict[str, dict[str, int]]:

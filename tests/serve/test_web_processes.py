@@ -16,7 +16,7 @@ from tests.serve.running import RunningServer, drain, eventually, is_running, ru
 COMPLETIONS, PREFIXES = "/v1/completions", "/v1/prefixes"
 NUM_PROCESSES = 3
 FEW_PROCESSES = 2
-"""Of servers that a test ends: one of the web processes, and another one."""
+"""Web processes of servers in which a test ends one of them."""
 
 
 def _command(checkpoint: Path, num_processes: int) -> list[str]:
