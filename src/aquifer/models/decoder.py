@@ -109,13 +109,13 @@ class Decoder:
         # The stream is added to in place.
         embedding = None if self._spec.shared is None else hidden.clone()
         stream = Stream(hidden, batch.context_lengths, block.residual_scale, embedding)
-        *layers, last = self._layers
-        wanted = batch.wanted if self._can_narrow(last) else None
-        for layer in layers:
-            self._run_layer(stream, layer, angles, kv, None)
-        self._run_layer(stream, last, angles, kv, wanted)
+        for layer in self._layers:
+            if layer is self._layers[-1] and self._can_narrow(layer):
+                stream.wanted = batch.wanted
+            run = self._parallel if block.is_parallel else self._serial
+            run(stream, layer, angles, kv)
         hidden = stream.normed(self._norm)
-        return batch.of_wanted(hidden) if wanted is None else hidden
+        return hidden if stream.wanted is not None else batch.of_wanted(hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Model.logits`."""
@@ -175,29 +175,11 @@ class Decoder:
             and not self._spec.block.is_parallel
         )
 
-    def _run_layer(
-        self,
-        stream: Stream,
-        layer: LayerWeights,
-        angles: Sequence[_Angles],
-        kv: KVView,
-        wanted: Wanted | None,
-    ) -> None:
-        if self._spec.block.is_parallel:
-            self._parallel(stream, layer, angles, kv)
-        else:
-            self._serial(stream, layer, angles, kv, wanted)
-
     def _serial(
-        self,
-        stream: Stream,
-        layer: LayerWeights,
-        angles: Sequence[_Angles],
-        kv: KVView,
-        wanted: Wanted | None,
+        self, stream: Stream, layer: LayerWeights, angles: Sequence[_Angles], kv: KVView
     ) -> None:
         """Attention or a mixer, and then the MLP of what it has changed; or one of the two."""
-        self._mix(stream, layer, angles, kv, wanted)
+        self._mix(stream, layer, angles, kv)
         if layer.experts is not None:
             normed = stream.normed(layer.before_mlp)
             stream.add(layer.after_mlp, *self._mixture(layer, layer.experts, normed, stream))
@@ -207,14 +189,9 @@ class Decoder:
             stream.add(layer.after_mlp, _down(down, product, self._spec.mlp))
 
     def _mix(
-        self,
-        stream: Stream,
-        layer: LayerWeights,
-        angles: Sequence[_Angles],
-        kv: KVView,
-        wanted: Wanted | None,
+        self, stream: Stream, layer: LayerWeights, angles: Sequence[_Angles], kv: KVView
     ) -> None:
-        """Attention, the mixer, or both of the same input; `wanted` if `_can_narrow`."""
+        """Attention, the mixer, or both of the same input."""
         before, after = layer.before_attention, layer.after_attention
         attention, mixer = layer.attention, layer.mixer
         if attention is not None and mixer is not None:
@@ -229,9 +206,8 @@ class Decoder:
             stream.add(after, attended, mixer.mix(product, kv))
         elif attention is not None:
             qkv = stream.norm_linear(before, attention.qkv)
-            attended = self._attention(layer, attention, qkv, angles, kv, wanted)
-            if wanted is not None:
-                stream.keep(wanted.rows)
+            attended = self._attention(layer, attention, qkv, angles, kv, stream.wanted)
+            stream.narrow()
             stream.add(after, attention.out(attended))
         elif mixer is not None:
             if layer.shared is None:

@@ -8,6 +8,7 @@ import torch
 
 from aquifer.kernels.linear import norm_linear
 from aquifer.kernels.norm import NormWeights, add_norm
+from aquifer.models.base import Wanted
 from aquifer.models.tensors import Linear
 
 
@@ -24,16 +25,18 @@ class Stream:
     embedding: torch.Tensor | None = None  # what it began as, kept for shared blocks
     deltas: tuple[torch.Tensor, ...] = ()  # up to two of [tokens, hidden]: what is to be added
     after: NormWeights | None = None  # norm of the only delta
+    wanted: Wanted | None = None  # in the last layer: the rows that go on after attention
 
     def add(self, after: NormWeights | None, *deltas: torch.Tensor) -> None:
         """Note what the next norm adds to the stream."""
         self.deltas, self.after = deltas, after
 
-    def keep(self, rows: torch.Tensor) -> None:
-        """Drop all but some rows, [n] int64. Pre-condition: nothing is to be added."""
-        assert not self.deltas
-        self.residual = self.residual[rows]
-        self.context_lengths = self.context_lengths[rows]
+    def narrow(self) -> None:
+        """Drop all rows that are not wanted. Pre-condition: nothing is to be added."""
+        if self.wanted is not None:
+            assert not self.deltas
+            self.residual = self.residual[self.wanted.rows]
+            self.context_lengths = self.context_lengths[self.wanted.rows]
 
     def normed(self, norm: NormWeights | None) -> torch.Tensor:
         """Add what is to be added; the norm of the stream, or without a norm the stream itself."""
