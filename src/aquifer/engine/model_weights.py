@@ -192,10 +192,7 @@ class ModelWeights(PooledWeights):
         """Bytes of the checkpoint that these groups are read from: fewer, if they are decoded."""
         if self._random_seed is not None:
             return sum(self._store.bytes_of(group).numel() for group in groups)
-        parameters = self._store.parameters_of(groups)
-        names = {source.name for parameter in parameters for source in parameter.sources}
-        stored = self._checkpoint.tensors
-        return sum(stored[name].num_bytes for name in names if name in stored)
+        return sum(stored.num_bytes for stored, _ in self._store.jobs(self._checkpoint, groups))
 
     def _check_files(self) -> None:
         """Refuse a checkpoint that is not the one that was registered any more.

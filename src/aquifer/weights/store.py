@@ -18,7 +18,8 @@ from aquifer.memory.pool import Owner, PagePool
 from aquifer.memory.range import VirtualRange
 from aquifer.memory.residency import Residency
 from aquifer.sizes import format_size
-from aquifer.weights.checkpoint import Checkpoint
+from aquifer.weights.checkpoint import Checkpoint, StoredTensor
+from aquifer.weights.dummy import fill_normal
 from aquifer.weights.forms import Target
 from aquifer.weights.loader import load_tensors
 from aquifer.weights.parameters import (
@@ -29,9 +30,7 @@ from aquifer.weights.parameters import (
     placed_bytes,
 )
 
-_MOST_PARAMETERS = 1 << 20  # of one model, for seeds of their own
 _ROOM_BYTES = 1 << 30  # what is evicted at a time: the first groups are filled meanwhile
-_RANDOM_STD = 0.02  # standard deviation that most models are initialised with
 
 
 class Filling(Protocol):
@@ -264,12 +263,13 @@ class WeightStore:
         Raises:
             ConfigError: a tensor is missing or has another shape; found before anything is read.
         """
-        load_tensors(checkpoint, self.jobs(checkpoint, groups), on_bytes)
+        self._clear_padding(self.parameters_of(groups))
+        load_tensors(self.jobs(checkpoint, groups), on_bytes)
 
     def jobs(
         self, checkpoint: Checkpoint, groups: Iterable[ParameterGroup] | None = None
-    ) -> list[tuple[str, Target]]:
-        """Name of each stored tensor, and what it fills, in file order.
+    ) -> list[tuple[StoredTensor, Target]]:
+        """Each stored tensor, or what is needed of it, and what that fills, in file order.
 
         Tensors that change what others have filled in come after these, wherever they are stored.
 
@@ -282,7 +282,7 @@ class WeightStore:
         """
         parameters = self.parameters_of(groups)
         check_sources(checkpoint, parameters)
-        placed: list[tuple[tuple[Path, int], str, Target]] = []
+        placed: list[tuple[tuple[Path, int], StoredTensor, Target]] = []
         for parameter in parameters:
             latest = (Path(), 0)
             for source in parameter.sources:
@@ -291,9 +291,10 @@ class WeightStore:
                 if source.form.changes:
                     at = max(at, latest)
                 latest = max(at, latest)
-                placed.append((at, source.name, source.target(self.tensors[parameter.name])))
+                tensor = self.tensors[parameter.name]
+                placed += ((at, *job) for job in source.jobs(stored, parameter, tensor))
         placed.sort(key=lambda job: job[0])  # stable: at the same place, in the order of sources
-        return [(name, target) for _, name, target in placed]
+        return [(stored, target) for _, stored, target in placed]
 
     def parameters_of(
         self, groups: Iterable[ParameterGroup] | None = None
@@ -309,17 +310,25 @@ class WeightStore:
 
         With these, activations keep their magnitude from layer to layer, as in a real model. The
         numbers of a parameter depend on the seed and on its place among all: they are the same when
-        it is filled again after an eviction.
+        it is filled again after an eviction. Those of a shard are the whole parameter's.
         """
         places = {parameter.name: place for place, parameter in enumerate(self.parameters)}
-        for parameter in self.parameters_of(groups):
+        chosen = self.parameters_of(groups)
+        for parameter in chosen:
             tensor = self.tensors[parameter.name]
             if tensor.dim() < 2:
                 tensor.fill_(0 if parameter.name.endswith("bias") else 1)
                 continue
-            generator = torch.Generator(tensor.device)
-            generator.manual_seed((seed * _MOST_PARAMETERS + places[parameter.name]) % 2**63)
-            tensor.normal_(0, _RANDOM_STD, generator=generator)
+            fill_normal(parameter, tensor, seed, places[parameter.name])
+        self._clear_padding(chosen)
+
+    def _clear_padding(self, parameters: Iterable[Parameter]) -> None:
+        """Fill with zeros what nothing of a checkpoint fills."""
+        for parameter in parameters:
+            shard = parameter.shard
+            if shard is not None and shard.padding:
+                padding = slice(shard.size - shard.padding, shard.size)
+                self.tensors[parameter.name].movedim(shard.dim, 0)[padding].zero_()
 
     def close(self) -> None:
         """Give pages and addresses back. The tensors must not be used any more."""
