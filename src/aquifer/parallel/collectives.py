@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
-_c10d: Any = distributed_c10d  # torch's stubs lack most of what is used of it
+# torch's stubs lack most of what is used of these.
+_dist: Any = torch.distributed
+_c10d: Any = distributed_c10d
 
 _TIMEOUT = timedelta(hours=1)
 """A rank may wait that long for another one, which loads weights or compiles kernels. One that has
@@ -79,7 +81,7 @@ def connect(rank: int, size: int, device: torch.device, meeting: Path) -> GroupC
         device: where its tensors are.
         meeting: a file that does not exist, the same for all ranks.
     """
-    store = _c10d.FileStore(str(meeting), size)
+    store = _dist.FileStore(str(meeting), size)
     kind: Any = _c10d.ProcessGroupGloo if device.type == "cpu" else _c10d.ProcessGroupNCCL
     options = kind._Options() if device.type == "cpu" else kind.Options()  # noqa: SLF001
     options._timeout = _TIMEOUT  # noqa: SLF001

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -31,6 +32,28 @@ from aquifer.weights.parameters import (
 )
 
 _ROOM_BYTES = 1 << 30  # what is evicted at a time: the first groups are filled meanwhile
+
+
+@dataclass(frozen=True, slots=True)
+class Populated:
+    """Groups of parameters, by number, that got pages.
+
+    `same_as` has those that got the pages of other models: (group, name of the model, its group).
+    """
+
+    groups: tuple[int, ...]
+    same_as: tuple[tuple[int, str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """Groups of parameters, by number, that lost their pages."""
+
+    groups: tuple[int, ...]
+
+
+WeightOp: TypeAlias = Populated | Evicted
+"""What happened to the pages of parameters, for another process that does the same."""
 
 
 class Filling(Protocol):
@@ -68,6 +91,7 @@ class WeightStore:
         groups: parameters that are resident or evicted as a whole.
         tensors: the parameters by name; to be used only while they are resident.
         version: changes whenever groups get or lose their pages.
+        record: called with each change of the pages, in order; None for no recording.
 
     Raises:
         DriverError: the addresses could not be reserved.
@@ -80,6 +104,7 @@ class WeightStore:
         is_default = pool.page_bytes == driver.default_page_bytes  # else the size was chosen
         large_page_bytes = driver.large_page_bytes if is_default else pool.page_bytes
         self.groups = placement.groups(parameters, large_page_bytes)
+        self._numbers = {group: number for number, group in enumerate(self.groups)}
         self.owner = owner
         self._pool = pool
         self._range = VirtualRange(pool.pages, placement.num_bytes, placement.page_bytes)
@@ -100,6 +125,7 @@ class WeightStore:
             if group.large
         }
         self.version = 0
+        self.record: Callable[[WeightOp], None] | None = None
         self._resident: set[ParameterGroup] = set()
         self._num_resident_pages = 0  # of these
         self._sizes_bytes = {p.name: p.num_bytes for p in self.parameters}
@@ -194,7 +220,18 @@ class WeightStore:
         self.version += 1
         self._resident.update(missing)
         self._num_resident_pages += sum(group.num_pages for group in missing)
+        if self.record is not None and missing:
+            shared = tuple(
+                (self._numbers[group], other.store.owner.model, other.store.number_of(other.group))
+                for group, other in same_as.items()
+                if group in missing
+            )
+            self.record(Populated(tuple(self._numbers[group] for group in missing), shared))
         return True
+
+    def number_of(self, group: ParameterGroup) -> int:
+        """The index of a group in `groups`."""
+        return self._numbers[group]
 
     def _alias(self, group: ParameterGroup, other: GroupPlace, undo: ExitStack) -> None:
         """Map the pages of a group of another store here."""
@@ -238,12 +275,16 @@ class WeightStore:
         The contents are lost, and the tensors must not be used before `populate`.
         """
         self.version += 1
+        evicted: list[int] = []
         for group in self.groups if groups is None else groups:
             if group in self._resident:
                 self._resident.remove(group)
                 self._num_resident_pages -= group.num_pages
                 for residency, places in self.places(group):
                     residency.give_up(places)
+                evicted.append(self._numbers[group])
+        if self.record is not None and evicted:
+            self.record(Evicted(tuple(evicted)))
 
     def load(
         self,
