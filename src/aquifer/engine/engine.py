@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import numpy as np
 
@@ -27,11 +27,14 @@ from aquifer.engine.policies.placement import DeviceReport
 from aquifer.engine.reporting import engine_stats, memory_report
 from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport
 from aquifer.engine.sequence import SequenceGroup
-from aquifer.errors import RequestError, errors_of_model
+from aquifer.errors import GroupError, RequestError, errors_of_model
 from aquifer.memory.driver.base import Driver
 from aquifer.memory.pool import PagePool
 from aquifer.models import Planner, plan_model
 from aquifer.parallel.ranks import Ranks
+
+_LOOK_S = 1.0
+"""How often an engine without work looks whether its ranks are there."""
 
 
 def _ignore(_: LoadProgress) -> None:
@@ -142,6 +145,14 @@ class Engine(ModelControl):
             or self._models.has_work
             or (self._leader is not None and self._leader.is_lost)
         )
+
+    @property
+    def idle_s(self) -> float | None:
+        """See `ModelControl.idle_s`; with ranks, it looks now and then whether they are there."""
+        idle_s = super().idle_s
+        if self._leader is None:
+            return idle_s
+        return _LOOK_S if idle_s is None else min(idle_s, _LOOK_S)
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -303,7 +314,8 @@ class Engine(ModelControl):
         """End all requests and release everything."""
         for request_id in list(self._requests):
             self.abort(request_id)
-        self._finish_steps()  # they use the memory that goes now
+        with suppress(GroupError):  # then nothing runs any more
+            self._finish_steps()  # they use the memory that goes now
         self._models.close()
         self._resources.close()
 

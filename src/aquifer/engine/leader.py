@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -33,7 +34,7 @@ from aquifer.engine.reports import OnStage
 from aquifer.engine.runner import InFlight, Runner
 from aquifer.engine.step_input import StepInput
 from aquifer.engine.warm_up import WarmUp
-from aquifer.errors import AquiferError, ConfigError, DriverError
+from aquifer.errors import AquiferError, ConfigError, DriverError, GroupError
 from aquifer.memory.driver import rank_devices
 from aquifer.memory.driver.base import Driver
 from aquifer.memory.pool import PagePool
@@ -162,7 +163,8 @@ class Leader:
         """Have the other ranks give everything back, and end them if the group is the leader's."""
         try:
             if self._is_open and not self.is_lost:
-                self.ask(ClosePool())
+                with suppress(GroupError):  # they are gone already
+                    self.ask(ClosePool())
         finally:
             self._is_open = False
             if self._is_owner:
@@ -227,7 +229,8 @@ class LedModel:
     def remove(self) -> None:
         """Remove the model on the other ranks."""
         if not self._leader.is_lost:
-            self._leader.send(RemoveModel(self._name))
+            with suppress(GroupError):  # they are gone already
+                self._leader.send(RemoveModel(self._name))
 
 
 class _LeadingRunner(Runner):

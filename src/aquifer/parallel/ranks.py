@@ -210,8 +210,9 @@ def _run(
         connection.send(None)
         collectives = connect(rank, size, torch.device(device), meeting)
         serve(connection, collectives, device)
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        return  # rank 0 has ended
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # rank 0 has ended
+    os._exit(0)  # everything was released, and Python takes a second to unload torch
 
 
 def _end_with_parent() -> None:
