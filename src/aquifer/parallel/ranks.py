@@ -81,6 +81,11 @@ class Ranks:
         """Number of ranks, this one included."""
         return len(self.devices)
 
+    @property
+    def process_ids(self) -> list[int]:
+        """Of the other ranks, in their order."""
+        return [process.pid for process in self._processes if process.pid is not None]
+
     def start(self) -> None:
         """Start the other ranks, and connect with them.
 
