@@ -117,9 +117,8 @@ class Leader:
             DriverError: a device refused it.
             GroupError: a rank is gone.
         """
-        op = OpenPool(config, self._whole_planner, pool.page_bytes, pool.budget_bytes)
         self._is_open = True
-        self.ask(op)
+        self.ask(OpenPool(config, self._whole_planner, pool.size))
 
     def note(self, op: RankOp) -> None:
         """Send something with the next message."""

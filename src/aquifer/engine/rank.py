@@ -8,9 +8,11 @@ with it the group.
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import groupby
 from multiprocessing.connection import Connection
@@ -39,14 +41,16 @@ from aquifer.engine.rank_ops import (
 from aquifer.engine.runner import Runner
 from aquifer.errors import ConfigError, DriverError, InvariantError
 from aquifer.kernels import start_compiler
+from aquifer.memory.budget import make_pool_like
 from aquifer.memory.driver import open_driver
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.memory.stock import PageStocker
 from aquifer.models import Planner
 from aquifer.parallel.collectives import GroupCollectives
 from aquifer.parallel.plan import sharding
-from aquifer.sizes import format_size
 from aquifer.weights.store import GroupPlace, Populated, WeightOp, WeightStore
+
+_log = logging.getLogger(__name__)
 
 _Answer = RankError | None
 
@@ -105,13 +109,15 @@ class _Rank:
                 self._open.change_weights(model, change)
             case FillWeights(model, groups):
                 fill = self._open.models[model].fill
-                self._threads.submit(self._answer, lambda: fill(groups))
+                filling = self._threads.submit(self._answer, lambda: fill(groups))
+                filling.add_done_callback(_end_if_failed)
             case BuildModel(model):
                 self._open.models[model].build(self._collectives)
             case WarmUpModel():
                 self._open.models[op.model].warm_up(op)
             case LaunchStep(step, num_threads):
                 torch.set_num_threads(num_threads)
+                self._open.wake()
                 self._open.models[step.model].runner.launch(step)
             case RemoveModel(model):
                 self._open.remove(model)
@@ -138,6 +144,14 @@ class _Rank:
         self._pool = _RankPool(op, planner, self._device)
 
 
+def _end_if_failed(done: Future[None]) -> None:
+    """End the process if a thread has failed: rank 0 waits for an answer that will not come."""
+    error = done.exception()
+    if error is not None:
+        _log.error("this rank ends", exc_info=error)
+        os._exit(1)
+
+
 def _is_kv(op: RankOp) -> TypeGuard[KVChanged]:
     return isinstance(op, KVChanged)
 
@@ -154,7 +168,7 @@ class _RankPool:
         models: the registered models, by name.
 
     Raises:
-        ConfigError: the device has less free memory than rank 0 counts on.
+        ConfigError: the device has less free memory than rank 0's pool.
         DriverError: the device refused memory.
     """
 
@@ -167,15 +181,7 @@ class _RankPool:
             resources.callback(driver.close)
             if driver.device.type == "cuda":
                 start_compiler(driver.device)
-                available_bytes = driver.available_bytes()
-                if available_bytes < op.budget_bytes - driver.overhead_bytes():
-                    raise ConfigError(
-                        f"{device} has {format_size(available_bytes)} free, less than the "
-                        f"{format_size(op.budget_bytes)} of each device; give a lower --memory, or "
-                        "free more of it"
-                    )
-            guards = op.config.guard_pages
-            self._pool = PagePool(driver, op.budget_bytes, op.page_bytes, guards=guards)
+            self._pool = make_pool_like(op.size, driver)
             resources.callback(self._pool.close)
             self._stocker = PageStocker(self._pool, reclaim_below=op.config.reclaim_below)
             self._stocker.start()
@@ -207,6 +213,9 @@ class _RankPool:
         }
         if not store.populate(groups, same_as):
             raise InvariantError("this rank's pool has no room for the pages of rank 0")
+
+    def wake(self) -> None:
+        """Have pages created ahead of need, while a step runs."""
         self._stocker.wake()
 
     def remove(self, model: str) -> None:

@@ -14,6 +14,7 @@ from aquifer.cache.journal import KVOp
 from aquifer.cache.tensors import KVShape
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.step_input import StepInput
+from aquifer.memory.pool import PoolSize
 from aquifer.models import Planner
 from aquifer.weights.store import WeightOp
 
@@ -24,8 +25,7 @@ class OpenPool:
 
     config: EngineConfig
     planner: Planner  # of whole models
-    page_bytes: int
-    budget_bytes: int
+    size: PoolSize  # of rank 0's
 
 
 @dataclass(frozen=True, slots=True)
