@@ -168,7 +168,7 @@ def test_commands_have_the_options_of_the_table(
         assert parameter.help.startswith(option.help), option.name
         if option.is_argument:
             continue
-        assert parameter.opts == [option.flag]
+        assert parameter.opts == [option.flag, *([option.short] if option.short else [])]
         if option.type is bool:
             assert parameter.default is option.default
             assert parameter.secondary_opts == ["--no-" + option.flag.removeprefix("--")]
@@ -441,6 +441,19 @@ def test_bad_flags_name_the_flag_and_a_value_that_works() -> None:
         ({"preemption_mode": "drop"}, "preemption_mode is 'drop'"),
         ({"preemption_mode": "swap", "swap_space_bytes": 0}, "needs swap_space above 0"),
         ({"models": MODELS * 2}, "two models have the same name"),
+        (
+            {"tensor_parallel_size": 0},
+            "tensor_parallel_size is 0; it must be a whole",
+        ),
+        (
+            {"tensor_parallel_size": 2, "kv_cache": "bucketed"},
+            "kv_cache bucketed is for one device; .* choose virtual or paged",
+        ),
+        ({"tensor_parallel_size": 2, "kv_cache": "avmp"}, "kv_cache avmp is for one device"),
+        (
+            {"tensor_parallel_size": 2, "host_cache_bytes": 1 << 30},
+            "host_cache keeps weights",
+        ),
     ],
 )
 def test_impossible_options_are_refused(options: dict[str, Any], words: str) -> None:

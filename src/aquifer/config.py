@@ -28,6 +28,9 @@ __all__ = [
 BUNDLED_MODELS = {"demo": Path(__file__).parent / "bundled" / "demo"}
 """Models that come with the package, by the name that stands for their path."""
 
+GROUP_CACHES = ("virtual", "paged")
+"""KV caches that a tensor-parallel group can have."""
+
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # ORG/NAME
 
 
@@ -185,6 +188,7 @@ class EngineConfig:
 
     models: tuple[ModelSpec, ...]
     device: str = default_of("device")
+    tensor_parallel_size: int = default_of("tensor_parallel_size")
     load_format: str = default_of("load_format")
     dtype: str = default_of("dtype")
     state_dtype: str = default_of("state_dtype")
@@ -225,6 +229,20 @@ class EngineConfig:
         check_fields(self)
         if self.preemption_mode == "swap" and self.swap_space_bytes == 0:
             raise ConfigError("preemption_mode swap needs swap_space above 0, such as 4GiB")
+        if self.tensor_parallel_size > 1:
+            self._check_group()
+
+    def _check_group(self) -> None:
+        """Refuse what several devices for one model do not have."""
+        if self.kv_cache not in GROUP_CACHES:
+            raise ConfigError(
+                f"kv_cache {self.kv_cache} is for one device; with tensor_parallel_size choose "
+                + " or ".join(GROUP_CACHES)
+            )
+        if self.host_cache_bytes:
+            raise ConfigError(
+                "host_cache keeps weights of one device; with tensor_parallel_size leave it out"
+            )
 
 
 def check_fields(config: Any) -> None:

@@ -10,7 +10,8 @@ AquiferError
 │   ├── UnknownModelError       no model of that name is served
 │   └── QueueFullError          not now: too many requests are waiting
 ├── EngineError      the engine stopped before the request finished; the server reports it
-│   └── UnavailableError        the server accepts no requests at the moment
+│   ├── UnavailableError        the server accepts no requests at the moment
+│   └── GroupError              a device of a tensor-parallel group is lost, and so are the others
 ├── DriverError      the driver (operating system, CUDA) refused: "NAME: explanation"
 └── InvariantError   a bug in Aquifer; never caught
 
@@ -122,6 +123,10 @@ class UnavailableError(EngineError):
 
     def __reduce__(self) -> tuple[type[UnavailableError], tuple[str, int | None]]:
         return type(self), (self.message, self.retry_after_s)
+
+
+class GroupError(EngineError):
+    """A rank of a tensor-parallel group is lost, or a step of one failed: the group has ended."""
 
 
 class DriverError(AquiferError, RuntimeError):

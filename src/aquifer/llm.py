@@ -52,6 +52,7 @@ class LLMOptions(TypedDict, total=False):
 
     revision: str | None
     device: str
+    tensor_parallel_size: int
     load_format: str
     dtype: str
     state_dtype: str

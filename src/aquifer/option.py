@@ -49,6 +49,7 @@ class Option:
         unset: what None means, where it is the default.
         many: whether there may be several values; they make a tuple.
         is_argument: whether the command line takes it by position, without a flag.
+        short: another flag for it on the command line; "" for none.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Option:
     unset: str = ""
     many: bool = False
     is_argument: bool = False
+    short: str = ""
 
     @property
     def flag(self) -> str:

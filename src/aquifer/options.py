@@ -180,6 +180,19 @@ OPTIONS: tuple[Option, ...] = (
         choices=("affinity", "least-loaded", "round-robin", "random"),
     ),
     Option(
+        "tensor_parallel_size",
+        int,
+        1,
+        "Devices that each model is split over: that of --device and those after it, each with a "
+        "process of its own. --memory is that of each. With --devices, these are taken in groups.",
+        unit="devices",
+        scopes=("serve", "run", "bench", "llm"),
+        minimum=1,
+        maximum=64,
+        example="2",
+        short="-tp",
+    ),
+    Option(
         "load_format",
         str,
         "auto",

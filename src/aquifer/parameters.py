@@ -175,8 +175,9 @@ def _parameter(option: Option) -> inspect.Parameter:
         declaration = f"{option.flag}/--no-{option.flag.removeprefix('--')}"
         info = typer.Option(declaration, help=option.help)
     else:
+        flags = (option.flag, option.short) if option.short else (option.flag,)
         info = typer.Option(
-            option.flag,
+            *flags,
             metavar=option.metavar,
             help=option.help,
             show_default=option.unset or True,

@@ -91,7 +91,7 @@ def add(assembly: Assembly, number: int) -> None:
 def test_a_step_takes_no_idle_time(assembly: Assembly, idle_s: float, num_ahead: int) -> None:
     """Nor the time that it waits for the step before, where one is planned ahead."""
     clock, cost = Clock(), PrefillCost()
-    pipeline = Pipeline(assembly.scheduler, assembly.pool.driver, lambda: clock.now_s)
+    pipeline = Pipeline(assembly.scheduler, lambda: None, lambda: clock.now_s)
     runner = TimedRunner(clock)
     for first in (0, 4, 8):
         clock.now_s += idle_s

@@ -9,14 +9,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from multiprocessing.connection import Connection
 from pathlib import Path
-from random import Random
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tests.cases import EVERY_CASE
 from tests.engine.books import PAGE_BYTES, open_assembly, open_lane
+from tests.engine.mixed import Results, note, requests
 from tests.models.serving import loaded_model
 from tests.models.tiny import TINY_MODELS, plan_tiny
 
@@ -29,8 +28,6 @@ from aquifer.cache.tensors import KVShape
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.assembly import LaneSpec
 from aquifer.engine.engine import Engine
-from aquifer.engine.outputs import TokenOutput
-from aquifer.engine.params import Request, SamplingParams
 from aquifer.engine.policies import RestoreMode
 from aquifer.engine.runner import Runner
 from aquifer.engine.sequence import SequenceGroup
@@ -53,9 +50,6 @@ CASES = [
     for mode in (MODES if EVERY_CASE or name == "windows" else MODES[number % 2 :][:1])
 ]
 PATIENCE_S = 300
-
-Results = dict[tuple[str, int], tuple[list[int], Any, Any]]
-"""(request, completion) -> its tokens, its ending, and the reported candidates."""
 
 
 def runner_process(connection: Connection) -> None:
@@ -126,38 +120,6 @@ def remote() -> Iterator[RunnerProcess]:
     process = RunnerProcess()
     yield process
     assert process.close() == 0
-
-
-def requests() -> list[Request]:
-    """Prompts that begin alike, of all decoding methods; many more than fit at once."""
-    random = Random(3)
-    beginning = [random.randrange(40) for _ in range(30)]
-    options: list[dict[str, Any]] = [
-        {"temperature": 0},
-        {"temperature": 0.9, "seed": 5, "n": 3},
-        {"n": 2, "best_of": 3, "use_beam_search": True},
-        {"temperature": 0, "logprobs": 2, "min_tokens": 6, "stop_token_ids": [1, 2, 3, 4, 5, 6]},
-        {"temperature": 0.8, "seed": 7, "frequency_penalty": 0.9, "repetition_penalty": 1.2},
-        {"temperature": 0, "prompt_logprobs": 1, "logit_bias": {3: 2.0, 9: -4.0}},
-        {"temperature": 1.0, "seed": 2, "top_k": 5, "top_p": 0.9},
-    ]
-    return [
-        Request(
-            str(number),
-            "m",
-            [*beginning[: random.choice((0, 17, 30))], *(random.randrange(40) for _ in range(9))],
-            SamplingParams(max_tokens=40, ignore_eos=True, **options[number % len(options)]),
-            0.0,
-        )
-        for number in range(21)
-    ]
-
-
-def note(results: Results, output: TokenOutput) -> None:
-    tokens, _, logprobs = results.get((output.request_id, output.index), ([], None, []))
-    tokens += output.token_ids
-    logprobs += [entry.token_ids for entry in output.logprobs or ()]
-    results[output.request_id, output.index] = (tokens, output.finish_reason, logprobs)
 
 
 def served_here(folder: Path) -> Results:

@@ -114,19 +114,20 @@ class RunningServer:
         finally:
             connection.close()
 
-    def children(self) -> list[int]:
-        """Process ids of the processes that the server has started."""
+    def children(self, parent: int | None = None) -> list[int]:
+        """Process ids of the processes that the server, or another process, has started."""
         return [
             int(status.parent.name)
             for status in Path("/proc").glob("[0-9]*/status")
-            if f"PPid:\t{self.process.pid}\n" in _text_of(status)
+            if f"PPid:\t{parent or self.process.pid}\n" in _text_of(status)
         ]
 
-    def spawned(self) -> list[int]:
-        """Process ids of its running Python processes, the first one first: that is the engine."""
+    def spawned(self, parent: int | None = None) -> list[int]:
+        """Process ids of its running Python processes, the first one first: that is the engine; or
+        of those that another process has started."""
         spawned = [
             process
-            for process in self.children()
+            for process in self.children(parent)
             if "spawn_main" in _text_of(Path(f"/proc/{process}/cmdline"))
         ]
         return sorted(filter(is_running, spawned), key=_started)

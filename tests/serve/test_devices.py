@@ -349,3 +349,14 @@ def test_device_and_devices(checkpoint: Path) -> None:
     done = subprocess.run([*command, *DEVICES], capture_output=True, text=True)
     assert done.returncode == 2
     assert "device and devices are both given" in done.stderr
+
+
+def test_devices_are_taken_in_groups_of_ranks() -> None:
+    models = (ModelSpec("a", Path("a")),)
+    config = EngineConfig(models=models, tensor_parallel_size=2)
+    devices = ("cuda:2", "cuda:3", "cpu", "cpu", "cuda:0", "cuda:1")
+    assert [one.device for one in engine_configs(config, devices)] == ["cuda:2", "cpu", "cuda:0"]
+    with pytest.raises(ConfigError, match="devices has 3, which are no groups of 2"):
+        engine_configs(config, ("cuda:0", "cuda:1", "cuda:2"))
+    with pytest.raises(ConfigError, match="give neighbours, such as cuda:1,cuda:2"):
+        engine_configs(config, ("cuda:1", "cuda:3"))

@@ -26,7 +26,7 @@ from aquifer.errors import ConfigError
 from aquifer.memory.driver.faulty import FaultyDriver
 from aquifer.memory.driver.host import HostDriver
 from aquifer.memory.pool import Kind, Owner, PagePool
-from aquifer.weights.checkpoint import Checkpoint, stored_dtype
+from aquifer.weights.checkpoint import Checkpoint, read_into, stored_dtype
 from aquifer.weights.forms import Form, Target
 from aquifer.weights.parameters import Parameter, Source, check_sources
 from aquifer.weights.store import WeightStore
@@ -376,10 +376,10 @@ def test_a_file_that_changes_while_it_is_read(folder):
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 8])
     with pytest.raises(ConfigError, match=r"model.safetensors ended early"):
-        checkpoint.read_into(UP_PROJ, Target(out))
+        read_into(checkpoint.tensors[UP_PROJ], Target(out))
     file.unlink()
     with pytest.raises(ConfigError, match=r"cannot read .*model.safetensors"):
-        checkpoint.read_into(UP_PROJ, Target(out))
+        read_into(checkpoint.tensors[UP_PROJ], Target(out))
 
 
 # --- loading -------------------------------------------------------------------------------
@@ -425,7 +425,7 @@ def test_every_value_arrives(folder, sharded, stored, wanted):
     pool = PagePool(driver, 4 * MIB, PAGE)
     store = WeightStore(pool, OWNER, parameters)
     assert store.populate()
-    stored_at = [checkpoint.tensors[name] for name, _ in store.jobs(checkpoint)]
+    stored_at = [stored for stored, _ in store.jobs(checkpoint)]
     in_order = sorted(stored_at, key=lambda each: (each.file, each.offset_bytes))
     assert (stored_at, len(stored_at)) == (in_order, len(tensors) + 3)
     seen_bytes: list[int] = []
@@ -447,7 +447,7 @@ def test_conversion_of_a_tensor_larger_than_the_scratch(tmp_path):
     tensor = torch.randn(9 * MIB // 2 + 5).bfloat16()  # 9 MiB in bfloat16, the scratch is 8
     save_file({"weight": tensor}, tmp_path / "model.safetensors")
     out = torch.empty(tensor.shape)
-    Checkpoint.open(tmp_path).read_into("weight", Target(out))
+    read_into(Checkpoint.open(tmp_path).tensors["weight"], Target(out))
     assert torch.equal(out, tensor.float())
 
 
@@ -457,7 +457,7 @@ def test_transposed_matrices_larger_than_the_scratch(tmp_path):
     save_file({"weight": tensor}, tmp_path / "model.safetensors")
     for dtype in (torch.bfloat16, torch.float32):
         out = torch.empty(tensor.shape, dtype=dtype)
-        Checkpoint.open(tmp_path).read_into("weight", Target(out, Form.TRANSPOSED))
+        read_into(Checkpoint.open(tmp_path).tensors["weight"], Target(out, Form.TRANSPOSED))
         assert torch.equal(out, tensor.mT.to(dtype))
 
 

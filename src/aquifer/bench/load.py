@@ -20,7 +20,7 @@ from aquifer.errors import ConfigError, InvariantError
 from aquifer.memory.driver import open_driver
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.models import plan_model
-from aquifer.weights.checkpoint import Checkpoint, read_config, read_range
+from aquifer.weights.checkpoint import Checkpoint, read_config
 from aquifer.weights.loader import Stretch, plan_stretches, scatter
 from aquifer.weights.parameters import Parameter, Placement
 from aquifer.weights.store import WeightStore
@@ -111,17 +111,15 @@ def _sums(store: WeightStore) -> dict[str, int]:
 
 
 def _stretches(checkpoint: Checkpoint, store: WeightStore) -> list[Stretch]:
-    jobs = [(checkpoint.tensors[name], target) for name, target in store.jobs(checkpoint)]
-    return plan_stretches(jobs, _PINNED_BYTES)
+    return plan_stretches(store.jobs(checkpoint), _PINNED_BYTES)
 
 
 def _read_pinned(stretches: Sequence[Stretch]) -> list[torch.Tensor]:
     """Read the bytes of each stretch into pinned memory."""
 
     def read(stretch: Stretch) -> torch.Tensor:
-        num_bytes = stretch.end_bytes - stretch.begin_bytes
-        pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-        read_range(stretch.file, stretch.begin_bytes, pinned)
+        pinned = torch.empty(stretch.num_bytes, dtype=torch.uint8, pin_memory=True)
+        stretch.read(pinned)
         return pinned
 
     with ThreadPoolExecutor(_NUM_READERS) as threads:

@@ -120,8 +120,12 @@ class DeviceCache(KVSource, Protocol):
     def vacate(self) -> None:
         """Unmap all pages that were given up, after the work that may touch them."""
 
-    def record(self) -> None:
-        """Begin to record all changes. Pre-condition: no page has been mapped yet."""
+    def record(self, note: Callable[[KVOp], None] | None = None) -> None:
+        """Begin to record all changes. Pre-condition: no page has been mapped yet.
+
+        Args:
+            note: called with each change, in place of keeping it for `take_journal`.
+        """
 
     def take_journal(self) -> tuple[KVOp, ...]:
         """All changes since recording began, or since the last call, in order."""

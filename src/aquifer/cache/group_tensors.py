@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -75,6 +75,7 @@ class GroupedTensors:
         # One for all groups, which attend one after the other.
         self._workspaces = Workspaces()
         self._journal: list[KVOp] | None = None
+        self._note: Callable[[KVOp], None] | None = None  # called with each change
 
     def open(self) -> bool:
         """Take the anchors' pages, before any others; False means that the pool is short."""
@@ -85,11 +86,16 @@ class GroupedTensors:
         for part in self.parts:
             part.vacate()
 
-    def record(self) -> None:
-        """Begin to record all changes. Pre-condition: no page has been mapped yet."""
+    def record(self, note: Callable[[KVOp], None] | None = None) -> None:
+        """Begin to record all changes. Pre-condition: no page has been mapped yet.
+
+        Args:
+            note: called with each change, in place of keeping it for `take_journal`.
+        """
         self._journal = []
+        self._note = note or self._journal.append
         for index, part in enumerate(self.parts):
-            part.record(partial(self._note, index))
+            part.record(partial(self._note_of, index))
 
     def take_journal(self) -> tuple[KVOp, ...]:
         """All changes since recording began, or since the last call, in order."""
@@ -110,6 +116,6 @@ class GroupedTensors:
         state = None if self._state is None else self._state.view(rows)
         return GroupedView(views, self._places, state)
 
-    def _note(self, part: int, op: PartOp) -> None:
-        assert self._journal is not None
-        self._journal.append(InPart(part, op))
+    def _note_of(self, part: int, op: PartOp) -> None:
+        assert self._note is not None
+        self._note(InPart(part, op))

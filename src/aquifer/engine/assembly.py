@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from aquifer.cache.base import CacheFactory, KVLayout, StateLayout
+from aquifer.cache.journal import KVOp
 from aquifer.cache.prefix import PrefixCache
 from aquifer.cache.swap import SwapSpace
 from aquifer.engine.costs import PrefillCost
@@ -48,6 +49,7 @@ class LaneSpec:
         num_spare_slots: slots beyond `max_seqs`, so that the cache has a choice for a sequence.
         keeps_journal: whether steps carry what happens to the KV cache's memory, for a runner in
             another process.
+        on_kv_op: called with each thing that happens to the KV cache's memory, in place of that.
         kv_limits: see `ModelPlan.kv_limits`.
         state_layout: layout of one sequence's recurrent state; None if no layer has any.
         forecaster: forecasts the lengths of outputs; None if they are not predicted.
@@ -63,6 +65,7 @@ class LaneSpec:
     most_new: int = 1
     num_spare_slots: int = 0
     keeps_journal: bool = False
+    on_kv_op: Callable[[KVOp], None] | None = None
     kv_limits: tuple[int, ...] = ()
     state_layout: StateLayout | None = None
     forecaster: Forecaster | None = None
@@ -156,7 +159,9 @@ class Assembly:
             forecaster=spec.forecaster,
             tells_cache=self._tells_caches,
         )
-        if spec.keeps_journal:
+        if spec.on_kv_op is not None:
+            cache.tensors.record(spec.on_kv_op)
+        elif spec.keeps_journal:
             cache.tensors.record()
             lane.keeps_journal = True
         if spec.keeps_prefixes and cache.can_share:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 
 import numpy as np
 
@@ -12,8 +13,10 @@ from aquifer.engine import checks
 from aquifer.engine.device_reports import DeviceReporter
 from aquifer.engine.lane import Lane
 from aquifer.engine.late_compilations import LateCompilations
+from aquifer.engine.leader import Leader, start_ranks
 from aquifer.engine.model_control import ModelControl
-from aquifer.engine.model_host import ModelHost, read_model
+from aquifer.engine.model_files import read_model
+from aquifer.engine.model_host import ModelHost
 from aquifer.engine.model_set import OnProgress
 from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request, SamplingParams
@@ -24,10 +27,14 @@ from aquifer.engine.policies.placement import DeviceReport
 from aquifer.engine.reporting import engine_stats, memory_report
 from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport
 from aquifer.engine.sequence import SequenceGroup
-from aquifer.errors import RequestError, errors_of_model
+from aquifer.errors import GroupError, RequestError, errors_of_model
 from aquifer.memory.driver.base import Driver
 from aquifer.memory.pool import PagePool
 from aquifer.models import Planner, plan_model
+from aquifer.parallel.ranks import Ranks
+
+_LOOK_S = 1.0
+"""How often an engine without work looks whether its ranks are there."""
 
 
 def _ignore(_: LoadProgress) -> None:
@@ -68,7 +75,8 @@ class Engine(ModelControl):
         self._requests: dict[str, tuple[ModelHost, SequenceGroup]] = {}
         self._own_requests: set[str] = set()  # the engine's own requests: outputs are dropped
         self._reporter = DeviceReporter(self._models, assembly.room)
-        self._steps = Pipeline(assembly.scheduler, assembly.pool.driver)
+        self._leader = parts.leader
+        self._steps = Pipeline(assembly.scheduler, self._require_devices)
         self._undelivered: list[TokenOutput] = []  # outputs that the next step returns
         self._asked_s = time.monotonic()
         self._late = LateCompilations()
@@ -82,6 +90,7 @@ class Engine(ModelControl):
         driver: Driver | None = None,
         planner: Planner = plan_model,
         policies: Policies | None = None,
+        ranks: Ranks | None = None,
     ) -> Engine:
         """Open an engine and load the models of its configuration, of which there may be none.
 
@@ -91,18 +100,28 @@ class Engine(ModelControl):
             driver: used in place of the device's own.
             planner: finds the implementation of a checkpoint.
             policies: the decisions; None for the default ones.
+            ranks: a group that was started, to use in place of one that the engine starts and ends;
+                it serves one engine after the other.
 
         Raises:
             ConfigError: a checkpoint cannot be used, or the memory does not suffice.
             DriverError: the device refused memory.
+            GroupError: a rank of a tensor-parallel group could not start.
         """
-        models = []
-        for spec in config.models:
-            with errors_of_model(spec.name):
-                models.append((spec, read_model(spec, planner, config)))
-        parts = EngineParts.open(
-            config, [plan.parameters for _, (_, plan) in models], driver, policies
-        )
+        with ExitStack() as undo:
+            leader = None
+            if config.tensor_parallel_size > 1:
+                group = ranks or start_ranks(config.device, config.tensor_parallel_size)
+                leader = Leader(group, planner, is_owner=ranks is None)
+                planner = leader.planner
+                undo.callback(leader.close)
+            models = []
+            for spec in config.models:
+                with errors_of_model(spec.name):
+                    models.append((spec, read_model(spec, planner, config)))
+            undo.pop_all()
+            parameters = [plan.parameters for _, (_, plan) in models]
+            parts = EngineParts.open(config, parameters, driver, policies, leader)
         engine = cls(config, parts, planner)
         try:
             engine._load_first(models, on_progress)
@@ -124,7 +143,16 @@ class Engine(ModelControl):
             self._scheduler.has_work
             or bool(self._steps or self._undelivered)
             or self._models.has_work
+            or (self._leader is not None and self._leader.is_lost)
         )
+
+    @property
+    def idle_s(self) -> float | None:
+        """See `ModelControl.idle_s`; with ranks, it looks now and then whether they are there."""
+        idle_s = super().idle_s
+        if self._leader is None:
+            return idle_s
+        return _LOOK_S if idle_s is None else min(idle_s, _LOOK_S)
 
     # --- requests ----------------------------------------------------------------------------
 
@@ -233,6 +261,8 @@ class Engine(ModelControl):
         so that the device always has work. Requests of a step that fails end with an error; only a
         failure of the device itself, a bug or an interrupt is raised (`aquifer.engine.pipeline`).
         """
+        if self._leader is not None:
+            self._leader.check()
         self._models.expire()
         self._models.load_wanted(self._num_arrivals, self._preempt_all, self._end_requests)
         self._late.begin()
@@ -284,7 +314,8 @@ class Engine(ModelControl):
         """End all requests and release everything."""
         for request_id in list(self._requests):
             self.abort(request_id)
-        self._finish_steps()  # they use the memory that goes now
+        with suppress(GroupError):  # then nothing runs any more
+            self._finish_steps()  # they use the memory that goes now
         self._models.close()
         self._resources.close()
 
@@ -301,7 +332,10 @@ class Engine(ModelControl):
     def _commit_first(self) -> None:
         """Wait for the earliest step in flight, and commit it."""
         try:
-            self._deliver(self._steps.commit_first())
+            outputs = self._steps.commit_first()
+            if self._leader is not None:
+                self._leader.check()  # without a rank, tokens are of no use
+            self._deliver(outputs)
         finally:
             self._deliver_failed()
 
@@ -315,7 +349,7 @@ class Engine(ModelControl):
         failed = self._scheduler.take_failed()
         if failed:
             self._deliver(failed)
-            require_device(self.pool.driver)
+            self._require_devices()
 
     def _deliver(self, outputs: list[TokenOutput]) -> None:
         """Queue outputs to be returned, and remove requests that have ended with them."""
@@ -327,6 +361,12 @@ class Engine(ModelControl):
         if self._own_requests:
             outputs = [output for output in outputs if not self._is_own(output)]
         self._undelivered += outputs
+
+    def _require_devices(self) -> None:
+        """Raise the error of a lost device, if one is lost."""
+        if self._leader is not None:
+            self._leader.check()
+        require_device(self.pool.driver)
 
     def _is_own(self, output: TokenOutput) -> bool:
         if output.request_id not in self._own_requests:

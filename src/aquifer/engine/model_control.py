@@ -40,7 +40,7 @@ class ModelControl(ABC):
         self._models: ModelSet[ModelHost] = ModelSet(assembly, parts.reuse)
         self._pinning = Pinning(self._models, assembly.room, config.max_share_by_key)
         self._make_host: Callable[..., ModelHost] = partial(
-            make_host, config, assembly, parts.limits, parts.reuse, planner
+            make_host, config, assembly, parts.limits, parts.reuse, planner, parts.leader
         )
         self._num_arrivals = 0  # of requests, and of models that are asked for
 

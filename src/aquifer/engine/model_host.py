@@ -17,7 +17,9 @@ from aquifer.engine.assembly import Assembly, LaneSpec
 from aquifer.engine.costs import PrefillCost
 from aquifer.engine.first_step import run_first_step
 from aquifer.engine.in_flight import InFlight
+from aquifer.engine.leader import Leader
 from aquifer.engine.mapping import mapping_options
+from aquifer.engine.model_files import dtype_named, read_model
 from aquifer.engine.model_life import ModelLife
 from aquifer.engine.model_weights import ModelWeights
 from aquifer.engine.reporting import model_info
@@ -32,7 +34,6 @@ from aquifer.models import ModelPlan, Planner
 from aquifer.models.limits import MOST_HEADS
 from aquifer.predict.choice import make_forecaster
 from aquifer.weights.checkpoint import Checkpoint
-from aquifer.weights.parameters import check_sources
 from aquifer.weights.reuse import ReuseStore
 from aquifer.weights.store import check_fits
 
@@ -57,6 +58,7 @@ class ModelHost(ModelLife):
         assembly: pool and scheduler.
         limits: the limits of a step.
         reuse: the weights of all models.
+        leader: the other ranks that have parts of the model; None for none.
 
     Attributes:
         info: description of the model for other processes.
@@ -79,6 +81,7 @@ class ModelHost(ModelLife):
         assembly: Assembly,
         limits: StepLimits,
         reuse: ReuseStore,
+        leader: Leader | None = None,
     ) -> None:
         super().__init__(assembly, math.inf if config.keep_alive_s is None else config.keep_alive_s)
         self._plan = plan
@@ -86,7 +89,8 @@ class ModelHost(ModelLife):
         self._pool = assembly.pool
         self._limits = limits
         self._runner: Runner | None = None
-        self._thread_limit = ThreadLimit.of_process(config.threads)
+        num_sharing = 1 if assembly.pool.driver.runs_ahead else config.tensor_parallel_size
+        self._thread_limit = ThreadLimit.of_process(config.threads, num_sharing)
         self._thread_control = ThreadControl(Products.of(plan.parameters), self._thread_limit)
         max_model_len = config.max_model_len or plan.max_model_len
         if max_model_len > plan.max_model_len:
@@ -97,7 +101,10 @@ class ModelHost(ModelLife):
         self._num_spare_slots = _SPARE_SLOTS if assembly.pool.driver.runs_ahead else 0
         self.eos_ids = _eos_ids(spec.name, checkpoint, plan.vocab_size)
         self.prefill_cost = PrefillCost(_even_tokens(checkpoint, plan))
+        self._led = None if leader is None else leader.model(spec.name)
         with ExitStack() as resources:
+            if self._led is not None:
+                resources.callback(self._led.remove)
             self._weights = ModelWeights(
                 assembly,
                 reuse,
@@ -106,6 +113,7 @@ class ModelHost(ModelLife):
                 checkpoint,
                 (config.seed or 0) if config.load_format == "dummy" else None,
                 self.weights_life(),
+                self._led,
             )
             resources.callback(self._weights.close)
             self.lane = assembly.open_lane(
@@ -125,13 +133,22 @@ class ModelHost(ModelLife):
                     recompute_s=self.prefill_cost.seconds,
                     num_spare_slots=self._num_spare_slots,
                     kv_limits=plan.kv_limits,
-                    state_layout=plan.state_layout(_dtype_of(config.state_dtype)),
+                    state_layout=plan.state_layout(dtype_named(config.state_dtype)),
                     forecaster=make_forecaster(config.length_prediction, spec.path),
+                    on_kv_op=None if self._led is None else self._led.note_kv,
                 )
             )
             self.lane.is_resident = False
             resources.callback(assembly.close_lane, self.lane)
             resources.callback(self._close_runner)
+            if self._led is not None:
+                self._led.register(
+                    spec,
+                    self.lane.cache.tensors,
+                    limits.max_seqs,
+                    limits.max_seqs + self._num_spare_slots,
+                    max_model_len,
+                )
             self.info = model_info(spec, plan, checkpoint, max_model_len, self._weights.num_bytes)
             self._resources = resources.pop_all()
 
@@ -181,7 +198,8 @@ class ModelHost(ModelLife):
         """
         with torch.inference_mode():
             model = self._plan.build(self._weights.tensors)
-        runner = Runner(
+        make = Runner if self._led is None else self._led.runner
+        runner = make(
             model,
             self.lane.cache.tensors,
             self._pool.driver,
@@ -236,6 +254,7 @@ def make_host(
     limits: StepLimits,
     reuse: ReuseStore,
     planner: Planner,
+    leader: Leader | None,
     spec: ModelSpec,
     read: tuple[Checkpoint, ModelPlan] | None = None,
 ) -> ModelHost:
@@ -247,6 +266,7 @@ def make_host(
         limits: the limits of a step.
         reuse: the weights of all models.
         planner: finds the implementation of a checkpoint.
+        leader: the other ranks that have parts of the model; None for none.
         spec: its name and path.
         read: its checkpoint and plan, if they were read before.
 
@@ -255,30 +275,7 @@ def make_host(
         DriverError: the device has no addresses left.
     """
     checkpoint, plan = read or read_model(spec, planner, config)
-    return ModelHost(spec, plan, checkpoint, config, assembly, limits, reuse)
-
-
-def read_model(
-    spec: ModelSpec, planner: Planner, config: EngineConfig
-) -> tuple[Checkpoint, ModelPlan]:
-    """Read a model's configuration and the headers of its weights; takes no memory.
-
-    Raises:
-        ConfigError: the checkpoint cannot be used: a field of its configuration is missing or
-            impossible, or a tensor is missing or has another shape.
-    """
-    is_dummy = config.load_format == "dummy"
-    checkpoint = (Checkpoint.without_tensors if is_dummy else Checkpoint.open)(spec.path)
-    plan = planner(checkpoint, _dtype_of(config.dtype))
-    if not is_dummy:
-        check_sources(checkpoint, plan.parameters)
-    return checkpoint, plan
-
-
-def _dtype_of(name: str) -> torch.dtype | None:
-    """The dtype that an option names; None for "auto"."""
-    dtype: torch.dtype | None = None if name == "auto" else getattr(torch, name)
-    return dtype
+    return ModelHost(spec, plan, checkpoint, config, assembly, limits, reuse, leader)
 
 
 def _even_tokens(checkpoint: Checkpoint, plan: ModelPlan) -> float:

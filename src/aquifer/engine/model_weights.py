@@ -11,6 +11,7 @@ from threading import Event
 import torch
 
 from aquifer.engine.assembly import Assembly
+from aquifer.engine.leader import LedModel
 from aquifer.engine.pooled_weights import Life, PooledWeights
 from aquifer.engine.reports import LoadProgress
 from aquifer.errors import ConfigError, DriverError, one_line
@@ -38,6 +39,7 @@ class ModelWeights(PooledWeights):
         checkpoint: where it is.
         random_seed: seed of random numbers that take the place of the checkpoint's; None for none.
         life: the model's.
+        led: the other ranks that have parts of them; None for none.
 
     Raises:
         DriverError: the device has no addresses left.
@@ -52,7 +54,9 @@ class ModelWeights(PooledWeights):
         checkpoint: Checkpoint,
         random_seed: int | None,
         life: Life,
+        led: LedModel | None = None,
     ) -> None:
+        self._led = led
         self._checkpoint = checkpoint
         self._random_seed = random_seed
         self._stamps = {
@@ -66,6 +70,8 @@ class ModelWeights(PooledWeights):
         reclaimer = assembly.room.reclaimer
         super().__init__(assembly, reclaimer, reuse, name, parameters, life)
         self._copies = self._new_filling()
+        if led is not None:
+            self._store.record = led.note_weights
 
     def _origins(self) -> Mapping[ParameterGroup, GroupOrigin]:
         if self._random_seed is not None:
@@ -166,10 +172,15 @@ class ModelWeights(PooledWeights):
             loaded_bytes = min(loaded_bytes + num_bytes, total_bytes)
             on_progress(LoadProgress(self._name, loaded_bytes, total_bytes))
 
+        await_ranks = None
+        if self._led is not None:
+            await_ranks = self._led.fill([self._store.number_of(group) for group in groups])
         try:  # those from disk come while the others are copied
             self._fill_from_disk(others, advance)
         finally:
             copies.finish()
+            if await_ranks is not None:
+                await_ranks()
         seconds = time.monotonic() - self._begun_s
         # Those from disk take longer than what is copied beside them.
         place, measured = ("disk", others) if others else ("host", groups)
@@ -192,10 +203,7 @@ class ModelWeights(PooledWeights):
         """Bytes of the checkpoint that these groups are read from: fewer, if they are decoded."""
         if self._random_seed is not None:
             return sum(self._store.bytes_of(group).numel() for group in groups)
-        parameters = self._store.parameters_of(groups)
-        names = {source.name for parameter in parameters for source in parameter.sources}
-        stored = self._checkpoint.tensors
-        return sum(stored[name].num_bytes for name in names if name in stored)
+        return sum(stored.num_bytes for stored, _ in self._store.jobs(self._checkpoint, groups))
 
     def _check_files(self) -> None:
         """Refuse a checkpoint that is not the one that was registered any more.

@@ -10,6 +10,7 @@ from functools import partial
 from aquifer.cache.swap import SwapSpace
 from aquifer.config import EngineConfig
 from aquifer.engine.assembly import Assembly
+from aquifer.engine.leader import Leader
 from aquifer.engine.mapping import map_ahead
 from aquifer.engine.policies import Policies
 from aquifer.engine.step_limits import StepLimits
@@ -39,6 +40,7 @@ class EngineParts:
     stocker: PageStocker
     meter: OverheadMeter
     reuse: ReuseStore
+    leader: Leader | None
     resources: ExitStack
 
     @classmethod
@@ -48,6 +50,7 @@ class EngineParts:
         parameters: Sequence[Sequence[Parameter]],
         driver: Driver | None,
         policies: Policies | None,
+        leader: Leader | None,
     ) -> EngineParts:
         """Open the device and a pool for models with these parameters.
 
@@ -56,20 +59,25 @@ class EngineParts:
             parameters: of each model of the configuration.
             driver: used in place of the device's own.
             policies: the decisions; None for the default ones.
+            leader: the other ranks of the engine, which it owns; None for none.
 
         Raises:
             ConfigError: the memory does not suffice, or an option does not fit the device.
             DriverError: the device refused memory.
         """
         with ExitStack() as resources:
+            if leader is not None:
+                resources.callback(leader.close)
             if driver is None:
-                driver = open_driver(config.device)
+                driver = open_driver(config.device if leader is None else leader.device)
                 resources.callback(driver.close)
             if driver.device.type == "cuda":
                 start_compiler(driver.device)
             weight_bytes = [sum(part.num_bytes for part in parts) for parts in parameters]
             pool = make_pool(config, driver, weight_bytes, partial(placed_bytes, parameters))
             resources.callback(pool.close)
+            if leader is not None:
+                leader.open(config, pool)
             if map_ahead(config, driver) == "background":
                 pool.mapper = BackgroundMapper(pool.pages)
                 resources.callback(pool.mapper.close)
@@ -96,7 +104,7 @@ class EngineParts:
             meter = OverheadMeter(driver)
             meter.start()
             resources.callback(meter.close)
-            return cls(limits, assembly, stocker, meter, reuse, resources.pop_all())
+            return cls(limits, assembly, stocker, meter, reuse, leader, resources.pop_all())
 
 
 def _host_cache_bytes(config: EngineConfig, driver: Driver) -> int:
@@ -108,6 +116,7 @@ def _host_cache_bytes(config: EngineConfig, driver: Driver) -> int:
     """
     if config.host_cache_bytes is None:
         is_of_use = driver.device.type != "cpu" and len(config.models) > 1
+        is_of_use &= config.tensor_parallel_size == 1
         return available_host_bytes() // 2 if is_of_use else 0
     if config.host_cache_bytes > (free_bytes := available_host_bytes()):
         raise ConfigError(

@@ -5,6 +5,7 @@ others go on. That includes a device that has no memory left for a step's activa
 of exception are raised to the caller:
 
 - `InvariantError`: a bug in Aquifer.
+- `GroupError`: a rank of a tensor-parallel group is lost.
 - Ctrl-C and the like, which ask the whole process to stop.
 - The exception of a lost device, to which every later call would fail too.
 
@@ -27,7 +28,7 @@ from aquifer.engine.in_flight import InFlight
 from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.scheduler import Scheduler
 from aquifer.engine.step_input import StepInput
-from aquifer.errors import InvariantError
+from aquifer.errors import GroupError, InvariantError
 from aquifer.memory.driver.base import Driver
 
 _log = logging.getLogger(__name__)
@@ -53,15 +54,18 @@ class Pipeline:
 
     Args:
         scheduler: plans and commits them.
-        driver: of the device that runs them.
+        require_devices: raises the error of a lost device, if one is lost.
         clock_s: returns the time in seconds.
     """
 
     def __init__(
-        self, scheduler: Scheduler, driver: Driver, clock_s: Callable[[], float] = time.monotonic
+        self,
+        scheduler: Scheduler,
+        require_devices: Callable[[], None],
+        clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler = scheduler
-        self._driver = driver
+        self._require_devices = require_devices
         self._clock_s = clock_s
         self._in_flight: deque[_Step] = deque()
         self._begun_s = 0.0  # when the earliest step in flight began: not before the last commit
@@ -126,7 +130,7 @@ class Pipeline:
         """
         first = plans[0]
         if _is_of_the_step(error):
-            require_device(self._driver)
+            self._require_devices()
             _log.error(
                 "a step of %d sequences of %s failed; their requests end with an error",
                 len(first.spans.slots),
@@ -152,4 +156,4 @@ def require_device(driver: Driver) -> None:
 
 def _is_of_the_step(error: BaseException) -> bool:
     """Whether an exception is a failure of the step that it comes from, and of nothing else."""
-    return isinstance(error, Exception) and not isinstance(error, InvariantError)
+    return isinstance(error, Exception) and not isinstance(error, InvariantError | GroupError)

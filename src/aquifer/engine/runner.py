@@ -28,6 +28,7 @@ from aquifer.kernels.step import advance, decode_inputs
 from aquifer.memory.driver.base import Driver
 from aquifer.memory.transfer import download, upload
 from aquifer.models import Model, ModelInput, Wanted
+from aquifer.models.collectives import ALONE, Collectives
 
 _NO_ROWS = np.zeros(0, np.int64)
 _NO_EXTRAS = np.zeros((3, 0), np.int64)
@@ -68,6 +69,8 @@ class Runner:
         max_seqs: sequences of the largest step.
         num_slots: slots, which are numbered from 1.
         max_tokens: length of the longest sequence.
+        collectives: the other ranks that run the same steps. All of them sample, from the same
+            logits with the same random numbers; what counts are rank 0's tokens.
     """
 
     def __init__(
@@ -78,8 +81,10 @@ class Runner:
         max_seqs: int,
         num_slots: int,
         max_tokens: int,
+        collectives: Collectives = ALONE,
     ) -> None:
         self._model = model
+        self._collectives = collectives
         self._kv = kv
         self._driver = driver
         self._device = driver.device
@@ -131,7 +136,7 @@ class Runner:
 
         Returns: seconds that a token of the largest step takes.
         """
-        token_s = warm_up.run(num_slots, on_stage)
+        token_s = self._agreed(warm_up.run(num_slots, on_stage))
         if captures and self._device.type == "cuda":
             captured = CapturedSteps(
                 self._steps_of(self._model),
@@ -159,6 +164,12 @@ class Runner:
             warm_up.plan_round_prompts(num_slots)
         self._round_prompts = warm_up.round_prompts
         return token_s
+
+    def _agreed(self, seconds: float) -> float:
+        """A measured time, which decides what is captured, as rank 0 has measured it."""
+        value = torch.tensor([seconds], dtype=torch.float64, device=self._device)
+        self._collectives.agree(value)
+        return float(value.item())
 
     @property
     def captured_sizes(self) -> tuple[int, ...]:
@@ -288,6 +299,7 @@ class Runner:
         num_tokens, token_ids = buffers.num_tokens[:num_rows], buffers.token_ids[:num_rows]
         logits = self._model.logits(buffers.hidden[:num_rows])
         self._sampler.sample(logits, buffers.sampled_slots[:num_rows], num_tokens, token_ids, mode)
+        self._collectives.agree(token_ids)
         advance(
             buffers.slots[:num_rows],
             num_tokens,
@@ -334,6 +346,7 @@ class Runner:
         if len(sampled):
             logits = self._model.logits(hidden[last_rows] if wanted is None else hidden)
             self._sampler.sample(logits, sampled_slots, num_tokens, out, mode)
+            self._collectives.agree(out)
             columns.last_token[sampled_slots] = out
         return _Scores(logits, out, extras, self._prompt_logprobs(step, hidden))
 
@@ -375,6 +388,7 @@ class Runner:
         logits = sampler.changed_logits(raw, host_slots, host_num_tokens)
         tokens = torch.empty_like(rows)
         sampler.sample(logits, slots, num_tokens, tokens, sampler.mode(host_slots))
+        self._collectives.agree(tokens)
         scores.out[rows] = tokens
         self._columns.last_token[slots] = tokens
         num_logprobs = sampler.num_logprobs(host_slots)

@@ -112,9 +112,15 @@ class ThreadLimit:
         return cls(min(num_torch_threads, num_cpus), False)
 
     @classmethod
-    def of_process(cls, option: int | None) -> ThreadLimit:
-        """The limit in this process."""
-        return cls.of(option, os.environ, torch.get_num_threads(), usable_cpus())
+    def of_process(cls, option: int | None, num_sharing: int = 1) -> ThreadLimit:
+        """The limit in this process.
+
+        Args:
+            option: `EngineConfig.threads`.
+            num_sharing: processes that run the same steps on the same CPUs.
+        """
+        num_cpus = max(usable_cpus() // num_sharing, 1)
+        return cls.of(option, os.environ, torch.get_num_threads(), num_cpus)
 
 
 def choose_threads(products: Products, num_tokens: int, limit: ThreadLimit) -> int:

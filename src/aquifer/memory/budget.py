@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from aquifer.config import EngineConfig
 from aquifer.errors import ConfigError
 from aquifer.memory.driver.base import Driver
-from aquifer.memory.pool import PagePool
+from aquifer.memory.pool import PagePool, PoolSize
 from aquifer.sizes import format_size
 
 _SLACK = 1.1
@@ -87,6 +87,31 @@ def make_pool(
     pool = PagePool(driver, budget_bytes, page_bytes, guards=config.guard_pages)
     pool.account_overhead(device.overhead_bytes)
     return pool
+
+
+def make_pool_like(size: PoolSize, driver: Driver) -> PagePool:
+    """A pool on another device that has room for all pages of one of this size.
+
+    What the process holds outside of pages is not a part of its budget: rank 0, which alone decides
+    which pages there are, leaves room for its own, and that of the other ranks is alike.
+
+    Args:
+        size: of the other pool.
+        driver: the device's; it has no pages yet.
+
+    Raises:
+        ConfigError: the device has less free memory.
+        DriverError: the device refused.
+    """
+    device = DeviceMemory.of(driver)
+    most_bytes = device.available_bytes + device.overhead_bytes
+    if device.is_gpu and size.budget_bytes > most_bytes:
+        raise ConfigError(
+            f"{device.name} has {format_size(most_bytes)} of {format_size(device.total_bytes)} "
+            f"left, and each device of the group is to give {format_size(size.budget_bytes)}; free "
+            "more of it, or give a lower --memory or --gpu-memory-utilization"
+        )
+    return PagePool(driver, size.budget_bytes, size.page_bytes, guards=size.has_guards)
 
 
 def choose_page_bytes(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from aquifer.errors import DriverError, InvariantError
 from aquifer.memory.driver.base import Driver
@@ -23,7 +24,15 @@ from aquifer.memory.owners import GUARD, PROCESS, UNKNOWN, UNTOUCHED, Kind, Owne
 from aquifer.memory.pages import Page, PageTable
 from aquifer.memory.retire import RetireQueue
 
-__all__ = ["PROCESS", "Kind", "Owner", "Page", "PagePool", "PoolUsage"]
+__all__ = ["PROCESS", "Kind", "Owner", "Page", "PagePool", "PoolSize", "PoolUsage"]
+
+
+class PoolSize(NamedTuple):
+    """The size of a pool, for another one like it in another process."""
+
+    budget_bytes: int  # without the guard page
+    page_bytes: int
+    has_guards: bool
 
 
 class PagePool:
@@ -80,6 +89,13 @@ class PagePool:
         self._creating = threading.RLock()
         self.retired = RetireQueue(self._ledger, self.pages)
         self.mapper: BackgroundMapper | None = None
+
+    @property
+    def size(self) -> PoolSize:
+        """Its size."""
+        has_guards = self.guards is not None
+        guard_bytes = self.page_bytes * has_guards
+        return PoolSize(self.budget_bytes - guard_bytes, self.page_bytes, has_guards)
 
     @property
     def created_bytes(self) -> int:

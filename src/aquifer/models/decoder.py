@@ -17,6 +17,7 @@ from aquifer.kernels.linear import linear, silu_linear
 from aquifer.kernels.norm import NormWeights, add_norm, norm_heads
 from aquifer.kernels.rotary import qk_norm_rope_write
 from aquifer.models.base import ModelInput, Wanted
+from aquifer.models.collectives import ALONE, Collectives
 from aquifer.models.layer_weights import AttentionWeights, ExpertWeights, LayerWeights
 from aquifer.models.rope import RotaryAngles
 from aquifer.models.shared_block import SharedLayer
@@ -30,7 +31,8 @@ from aquifer.models.spec import (
     SharedUse,
 )
 from aquifer.models.stream import Stream
-from aquifer.models.tensors import Linear, Tensors, norm_weights
+from aquifer.models.tensors import Linear, Tensors, norm_rows, norm_weights
+from aquifer.models.vocabulary import Vocabulary
 
 _Angles = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [tokens, rotated dims / 2]
 
@@ -65,6 +67,8 @@ class Decoder:
         kv_layout: layout of one token's KV.
         tensors: parameters of `DecoderPlan`, by name.
         layers: the layers to run; None for all.
+        collectives: the other ranks that have parts of the parameters; `spec` then has the heads
+            and widths of one rank.
     """
 
     is_capturable = True
@@ -75,31 +79,33 @@ class Decoder:
         kv_layout: KVLayout,
         tensors: Tensors,
         layers: Sequence[int] | None = None,
+        collectives: Collectives = ALONE,
     ) -> None:
         self._spec = spec
         self._tensors = tensors
+        self._collectives = collectives
         self.kv_layout = kv_layout
         self.vocab_size = spec.vocab_size
-        self._embed = tensors["embed"]
-        self._embed_scale = _rounded(spec.embed_scale, self._embed.dtype)
+        self._vocabulary = Vocabulary(spec.vocab_size, spec.head, tensors, collectives)
+        device = self._vocabulary.device
+        self._embed_scale = _rounded(spec.embed_scale, self._vocabulary.dtype)
         self._embed_norm = norm_weights(tensors, "embed_norm", spec.embed_norm)
         self._positions = tensors.get("positions")
-        self._ropes = [RotaryAngles(rope, self._embed.device) for rope in spec.ropes]
+        self._ropes = [RotaryAngles(rope, device) for rope in spec.ropes]
         numbers = range(len(spec.layers)) if layers is None else layers
         # Attention of heads with keys and values of their own; None for latent attention.
         self._heads = spec.attention if isinstance(spec.attention, Attention) else None
         heads = None if self._heads is None else self._heads.head_norm
         slopes = None
         if self._heads is not None and self._heads.has_alibi:
-            slopes = alibi_slopes(self._heads.num_heads, self._embed.device)
+            slopes = alibi_slopes(self._heads.num_heads * collectives.size, device)
+            slopes = slopes.chunk(collectives.size)[collectives.rank]
         self._layers = [LayerWeights(spec, tensors, index, slopes) for index in numbers]
         # Whether queries and keys are normalised by the kernel that rotates them.
         self._norms_in_place = (
             heads is not None and heads.span is HeadSpan.HEAD and not heads.norm.centred
         )
         self._norm = norm_weights(tensors, "norm", spec.norm)
-        self._head = tensors.get("head", self._embed)
-        self._head_bias = tensors.get("head_bias")
 
     def forward(self, batch: ModelInput, kv: KVView) -> torch.Tensor:
         """See `Model.forward`."""
@@ -119,20 +125,16 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Model.logits`."""
-        head = self._spec.head
-        logits = linear(hidden, self._head, self._head_bias)
-        if head.scale != 1.0:
-            logits = logits * head.scale
-        if head.softcap is not None:
-            logits = torch.tanh(logits / head.softcap) * head.softcap
-        return logits
+        return self._vocabulary.logits(hidden)
 
     def rehearsal(self) -> Decoder:
         """The first layer, before which nothing is added to the residual, and one of each kind."""
         # A kernel is compiled for aligned addresses and for others.
         alignments = self.kv_layout.alignments(KERNEL_ALIGNMENT_BYTES)
         spec = self._spec
-        counts = [_num_deltas(spec, layer) for layer in spec.layers]
+        counts = [1] * len(spec.layers)
+        if self._collectives.size == 1:
+            counts = [_num_deltas(spec, layer) for layer in spec.layers]
         kinds: set[tuple[object, ...]] = set()
         layers = [0]
         for i, layer in enumerate(spec.layers[1:], 1):
@@ -142,7 +144,7 @@ class Decoder:
             if kind not in kinds:
                 kinds.add(kind)
                 layers += [i] if counts[layers[-1]] == counts[i - 1] else [i - 1, i]
-        return Decoder(spec, self.kv_layout, self._tensors, layers)
+        return Decoder(spec, self.kv_layout, self._tensors, layers, self._collectives)
 
     @staticmethod
     def _kind(layer: Layer) -> Layer:
@@ -155,7 +157,7 @@ class Decoder:
     def _embedding(self, batch: ModelInput) -> torch.Tensor:
         """The stream before the first layer, [tokens, hidden]."""
         spec = self._spec
-        hidden = F.embedding(batch.token_ids, self._embed)
+        hidden = self._vocabulary.embed(batch.token_ids)
         if self._embed_scale != 1.0:
             hidden = hidden * self._embed_scale
         if self._embed_norm is not None:
@@ -182,11 +184,17 @@ class Decoder:
         self._mix(stream, layer, angles, kv)
         if layer.experts is not None:
             normed = stream.normed(layer.before_mlp)
-            stream.add(layer.after_mlp, *self._mixture(layer, layer.experts, normed, stream))
+            self._add(stream, layer.after_mlp, self._mixture(layer, layer.experts, normed, stream))
         elif layer.mlp is not None:
             up, down = layer.mlp
             product = stream.norm_linear(layer.before_mlp, up)
-            stream.add(layer.after_mlp, _down(down, product, self._spec.mlp))
+            self._add(stream, layer.after_mlp, [_down(down, product, self._spec.mlp)])
+
+    def _add(
+        self, stream: Stream, after: NormWeights | None, partials: Sequence[torch.Tensor]
+    ) -> None:
+        """Add to the stream what the last products of all ranks add up to."""
+        stream.add(after, *self._collectives.total(*partials))
 
     def _mix(
         self, stream: Stream, layer: LayerWeights, angles: Sequence[_Angles], kv: KVView
@@ -203,18 +211,18 @@ class Decoder:
                 qkv, product = both.tensor_split((len(attention.qkv.weight),), dim=1)
             # A product lies between attention and recurrence, so no captured piece is empty.
             attended = attention.out(self._attention(layer, attention, qkv, angles, kv))
-            stream.add(after, attended, mixer.mix(product, kv))
+            self._add(stream, after, [attended, mixer.mix(product, kv)])
         elif attention is not None:
             qkv = stream.norm_linear(before, attention.qkv)
             attended = self._attention(layer, attention, qkv, angles, kv, stream.wanted)
             stream.narrow()
-            stream.add(after, attention.out(attended))
+            self._add(stream, after, [attention.out(attended)])
         elif mixer is not None:
             if layer.shared is None:
                 product = stream.norm_linear(before, mixer.in_proj)
             else:
                 product = self._with_shared(stream, layer, layer.shared, angles, kv)
-            stream.add(after, mixer.mix(product, kv))
+            self._add(stream, after, [mixer.mix(product, kv)])
 
     def _with_shared(
         self,
@@ -245,7 +253,7 @@ class Decoder:
         qkv = attention.qkv(normed)
         attended = attention.out(self._attention(layer, attention, qkv, angles, kv))
         up, down = layer.mlp
-        stream.add(None, attended, _down(down, up(own), self._spec.mlp))
+        self._add(stream, None, [attended, _down(down, up(own), self._spec.mlp)])
 
     def _attention(
         self,
@@ -299,10 +307,11 @@ class Decoder:
         q_rows, k_rows, _ = of.qkv_rows
         heads = of.head_norm
         is_one_row = heads is not None and heads.span is HeadSpan.ALL_HEADS
-        for rows, norm in (
-            (qkv[:, :q_rows], q_norm),
-            (qkv[:, q_rows : q_rows + k_rows], k_norm),
-        ):
+        parts = (qkv[:, :q_rows], q_norm), (qkv[:, q_rows : q_rows + k_rows], k_norm)
+        if is_one_row and self._collectives.size > 1:
+            norm_rows(parts, self._collectives)
+            return
+        for rows, norm in parts:
             width = rows.shape[1] if is_one_row else of.head_dim
             norm_heads(rows.unflatten(1, (-1, width)), norm)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -10,6 +10,7 @@ import torch
 
 from aquifer.kernels.linear import linear
 from aquifer.kernels.norm import NormWeights
+from aquifer.models.collectives import Collectives
 from aquifer.models.parts import Norm
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
@@ -46,3 +47,23 @@ def norm_weights(tensors: Tensors, name: str, norm: Norm | None) -> NormWeights 
         return None
     bias = tensors.get(f"{name}.bias")
     return NormWeights(tensors[f"{name}.weight"], bias, norm.eps, norm.centred, norm.plus_one)
+
+
+def norm_rows(parts: Sequence[tuple[torch.Tensor, NormWeights]], collectives: Collectives) -> None:
+    """Normalise rows of which each rank has as many columns, in place.
+
+    Columns that several ranks have count for each of them. That changes no mean, as all columns are
+    had by equally many.
+
+    Args:
+        parts: [tokens, columns] and the norm of each, by the root mean square.
+        collectives: the ranks.
+    """
+    squares = torch.stack([rows.float().square().mean(1) for rows, _ in parts])
+    (sums,) = collectives.total(squares)
+    for (rows, norm), total in zip(parts, sums, strict=True):
+        assert not norm.centred
+        mean = total.unsqueeze(1) / collectives.size
+        wide = rows.float() * torch.rsqrt(mean + norm.eps)
+        weight = norm.weight.float() + 1 if norm.plus_one else norm.weight.float()
+        rows.copy_(wide * weight if norm.bias is None else wide * weight + norm.bias.float())

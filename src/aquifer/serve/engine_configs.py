@@ -6,26 +6,59 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from aquifer.config import EngineConfig
+from aquifer.errors import ConfigError
 from aquifer.memory.proc import available_host_bytes
 
 
 def engine_configs(config: EngineConfig, devices: Sequence[str]) -> list[EngineConfig]:
     """The options of the engine of each device.
 
-    Each begins with another model, so that the models that are loaded first are not the same.
+    Each begins with another model, so that the models that are loaded first are not the same. With
+    tensor parallel, an engine has a group of neighbouring devices, and its options the first one.
 
     Args:
         config: the options of all.
         devices: their names; if empty, the device of the options is the only one.
+
+    Raises:
+        ConfigError: the devices cannot be taken in groups.
     """
     if not devices:
         return [config]
     configs = []
-    for index, device in enumerate(devices):
-        first = index * len(config.models) // len(devices)
+    firsts = _first_of_groups(devices, config.tensor_parallel_size)
+    for index, device in enumerate(firsts):
+        first = index * len(config.models) // len(firsts)
         models = config.models[first:] + config.models[:first]
         configs.append(replace(config, device=device, models=models))
     return [replace(each, host_cache_bytes=_host_cache_bytes(configs)) for each in configs]
+
+
+def _first_of_groups(devices: Sequence[str], size: int) -> Sequence[str]:
+    """The first device of each tensor-parallel group.
+
+    Raises:
+        ConfigError: there are devices left over, or a group is not of neighbours.
+    """
+    if size == 1:
+        return devices
+    if len(devices) % size:
+        raise ConfigError(
+            f"devices has {len(devices)}, which are no groups of {size} (tensor_parallel_size); "
+            f"name {size}, {2 * size} or another multiple"
+        )
+    firsts = devices[::size]
+    for first, index in zip(firsts, range(0, len(devices), size), strict=True):
+        kind, _, number = first.partition(":")
+        group = (
+            [first] * size if kind == "cpu" else [f"{kind}:{int(number) + i}" for i in range(size)]
+        )
+        if list(devices[index : index + size]) != group:
+            raise ConfigError(
+                f"devices has {','.join(devices[index : index + size])} for one group; with "
+                f"tensor_parallel_size {size}, give neighbours, such as {','.join(group)}"
+            )
+    return firsts
 
 
 def _host_cache_bytes(configs: Sequence[EngineConfig]) -> int | None:
@@ -33,7 +66,11 @@ def _host_cache_bytes(configs: Sequence[EngineConfig]) -> int | None:
     first = configs[0]
     if first.host_cache_bytes is not None:
         return first.host_cache_bytes // len(configs)
-    if len(first.models) < 2 or all(config.device == "cpu" for config in configs):
+    if (
+        first.tensor_parallel_size > 1
+        or len(first.models) < 2
+        or all(config.device == "cpu" for config in configs)
+    ):
         return None
     return available_host_bytes() // 2 // len(configs)
 

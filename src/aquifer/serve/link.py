@@ -38,7 +38,7 @@ class EngineLink:
             args=(self._theirs, config, open_it, self._current, log_level),
             kwargs={"reports": reports},
             name="aquifer-engine",
-            daemon=True,
+            daemon=config.tensor_parallel_size == 1,  # one with ranks has processes of its own
         )
 
     def start(

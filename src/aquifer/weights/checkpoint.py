@@ -11,7 +11,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,13 +45,67 @@ _MOST_NAMED = 3  # names of missing files in one message
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Location, dtype and shape of a tensor on disk."""
+    """Location, dtype and shape of a tensor on disk, or of a part of one.
+
+    Attributes:
+        file: the file.
+        dtype: dtype of its elements.
+        shape: its shape.
+        offset_bytes: offset of the first byte in the file.
+        num_bytes: bytes of all elements.
+        run_bytes: bytes that lie together; all of them, unless it is a part made by `narrow`.
+        step_bytes: from the beginning of such a run to that of the next one.
+    """
 
     file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset_bytes: int
     num_bytes: int
+    run_bytes: int = -1
+    step_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.run_bytes < 0:
+            object.__setattr__(self, "run_bytes", self.num_bytes)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether all bytes lie together."""
+        return self.run_bytes == self.num_bytes
+
+    def narrow(self, dim: int, start: int, stop: int) -> StoredTensor:
+        """The part with the indices [start, stop) of one dimension.
+
+        Pre-condition: it is no such part itself, unless all bytes of it lie together.
+        """
+        assert self.is_contiguous
+        inner_bytes = math.prod(self.shape[dim + 1 :]) * self.dtype.itemsize
+        run_bytes = (stop - start) * inner_bytes
+        num_runs = math.prod(self.shape[:dim])
+        return StoredTensor(
+            self.file,
+            self.dtype,
+            (*self.shape[:dim], stop - start, *self.shape[dim + 1 :]),
+            self.offset_bytes + start * inner_bytes,
+            num_runs * run_bytes,
+            run_bytes,
+            self.shape[dim] * inner_bytes,
+        )
+
+    def places(self, start_bytes: int, num_bytes: int) -> Iterator[tuple[int, int]]:
+        """(offset in the file, length) in bytes of each run of a stretch of it, in order.
+
+        Args:
+            start_bytes: first byte of the stretch, counted in the bytes of the tensor alone.
+            num_bytes: its length.
+        """
+        while num_bytes:
+            number, within = divmod(start_bytes, self.run_bytes)
+            count = min(self.run_bytes - within, num_bytes)
+            yield self.offset_bytes + number * self.step_bytes + within, count
+            start_bytes += count
+            num_bytes -= count
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,27 +165,27 @@ class Checkpoint:
         """Bytes of all tensors on disk."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
-    def read_into(self, name: str, target: Target) -> None:
-        """Read a tensor to where it belongs, through a scratch buffer if that is no mere copy.
 
-        Args:
-            name: the tensor's name.
-            target: the part of a parameter to fill, on the CPU.
+def read_into(stored: StoredTensor, target: Target) -> None:
+    """Read a tensor to where it belongs, through a scratch buffer if that is no mere copy.
 
-        Raises:
-            ConfigError: the file ended early or cannot be read.
-        """
-        stored = self.tensors[name]
-        if target.is_copy(stored.dtype):
-            read_range(stored.file, stored.offset_bytes, target.part)
-            return
-        count = stored.num_bytes // stored.dtype.itemsize
-        step = max(_CONVERT_BYTES // stored.dtype.itemsize, 1)
-        scratch = torch.empty(min(step, count), dtype=stored.dtype)
-        for start in range(0, count, step):
-            piece = scratch[: count - start]
-            read_range(stored.file, stored.offset_bytes + start * stored.dtype.itemsize, piece)
-            target.write(piece, start)
+    Args:
+        stored: the tensor, or a part of one.
+        target: the part of a parameter to fill, on the CPU.
+
+    Raises:
+        ConfigError: the file ended early or cannot be read.
+    """
+    if target.is_copy(stored.dtype):
+        read_stretch(stored, 0, target.part)
+        return
+    count = stored.num_bytes // stored.dtype.itemsize
+    step = max(_CONVERT_BYTES // stored.dtype.itemsize, 1)
+    scratch = torch.empty(min(step, count), dtype=stored.dtype)
+    for start in range(0, count, step):
+        piece = scratch[: count - start]
+        read_stretch(stored, start * stored.dtype.itemsize, piece)
+        target.write(piece, start)
 
 
 def read_config(folder: Path) -> Fields:
@@ -289,15 +343,36 @@ def read_range(file: Path, offset_bytes: int, out: torch.Tensor) -> None:
     Raises:
         ConfigError: the file ended early or cannot be read.
     """
+    _read(file, [(offset_bytes, out.nbytes)], out)
+
+
+def read_stretch(stored: StoredTensor, start_bytes: int, out: torch.Tensor) -> None:
+    """Fill a contiguous CPU tensor with a stretch of a stored tensor, run by run.
+
+    Args:
+        stored: the tensor, or a part of one.
+        start_bytes: first byte of the stretch, counted in the bytes of the tensor alone.
+        out: as long as the stretch.
+
+    Raises:
+        ConfigError: the file ended early or cannot be read.
+    """
+    _read(stored.file, stored.places(start_bytes, out.nbytes), out)
+
+
+def _read(file: Path, places: Iterable[tuple[int, int]], out: torch.Tensor) -> None:
+    """Fill a tensor from (offset, length) places of a file, one after the other."""
     buffer = out.view(-1).view(torch.uint8).numpy().data
+    done = 0
     try:
         with file.open("rb", buffering=0) as stream:
-            stream.seek(offset_bytes)
-            done = 0
-            while done < len(buffer):
-                count = stream.readinto(buffer[done:])
-                if not count:
-                    raise ConfigError(f"{file} ended early: it changed while it was read")
-                done += count
+            for offset_bytes, num_bytes in places:
+                stream.seek(offset_bytes)
+                end = done + num_bytes
+                while done < end:
+                    count = stream.readinto(buffer[done:end])
+                    if not count:
+                        raise ConfigError(f"{file} ended early: it changed while it was read")
+                    done += count
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error}") from error

@@ -67,7 +67,7 @@ class GroupOrigin:
         tensors = self.checkpoint.tensors
         parts: list[object] = []
         for parameter in self.parameters:
-            parts += [str(parameter.dtype), parameter.shape]
+            parts += [str(parameter.dtype), parameter.shape, repr(parameter.shard)]
             for source in parameter.sources:
                 dtype = str(tensors[source.name].dtype)
                 how = source.form.name, source.factors, repr(source.order)

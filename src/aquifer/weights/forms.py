@@ -83,6 +83,25 @@ class Form(Enum):
             return blocks if self is Form.MXFP4_SCALES else (*blocks, mxfp4.BLOCK_BYTES)
         return tuple(shape)
 
+    def stored_range(self, num_dims: int, dim: int, start: int, stop: int) -> tuple[int, int, int]:
+        """Where the indices [start, stop) of one dimension of a part are stored.
+
+        Args:
+            num_dims: dimensions of the part.
+            dim: the dimension.
+            start: first index.
+            stop: end of the indices; of the last dimension of MXFP4, both are multiples of 32.
+
+        Returns: dimension of the stored tensor, and [start, stop) in it.
+        """
+        is_last = dim == num_dims - 1
+        if self is Form.TRANSPOSED and dim >= num_dims - 2:
+            return (num_dims - 2 if is_last else num_dims - 1), start, stop
+        if self.is_mxfp4 and is_last:
+            assert start % mxfp4.BLOCK_VALUES == stop % mxfp4.BLOCK_VALUES == 0
+            return dim, start // mxfp4.BLOCK_VALUES, stop // mxfp4.BLOCK_VALUES
+        return dim, start, stop
+
     def stored_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Dtype in which a part of this dtype is stored without a conversion of floats."""
         return torch.uint8 if self.is_mxfp4 else dtype
@@ -99,7 +118,8 @@ class Target:
     """The part of a parameter that a stored tensor fills, and the form in which it is stored.
 
     Args:
-        part: contiguous.
+        part: contiguous, or of a plain form without factors and order, neighbouring columns of a
+            contiguous tensor.
         form: the form; `form.stored_shape(part.shape)` is the stored tensor's shape.
         factors: constant factors on rows; only of a plain form.
         order: the order of the stored rows, if it is another one; only of a plain form without
@@ -112,6 +132,10 @@ class Target:
     order: RowOrder | None = None
 
     def __post_init__(self) -> None:
+        if not self.part.is_contiguous():
+            assert self.form is Form.PLAIN
+            assert not self.factors
+            assert self.order is None
         if self.factors:
             assert self.form is Form.PLAIN
             assert sum(rows for rows, _ in self.factors) == len(self.part)
@@ -123,7 +147,7 @@ class Target:
     def is_copy(self, dtype: torch.dtype) -> bool:
         """Whether the bytes of a tensor stored in this dtype are the bytes of the part."""
         is_plain = self.form is Form.PLAIN and not self.factors and self.order is None
-        return is_plain and self.part.dtype == dtype
+        return is_plain and self.part.is_contiguous() and self.part.dtype == dtype
 
     def write(self, elements: torch.Tensor, first: int) -> None:
         """Write stored elements to their places: converted, transposed, decoded, scaled or moved.
@@ -135,6 +159,9 @@ class Target:
                 stored tensor's elements, in row-major order; on the host or on the part's device.
             first: number of the first element.
         """
+        if not self.part.is_contiguous():
+            _copy_rows(elements, self.part, first)
+            return
         values = self.part.view(-1)
         if self.form is Form.MXFP4_BLOCKS:
             mxfp4.write_numbers(elements, values, first)
@@ -179,7 +206,7 @@ def _copy_rows(elements: torch.Tensor, out: torch.Tensor, first: int) -> None:
 
     Args:
         elements: [n], contiguous, of any dtype.
-        out: matrices that are each transposed, [..., rows, columns].
+        out: matrices [..., rows, columns], transposed or some columns of wider ones.
         first: number of the first element.
     """
     num_rows, width = out.shape[-2:]

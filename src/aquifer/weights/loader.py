@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from aquifer.weights.checkpoint import Checkpoint, StoredTensor, read_range
+from aquifer.weights.checkpoint import StoredTensor, read_into, read_range, read_stretch
 from aquifer.weights.forms import Target
 
 BUFFER_BYTES = 16 << 20
@@ -46,30 +46,51 @@ class Piece:
 
     @property
     def offset_bytes(self) -> int:
-        """Offset of the piece in the file."""
-        return self.stored.offset_bytes + self.start_bytes
+        """Offset of the piece in the file, or in a part that is scattered over it."""
+        return self.start_bytes + (self.stored.offset_bytes if self.stored.is_contiguous else 0)
 
 
 @dataclass(slots=True)
 class Stretch:
-    """Range [begin_bytes, end_bytes) of a file that is read at once, and the pieces in it."""
+    """Bytes [begin_bytes, end_bytes) that are read at once, and the pieces in them.
+
+    They are of a file; or of a part of a stored tensor that is scattered over its file, such as
+    some columns, and that is all the stretch has. Then nothing between the runs is read.
+    """
 
     file: Path
     begin_bytes: int
     end_bytes: int
     pieces: list[Piece] = field(default_factory=list)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are read."""
+        return self.end_bytes - self.begin_bytes
+
+    def read(self, out: torch.Tensor) -> None:
+        """Read it.
+
+        Args:
+            out: [num_bytes] uint8, on the host.
+
+        Raises:
+            ConfigError: the file ended early or cannot be read.
+        """
+        stored = self.pieces[0].stored
+        if stored.is_contiguous:
+            read_range(self.file, self.begin_bytes, out)
+        else:
+            read_stretch(stored, self.begin_bytes, out)
+
 
 def load_tensors(
-    checkpoint: Checkpoint,
-    jobs: Sequence[tuple[str, Target]],
-    on_bytes: Callable[[int], None],
+    jobs: Sequence[tuple[StoredTensor, Target]], on_bytes: Callable[[int], None]
 ) -> None:
-    """Fill tensors of one device from a checkpoint; their contents are complete on return.
+    """Fill tensors of one device from files; their contents are complete on return.
 
     Args:
-        checkpoint: the checkpoint with the stored tensors.
-        jobs: (name of a stored tensor, what it fills), in the order in which they are read.
+        jobs: (stored tensor or part of one, what it fills), in the order in which they are read.
         on_bytes: called after each read with the number of stored bytes in it.
 
     Raises:
@@ -79,14 +100,11 @@ def load_tensors(
         return
     device = jobs[0][1].part.device
     if device.type != "cpu":
-        stretches = plan_stretches(
-            [(checkpoint.tensors[name], target) for name, target in jobs], BUFFER_BYTES
-        )
-        _load_staged(stretches, device, on_bytes)
+        _load_staged(plan_stretches(jobs, BUFFER_BYTES), device, on_bytes)
         return
-    for name, target in jobs:
-        checkpoint.read_into(name, target)
-        on_bytes(checkpoint.tensors[name].num_bytes)
+    for stored, target in jobs:
+        read_into(stored, target)
+        on_bytes(stored.num_bytes)
 
 
 def copy_bytes(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -124,6 +142,14 @@ def plan_stretches(jobs: Iterable[tuple[StoredTensor, Target]], max_bytes: int) 
     last: Stretch | None = None
     for stored, target in jobs:
         done = 0
+        if not stored.is_contiguous:
+            step = max(max_bytes // stored.dtype.itemsize, 1) * stored.dtype.itemsize
+            for done in range(0, stored.num_bytes, step):
+                end = min(done + step, stored.num_bytes)
+                piece = Piece(stored, target, done, end - done)
+                stretches.append(Stretch(stored.file, done, end, [piece]))
+            last = None
+            continue
         while done < stored.num_bytes:
             at = stored.offset_bytes + done
             if (
@@ -175,8 +201,7 @@ class _Buffer:
     def read(self, stretch: Stretch) -> None:
         """Fill the buffer from the file, after the copy of its former contents has ended."""
         self.copied.synchronize()
-        num_bytes = stretch.end_bytes - stretch.begin_bytes
-        read_range(stretch.file, stretch.begin_bytes, self.bytes[:num_bytes])
+        stretch.read(self.bytes[: stretch.num_bytes])
 
 
 @cache
@@ -203,7 +228,7 @@ def _load_staged(
                     reading.append((stretch, buffer, threads.submit(buffer.read, stretch)))
                 stretch, buffer, read = reading.popleft()
                 read.result()
-                num_bytes = stretch.end_bytes - stretch.begin_bytes
+                num_bytes = stretch.num_bytes
                 with torch.cuda.stream(stream):
                     stage[:num_bytes].copy_(buffer.bytes[:num_bytes], non_blocking=True)
                     buffer.copied.record(stream)

@@ -11,14 +11,15 @@ ordinary pages: mapping costs by the page, and no more bytes are taken than with
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from aquifer.errors import ConfigError
-from aquifer.weights.checkpoint import Checkpoint
+from aquifer.weights.checkpoint import Checkpoint, StoredTensor
 from aquifer.weights.forms import Form, RowFactors, RowOrder, Target
+from aquifer.weights.shards import Shard, rows_of
 
 _ALIGNMENT_BYTES = 256  # alignment of small parameters within the shared pages
 
@@ -52,13 +53,50 @@ class Source:
         is_scaled = any(factor != 1.0 for _, factor in factors)
         return cls(name, index, factors=tuple(factors) if is_scaled else ())
 
-    def target(self, parameter: torch.Tensor) -> Target:
-        """The part of a parameter that it fills."""
-        return Target(parameter[self.index], self.form, self.factors, self.order)
+    def jobs(
+        self, stored: StoredTensor, parameter: Parameter, tensor: torch.Tensor
+    ) -> Iterator[tuple[StoredTensor, Target]]:
+        """What is to be read of the stored tensor, and what that fills.
+
+        Args:
+            stored: the whole stored tensor.
+            parameter: the parameter, or a rank's shard of it.
+            tensor: its memory.
+        """
+        if parameter.shard is None:
+            yield stored, Target(tensor[self.index], self.form, self.factors, self.order)
+            return
+        shard, dim = parameter.shard, parameter.shard.dim
+        index = (*self.index, *[slice(None)] * (len(parameter.shape) - len(self.index)))
+        at = index[dim]
+        if isinstance(at, int):
+            for own in shard.own_indices(at):
+                place = (*index[:dim], own, *index[dim + 1 :])
+                yield stored, Target(tensor[place], self.form, self.factors, self.order)
+            return
+        begin, end, _ = at.indices(shard.whole_size)
+        num_dims = sum(isinstance(each, slice) for each in index)
+        part_dim = sum(isinstance(each, slice) for each in index[:dim])
+        for start, stop, first in shard.overlaps(begin, end):
+            # [start, stop) of the dimension of what this source fills
+            rows = rows_of(start - begin, stop - begin, self.factors, self.order)
+            if part_dim:
+                rows = iter([(start - begin, stop - begin, start - begin, self.factors)])
+            for row, row_end, stored_row, factors in rows:
+                own_start = first + begin + row - start
+                place = (
+                    *index[:dim],
+                    slice(own_start, own_start + row_end - row),
+                    *index[dim + 1 :],
+                )
+                stored_end = stored_row + row_end - row
+                span = self.form.stored_range(num_dims, part_dim, stored_row, stored_end)
+                order = self.order if part_dim else None
+                yield stored.narrow(*span), Target(tensor[place], self.form, factors, order)
 
     def stored_shape(self, parameter: Parameter) -> tuple[int, ...]:
         """The shape that the stored tensor must have; takes no memory."""
-        part = torch.empty(parameter.shape, device="meta")[self.index]
+        part = torch.empty(parameter.whole_shape, device="meta")[self.index]
         return self.form.stored_shape(part.shape)
 
 
@@ -67,6 +105,7 @@ class Parameter:
     """A parameter as the model needs it: possibly several stored tensors in one.
 
     `used_share` is the share of it that one token needs: less than 1 for the experts of a mixture.
+    Of a rank's shard, `shape` is what the rank has, and `sources` are those of the whole parameter.
     """
 
     name: str
@@ -74,6 +113,20 @@ class Parameter:
     dtype: torch.dtype
     sources: tuple[Source, ...]
     used_share: float = 1.0
+    shard: Shard | None = None
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the whole parameter."""
+        if self.shard is None:
+            return self.shape
+        dim = self.shard.dim
+        return (*self.shape[:dim], self.shard.whole_size, *self.shape[dim + 1 :])
+
+    def sharded(self, shard: Shard) -> Parameter:
+        """A rank's shard of this parameter, which is whole."""
+        shape = (*self.shape[: shard.dim], shard.size, *self.shape[shard.dim + 1 :])
+        return replace(self, shape=shape, shard=shard)
 
     @property
     def num_bytes(self) -> int:

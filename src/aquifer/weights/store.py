@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -18,7 +19,8 @@ from aquifer.memory.pool import Owner, PagePool
 from aquifer.memory.range import VirtualRange
 from aquifer.memory.residency import Residency
 from aquifer.sizes import format_size
-from aquifer.weights.checkpoint import Checkpoint
+from aquifer.weights.checkpoint import Checkpoint, StoredTensor
+from aquifer.weights.dummy import fill_normal
 from aquifer.weights.forms import Target
 from aquifer.weights.loader import load_tensors
 from aquifer.weights.parameters import (
@@ -29,9 +31,29 @@ from aquifer.weights.parameters import (
     placed_bytes,
 )
 
-_MOST_PARAMETERS = 1 << 20  # of one model, for seeds of their own
 _ROOM_BYTES = 1 << 30  # what is evicted at a time: the first groups are filled meanwhile
-_RANDOM_STD = 0.02  # standard deviation that most models are initialised with
+
+
+@dataclass(frozen=True, slots=True)
+class Populated:
+    """Groups of parameters, by number, that got pages.
+
+    `same_as` has those that got the pages of other models: (group, name of the model, its group).
+    """
+
+    groups: tuple[int, ...]
+    same_as: tuple[tuple[int, str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """Groups of parameters, by number, that lost their pages."""
+
+    groups: tuple[int, ...]
+
+
+WeightOp: TypeAlias = Populated | Evicted
+"""What happened to the pages of parameters, for another process that does the same."""
 
 
 class Filling(Protocol):
@@ -69,6 +91,7 @@ class WeightStore:
         groups: parameters that are resident or evicted as a whole.
         tensors: the parameters by name; to be used only while they are resident.
         version: changes whenever groups get or lose their pages.
+        record: called with each change of the pages, in order; None for no recording.
 
     Raises:
         DriverError: the addresses could not be reserved.
@@ -81,6 +104,7 @@ class WeightStore:
         is_default = pool.page_bytes == driver.default_page_bytes  # else the size was chosen
         large_page_bytes = driver.large_page_bytes if is_default else pool.page_bytes
         self.groups = placement.groups(parameters, large_page_bytes)
+        self._numbers = {group: number for number, group in enumerate(self.groups)}
         self.owner = owner
         self._pool = pool
         self._range = VirtualRange(pool.pages, placement.num_bytes, placement.page_bytes)
@@ -101,6 +125,7 @@ class WeightStore:
             if group.large
         }
         self.version = 0
+        self.record: Callable[[WeightOp], None] | None = None
         self._resident: set[ParameterGroup] = set()
         self._num_resident_pages = 0  # of these
         self._sizes_bytes = {p.name: p.num_bytes for p in self.parameters}
@@ -195,7 +220,18 @@ class WeightStore:
         self.version += 1
         self._resident.update(missing)
         self._num_resident_pages += sum(group.num_pages for group in missing)
+        if self.record is not None and missing:
+            shared = tuple(
+                (self._numbers[group], other.store.owner.model, other.store.number_of(other.group))
+                for group, other in same_as.items()
+                if group in missing
+            )
+            self.record(Populated(tuple(self._numbers[group] for group in missing), shared))
         return True
+
+    def number_of(self, group: ParameterGroup) -> int:
+        """The index of a group in `groups`."""
+        return self._numbers[group]
 
     def _alias(self, group: ParameterGroup, other: GroupPlace, undo: ExitStack) -> None:
         """Map the pages of a group of another store here."""
@@ -239,12 +275,16 @@ class WeightStore:
         The contents are lost, and the tensors must not be used before `populate`.
         """
         self.version += 1
+        evicted: list[int] = []
         for group in self.groups if groups is None else groups:
             if group in self._resident:
                 self._resident.remove(group)
                 self._num_resident_pages -= group.num_pages
                 for residency, places in self.places(group):
                     residency.give_up(places)
+                evicted.append(self._numbers[group])
+        if self.record is not None and evicted:
+            self.record(Evicted(tuple(evicted)))
 
     def load(
         self,
@@ -264,12 +304,13 @@ class WeightStore:
         Raises:
             ConfigError: a tensor is missing or has another shape; found before anything is read.
         """
-        load_tensors(checkpoint, self.jobs(checkpoint, groups), on_bytes)
+        self._clear_padding(self.parameters_of(groups))
+        load_tensors(self.jobs(checkpoint, groups), on_bytes)
 
     def jobs(
         self, checkpoint: Checkpoint, groups: Iterable[ParameterGroup] | None = None
-    ) -> list[tuple[str, Target]]:
-        """Name of each stored tensor, and what it fills, in file order.
+    ) -> list[tuple[StoredTensor, Target]]:
+        """Each stored tensor, or what is needed of it, and what that fills, in file order.
 
         Tensors that change what others have filled in come after these, wherever they are stored.
 
@@ -282,7 +323,7 @@ class WeightStore:
         """
         parameters = self.parameters_of(groups)
         check_sources(checkpoint, parameters)
-        placed: list[tuple[tuple[Path, int], str, Target]] = []
+        placed: list[tuple[tuple[Path, int], StoredTensor, Target]] = []
         for parameter in parameters:
             latest = (Path(), 0)
             for source in parameter.sources:
@@ -291,9 +332,10 @@ class WeightStore:
                 if source.form.changes:
                     at = max(at, latest)
                 latest = max(at, latest)
-                placed.append((at, source.name, source.target(self.tensors[parameter.name])))
+                tensor = self.tensors[parameter.name]
+                placed += ((at, *job) for job in source.jobs(stored, parameter, tensor))
         placed.sort(key=lambda job: job[0])  # stable: at the same place, in the order of sources
-        return [(name, target) for _, name, target in placed]
+        return [(stored, target) for _, stored, target in placed]
 
     def parameters_of(
         self, groups: Iterable[ParameterGroup] | None = None
@@ -309,17 +351,25 @@ class WeightStore:
 
         With these, activations keep their magnitude from layer to layer, as in a real model. The
         numbers of a parameter depend on the seed and on its place among all: they are the same when
-        it is filled again after an eviction.
+        it is filled again after an eviction. Those of a shard are the whole parameter's.
         """
         places = {parameter.name: place for place, parameter in enumerate(self.parameters)}
-        for parameter in self.parameters_of(groups):
+        chosen = self.parameters_of(groups)
+        for parameter in chosen:
             tensor = self.tensors[parameter.name]
             if tensor.dim() < 2:
                 tensor.fill_(0 if parameter.name.endswith("bias") else 1)
                 continue
-            generator = torch.Generator(tensor.device)
-            generator.manual_seed((seed * _MOST_PARAMETERS + places[parameter.name]) % 2**63)
-            tensor.normal_(0, _RANDOM_STD, generator=generator)
+            fill_normal(parameter, tensor, seed, places[parameter.name])
+        self._clear_padding(chosen)
+
+    def _clear_padding(self, parameters: Iterable[Parameter]) -> None:
+        """Fill with zeros what nothing of a checkpoint fills."""
+        for parameter in parameters:
+            shard = parameter.shard
+            if shard is not None and shard.padding:
+                padding = slice(shard.size - shard.padding, shard.size)
+                self.tensors[parameter.name].movedim(shard.dim, 0)[padding].zero_()
 
     def close(self) -> None:
         """Give pages and addresses back. The tensors must not be used any more."""

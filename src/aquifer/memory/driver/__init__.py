@@ -38,6 +38,32 @@ def open_driver(device: str) -> Driver:
     )
 
 
+def rank_devices(device: str, size: int) -> tuple[str, ...]:
+    """The devices of a tensor-parallel group: the given one and those after it, by their numbers.
+
+    Args:
+        device: as for `open_driver`. Ranks on the CPU have the same one.
+        size: number of ranks.
+
+    Raises:
+        ConfigError: there are not so many devices.
+    """
+    if device == "auto":
+        device = _choose()
+    if device == "cpu":
+        return ("cpu",) * size
+    import torch
+
+    first = int(device.partition(":")[2] or 0)
+    found = torch.cuda.device_count()
+    if first + size > found:
+        raise ConfigError(
+            f"{size} devices from {device} on were asked for, and this machine has {found}; give a "
+            "lower --tensor-parallel-size, or another --device"
+        )
+    return tuple(f"cuda:{number}" for number in range(first, first + size))
+
+
 def _choose() -> str:
     """Return the device that "auto" selects on this machine."""
     import torch

@@ -1,0 +1,1 @@
+"""One model on several devices: tensor parallel ranks, and what each of them has of the model."""

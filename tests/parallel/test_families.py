@@ -1,0 +1,123 @@
+"""Every family, split over ranks: logits equal those of the whole model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.architectures import HYBRIDS, OUR_DECODER, VOCAB_SIZE, save_tiny
+from tests.cases import EVERY_CASE
+from tests.models.serving import StepKV, loaded_weights, served_logits
+from tests.parallel.threads import ThreadCollectives, in_ranks
+
+from aquifer.errors import ConfigError
+from aquifer.models import plan_model
+from aquifer.models.collectives import ALONE, Collectives
+from aquifer.parallel.plan import sharding
+from aquifer.weights.checkpoint import Checkpoint
+
+WHOLE = {
+    "gpt2-other": "attention heads: 3",
+    "jamba": "layers of the kind Mamba1",
+    "jamba-dense": "layers of the kind Mamba1",
+    "mamba": "layers of the kind Mamba1",
+    "mamba-biases": "layers of the kind Mamba1",
+    "falcon_mamba": "layers of the kind Mamba1",
+    "zamba2": "share blocks",
+    "zamba2-adapters": "share blocks",
+    "zamba2-untied": "share blocks",
+    "qwen3_next": "layers of the kind GatedDelta",
+    "qwen3_next-dense": "layers of the kind GatedDelta",
+    "mamba2-biases": "norm of its Mamba layers covers 1 groups",
+}
+"""Architectures that cannot be split over two ranks, and why."""
+
+TWO_GROUPS = ("mamba2", "bamba", "granitemoehybrid", "falcon_h1-", "nemotron_h")
+"""Beginnings of the names of those that cannot be split over four."""
+
+CASES = [
+    (name, size)
+    for number, name in enumerate(OUR_DECODER | HYBRIDS)
+    if name not in WHOLE
+    for size in (2, 4)
+    if (EVERY_CASE or size == (2, 4)[number % 2] or name.startswith(TWO_GROUPS))
+    and not (size == 4 and name.startswith(TWO_GROUPS))
+]
+"""Each in one size, or in both."""
+
+
+@pytest.mark.parametrize(("name", "size"), CASES)
+def test_logits_equal_those_of_the_whole(name: str, size: int, tmp_path: Path) -> None:
+    save_tiny((OUR_DECODER | HYBRIDS)[name](), tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    generator = torch.Generator().manual_seed(1)
+    sequences = [torch.randint(VOCAB_SIZE, (n,), generator=generator) for n in (1, 9, 13)]
+
+    def logits_of(collectives: Collectives) -> list[torch.Tensor]:
+        plan = plan_model(checkpoint)
+        if collectives.size > 1:
+            plan = sharding(plan_model, collectives)(checkpoint, None)
+        with loaded_weights(checkpoint, plan) as tensors, torch.inference_mode():
+            model = plan.build(tensors)
+            return served_logits(model, sequences, StepKV, plan.state_layout())
+
+    expected = logits_of(ALONE)
+    of_ranks = in_ranks(size, logits_of)
+    for logits, *others in zip(expected, *of_ranks, strict=True):
+        assert all(torch.equal(others[0], other) for other in others)
+        torch.testing.assert_close(others[0], logits, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize(("name", "size"), CASES[::4])
+def test_ranks_have_equal_shapes_and_all_of_the_model(name: str, size: int, tmp_path: Path) -> None:
+    save_tiny((OUR_DECODER | HYBRIDS)[name](), tmp_path)
+    checkpoint = Checkpoint.open(tmp_path)
+    whole = plan_model(checkpoint)
+    plans = in_ranks(size, lambda ranks: sharding(plan_model, ranks)(checkpoint, None))
+    assert len({plan.kv_layout for plan in plans}) == len({plan.state_layout() for plan in plans})
+    assert 1.5 * plans[0].kv_layout.token_bytes <= 2 * whole.kv_layout.token_bytes
+    split_bytes = 0
+    for parameter, *own in zip(whole.parameters, *(p.parameters for p in plans), strict=True):
+        assert len({each.shape for each in own}) == 1
+        shards = [each.shard for each in own if each.shard is not None]
+        if len(shards) < size:
+            continue
+        split_bytes += own[0].num_bytes
+        indices = {i for s in shards for start, stop in s.ranges for i in range(start, stop)}
+        assert indices == set(range(parameter.shape[shards[0].dim])), parameter.name
+    whole_bytes = sum(parameter.num_bytes for parameter in whole.parameters)
+    own_bytes = sum(parameter.num_bytes for parameter in plans[0].parameters)
+    assert split_bytes > 0.6 * own_bytes
+    assert own_bytes < 0.7 * whole_bytes
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_cannot_be_split_is_refused(name: str, tmp_path: Path) -> None:
+    save_tiny((OUR_DECODER | HYBRIDS)[name](), tmp_path)
+    refused = f"cannot be split over 2 devices: .*{WHOLE[name]}.*-size that works: 1$"
+    with pytest.raises(ConfigError, match=refused):
+        _plan(tmp_path, 2)
+
+
+def test_sizes_that_work_are_named(tmp_path: Path) -> None:
+    save_tiny(HYBRIDS["bamba"](), tmp_path)
+    with pytest.raises(ConfigError, match=r"over 4 devices: .*-size that works: 1, 2$"):
+        _plan(tmp_path, 4)
+    save_tiny(OUR_DECODER["llama"](), tmp_path)
+    with pytest.raises(ConfigError, match=r"attention heads: 4; .*-size that works: 1, 2, 4$"):
+        _plan(tmp_path, 3)
+
+
+def test_other_implementations_are_refused(tmp_path: Path) -> None:
+    save_tiny(OUR_DECODER["llama"](), tmp_path)
+    ranks = in_ranks(2, lambda ranks: ranks)
+    from aquifer.models.transformers import TransformersPlan
+
+    with pytest.raises(ConfigError, match="not computed by Aquifer's own decoder"):
+        sharding(TransformersPlan, ranks[0])(Checkpoint.open(tmp_path), None)
+
+
+def _plan(folder: Path, size: int) -> None:
+    ranks: list[ThreadCollectives] = in_ranks(size, lambda ranks: ranks)
+    sharding(plan_model, ranks[0])(Checkpoint.open(folder), None)
