@@ -215,6 +215,15 @@ class BucketedCache(ContiguousCache):
         if len(slots) != self._arena.num_used or (users != self._page_users).any():
             raise InvariantError("regions and the pages under them disagree")
 
+    def check_empty(self) -> None:
+        """Verify what `check` does, and that the arena is free in one piece beside its reserve.
+
+        Raises:
+            InvariantError: it is not, or a region is in use.
+        """
+        self.check()
+        self._arena.check_empty()
+
     def close(self) -> None:
         """Release all slots and the pages that are kept, then the addresses."""
         for slot in np.flatnonzero(self._num_blocks):

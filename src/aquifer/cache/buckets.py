@@ -346,6 +346,16 @@ class BucketPool:
         if not all(self._is_large[start] for start in self._parts[1].used):
             raise InvariantError("a regular bucket has a piece of the reserve")
 
+    def check_empty(self) -> None:
+        """Verify that no piece is in use, and that the free ones merge into one space in each part.
+
+        Raises:
+            InvariantError: a piece is in use, or a fragment is lost.
+        """
+        self.check()
+        if self.num_used or not all(part.merges_into_one() for part in self._parts):
+            raise InvariantError("pieces are in use, or fragments do not merge into one space")
+
     def _part_of(self, start: int) -> _Pieces:
         return self._parts[start >= self.num_blocks - self.reserve_blocks]
 
@@ -382,6 +392,11 @@ class _Pieces:
     def give(self, start: int) -> None:
         """The opposite of `take`."""
         self._free.setdefault(self.used.pop(start), []).append(start)
+
+    def merges_into_one(self) -> bool:
+        """Merge the free pieces; returns whether all of the part is one space then."""
+        self._merge()
+        return self._space.largest_gap_bytes == self._space.num_bytes
 
     def check(self) -> None:
         """See `BucketPool.check`."""
