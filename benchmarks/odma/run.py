@@ -6,7 +6,9 @@ FOLDER has the traces. Each part writes PART.json, most also PART.png:
 
 - accuracy: how well lengths are predicted, by the paper's measure and by others;
 - pressure: preemptions and goodput in short memory, without forecasts, with them, with wrong ones;
+- demand: goodput in many amounts of memory, and how often the demand exceeds each;
 - utilisation: how much of contiguous memory holds tokens, by who reserves it;
+- devices: several devices in short memory, by where requests are placed;
 - drift: the same trace through two shifts of its lengths;
 - real: a small model on the CPU in short memory;
 - overhead: the scheduler's own time.
@@ -31,8 +33,10 @@ from aquifer.bench.result import save
 PARTS: dict[str, tuple[Callable[[Path, int], dict[str, Any]], int]] = {
     "accuracy": (accuracy.accuracy, 4000),
     "pressure": (replays.pressure, 4000),
+    "demand": (replays.demand, 4000),
     "utilisation": (replays.utilisation, 3000),
     "drift": (replays.drift, 6000),
+    "devices": (replays.devices, 3000),
     "real": (real.real, 400),
     "overhead": (real.overhead, 2000),
 }

@@ -18,6 +18,7 @@ Tokens behind windows are kept. Recurrent state is not supported, and nothing is
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from math import lcm
 
@@ -199,6 +200,16 @@ class BucketedCache(ContiguousCache):
     def free_blocks(self) -> int:
         """Blocks of the arena in no region."""
         return self._arena.free_blocks
+
+    @property
+    def free_bucket_tokens(self) -> int:
+        """Bound of the largest bucket of which a region could be had now, in tokens; 0 if none."""
+        num_blocks = self._arena.largest_free_blocks
+        if not self._keeps_mapped:
+            num_blocks = min(num_blocks, self._memory.free_bytes // self.block_bytes)
+        bounds = self.bounds.bounds
+        number = bisect_right(bounds, num_blocks * self._block_size)
+        return bounds[number - 1] if number else 0
 
     def check(self) -> None:
         """Verify the pieces of the arena (`BucketPool.check`), and that pages are counted rightly.

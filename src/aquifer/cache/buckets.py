@@ -322,6 +322,11 @@ class BucketPool:
         return self.num_blocks - sum(sum(part.used.values()) for part in self._parts)
 
     @property
+    def largest_free_blocks(self) -> int:
+        """Blocks of the largest piece that a regular bucket could take without merging others."""
+        return self._parts[0].largest_free if self._is_large else self._parts[0].num_blocks
+
+    @property
     def occupancy(self) -> dict[tuple[int, bool], int]:
         """Number of pieces in use, by their size in blocks and whether they are of the large
         bucket."""
@@ -364,10 +369,12 @@ class _Pieces:
     """The pieces of [first, first + num_blocks).
 
     Attributes:
+        num_blocks: as given.
         used: number of blocks of each piece in use, by its first block.
     """
 
     def __init__(self, first: int, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
         self.used: dict[int, int] = {}
         self._first = first
         # Pieces, in use or free, are its allocated regions; in units of a block.
@@ -392,6 +399,12 @@ class _Pieces:
     def give(self, start: int) -> None:
         """The opposite of `take`."""
         self._free.setdefault(self.used.pop(start), []).append(start)
+
+    @property
+    def largest_free(self) -> int:
+        """Blocks of the largest free piece, or of the largest space."""
+        pieces = max((size for size, starts in self._free.items() if starts), default=0)
+        return max(pieces, self._space.largest_gap_bytes)
 
     def merges_into_one(self) -> bool:
         """Merge the free pieces; returns whether all of the part is one space then."""

@@ -24,6 +24,9 @@ from aquifer.memory.runs import num_equal
 from aquifer.predict.forecaster import Forecaster
 from aquifer.predict.lengths import Forecast
 
+_OUTPUT_WEIGHT = 0.02
+"""EMA weight of the latest output in the mean length of outputs."""
+
 
 @dataclass(slots=True, eq=False)
 class Lane:
@@ -66,6 +69,7 @@ class Lane:
     last_turn: int = -1
     num_preemptions: int = 0
     num_swaps: int = 0  # preemptions that swapped
+    output_tokens: float = 0.0  # moving average of the outputs that have ended by themselves
     forecasts: SlotForecasts = field(init=False)
     has_windows: bool = field(init=False)
     has_state: bool = field(init=False)
@@ -420,8 +424,10 @@ class Lane:
         group, num_tokens = sequence.group, len(self.slots.tokens(sequence))
         if sequence.slot is not None:
             self.cache.finished(sequence.slot, num_tokens)
+        num_outputs = num_tokens - group.num_prompt_tokens
+        self.output_tokens += (num_outputs - self.output_tokens) * _OUTPUT_WEIGHT
         if self.forecaster is not None and group.outlook is not None:
-            self.forecaster.ended(group.outlook, num_tokens - group.num_prompt_tokens)
+            self.forecaster.ended(group.outlook, num_outputs)
 
     def _mark_end(self, sequence: Sequence) -> None:
         """Mark the state that a sequence ends with, if a prefix can end there.
