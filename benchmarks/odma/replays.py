@@ -57,6 +57,7 @@ _BUCKET_BYTES = 12 << 30
 _CONTEXT_TOKENS = 4096
 _ALPACA_MODEL = "Qwen1.5-7B-Chat"
 _WINDOW = 200  # requests
+_GROUPING_RATE = 6.0  # requests a second
 _NUM_DEVICES = 4
 _DEVICES_RATE = 24.0  # requests a second, of all devices
 _LOAD_BYTES_PER_S = 50e9
@@ -131,11 +132,7 @@ def utilisation(data: Path, num_requests: int) -> dict[str, Any]:
         "virtual": replace(base, manager="virtual"),
         "virtual, forecasts": replace(base, manager="virtual", length_prediction="prior"),
     }
-    sources = {
-        "Alpaca": saturated(data / ALPACA, _CONTEXT_TOKENS, num_requests, _ALPACA_MODEL),
-        "GSM8K": saturated(data / GSM8K, _CONTEXT_TOKENS, num_requests),
-        "conversations": saturated(data / CONVERSATIONS, _CONTEXT_TOKENS, num_requests),
-    }
+    sources = _saturated(data, num_requests)
     rows = []
     for source, way in track([(s, w) for s in sources for w in ways], "utilisation"):
         result = replay(ways[way], sources[source])
@@ -156,6 +153,42 @@ def utilisation(data: Path, num_requests: int) -> dict[str, Any]:
         "context_tokens": _CONTEXT_TOKENS,
         "num_requests": num_requests,
         "rows": rows,
+    }
+
+
+def grouping(data: Path, num_requests: int) -> dict[str, Any]:
+    """Replay the requests of `utilisation` in order of arrival, and grouped by bucket."""
+    base = replace(_small_memory(), manager=BUCKETED, length_prediction="prior")
+    sources = {
+        **_saturated(data, num_requests),
+        "conversations, 6 a second": poisson_arrivals(
+            fit_lengths(read_trace(data / CONVERSATIONS), _CONTEXT_TOKENS, cut=False)[0],
+            _GROUPING_RATE,
+            num_requests,
+            seed=0,
+        ),
+    }
+    rows = []
+    for source, groups in track([(s, g) for s in sources for g in (False, True)], "grouping"):
+        result = replay(replace(base, groups_by_bucket=groups), sources[source])
+        waiting = result.averages_waiting
+        rows.append(
+            {
+                "source": source,
+                "groups_by_bucket": groups,
+                "utilisation": waiting["written"] / result.kv_budget_bytes,
+                **_figures(result),
+            }
+        )
+    return {"model": _BUCKET_MODEL, "num_requests": num_requests, "rows": rows}
+
+
+def _saturated(data: Path, num_requests: int) -> dict[str, list[TraceRequest]]:
+    """Requests that all wait at the start, by their source."""
+    return {
+        "Alpaca": saturated(data / ALPACA, _CONTEXT_TOKENS, num_requests, _ALPACA_MODEL),
+        "GSM8K": saturated(data / GSM8K, _CONTEXT_TOKENS, num_requests),
+        "conversations": saturated(data / CONVERSATIONS, _CONTEXT_TOKENS, num_requests),
     }
 
 

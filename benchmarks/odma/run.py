@@ -8,6 +8,7 @@ FOLDER has the traces. Each part writes PART.json, most also PART.png:
 - pressure: preemptions and goodput in short memory, without forecasts, with them, with wrong ones;
 - demand: goodput in many amounts of memory, and how often the demand exceeds each;
 - utilisation: how much of contiguous memory holds tokens, by who reserves it;
+- grouping: requests in order of arrival, and grouped by bucket;
 - devices: several devices in short memory, by where requests are placed;
 - drift: the same trace through two shifts of its lengths;
 - real: a small model on the CPU in short memory;
@@ -35,6 +36,7 @@ PARTS: dict[str, tuple[Callable[[Path, int], dict[str, Any]], int]] = {
     "pressure": (replays.pressure, 4000),
     "demand": (replays.demand, 4000),
     "utilisation": (replays.utilisation, 3000),
+    "grouping": (replays.grouping, 2000),
     "drift": (replays.drift, 6000),
     "devices": (replays.devices, 3000),
     "real": (real.real, 400),

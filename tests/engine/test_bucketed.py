@@ -104,6 +104,29 @@ def test_the_same_tokens(folder: Path, expected: list[list[int]], forecast: int 
         assert (cache.num_overflows > 0) == (forecast == 2)
 
 
+def test_requests_grouped_by_bucket(folder: Path, expected: list[list[int]]) -> None:
+    """A request for whose bucket there is a region need not wait for one that needs a larger one;
+    but which tokens come out does not depend on that."""
+    with bucketed(folder) as (llm, _, cache):
+        (info,) = llm.engine.models.values()
+        num_pages = cache.footprint.most(max(PROMPT_TOKENS), max(PROMPT_TOKENS) + OUTPUT_TOKENS)
+    memory = info.weight_bytes + (num_pages + 2) * 4096
+    orders = []
+    for grouping in (False, True):
+        with bucketed(folder, memory, bucket_grouping=grouping) as (llm, _, _):
+            outputs = llm.generate(prompts(), GREEDY, use_tqdm=False)
+            assert tokens(outputs) == expected
+            begun = [output.metrics.scheduled_s for output in outputs]
+            orders.append(sorted(range(len(begun)), key=begun.__getitem__))
+    assert orders[0] == list(range(len(PROMPT_TOKENS)))
+    assert orders[1] != orders[0]
+
+
+def test_grouping_needs_buckets(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="bucket_grouping needs kv_cache bucketed"):
+        LLM(folder, memory="16MiB", kv_cache="paged", bucket_grouping=True, **OPTIONS)
+
+
 def test_bounds_follow_requests_that_end(folder: Path) -> None:
     """Each that ends counts once, in all its completions; the bounds change with the hundredth."""
     short = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)

@@ -311,6 +311,11 @@ class BucketPool:
             raise InvariantError(f"no piece in use begins at block {start}")
         self._part_of(start).give(start)
 
+    def has(self, num_blocks: int, *, is_large: bool = False) -> bool:
+        """Whether a bucket could take so many blocks without merging pieces."""
+        parts = self._parts if is_large else self._parts[:1]
+        return any(part.largest_free >= num_blocks for part in parts)
+
     @property
     def num_used(self) -> int:
         """Number of pieces in use."""

@@ -112,6 +112,7 @@ class ReplayConfig:
             recent outputs, or "oracle" by themselves.
         predictor: with "prior", predicts too; None for recent lengths alone.
         prediction_uses: what forecasts are used for.
+        groups_by_bucket: with "bucketed", requests are admitted first whose bucket has a region.
         static_buckets: with "bucketed", the buckets have equal widths for ever, as those of S3.
         bounds: with "bucketed", bounds of the buckets that several devices share; None if each
             model of each device has its own.
@@ -142,6 +143,7 @@ class ReplayConfig:
     length_prediction: LengthPrediction = "off"
     predictor: Predictor | None = None
     prediction_uses: tuple[str, ...] = PREDICTION_USES
+    groups_by_bucket: bool = False
     static_buckets: bool = False
     bounds: BucketBounds | None = None
 
@@ -152,6 +154,8 @@ class ReplayConfig:
             )
         if self.prefix_caching and (self.is_reserved or self.manager == BUCKETED):
             raise ConfigError(f"{self.manager} cannot share, so there is no prefix caching with it")
+        if self.groups_by_bucket and self.manager != BUCKETED:
+            raise ConfigError(f"{self.manager} has no buckets to group requests by")
         if self.bounds is not None and (
             self.manager != BUCKETED or self.static_buckets or len(self.models) > 1
         ):
