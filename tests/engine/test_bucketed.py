@@ -116,8 +116,11 @@ def test_requests_grouped_by_bucket(folder: Path, expected: list[list[int]]) -> 
         with bucketed(folder, memory, bucket_grouping=grouping) as (llm, _, _):
             outputs = llm.generate(prompts(), GREEDY, use_tqdm=False)
             assert tokens(outputs) == expected
-            begun = [output.metrics.scheduled_s for output in outputs]
-            orders.append(sorted(range(len(begun)), key=begun.__getitem__))
+            begun = []
+            for number, output in enumerate(outputs):
+                assert output.metrics is not None
+                begun.append((output.metrics.scheduled_s or 0.0, number))
+            orders.append([number for _, number in sorted(begun)])
     assert orders[0] == list(range(len(PROMPT_TOKENS)))
     assert orders[1] != orders[0]
 
