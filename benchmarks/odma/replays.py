@@ -44,6 +44,8 @@ SHARES = (1.2, 0.6, 0.4, 0.3)
 DEMAND_SHARES = (1.0, 0.8, 0.7, 0.6, 0.55, 0.5, 0.45, 0.4, 0.35)
 """The same, of the part that looks at each amount of memory more closely."""
 
+STEADY_SHARES = (0.7, 0.6, 0.5)
+
 DEMAND_WAYS = ("off", "prior", "oracle")
 
 GOOD = ((2.0, 0.04), (5.0, 0.04), (10.0, 0.04))
@@ -57,6 +59,7 @@ _BUCKET_BYTES = 12 << 30
 _CONTEXT_TOKENS = 4096
 _ALPACA_MODEL = "Qwen1.5-7B-Chat"
 _WINDOW = 200  # requests
+_STEADY_RATE = 6.0  # requests a second
 _GROUPING_RATE = 6.0  # requests a second
 _NUM_DEVICES = 4
 _DEVICES_RATE = 24.0  # requests a second, of all devices
@@ -73,19 +76,30 @@ WAYS: dict[str, tuple[LengthPrediction, str | None]] = {
 
 def pressure(data: Path, num_requests: int) -> dict[str, Any]:
     """Replay the conversation trace at its own times, in memory for a part of the demand."""
-    return _in_short_memory(data, num_requests, SHARES, tuple(WAYS))
+    return _in_short_memory(_conversations(data, num_requests), SHARES, tuple(WAYS))
 
 
 def demand(data: Path, num_requests: int) -> dict[str, Any]:
     """The same in many amounts of memory, and how often the demand exceeds each."""
-    return _in_short_memory(data, num_requests, DEMAND_SHARES, DEMAND_WAYS)
+    return _in_short_memory(_conversations(data, num_requests), DEMAND_SHARES, DEMAND_WAYS)
+
+
+def steady(data: Path, num_requests: int) -> dict[str, Any]:
+    """The same with the trace's lengths at a steady rate, in place of its waves."""
+    requests = _conversations(data)
+    arriving = poisson_arrivals(requests, _STEADY_RATE, num_requests, seed=0)
+    found = _in_short_memory(arriving, STEADY_SHARES, DEMAND_WAYS)
+    return {**found, "requests_per_s": _STEADY_RATE}
+
+
+def _conversations(data: Path, num_requests: int | None = None) -> list[TraceRequest]:
+    return recorded(data / CONVERSATIONS, MODELS[_MODEL].max_tokens, num_requests)
 
 
 def _in_short_memory(
-    data: Path, num_requests: int, shares: Sequence[float], ways: Sequence[str]
+    requests: Sequence[TraceRequest], shares: Sequence[float], ways: Sequence[str]
 ) -> dict[str, Any]:
     model = MODELS[_MODEL]
-    requests = recorded(data / CONVERSATIONS, model.max_tokens, num_requests)
     base = ReplayConfig(
         {_MODEL: model}, find_device(_DEVICE), max_num_seqs=1024, states_lengths=False
     )

@@ -7,6 +7,7 @@ FOLDER has the traces. Each part writes PART.json, most also PART.png:
 - accuracy: how well lengths are predicted, by the paper's measure and by others;
 - pressure: preemptions and goodput in short memory, without forecasts, with them, with wrong ones;
 - demand: goodput in many amounts of memory, and how often the demand exceeds each;
+- steady: the same at a steady rate;
 - utilisation: how much of contiguous memory holds tokens, by who reserves it;
 - grouping: requests in order of arrival, and grouped by bucket;
 - devices: several devices in short memory, by where requests are placed;
@@ -35,6 +36,7 @@ PARTS: dict[str, tuple[Callable[[Path, int], dict[str, Any]], int]] = {
     "accuracy": (accuracy.accuracy, 4000),
     "pressure": (replays.pressure, 4000),
     "demand": (replays.demand, 4000),
+    "steady": (replays.steady, 2500),
     "utilisation": (replays.utilisation, 3000),
     "grouping": (replays.grouping, 2000),
     "drift": (replays.drift, 6000),

@@ -46,7 +46,7 @@ class WrongPredictor:
         return forecasts
 
 
-def recorded(file: Path, max_tokens: int, num_requests: int) -> list[TraceRequest]:
+def recorded(file: Path, max_tokens: int, num_requests: int | None = None) -> list[TraceRequest]:
     """The first requests of a trace that fit a context, at their own times."""
     fitting, _ = fit_lengths(read_trace(file), max_tokens, cut=False)
     return fitting[:num_requests]

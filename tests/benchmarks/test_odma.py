@@ -79,11 +79,12 @@ def test_replays(part: str, data: Path, tmp_path: Path, monkeypatch: pytest.Monk
         assert used["ODMA: dynamic buckets"] < used["virtual"] <= 1
 
 
-@pytest.mark.parametrize("part", ["demand", "grouping", "devices"])
+@pytest.mark.parametrize("part", ["demand", "steady", "grouping", "devices"])
 def test_replays_without_plots(
     part: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replays, "DEMAND_SHARES", (2.0,))
+    for name in ("DEMAND_SHARES", "STEADY_SHARES"):
+        monkeypatch.setattr(replays, name, (2.0,))
     rows = measured(part, data, tmp_path, 60)
     assert all(row["not_completed"] == 0 for row in rows)
     if part == "devices":

@@ -356,8 +356,9 @@ def soak(model: ModelArgument, options: SimpleNamespace) -> None:
             lengths=options.lengths,
             sample=sample,
         )
-    with LLM(model, **undisturbed) as llm:
-        result.num_compared = sample.compare(llm)
+    if options.compare:
+        with LLM(model, **undisturbed) as llm:
+            result.num_compared = sample.compare(llm)
     table = new_table(f"{options.num_requests} requests, room for {kv_tokens} tokens of KV")
     table.add_column("")
     table.add_column("", justify="right")
