@@ -231,6 +231,7 @@ NEEDED = {
     "allow_credentials": _ORIGIN,
     "max_log_len": {"enable_log_requests": "true"},
     "placement": {"devices": "cpu,cpu"},
+    "bucket_grouping": {"kv_cache": "bucketed"},
 }
 """Options that are refused without others, with values of these as they are written."""
 

@@ -14,22 +14,39 @@ from benchmarks.odma.workloads import (
     GSM8K,
     WRONG,
     WrongPredictor,
-    most_tokens,
     num_good,
     recorded,
     saturated,
     shifting,
+    tokens_in_use,
 )
 from rich.progress import track
 
-from aquifer.sim.config import LengthPrediction, ReplayConfig
+from aquifer.cache.bucketed import sizes_of
+from aquifer.cache.buckets import BucketBounds
+from aquifer.engine.policies.placement import (
+    Placement,
+    PlacementSnapshot,
+    affinity,
+    least_loaded,
+    round_robin_devices,
+)
+from aquifer.sim.cluster import replay_devices
+from aquifer.sim.config import LengthPrediction, LoadingConfig, ReplayConfig
 from aquifer.sim.device import MODELS, find_device
 from aquifer.sim.replay import replay
 from aquifer.sim.results import ReplayResult
-from aquifer.sim.trace import TraceRequest
+from aquifer.sim.trace import TraceRequest, fit_lengths, poisson_arrivals, read_trace
 
 SHARES = (1.2, 0.6, 0.4, 0.3)
 """Memory for KV, as parts of the most that is in use where memory is plentiful."""
+
+DEMAND_SHARES = (1.0, 0.8, 0.7, 0.6, 0.55, 0.5, 0.45, 0.4, 0.35)
+"""The same, of the part that looks at each amount of memory more closely."""
+
+STEADY_SHARES = (0.7, 0.6, 0.5)
+
+DEMAND_WAYS = ("off", "prior", "oracle")
 
 GOOD = ((2.0, 0.04), (5.0, 0.04), (10.0, 0.04))
 """Bounds of TTFT and TPOT in seconds within which a request counts for goodput."""
@@ -42,6 +59,11 @@ _BUCKET_BYTES = 12 << 30
 _CONTEXT_TOKENS = 4096
 _ALPACA_MODEL = "Qwen1.5-7B-Chat"
 _WINDOW = 200  # requests
+_STEADY_RATE = 6.0  # requests a second
+_GROUPING_RATE = 6.0  # requests a second
+_NUM_DEVICES = 4
+_DEVICES_RATE = 24.0  # requests a second, of all devices
+_LOAD_BYTES_PER_S = 50e9
 
 WAYS: dict[str, tuple[LengthPrediction, str | None]] = {
     "off": ("off", None),
@@ -54,20 +76,44 @@ WAYS: dict[str, tuple[LengthPrediction, str | None]] = {
 
 def pressure(data: Path, num_requests: int) -> dict[str, Any]:
     """Replay the conversation trace at its own times, in memory for a part of the demand."""
+    return _in_short_memory(_conversations(data, num_requests), SHARES, tuple(WAYS))
+
+
+def demand(data: Path, num_requests: int) -> dict[str, Any]:
+    """The same in many amounts of memory, and how often the demand exceeds each."""
+    return _in_short_memory(_conversations(data, num_requests), DEMAND_SHARES, DEMAND_WAYS)
+
+
+def steady(data: Path, num_requests: int) -> dict[str, Any]:
+    """The same with the trace's lengths at a steady rate, in place of its waves."""
+    requests = _conversations(data)
+    arriving = poisson_arrivals(requests, _STEADY_RATE, num_requests, seed=0)
+    found = _in_short_memory(arriving, STEADY_SHARES, DEMAND_WAYS)
+    return {**found, "requests_per_s": _STEADY_RATE}
+
+
+def _conversations(data: Path, num_requests: int | None = None) -> list[TraceRequest]:
+    return recorded(data / CONVERSATIONS, MODELS[_MODEL].max_tokens, num_requests)
+
+
+def _in_short_memory(
+    requests: Sequence[TraceRequest], shares: Sequence[float], ways: Sequence[str]
+) -> dict[str, Any]:
     model = MODELS[_MODEL]
-    requests = recorded(data / CONVERSATIONS, model.max_tokens, num_requests)
     base = ReplayConfig(
         {_MODEL: model}, find_device(_DEVICE), max_num_seqs=1024, states_lengths=False
     )
     plenty = replace(base, memory_bytes=model.weight_bytes + (1 << 40))
-    demand = most_tokens(replay(plenty, requests).records) * model.kv_layout.token_bytes
+    token_bytes = model.kv_layout.token_bytes
+    in_use = tokens_in_use(replay(plenty, requests).records) * token_bytes
+    most_bytes = int(in_use.max())
     rows = []
-    cells = [(share, way) for share in SHARES for way in WAYS]
-    for share, way in track(cells, "pressure"):
+    cells = [(share, way) for share in shares for way in ways]
+    for share, way in track(cells, "short memory"):
         how, says = WAYS[way]
         config = replace(
             base,
-            memory_bytes=model.weight_bytes + int(share * demand),
+            memory_bytes=model.weight_bytes + int(share * most_bytes),
             length_prediction=how,
             predictor=None if says is None else WrongPredictor(says),
         )
@@ -78,7 +124,9 @@ def pressure(data: Path, num_requests: int) -> dict[str, Any]:
         "modelled_device": _DEVICE,
         "trace": CONVERSATIONS,
         "num_requests": len(requests),
-        "demand_bytes": int(demand),
+        "demand_bytes": most_bytes,
+        "mean_bytes": int(in_use.mean()),
+        "time_above": {share: float((in_use > share * most_bytes).mean()) for share in shares},
         "good_bounds_s": GOOD,
         "rows": rows,
     }
@@ -98,11 +146,7 @@ def utilisation(data: Path, num_requests: int) -> dict[str, Any]:
         "virtual": replace(base, manager="virtual"),
         "virtual, forecasts": replace(base, manager="virtual", length_prediction="prior"),
     }
-    sources = {
-        "Alpaca": saturated(data / ALPACA, _CONTEXT_TOKENS, num_requests, _ALPACA_MODEL),
-        "GSM8K": saturated(data / GSM8K, _CONTEXT_TOKENS, num_requests),
-        "conversations": saturated(data / CONVERSATIONS, _CONTEXT_TOKENS, num_requests),
-    }
+    sources = _saturated(data, num_requests)
     rows = []
     for source, way in track([(s, w) for s in sources for w in ways], "utilisation"):
         result = replay(ways[way], sources[source])
@@ -123,6 +167,42 @@ def utilisation(data: Path, num_requests: int) -> dict[str, Any]:
         "context_tokens": _CONTEXT_TOKENS,
         "num_requests": num_requests,
         "rows": rows,
+    }
+
+
+def grouping(data: Path, num_requests: int) -> dict[str, Any]:
+    """Replay the requests of `utilisation` in order of arrival, and grouped by bucket."""
+    base = replace(_small_memory(), manager=BUCKETED, length_prediction="prior")
+    sources = {
+        **_saturated(data, num_requests),
+        "conversations, 6 a second": poisson_arrivals(
+            fit_lengths(read_trace(data / CONVERSATIONS), _CONTEXT_TOKENS, cut=False)[0],
+            _GROUPING_RATE,
+            num_requests,
+            seed=0,
+        ),
+    }
+    rows = []
+    for source, groups in track([(s, g) for s in sources for g in (False, True)], "grouping"):
+        result = replay(replace(base, groups_by_bucket=groups), sources[source])
+        waiting = result.averages_waiting
+        rows.append(
+            {
+                "source": source,
+                "groups_by_bucket": groups,
+                "utilisation": waiting["written"] / result.kv_budget_bytes,
+                **_figures(result),
+            }
+        )
+    return {"model": _BUCKET_MODEL, "num_requests": num_requests, "rows": rows}
+
+
+def _saturated(data: Path, num_requests: int) -> dict[str, list[TraceRequest]]:
+    """Requests that all wait at the start, by their source."""
+    return {
+        "Alpaca": saturated(data / ALPACA, _CONTEXT_TOKENS, num_requests, _ALPACA_MODEL),
+        "GSM8K": saturated(data / GSM8K, _CONTEXT_TOKENS, num_requests),
+        "conversations": saturated(data / CONVERSATIONS, _CONTEXT_TOKENS, num_requests),
     }
 
 
@@ -151,6 +231,83 @@ def drift(data: Path, num_requests: int) -> dict[str, Any]:
         "mean_outputs": _means(requests),
         "rows": rows,
     }
+
+
+def devices(data: Path, num_requests: int) -> dict[str, Any]:
+    """Replay conversations on several devices, by where requests are placed, in short memory.
+
+    Bounds "in step" are those of one window of lengths for all devices (section 3.5).
+    """
+    base = replace(
+        _small_memory(),
+        manager=BUCKETED,
+        length_prediction="prior",
+        loading=LoadingConfig(_LOAD_BYTES_PER_S),
+    )
+    paged = replace(base, manager="virtual")
+    fitting, _ = fit_lengths(read_trace(data / CONVERSATIONS), _CONTEXT_TOKENS, cut=False)
+    requests = [
+        replace(request, model=_BUCKET_MODEL)
+        for request in poisson_arrivals(fitting, _DEVICES_RATE, num_requests, seed=0)
+    ]
+    ways: dict[str, tuple[ReplayConfig, Placement, bool]] = {
+        "round-robin": (base, round_robin_devices, False),
+        "least-loaded": (base, least_loaded, False),
+        "affinity by wait": (base, affinity_by_wait, False),
+        "affinity": (base, affinity, False),
+        "round-robin, bounds in step": (base, round_robin_devices, True),
+        "least-loaded, bounds in step": (base, least_loaded, True),
+        "affinity, bounds in step": (base, affinity, True),
+        "virtual, affinity by wait": (paged, affinity_by_wait, False),
+        "virtual, affinity": (paged, affinity, False),
+    }
+    rows = []
+    for way, (config, placement, in_step) in track(list(ways.items()), "devices"):
+        if in_step:
+            bounds = BucketBounds(sizes_of(config.block_size, _CONTEXT_TOKENS))
+            config = replace(config, bounds=bounds)
+        result = replay_devices(config, _NUM_DEVICES, requests, placement)
+        begun_s = [r.first_token_s - r.arrival_s for r in result.records if r.first_token_s]
+        ended_s = [r.finished_s - r.arrival_s for r in result.records if r.finished_s]
+        duration_s = max(device.duration_s for device in result.devices)
+        rows.append(
+            {
+                "way": way,
+                "placed": np.bincount(result.placed, minlength=_NUM_DEVICES).tolist(),
+                "not_completed": len(requests) - len(ended_s),
+                "preemptions": sum(device.num_preemptions for device in result.devices),
+                "tokens_per_s": sum(r.output_tokens for r in result.records) / duration_s,
+                "mean_ttft_s": float(np.mean(begun_s)),
+                "p99_ttft_s": float(np.percentile(begun_s, 99)),
+                "mean_e2el_s": float(np.mean(ended_s)),
+            }
+        )
+    return {
+        "model": _BUCKET_MODEL,
+        "modelled_device": _BUCKET_DEVICE,
+        "num_devices": _NUM_DEVICES,
+        "kv_bytes": _BUCKET_BYTES,
+        "requests_per_s": _DEVICES_RATE,
+        "num_requests": num_requests,
+        "rows": rows,
+    }
+
+
+def affinity_by_wait(snapshot: PlacementSnapshot) -> int | None:
+    """`affinity` without regard to memory: a device's first waiting request tells how long the
+    next one will wait."""
+    return affinity(
+        snapshot._replace(
+            devices=[
+                device._replace(
+                    wait_s=max(device.wait_s, device.queued_s or 0.0),
+                    queued_s=None,
+                    lacks_memory=False,
+                )
+                for device in snapshot.devices
+            ]
+        )
+    )
 
 
 def _small_memory() -> ReplayConfig:

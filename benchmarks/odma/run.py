@@ -6,7 +6,11 @@ FOLDER has the traces. Each part writes PART.json, most also PART.png:
 
 - accuracy: how well lengths are predicted, by the paper's measure and by others;
 - pressure: preemptions and goodput in short memory, without forecasts, with them, with wrong ones;
+- demand: goodput in many amounts of memory, and how often the demand exceeds each;
+- steady: the same at a steady rate;
 - utilisation: how much of contiguous memory holds tokens, by who reserves it;
+- grouping: requests in order of arrival, and grouped by bucket;
+- devices: several devices in short memory, by where requests are placed;
 - drift: the same trace through two shifts of its lengths;
 - real: a small model on the CPU in short memory;
 - overhead: the scheduler's own time.
@@ -31,8 +35,12 @@ from aquifer.bench.result import save
 PARTS: dict[str, tuple[Callable[[Path, int], dict[str, Any]], int]] = {
     "accuracy": (accuracy.accuracy, 4000),
     "pressure": (replays.pressure, 4000),
+    "demand": (replays.demand, 4000),
+    "steady": (replays.steady, 2500),
     "utilisation": (replays.utilisation, 3000),
+    "grouping": (replays.grouping, 2000),
     "drift": (replays.drift, 6000),
+    "devices": (replays.devices, 3000),
     "real": (real.real, 400),
     "overhead": (real.overhead, 2000),
 }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from aquifer.predict.forecaster import Asked
 from aquifer.predict.lengths import NUM_BINS, Forecast
@@ -17,6 +18,8 @@ CONVERSATIONS = "azure_llm_2023_conv.csv.gz"
 CODE = "azure_llm_2023_code.csv.gz"
 GSM8K = "gsm8k_lengths.jsonl.gz"
 ALPACA = "alpaca_eval_lengths.json.gz"
+
+FloatArray = npt.NDArray[np.float64]
 
 WRONG = ("random", "always short", "always long")
 
@@ -43,7 +46,7 @@ class WrongPredictor:
         return forecasts
 
 
-def recorded(file: Path, max_tokens: int, num_requests: int) -> list[TraceRequest]:
+def recorded(file: Path, max_tokens: int, num_requests: int | None = None) -> list[TraceRequest]:
     """The first requests of a trace that fit a context, at their own times."""
     fitting, _ = fit_lengths(read_trace(file), max_tokens, cut=False)
     return fitting[:num_requests]
@@ -71,6 +74,14 @@ def shifting(data: Path, max_tokens: int, num_each: int, rate: float) -> list[Tr
 
 def most_tokens(records: Sequence[RequestRecord], num_points: int = 4000) -> float:
     """Most tokens with KV at once, of requests that ran without waiting for memory."""
+    return float(tokens_in_use(records, num_points).max())
+
+
+def tokens_in_use(records: Sequence[RequestRecord], num_points: int = 4000) -> FloatArray:
+    """Tokens with KV at equal distances of time, of requests that ran without waiting for memory.
+
+    Returns: [num_points].
+    """
     begins, ends, prompts, outputs = np.array(
         [
             (record.scheduled_s, record.finished_s, record.prompt_tokens, record.output_tokens)
@@ -79,12 +90,12 @@ def most_tokens(records: Sequence[RequestRecord], num_points: int = 4000) -> flo
         ],
         np.float64,
     ).T
-    most = 0.0
-    for time_s in np.linspace(0, ends.max(), num_points):
+    in_use = np.zeros(num_points)
+    for index, time_s in enumerate(np.linspace(0, ends.max(), num_points)):
         runs = (begins <= time_s) & (time_s < ends)
         done = (time_s - begins[runs]) / (ends[runs] - begins[runs])
-        most = max(most, float((prompts[runs] + outputs[runs] * done).sum()))
-    return most
+        in_use[index] = (prompts[runs] + outputs[runs] * done).sum()
+    return in_use
 
 
 def num_good(records: Sequence[RequestRecord], ttft_s: float, tpot_s: float) -> int:

@@ -205,6 +205,7 @@ class EngineConfig:
     kv_cache: str = default_of("kv_cache")
     bucket_routing_threshold: float = default_of("bucket_routing_threshold")
     bucket_inflation: float = default_of("bucket_inflation")
+    bucket_grouping: bool = default_of("bucket_grouping")
     block_size: int = default_of("block_size")
     max_model_len: int | None = default_of("max_model_len")
     max_num_seqs: int | None = default_of("max_num_seqs")
@@ -229,6 +230,10 @@ class EngineConfig:
         check_fields(self)
         if self.preemption_mode == "swap" and self.swap_space_bytes == 0:
             raise ConfigError("preemption_mode swap needs swap_space above 0, such as 4GiB")
+        if self.bucket_grouping and self.kv_cache != "bucketed":
+            raise ConfigError(
+                f"bucket_grouping needs kv_cache bucketed; kv_cache {self.kv_cache} has no buckets"
+            )
         if self.tensor_parallel_size > 1:
             self._check_group()
 

@@ -66,6 +66,7 @@ class LLMOptions(TypedDict, total=False):
     kv_cache: str
     bucket_routing_threshold: float
     bucket_inflation: float
+    bucket_grouping: bool
     kv_layout: str
     page_size: str | int | None
     prompt_page_size: str | int | None

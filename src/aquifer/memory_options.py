@@ -60,6 +60,14 @@ MEMORY_OPTIONS: tuple[Option, ...] = (
         minimum=0,
     ),
     Option(
+        "bucket_grouping",
+        bool,
+        False,
+        "With kv_cache bucketed: of the next 32 requests, admit first one whose bucket has a free "
+        "region.",
+        scopes=("serve", "run", "llm"),
+    ),
+    Option(
         "kv_layout",
         str,
         "token-major",

@@ -12,7 +12,15 @@ import pytest
 from benchmarks.odma import replays
 from benchmarks.odma.accuracy import chosen_models, static_bounds
 from benchmarks.odma.run import run_part
-from benchmarks.odma.workloads import ALPACA, CODE, CONVERSATIONS, GSM8K, most_tokens, num_good
+from benchmarks.odma.workloads import (
+    ALPACA,
+    CODE,
+    CONVERSATIONS,
+    GSM8K,
+    most_tokens,
+    num_good,
+    tokens_in_use,
+)
 
 from aquifer.predict.data import Example
 from aquifer.predict.forecaster import Asked
@@ -69,6 +77,29 @@ def test_replays(part: str, data: Path, tmp_path: Path, monkeypatch: pytest.Monk
         used = {row["way"]: row["utilisation"] for row in rows if row["source"] == "conversations"}
         assert used["static, the longest context"] < used["ODMA: dynamic buckets"] <= 1
         assert used["ODMA: dynamic buckets"] < used["virtual"] <= 1
+
+
+@pytest.mark.parametrize("part", ["demand", "steady", "grouping", "devices"])
+def test_replays_without_plots(
+    part: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("DEMAND_SHARES", "STEADY_SHARES"):
+        monkeypatch.setattr(replays, name, (2.0,))
+    rows = measured(part, data, tmp_path, 60)
+    assert all(row["not_completed"] == 0 for row in rows)
+    if part == "devices":
+        assert all(sum(row["placed"]) == 60 for row in rows)
+    if part == "grouping":
+        assert {row["groups_by_bucket"] for row in rows} == {False, True}
+
+
+def test_the_demand_in_time() -> None:
+    """Two requests of 10 tokens that get 10 more each, one after the other, and a gap."""
+    records = [RequestRecord("m", at_s, 10, 10) for at_s in (0.0, 3.0)]
+    for record in records:
+        record.scheduled_s, record.finished_s = record.arrival_s, record.arrival_s + 2
+    assert tokens_in_use(records, 6).tolist() == [10, 15, 0, 10, 15, 0]
+    assert most_tokens(records, 6) == 15
 
 
 def test_accuracy(data: Path, tmp_path: Path) -> None:

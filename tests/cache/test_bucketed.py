@@ -233,6 +233,19 @@ def test_the_reserve_is_left_for_those_that_move():
     harness.close()
 
 
+def test_the_largest_bucket_with_a_free_region():
+    harness = Harness(2 * pages_of(64) + 1)
+    assert harness.cache.free_bucket_tokens == MAX_TOKENS
+    found = []
+    for slot, output in ((1, 50), (2, 9), (3, 9)):
+        assert harness.begin(slot, 4, 100, Forecast.certain(output))
+        found.append(harness.cache.free_bucket_tokens)
+    assert found == [64, 32, 32]
+    harness.release(1)
+    assert harness.cache.free_bucket_tokens == 64
+    harness.close()
+
+
 def test_without_room_for_two_there_is_no_reserve():
     harness = Harness(2 * pages_of(64))
     for slot in (1, 2):

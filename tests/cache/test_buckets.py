@@ -206,6 +206,19 @@ def test_free_pieces_are_merged_when_space_is_short() -> None:
     assert pool.occupancy == {(10, False): 2, (20, False): 1}
 
 
+def test_an_empty_pool_is_one_space() -> None:
+    pool = BucketPool(50, reserve_blocks=20)
+    pool.check_empty()
+    pieces = [pool.take(size, is_large=True) for size in (10, 8, 12, 10)]
+    for piece in pieces:
+        assert piece is not None
+        with pytest.raises(InvariantError, match="in use"):
+            pool.check_empty()
+        pool.give(piece.start)
+    pool.check_empty()
+    assert pool.take(30) == range(30)
+
+
 def test_the_reserve_is_for_the_large_bucket() -> None:
     pool = BucketPool(50, reserve_blocks=20)
     assert pool.take(20) == range(20)

@@ -14,13 +14,13 @@ import torch
 from tests.architectures import HYBRIDS, OUR_DECODER, VOCAB_SIZE, save_tiny
 from tests.engine.books import MAX_TOKENS, PAGE_BYTES, SchedulerWorld
 
-from aquifer.bench.soak import check_idle
+from aquifer.bench.soak import Lengths, Sample, check_idle, soak
 from aquifer.cache.bucketed import BucketedCache
 from aquifer.engine.lane import Lane
 from aquifer.engine.lane_pages import most_pages
 from aquifer.engine.outputs import RequestOutput
-from aquifer.engine.params import BeamSearchParams, SamplingParams
-from aquifer.errors import ConfigError
+from aquifer.engine.params import BeamSearchParams, Request, SamplingParams
+from aquifer.errors import ConfigError, InvariantError
 from aquifer.llm import LLM
 from aquifer.memory.pool import Kind, Owner
 from aquifer.predict.lengths import Forecast
@@ -102,6 +102,32 @@ def test_the_same_tokens(folder: Path, expected: list[list[int]], forecast: int 
         assert tokens(llm.generate(prompts(), GREEDY, use_tqdm=False)) == expected
         assert lane.num_preemptions == 0
         assert (cache.num_overflows > 0) == (forecast == 2)
+
+
+def test_requests_grouped_by_bucket(folder: Path, expected: list[list[int]]) -> None:
+    """A request for whose bucket there is a region need not wait for one that needs a larger one;
+    but which tokens come out does not depend on that."""
+    with bucketed(folder) as (llm, _, cache):
+        (info,) = llm.engine.models.values()
+        num_pages = cache.footprint.most(max(PROMPT_TOKENS), max(PROMPT_TOKENS) + OUTPUT_TOKENS)
+    memory = info.weight_bytes + (num_pages + 2) * 4096
+    orders = []
+    for grouping in (False, True):
+        with bucketed(folder, memory, bucket_grouping=grouping) as (llm, _, _):
+            outputs = llm.generate(prompts(), GREEDY, use_tqdm=False)
+            assert tokens(outputs) == expected
+            begun = []
+            for number, output in enumerate(outputs):
+                assert output.metrics is not None
+                begun.append((output.metrics.scheduled_s or 0.0, number))
+            orders.append([number for _, number in sorted(begun)])
+    assert orders[0] == list(range(len(PROMPT_TOKENS)))
+    assert orders[1] != orders[0]
+
+
+def test_grouping_needs_buckets(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="bucket_grouping needs kv_cache bucketed"):
+        LLM(folder, memory="16MiB", kv_cache="paged", bucket_grouping=True, **OPTIONS)
 
 
 def test_bounds_follow_requests_that_end(folder: Path) -> None:
@@ -238,6 +264,46 @@ def test_what_fits_alone_is_served(options: dict[str, Any]) -> None:
             world.finish()
         world.pool.release(others)
         world.check_empty()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "preemption_mode"), [("hidden", "swap"), ("shifting", "recompute")]
+)
+@pytest.mark.usefixtures("random_forecasts")
+def test_a_crowd_in_short_memory(folder: Path, lengths: Lengths, preemption_mode: Any) -> None:
+    """Overflows, preemptions and clients that leave: `soak` checks the books, and that no piece is
+    lost; and the tokens are those of an engine with memory for all."""
+    with bucketed(folder, max_model_len=96) as (llm, _, cache):
+        (info,) = llm.engine.models.values()
+        memory = info.weight_bytes + int(cache.footprint.pages(96)) * 3 * 4096
+    sample = Sample(15, 50)
+    options = {
+        "max_model_len": 96,
+        "preemption_mode": preemption_mode,
+        "length_prediction": "prior",
+    }
+    with bucketed(folder, memory, **options) as (llm, _, _):
+        result = soak(llm, 50, 96, seed=1, lengths=lengths, sample=sample)
+        assert result.num_answered > 20
+        assert result.num_left > 0
+        assert result.num_preemptions > 0
+        assert (result.num_swaps > 0) == (preemption_mode == "swap")
+        assert result.buckets is not None
+        assert result.buckets.num_overflows > 0
+        assert len(result.buckets.bounds) == 4
+    with LLM(folder, memory="16MiB", kv_cache="paged", max_model_len=96, **OPTIONS) as llm:
+        assert sample.compare(llm) == 15
+
+
+def test_other_tokens_are_found(folder: Path) -> None:
+    sample = Sample(1, 1)
+    request = Request("a", str(folder), [1, 2], GREEDY, 0.0)
+    sample.note(request, [[0] * OUTPUT_TOKENS])
+    with (
+        LLM(folder, memory="16MiB", kv_cache="paged", **OPTIONS) as llm,
+        pytest.raises(InvariantError, match="other tokens"),
+    ):
+        sample.compare(llm)
 
 
 def test_recurrent_state_is_refused(tmp_path: Path) -> None:

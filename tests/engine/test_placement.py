@@ -159,13 +159,37 @@ def test_one_that_does_not_fit_waits_until_another_gives_way() -> None:
 
 
 def test_a_resident_model_waits_for_its_own() -> None:
-    assert _state("there") == DeviceState(True, 0.0, 0)
+    assert _state("there") == DeviceState(True, 0.0, 0, queued_s=0.0)
     busy = REPORT._replace(backlog_s=0.3)
     assert _state("there", busy).wait_s == 0.3
     model = MODELS["there"]._replace(oldest_s=98.0)
     waiting = busy._replace(models={**MODELS, "there": model})
-    assert _state("there", waiting).wait_s == 2.0
+    state = _state("there", waiting)
+    assert (state.wait_s, state.queued_s, state.lacks_memory) == (0.3, 2.0, True)
     assert device_state(REPORT, "there", {}, 100.0, num_tokens=5000).compute_s == 0.5
+
+
+def test_a_request_lacks_memory_without_a_region_of_its_bucket() -> None:
+    model = MODELS["there"]._replace(free_bucket_tokens=512, output_tokens=100)
+    report = REPORT._replace(models={**MODELS, "there": model})
+    assert not device_state(report, "there", {}, 100.0, num_prompt=412).lacks_memory
+    assert device_state(report, "there", {}, 100.0, num_prompt=413).lacks_memory
+    assert not device_state(REPORT, "there", {}, 100.0, num_prompt=9999).lacks_memory
+
+
+def test_affinity_among_equals_takes_one_with_memory() -> None:
+    full = _device(0, 1)._replace(queued_s=0.0, lacks_memory=True)
+    assert affinity(_seen([full, _device(0, 9)._replace(queued_s=0.0)])) == 1
+    # Where all are full, the number of requests decides, not the age of the first that waits.
+    old = _device(0, 8)._replace(queued_s=3.0, lacks_memory=True)
+    new = _device(0, 9)._replace(queued_s=2.5, lacks_memory=True)
+    assert affinity(_seen([new, old])) == 1
+
+
+def test_affinity_loads_a_model_elsewhere_once_all_that_have_it_are_full() -> None:
+    queues = [_device(0)._replace(queued_s=waited_s, lacks_memory=True) for waited_s in (2.0, 9.0)]
+    assert affinity(_seen([*queues, _device(16, gb_per_s=5)])) == 0
+    assert affinity(_seen([*queues, _device(16, gb_per_s=10)])) == 2
 
 
 def test_a_model_that_is_not_reported_yet() -> None:

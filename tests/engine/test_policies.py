@@ -19,6 +19,7 @@ from aquifer.engine.policies import (
     Policies,
     RunningRequest,
     first_come,
+    first_with_region,
     latest_arrival,
     latest_of_busiest,
     least_served,
@@ -127,9 +128,11 @@ def snapshot(
     """The queues of two clients, 0 and 1, with requests of these arrivals in turns."""
     waiting = [Candidate(arrival, 10, 10, 2, 0, client=i % 2) for i, arrival in enumerate(arrivals)]
     queues = {client: [w for w in waiting if w.client == client] for client in (0, 1)}
+    queues = {client: queue for client, queue in queues.items() if queue}
     return AdmissionSnapshot(
-        {client: queue for client, queue in queues.items() if queue},
+        queues,
         {0: ClientState(*served[0]), 1: ClientState(*served[1])},
+        {client: [True] * len(queue) for client, queue in queues.items()},
         1,
         4,
         None if blocked is None else Candidate(*blocked),
@@ -164,6 +167,22 @@ def test_the_client_that_was_served_least_is_next() -> None:
     for blocked, expected in (((1, 1, 1, 1, 0, 0), 6), ((1, 1, 1, 1, 0, 1), None)):
         served = ((9.0, 0), (8.0, 0))
         assert chosen(least_served(snapshot(5, 6, served=served, blocked=blocked))) == expected
+
+
+def test_one_with_a_region_overtakes_a_few() -> None:
+    only = snapshot(5)._replace(clients={0: ClientState()})
+
+    def first(arrivals: list[int], regions: list[bool]) -> int | None:
+        queue = [Candidate(arrival, 10, 10, 2, 0) for arrival in arrivals]
+        return chosen(first_with_region(only._replace(queues={0: queue}, regions={0: regions})))
+
+    assert first([5, 6, 7], [True, True, True]) == 5
+    assert first([5, 6, 7], [False, False, True]) == 7
+    assert first([5, 6, 7], [False, False, False]) == 5
+    assert first([5, 36], [False, True]) == 36
+    assert first([5, 37], [False, True]) == 5, "it has been overtaken by enough"
+    blocked = Candidate(4, 10, 10, 2, 0)
+    assert first_with_region(only._replace(blocked=blocked)) is None
 
 
 def place(

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from tests.sim.tiny_replay import MODEL, PAGE_BYTES, config_of
 
+from aquifer.cache.bucketed import sizes_of
+from aquifer.cache.buckets import BucketBounds
 from aquifer.engine.policies.placement import (
     PlacementSnapshot,
     affinity,
@@ -108,6 +110,37 @@ def test_what_a_placement_sees() -> None:
     replay_devices(exclusive, 1, requests, place)
     # It would have to wait for a while until the other one gives way.
     assert seen[-1].devices[0].wait_s == pytest.approx(load_s - 0.1 + max(0.5, 4 * load_s))
+
+
+def test_a_placement_sees_which_device_has_a_region() -> None:
+    """The first device has room for one of the requests at a time."""
+    seen: list[PlacementSnapshot] = []
+
+    def place(snapshot: PlacementSnapshot) -> int:
+        seen.append(snapshot)
+        return 0
+
+    requests = [TraceRequest(at_s, 100, 30, "a") for at_s in (0.0, 100.0, 100.01, 200.0)]
+    bounds = BucketBounds(sizes_of(4, 256), every=1)
+    config = replace(
+        CONFIG,
+        models={"a": MODEL},
+        manager="bucketed",
+        memory_bytes=(WEIGHT_PAGES + 20) * PAGE_BYTES,
+        bounds=bounds,
+    )
+    replay_devices(config, 1, requests, place)
+    lack = [snapshot.devices[0].lacks_memory for snapshot in seen]
+    assert lack == [False, False, True, False]
+    assert bounds.bounds == (160, 256), "they follow the requests"
+
+
+def test_bounds_to_share_need_buckets_that_follow() -> None:
+    bounds = BucketBounds(sizes_of(4, 256))
+    with pytest.raises(ConfigError, match="bounds to share"):
+        replace(CONFIG, bounds=bounds)
+    with pytest.raises(ConfigError, match="bounds to share"):
+        replace(config_of("bucketed"), static_buckets=True, bounds=bounds)
 
 
 def test_what_cannot_be_placed() -> None:

@@ -318,6 +318,7 @@ def soak(model: ModelArgument, options: SimpleNamespace) -> None:
 
     Each request must be answered or refused, and every page accounted for in the end.
     """
+    from aquifer.bench.soak import Sample
     from aquifer.bench.soak import soak as run_soak
     from aquifer.llm import LLM
     from aquifer.progress import counting_bar
@@ -328,6 +329,9 @@ def soak(model: ModelArgument, options: SimpleNamespace) -> None:
         "load_format": options.load_format,
         "kv_cache": options.kv_cache,
         "preemption_mode": options.preemption_mode,
+        "block_size": options.block_size,
+        "length_prediction": options.length_prediction,
+        "bucket_routing_threshold": options.bucket_routing_threshold,
         "max_num_seqs": options.num_seqs,
         "max_model_len": options.max_tokens,
         "seed": options.seed,
@@ -337,7 +341,9 @@ def soak(model: ModelArgument, options: SimpleNamespace) -> None:
         (info,) = llm.engine.models.values()
         taken_bytes = llm.memory().overhead_bytes + info.weight_bytes
     kv_bytes = kv_tokens * info.kv_bytes_per_token + options.page_size
+    undisturbed = engine | {"kv_cache": "virtual", "length_prediction": "off"}
     engine |= {"page_size": options.page_size, "memory": taken_bytes + kv_bytes}
+    sample = Sample(options.compare, options.num_requests)
     with LLM(model, **engine) as llm, counting_bar(True) as progress:
         described = describe("soak", llm, engine)
         task = progress.add_task("requests", total=options.num_requests)
@@ -347,7 +353,12 @@ def soak(model: ModelArgument, options: SimpleNamespace) -> None:
             options.max_tokens,
             options.seed,
             lambda sent: progress.update(task, completed=sent),
+            lengths=options.lengths,
+            sample=sample,
         )
+    if options.compare:
+        with LLM(model, **undisturbed) as llm:
+            result.num_compared = sample.compare(llm)
     table = new_table(f"{options.num_requests} requests, room for {kv_tokens} tokens of KV")
     table.add_column("")
     table.add_column("", justify="right")
@@ -361,6 +372,7 @@ def soak(model: ModelArgument, options: SimpleNamespace) -> None:
         ("prompt tokens found in the cache", result.num_cached_tokens),
         ("preemptions", result.num_preemptions),
         ("of these swapped", result.num_swaps),
+        ("answers equal to those of an undisturbed engine", result.num_compared),
         ("pages not accounted for", 0),
         ("seconds", round(result.seconds)),
     ):
@@ -369,6 +381,7 @@ def soak(model: ModelArgument, options: SimpleNamespace) -> None:
         **described,
         "kv_tokens": kv_tokens,
         "max_tokens": options.max_tokens,
+        "lengths": options.lengths,
         **asdict(result),
     }
     finish(table, figures, options.output)

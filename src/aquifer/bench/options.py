@@ -123,6 +123,24 @@ SOAK = (
     find_option("device"),
     find_option("load_format"),
     find_option("kv_cache"),
+    find_option("block_size"),
+    find_option("length_prediction"),
+    find_option("bucket_routing_threshold"),
+    Option(
+        "lengths",
+        str,
+        "stated",
+        "Lengths of outputs: stated (by max_tokens), hidden (most end by a token that is forced at "
+        "their end), or shifting (hidden, and four times as long from the middle of the run on).",
+        choices=("stated", "hidden", "shifting"),
+    ),
+    Option(
+        "compare",
+        int,
+        0,
+        "Answers whose tokens are compared with those of an engine that has memory for all.",
+        minimum=0,
+    ),
     SEED,
     OUTPUT,
 )

@@ -18,6 +18,7 @@ Tokens behind windows are kept. Recurrent state is not supported, and nothing is
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from math import lcm
 
@@ -177,6 +178,16 @@ class BucketedCache(ContiguousCache):
         self._totals[slot] = self.routing.total(num_prompt, forecast, num_total) or 0
         self._most_tokens[slot] = num_total - 1  # the last one is never run
 
+    def has_region(self, num_prompt: int, num_total: int, forecast: Forecast | None = None) -> bool:
+        """Whether a sequence could begin in a free region of its bucket; see `expect`."""
+        if not self._arena.num_used:
+            return True  # the arena begins in one piece
+        total = self.routing.total(num_prompt, forecast, num_total)
+        num_blocks, is_large = self._size(total, num_total - 1, num_prompt)
+        is_covered = self._keeps_mapped or (is_large and bool(self._held))
+        has_pages = is_covered or self._memory.free_bytes >= num_blocks * self.block_bytes
+        return has_pages and self._arena.has(num_blocks, is_large=is_large)
+
     def finished(self, slot: int, num_total: int) -> None:
         """Let the bounds of later sequences follow this length."""
         self.bounds.observe(num_total)
@@ -200,6 +211,16 @@ class BucketedCache(ContiguousCache):
         """Blocks of the arena in no region."""
         return self._arena.free_blocks
 
+    @property
+    def free_bucket_tokens(self) -> int:
+        """Bound of the largest bucket of which a region could be had now, in tokens; 0 if none."""
+        num_blocks = self._arena.largest_free_blocks
+        if not self._keeps_mapped:
+            num_blocks = min(num_blocks, self._memory.free_bytes // self.block_bytes)
+        bounds = self.bounds.bounds
+        number = bisect_right(bounds, num_blocks * self._block_size)
+        return bounds[number - 1] if number else 0
+
     def check(self) -> None:
         """Verify the pieces of the arena (`BucketPool.check`), and that pages are counted rightly.
 
@@ -215,6 +236,15 @@ class BucketedCache(ContiguousCache):
         if len(slots) != self._arena.num_used or (users != self._page_users).any():
             raise InvariantError("regions and the pages under them disagree")
 
+    def check_empty(self) -> None:
+        """Verify what `check` does, and that the arena is free in one piece beside its reserve.
+
+        Raises:
+            InvariantError: it is not, or a region is in use.
+        """
+        self.check()
+        self._arena.check_empty()
+
     def close(self) -> None:
         """Release all slots and the pages that are kept, then the addresses."""
         for slot in np.flatnonzero(self._num_blocks):
@@ -226,15 +256,26 @@ class BucketedCache(ContiguousCache):
         """A piece of the slot's bucket."""
         if not self._arena.num_used and not self._begin_arena():
             return None
-        most = self._sizes.align(max(int(self._most_tokens[slot]), num_tokens))
-        bound = self.bounds.of(int(self._totals[slot]) or None, num_tokens)
-        num_blocks = self._blocks_for(most if bound is None else min(bound, most))
+        total, most_tokens = int(self._totals[slot]) or None, int(self._most_tokens[slot])
+        num_blocks, is_large = self._size(total, most_tokens, num_tokens)
         # The reserve has pages, which other places may not get.
         needed_bytes = num_blocks * self.block_bytes + self._page_bytes
         is_tight = not self._keeps_mapped and self._memory.free_bytes < needed_bytes
         return self._arena.take(
-            num_blocks, is_large=bound is None, reserve_first=is_tight and bool(self._held)
+            num_blocks, is_large=is_large, reserve_first=is_tight and bool(self._held)
         )
+
+    def _size(self, total: int | None, most_tokens: int, num_tokens: int) -> tuple[int, bool]:
+        """Blocks of a region, and whether it is of the large bucket.
+
+        Args:
+            total: the length to choose a bucket for; None for the large one.
+            most_tokens: tokens that there will be KV of at most.
+            num_tokens: tokens that the region has to hold at least.
+        """
+        most = self._sizes.align(max(most_tokens, num_tokens))
+        bound = self.bounds.of(total, num_tokens)
+        return self._blocks_for(most if bound is None else min(bound, most)), bound is None
 
     def _unplace(self, blocks: range) -> None:
         self._arena.give(blocks.start)

@@ -311,6 +311,11 @@ class BucketPool:
             raise InvariantError(f"no piece in use begins at block {start}")
         self._part_of(start).give(start)
 
+    def has(self, num_blocks: int, *, is_large: bool = False) -> bool:
+        """Whether a bucket could take so many blocks without merging pieces."""
+        parts = self._parts if is_large else self._parts[:1]
+        return any(part.largest_free >= num_blocks for part in parts)
+
     @property
     def num_used(self) -> int:
         """Number of pieces in use."""
@@ -320,6 +325,11 @@ class BucketPool:
     def free_blocks(self) -> int:
         """Blocks that are in no piece in use, those of the reserve included."""
         return self.num_blocks - sum(sum(part.used.values()) for part in self._parts)
+
+    @property
+    def largest_free_blocks(self) -> int:
+        """Blocks of the largest piece that a regular bucket could take without merging others."""
+        return self._parts[0].largest_free if self._is_large else self._parts[0].num_blocks
 
     @property
     def occupancy(self) -> dict[tuple[int, bool], int]:
@@ -346,6 +356,16 @@ class BucketPool:
         if not all(self._is_large[start] for start in self._parts[1].used):
             raise InvariantError("a regular bucket has a piece of the reserve")
 
+    def check_empty(self) -> None:
+        """Verify that no piece is in use, and that the free ones merge into one space in each part.
+
+        Raises:
+            InvariantError: a piece is in use, or a fragment is lost.
+        """
+        self.check()
+        if self.num_used or not all(part.merges_into_one() for part in self._parts):
+            raise InvariantError("pieces are in use, or fragments do not merge into one space")
+
     def _part_of(self, start: int) -> _Pieces:
         return self._parts[start >= self.num_blocks - self.reserve_blocks]
 
@@ -354,10 +374,12 @@ class _Pieces:
     """The pieces of [first, first + num_blocks).
 
     Attributes:
+        num_blocks: as given.
         used: number of blocks of each piece in use, by its first block.
     """
 
     def __init__(self, first: int, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
         self.used: dict[int, int] = {}
         self._first = first
         # Pieces, in use or free, are its allocated regions; in units of a block.
@@ -382,6 +404,17 @@ class _Pieces:
     def give(self, start: int) -> None:
         """The opposite of `take`."""
         self._free.setdefault(self.used.pop(start), []).append(start)
+
+    @property
+    def largest_free(self) -> int:
+        """Blocks of the largest free piece, or of the largest space."""
+        pieces = max((size for size, starts in self._free.items() if starts), default=0)
+        return max(pieces, self._space.largest_gap_bytes)
+
+    def merges_into_one(self) -> bool:
+        """Merge the free pieces; returns whether all of the part is one space then."""
+        self._merge()
+        return self._space.largest_gap_bytes == self._space.num_bytes
 
     def check(self) -> None:
         """See `BucketPool.check`."""

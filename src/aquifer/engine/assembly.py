@@ -18,7 +18,14 @@ from aquifer.cache.swap import SwapSpace
 from aquifer.engine.costs import PrefillCost
 from aquifer.engine.lane import Lane
 from aquifer.engine.planning import StepBudget
-from aquifer.engine.policies import Policies, RestoreMode, latest_of_busiest, longest_left
+from aquifer.engine.policies import (
+    Policies,
+    RestoreMode,
+    first_with_region,
+    latest_of_busiest,
+    least_served,
+    longest_left,
+)
 from aquifer.engine.preemption import Preemption
 from aquifer.engine.scheduler import Scheduler
 from aquifer.engine.slots import SlotTable
@@ -84,6 +91,7 @@ class Assembly:
         express_share: the most of the time that express steps may take, from 0 to 1.
         max_prefill_s: time limit of the prompts in a step in which sequences decode; None for none.
         prediction_uses: what forecasts of lengths are used for, where there are any.
+        groups_by_bucket: whether requests are admitted first whose bucket has a free region.
 
     Attributes:
         pool: as given.
@@ -106,11 +114,13 @@ class Assembly:
         express_share: float = 0.0,
         max_prefill_s: float | None = None,
         prediction_uses: Collection[str] = PREDICTION_USES,
+        groups_by_bucket: bool = False,
     ) -> None:
         self.pool = pool
         self.clock_s = clock_s
         self.policies = policies or Policies(
-            victims=longest_left if "victims" in prediction_uses else latest_of_busiest
+            admission=first_with_region if groups_by_bucket else least_served,
+            victims=longest_left if "victims" in prediction_uses else latest_of_busiest,
         )
         self.room = Room.of(pool, clock_s)
         self.preemption = None if swap_space is None else Preemption(swap_space, restore_mode)

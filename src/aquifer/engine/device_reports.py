@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Generic
 
+from aquifer.cache.bucketed import BucketedCache
 from aquifer.engine.lane import Lane
 from aquifer.engine.model_set import HostT, ModelSet
 from aquifer.engine.policies.placement import DeviceReport, ModelReport
@@ -53,12 +54,17 @@ class DeviceReporter(Generic[HostT]):
 
     def _of_model(self, host: HostT) -> ModelReport:
         token_s = host.lane.recompute_s(0, _PROMPT_TOKENS) / _PROMPT_TOKENS
+        cache = host.lane.cache
         return self._weights[host.info.name]._replace(
             is_resident=host.state == ModelState.RESIDENT,
             is_loading=host.state == ModelState.LOADING,
             has_failed=host.state == ModelState.FAILED,
             oldest_s=_oldest_s(host.lane),
             token_s=float(f"{token_s:.1g}"),  # it is measured anew with each prompt
+            free_bucket_tokens=cache.free_bucket_tokens
+            if isinstance(cache, BucketedCache)
+            else None,
+            output_tokens=int(float(f"{host.lane.output_tokens:.1g}")),
         )
 
     def _of_weights(self, host: HostT) -> ModelReport:

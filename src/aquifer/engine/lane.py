@@ -66,6 +66,7 @@ class Lane:
     last_turn: int = -1
     num_preemptions: int = 0
     num_swaps: int = 0  # preemptions that swapped
+    output_tokens: float = 0.0  # moving average of the outputs that have ended by themselves
     forecasts: SlotForecasts = field(init=False)
     has_windows: bool = field(init=False)
     has_state: bool = field(init=False)
@@ -123,14 +124,18 @@ class Lane:
         preferred = self.cache.preferred_slot(tuple(blocks), self.slots.free)
         slot = self.slots.assign(sequence, preferred)
         group = sequence.group
-        forecast = self.forecast(group)
-        self.forecasts.set(slot, forecast)
+        self.forecasts.set(slot, self.forecast(group))
         num_tokens = len(sequence.token_ids)
-        told = None
-        if self.tells_cache and forecast is not None and not group.begins_anew:
-            told = forecast.after(num_tokens - group.num_prompt_tokens)
-        self.cache.expect(slot, num_tokens, group.limit_total, told)
+        self.cache.expect(slot, num_tokens, group.limit_total, self.told(sequence))
         return slot
+
+    def told(self, sequence: Sequence) -> Forecast | None:
+        """The forecast of a waiting sequence that the cache's manager gets; None for none."""
+        group = sequence.group
+        forecast = self.forecast(group)
+        if not self.tells_cache or forecast is None or group.begins_anew:
+            return None
+        return forecast.after(len(sequence.token_ids) - group.num_prompt_tokens)
 
     def release_slot(self, sequence: Sequence, now_s: float | None) -> None:
         """Take a sequence's slot and memory; its KV is retained if prefixes are cached.
@@ -414,14 +419,6 @@ class Lane:
         group.sequences.remove(sequence)
         if not group.sequences:
             self.running.remove(group)
-
-    def learn(self, sequence: Sequence) -> None:
-        """Learn from the length of a sequence that comes to its own end now."""
-        group, num_tokens = sequence.group, len(self.slots.tokens(sequence))
-        if sequence.slot is not None:
-            self.cache.finished(sequence.slot, num_tokens)
-        if self.forecaster is not None and group.outlook is not None:
-            self.forecaster.ended(group.outlook, num_tokens - group.num_prompt_tokens)
 
     def _mark_end(self, sequence: Sequence) -> None:
         """Mark the state that a sequence ends with, if a prefix can end there.

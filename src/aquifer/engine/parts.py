@@ -94,6 +94,7 @@ class EngineParts:
                 max_prefill_s=limits.max_prefill_s,
                 policies=policies,
                 prediction_uses=config.prediction_uses or PREDICTION_USES,
+                groups_by_bucket=config.bucket_grouping,
             )
             host_cache = HostCache(_host_cache_bytes(config, driver), driver.device)
             resources.callback(host_cache.close)

@@ -10,6 +10,7 @@ import numpy as np
 from aquifer.cache.base import IntArray
 from aquifer.engine.clients import Clients
 from aquifer.engine.lane import Lane
+from aquifer.engine.lane_lengths import has_region
 from aquifer.engine.policies import (
     AdmissionSnapshot,
     Candidate,
@@ -41,6 +42,28 @@ class Candidates(Sequence[Candidate]):
         if isinstance(index, slice):
             return [candidate(group) for group in self._waiting[index]]
         return candidate(self._waiting[index])
+
+
+class Regions(Sequence[bool]):
+    """Whether there is a free region for each request of a queue; found out only as it is read."""
+
+    def __init__(self, lane: Lane, waiting: Sequence[SequenceGroup]) -> None:
+        self._lane = lane
+        self._waiting = waiting
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @overload
+    def __getitem__(self, index: int) -> bool: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[bool]: ...
+
+    def __getitem__(self, index: int | slice) -> bool | Sequence[bool]:
+        if isinstance(index, slice):
+            return [has_region(self._lane, group) for group in self._waiting[index]]
+        return has_region(self._lane, self._waiting[index])
 
 
 def candidate(group: SequenceGroup) -> Candidate:
@@ -107,8 +130,10 @@ def admission_snapshot(
         blocked: the request, of any lane, that was refused memory last and is still waiting.
         num_running: requests of the model that ran before this step; None for those that run now.
     """
+    waiting = {client: lane.waiting.of(client) for client in lane.waiting.clients}
     return AdmissionSnapshot(
-        queues={client: Candidates(lane.waiting.of(client)) for client in lane.waiting.clients},
+        queues={client: Candidates(groups) for client, groups in waiting.items()},
+        regions={client: Regions(lane, groups) for client, groups in waiting.items()},
         clients=_ONLY_CLIENT if len(clients) == 1 else _states(lanes, clients),
         num_running=len(lane.running) if num_running is None else num_running,
         num_free_slots=lane.slots.num_free,

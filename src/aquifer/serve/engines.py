@@ -196,7 +196,7 @@ class Engines:
             return 0
         found = self._places.num_found(model, salt, token_ids)
         states = [
-            engine.state(model, len(token_ids) - found[index])
+            engine.state(model, len(token_ids) - found[index], len(token_ids))
             for index, engine in enumerate(self._engines)
         ]
         chosen = self._placement(PlacementSnapshot(states, self._num_placed))
@@ -364,18 +364,19 @@ class _Engine:
         availability = self.keeper.availability
         return availability.reason is None and model not in availability.out_of_service
 
-    def state(self, model: str, num_tokens: int) -> DeviceState:
+    def state(self, model: str, num_tokens: int, num_prompt: int) -> DeviceState:
         """The device as a request sees it.
 
         Args:
             model: the request's model.
             num_tokens: tokens of its prompt that it has not read before.
+            num_prompt: all tokens of its prompt.
         """
         report = self.keeper.report
         num_requests = self.completions.num_requests
         if report is None or not self.accepts(model):
             return DeviceState(False, 0.0, num_requests.total())
-        return device_state(report, model, num_requests, time.monotonic(), num_tokens)
+        return device_state(report, model, num_requests, time.monotonic(), num_tokens, num_prompt)
 
     async def ready(self, on_progress: Callable[[LoadProgress], None]) -> dict[str, ModelInfo]:
         """Wait until it has loaded what it loads first; see `EngineKeeper.ready`."""

@@ -124,6 +124,7 @@ class _Device:
             num_requests,
             self.replay.now_s,
             request.prompt_tokens,
+            request.prompt_tokens,
         )
 
     def add(self, model: str, request: TraceRequest) -> None:

@@ -112,7 +112,10 @@ class ReplayConfig:
             recent outputs, or "oracle" by themselves.
         predictor: with "prior", predicts too; None for recent lengths alone.
         prediction_uses: what forecasts are used for.
+        groups_by_bucket: with "bucketed", requests are admitted first whose bucket has a region.
         static_buckets: with "bucketed", the buckets have equal widths for ever, as those of S3.
+        bounds: with "bucketed", bounds of the buckets that several devices share; None if each
+            model of each device has its own.
 
     Raises:
         ConfigError: an option is invalid.
@@ -140,7 +143,9 @@ class ReplayConfig:
     length_prediction: LengthPrediction = "off"
     predictor: Predictor | None = None
     prediction_uses: tuple[str, ...] = PREDICTION_USES
+    groups_by_bucket: bool = False
     static_buckets: bool = False
+    bounds: BucketBounds | None = None
 
     def __post_init__(self) -> None:
         if self.manager not in MANAGERS:
@@ -149,6 +154,12 @@ class ReplayConfig:
             )
         if self.prefix_caching and (self.is_reserved or self.manager == BUCKETED):
             raise ConfigError(f"{self.manager} cannot share, so there is no prefix caching with it")
+        if self.groups_by_bucket and self.manager != BUCKETED:
+            raise ConfigError(f"{self.manager} has no buckets to group requests by")
+        if self.bounds is not None and (
+            self.manager != BUCKETED or self.static_buckets or len(self.models) > 1
+        ):
+            raise ConfigError("bounds to share are for one model with buckets that follow lengths")
         if self.loading is not None and self.is_reserved:
             raise ConfigError(
                 f"{self.manager} reserves its memory for good, so no weights can come and go"
@@ -210,7 +221,7 @@ class ReplayConfig:
         if self.manager == BUCKETED:
             if self.static_buckets:
                 return partial(_with_static_buckets, self.block_size)
-            return partial(BucketedCache, block_size=self.block_size)
+            return partial(BucketedCache, block_size=self.block_size, bounds=self.bounds)
         if policy is None:
             mapping = MappingOptions(is_layer_major=self.kv_layout == "layer-major")
             return kv_cache(self.manager, self.block_size, self.max_num_batched_tokens, mapping)

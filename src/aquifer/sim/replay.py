@@ -135,6 +135,7 @@ class DeviceReplay:
             clock_s=lambda: self._clock.now_s,
             policies=Policies(admission=static_batches) if config.manager == "static" else None,
             prediction_uses=config.prediction_uses,
+            groups_by_bucket=config.groups_by_bucket,
         )
         self.room = assembly.room
         self._preemption = assembly.preemption

@@ -18,6 +18,7 @@ from aquifer.engine.policies.admission import (
     Admission,
     AdmissionSnapshot,
     first_come,
+    first_with_region,
     least_served,
 )
 from aquifer.engine.policies.bundle import Policies
@@ -60,6 +61,7 @@ __all__ = [
     "Victims",
     "affinity",
     "first_come",
+    "first_with_region",
     "latest_arrival",
     "latest_of_busiest",
     "least_loaded",

@@ -14,6 +14,8 @@ class AdmissionSnapshot(NamedTuple):
     # By client; none of them empty, and each in order of arrival, preempted requests too.
     queues: Mapping[int, Sequence[Candidate]]
     clients: Mapping[int, ClientState]  # at least those that have requests
+    # By client: whether its bucket has a free region for each request; true without buckets.
+    regions: Mapping[int, Sequence[bool]]
     num_running: int  # requests of this model that run
     num_free_slots: int
     # The request, of any model, that was refused memory last and is still waiting.
@@ -25,6 +27,10 @@ Admission = Callable[[AdmissionSnapshot], Candidate | None]
 
 A request that is tried and finds no slots or no memory ends the step's admissions.
 """
+
+
+_MOST_OVERTAKING = 32
+"""Requests that may overtake another one."""
 
 
 def first_come(snapshot: AdmissionSnapshot) -> Candidate | None:
@@ -62,6 +68,26 @@ def least_served(snapshot: AdmissionSnapshot) -> Candidate | None:
     blocked = snapshot.blocked
     if first is not None and blocked is not None and rank(first) > rank(blocked):
         return None
+    return first
+
+
+def first_with_region(snapshot: AdmissionSnapshot) -> Candidate | None:
+    """As `least_served`, but a request whose bucket has a free region may overtake others (ODMA).
+
+    The paper batches requests of one bucket, so that what one gives back fits the next. Where
+    requests join a running batch at any step, that is a request for whose bucket there is a region
+    already. It overtakes only what arrived at most 32 requests before it, so each request is
+    overtaken by at most as many.
+    """
+    first = least_served(snapshot)
+    if first is None:
+        return None
+    queue = snapshot.queues[first.client]
+    for request, has_region in zip(queue, snapshot.regions[first.client], strict=True):
+        if request.arrival >= first.arrival + _MOST_OVERTAKING:
+            break
+        if has_region:
+            return request
     return first
 
 

@@ -32,6 +32,9 @@ class ModelReport(NamedTuple):
     can_run: bool = True  # whether it leaves any room for KV
     oldest_s: float | None = None  # arrival of the first request that waits for memory or a slot
     token_s: float = 0.0  # to compute a token of a prompt
+    # Where KV is in buckets: bound of the largest one of which a region is free; else None.
+    free_bucket_tokens: int | None = None
+    output_tokens: int = 0  # mean of recent outputs
 
 
 class DeviceReport(NamedTuple):
@@ -56,7 +59,9 @@ class DeviceState(NamedTuple):
     num_requests: int  # of all models: those that run and those that wait
     evicted_bytes: int = 0  # weights and prefixes that would make room for those that are missing
     wait_s: float = 0.0  # expected, until the load could begin, or until the prompt could be read
+    queued_s: float | None = None  # how long the model's requests have waited there, if it is there
     compute_s: float = 0.0  # expected, to read the part of the prompt of which it has no KV
+    lacks_memory: bool = False  # requests wait for it, or the request's bucket has no free region
 
 
 class PlacementSnapshot(NamedTuple):
@@ -76,6 +81,7 @@ def device_state(
     num_requests: Mapping[str, int],
     now_s: float,
     num_tokens: int = 0,
+    num_prompt: int = 0,
 ) -> DeviceState:
     """The state of a device for a request.
 
@@ -85,6 +91,7 @@ def device_state(
         num_requests: requests of each model that were placed there and have not ended.
         now_s: the time on the device's clock.
         num_tokens: tokens of the prompt of which the device has no KV.
+        num_prompt: tokens of the prompt.
     """
     model = report.models.get(name, ModelReport(0))  # one that it has yet to report
     others = [
@@ -104,8 +111,19 @@ def device_state(
         num_requests=sum(num_requests.values()),
         evicted_bytes=evicted_bytes,
         wait_s=_wait_s(report, model, others, now_s),
+        queued_s=_queued_s(model, now_s) if model.is_resident else None,
         compute_s=num_tokens * model.token_s,
+        lacks_memory=model.oldest_s is not None
+        or (
+            model.free_bucket_tokens is not None
+            and num_prompt + model.output_tokens > model.free_bucket_tokens
+        ),
     )
+
+
+def _queued_s(model: ModelReport, now_s: float) -> float:
+    """Seconds that the first request has waited for memory or a slot; 0 if none waits."""
+    return 0.0 if model.oldest_s is None else now_s - model.oldest_s
 
 
 def _wait_s(
@@ -115,7 +133,7 @@ def _wait_s(
 
     Models for which requests wait are loaded before it, one after the other. If it does not fit
     beside those that run, one of these runs for its least time first. One that is there waits for
-    the prompts that are being read, and as long as its requests have waited for memory.
+    the prompts that are being read.
 
     Args:
         report: the device.
@@ -124,8 +142,7 @@ def _wait_s(
         now_s: the time.
     """
     if model.is_resident:
-        waited_s = 0.0 if model.oldest_s is None else now_s - model.oldest_s
-        return max(report.backlog_s, waited_s)
+        return report.backlog_s
     wait_s = 0.0 if report.loaded_s is None else max(report.loaded_s - now_s, 0.0)
     if model.is_loading:
         return wait_s
@@ -149,23 +166,33 @@ def affinity(snapshot: PlacementSnapshot) -> int | None:
     The paper's devices run one model at a time, and only idle ones are asked; the time to load the
     model decides. Here devices that are busy take part with the time that they are expected to need
     before, and with the time to read what they have not retained of the prompt. Among equal ones,
-    it is the one that evicts least for it, and then the one with the fewest requests.
+    it is one that has memory for the request (ODMA, section 3.5), then the one that evicts least,
+    and then the one with the fewest requests.
+
+    Requests that have waited for memory tell how busy the model is, and that it may pay to load it
+    elsewhere. They tell little about how long the next one will wait: a queue is not short because
+    its first request is new. So of the devices that have the model, the one where they have waited
+    least counts for all.
     """
     states = [device for device in snapshot.devices if device.can_run]
-    least_s = min((_delay_s(device) for device in states), default=0.0)
+    queues_s = [device.queued_s for device in states if device.queued_s is not None]
+    queued_s = min(queues_s, default=0.0)
+
+    def delay_s(device: DeviceState) -> float:
+        """Expected seconds until the first token."""
+        waited_s = 0.0 if device.queued_s is None else queued_s
+        return max(device.wait_s, waited_s) + device.load_s + device.compute_s
+
+    least_s = min(map(delay_s, states), default=0.0)
     return _least(
         snapshot,
         lambda device: (
-            int((_delay_s(device) - least_s) / _EQUAL_S),
+            int((delay_s(device) - least_s) / _EQUAL_S),
+            device.lacks_memory,
             device.evicted_bytes,
             device.num_requests,
         ),
     )
-
-
-def _delay_s(device: DeviceState) -> float:
-    """Expected seconds until the first token."""
-    return device.wait_s + device.load_s + device.compute_s
 
 
 def least_loaded(snapshot: PlacementSnapshot) -> int | None:
