@@ -40,6 +40,7 @@ from aquifer.engine.rank_ops import (
 )
 from aquifer.engine.runner import Runner
 from aquifer.errors import ConfigError, DriverError, InvariantError
+from aquifer.garbage import collect_less, collect_nothing
 from aquifer.kernels import start_compiler
 from aquifer.memory.budget import make_pool_like
 from aquifer.memory.driver import open_driver
@@ -57,6 +58,7 @@ _Answer = RankError | None
 
 def serve_rank(connection: Connection, collectives: GroupCollectives, device: str) -> None:
     """Execute what rank 0 sends, until it closes the pipe: a `aquifer.parallel.ranks.Serve`."""
+    collect_nothing()
     with _Rank(connection, collectives, device) as rank:
         while True:
             try:
@@ -113,6 +115,7 @@ class _Rank:
                 filling.add_done_callback(_end_if_failed)
             case BuildModel(model):
                 self._open.models[model].build(self._collectives)
+                collect_less()
             case WarmUpModel():
                 self._open.models[op.model].warm_up(op)
             case LaunchStep(step, num_threads):
@@ -283,6 +286,8 @@ class _RankModel:
 
     def warm_up(self, op: WarmUpModel) -> None:
         """Run everything once that steps may run."""
+        if op.captures:  # rank 0 has the first addresses mapped, with or without other pages
+            self._kv.execute(())
         self.runner.warm_up(
             self.runner.warm_up_of(op.num_tokens),
             op.num_tokens,
