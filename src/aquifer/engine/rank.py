@@ -83,8 +83,7 @@ class _Rank:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.close()
+        self._close_pool()
         self._threads.shutdown()
 
     def execute(self, ops: Sequence[RankOp]) -> None:
@@ -125,9 +124,7 @@ class _Rank:
             case RemoveModel(model):
                 self._open.remove(model)
             case ClosePool():
-                self._open.close()
-                self._pool = None
-                self._answer(lambda: None)
+                self._answer(self._close_pool)
 
     def _answer(self, run: Callable[[], None]) -> None:
         """Do something, and tell rank 0 that it is done, or which error it is to raise."""
@@ -135,12 +132,15 @@ class _Rank:
         try:
             run()
         except (ConfigError, DriverError) as error:
-            answer = RankError(
-                f"rank {self._collectives.rank} ({self._device}): {error}",
-                isinstance(error, ConfigError),
-            )
+            answer = RankError(f"rank {self._collectives.rank} ({self._device})", error)
         with self._answering:
             self._connection.send(answer)
+
+    def _close_pool(self) -> None:
+        """Give everything back; a pool that could not be opened has nothing."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
 
     def _open_pool(self, op: OpenPool) -> None:
         planner = sharding(op.planner, self._collectives)
