@@ -120,7 +120,7 @@ def test_a_path_that_does_not_exist_is_refused_before_torch_is_imported(command:
 
 
 def test_options_that_do_not_exist_say_so():
-    result = _aquifer("serve", "x", "--tensor-parallel-size", "2")
+    result = _aquifer("serve", "x", "--pipeline-parallel-size", "2")
     assert result.returncode == 2
     assert "No such option" in result.stderr
 

@@ -30,6 +30,8 @@ def _row(option: Option) -> str:
         flag = f"`{option.flag}`, `--no-...`"
     else:
         flag = f"`{option.flag} {option.metavar}`"
+    if option.short:
+        flag += f", `{option.short}`"
     keyword = f"`{option.name}=`" if "llm" in option.scopes else ""
     default = f"`{option.default_text}`" if option.default_text else option.unset
     return f"| {flag} | {keyword} | {default} | {option.help} |\n"

@@ -28,32 +28,25 @@ PAGE_BYTES = 4096
 STEP_TOKENS = 20
 PLENTY_BYTES = 32 << 20
 OUTPUT_TOKENS = 16
-FAMILIES = {
-    "llama": True,
-    "gpt2": True,
-    "gemma2": False,
-    "qwen2_moe": True,
-    "bamba": True,
-    "deepseek_v2": True,
-    "falcon": True,
-    "bloom": True,
-    "gpt_oss": False,
-}
-"""Architectures, and whether sequences outgrow the memory of the tests: those with windows hardly
-grow. Two of them have experts, two have windows, one has recurrent state and one latent KV."""
-CACHES = ("virtual", "paged")
-MODES = ("swap", "recompute")
 CASES = [
-    (name, size, cache, mode, num_ahead)
-    for number, name in enumerate(FAMILIES)
-    for size, cache, mode, num_ahead in product((2, 4), CACHES, MODES, (0, 1))
-    if (name, size) != ("bamba", 4)
-    and (
-        EVERY_CASE
-        # In turn; one in three with four ranks.
-        or (size, cache, mode, num_ahead)
-        == ((2, 2, 4)[number % 3], CACHES[number % 2], MODES[number // 2 % 2], number // 4 % 2)
-    )
+    ("llama", 2, "virtual", "swap", 0),
+    ("gpt2", 2, "paged", "swap", 0),
+    ("gemma2", 4, "virtual", "recompute", 0),
+    ("qwen2_moe", 2, "paged", "recompute", 0),
+    ("bamba", 2, "virtual", "swap", 1),
+    ("deepseek_v2", 4, "paged", "swap", 1),
+    ("falcon", 2, "virtual", "recompute", 1),
+    ("bloom", 2, "paged", "recompute", 1),
+    ("gpt_oss", 4, "virtual", "swap", 0),
+]
+"""(architecture, ranks, KV cache, preemption, steps planned ahead): two architectures have experts,
+two have windows, one has recurrent state and one latent KV."""
+HARDLY_GROW = ("gemma2", "gpt_oss")
+"""Those with windows: the memory that one request needs does for several."""
+EVERY = [
+    (name, *case)
+    for name, *_ in CASES
+    for case in product((2, 4), ("virtual", "paged"), ("swap", "recompute"), (0, 1))
 ]
 
 
@@ -116,7 +109,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pa
     return model
 
 
-@pytest.mark.parametrize(("name", "size", "cache", "mode", "num_ahead"), CASES)
+@pytest.mark.parametrize(
+    ("name", "size", "cache", "mode", "num_ahead"), EVERY if EVERY_CASE else CASES
+)
 def test_tokens_equal_those_of_one_device(
     models: Callable[[str], tuple[Path, Results]],
     ranks_of: RanksOf,
@@ -152,7 +147,8 @@ def test_tokens_equal_those_of_one_device(
         results = run(engine, some_requests())
         (lane,) = engine.lanes.values()
         assert results == {key: value for key, value in expected.items() if key[0] != "long"}
-        if FAMILIES[name]:
+        # With more ranks, a page has room for more tokens, and not all cases fill theirs.
+        if name not in HARDLY_GROW and (name, size, cache, mode, num_ahead) in CASES:
             assert lane.num_preemptions > 0
             assert (lane.num_swaps > 0) == (mode == "swap")
         (memory,) = engine.memory().models.values()

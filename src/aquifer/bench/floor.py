@@ -93,7 +93,8 @@ class Cost:
     """Least work that a model's tokens need, in any implementation.
 
     Sliding windows are not taken into account: where a model has them, its attention takes less.
-    Tokens are taken to choose experts uniformly and independently.
+    Tokens are taken to choose experts uniformly and independently. Of a model that is split over
+    devices, it is the work of one of them, without what is whole on each and without collectives.
     """
 
     body_parameters: int  # all matrices except embedding, head and experts: used by every token
@@ -122,15 +123,16 @@ class Cost:
         state_dtype = llm.engine.config.state_dtype
         state = plan.state_layout(None if state_dtype == "auto" else getattr(torch, state_dtype))
         num_heads = checkpoint.config.get("num_attention_heads")
+        size = llm.engine.config.tensor_parallel_size
         return cls(
-            body_parameters=num_elements(matrices) - num_expert_parameters - sum(tables),
-            head_parameters=tables[-1] if tables else 0,
-            expert_parameters=num_expert_parameters,
+            body_parameters=(num_elements(matrices) - num_expert_parameters - sum(tables)) // size,
+            head_parameters=(tables[-1] if tables else 0) // size,
+            expert_parameters=num_expert_parameters // size,
             expert_share=num_chosen / num_expert_parameters if experts else 0.0,
             parameter_bytes=dtype.itemsize,
             kv_bytes_per_token=info.kv_bytes_per_token,
-            state_bytes=0 if state is None else state.num_bytes,
-            attention_operations=plan.kv_layout.attention_operations(num_heads),
+            state_bytes=0 if state is None else state.num_bytes // size,
+            attention_operations=plan.kv_layout.attention_operations(num_heads) / size,
         )
 
     def weight_bytes(self, num_tokens: int) -> float:

@@ -150,10 +150,11 @@ class Leader:
     def wait(self) -> None:
         """Wait for the answers to what was sent. Raises what `ask` does."""
         for answer in self._ranks.receive():
-            if isinstance(answer, RankError):
-                if answer.is_config:
-                    raise ConfigError(answer.message)
-                raise DriverError(*answer.message.split(": ", 1))
+            match answer:
+                case RankError(where, DriverError() as error):
+                    raise DriverError(error.name, f"{error.explanation} ({where})")
+                case RankError(where, error):
+                    raise ConfigError(f"{where}: {error}")
 
     def model(self, name: str) -> LedModel:
         """The side of one model."""

@@ -40,6 +40,7 @@ from aquifer.engine.rank_ops import (
 )
 from aquifer.engine.runner import Runner
 from aquifer.errors import ConfigError, DriverError, InvariantError
+from aquifer.garbage import collect_less, collect_nothing
 from aquifer.kernels import start_compiler
 from aquifer.memory.budget import make_pool_like
 from aquifer.memory.driver import open_driver
@@ -57,6 +58,7 @@ _Answer = RankError | None
 
 def serve_rank(connection: Connection, collectives: GroupCollectives, device: str) -> None:
     """Execute what rank 0 sends, until it closes the pipe: a `aquifer.parallel.ranks.Serve`."""
+    collect_nothing()
     with _Rank(connection, collectives, device) as rank:
         while True:
             try:
@@ -81,8 +83,7 @@ class _Rank:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.close()
+        self._close_pool()
         self._threads.shutdown()
 
     def execute(self, ops: Sequence[RankOp]) -> None:
@@ -113,6 +114,7 @@ class _Rank:
                 filling.add_done_callback(_end_if_failed)
             case BuildModel(model):
                 self._open.models[model].build(self._collectives)
+                collect_less()
             case WarmUpModel():
                 self._open.models[op.model].warm_up(op)
             case LaunchStep(step, num_threads):
@@ -122,9 +124,7 @@ class _Rank:
             case RemoveModel(model):
                 self._open.remove(model)
             case ClosePool():
-                self._open.close()
-                self._pool = None
-                self._answer(lambda: None)
+                self._answer(self._close_pool)
 
     def _answer(self, run: Callable[[], None]) -> None:
         """Do something, and tell rank 0 that it is done, or which error it is to raise."""
@@ -132,12 +132,15 @@ class _Rank:
         try:
             run()
         except (ConfigError, DriverError) as error:
-            answer = RankError(
-                f"rank {self._collectives.rank} ({self._device}): {error}",
-                isinstance(error, ConfigError),
-            )
+            answer = RankError(f"rank {self._collectives.rank} ({self._device})", error)
         with self._answering:
             self._connection.send(answer)
+
+    def _close_pool(self) -> None:
+        """Give everything back; a pool that could not be opened has nothing."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
 
     def _open_pool(self, op: OpenPool) -> None:
         planner = sharding(op.planner, self._collectives)
@@ -283,6 +286,8 @@ class _RankModel:
 
     def warm_up(self, op: WarmUpModel) -> None:
         """Run everything once that steps may run."""
+        if op.captures:  # rank 0 has the first addresses mapped, with or without other pages
+            self._kv.execute(())
         self.runner.warm_up(
             self.runner.warm_up_of(op.num_tokens),
             op.num_tokens,

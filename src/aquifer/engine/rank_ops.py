@@ -14,6 +14,7 @@ from aquifer.cache.journal import KVOp
 from aquifer.cache.tensors import KVShape
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.step_input import StepInput
+from aquifer.errors import ConfigError, DriverError
 from aquifer.memory.pool import PoolSize
 from aquifer.models import Planner
 from aquifer.weights.store import WeightOp
@@ -111,8 +112,8 @@ class ClosePool:
 class RankError:
     """An error that is rank 0's to raise."""
 
-    message: str
-    is_config: bool
+    where: str  # rank and device
+    error: ConfigError | DriverError
 
 
 RankOp: TypeAlias = (

@@ -100,7 +100,9 @@ class Decoder:
         if self._heads is not None and self._heads.has_alibi:
             slopes = alibi_slopes(self._heads.num_heads * collectives.size, device)
             slopes = slopes.chunk(collectives.size)[collectives.rank]
-        self._layers = [LayerWeights(spec, tensors, index, slopes) for index in numbers]
+        self._layers = [
+            LayerWeights(spec, tensors, index, slopes, collectives) for index in numbers
+        ]
         # Whether queries and keys are normalised by the kernel that rotates them.
         self._norms_in_place = (
             heads is not None and heads.span is HeadSpan.HEAD and not heads.norm.centred

@@ -8,6 +8,7 @@ import torch
 
 from aquifer.cache.base import AttentionOptions
 from aquifer.kernels.norm import NormWeights
+from aquifer.models.collectives import Collectives
 from aquifer.models.latent import LatentLayer
 from aquifer.models.mixers.base import MixerLayer
 from aquifer.models.parts import Attention, LatentAttention, Norm
@@ -109,6 +110,7 @@ class LayerWeights:
         tensors: its parameters.
         number: the layer's.
         slopes: see `AttentionOptions`.
+        collectives: the ranks.
 
     Attributes:
         qkv_in_proj: the first products of attention and mixer as one, where both have the same
@@ -116,7 +118,12 @@ class LayerWeights:
     """
 
     def __init__(
-        self, spec: DecoderSpec, tensors: Tensors, number: int, slopes: torch.Tensor | None
+        self,
+        spec: DecoderSpec,
+        tensors: Tensors,
+        number: int,
+        slopes: torch.Tensor | None,
+        collectives: Collectives,
     ) -> None:
         name, block = f"layers.{number}.", spec.block
         both = tensors.get(f"{name}qkv_in_proj.weight")
@@ -144,14 +151,14 @@ class LayerWeights:
         state_index = spec.state_indices[number]
         if state_index is not None:
             assert spec.mixer is not None
-            self.mixer = spec.mixer.layer(tensors, f"{name}mixer.", state_index)
+            self.mixer = spec.mixer.layer(tensors, f"{name}mixer.", state_index, collectives)
         self.shared: SharedLayer | None = None
         kv_index = spec.kv_indices[number]
         if self.layer.shared_use is not None:
             assert spec.shared is not None
             assert kv_index is not None
             use = self.layer.shared_use
-            self.shared = spec.shared.use(tensors, use, kv_index, self.layer.scale)
+            self.shared = spec.shared.use(tensors, use, kv_index, self.layer.scale, collectives)
         # Of the MLP, or of the shared expert.
         self.mlp = (matrix("up"), matrix("down")) if f"{name}up.weight" in tensors else None
         self.experts = ExpertWeights.of(tensors, name) if self.layer.has_experts else None

@@ -23,6 +23,7 @@ from aquifer.kernels.activation import activate
 from aquifer.kernels.linear import linear, norm_linear, silu_linear
 from aquifer.kernels.norm import rms_norm
 from aquifer.kernels.rotary import qk_norm_rope_write
+from aquifer.models.collectives import ALONE, Collectives
 from aquifer.models.parts import Attention, Mlp, Norm
 from aquifer.models.tensors import Linear, Tensors
 from aquifer.weights.parameters import Parameter, Source
@@ -139,7 +140,14 @@ class SharedBlocks:
                 own = Source(linear_name)
                 yield one(f"{name}linear.weight", (hidden_size, hidden_size), own)
 
-    def use(self, tensors: Tensors, use: SharedUse, index: int, scale: float) -> SharedLayer:
+    def use(
+        self,
+        tensors: Tensors,
+        use: SharedUse,
+        index: int,
+        scale: float,
+        collectives: Collectives = ALONE,
+    ) -> SharedLayer:
         """A use over loaded parameters.
 
         Args:
@@ -147,8 +155,9 @@ class SharedBlocks:
             use: the use.
             index: of its layer in the KV layout.
             scale: factor on the dot products.
+            collectives: the ranks, of which each has some heads, and columns of the MLP.
         """
-        return SharedLayer(self, tensors, use, index, AttentionOptions(scale))
+        return SharedLayer(self, tensors, use, index, AttentionOptions(scale), collectives)
 
 
 class SharedLayer:
@@ -160,6 +169,7 @@ class SharedLayer:
         use: the use.
         index: of its layer in the KV layout.
         how: how it attends.
+        collectives: the ranks.
     """
 
     def __init__(
@@ -169,8 +179,10 @@ class SharedLayer:
         use: SharedUse,
         index: int,
         how: AttentionOptions,
+        collectives: Collectives,
     ) -> None:
         self._of, self._index, self._how = of, index, how
+        self._collectives = collectives
         block, own = f"shared.{use.block}.", f"shared_uses.{use.index}."
         self._before_attention = tensors[f"{block}before_attention.weight"]
         self._qkv = Linear.of(tensors, f"{block}qkv")
@@ -209,13 +221,16 @@ class SharedLayer:
         query = qkv.new_empty(len(qkv), heads.num_heads, heads.head_dim)
         destination = kv.destination(self._index)
         qk_norm_rope_write(qkv, None, None, cos, sin, query, *destination)
-        attended = self._out(kv.attend(self._index, query, self._how).flatten(1))
+        attend = self._out(kv.attend(self._index, query, self._how).flatten(1))
+        (attended,) = self._collectives.total(attend)
         normed = rms_norm(attended, self._before_mlp, of.norm.eps)
         up = self._up(normed)
         up.addmm_(linear(normed, self._up_first, None), self._up_second.T)
         if of.mlp.activation == "silu":
-            return self._linear(silu_linear(up, self._down.weight, self._down.bias))
-        return self._linear(self._down(activate(up, of.mlp.activation, is_gated=True)))
+            down = silu_linear(up, self._down.weight, self._down.bias)
+        else:
+            down = self._down(activate(up, of.mlp.activation, is_gated=True))
+        return self._linear(*self._collectives.total(down))
 
     def _projected(self, both: torch.Tensor) -> torch.Tensor:
         """Queries, keys and values: [tokens, 2 hidden] -> [tokens, rows of all three]."""

@@ -13,7 +13,8 @@ from aquifer.models import Model, ModelPlan, Planner
 from aquifer.models.collectives import Collectives
 from aquifer.models.decoder import Decoder
 from aquifer.models.decoder_plan import DecoderPlan
-from aquifer.parallel.split import CannotSplitError, DecoderSplit
+from aquifer.parallel.share import CannotSplitError
+from aquifer.parallel.split import DecoderSplit
 from aquifer.weights.checkpoint import Checkpoint
 
 _MOST_RANKS = 64

@@ -177,6 +177,8 @@ class Ranks:
             if process.is_alive():
                 process.kill()
                 process.join()
+        if hasattr(self, "collectives"):
+            self.collectives.abort()  # the other ranks are gone
         atexit.unregister(self.kill)
         if self._watcher.ident is not None:
             self._watcher.join()

@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 
 from aquifer.cache.base import KVView, StateTensor
+from aquifer.models.collectives import ALONE, Collectives
 from aquifer.models.tensors import Linear, Tensors
 from aquifer.weights.parameters import Parameter
 
@@ -46,13 +47,16 @@ class Mixer(Protocol):
             state_dtype: dtype of what recurrences accumulate.
         """
 
-    def layer(self, tensors: Tensors, name: str, index: int) -> MixerLayer:
+    def layer(
+        self, tensors: Tensors, name: str, index: int, collectives: Collectives = ALONE
+    ) -> MixerLayer:
         """A layer over loaded parameters.
 
         Args:
             tensors: parameters, by name.
             name: begins the names of the layer's own.
             index: of the layer in the layout of the state.
+            collectives: the ranks, of which each has some heads or channels of the layer.
         """
 
 
@@ -71,5 +75,5 @@ class MixerLayer(Protocol):
             kv: the step's KV and state.
 
         Returns:
-            [tokens, hidden], contiguous.
+            [tokens, hidden], contiguous: what the results of all ranks add up to.
         """

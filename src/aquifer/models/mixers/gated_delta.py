@@ -20,6 +20,7 @@ from aquifer.cache.base import KVView, Rows, StateTensor
 from aquifer.kernels.causal_conv import conv_chunks, conv_update
 from aquifer.kernels.gated_delta import delta_chunks, delta_gates, delta_update
 from aquifer.kernels.gated_norm import gated_norm
+from aquifer.models.collectives import ALONE, Collectives
 from aquifer.models.tensors import Linear, Tensors
 from aquifer.weights.forms import RowOrder
 from aquifer.weights.parameters import Parameter, Source
@@ -100,7 +101,9 @@ class GatedDelta:
             StateTensor("delta", heads, state_dtype),
         )
 
-    def layer(self, tensors: Tensors, name: str, index: int) -> GatedDeltaLayer:
+    def layer(
+        self, tensors: Tensors, name: str, index: int, collectives: Collectives = ALONE
+    ) -> GatedDeltaLayer:
         """See `Mixer.layer`."""
         return GatedDeltaLayer(self, tensors, name, index)
 

@@ -23,6 +23,7 @@ from aquifer.kernels.gated_norm import gated_norm
 from aquifer.kernels.linear import linear
 from aquifer.kernels.norm import NormWeights, norm_heads
 from aquifer.kernels.selective_scan import selective_chunks, selective_update
+from aquifer.models.collectives import ALONE, Collectives
 from aquifer.models.tensors import Linear, Tensors
 from aquifer.weights.parameters import Parameter, Source
 
@@ -100,9 +101,11 @@ class Mamba1:
             StateTensor("ssm", (self.width, self.state_size), state_dtype),
         )
 
-    def layer(self, tensors: Tensors, name: str, index: int) -> Mamba1Layer:
+    def layer(
+        self, tensors: Tensors, name: str, index: int, collectives: Collectives = ALONE
+    ) -> Mamba1Layer:
         """See `Mixer.layer`."""
-        return Mamba1Layer(self, tensors, name, index)
+        return Mamba1Layer(self, tensors, name, index, collectives)
 
 
 class Mamba1Layer:
@@ -113,10 +116,14 @@ class Mamba1Layer:
         tensors: parameters, by name.
         name: begins the names of the layer's own.
         index: of the layer in the layout of the state.
+        collectives: the ranks.
     """
 
-    def __init__(self, of: Mamba1, tensors: Tensors, name: str, index: int) -> None:
+    def __init__(
+        self, of: Mamba1, tensors: Tensors, name: str, index: int, collectives: Collectives
+    ) -> None:
         self._of = of
+        self._collectives = collectives
         self._index = index
         self.in_proj = Linear.of(tensors, f"{name}in_proj")
         self.out_proj = Linear.of(tensors, f"{name}out_proj")
@@ -175,7 +182,7 @@ class Mamba1Layer:
             )
         if rows.chunks is not None:
             conv_chunks(inputs[:num_tokens], *weights, rows.chunks, x, activation="silu")
-        inner = linear(x, self._x_proj, None)
+        (inner,) = self._collectives.total(linear(x, self._x_proj, None))
         low, b, c = inner.split(self._of.inner_columns, dim=1)
         for part, norm in zip((low, b, c), self._norms, strict=False):
             norm_heads(part.unsqueeze(1), norm)

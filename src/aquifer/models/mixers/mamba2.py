@@ -14,11 +14,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from aquifer.cache.base import KVView, Rows, StateTensor
 from aquifer.kernels.causal_conv import conv_chunks, conv_update
 from aquifer.kernels.gated_norm import gated_norm
 from aquifer.kernels.ssd import scan_chunks, state_update
+from aquifer.models.collectives import ALONE, Collectives
 from aquifer.models.tensors import Linear, Tensors
 from aquifer.weights.parameters import Parameter, Source
 
@@ -45,6 +47,8 @@ class Mamba2:
         factors: constant factors on the five parts of the product, multiplied into the weights and
             the bias.
         out_factor: constant factor on the result, multiplied into the last product's.
+        norm_groups: groups of columns that the norm covers on all ranks together, if these are
+            fewer than the ranks; else as many as there are groups of heads on each.
     """
 
     num_heads: int
@@ -61,6 +65,7 @@ class Mamba2:
     in_factor: float = 1.0
     factors: tuple[float, ...] = (1.0,) * 5
     out_factor: float = 1.0
+    norm_groups: int | None = None
 
     @property
     def width(self) -> int:
@@ -116,9 +121,11 @@ class Mamba2:
             StateTensor("ssm", (self.num_heads, self.head_dim, self.state_size), state_dtype),
         )
 
-    def layer(self, tensors: Tensors, name: str, index: int) -> Mamba2Layer:
+    def layer(
+        self, tensors: Tensors, name: str, index: int, collectives: Collectives = ALONE
+    ) -> Mamba2Layer:
         """See `Mixer.layer`."""
-        return Mamba2Layer(self, tensors, name, index)
+        return Mamba2Layer(self, tensors, name, index, collectives)
 
 
 class Mamba2Layer:
@@ -129,10 +136,14 @@ class Mamba2Layer:
         tensors: parameters, by name.
         name: begins the names of the layer's own.
         index: of the layer in the layout of the state.
+        collectives: the ranks.
     """
 
-    def __init__(self, of: Mamba2, tensors: Tensors, name: str, index: int) -> None:
+    def __init__(
+        self, of: Mamba2, tensors: Tensors, name: str, index: int, collectives: Collectives
+    ) -> None:
         self._of = of
+        self._collectives = collectives
         self._index = index
         self.in_proj = Linear.of(tensors, f"{name}in_proj")
         self.out_proj = Linear.of(tensors, f"{name}out_proj")
@@ -146,9 +157,11 @@ class Mamba2Layer:
 
     def mix(self, product: torch.Tensor, kv: KVView) -> torch.Tensor:
         """See `MixerLayer.mix`."""
-        of = self._of
+        of, size = self._of, self._collectives.size
         gate, inputs = product.tensor_split((of.width,), dim=1)
         mixed = kv.recur(self._index, inputs, self)
+        if self._norm is not None and (of.norm_groups or size) < size:
+            return self.out_proj(self._normed_together(mixed, gate, self._norm))
         normed = gated_norm(
             mixed,
             gate,
@@ -158,6 +171,23 @@ class Mamba2Layer:
             norm_before_gate=of.norm_before_gate,
         )
         return self.out_proj(normed)
+
+    def _normed_together(
+        self, mixed: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        """`gated_norm` where several ranks have columns of the same group: [tokens, width]."""
+        of, ranks = self._of, self._collectives
+        assert of.norm_groups is not None
+        assert of.norm_eps is not None
+        factor = F.silu(gate.float())
+        wide = mixed.float() if of.norm_before_gate else mixed.float() * factor
+        squares = wide.new_zeros(len(wide), of.norm_groups)
+        group = ranks.rank * of.norm_groups // ranks.size
+        squares[:, group] = wide.square().mean(1)
+        (sums,) = ranks.total(squares)
+        mean = sums[:, group : group + 1] * (of.norm_groups / ranks.size)
+        normed = wide * torch.rsqrt(mean + of.norm_eps) * weight.float()
+        return (normed * factor if of.norm_before_gate else normed).to(mixed.dtype)
 
     def run(
         self,
