@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -9,14 +10,15 @@ import pytest
 from tests.sim.tiny_replay import MODEL, PAGE_BYTES, config_of
 
 from aquifer.engine.policies.placement import (
+    Placement,
     PlacementSnapshot,
     affinity,
     random_device,
     round_robin_devices,
 )
 from aquifer.errors import ConfigError
-from aquifer.sim.cluster import replay_devices
-from aquifer.sim.config import LoadingConfig
+from aquifer.sim.cluster import ClusterConfig, ClusterResult, replay_cluster
+from aquifer.sim.config import LoadingConfig, ReplayConfig
 from aquifer.sim.locality import LOCALITIES, LocalityWorkload
 from aquifer.sim.replay import replay
 from aquifer.sim.trace import TraceRequest
@@ -28,6 +30,13 @@ CONFIG = replace(
     memory_bytes=(2 * WEIGHT_PAGES + 30) * PAGE_BYTES,
     loading=LoadingConfig(1e6),
 )
+
+
+def replay_devices(
+    config: ReplayConfig, count: int, requests: Sequence[TraceRequest], placement: Placement
+) -> ClusterResult:
+    """Replay on equal workers."""
+    return replay_cluster(ClusterConfig((config,) * count, placement), requests)
 
 
 def _requests(count: int = 60, rate: float = 8.0) -> list[TraceRequest]:

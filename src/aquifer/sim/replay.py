@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
 
@@ -28,6 +28,7 @@ import torch
 from aquifer.cache.contiguous import ContiguousCache
 from aquifer.cache.swap import SwapSpace
 from aquifer.engine.assembly import Assembly, LaneSpec
+from aquifer.engine.lane import Lane
 from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request, SamplingParams
 from aquifer.engine.policies import Policies
@@ -139,36 +140,22 @@ class DeviceReplay:
         self.room = assembly.room
         self._preemption = assembly.preemption
         self._scheduler = assembly.scheduler
-        self._steps = {
-            name: StepModel(model, config.device) for name, model in config.models.items()
-        }
-        specs = [
-            LaneSpec(
-                name,
-                model.kv_layout,
-                config.max_num_seqs,
-                config.context(model),
-                config.factory(),
-                config.prefix_caching,
-                self._steps[name].prefill_seconds,
-                state_layout=model.state_layout,
-                forecaster=config.forecaster(),
-            )
-            for name, model in config.models.items()
-        ]
+        self._steps = _Steps(config)
         self.models: ReplayedModels | None = None
         if config.loading is None:
-            for spec in specs:
-                resources.callback(assembly.close_lane, assembly.open_lane(spec))
+            for name in config.models:
+                resources.callback(assembly.close_lane, assembly.open_lane(self._spec(name)))
         else:
-            self.models = ReplayedModels.open(
+            self.models = ReplayedModels(
                 assembly,
                 self._clock,
                 config.loading,
-                list(zip(specs, config.models.values(), strict=True)),
+                config.models,
+                self._spec,
                 resources,
                 driver,
             )
+        self._num_closed_preemptions = 0  # of models that were closed
         self._lanes = self._scheduler.lanes
         self._occupancy = Occupancy(config, pool, self._lanes, self._kv_budget_bytes)
         self._fast_forward = FastForward(
@@ -238,7 +225,7 @@ class DeviceReplay:
             raise InvariantError("requests are left that are never planned")
         result.duration_s = self._clock.now_s
         result.busy_s = self._averages.seconds
-        result.num_preemptions = self._scheduler.num_preemptions
+        result.num_preemptions = self._num_closed_preemptions + self._scheduler.num_preemptions
         for lane in self._lanes.values():
             if lane.prefixes is not None:
                 stats = lane.prefixes.stats
@@ -248,9 +235,39 @@ class DeviceReplay:
                 result.checkpoint_bytes += stats.checkpoint_bytes
         result.averages, result.averages_waiting = self._averages.means()
         if self.models is not None:
-            loads = [load for host in self.models.set for load in host.loads]
-            result.loads = sorted(loads, key=lambda load: load.begun_s)
+            result.loads = self.models.loads
         return result
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request has not ended, or a model is being loaded."""
+        models = self.models
+        is_loading = models is not None and models.filled_s is not None
+        return is_loading or self._arrivals.next_s is not None or self._scheduler.has_work
+
+    def drop_unfinished(self, now_s: float) -> dict[int, bool]:
+        """Drop all requests that had not ended by a time: the device has failed then.
+
+        Pre-condition: it ran until that time. The outcome of a step that ends later is dropped too.
+
+        Returns: whether each had got a token, by its number among the arrivals.
+        """
+        dropped: dict[int, bool] = {}
+
+        def is_past(time_s: float | None) -> bool:
+            return time_s is not None and time_s <= now_s
+
+        for number, record in enumerate(self._result.records):
+            if record.finished_s is not None and record.finished_s > now_s:
+                dropped[number] = is_past(record.first_token_s)
+                record.scheduled_s = record.first_token_s = record.finished_s = None
+        for lane in self._lanes.values():
+            for group in [*lane.waiting, *lane.running]:
+                self._scheduler.abort(lane, group)
+                dropped[group.arrival] = is_past(group.first_token_s)
+        for number in range(self._arrivals.num_taken, len(self._arrivals)):
+            dropped[number] = False
+        return dropped
 
     def _arrive(self) -> bool:
         """Add the requests that have arrived, and load models; return whether one has changed."""
@@ -285,7 +302,7 @@ class DeviceReplay:
         """Add a request that has arrived, as the engine does."""
         config = self._config
         name = request.model or next(iter(config.models))
-        lane = self._lanes[name]
+        lane = self._open_lane(name)
         kv_budget_bytes = self._kv_budget_bytes
         if self.models is not None:
             kv_budget_bytes = self.room.size(self.models.set.kv_pages(self.models.set[name]))
@@ -316,13 +333,34 @@ class DeviceReplay:
             self.models.set[name].wanted()
         self._scheduler.add(lane, group)
 
+    def _spec(self, name: str) -> LaneSpec:
+        """What the lane of a model is made of."""
+        config = self._config
+        model = config.models[name]
+        return LaneSpec(
+            name,
+            model.kv_layout,
+            config.max_num_seqs,
+            config.context(model),
+            config.factory(),
+            config.prefix_caching,
+            self._steps[name].prefill_seconds,
+            state_layout=model.state_layout,
+            forecaster=config.forecaster(),
+        )
+
+    def _open_lane(self, name: str) -> Lane:
+        """The lane of a model, which is opened if it is not open."""
+        if self.models is not None and name not in self._lanes:
+            closed = self.models.close_empty()
+            self._num_closed_preemptions += sum(lane.num_preemptions for lane in closed)
+            self._copied_bytes -= _copied_bytes(closed)
+            self.models.open(name)
+        return self._lanes[name]
+
     def _work(self, plan: StepInput) -> StepWork:
         """Return the work of a step: its plan, and the copies made since the last step."""
-        copied_bytes = sum(
-            lane.cache.copied_bytes
-            for lane in self._lanes.values()
-            if isinstance(lane.cache, ContiguousCache)
-        )
+        copied_bytes = _copied_bytes(self._lanes.values())
         assert self._preemption is not None
         moved_bytes = self._preemption.moved_bytes
         spans, num_decodes = plan.spans, plan.num_decodes
@@ -373,6 +411,29 @@ class DeviceReplay:
         if left == 0:
             del self._outputs_left[output.request_id]
             self.num_ended[record.model] += 1
+
+
+class _Steps(dict[str, StepModel]):
+    """How long steps take, by model; made when a model is asked for first.
+
+    Args:
+        config: of the replay.
+    """
+
+    def __init__(self, config: ReplayConfig) -> None:
+        super().__init__()
+        self._config = config
+
+    def __missing__(self, name: str) -> StepModel:
+        """Make what there is none of yet."""
+        steps = self[name] = StepModel(self._config.models[name], self._config.device)
+        return steps
+
+
+def _copied_bytes(lanes: Iterable[Lane]) -> int:
+    """Bytes that the managers of these lanes have copied on the device so far."""
+    caches = (lane.cache for lane in lanes)
+    return sum(cache.copied_bytes for cache in caches if isinstance(cache, ContiguousCache))
 
 
 def _weight_bytes(config: ReplayConfig, budget_bytes: int) -> int:
