@@ -167,6 +167,7 @@ class ClusterResult:
             averages=mean(lambda result: result.averages),
             averages_waiting=mean(lambda result: result.averages_waiting),
             loads=self.loads,
+            failed=self.failed,
         )
 
 

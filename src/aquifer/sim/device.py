@@ -285,8 +285,12 @@ DEVICES = {
 }
 
 
-def find_device(text: str) -> DeviceModel:
+def find_device(text: str, option: str = "--device") -> DeviceModel:
     """Find a device, or several of one kind, by name: "a100-40g", "4xa100-40g".
+
+    Args:
+        text: the name.
+        option: the option that it was given with, for the error.
 
     Raises:
         ConfigError: the name is unknown.
@@ -294,7 +298,7 @@ def find_device(text: str) -> DeviceModel:
     match = re.fullmatch(r"(?:([1-9]\d*)x)?(.+)", text)
     if match is None or match[2] not in DEVICES:
         raise ConfigError(
-            f"--device {text!r} is unknown; known are {', '.join(DEVICES)}, and 4xNAME for four"
+            f"{option} {text!r} is unknown; known are {', '.join(DEVICES)}, and 4xNAME for four"
         )
     device = DEVICES[match[2]]
     return device.times(int(match[1])) if match[1] else device
