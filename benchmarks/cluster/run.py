@@ -13,10 +13,10 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -26,6 +26,7 @@ from benchmarks.tangram.mixes import by_class, lengths
 
 from aquifer.bench.result import save
 from aquifer.engine.policies.placement import PLACEMENTS
+from aquifer.errors import ConfigError
 from aquifer.sim.cluster import ClusterConfig, ClusterResult, Failure, replay_cluster
 from aquifer.sim.config import LoadingConfig, ReplayConfig
 from aquifer.sim.device import DEVICES, DeviceModel
@@ -41,7 +42,7 @@ _HERE = Path(__file__).resolve().parent
 REPORT_S = 0.25
 """Seconds between the reports of a worker."""
 
-BOUND_S = 2.0
+BOUND_S = 1.0
 """A rate is sustained if nine of ten requests have their first token within this time."""
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
@@ -49,8 +50,9 @@ COUNTS = (1, 2, 4, 8, 16, 32, 64)
 ONE_POOL = "one pool"
 """A device as large and as fast as all workers together: the bound of all placements."""
 
-_MODELS_OF_WORKER = 5  # 83 GB by size classes, about twice the pool of an L40
-_FIRST_POWER = -3
+_MODELS_OF_WORKER = 5  # 83 GB by size classes, twice the pool of an L40
+_FIRST_POWER = 2
+_MOST_POWER = 30
 _GRID = 2**0.5
 """Rates of a worker that are tried are whole powers of it: what is found is up to 29 % too low."""
 
@@ -99,13 +101,13 @@ class RateSearch:
 
     Args:
         of: lengths of requests.
-        requests_of_worker: requests of a run, by worker; at least `fewest` in all.
+        seconds: how long requests arrive in a run.
         fewest: the fewest requests of a run.
     """
 
     of: Sequence[TraceRequest]
-    requests_of_worker: int = 6
-    fewest: int = 60
+    seconds: float = 20.0
+    fewest: int = 40
 
     def run(self, name: str, count: int, rate: float) -> dict[str, Any]:
         """Replay at one rate, in requests per second of all workers together."""
@@ -117,7 +119,7 @@ class RateSearch:
         else:
             workers = (worker_config(models, device),) * count
             placement = PLACEMENTS[name]
-        num_requests = max(self.requests_of_worker * count, self.fewest)
+        num_requests = max(round(rate * self.seconds), self.fewest)
         requests = workload(tuple(models), self.of, rate, num_requests)
         result = replay_cluster(ClusterConfig(workers, placement, report_s=REPORT_S), requests)
         return {"rate": rate, **ttft_figures(result)}
@@ -137,31 +139,59 @@ class RateSearch:
             found = runs[-1]
             return found["ttft_p90_ms"] <= 1e3 * BOUND_S and not found["not_served"]
 
-        power = first_power
-        if holds(power):
-            while holds(power + 1):
-                power += 1
-        else:
-            power -= 1
-            while not holds(power):
-                power -= 1
-        return power, runs
+        return highest(holds, first_power), runs
 
 
-def measure_rates(search: RateSearch, counts: Sequence[int] = COUNTS) -> dict[str, Any]:
-    """Sustained rate by placement and number of workers."""
-    found: dict[str, Any] = {}
-    for name in (*PLACEMENTS, ONE_POOL):
-        power = _FIRST_POWER
-        for count in counts:
+def highest(holds: Callable[[int], bool], first: int) -> int:
+    """The last number before the first one above it that does not hold, searched from `first`.
+
+    Args:
+        holds: asked about one number after the other, up or down.
+        first: is asked first.
+
+    Raises:
+        ConfigError: the search goes on for ever.
+    """
+    power = first
+    if holds(power):
+        while holds(power + 1):
+            power += 1
+            _check_range(power)
+        return power
+    while not holds(power - 1):
+        power -= 1
+        _check_range(power)
+    return power - 1
+
+
+def _check_range(power: int) -> None:
+    if abs(power) > _MOST_POWER:
+        raise ConfigError(f"no rate between {_GRID**-_MOST_POWER} and {_GRID**_MOST_POWER} is best")
+
+
+def measure_rates(
+    search: RateSearch,
+    counts: Sequence[int] = COUNTS,
+    on_count: Callable[[dict[str, Any]], None] = lambda found: None,
+) -> dict[str, Any]:
+    """Sustained rate by placement and number of workers.
+
+    Args:
+        search: how a rate is found.
+        counts: numbers of workers.
+        on_count: called with all that was found after each of them.
+    """
+    found: dict[str, Any] = {name: {} for name in (*PLACEMENTS, ONE_POOL)}
+    powers = dict.fromkeys(found, _FIRST_POWER)
+    for count in counts:
+        for name in found:
             if count == 1 and name not in ("affinity", ONE_POOL):
                 continue  # one worker, one placement
-            power, runs = search.sustained(name, count, power)
-            print(f"{name}, {count}: {count * _GRID**power:.3g}/s in {len(runs)} runs", flush=True)
-            found.setdefault(name, {})[str(count)] = {
-                "sustained_rate": count * _GRID**power,
-                "runs": runs,
-            }
+            powers[name], runs = search.sustained(name, count, powers[name])
+            rate = count * _GRID ** powers[name]
+            found[name][str(count)] = {"sustained_rate": rate, "runs": runs}
+            print(f"{name}, {count}: {rate:.3g}/s in {len(runs)} runs", flush=True)
+        on_count(found)
     return found
 
 
@@ -248,28 +278,37 @@ def draw(rates: Mapping[str, Any], file: Path) -> None:
     plt.close(figure)
 
 
+_Keep: TypeAlias = Callable[[dict[str, Any]], None]
+
+_PARTS: dict[str, Callable[[Sequence[TraceRequest], _Keep], dict[str, Any]]] = {
+    "rates": lambda of, keep: measure_rates(RateSearch(of), on_count=keep),
+    "failure": lambda of, keep: measure_failure(of),
+    "mixed": lambda of, keep: measure_mixed(of),
+    "large": lambda of, keep: measure_large(of),
+}
+"""The parts by name. They are given what writes the results so far."""
+
+
 def main() -> None:
     """Run the parts."""
-    parts = {
-        "rates": lambda of: measure_rates(RateSearch(of)),
-        "failure": measure_failure,
-        "mixed": measure_mixed,
-        "large": measure_large,
-    }
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of the lengths")
-    parser.add_argument("--parts", default=",".join(parts), help="what to run")
+    parser.add_argument("--parts", default=",".join(_PARTS), help="what to run")
     parser.add_argument("--output", type=Path, default=_HERE, help="folder of the results")
     arguments = parser.parse_args()
     of = lengths(arguments.data)
     for part in arguments.parts.split(","):
-        if part not in parts:
-            parser.error(f"--parts has {part!r}; known are {', '.join(parts)}")
+        if part not in _PARTS:
+            parser.error(f"--parts has {part!r}; known are {', '.join(_PARTS)}")
         begin_s = time.process_time()
-        content = {"results": parts[part](of), "cpu_s": time.process_time() - begin_s}
-        command = f"benchmarks/cluster/run.py --data DATA --parts {part}"
-        save(arguments.output / f"{part}.json", content, command=command)
-        print(f"{part}: {content['cpu_s']:.0f} s of CPU time")
+
+        def keep(results: dict[str, Any], part: str = part, begin_s: float = begin_s) -> None:
+            content = {"results": results, "cpu_s": time.process_time() - begin_s}
+            command = f"benchmarks/cluster/run.py --data DATA --parts {part}"
+            save(arguments.output / f"{part}.json", content, command=command)
+
+        keep(_PARTS[part](of, keep))
+        print(f"{part}: {time.process_time() - begin_s:.0f} s of CPU time")
     rates = arguments.output / "rates.json"
     if rates.is_file():
         draw(json.loads(rates.read_text())["results"], arguments.output / "rates.png")
