@@ -114,7 +114,7 @@ class RateSearch:
         models = by_class(_MODELS_OF_WORKER * count).models
         device = DEVICES["l40"]
         if name == ONE_POOL:
-            workers = (worker_config(models, device.times(count)),)
+            workers: tuple[ReplayConfig, ...] = (worker_config(models, device.times(count)),)
             placement = PLACEMENTS["affinity"]
         else:
             workers = (worker_config(models, device),) * count
