@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -381,3 +382,22 @@ class StepModel:
         return self.device.overhead_s + max(
             model.read_bytes / self._bandwidth, operations / self._rate
         )
+
+
+class StepModels(dict[str, StepModel]):
+    """How long steps take on a device, by model; made when a model is asked for first.
+
+    Args:
+        models: shapes by name.
+        device: the device.
+    """
+
+    def __init__(self, models: Mapping[str, ModelShape], device: DeviceModel) -> None:
+        super().__init__()
+        self._models = models
+        self._device = device
+
+    def __missing__(self, name: str) -> StepModel:
+        """Make what there is none of yet."""
+        steps = self[name] = StepModel(self._models[name], self._device)
+        return steps

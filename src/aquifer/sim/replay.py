@@ -40,7 +40,7 @@ from aquifer.memory.pool import PagePool
 from aquifer.sim.averages import Averages
 from aquifer.sim.clock import Arrivals, Clock
 from aquifer.sim.config import ReplayConfig
-from aquifer.sim.device import StepModel, StepWork
+from aquifer.sim.device import StepModels, StepWork
 from aquifer.sim.driver import ModelledDriver
 from aquifer.sim.fast_forward import FastForward
 from aquifer.sim.models import ReplayedModel, ReplayedModels
@@ -48,7 +48,6 @@ from aquifer.sim.occupancy import Occupancy
 from aquifer.sim.outputs import OutputMaker
 from aquifer.sim.results import ReplayResult, RequestRecord
 from aquifer.sim.trace import PromptMaker, TraceRequest
-from aquifer.sizes import format_size
 
 
 def replay(
@@ -119,7 +118,8 @@ class DeviceReplay:
         pool = PagePool(driver, budget_bytes, keep_idle_bytes=budget_bytes)
         resources.callback(pool.close)
         if config.loading is None:
-            driver.held_bytes = _weight_bytes(config, pool.budget_bytes)
+            # Not in pages: there would be hundreds of thousands, and none ever moves.
+            driver.held_bytes = config.weight_bytes(pool.budget_bytes)
             pool.account_overhead(driver.held_bytes)
         self._kv_budget_bytes = pool.free_bytes
         # Without physical memory, like the KV.
@@ -140,7 +140,7 @@ class DeviceReplay:
         self.room = assembly.room
         self._preemption = assembly.preemption
         self._scheduler = assembly.scheduler
-        self._steps = _Steps(config)
+        self._steps = StepModels(config.models, config.device)
         self.models: ReplayedModels | None = None
         if config.loading is None:
             for name in config.models:
@@ -413,46 +413,10 @@ class DeviceReplay:
             self.num_ended[record.model] += 1
 
 
-class _Steps(dict[str, StepModel]):
-    """How long steps take, by model; made when a model is asked for first.
-
-    Args:
-        config: of the replay.
-    """
-
-    def __init__(self, config: ReplayConfig) -> None:
-        super().__init__()
-        self._config = config
-
-    def __missing__(self, name: str) -> StepModel:
-        """Make what there is none of yet."""
-        steps = self[name] = StepModel(self._config.models[name], self._config.device)
-        return steps
-
-
 def _copied_bytes(lanes: Iterable[Lane]) -> int:
     """Bytes that the managers of these lanes have copied on the device so far."""
     caches = (lane.cache for lane in lanes)
     return sum(cache.copied_bytes for cache in caches if isinstance(cache, ContiguousCache))
-
-
-def _weight_bytes(config: ReplayConfig, budget_bytes: int) -> int:
-    """Return the size of all models' weights, each in whole pages.
-
-    The pages themselves are left out: there would be hundreds of thousands, and none ever moves.
-
-    Raises:
-        ConfigError: the weights do not fit.
-    """
-    left_bytes = budget_bytes
-    for name, model in config.models.items():
-        left_bytes -= -(-model.weight_bytes // config.page_bytes) * config.page_bytes
-        if left_bytes < 0:
-            raise ConfigError(
-                f"the weights of {name} take {format_size(model.weight_bytes)}, more than what "
-                f"is left of {format_size(config.budget_bytes)}; give more --memory"
-            )
-    return budget_bytes - left_bytes
 
 
 @lru_cache(maxsize=4096)
