@@ -9,7 +9,7 @@ EXAMPLES := .venv-examples
 # Python keeps what it has compiled, as the tests start many processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test environments lint types unit test-families examples test-gpu bench-cpu bench-serving bench-web bench-compare bench-gpu bench-families bench-pagedattention bench-tangram bench-tangram-replay bench-tangram-gpu bench-tangram-devices bench-avmp bench-hybrid bench-vattention bench-odma clean
+.PHONY: demo test environments lint types unit test-families examples test-gpu bench-cpu bench-serving bench-web bench-compare bench-gpu bench-families bench-pagedattention bench-tangram bench-tangram-replay bench-tangram-gpu bench-tangram-devices bench-cluster bench-avmp bench-hybrid bench-vattention bench-odma clean
 
 demo: $(VENV)/installed
 	$(BIN)/python tools/demo.py
@@ -84,6 +84,11 @@ bench-tangram: $(VENV)/installed-test
 # DATA is the folder of the lengths. About fifteen minutes.
 bench-tangram-replay: $(VENV)/installed-test
 	$(BIN)/python benchmarks/tangram/models.py --data $(DATA) --output benchmarks/tangram
+
+# Clusters of 1 to 64 workers, replayed, in about ten minutes; PARTS=rates,failure,mixed,large for some of
+# it. DATA is the folder of the lengths.
+bench-cluster: $(VENV)/installed-test
+	$(BIN)/python benchmarks/cluster/run.py --data $(DATA) --output benchmarks/cluster $(if $(PARTS),--parts $(PARTS))
 
 # AVMP's tables, and what they hide: about two minutes; DATA is the folder of the prompt lengths.
 bench-avmp: $(VENV)/installed-test

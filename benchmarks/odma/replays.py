@@ -31,7 +31,7 @@ from aquifer.engine.policies.placement import (
     least_loaded,
     round_robin_devices,
 )
-from aquifer.sim.cluster import replay_devices
+from aquifer.sim.cluster import ClusterConfig, replay_cluster
 from aquifer.sim.config import LengthPrediction, LoadingConfig, ReplayConfig
 from aquifer.sim.device import MODELS, find_device
 from aquifer.sim.replay import replay
@@ -266,14 +266,15 @@ def devices(data: Path, num_requests: int) -> dict[str, Any]:
         if in_step:
             bounds = BucketBounds(sizes_of(config.block_size, _CONTEXT_TOKENS))
             config = replace(config, bounds=bounds)
-        result = replay_devices(config, _NUM_DEVICES, requests, placement)
+        result = replay_cluster(ClusterConfig((config,) * _NUM_DEVICES, placement), requests)
+        placed = [index for index in result.placed if index is not None]
         begun_s = [r.first_token_s - r.arrival_s for r in result.records if r.first_token_s]
         ended_s = [r.finished_s - r.arrival_s for r in result.records if r.finished_s]
         duration_s = max(device.duration_s for device in result.devices)
         rows.append(
             {
                 "way": way,
-                "placed": np.bincount(result.placed, minlength=_NUM_DEVICES).tolist(),
+                "placed": np.bincount(placed, minlength=_NUM_DEVICES).tolist(),
                 "not_completed": len(requests) - len(ended_s),
                 "preemptions": sum(device.num_preemptions for device in result.devices),
                 "tokens_per_s": sum(r.output_tokens for r in result.records) / duration_s,

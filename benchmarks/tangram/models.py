@@ -37,7 +37,7 @@ from aquifer.engine.policies.placement import (
     random_device,
     round_robin_devices,
 )
-from aquifer.sim.cluster import replay_devices
+from aquifer.sim.cluster import ClusterConfig, replay_cluster
 from aquifer.sim.config import LoadingConfig, ReplayConfig
 from aquifer.sim.locality import LOCALITIES, LocalityWorkload
 from aquifer.sim.replay import replay
@@ -160,7 +160,8 @@ def by_devices(
                 if count == 1 and name.startswith("tensor") and name != "tensor, random":
                     continue  # one device, one placement
                 loading = LoadingConfig(setting.device.link_bandwidth, is_exclusive=is_exclusive)
-                result = replay_devices(config_of(setting, loading), count, requests, placement)
+                workers = (config_of(setting, loading),) * count
+                result = replay_cluster(ClusterConfig(workers, placement), requests)
                 row[name] = figures(result.records, result.loads)
     return found
 

@@ -231,3 +231,49 @@ def test_results_are_written_before_plots(trace, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="the disk is full"):
         _replay(trace, "--output", tmp_path / "out.json", "--plot", tmp_path / "out.png")
     assert json.loads((tmp_path / "out.json").read_text())["runs"]
+
+
+MANY = ("--model", "a=opt-1.3b", "--model", "b=opt-6.7b", "--weights", "tensor")
+
+
+@pytest.fixture
+def two_models(tmp_path: Path) -> Path:
+    file = tmp_path / "two.csv"
+    rows = [f"{5 * i},100,{40 if i else 1000},{'ab'[i % 2]}" for i in range(4)]
+    file.write_text("\n".join(["arrival,prompt_tokens,output_tokens,model", *rows]))
+    return file
+
+
+def test_a_cluster(two_models, tmp_path):
+    """The first worker is lost while it streams; the other one serves the rest."""
+    output = _replay(
+        two_models,
+        *MANY,
+        *("--workers", "1:l40,1:h200", "--placement", "round-robin", "--fail", "0@3"),
+        *("--notice", "0.5", "--report-every", "1", "--output", tmp_path / "out.json"),
+    )
+    assert "workers 1:l40,1:h200" in output
+    assert "1 requests failed: worker 0 failed while it streamed" in output
+    assert "too large" not in output
+    result = json.loads((tmp_path / "out.json").read_text())
+    (run,) = result["runs"]
+    assert (run["completed"], run["failed_with_a_worker"]) == (3, 1)
+    assert (result["workers"], result["fail"]) == ("1:l40,1:h200", "0@3")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--placement", "random"), "--placement needs --workers"),
+        (("--workers", "2", "--weights", "resident"), "--workers needs --weights"),
+        (("--workers", "0"), "write 8, or 6:l40,2:h200"),
+        (("--workers", "2,1:l40"), "write 8, or 6:l40,2:h200"),
+        (("--workers", "2:x"), "--workers 'x' is unknown"),
+        (("--workers", "9999"), "at most 1024"),
+        (("--workers", "2", "--fail", "1-2"), "write 0@120-180"),
+        (("--workers", "2", "--fail", "2@1"), "the workers are 0 to 1"),
+    ],
+)
+def test_clusters_that_cannot_be(two_models, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        _replay(two_models, *MANY, *arguments)

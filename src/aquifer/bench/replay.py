@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from aquifer.errors import ConfigError
+from aquifer.sim.cluster import ClusterConfig, replay_cluster
 from aquifer.sim.config import ReplayConfig
 from aquifer.sim.replay import replay as run_replay
 from aquifer.sim.results import ReplayResult
@@ -23,8 +24,12 @@ _RATE_RANGE = 2**20
 
 _FEWEST_WAITS = 20
 
+Target: TypeAlias = ReplayConfig | ClusterConfig
+"""What a trace is replayed on: a device, or a cluster of them."""
+
 Progress = Callable[[str, int, int], None]
-"""Called with (description of the run, requests that have ended, all requests)."""
+"""Called with (description of the run, requests that have ended, all requests). In a cluster those
+that were placed count as ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,19 +113,24 @@ class Bounds:
     tpot_s: float = math.inf
 
 
-def run(config: ReplayConfig, workload: Workload, rate: float | None, on_progress: Progress) -> Run:
+def run(config: Target, workload: Workload, rate: float | None, on_progress: Progress) -> Run:
     """Replay the workload once."""
     requests = workload.at(rate)
     what = config.manager if rate is None else f"{config.manager} at {rate:.4g} requests/s"
     on_progress(what, 0, len(requests))
-    result = run_replay(
-        config, requests, lambda num_ended: on_progress(what, num_ended, len(requests))
-    )
+
+    def advance(num_ended: int) -> None:
+        on_progress(what, num_ended, len(requests))
+
+    if isinstance(config, ClusterConfig):
+        result = replay_cluster(config, requests, advance).total
+    else:
+        result = run_replay(config, requests, advance)
     return Run(config.manager, rate, result)
 
 
 def compare(
-    configs: Sequence[ReplayConfig],
+    configs: Sequence[Target],
     workload: Workload,
     rates: Sequence[float | None],
     on_progress: Progress,
@@ -130,7 +140,7 @@ def compare(
 
 
 def find_rate(
-    config: ReplayConfig,
+    config: Target,
     workload: Workload,
     bounds: Bounds,
     on_progress: Progress,

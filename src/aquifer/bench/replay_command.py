@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from aquifer.sizes import format_size
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from aquifer.bench.replay import Bounds, Run, Workload
+    from aquifer.bench.replay import Bounds, Run, Target, Workload
     from aquifer.sim.config import LoadingConfig, ReplayConfig
     from aquifer.sim.device import DeviceModel
 
@@ -37,11 +38,13 @@ def replay(
 ) -> None:
     """Replay a trace on a modelled device: which cache, how much memory, what rate?"""
     from aquifer.bench.replay import Workload, sustained_rate
+    from aquifer.bench.replay_cluster import target_of
     from aquifer.bench.replay_plot import plot
     from aquifer.sim.trace import fit_lengths, read_trace
 
     rates = _rates(options)
     configs = _configs(options)
+    targets = [target_of(config, options) for config in configs]
     config = configs[0]
     context = max(map(config.context, config.models.values()))
     requests, num_changed = fit_lengths(
@@ -53,7 +56,7 @@ def replay(
     _check_files(options)
     console = Console()
     start_s = time.perf_counter()
-    runs = _run(configs, workload, rates, options, console)
+    runs = _run(targets, workload, rates, options, console)
     simulated = sum(run.num_tokens for run in runs) / (time.perf_counter() - start_s)
     kv_size = format_size(runs[0].result.kv_budget_bytes)
     if not any(run.result.served for run in runs):
@@ -64,7 +67,7 @@ def replay(
     for_what = "KV" if config.loading is None else "weights and KV"
     title = (
         f"{trace.name}: {workload.num_requests} requests, {' and '.join(config.models)} on "
-        f"{config.device.name}, {kv_size} for {for_what}"
+        f"{_devices(config, options)}, {kv_size} for {for_what}"
     )
     table = _table(title, runs, options)
     if num_changed:
@@ -120,6 +123,14 @@ def _conclusions(
         )
     if growing:
         yield "Where the queue grows, a longer trace has higher latencies (docs/replay.md)."
+
+
+def _devices(config: ReplayConfig, options: SimpleNamespace) -> str:
+    """The devices, for the title."""
+    if options.workers is None:
+        return config.device.name
+    named = "" if ":" in options.workers else f" of {config.device.name}"
+    return f"workers {options.workers}{named}"
 
 
 def _named(run: Run) -> str:
@@ -221,7 +232,7 @@ def _loading(options: SimpleNamespace, device: DeviceModel) -> LoadingConfig | N
 
 
 def _run(
-    configs: list[ReplayConfig],
+    targets: list[Target],
     workload: Workload,
     rates: list[float | None],
     options: SimpleNamespace,
@@ -240,9 +251,9 @@ def _run(
             progress.update(task, description=what, completed=num_ended, total=total)
 
         if not options.find_rate:
-            return compare(configs, workload, rates, advance)
+            return compare(targets, workload, rates, advance)
         bounds = _bounds(options)
-        return [run for config in configs for run in find_rate(config, workload, bounds, advance)]
+        return [run for target in targets for run in find_rate(target, workload, bounds, advance)]
 
 
 def _described(config: ReplayConfig, options: SimpleNamespace) -> dict[str, Any]:
@@ -263,6 +274,11 @@ def _described(config: ReplayConfig, options: SimpleNamespace) -> dict[str, Any]
         "lengths": "known" if config.states_lengths else "hidden",
         "length_prediction": config.length_prediction,
         "loading": None if config.loading is None else asdict(config.loading),
+        "workers": options.workers,
+        "placement": options.placement,
+        "fail": options.fail,
+        "notice": options.notice,
+        "report_every": options.report_every,
         "seed": config.seed,
         "latency_bound": options.latency_bound,
         "ttft_bound": options.ttft_bound,
@@ -290,9 +306,13 @@ def _table(title: str, runs: list[Run], options: SimpleNamespace) -> Table:
                 f"{_named(run)}: {len(run.result.loads)} loads of weights, {loaded} in "
                 f"{seconds:.3g} s"
             )
-        if run.result.num_unserved:
+        num_failed = len(run.result.failed)
+        for reason, count in Counter(run.result.failed.values()).items():
+            lines.append(f"{_named(run)}: {count} requests failed: {reason}")
+        if run.result.num_unserved > num_failed:
             lines.append(
-                f"{_named(run)}: {run.result.num_unserved} of {len(run.result.records)} "
+                f"{_named(run)}: {run.result.num_unserved - num_failed} of "
+                f"{len(run.result.records)} "
                 "requests could not be served: each is too large for the memory or its model"
             )
     table.caption = "\n".join(lines)

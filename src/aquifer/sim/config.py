@@ -21,6 +21,7 @@ from aquifer.sim.baselines.evictions import Eviction
 from aquifer.sim.baselines.reserved import Policy, ReservedCache
 from aquifer.sim.device import DeviceModel, ModelShape
 from aquifer.sim.driver import PAGE_BYTES
+from aquifer.sizes import format_size
 
 _RESERVED: dict[str, Policy] = {
     "orca-max": "max",
@@ -187,6 +188,25 @@ class ReplayConfig:
     def context(self, model: ModelShape) -> int:
         """Return the maximum length of a model's sequences, in tokens."""
         return self.max_model_len or model.max_tokens
+
+    def weight_bytes(self, budget_bytes: int) -> int:
+        """Return the size of all models' weights, each in whole pages.
+
+        Args:
+            budget_bytes: what they must fit into.
+
+        Raises:
+            ConfigError: they do not.
+        """
+        left_bytes = budget_bytes
+        for name, model in self.models.items():
+            left_bytes -= -(-model.weight_bytes // self.page_bytes) * self.page_bytes
+            if left_bytes < 0:
+                raise ConfigError(
+                    f"the weights of {name} take {format_size(model.weight_bytes)}, more than what "
+                    f"is left of {format_size(self.budget_bytes)}; give more --memory"
+                )
+        return budget_bytes - left_bytes
 
     @property
     def num_sequences(self) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -285,8 +286,12 @@ DEVICES = {
 }
 
 
-def find_device(text: str) -> DeviceModel:
+def find_device(text: str, option: str = "--device") -> DeviceModel:
     """Find a device, or several of one kind, by name: "a100-40g", "4xa100-40g".
+
+    Args:
+        text: the name.
+        option: the option that it was given with, for the error.
 
     Raises:
         ConfigError: the name is unknown.
@@ -294,7 +299,7 @@ def find_device(text: str) -> DeviceModel:
     match = re.fullmatch(r"(?:([1-9]\d*)x)?(.+)", text)
     if match is None or match[2] not in DEVICES:
         raise ConfigError(
-            f"--device {text!r} is unknown; known are {', '.join(DEVICES)}, and 4xNAME for four"
+            f"{option} {text!r} is unknown; known are {', '.join(DEVICES)}, and 4xNAME for four"
         )
     device = DEVICES[match[2]]
     return device.times(int(match[1])) if match[1] else device
@@ -377,3 +382,22 @@ class StepModel:
         return self.device.overhead_s + max(
             model.read_bytes / self._bandwidth, operations / self._rate
         )
+
+
+class StepModels(dict[str, StepModel]):
+    """How long steps take on a device, by model; made when a model is asked for first.
+
+    Args:
+        models: shapes by name.
+        device: the device.
+    """
+
+    def __init__(self, models: Mapping[str, ModelShape], device: DeviceModel) -> None:
+        super().__init__()
+        self._models = models
+        self._device = device
+
+    def __missing__(self, name: str) -> StepModel:
+        """Make what there is none of yet."""
+        steps = self[name] = StepModel(self._models[name], self._device)
+        return steps

@@ -8,17 +8,20 @@ They are not slowed down by it, and it shares the link with nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 from aquifer.engine.assembly import Assembly, LaneSpec
+from aquifer.engine.lane import Lane
 from aquifer.engine.model_life import ModelLife
 from aquifer.engine.model_set import ModelSet
 from aquifer.engine.pooled_weights import Life, PooledWeights
 from aquifer.engine.reports import LoadProgress, ModelInfo, ModelState
+from aquifer.memory.use_rate import UseRate
 from aquifer.sim.baselines.evictions import VICTIMS, recent_use
 from aquifer.sim.baselines.split import WeightShare
 from aquifer.sim.clock import Clock
@@ -31,6 +34,22 @@ from aquifer.weights.host_cache import HostCache
 from aquifer.weights.parameters import Parameter, ParameterGroup
 from aquifer.weights.reuse import ReuseStore
 from aquifer.weights.store import check_fits
+
+_MANY = 32
+"""More models than these are opened when they are asked for, and closed when they have nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPast:
+    """What a replay knows of a model on a device, be it open or not.
+
+    Attributes:
+        uses: the requests for it, since the start of the replay.
+        loads: all loads so far.
+    """
+
+    uses: UseRate = field(default_factory=lambda: UseRate(0.0))
+    loads: list[LoadRecord] = field(default_factory=list)
 
 
 class TimedWeights(PooledWeights):
@@ -46,10 +65,10 @@ class TimedWeights(PooledWeights):
         share: a fixed part of the pool that all weights have; None if the pool is shared.
         life: the model's.
         used_s: tells when the model was used last.
+        past: of the model.
 
     Attributes:
         filled_s: when the load that is under way ends; None if there is none.
-        loads: all loads so far.
     """
 
     def __init__(
@@ -63,16 +82,18 @@ class TimedWeights(PooledWeights):
         share: WeightShare | None,
         life: Life,
         used_s: Callable[[], float],
+        past: ModelPast,
     ) -> None:
         self._clock = clock
         self._loading = loading
         self._share = share
         self._used_s = used_s
+        self._past = past
         self.filled_s: float | None = None
-        self.loads: list[LoadRecord] = []
         reclaimer = assembly.room.reclaimer if share is None else share.reclaimer
         victims = VICTIMS[loading.eviction]
         super().__init__(assembly, reclaimer, reuse, name, _parameters(shape), life, victims)
+        self.uses = past.uses
         if share is not None:
             share.stores.append(self._store)
 
@@ -148,7 +169,7 @@ class TimedWeights(PooledWeights):
             self.member.bytes_of(group) * self._byte_s(group) for group in self._to_fill
         )
         self.filled_s = now_s + seconds
-        self.loads.append(LoadRecord(self._name, now_s, seconds, num_bytes, self.num_bytes))
+        self._past.loads.append(LoadRecord(self._name, now_s, seconds, num_bytes, self.num_bytes))
 
     @property
     def _missing_bytes(self) -> int:
@@ -157,7 +178,7 @@ class TimedWeights(PooledWeights):
 
     def _byte_s(self, group: ParameterGroup) -> float:
         bytes_per_s = self._loading.bytes_per_s
-        if self._loading.disk_bytes_per_s is not None and not self.loads:
+        if self._loading.disk_bytes_per_s is not None and not self._past.loads:
             bytes_per_s = min(bytes_per_s, self._loading.disk_bytes_per_s)
         return 1 / bytes_per_s
 
@@ -176,10 +197,8 @@ class ReplayedModel(ModelLife):
         spec: its requests.
         shape: its sizes.
         loading: how its weights come and go.
+        past: of the model.
         share: see `TimedWeights`.
-
-    Raises:
-        ConfigError: its weights do not fit the pool.
     """
 
     _weights: TimedWeights
@@ -192,10 +211,10 @@ class ReplayedModel(ModelLife):
         spec: LaneSpec,
         shape: ModelShape,
         loading: LoadingConfig,
+        past: ModelPast,
         share: WeightShare | None = None,
     ) -> None:
         super().__init__(assembly)
-        check_fits(assembly.pool, spec.name, _parameters(shape))
         with ExitStack() as resources:
             self._weights = TimedWeights(
                 assembly,
@@ -207,6 +226,7 @@ class ReplayedModel(ModelLife):
                 share,
                 self.weights_life(),
                 lambda: self.used_s,
+                past,
             )
             resources.callback(self._weights.close)
             self.lane = assembly.open_lane(spec)
@@ -231,9 +251,11 @@ class ReplayedModel(ModelLife):
         return self._weights.filled_s
 
     @property
-    def loads(self) -> list[LoadRecord]:
-        """All loads so far."""
-        return self._weights.loads
+    def is_empty(self) -> bool:
+        """Whether it has no weights, no requests and nothing else that a later request may use."""
+        lane = self.lane
+        keeps = lane.prefixes is not None or lane.forecaster is not None
+        return self.state == ModelState.REGISTERED and not (keeps or lane.has_work)
 
     def close(self) -> None:
         """Release everything. Pre-condition: it has no requests."""
@@ -293,56 +315,97 @@ class SplitSet(ModelSet[ReplayedModel]):
         return self._room.budget_pages(self._share.num_bytes + self.pinned_bytes)
 
 
-@dataclass(frozen=True, slots=True)
 class ReplayedModels:
-    """All models of a device, as the loop of the replay sees them."""
+    """All models of a device, as the loop of the replay sees them.
 
-    set: ModelSet[ReplayedModel]
-    loading: LoadingConfig
+    An open model has addresses and a queue, and no memory at first. A few models are all open from
+    the start, in the order given, which decides between equals. Of many, one is opened when a
+    request asks for it, and those that have neither weights in the pool nor requests are closed
+    again, so that time and memory do not grow with the number of models.
 
-    @classmethod
-    def open(
-        cls,
+    Args:
+        assembly: pool and scheduler.
+        clock: the time.
+        loading: how weights come and go.
+        shapes: sizes of the models, by name.
+        spec: makes the lane of a model.
+        resources: the stack that closes them.
+        driver: of the device.
+
+    Attributes:
+        set: the models that are open.
+        loading: as given.
+
+    Raises:
+        ConfigError: a model does not fit.
+    """
+
+    def __init__(
+        self,
         assembly: Assembly,
         clock: Clock,
         loading: LoadingConfig,
-        models: list[tuple[LaneSpec, ModelShape]],
+        shapes: Mapping[str, ModelShape],
+        spec: Callable[[str], LaneSpec],
         resources: ExitStack,
         driver: ModelledDriver,
-    ) -> ReplayedModels:
-        """Register models; none is loaded.
-
-        Args:
-            assembly: pool and scheduler.
-            clock: the time.
-            loading: how weights come and go.
-            models: their lanes and sizes.
-            resources: the stack that closes them.
-            driver: of the device.
-
-        Raises:
-            ConfigError: a model does not fit.
-        """
-        reuse = ReuseStore(HostCache(0, driver.device), Path())
-        share: WeightShare | None = None
-        models_of_device: ModelSet[ReplayedModel]
+    ) -> None:
+        for name, shape in distinct(shapes).items():
+            check_fits(assembly.pool, name, _parameters(shape))
+        self._assembly = assembly
+        self._clock = clock
+        self.loading = loading
+        self._shapes = shapes
+        self._spec = spec
+        self._reuse = ReuseStore(HostCache(0, driver.device), Path())
+        self._share: WeightShare | None = None
+        self._pasts: dict[str, ModelPast] = {}
+        self.set: ModelSet[ReplayedModel]
         if loading.weight_share is None:
-            models_of_device = ModelSet(assembly, reuse)
+            self.set = ModelSet(assembly, self._reuse)
         else:
-            share = WeightShare.of(assembly, loading.weight_share, driver)
-            models_of_device = SplitSet(assembly, reuse, share)
-        resources.callback(models_of_device.close)
-        kind = ExclusiveModel if loading.is_exclusive else ReplayedModel
-        for spec, shape in models:
-            host = models_of_device.register(
-                spec.name,
-                lambda spec=spec, shape=shape: kind(  # type: ignore[misc]
-                    assembly, reuse, clock, spec, shape, loading, share
-                ),
-            )
-            if isinstance(host, ExclusiveModel):
-                host.others = models_of_device
-        return cls(models_of_device, loading)
+            self._share = WeightShare.of(assembly, loading.weight_share, driver)
+            self.set = SplitSet(assembly, self._reuse, self._share)
+        resources.callback(self.set.close)
+        if len(shapes) <= _MANY:
+            for name in shapes:
+                self.open(name)
+
+    def open(self, name: str) -> ReplayedModel:
+        """Open a model that is not open; none of it is loaded."""
+        kind = ExclusiveModel if self.loading.is_exclusive else ReplayedModel
+        host = self.set.register(
+            name,
+            lambda: kind(
+                self._assembly,
+                self._reuse,
+                self._clock,
+                self._spec(name),
+                self._shapes[name],
+                self.loading,
+                self._pasts.setdefault(name, ModelPast()),
+                self._share,
+            ),
+        )
+        if isinstance(host, ExclusiveModel):
+            host.others = self.set
+        return host
+
+    def close_empty(self) -> list[Lane]:
+        """Close models that have nothing, if many are open; return their lanes."""
+        hosts = list(self.set)
+        if len(hosts) < _MANY:
+            return []
+        empty = [host for host in hosts if host.is_empty]
+        for host in empty:
+            self.set.remove(host)
+        return [host.lane for host in empty]
+
+    @property
+    def loads(self) -> list[LoadRecord]:
+        """Loads of all models so far, in order of time."""
+        loads = [load for past in self._pasts.values() for load in past.loads]
+        return sorted(loads, key=lambda load: load.begun_s)
 
     @property
     def filled_s(self) -> float | None:
@@ -365,10 +428,22 @@ class ReplayedModels:
                 host.unload()
 
 
-def _parameters(shape: ModelShape) -> list[Parameter]:
+def distinct(shapes: Mapping[str, ModelShape]) -> dict[str, ModelShape]:
+    """The first model of each shape. Shapes are told apart as objects: to compare them takes long.
+
+    Equal ones may be given twice.
+    """
+    first: dict[int, str] = {}
+    for name, shape in shapes.items():
+        first.setdefault(id(shape), name)
+    return {name: shapes[name] for name in first.values()}
+
+
+@lru_cache
+def _parameters(shape: ModelShape) -> tuple[Parameter, ...]:
     """The parameters of a shape. They are filled by nothing."""
     dtype = shape.kv_layout.dtype
-    return [
+    return tuple(
         Parameter(str(number), (num_bytes // dtype.itemsize,), dtype, ())
         for number, num_bytes in enumerate(shape.tensor_bytes)
-    ]
+    )

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
 
@@ -28,6 +28,7 @@ import torch
 from aquifer.cache.contiguous import ContiguousCache
 from aquifer.cache.swap import SwapSpace
 from aquifer.engine.assembly import Assembly, LaneSpec
+from aquifer.engine.lane import Lane
 from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request, SamplingParams
 from aquifer.engine.policies import Policies
@@ -39,7 +40,7 @@ from aquifer.memory.pool import PagePool
 from aquifer.sim.averages import Averages
 from aquifer.sim.clock import Arrivals, Clock
 from aquifer.sim.config import ReplayConfig
-from aquifer.sim.device import StepModel, StepWork
+from aquifer.sim.device import StepModels, StepWork
 from aquifer.sim.driver import ModelledDriver
 from aquifer.sim.fast_forward import FastForward
 from aquifer.sim.models import ReplayedModel, ReplayedModels
@@ -47,7 +48,6 @@ from aquifer.sim.occupancy import Occupancy
 from aquifer.sim.outputs import OutputMaker
 from aquifer.sim.results import ReplayResult, RequestRecord
 from aquifer.sim.trace import PromptMaker, TraceRequest
-from aquifer.sizes import format_size
 
 
 def replay(
@@ -118,7 +118,8 @@ class DeviceReplay:
         pool = PagePool(driver, budget_bytes, keep_idle_bytes=budget_bytes)
         resources.callback(pool.close)
         if config.loading is None:
-            driver.held_bytes = _weight_bytes(config, pool.budget_bytes)
+            # Not in pages: there would be hundreds of thousands, and none ever moves.
+            driver.held_bytes = config.weight_bytes(pool.budget_bytes)
             pool.account_overhead(driver.held_bytes)
         self._kv_budget_bytes = pool.free_bytes
         # Without physical memory, like the KV.
@@ -140,36 +141,22 @@ class DeviceReplay:
         self.room = assembly.room
         self._preemption = assembly.preemption
         self._scheduler = assembly.scheduler
-        self._steps = {
-            name: StepModel(model, config.device) for name, model in config.models.items()
-        }
-        specs = [
-            LaneSpec(
-                name,
-                model.kv_layout,
-                config.max_num_seqs,
-                config.context(model),
-                config.factory(),
-                config.prefix_caching,
-                self._steps[name].prefill_seconds,
-                state_layout=model.state_layout,
-                forecaster=config.forecaster(),
-            )
-            for name, model in config.models.items()
-        ]
+        self._steps = StepModels(config.models, config.device)
         self.models: ReplayedModels | None = None
         if config.loading is None:
-            for spec in specs:
-                resources.callback(assembly.close_lane, assembly.open_lane(spec))
+            for name in config.models:
+                resources.callback(assembly.close_lane, assembly.open_lane(self._spec(name)))
         else:
-            self.models = ReplayedModels.open(
+            self.models = ReplayedModels(
                 assembly,
                 self._clock,
                 config.loading,
-                list(zip(specs, config.models.values(), strict=True)),
+                config.models,
+                self._spec,
                 resources,
                 driver,
             )
+        self._num_closed_preemptions = 0  # of models that were closed
         self._lanes = self._scheduler.lanes
         self._occupancy = Occupancy(config, pool, self._lanes, self._kv_budget_bytes)
         self._fast_forward = FastForward(
@@ -239,7 +226,7 @@ class DeviceReplay:
             raise InvariantError("requests are left that are never planned")
         result.duration_s = self._clock.now_s
         result.busy_s = self._averages.seconds
-        result.num_preemptions = self._scheduler.num_preemptions
+        result.num_preemptions = self._num_closed_preemptions + self._scheduler.num_preemptions
         for lane in self._lanes.values():
             if lane.prefixes is not None:
                 stats = lane.prefixes.stats
@@ -249,9 +236,39 @@ class DeviceReplay:
                 result.checkpoint_bytes += stats.checkpoint_bytes
         result.averages, result.averages_waiting = self._averages.means()
         if self.models is not None:
-            loads = [load for host in self.models.set for load in host.loads]
-            result.loads = sorted(loads, key=lambda load: load.begun_s)
+            result.loads = self.models.loads
         return result
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request has not ended, or a model is being loaded."""
+        models = self.models
+        is_loading = models is not None and models.filled_s is not None
+        return is_loading or self._arrivals.next_s is not None or self._scheduler.has_work
+
+    def drop_unfinished(self, now_s: float) -> dict[int, bool]:
+        """Drop all requests that had not ended by a time: the device has failed then.
+
+        Pre-condition: it ran until that time. The outcome of a step that ends later is dropped too.
+
+        Returns: whether each had got a token, by its number among the arrivals.
+        """
+        dropped: dict[int, bool] = {}
+
+        def is_past(time_s: float | None) -> bool:
+            return time_s is not None and time_s <= now_s
+
+        for number, record in enumerate(self._result.records):
+            if record.finished_s is not None and record.finished_s > now_s:
+                dropped[number] = is_past(record.first_token_s)
+                record.scheduled_s = record.first_token_s = record.finished_s = None
+        for lane in self._lanes.values():
+            for group in [*lane.waiting, *lane.running]:
+                self._scheduler.abort(lane, group)
+                dropped[group.arrival] = is_past(group.first_token_s)
+        for number in range(self._arrivals.num_taken, len(self._arrivals)):
+            dropped[number] = False
+        return dropped
 
     def _arrive(self) -> bool:
         """Add the requests that have arrived, and load models; return whether one has changed."""
@@ -286,7 +303,7 @@ class DeviceReplay:
         """Add a request that has arrived, as the engine does."""
         config = self._config
         name = request.model or next(iter(config.models))
-        lane = self._lanes[name]
+        lane = self._open_lane(name)
         kv_budget_bytes = self._kv_budget_bytes
         if self.models is not None:
             kv_budget_bytes = self.room.size(self.models.set.kv_pages(self.models.set[name]))
@@ -317,13 +334,34 @@ class DeviceReplay:
             self.models.set[name].wanted()
         self._scheduler.add(lane, group)
 
+    def _spec(self, name: str) -> LaneSpec:
+        """What the lane of a model is made of."""
+        config = self._config
+        model = config.models[name]
+        return LaneSpec(
+            name,
+            model.kv_layout,
+            config.max_num_seqs,
+            config.context(model),
+            config.factory(),
+            config.prefix_caching,
+            self._steps[name].prefill_seconds,
+            state_layout=model.state_layout,
+            forecaster=config.forecaster(),
+        )
+
+    def _open_lane(self, name: str) -> Lane:
+        """The lane of a model, which is opened if it is not open."""
+        if self.models is not None and name not in self._lanes:
+            closed = self.models.close_empty()
+            self._num_closed_preemptions += sum(lane.num_preemptions for lane in closed)
+            self._copied_bytes -= _copied_bytes(closed)
+            self.models.open(name)
+        return self._lanes[name]
+
     def _work(self, plan: StepInput) -> StepWork:
         """Return the work of a step: its plan, and the copies made since the last step."""
-        copied_bytes = sum(
-            lane.cache.copied_bytes
-            for lane in self._lanes.values()
-            if isinstance(lane.cache, ContiguousCache)
-        )
+        copied_bytes = _copied_bytes(self._lanes.values())
         assert self._preemption is not None
         moved_bytes = self._preemption.moved_bytes
         spans, num_decodes = plan.spans, plan.num_decodes
@@ -376,23 +414,10 @@ class DeviceReplay:
             self.num_ended[record.model] += 1
 
 
-def _weight_bytes(config: ReplayConfig, budget_bytes: int) -> int:
-    """Return the size of all models' weights, each in whole pages.
-
-    The pages themselves are left out: there would be hundreds of thousands, and none ever moves.
-
-    Raises:
-        ConfigError: the weights do not fit.
-    """
-    left_bytes = budget_bytes
-    for name, model in config.models.items():
-        left_bytes -= -(-model.weight_bytes // config.page_bytes) * config.page_bytes
-        if left_bytes < 0:
-            raise ConfigError(
-                f"the weights of {name} take {format_size(model.weight_bytes)}, more than what "
-                f"is left of {format_size(config.budget_bytes)}; give more --memory"
-            )
-    return budget_bytes - left_bytes
+def _copied_bytes(lanes: Iterable[Lane]) -> int:
+    """Bytes that the managers of these lanes have copied on the device so far."""
+    caches = (lane.cache for lane in lanes)
+    return sum(cache.copied_bytes for cache in caches if isinstance(cache, ContiguousCache))
 
 
 @lru_cache(maxsize=4096)

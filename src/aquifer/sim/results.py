@@ -61,6 +61,7 @@ class ReplayResult:
         loads: loads of weights, in order of time; those that stay in the pool are not loaded.
         averages: averages of `aquifer.sim.occupancy.COLUMNS` over the busy time.
         averages_waiting: the same over the part of it in which requests were waiting.
+        failed: why requests failed where workers of a cluster did, by number.
     """
 
     records: list[RequestRecord]
@@ -76,6 +77,7 @@ class ReplayResult:
     averages: dict[str, float] = field(default_factory=dict)
     averages_waiting: dict[str, float] = field(default_factory=dict)
     loads: list[LoadRecord] = field(default_factory=list)
+    failed: dict[int, str] = field(default_factory=dict)
 
     @property
     def served(self) -> list[RequestRecord]:
@@ -111,6 +113,7 @@ class ReplayResult:
         return {
             "completed": len(served),
             "not_completed": self.num_unserved,
+            "failed_with_a_worker": len(self.failed),
             "duration": self.duration_s,
             "busy_seconds": self.busy_s,
             "num_steps": self.num_steps,

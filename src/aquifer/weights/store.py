@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -89,7 +90,8 @@ class WeightStore:
         parameters: as given.
         placement: offsets of the parameters.
         groups: parameters that are resident or evicted as a whole.
-        tensors: the parameters by name; to be used only while they are resident.
+        by_use: all groups in the order in which a step uses them first. The small parameters, which
+            are the last group, are norms and biases of all layers.
         version: changes whenever groups get or lose their pages.
         record: called with each change of the pages, in order; None for no recording.
 
@@ -104,6 +106,8 @@ class WeightStore:
         is_default = pool.page_bytes == driver.default_page_bytes  # else the size was chosen
         large_page_bytes = driver.large_page_bytes if is_default else pool.page_bytes
         self.groups = placement.groups(parameters, large_page_bytes)
+        has_small = any(p.num_bytes < placement.page_bytes for p in parameters)
+        self.by_use = (*self.groups[-1:], *self.groups[:-1]) if has_small else self.groups
         self._numbers = {group: number for number, group in enumerate(self.groups)}
         self.owner = owner
         self._pool = pool
@@ -129,7 +133,11 @@ class WeightStore:
         self._resident: set[ParameterGroup] = set()
         self._num_resident_pages = 0  # of these
         self._sizes_bytes = {p.name: p.num_bytes for p in self.parameters}
-        self.tensors = {
+
+    @cached_property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The parameters by name; to be used only while they are resident."""
+        return {
             p.name: self._range.tensor(p.shape, p.dtype, self.placement.offsets_bytes[p.name])
             for p in self.parameters
         }
@@ -153,15 +161,6 @@ class WeightStore:
     def missing(self) -> tuple[ParameterGroup, ...]:
         """Groups without pages, in the order in which a step uses them."""
         return tuple(group for group in self.by_use if group not in self._resident)
-
-    @property
-    def by_use(self) -> tuple[ParameterGroup, ...]:
-        """All groups in the order in which a step uses them first.
-
-        The small parameters, which are the last group, are norms and biases of all layers.
-        """
-        has_small = any(p.num_bytes < self.placement.page_bytes for p in self.parameters)
-        return (*self.groups[-1:], *self.groups[:-1]) if has_small else self.groups
 
     @property
     def missing_pages(self) -> int:

@@ -95,7 +95,9 @@ def device_state(
     """
     model = report.models.get(name, ModelReport(0))  # one that it has yet to report
     others = [
-        other for each, other in report.models.items() if each != name and num_requests.get(each)
+        report.models[each]
+        for each, count in num_requests.items()
+        if count and each != name and each in report.models
     ]
     if report.is_exclusive and model.missing_bytes:
         evicted_bytes = sum(

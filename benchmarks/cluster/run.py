@@ -1,0 +1,318 @@
+"""Replays of clusters of 1 to 64 workers: sustained rates, a failure, different devices, size.
+
+    python benchmarks/cluster/run.py --data FOLDER [--parts rates,failure,mixed,large]
+        [--output FOLDER]
+
+FOLDER has the lengths of real requests. All times but those of the replays themselves are
+simulated (`aquifer.sim.cluster`). It writes `PART.json` for each part and `rates.png`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import matplotlib as mpl
+import numpy as np
+from benchmarks.tangram.mixes import by_class, lengths
+
+from aquifer.bench.result import save
+from aquifer.engine.policies.placement import PLACEMENTS
+from aquifer.errors import ConfigError
+from aquifer.sim.cluster import ClusterConfig, ClusterResult, Failure, replay_cluster
+from aquifer.sim.config import LoadingConfig, ReplayConfig
+from aquifer.sim.device import DEVICES, DeviceModel
+from aquifer.sim.locality import LOCALITIES, LocalityWorkload
+from aquifer.sim.trace import TraceRequest
+
+mpl.use("Agg")
+
+from matplotlib import pyplot as plt
+
+_HERE = Path(__file__).resolve().parent
+
+REPORT_S = 0.25
+"""Seconds between the reports of a worker."""
+
+BOUND_S = 1.0
+"""A rate is sustained if nine of ten requests have their first token within this time."""
+
+COUNTS = (1, 2, 4, 8, 16, 32, 64)
+
+ONE_POOL = "one pool"
+"""A device as large and as fast as all workers together: the bound of all placements."""
+
+_MODELS_OF_WORKER = 5  # 83 GB by size classes, twice the pool of an L40
+_FIRST_POWER = 2
+_MOST_POWER = 30
+_GRID = 2**0.5
+"""Rates of a worker that are tried are whole powers of it: what is found is up to 29 % too low."""
+
+
+def worker_config(models: Mapping[str, Any], device: DeviceModel) -> ReplayConfig:
+    """A worker with nine tenths of a device's memory, which loads from its host."""
+    return ReplayConfig(
+        dict(models),
+        device,
+        memory_bytes=int(0.9 * device.memory_bytes),
+        loading=LoadingConfig(device.link_bandwidth),
+    )
+
+
+def workload(
+    models: Sequence[str], of: Sequence[TraceRequest], rate: float, num_requests: int
+) -> list[TraceRequest]:
+    """Requests of locality L3: Poisson arrivals, runs of four for a model, Zipf's law."""
+    return LocalityWorkload(models, of, rate, num_requests).requests(LOCALITIES["L3"])
+
+
+def ttft_figures(result: ClusterResult, since_s: float = 0.0, until_s: float = np.inf) -> Any:
+    """TTFT of the requests that arrived in an interval, in milliseconds, and what was loaded."""
+    records = [record for record in result.records if since_s <= record.arrival_s < until_s]
+    ttfts_ms = [
+        1e3 * (record.first_token_s - record.arrival_s)
+        for record in records
+        if record.first_token_s is not None
+    ]
+    p50, p90, p99 = np.percentile(ttfts_ms, (50, 90, 99)).tolist()
+    loads = [load for load in result.loads if since_s <= load.begun_s < until_s]
+    return {
+        "requests": len(records),
+        "not_served": sum(record.finished_s is None for record in records),
+        "ttft_p50_ms": p50,
+        "ttft_p90_ms": p90,
+        "ttft_p99_ms": p99,
+        "loads": len(loads),
+        "loaded_gb": sum(load.loaded_bytes for load in loads) / 1e9,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class RateSearch:
+    """Search for the rate that workers sustain.
+
+    Args:
+        of: lengths of requests.
+        seconds: how long requests arrive in a run.
+        fewest: the fewest requests of a run.
+    """
+
+    of: Sequence[TraceRequest]
+    seconds: float = 20.0
+    fewest: int = 40
+
+    def run(self, name: str, count: int, rate: float) -> dict[str, Any]:
+        """Replay at one rate, in requests per second of all workers together."""
+        models = by_class(_MODELS_OF_WORKER * count).models
+        device = DEVICES["l40"]
+        if name == ONE_POOL:
+            workers: tuple[ReplayConfig, ...] = (worker_config(models, device.times(count)),)
+            placement = PLACEMENTS["affinity"]
+        else:
+            workers = (worker_config(models, device),) * count
+            placement = PLACEMENTS[name]
+        num_requests = max(round(rate * self.seconds), self.fewest)
+        requests = workload(tuple(models), self.of, rate, num_requests)
+        result = replay_cluster(ClusterConfig(workers, placement, report_s=REPORT_S), requests)
+        return {"rate": rate, **ttft_figures(result)}
+
+    def sustained(self, name: str, count: int, first_power: int) -> tuple[int, list[Any]]:
+        """The highest rate within the bound, as a power of the grid for a worker; and all runs.
+
+        Args:
+            name: a placement, or `ONE_POOL`.
+            count: number of workers.
+            first_power: power of the grid that is tried first.
+        """
+        runs: list[Any] = []
+
+        def holds(power: int) -> bool:
+            runs.append(self.run(name, count, count * _GRID**power))
+            found = runs[-1]
+            return found["ttft_p90_ms"] <= 1e3 * BOUND_S and not found["not_served"]
+
+        return highest(holds, first_power), runs
+
+
+def highest(holds: Callable[[int], bool], first: int) -> int:
+    """The last number before the first one above it that does not hold, searched from `first`.
+
+    Args:
+        holds: asked about one number after the other, up or down.
+        first: is asked first.
+
+    Raises:
+        ConfigError: the search goes on for ever.
+    """
+    power = first
+    if holds(power):
+        while holds(power + 1):
+            power += 1
+            _check_range(power)
+        return power
+    while not holds(power - 1):
+        power -= 1
+        _check_range(power)
+    return power - 1
+
+
+def _check_range(power: int) -> None:
+    if abs(power) > _MOST_POWER:
+        raise ConfigError(f"no rate between {_GRID**-_MOST_POWER} and {_GRID**_MOST_POWER} is best")
+
+
+def measure_rates(
+    search: RateSearch,
+    counts: Sequence[int] = COUNTS,
+    on_count: Callable[[dict[str, Any]], None] = lambda found: None,
+) -> dict[str, Any]:
+    """Sustained rate by placement and number of workers.
+
+    Args:
+        search: how a rate is found.
+        counts: numbers of workers.
+        on_count: called with all that was found after each of them.
+    """
+    found: dict[str, Any] = {name: {} for name in (*PLACEMENTS, ONE_POOL)}
+    powers = dict.fromkeys(found, _FIRST_POWER)
+    for count in counts:
+        for name in found:
+            if count == 1 and name not in ("affinity", ONE_POOL):
+                continue  # one worker, one placement
+            powers[name], runs = search.sustained(name, count, powers[name])
+            rate = count * _GRID ** powers[name]
+            found[name][str(count)] = {"sustained_rate": rate, "runs": runs}
+            print(f"{name}, {count}: {rate:.3g}/s in {len(runs)} runs", flush=True)
+        on_count(found)
+    return found
+
+
+def measure_failure(
+    of: Sequence[TraceRequest], count: int = 8, num_requests: int = 480, rate: float = 1.6
+) -> dict[str, Any]:
+    """TTFT with a worker that fails in the middle third, and without, by placement."""
+    models = by_class(_MODELS_OF_WORKER * count).models
+    requests = workload(tuple(models), of, rate, num_requests)
+    third_s = num_requests / rate / 3
+    failure = Failure(0, third_s, 2 * third_s)
+    workers = (worker_config(models, DEVICES["l40"]),) * count
+    found: dict[str, Any] = {"rate": rate, "workers": count, "at_s": third_s, "back_s": 2 * third_s}
+    for name in ("affinity", "least-loaded", "random"):
+        row = found[name] = {}
+        for what, failures in (("no failure", ()), ("failure", (failure,))):
+            result = replay_cluster(
+                ClusterConfig(workers, PLACEMENTS[name], failures, report_s=REPORT_S), requests
+            )
+            row[what] = {
+                "before": ttft_figures(result, 0, third_s),
+                "while gone": ttft_figures(result, third_s, 2 * third_s),
+                "after": ttft_figures(result, 2 * third_s),
+                "failed": sorted(result.failed.values()),
+            }
+    return found
+
+
+def measure_mixed(
+    of: Sequence[TraceRequest], num_requests: int = 480, rate: float = 3.2
+) -> dict[str, Any]:
+    """TTFT on six L40s and two H200s, by placement, and how many requests the H200s get."""
+    models = by_class(_MODELS_OF_WORKER * 8).models
+    requests = workload(tuple(models), of, rate, num_requests)
+    l40, h200 = (worker_config(models, DEVICES[name]) for name in ("l40", "h200"))
+    workers = (l40,) * 6 + (h200,) * 2
+    found: dict[str, Any] = {"rate": rate, "workers": ["l40"] * 6 + ["h200"] * 2}
+    for name, placement in PLACEMENTS.items():
+        result = replay_cluster(ClusterConfig(workers, placement, report_s=REPORT_S), requests)
+        on_h200 = sum(index is not None and index >= 6 for index in result.placed)
+        found[name] = {**ttft_figures(result), "on_h200": on_h200 / num_requests}
+    return found
+
+
+def measure_large(
+    of: Sequence[TraceRequest],
+    count: int = 64,
+    num_models: int = 10_000,
+    num_requests: int = 10_000,
+    rate: float = 16.0,
+) -> dict[str, Any]:
+    """Seconds of a replay with many workers and models, by affinity."""
+    models = by_class(num_models).models
+    requests = workload(tuple(models), of, rate, num_requests)
+    workers = (worker_config(models, DEVICES["l40"]),) * count
+    begin_s, begin_wall_s = time.process_time(), time.perf_counter()
+    result = replay_cluster(ClusterConfig(workers, report_s=REPORT_S), requests)
+    return {
+        "workers": count,
+        "models": num_models,
+        "models_asked_for": len({request.model for request in requests}),
+        "rate": rate,
+        "simulated_s": result.total.duration_s,
+        "steps": result.total.num_steps,
+        "cpu_s": time.process_time() - begin_s,
+        "wall_s": time.perf_counter() - begin_wall_s,
+        **ttft_figures(result),
+    }
+
+
+def draw(rates: Mapping[str, Any], file: Path) -> None:
+    """Draw sustained rates by workers."""
+    figure, axis = plt.subplots(figsize=(7, 4.5))
+    for name, row in rates.items():
+        values = [of["sustained_rate"] for of in row.values()]
+        style = "k--" if name == ONE_POOL else "o-"
+        axis.plot([int(count) for count in row], values, style, label=name)
+    axis.set(xscale="log", yscale="log", xlabel="workers (L40), 5 models each")
+    axis.set_xticks(COUNTS, list(map(str, COUNTS)))
+    axis.set_title(f"requests/s with p90 TTFT within {BOUND_S:g} s", fontsize=10)
+    axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(file, dpi=80)
+    plt.close(figure)
+
+
+_Keep: TypeAlias = Callable[[dict[str, Any]], None]
+
+_PARTS: dict[str, Callable[[Sequence[TraceRequest], _Keep], dict[str, Any]]] = {
+    "rates": lambda of, keep: measure_rates(RateSearch(of), on_count=keep),
+    "failure": lambda of, keep: measure_failure(of),
+    "mixed": lambda of, keep: measure_mixed(of),
+    "large": lambda of, keep: measure_large(of),
+}
+"""The parts by name. They are given what writes the results so far."""
+
+
+def main() -> None:
+    """Run the parts."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True, help="folder of the lengths")
+    parser.add_argument("--parts", default=",".join(_PARTS), help="what to run")
+    parser.add_argument("--output", type=Path, default=_HERE, help="folder of the results")
+    arguments = parser.parse_args()
+    of = lengths(arguments.data)
+    for part in arguments.parts.split(","):
+        if part not in _PARTS:
+            parser.error(f"--parts has {part!r}; known are {', '.join(_PARTS)}")
+        begin_s = time.process_time()
+
+        def keep(results: dict[str, Any], part: str = part, begin_s: float = begin_s) -> None:
+            content = {"results": results, "cpu_s": time.process_time() - begin_s}
+            command = f"benchmarks/cluster/run.py --data DATA --parts {part}"
+            save(arguments.output / f"{part}.json", content, command=command)
+
+        keep(_PARTS[part](of, keep))
+        print(f"{part}: {time.process_time() - begin_s:.0f} s of CPU time")
+    rates = arguments.output / "rates.json"
+    if rates.is_file():
+        draw(json.loads(rates.read_text())["results"], arguments.output / "rates.png")
+
+
+if __name__ == "__main__":
+    main()
