@@ -55,7 +55,8 @@ def test_answers_are_those_of_one_device(server: RunningServer, tmp_path: Path) 
 def test_a_rank_that_is_killed(server: RunningServer) -> None:
     """Requests end with an error, and the group is started again."""
     before = answer(server)
-    streams = [server.stream("x", model="tiny", max_tokens=1500) for _ in range(2)]
+    options: dict[str, Any] = {"max_tokens": 1500, "extra_body": {"ignore_eos": True}}
+    streams = [server.stream("x", model="tiny", **options) for _ in range(2)]
     engine, (victim,) = server.engine_process(), ranks_of(server)
     os.kill(victim, signal.SIGKILL)
     for stream in streams:
