@@ -83,7 +83,7 @@ class Ranks:
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the other ranks, in their order."""
+        """Process ids of the other ranks, in their order."""
         return [process.pid for process in self._processes if process.pid is not None]
 
     def start(self) -> None:
