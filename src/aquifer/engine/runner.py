@@ -334,7 +334,8 @@ class Runner:
         # The host may not know these tokens yet.
         token_ids[: step.num_decodes] = columns.last_token[span_slots[: step.num_decodes]]
         wanted: Wanted | None = None
-        if not self._reports_prompt[spans.slots].any():
+        # Where all rows decode, all are wanted.
+        if len(sampled) < spans.num_tokens and not self._reports_prompt[spans.slots].any():
             last = Rows.of(spans.ends_of(sampled), len(sampled), self._device)
             wanted = Wanted(last_rows, self._kv.view(last))
         batch = ModelInput(token_ids, rows.positions, contexts, wanted)
