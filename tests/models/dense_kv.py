@@ -80,6 +80,10 @@ class _DenseView:
         keys[slots, positions] = key
         values[slots, positions] = value
 
+    @property
+    def only_decodes(self) -> bool:
+        return False
+
     def whole_prompts(self) -> PrefillSpans | None:
         return None
 

@@ -43,6 +43,10 @@ class Visited:
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         raise AssertionError("our decoder writes where `destination` says")
 
+    @property
+    def only_decodes(self) -> bool:
+        return False
+
     def whole_prompts(self) -> PrefillSpans | None:
         return None
 

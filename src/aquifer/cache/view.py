@@ -104,6 +104,11 @@ class KVView(Protocol):
             value: [tokens, kv_heads, value_dim]; where KV is latent, the first part of the key.
         """
 
+    @property
+    def only_decodes(self) -> bool:
+        """Whether each row is the only token of its sequence, and all of a layer is launched at
+        once: a step that is captured in pieces ends one where it attends."""
+
     def whole_prompts(self) -> PrefillSpans | None:
         """The chunks of a step that has no other rows, and in which each begins its sequence.
 
@@ -232,6 +237,11 @@ class StepView(WithoutState):
             value = key[..., : value.shape[-1]]  # the same bytes
         kv_write(key, value, *self.destination(layer))
 
+    @property
+    def only_decodes(self) -> bool:
+        """See `KVView.only_decodes`."""
+        return self._rows.chunks is None
+
     def whole_prompts(self) -> PrefillSpans | None:
         """See `KVView.whole_prompts`."""
         chunks = self._rows.chunks
@@ -354,6 +364,11 @@ class GroupedView:
         """See `KVView.write`."""
         part, index = self._places[layer]
         self._views[part].write(index, key, value)
+
+    @property
+    def only_decodes(self) -> bool:
+        """See `KVView.only_decodes`."""
+        return self._views[0].only_decodes
 
     def whole_prompts(self) -> PrefillSpans | None:
         """See `KVView.whole_prompts`."""

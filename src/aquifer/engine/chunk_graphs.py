@@ -273,6 +273,8 @@ _OutOf = Callable[[str, torch.Tensor, tuple[int, ...]], torch.Tensor]
 class _Uncut:
     """A `KVView` that leaves out attention and recurrences."""
 
+    only_decodes = False
+
     def __init__(self, view: LaunchView, out_of: _OutOf) -> None:
         self._view = view
         self._out_of = out_of

@@ -32,6 +32,7 @@ from aquifer.kernels._triton import (
     tl,
 )
 from aquifer.kernels.activation import silu_mul
+from aquifer.kernels.beside import lane
 from aquifer.kernels.norm import _normalised, add_rms_norm, rms_norm
 
 _MAX_VECTORS = 4
@@ -310,7 +311,7 @@ def _tiled(
         partials = x.new_empty(
             tile.num_splits * num_tiles * num_parts * tile.rows * tokens, dtype=torch.float32
         )
-        counters = _atomic_counters(x.device)
+        counters = _atomic_counters(x.device)[lane()]
         assert num_tiles * num_parts <= len(counters), f"{num_out} rows are too many for {tile}"
     _matrix_kernel[(num_tiles, tile.num_splits, num_parts)](
         x, weight, bias, out, partials, counters, num_tokens, num_out, num_in, x.stride(0),
@@ -324,14 +325,15 @@ def _tiled(
 
 @functools.lru_cache
 def _atomic_counters(device: torch.device) -> torch.Tensor:
-    """Atomic counters of the programs that have finished; zero between kernels.
+    """Atomic counters of the programs that have finished, [2, n]; zero between kernels.
 
     The last program to count resets its counter. Kernels of one device use them one after the
-    other. CUDA graphs refer to the tensor, so it is never freed.
+    other, those of each of two branches (`beside.py`) a row of their own. CUDA graphs refer to the
+    tensor, so it is never freed.
     """
     is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     assert not is_capturing, "run a product once before it is captured"
-    return torch.zeros(4096, dtype=torch.int32, device=device)
+    return torch.zeros(2, 4096, dtype=torch.int32, device=device)
 
 
 def _vector(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,6 +12,7 @@ from aquifer.cache.base import KVLayout, KVView
 from aquifer.kernels import KERNEL_ALIGNMENT_BYTES
 from aquifer.kernels.activation import activate, sigmoid_mul
 from aquifer.kernels.alibi import alibi_slopes
+from aquifer.kernels.beside import at_once
 from aquifer.kernels.experts import experts, route
 from aquifer.kernels.linear import linear, silu_linear
 from aquifer.kernels.norm import NormWeights, add_norm, norm_heads
@@ -211,9 +212,12 @@ class Decoder:
             else:
                 both = stream.norm_linear(before, layer.qkv_in_proj)
                 qkv, product = both.tensor_split((len(attention.qkv.weight),), dim=1)
-            # A product lies between attention and recurrence, so no captured piece is empty.
-            attended = attention.out(self._attention(layer, attention, qkv, angles, kv))
-            self._add(stream, after, [attended, mixer.mix(product, kv)])
+            mixed, attended = self._branches(
+                lambda: mixer.mix(product, kv),
+                lambda: attention.out(self._attention(layer, attention, qkv, angles, kv)),
+                kv,
+            )
+            self._add(stream, after, [attended, mixed])
         elif attention is not None:
             qkv = stream.norm_linear(before, attention.qkv)
             attended = self._attention(layer, attention, qkv, angles, kv, stream.wanted)
@@ -252,10 +256,28 @@ class Decoder:
         assert layer.mlp is not None, "no family has experts beside attention"
         normed = stream.normed(layer.before_attention)
         own = normed if layer.before_mlp is None else stream.normed(layer.before_mlp)
-        qkv = attention.qkv(normed)
-        attended = attention.out(self._attention(layer, attention, qkv, angles, kv))
         up, down = layer.mlp
-        self._add(stream, None, [attended, _down(down, up(own), self._spec.mlp)])
+        fed, attended = self._branches(
+            lambda: _down(down, up(own), self._spec.mlp),
+            lambda: attention.out(
+                self._attention(layer, attention, attention.qkv(normed), angles, kv)
+            ),
+            kv,
+        )
+        self._add(stream, None, [attended, fed])
+
+    def _branches(
+        self, beside: Callable[[], torch.Tensor], attend: Callable[[], torch.Tensor], kv: KVView
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is computed beside attention, and attention.
+
+        At once where kernels are small, and no other ranks wait for collectives in their order.
+        Else attention comes first: a captured piece ends with it, and no piece must be empty.
+        """
+        if kv.only_decodes and self._collectives.size == 1:
+            return at_once(beside, attend, self._vocabulary.device)
+        attended = attend()
+        return beside(), attended
 
     def _attention(
         self,
