@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from aquifer.cache.base import (
     AttentionOptions,
@@ -86,6 +87,16 @@ class _DenseView:
 
     def whole_prompts(self) -> PrefillSpans | None:
         return None
+
+    def attend_linear(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        how: AttentionOptions,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return F.linear(self.attend(layer, query, how).flatten(1), weight, bias)
 
     def attend(self, layer: int, query: torch.Tensor, how: AttentionOptions) -> torch.Tensor:
         keys, values = self._layers[layer]

@@ -11,8 +11,9 @@ import torch
 from tests.models.dense_kv import DenseKV, empty_states
 
 from aquifer.cache.base import IntArray, KVLayout, KVView, Rows, Spans, StateLayout
+from aquifer.cache.group_view import GroupedView
 from aquifer.cache.state_view import StateView
-from aquifer.cache.view import GroupedView, StepView, Workspaces
+from aquifer.cache.view import StepView, Workspaces
 from aquifer.memory.driver import open_driver
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.models.base import Model, ModelInput, ModelPlan

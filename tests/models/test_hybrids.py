@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 from tests.architectures import HYBRIDS, VOCAB_SIZE, save_tiny
@@ -355,6 +356,18 @@ class Cuts:
         self.counts.append(self._products.taken())
         result = self._view.attend(layer, query, how)
         self._products.taken()
+        return result
+
+    def attend_linear(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        how: AttentionOptions,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        result = F.linear(self.attend(layer, query, how).flatten(1), weight, bias)
+        self._products.taken()  # large steps launch it between the pieces
         return result
 
     def recur(self, layer: int, inputs: torch.Tensor, recurrence: Recurrence) -> torch.Tensor:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from aquifer.cache.base import Rows, Spans
+from aquifer.cache.group_view import GroupedView
 from aquifer.cache.state_view import StateView
-from aquifer.cache.view import GroupedView
 from aquifer.models.mixers.base import Mixer
 from aquifer.models.mixers.gated_delta import GatedDelta
 from aquifer.models.mixers.mamba1 import InnerNorm, Mamba1

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tests.architectures import HYBRIDS, OUR_DECODER, save_tiny
 
 from aquifer.cache.base import AttentionOptions, Recurrence
@@ -49,6 +50,16 @@ class Visited:
 
     def whole_prompts(self) -> PrefillSpans | None:
         return None
+
+    def attend_linear(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        how: AttentionOptions,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return F.linear(self.attend(layer, query, how).flatten(1), weight, bias)
 
     def attend(self, layer: int, query: torch.Tensor, how: AttentionOptions) -> torch.Tensor:
         self.layers.append(layer)

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 
 from aquifer.cache.group_tensors import GroupedShape, GroupedTensors
+from aquifer.cache.group_view import GroupedView
 from aquifer.cache.journal import CopiedIn, CopiedOut, Copies, Entered, InPart, KVOp
 from aquifer.cache.part_tensors import PartTensors
 from aquifer.cache.spans import Rows
 from aquifer.cache.state_tensors import StateTensors
 from aquifer.cache.tensors import KVShape, KVTensors
-from aquifer.cache.view import GroupedView, StepView
+from aquifer.cache.view import StepView
 from aquifer.errors import InvariantError
 from aquifer.memory.pages import Page
 from aquifer.memory.pool import Kind, Owner, PagePool

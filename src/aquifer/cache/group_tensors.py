@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from aquifer.cache.group_view import GroupedView
 from aquifer.cache.journal import InPart, KVOp, PartOp
 from aquifer.cache.layout import LayerGroup
 from aquifer.cache.part_tensors import PartTensors
 from aquifer.cache.spans import Rows
 from aquifer.cache.state_tensors import StateShape, StateTensors
 from aquifer.cache.tensors import KVShape, KVTensors
-from aquifer.cache.view import GroupedView, Workspaces
+from aquifer.cache.view import Workspaces
 from aquifer.errors import InvariantError
 
 

@@ -10,7 +10,7 @@ import torch
 
 from aquifer.cache.layout import KVLayout, LayerKV
 from aquifer.cache.spans import Rows
-from aquifer.cache.state_view import Recurrence, StateView, WithoutState
+from aquifer.cache.state_view import Recurrence, WithoutState
 from aquifer.kernels import Recording
 from aquifer.kernels.decode_attention import DecodeWorkspaces, decode_attention
 from aquifer.kernels.kv_write import kv_write
@@ -19,6 +19,7 @@ from aquifer.kernels.latent_attention import (
     latent_decode_attention,
     latent_prefill_attention,
 )
+from aquifer.kernels.linear import linear
 from aquifer.kernels.prefill_attention import PrefillSpans, prefill_attention
 
 
@@ -128,6 +129,25 @@ class KVView(Protocol):
             [tokens, heads, value_dim].
         """
 
+    def attend_linear(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        how: AttentionOptions,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The product of a matrix and what `attend` gives, with the heads side by side.
+
+        Args:
+            layer: as in `attend`, likewise `query` and `how`.
+            weight: [out, heads * value_dim].
+            bias: [out] or None.
+
+        Returns:
+            [tokens, out].
+        """
+
     def recur(self, layer: int, inputs: torch.Tensor, recurrence: Recurrence) -> torch.Tensor:
         """Run a layer's recurrence over this step's tokens.
 
@@ -145,8 +165,14 @@ class LaunchView(KVView, Protocol):
     """A `KVView` that can also attend between the pieces of a captured step."""
 
     def attend_into(
-        self, layer: int, query: torch.Tensor, out: torch.Tensor, how: AttentionOptions
-    ) -> None:
+        self,
+        layer: int,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        how: AttentionOptions,
+        *,
+        in_place: bool = True,
+    ) -> torch.Tensor:
         """The same as `attend`, with less work on the host from the second layer on.
 
         Args:
@@ -154,6 +180,10 @@ class LaunchView(KVView, Protocol):
             query: [at least tokens, heads, key_dim].
             out: [at least tokens, heads, value_dim]; its first rows are overwritten.
             how: as in `attend`.
+            in_place: whether the result must be in `out`. Else a new tensor of as many rows may
+                have it, which saves a copy.
+
+        Returns: the tensor that has the result.
         """
 
     def recur_into(
@@ -261,9 +291,26 @@ class StepView(WithoutState):
             self._attend_chunks(layer, query, out, how)
         return out
 
+    def attend_linear(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        how: AttentionOptions,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `KVView.attend_linear`."""
+        return linear(self.attend(layer, query, how).flatten(1), weight, bias)
+
     def attend_into(
-        self, layer: int, query: torch.Tensor, out: torch.Tensor, how: AttentionOptions
-    ) -> None:
+        self,
+        layer: int,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        how: AttentionOptions,
+        *,
+        in_place: bool = True,
+    ) -> torch.Tensor:
         """See `LaunchView.attend_into`."""
         keys, values = self._layers[layer]
         tensors = [query, keys, out]
@@ -274,18 +321,28 @@ class StepView(WithoutState):
         recording = self._recordings.get(key)
         if recording is not None and recording.fits(*tensors):
             recording.repeat(*tensors)
-            return
-        num_tokens = len(self._rows.slots)
-        query, out = query[:num_tokens], out[:num_tokens]
+            return out
+        rows, result = self._rows, out
+        num_tokens = len(rows.slots)
+        in_place = in_place or rows.num_decodes > 0 or num_tokens < len(out)
+        query, own = query[:num_tokens], out[:num_tokens]
         with Recording(*tensors) as recording:
-            if self._rows.num_decodes:
-                self._attend_decodes(layer, query, out, how)
-            if self._rows.chunks is not None:
-                self._attend_chunks(layer, query, out, how)
+            if rows.num_decodes:
+                self._attend_decodes(layer, query, own, how)
+            if rows.chunks is not None:
+                found = self._attend_chunks(layer, query, own, how, in_place=in_place)
+                result = out if in_place else found
         self._recordings[key] = recording
+        return result
 
     def _attend_chunks(
-        self, layer: int, query: torch.Tensor, out: torch.Tensor | None, how: AttentionOptions
+        self,
+        layer: int,
+        query: torch.Tensor,
+        out: torch.Tensor | None,
+        how: AttentionOptions,
+        *,
+        in_place: bool = True,
     ) -> torch.Tensor:
         """Write the rows of `out` that are of chunks, or of a new tensor; returns it."""
         keys, values = self._layers[layer]
@@ -296,7 +353,9 @@ class StepView(WithoutState):
                 out = query.new_empty(*query.shape[:2], values.shape[-1])
             latent_prefill_attention(query, keys, self._tables, chunks, out, scale=_only_scale(how))
             return out
-        return prefill_attention(query, keys, values, self._tables, chunks, out, **how.arguments())
+        return prefill_attention(
+            query, keys, values, self._tables, chunks, out, in_place=in_place, **how.arguments()
+        )
 
     def _attend_decodes(
         self, layer: int, query: torch.Tensor, out: torch.Tensor, how: AttentionOptions
@@ -332,66 +391,3 @@ def _only_scale(how: AttentionOptions) -> float:
     """The scale of a layer with latent KV, whose kernels know no other option."""
     assert how == AttentionOptions(how.scale), "latent attention has neither window nor softcap"
     return how.scale
-
-
-class GroupedView:
-    """The `KVView` of a model whose layers lie in several caches.
-
-    Args:
-        views: of each cache of KV.
-        places: for each layer with KV, the index of its cache, and its own index in that cache.
-        state: the state of layers that have any; None if none has.
-    """
-
-    def __init__(
-        self,
-        views: Sequence[StepView],
-        places: Sequence[tuple[int, int]],
-        state: StateView | None = None,
-    ) -> None:
-        self._views = views
-        self._places = places
-        self._state = state or WithoutState()
-
-    def destination(
-        self, layer: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See `KVView.destination`."""
-        part, index = self._places[layer]
-        return self._views[part].destination(index)
-
-    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """See `KVView.write`."""
-        part, index = self._places[layer]
-        self._views[part].write(index, key, value)
-
-    @property
-    def only_decodes(self) -> bool:
-        """See `KVView.only_decodes`."""
-        return self._views[0].only_decodes
-
-    def whole_prompts(self) -> PrefillSpans | None:
-        """See `KVView.whole_prompts`."""
-        return self._views[0].whole_prompts()
-
-    def attend(self, layer: int, query: torch.Tensor, how: AttentionOptions) -> torch.Tensor:
-        """See `KVView.attend`."""
-        part, index = self._places[layer]
-        return self._views[part].attend(index, query, how)
-
-    def attend_into(
-        self, layer: int, query: torch.Tensor, out: torch.Tensor, how: AttentionOptions
-    ) -> None:
-        """See `LaunchView.attend_into`."""
-        part, index = self._places[layer]
-        self._views[part].attend_into(index, query, out, how)
-
-    def recur(self, layer: int, inputs: torch.Tensor, recurrence: Recurrence) -> torch.Tensor:
-        """See `KVView.recur`."""
-        return self._state.recur(layer, inputs, recurrence)
-
-    def recur_into(
-        self, layer: int, inputs: torch.Tensor, out: torch.Tensor, recurrence: Recurrence
-    ) -> None:
-        """See `LaunchView.recur_into`."""
-        self._state.recur_into(layer, inputs, out, recurrence)

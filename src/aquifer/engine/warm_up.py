@@ -19,6 +19,7 @@ from aquifer.engine.round_prompts import RoundPrompts
 from aquifer.engine.sampler import Sampler, SamplingMode
 from aquifer.kernels import compiled_together
 from aquifer.kernels.kv_write import kv_write
+from aquifer.kernels.linear import linear
 from aquifer.kernels.prefill_attention import MIN_SPLIT_KEYS, PrefillSpans
 from aquifer.memory.driver.base import Driver
 from aquifer.models import Model, ModelInput
@@ -93,6 +94,16 @@ class _NoCache:
         kv_shape = self._layers[layer][1].shape
         self._attentions.setdefault((*shape, kv_shape), _Attention(layer, *shape))
         return query.new_zeros(*query.shape[:2], kv_shape[-1])
+
+    def attend_linear(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        how: AttentionOptions,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return linear(self.attend(layer, query, how).flatten(1), weight, bias)
 
 
 class WarmUp:

@@ -126,6 +126,23 @@ def linear(
     return F.linear(x, weight, bias)
 
 
+def linear_into(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """Compute x @ weight.T + bias by cuBLAS into a tensor that exists; for many tokens.
+
+    Args:
+        x: [tokens, in].
+        weight: [out, in].
+        bias: [out] or None.
+        out: [tokens, out], contiguous; overwritten.
+    """
+    if bias is None:
+        torch.mm(x, weight.T, out=out)
+    else:
+        torch.addmm(bias, x, weight.T, out=out)
+
+
 def norm_linear(
     delta: torch.Tensor | None,
     residual: torch.Tensor,

@@ -209,6 +209,7 @@ def prefill_attention(
     spans: PrefillSpans,
     out: torch.Tensor | None = None,
     *,
+    in_place: bool = True,
     scale: float,
     window_tokens: int | None = None,
     softcap: float | None = None,
@@ -227,7 +228,9 @@ def prefill_attention(
         tables: [slots, max_blocks] int32 or int64, block tables; None: KV is contiguous.
         spans: the chunks.
         out: [tokens, heads, value_dim]; only the rows of the spans are overwritten. None for a new
-            tensor, which may save a copy.
+            tensor.
+        in_place: whether results must be in `out`, if it is given. Else a new tensor may have them,
+            which saves a copy where cuDNN takes all chunks in one call.
         scale: factor on the dot products, positive.
         window_tokens: attend only to this many latest tokens, the own one included.
         softcap: limit scores to (-softcap, softcap) with tanh before the softmax.
@@ -235,7 +238,7 @@ def prefill_attention(
         slopes: [heads] float32, contiguous, see `kernels/alibi.py`; None for none.
 
     Returns:
-        `out`, or the new tensor, in which rows outside the spans are undefined.
+        `out`, or a new tensor, in which rows outside the spans are undefined.
     """
     takes_cudnn = (
         tables is None
@@ -249,7 +252,8 @@ def prefill_attention(
         places = spans.slots, spans.starts, spans.offsets, spans.cudnn_keys
         batch_stride = max(keys.stride(0), values.stride(0))
         calls = list(calls_of(*places, window_tokens, batch_stride))
-        if out is None and len(calls) == 1 and calls[0].is_whole and calls[0].start == 0:
+        may_be_new = out is None or not in_place
+        if may_be_new and len(calls) == 1 and calls[0].is_whole and calls[0].start == 0:
             (call,) = calls
             if call.num_seqs * call.count == len(query):
                 return run_cudnn_once(query, keys, values, call, scale)

@@ -214,7 +214,7 @@ class Decoder:
                 qkv, product = both.tensor_split((len(attention.qkv.weight),), dim=1)
             mixed, attended = self._branches(
                 lambda: mixer.mix(product, kv),
-                lambda: attention.out(self._attention(layer, attention, qkv, angles, kv)),
+                lambda: self._attention(layer, attention, qkv, angles, kv),
                 kv,
             )
             self._add(stream, after, [attended, mixed])
@@ -222,7 +222,7 @@ class Decoder:
             qkv = stream.norm_linear(before, attention.qkv)
             attended = self._attention(layer, attention, qkv, angles, kv, stream.wanted)
             stream.narrow()
-            self._add(stream, after, [attention.out(attended)])
+            self._add(stream, after, [attended])
         elif mixer is not None:
             if layer.shared is None:
                 product = stream.norm_linear(before, mixer.in_proj)
@@ -259,9 +259,7 @@ class Decoder:
         up, down = layer.mlp
         fed, attended = self._branches(
             lambda: _down(down, up(own), self._spec.mlp),
-            lambda: attention.out(
-                self._attention(layer, attention, attention.qkv(normed), angles, kv)
-            ),
+            lambda: self._attention(layer, attention, attention.qkv(normed), angles, kv),
             kv,
         )
         self._add(stream, None, [attended, fed])
@@ -272,12 +270,12 @@ class Decoder:
         """What is computed beside attention, and attention.
 
         At once where kernels are small, and no other ranks wait for collectives in their order.
-        Else attention comes first: a captured piece ends with it, and no piece must be empty.
+        Else attention comes second: captured pieces end with a recurrence and with attention, and
+        none must be empty.
         """
         if kv.only_decodes and self._collectives.size == 1:
             return at_once(beside, attend, self._vocabulary.device)
-        attended = attend()
-        return beside(), attended
+        return beside(), attend()
 
     def _attention(
         self,
@@ -288,13 +286,13 @@ class Decoder:
         kv: KVView,
         wanted: Wanted | None = None,
     ) -> torch.Tensor:
-        """Write KV to the cache and attend: [tokens, rows of the projection] -> [tokens, columns of
-        the output projection], or of the wanted rows."""
+        """Write KV to the cache and attend: [tokens, rows of the projection] -> [tokens, hidden],
+        or of the wanted rows."""
         cos, sin = (None, None) if layer.layer.rope is None else angles[layer.layer.rope]
         if weights.latent is not None:
             assert cos is not None, "latent attention is rotated"
             assert sin is not None
-            return weights.latent.attend(qkv, cos, sin, kv)
+            return weights.out(weights.latent.attend(qkv, cos, sin, kv))
         of = self._heads
         assert of is not None
         gate = None
@@ -321,8 +319,10 @@ class Decoder:
         if wanted is not None:
             query, kv = query[wanted.rows], wanted.kv
             gate = None if gate is None else gate[wanted.rows]
-        attended = kv.attend(weights.index, query, weights.how).flatten(1)
-        return attended if gate is None else sigmoid_mul(attended, gate)
+        out = weights.out
+        if gate is None:
+            return kv.attend_linear(weights.index, query, weights.how, out.weight, out.bias)
+        return out(sigmoid_mul(kv.attend(weights.index, query, weights.how).flatten(1), gate))
 
     def _norm_heads(
         self, of: Attention, qkv: torch.Tensor, q_norm: NormWeights, k_norm: NormWeights
