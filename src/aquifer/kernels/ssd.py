@@ -53,11 +53,14 @@ from aquifer.kernels.span_chunks import (
     wide_dtype,
 )
 
-_UPDATE_TILE = 4096
-"""Numbers of the state that a program of an update has in registers."""
+_UPDATE_TILE, _UPDATE_WARPS = 2048, 2
+"""Numbers of the state that a program of an update has in registers, and its warps."""
+
+_FEW_UPDATE_TILE, _FEW_UPDATE_WARPS = 1024, 4
+"""The same for few rows, of which smaller programs fill the device."""
 
 _UPDATE_FEW_ROWS = 8
-"""Up to so many rows, programs are smaller, so that they fill the device."""
+"""Up to so many rows are few."""
 
 _CHUNK_TOKENS = 128
 """Tokens of a chunk, for 16-bit types. With half of them, there are twice as many states."""
@@ -203,7 +206,9 @@ def state_update(
     if not num_rows:
         return
     size_pow2 = pow2(b.shape[2])
-    tile = _UPDATE_TILE if num_rows > _UPDATE_FEW_ROWS else _UPDATE_TILE // 4
+    tile, num_warps = _UPDATE_TILE, _UPDATE_WARPS
+    if num_rows <= _UPDATE_FEW_ROWS:
+        tile, num_warps = _FEW_UPDATE_TILE, _FEW_UPDATE_WARPS
     block = min(max(tile // size_pow2, 1), pow2(head_dim))
     launch(
         _update_kernel,
@@ -234,7 +239,7 @@ def state_update(
         block=block,
         has_d=d is not None,
         has_bias=dt_bias is not None,
-        num_warps=4,
+        num_warps=num_warps,
         **launch_options(x.device),
     )
 

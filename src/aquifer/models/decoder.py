@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,10 @@ from aquifer.models.spec import (
 from aquifer.models.stream import Stream
 from aquifer.models.tensors import Linear, Tensors, norm_rows, norm_weights
 from aquifer.models.vocabulary import Vocabulary
+
+_AT_ONCE = range(2, 129)
+"""Sequences of a step that decodes in which attention and a mixer of the same input run at the same
+time. By measurement (benchmarks/gpu): fewer gain nothing, and more are bound by bandwidth."""
 
 _Angles = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [tokens, rotated dims / 2]
 
@@ -212,11 +217,14 @@ class Decoder:
             else:
                 both = stream.norm_linear(before, layer.qkv_in_proj)
                 qkv, product = both.tensor_split((len(attention.qkv.weight),), dim=1)
-            mixed, attended = self._branches(
-                lambda: mixer.mix(product, kv),
-                lambda: self._attention(layer, attention, qkv, angles, kv),
-                kv,
-            )
+            mix = partial(mixer.mix, product, kv)
+            attend = partial(self._attention, layer, attention, qkv, angles, kv)
+            # Captured pieces end with a recurrence and with attention; in this order none is empty.
+            # Other ranks would wait for collectives in another one.
+            if kv.only_decodes and len(qkv) in _AT_ONCE and self._collectives.size == 1:
+                mixed, attended = at_once(mix, attend, self._vocabulary.device)
+            else:
+                mixed, attended = mix(), attend()
             self._add(stream, after, [attended, mixed])
         elif attention is not None:
             qkv = stream.norm_linear(before, attention.qkv)
@@ -256,26 +264,9 @@ class Decoder:
         assert layer.mlp is not None, "no family has experts beside attention"
         normed = stream.normed(layer.before_attention)
         own = normed if layer.before_mlp is None else stream.normed(layer.before_mlp)
+        attended = self._attention(layer, attention, attention.qkv(normed), angles, kv)
         up, down = layer.mlp
-        fed, attended = self._branches(
-            lambda: _down(down, up(own), self._spec.mlp),
-            lambda: self._attention(layer, attention, attention.qkv(normed), angles, kv),
-            kv,
-        )
-        self._add(stream, None, [attended, fed])
-
-    def _branches(
-        self, beside: Callable[[], torch.Tensor], attend: Callable[[], torch.Tensor], kv: KVView
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is computed beside attention, and attention.
-
-        At once where kernels are small, and no other ranks wait for collectives in their order.
-        Else attention comes second: captured pieces end with a recurrence and with attention, and
-        none must be empty.
-        """
-        if kv.only_decodes and self._collectives.size == 1:
-            return at_once(beside, attend, self._vocabulary.device)
-        return beside(), attend()
+        self._add(stream, None, [attended, _down(down, up(own), self._spec.mlp)])
 
     def _attention(
         self,
