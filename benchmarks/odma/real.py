@@ -24,7 +24,8 @@ from aquifer.engine.sequence import SequenceGroup
 from aquifer.engine.snapshots import asked
 from aquifer.llm import LLM
 from aquifer.memory.pool import PagePool
-from aquifer.predict.forecaster import Forecaster, LengthForecaster
+from aquifer.predict.ended import EndedOutput
+from aquifer.predict.forecaster import Forecaster, LengthForecaster, Outlook
 from aquifer.sim.driver import ModelledDriver
 from aquifer.sim.trace import read_trace
 
@@ -135,7 +136,7 @@ def overhead(_: Path, num_steps: int) -> dict[str, Any]:
     assert outlook is not None
 
     def end() -> None:
-        forecaster.ended(outlook, 100)
+        _end(forecaster, outlook, 100)
 
     def end_and_forecast() -> None:
         end()
@@ -149,6 +150,13 @@ def overhead(_: Path, num_steps: int) -> dict[str, Any]:
         "ended_us": ended,
         "forecast_us": forecast - ended,
     }
+
+
+def _end(forecaster: Forecaster, outlook: Outlook, num_outputs: int) -> None:
+    """An output has ended."""
+    forecaster.judge(outlook, num_outputs)
+    num_prompt = len(outlook.asked.prompt_token_ids)
+    forecaster.learn(EndedOutput(num_prompt, num_outputs, outlook.asked.classes))
 
 
 def _per_call_us(call: Callable[[], None]) -> float:
@@ -173,7 +181,7 @@ def _crowded(forecaster: Forecaster | None) -> tuple[Lane, Assembly]:
         group = _group(lane, 0)
         assert group.outlook is not None
         for length in random.lognormal(5, 1, 1000).astype(int).tolist():
-            forecaster.ended(group.outlook, max(length, 1))
+            _end(forecaster, group.outlook, max(length, 1))
     for number in range(_NUM_SEQS):
         (sequence,) = _group(lane, number).sequences
         slot = lane.assign_slot(sequence)

@@ -301,7 +301,7 @@ def test_bounds_follow_what_finishes_and_regions_stay():
     assert list(harness.cache.bounds.bounds) == [32, 64, MAX_TOKENS]
     assert harness.begin(1, 10, 100, Forecast.certain(50))
     for _ in range(10):
-        harness.cache.finished(2, 41)
+        harness.cache.learn(41)
     assert list(harness.cache.bounds.bounds) == [48, MAX_TOKENS]
     assert harness.begin(2, 10, 100, Forecast.certain(30))
     assert (region_tokens(harness, 1), region_tokens(harness, 2)) == (64, 48)
@@ -469,7 +469,7 @@ def test_random_lives(
             done = harness.write([slot], [min(number % 9 + 1, final - length)])
         elif what in ("end", "abort") and length:
             if what == "end":
-                harness.cache.finished(slot, length + 1)
+                harness.cache.learn(length + 1)
             harness.release(slot)
         if not done:
             assert harness.books == before

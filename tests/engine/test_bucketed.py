@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,6 +24,7 @@ from aquifer.engine.params import BeamSearchParams, Request, SamplingParams
 from aquifer.errors import ConfigError, InvariantError
 from aquifer.llm import LLM
 from aquifer.memory.pool import Kind, Owner
+from aquifer.predict.forecaster import Asked
 from aquifer.predict.lengths import Forecast
 
 FAMILIES = ("llama", "gemma2")
@@ -310,3 +312,45 @@ def test_recurrent_state_is_refused(tmp_path: Path) -> None:
     save_tiny(HYBRIDS["bamba"](), tmp_path, 2)
     with pytest.raises(ConfigError, match="bucketed has no room for recurrent state"):
         LLM(tmp_path, memory="16MiB", kv_cache="bucketed", **OPTIONS)
+
+
+def test_bounds_in_step_on_two_devices(folder: Path) -> None:
+    """Devices that learn from the outputs of both, in one order, have the same buckets."""
+    options: dict[str, Any] = {"length_prediction": "prior"}
+    with (
+        bucketed(folder, **options) as (one, lane, cache),
+        bucketed(folder, **options) as (other, other_lane, other_cache),
+        bucketed(folder, **options) as (alone, _, alone_cache),
+    ):
+        (model,) = one.engine.lanes
+        for llm in (one, other):
+            llm.engine.share_lengths()
+        learnt = []
+        for turn in range(60):
+            llm = (one, other)[turn % 2]
+            llm.generate(prompts()[:2], replace(GREEDY, max_tokens=turn % 5 + 1), use_tqdm=False)
+            assert (lane if llm is one else other_lane).ended
+            taken = llm.engine.take_ended()
+            assert not llm.engine.take_ended()
+            for each in (one, other):
+                each.engine.learn_lengths(model, taken[model])
+                each.engine.learn_lengths("another model", taken[model])
+            learnt += taken[model]
+        assert cache.bounds.bounds == other_cache.bounds.bounds != alone_cache.bounds.bounds
+        alone.engine.learn_lengths(model, learnt)
+        assert cache.bounds.bounds == alone_cache.bounds.bounds
+        assert lane.output_tokens == other_lane.output_tokens > 0
+        forecasts = []
+        for forecaster in (lane.forecaster, other_lane.forecaster):
+            assert forecaster is not None
+            forecast = forecaster.forecast(forecaster.arrive(Asked(prompts()[0], 50)))
+            assert forecast is not None
+            forecasts.append(forecast.quantile(0.9))
+        assert forecasts[0] == forecasts[1]
+
+
+def test_lengths_of_which_nothing_depends_are_not_kept(folder: Path) -> None:
+    with LLM(folder, memory="16MiB", **OPTIONS) as llm:
+        llm.engine.share_lengths()
+        llm.generate(prompts()[:2], GREEDY, use_tqdm=False)
+        assert not llm.engine.take_ended()

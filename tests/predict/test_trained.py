@@ -20,9 +20,10 @@ from aquifer.errors import ConfigError
 from aquifer.predict.choice import make_forecaster
 from aquifer.predict.data import Example, read_examples
 from aquifer.predict.encoder import PromptEncoder
+from aquifer.predict.ended import EndedOutput
 from aquifer.predict.features import NUM_NUMBERS, PADDING, PART_TOKENS, numbers, token_rows
 from aquifer.predict.fingerprint import tokenizer_fingerprint
-from aquifer.predict.forecaster import Asked, LengthForecaster, Oracle
+from aquifer.predict.forecaster import Asked, LengthForecaster, Oracle, Outlook
 from aquifer.predict.model import LengthPredictor, PredictorConfig
 from aquifer.predict.train import (
     predictions,
@@ -38,6 +39,13 @@ RECENT = ((0.0, 0.0),) * 4
 
 def asked(prompt: list[int], **changes: float) -> Asked:
     return replace(Asked(prompt, 1000, recent=RECENT), **changes)  # type: ignore[arg-type]
+
+
+def end(forecaster: LengthForecaster, outlook: Outlook, num_outputs: int) -> None:
+    """An output has ended."""
+    forecaster.judge(outlook, num_outputs)
+    num_prompt = len(outlook.asked.prompt_token_ids)
+    forecaster.learn(EndedOutput(num_prompt, num_outputs, outlook.asked.classes))
 
 
 def test_the_beginning_and_the_end_of_a_prompt_are_read() -> None:
@@ -256,7 +264,7 @@ def test_a_thread_predicts_and_the_forecast_follows(trained: LengthPredictor) ->
                 time.sleep(1e-3)
             assert outlook.predicted is not None
             forecaster.forecast(outlook)
-            forecaster.ended(outlook, 500 if is_long else 12)
+            end(forecaster, outlook, 500 if is_long else 12)
         found = [forecaster.forecast(forecaster.arrive(asked([t, 3]))) for t in (9, 5)]
         assert all(each is not None for each in found)
     finally:
@@ -270,7 +278,7 @@ def test_a_predictor_that_fails_leaves_recent_lengths(caplog: pytest.LogCaptureF
 
     forecaster = LengthForecaster(Broken())  # type: ignore[arg-type]
     for _ in range(30):
-        forecaster.ended(forecaster.arrive(asked([1, 2])), 50)
+        end(forecaster, forecaster.arrive(asked([1, 2])), 50)
     forecast = forecaster.forecast(forecaster.arrive(asked([1, 2])))
     forecaster.close()
     assert forecast is not None

@@ -228,14 +228,12 @@ class SequenceVerbs(Blocks, Protocol):
             positions: [num_seqs], the least position that each one's next row can have.
         """
 
-    def finished(self, slot: int, num_total: int) -> None:
-        """A slot's sequence has ended by itself; called before `release`.
+    def learn(self, num_total: int) -> None:
+        """A sequence has ended by itself, of this manager or of that of another device.
 
-        It is not called for sequences that are preempted, aborted or fail. Managers that predict
-        lengths learn from it; others may ignore it.
+        Managers with buckets learn from it; others may ignore it.
 
         Args:
-            slot: the slot.
             num_total: its final length, prompt included, tokens.
         """
 

@@ -188,7 +188,7 @@ class BucketedCache(ContiguousCache):
         has_pages = is_covered or self._memory.free_bytes >= num_blocks * self.block_bytes
         return has_pages and self._arena.has(num_blocks, is_large=is_large)
 
-    def finished(self, slot: int, num_total: int) -> None:
+    def learn(self, num_total: int) -> None:
         """Let the bounds of later sequences follow this length."""
         self.bounds.observe(num_total)
 

@@ -183,10 +183,10 @@ class GroupedCache:
                 ends = of_state if part.keeps_state else next_rows
                 part.cache.forget(slots, np.maximum(ends - part.window_tokens, 0))
 
-    def finished(self, slot: int, num_total: int) -> None:
+    def learn(self, num_total: int) -> None:
         """Tell all parts."""
         for part in self.parts:
-            part.cache.finished(slot, num_total)
+            part.cache.learn(num_total)
 
     def release(self, slot: int) -> None:
         """Release the slot in all parts."""

@@ -27,7 +27,7 @@ class KeepsAll:
         (of_all,) = kept
         return self.adopt(slot, of_all.blocks, num_tokens, of_all.first)
 
-    def finished(self, slot: int, num_total: int) -> None:
+    def learn(self, num_total: int) -> None:
         """Do nothing: no lengths are predicted."""
 
     def keep_checkpoints(self) -> None:

@@ -17,6 +17,7 @@ from aquifer.cache.prefix import PrefixCache
 from aquifer.cache.swap import SwapSpace
 from aquifer.engine.costs import PrefillCost
 from aquifer.engine.lane import Lane
+from aquifer.engine.lane_lengths import learns
 from aquifer.engine.planning import StepBudget
 from aquifer.engine.policies import (
     Policies,
@@ -136,6 +137,7 @@ class Assembly:
             plans_by_forecasts="admission" in prediction_uses,
         )
         self._tells_caches = "cache" in prediction_uses
+        self._shares_lengths = False
 
     def open_lane(self, spec: LaneSpec) -> Lane:
         """Begin to schedule a model.
@@ -188,8 +190,17 @@ class Assembly:
                 losses=self.room.reclaimer.log.losses_of(owner),
             )
             self.room.reclaimer.register(lane.prefixes)
+        if self._shares_lengths and learns(lane):
+            lane.ended = []
         self.scheduler.add_lane(lane)
         return lane
+
+    def share_lengths(self) -> None:
+        """From now on, lanes keep the outputs that have ended, to learn from them with others."""
+        self._shares_lengths = True
+        for lane in self.scheduler.lanes.values():
+            if learns(lane):
+                lane.ended = []
 
     def close_lane(self, lane: Lane) -> None:
         """Schedule a model no longer, and give its pages and addresses back.

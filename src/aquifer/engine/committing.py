@@ -7,7 +7,7 @@ import numpy as np
 from aquifer.cache.base import IntArray
 from aquifer.engine import beam_groups
 from aquifer.engine.lane import Lane
-from aquifer.engine.lane_lengths import learn
+from aquifer.engine.lane_lengths import note_end
 from aquifer.engine.outputs import RequestTiming, TokenLogprobs, TokenOutput
 from aquifer.engine.sequence import Sequence, SequenceGroup
 from aquifer.engine.slots import STOP_IDS_PER_SLOT
@@ -101,7 +101,7 @@ def commit_beams(
         if beams.search.finished:
             outputs += beam_groups.results(group, beams, timing(group, now_s))
             for beam in beams.live:
-                learn(lane, beam)
+                note_end(lane, beam)
             lane.end_all(group, now_s)
     return outputs
 
@@ -154,7 +154,7 @@ def _note(
         if stopped and last not in group.eos_ids:
             output.stop_reason = last
         output.timing = timing(group, now_s)
-        learn(lane, sequence)
+        note_end(lane, sequence)
         lane.end(sequence, now_s)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 
 import numpy as np
@@ -12,6 +12,7 @@ from aquifer.config import EngineConfig
 from aquifer.engine import checks
 from aquifer.engine.device_reports import DeviceReporter
 from aquifer.engine.lane import Lane
+from aquifer.engine.lane_lengths import learn
 from aquifer.engine.late_compilations import LateCompilations
 from aquifer.engine.leader import Leader, start_ranks
 from aquifer.engine.model_control import ModelControl
@@ -32,6 +33,7 @@ from aquifer.memory.driver.base import Driver
 from aquifer.memory.pool import PagePool
 from aquifer.models import Planner, plan_model
 from aquifer.parallel.ranks import Ranks
+from aquifer.predict.ended import EndedOutput
 
 _LOOK_S = 1.0
 """How often an engine without work looks whether its ranks are there."""
@@ -293,6 +295,27 @@ class Engine(ModelControl):
             self._models.fixed_bytes(usage),
             self._late.count,
         )
+
+    def share_lengths(self) -> None:
+        """From now on, learn from outputs that have ended only what `learn_lengths` says."""
+        self._assembly.share_lengths()
+
+    def take_ended(self) -> dict[str, list[EndedOutput]]:
+        """The outputs that have ended since the last call, by model: where lengths are shared, and
+        anything depends on them."""
+        taken = {}
+        for name, lane in self._scheduler.lanes.items():
+            if lane.ended:
+                taken[name], lane.ended = lane.ended, []
+        return taken
+
+    def learn_lengths(self, model: str, ended: Sequence[EndedOutput]) -> None:
+        """Learn from outputs of a model, of this device and others, in this order. Nothing is
+        learnt of a model that is not here."""
+        lane = self._scheduler.lanes.get(model)
+        if lane is not None:
+            for each in ended:
+                learn(lane, each)
 
     def device_report(self) -> DeviceReport:
         """What placement needs to know of the device. Cheap: it is called with every step."""

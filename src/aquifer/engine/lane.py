@@ -21,6 +21,7 @@ from aquifer.engine.slots import NEVER, SlotTable
 from aquifer.engine.step_input import StepInput
 from aquifer.errors import DriverError
 from aquifer.memory.runs import num_equal
+from aquifer.predict.ended import EndedOutput
 from aquifer.predict.forecaster import Forecaster
 from aquifer.predict.lengths import Forecast
 
@@ -45,6 +46,8 @@ class Lane:
         running: by arrival.
         forecasts: forecasts of the running sequences.
         in_flight: plans that are neither committed nor dropped, the earliest first.
+        ended: outputs that have ended and are yet to be learnt from, together with those of other
+            devices; None where they are learnt from at once.
         has_windows: whether KV behind the windows of some layers is given back.
         has_state: whether sequences have recurrent state, which is that after their latest token.
     """
@@ -66,6 +69,7 @@ class Lane:
     last_turn: int = -1
     num_preemptions: int = 0
     num_swaps: int = 0  # preemptions that swapped
+    ended: list[EndedOutput] | None = None
     output_tokens: float = 0.0  # moving average of the outputs that have ended by themselves
     forecasts: SlotForecasts = field(init=False)
     has_windows: bool = field(init=False)

@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from aquifer.predict.calibration import Calibration
+from aquifer.predict.ended import EndedOutput
 from aquifer.predict.lengths import Forecast, bin_of
 from aquifer.predict.prior import RecentLengths
 
@@ -99,8 +100,11 @@ class Forecaster(Protocol):
     def forecast(self, outlook: Outlook) -> Forecast | None:
         """The present forecast of a request; None if nothing is known."""
 
-    def ended(self, outlook: Outlook, num_tokens: int) -> None:
-        """Learn from an output that has come to its own end, with so many tokens."""
+    def judge(self, outlook: Outlook, num_tokens: int) -> None:
+        """Learn how well an output was predicted that has ended with so many tokens."""
+
+    def learn(self, ended: EndedOutput) -> None:
+        """Learn the length of an output, whoever forecast it."""
 
     def close(self) -> None:
         """Stop the thread, if there is one."""
@@ -145,12 +149,15 @@ class LengthForecaster:
             self._form(outlook, has_prediction)
         return outlook.forecast
 
-    def ended(self, outlook: Outlook, num_tokens: int) -> None:
-        """Record the length, and how well it was predicted."""
-        self._num_ended += 1
+    def judge(self, outlook: Outlook, num_tokens: int) -> None:
+        """Record how well the length was predicted."""
         if outlook.predicted is not None and outlook.prior is not None:
             self._calibration.observe(outlook.predicted, outlook.prior, num_tokens)
-        self._recent.observe(outlook.asked.classes, num_tokens)
+
+    def learn(self, ended: EndedOutput) -> None:
+        """Record the length."""
+        self._num_ended += 1
+        self._recent.observe(ended.classes, ended.num_outputs)
 
     def close(self) -> None:
         """Stop the predictor's thread."""
@@ -182,8 +189,11 @@ class Oracle:
         """The same at all times."""
         return outlook.forecast
 
-    def ended(self, outlook: Outlook, num_tokens: int) -> None:
+    def judge(self, outlook: Outlook, num_tokens: int) -> None:
         """Do nothing: there is nothing to learn."""
+
+    def learn(self, ended: EndedOutput) -> None:
+        """Do nothing, likewise."""
 
     def close(self) -> None:
         """Do nothing."""
