@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
@@ -131,37 +131,37 @@ def open_engine(config: EngineConfig, on_progress: Callable[[LoadProgress], None
 
 
 class CurrentModel:
-    """The model that the engine process loads or computes, in memory shared with the first process.
+    """The model that the engine process loads or computes, in memory shared with its parent.
 
     It can still be read when the process has died.
 
     Args:
-        names: the models that it may be. Both processes add others in the same order.
-        word: an integer in shared memory.
+        buffer: shared memory for the name.
     """
 
-    def __init__(self, names: Sequence[str], word: ctypes.c_int) -> None:
-        self._names = list(names)
-        self._word = word
-        self._word.value = -1
+    MOST_BYTES = 4096
+    """Size of the buffer; a longer name is cut, and then no model is known to have it."""
 
-    def add(self, name: str) -> None:
-        """It may be this model too from now on."""
-        self._names.append(name)
+    def __init__(self, buffer: ctypes.Array[ctypes.c_char]) -> None:
+        self._buffer = buffer
+        self._set: str | None = None  # by this process
 
     def set(self, name: str) -> None:
         """The process begins to load or to compute this model."""
-        self._word.value = self._names.index(name)
+        if name != self._set:
+            self._set = name
+            self._buffer.value = name.encode()[: self.MOST_BYTES - 1]
 
     def clear(self) -> None:
         """The process waits."""
-        self._word.value = -1
+        if self._set is not None:
+            self._set = None
+            self._buffer.value = b""
 
     @property
     def name(self) -> str | None:
         """The model, or None if the process waits."""
-        index = self._word.value
-        return None if index < 0 else self._names[index]
+        return self._buffer.value.decode(errors="replace") or None
 
 
 def run_engine_process(
@@ -270,7 +270,6 @@ def _run(
                 case Manage():
                     _send(connection, Managed(_manage(engine, message)))
                 case Register(spec):
-                    current.add(spec.name)
                     current.set(spec.name)
                     _send(connection, Registered(_register(engine, spec)))
                 case Remove(model):
