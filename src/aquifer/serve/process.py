@@ -11,9 +11,12 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
+from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from typing import NoReturn, Protocol
 
@@ -24,6 +27,7 @@ from aquifer.engine.policies.placement import DeviceReport
 from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelInfo
 from aquifer.errors import AquiferError, ConfigError, DriverError, RequestError
 from aquifer.garbage import collect_less, collect_nothing
+from aquifer.hub import here
 from aquifer.serve.logs import configure_logging
 from aquifer.serve.messages import (
     Abort,
@@ -186,15 +190,17 @@ def run_engine_process(
     collect_nothing()
     configure_logging(log_level)
     ignore_stop_signals()
+    _end_with_parent()
 
     def on_progress(progress: LoadProgress) -> None:
         current.set(progress.model)
         connection.send(progress)
 
-    # If it raises one of these, the first process has ended.
-    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
+    # If the connection raises one of these, the first process has ended or cannot be reached.
+    with suppress(EOFError, ConnectionError, TimeoutError):
         try:
-            engine = open_it(config, on_progress)
+            models = tuple(map(here, config.models))
+            engine = open_it(replace(config, models=models), on_progress)
         except (ConfigError, DriverError) as error:
             is_config = isinstance(error, ConfigError)
             model = error.model if isinstance(error, ConfigError) else None
@@ -205,6 +211,21 @@ def run_engine_process(
             _run(engine, connection, current, reports=reports)
             engine.close()
     _end()
+
+
+def _end_with_parent() -> None:
+    """End this process, whatever it does, when the process that started it is gone.
+
+    On another node than the server, that is not the one at the other end of the connection.
+    """
+    parent = parent_process()
+    if parent is not None:
+
+        def watch() -> None:
+            parent.join()
+            os._exit(1)
+
+        threading.Thread(target=watch, name="aquifer-parent", daemon=True).start()
 
 
 def _end() -> NoReturn:
@@ -320,7 +341,7 @@ def _refused(operation: Callable[[], None]) -> AquiferError | None:
 def _register(engine: EngineLike, spec: ModelSpec) -> ModelInfo | AquiferError:
     """Register a model; return its description, or the error."""
     try:
-        return engine.add_model(spec, load=False)
+        return engine.add_model(here(spec), load=False)
     except (ConfigError, DriverError) as error:
         return RequestError(str(error), param="model")
 
