@@ -22,6 +22,7 @@ from pathlib import Path
 from aquifer.cluster import tcp
 from aquifer.cluster.messages import Clock, Ended, GetClock, HowEnded, StartEngine, ToAgent
 from aquifer.config import EngineConfig
+from aquifer.cpus import limit_spinning
 from aquifer.serve.engine_configs import host_cache_share
 from aquifer.serve.link import EngineProcess
 from aquifer.serve.logs import configure_logging
@@ -169,6 +170,7 @@ def main() -> None:
     """Run an agent until standard input ends."""
     options = AgentOptions(**json.loads(sys.stdin.readline()))
     configure_logging(options.log_level)
+    limit_spinning()
     ignore_stop_signals()  # it ends with the process that started it
     agent = Agent(options)
     print(agent.start(), flush=True)

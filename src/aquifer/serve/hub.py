@@ -177,12 +177,13 @@ class Hub:
             (spec,) = await asyncio.to_thread(locate, [named])
             async with self._changing:
                 self._check_new(spec.name)
-                info = await self._engines.register(spec)
+                await self._fleet.registered(spec)
                 try:
+                    info = await self._engines.register(spec)
                     await self._web.add(spec, info)
-                    await self._remember(spec)
                 except BaseException:
                     await self._engines.remove_model(spec.name)
+                    await self._fleet.removed(spec.name)
                     raise
         except ConfigError as error:
             raise RequestError(str(error), param="model") from error
@@ -192,15 +193,6 @@ class Hub:
             self._stats_log.add(spec.name)
         _log.info("model %s is registered, from %s", spec.name, spec.path)
         return spec.name
-
-    async def _remember(self, spec: ModelSpec) -> None:
-        """Have engines that come later serve a model that all answer for."""
-        assert self._web is not None
-        try:
-            await self._fleet.registered(spec)
-        except BaseException:
-            self._web.remove(spec.name)
-            raise
 
     async def remove(self, name: str) -> None:
         """Remove a model; its requests end with an error.

@@ -182,7 +182,7 @@ class EngineKeeper:
         self._on_progress = on_progress
         if on_progress is not None and self._progress is not None:
             on_progress(self._progress)  # it came before
-        return await self._opened
+        return await asyncio.shield(self._opened)
 
     def send(self, message: Add | Abort | AbortAll) -> None:
         """Send a message; it is lost if the engine process is gone."""
@@ -246,6 +246,8 @@ class EngineKeeper:
             RequestError: its checkpoint cannot be used, or the name is taken.
         """
         info: ModelInfo | None = None
+        if any(known.name == spec.name for known in self._config.models):
+            return info  # this engine was added a moment ago, with the model
         if self._state is _State.SERVING:
             with suppress(EngineError):  # it died, and the next one gets the model as it starts
                 info = await self._ask(Register(spec), timeout_s=None)  # a slow disk, perhaps
@@ -367,7 +369,8 @@ class EngineKeeper:
         if self._restarting is not asyncio.current_task():
             return  # it has died, and another one is started
         self._serve()
-        _logger.warning("the engine process%s serves", self._which)
+        level = logging.WARNING if self._supervisor.num_restarts else logging.INFO
+        _logger.log(level, "the engine process%s serves", self._which)
         if not self._opened.done():
             self._opened.set_result(infos)
 
