@@ -45,12 +45,14 @@ class Load:
         bodies: the requests.
         expected: their answers.
         num_threads: requests at a time.
+        pause_s: of each thread after an answer.
     """
 
     server: RunningServer
     bodies: Sequence[dict[str, Any]]
     expected: Sequence[str]
-    num_threads: int = 6
+    num_threads: int = 4
+    pause_s: float = 0.02
     num_right: int = 0
     wrong: list[str] = field(default_factory=list)
     failed: Counter[str] = field(default_factory=Counter)  # by the reason
@@ -100,5 +102,4 @@ class Load:
                 else:
                     self.failed[str(answer["error"]["message"])] += 1
                     self.longest_failed_s = max(self.longest_failed_s, seconds)
-            if status != 200:
-                time.sleep(0.02)
+            time.sleep(self.pause_s)

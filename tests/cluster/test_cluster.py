@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any
+from contextlib import contextmanager
 
 import pytest
 from tests.checkpoints import tiny_llama
@@ -17,150 +18,176 @@ from tests.serve.running import ROOT, RunningServer, eventually, running
 from aquifer.cluster.token import write_token
 
 NUM_MODELS = 12
+NUM_WORKERS = 4
 NUM_REQUESTS = 120
 OPTIONS = ["--port", "0", "--page-size", "4K", "--max-model-len", "256"]
 BODIES = [body_of(number, NUM_MODELS) for number in range(NUM_REQUESTS)]
 
-pytestmark = pytest.mark.xdist_group("ray")
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    folder = tmp_path_factory.mktemp("models")
-    return [f"m{seed}={tiny_llama(folder / str(seed), seed=seed)}" for seed in range(NUM_MODELS)]
-
-
-@pytest.fixture(scope="module")
-def expected(models: list[str]) -> tuple[list[str], int]:
-    """Answers of a server with memory for all models, and the bytes of a model."""
-    with running(["-m", "aquifer", "serve", *models, *OPTIONS, "--memory", "64M"]) as server:
-        _, memory, _ = server.call("GET", "/memory")
-        return answers_of(server, BODIES), int(memory["models"]["m0"]["weights_total_bytes"])
-
-
-@pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FourNodes]:
-    token_file = tmp_path_factory.mktemp("cluster") / "token"
-    write_token(token_file)
-    with four_nodes(token_file) as nodes:
-        yield nodes
-
-
-@pytest.fixture(scope="module")
-def cluster(
-    nodes: FourNodes, models: list[str], expected: tuple[list[str], int]
-) -> Iterator[RunningServer]:
-    """Twelve models on four workers, of which each has memory for one and a half."""
-    own = ["--cluster", nodes.address, "--token-file", str(nodes.token_file), "--workers", "4"]
-    memory = ["--memory", str(int(1.5 * expected[1]))]
-    command = ["-m", "aquifer", "cluster", "start", *models, *OPTIONS, *memory, *own]
-    with running([*command, "--api-server-count", "2"]) as server:
-        eventually(lambda: len(_workers(server)) == 4, "all workers serve")
-        yield server
-    assert server.process.returncode == 0
-    eventually(lambda: not nodes.processes("aquifer"), "the workers have ended")
-
 
 def _workers(server: RunningServer) -> list[str]:
+    """Workers that serve."""
     status, memory, _ = server.call("GET", "/memory")
     return list(memory["devices"]) if status == 200 else []
 
 
-def _status(nodes: FourNodes) -> str:
-    command = [sys.executable, "-m", "aquifer", "cluster", "status"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200"}
-    own = ["--token-file", str(nodes.token_file), "--address", nodes.address]
-    done = subprocess.run([*command, *own], capture_output=True, text=True, env=environment)
+def _until_whole(server: RunningServer, without: str = "") -> None:
+    """Wait until all workers serve, and one that was killed is not among them."""
+
+    def is_whole() -> bool:
+        workers = _workers(server)
+        return len(workers) == NUM_WORKERS and without not in workers
+
+    eventually(is_whole, "all workers serve")
+
+
+def _command(*arguments: str) -> str:
+    """What a command about the cluster prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "aquifer", "cluster", *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_answers_are_those_of_one_server(
-    cluster: RunningServer, expected: tuple[list[str], int]
-) -> None:
-    with Load(cluster, BODIES, expected[0]) as load:
+def _status(nodes: FourNodes) -> str:
+    own = ["--token-file", str(nodes.token_file), "--address", nodes.address]
+    return _command("status", *own)
+
+
+@contextmanager
+def _joined(nodes: FourNodes) -> Iterator[subprocess.Popen[str]]:
+    """A fifth node."""
+    command = [sys.executable, "-m", "aquifer", "cluster", "join", nodes.address]
+    process = subprocess.Popen(
+        [*command, "--token-file", str(nodes.token_file)],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        assert (
+            process.stdout.readline() == f"This machine has joined the cluster at {nodes.address}\n"
+        )
+        yield process
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+def _loads(server: RunningServer) -> int:
+    """How often models were loaded."""
+    _, states, _ = server.call("GET", "/models")
+    models = states["models"]
+    assert len(models) == NUM_MODELS
+    return sum(of["loads"] for model in models for of in model["devices"].values())
+
+
+def _check_failed(load: Load) -> None:
+    """No answer is wrong, and what was not answered says why."""
+    assert load.wrong == []
+    for reason in load.failed:
+        assert "before the request finished" in reason, reason
+
+
+def _answers(server: RunningServer, expected: list[str]) -> None:
+    """Twelve models on four workers with memory for six answer as one server does."""
+    with Load(server, BODIES, expected) as load:
         load.wait_for(2 * NUM_REQUESTS)
     assert load.wrong == []
     assert not load.failed
-    _, states, _ = cluster.call("GET", "/models")
-    loads = [sum(of["loads"] for of in model["devices"].values()) for model in states["models"]]
-    assert len(loads) == NUM_MODELS
-    assert sum(loads) > NUM_MODELS  # they do not all fit
+    assert _loads(server) > NUM_MODELS
 
 
-@pytest.mark.parametrize("victim", ["worker", "engine", "node", "controller"])
-def test_what_is_killed_is_replaced(
-    cluster: RunningServer,
-    nodes: FourNodes,
-    expected: tuple[list[str], int],
-    victim: str,
-) -> None:
-    """No answer is wrong, every request ends, and the service is whole again."""
-    before = _workers(cluster)
-    with Load(cluster, BODIES, expected[0]) as load:
+def _a_worker_is_killed(server: RunningServer, nodes: FourNodes, expected: list[str]) -> None:
+    """Its place is taken by one on a node that has joined. That leaves, and no request fails."""
+    with _joined(nodes) as fifth:
+        before = _workers(server)
+        with Load(server, BODIES, expected) as load:
+            load.wait_for(20)
+            nodes.kill_process("ray::Worker")
+            eventually(lambda: not {*before} <= {*_workers(server)}, "it is missed")
+            _until_whole(server)
+            load.wait_for(20)
+        _check_failed(load)
+        (new,) = {*_workers(server)} - {*before}
+        with Load(server, BODIES, expected) as load:
+            load.wait_for(20)
+            fifth.send_signal(signal.SIGTERM)
+            _until_whole(server, without=new)
+            load.wait_for(20)
+        assert fifth.wait() == 0
+        assert load.wrong == []
+        assert not load.failed
+
+
+def _a_node_is_killed(server: RunningServer, nodes: FourNodes, expected: list[str]) -> None:
+    """Its worker is replaced on another node."""
+    before = _workers(server)
+    with Load(server, BODIES, expected) as load:
         load.wait_for(20)
-        match victim:
-            case "worker":
-                nodes.kill_process("ray::Worker")
-            case "engine":
-                nodes.kill_process("spawn_main")
-            case "node":
-                nodes.kill_node()
-            case "controller":
-                old = nodes.processes("ray::Controller")
-                nodes.kill_process("ray::Controller")
-                eventually(
-                    lambda: (
-                        bool(nodes.processes("ray::Controller"))
-                        and nodes.processes("ray::Controller") != old
-                    ),
-                    "the controller is there again",
-                )
-        load.wait_for(100)
-        eventually(lambda: len(_workers(cluster)) == 4, "four workers serve")
-        if victim in ("worker", "node"):
-            eventually(lambda: _workers(cluster) != before, "there is another worker")
-            eventually(lambda: len(_workers(cluster)) == 4, "four workers serve again")
-        load.wait_for(100)
-    assert load.wrong == []
-    for reason in load.failed:
-        assert "before the request finished" in reason or "worker" in reason, reason
-    if victim == "controller":
-        assert _workers(cluster) == before
-    if victim == "node":
-        nodes.add_node()
+        nodes.kill_node()
+        eventually(lambda: not {*before} <= {*_workers(server)}, "its worker is missed")
+        _until_whole(server)
+        load.wait_for(20)
+    _check_failed(load)
+    nodes.add_node()
 
 
-def test_a_registration_outlives_the_controller_and_reaches_new_workers(
-    cluster: RunningServer, nodes: FourNodes, models: list[str]
+def _the_controller_is_killed(
+    server: RunningServer, nodes: FourNodes, expected: list[str], path: str
 ) -> None:
-    def added(*arguments: str) -> str:
-        command = [sys.executable, "-m", "aquifer", "cluster", *arguments, "--url", cluster.url]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    def answer() -> Any:
-        body = {"model": "new", "prompt": "x", "max_tokens": 3, "temperature": 0}
-        return cluster.call("POST", "/v1/completions", body)
-
-    path = models[0].partition("=")[2]
-    assert "new is served" in added("add", f"new={path}")
-    nodes.kill_process("ray::Controller")
-    nodes.kill_process("ray::Worker")
-    before = _workers(cluster)
-    eventually(lambda: _workers(cluster) != before, "the worker is missed")
-    eventually(lambda: len(_workers(cluster)) == 4, "there is another one")
-    assert answer()[0] == 200
-    _, states, _ = cluster.call("GET", "/models")
+    """It goes on, and a model that was registered before is there on workers that come later."""
+    assert "new is served" in _command("add", f"new={path}", "--url", server.url)
+    before = _workers(server)
+    with Load(server, BODIES, expected) as load:
+        (old,) = nodes.processes("ray::Controller")
+        os.kill(old, signal.SIGKILL)
+        eventually(lambda: nodes.processes("ray::Controller") not in ([old], []), "it goes on")
+        load.wait_for(20)
+        assert _workers(server) == before
+        nodes.kill_process("ray::Worker")
+        eventually(lambda: not {*before} <= {*_workers(server)}, "the worker is missed")
+        _until_whole(server)
+    _check_failed(load)
+    _, states, _ = server.call("GET", "/models")
     (new,) = (model for model in states["models"] if model["name"] == "new")
-    assert len(new["devices"]) == 4
+    assert len(new["devices"]) == NUM_WORKERS
     status = _status(nodes)
-    assert path in status
-    assert f"The server is on {cluster.url}" in status
+    assert f"new    {path}" in status
+    assert f"The server is on {server.url}" in status
     assert status.count(" alive ") == NUM_NODES
-    assert status.count(" there") == 4
-    assert "new is removed" in added("remove", "new")
-    assert answer()[0] == 404
-    assert "new" not in _status(nodes)
+    assert status.count(" there") == NUM_WORKERS
+    assert "new is removed" in _command("remove", "new", "--url", server.url)
+    body = {"model": "new", "prompt": "x"}
+    assert server.call("POST", "/v1/completions", body)[0] == 404
+    assert path not in [line.split()[-1] for line in _status(nodes).splitlines() if "new" in line]
+
+
+def test_a_cluster_of_four_nodes(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """One test, so that no two processes of the tests start four nodes each."""
+    folder = tmp_path_factory.mktemp("models")
+    paths = [str(tiny_llama(folder / str(seed), seed=seed)) for seed in range(NUM_MODELS)]
+    models = [f"m{seed}={path}" for seed, path in enumerate(paths)]
+    with running(["-m", "aquifer", "serve", *models, *OPTIONS, "--memory", "64M"]) as one:
+        expected = answers_of(one, BODIES)
+        _, memory, _ = one.call("GET", "/memory")
+    room = str(int(1.5 * memory["models"]["m0"]["weights_total_bytes"]))
+
+    token_file = folder / "token"
+    write_token(token_file)
+    with four_nodes(token_file) as nodes:
+        own = ["--cluster", nodes.address, "--token-file", str(token_file)]
+        command = ["-m", "aquifer", "cluster", "start", *models, *OPTIONS, *own]
+        wanted = ["--workers", str(NUM_WORKERS), "--memory", room, "--api-server-count", "2"]
+        with running([*command, *wanted]) as server:
+            _until_whole(server)
+            _answers(server, expected)
+            _a_worker_is_killed(server, nodes, expected)
+            _a_node_is_killed(server, nodes, expected)
+            _the_controller_is_killed(server, nodes, expected, paths[0])
+            assert server.stop() == 0
+        eventually(lambda: not nodes.processes("aquifer"), "the workers have ended")

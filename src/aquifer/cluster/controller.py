@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import asdict
@@ -38,8 +39,10 @@ NAMESPACE = "aquifer"
 _KEY = b"cluster"
 _LOOK_S = 1.0
 """Interval of looks at the nodes; what happens to a worker is noticed at once."""
-_WATCH_S = 10.0
+_WATCH_S = 3.0
 """The longest time until `watch` answers."""
+_FRONT_S = 6.0
+"""A server that has not asked for this long is gone."""
 _START_S = 60.0
 """A worker that takes longer to start counts as failed."""
 _DRAIN_S = 60.0
@@ -62,22 +65,36 @@ class Controller:
         self._wake = asyncio.Event()
         self._running: dict[str, asyncio.Task[None]] = {}  # of workers, by name
         self._failures: dict[str, int] = {}  # starts that failed in a row, by node
+        self._num_lost: Counter[str] = Counter()  # workers that have ended by themselves, by node
         self._not_before_s: dict[str, float] = {}  # when a node may get a worker again
         self._nodes: list[dict[str, Any]] = []
         self._leaving: set[str] = set()  # nodes
+        self._front = ""  # the server that uses the workers
+        self._front_seen_s = -_FRONT_S  # when it has asked last
         self._is_stopping = False
         self._keeping: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()
 
     # ---- what a server asks
 
-    async def configure(self, settings: Settings, models: list[ModelSpec]) -> list[ModelSpec]:
-        """Begin to keep workers; returns all models that are registered, these first.
+    async def configure(
+        self, front: str, settings: Settings, models: list[ModelSpec]
+    ) -> list[ModelSpec] | None:
+        """Begin to keep workers for a server; returns all models that are registered, these first.
 
         Args:
+            front: id of the server.
             settings: how workers are made. Workers that were made otherwise are ended.
             models: of the server's command line; they replace others of the same name.
+
+        Returns: None if another server uses the workers.
         """
+        until_s = time.monotonic() + _FRONT_S
+        while front != self._front and time.monotonic() < self._front_seen_s + _FRONT_S:
+            if time.monotonic() > until_s:
+                return None
+            await asyncio.sleep(_LOOK_S)
+        self._saw(front)
         before = self._state.settings
         if before is not None and _kind(before) != _kind(settings):
             for name in list(self._state.workers):
@@ -105,8 +122,14 @@ class Controller:
         self._state.models.pop(name, None)
         self._save()
 
-    async def watch(self, version: int) -> View:
-        """Return the workers once they are not those of a version, or after some time."""
+    async def watch(self, front: str, version: int) -> View:
+        """Return the workers once they are not those of a version, or after some time.
+
+        Args:
+            front: id of the server that asks.
+            version: of what it has.
+        """
+        self._saw(front)
         self._start()
         if version == self._version:
             with suppress(TimeoutError):
@@ -180,6 +203,10 @@ class Controller:
 
     # ---- keeping workers
 
+    def _saw(self, front: str) -> None:
+        """A server asks, and will use the workers."""
+        self._front, self._front_seen_s = front, time.monotonic()
+
     def _start(self) -> None:
         """Begin to keep workers, if that was wanted and has not begun."""
         if self._keeping is None and self._state.settings is not None and not self._is_stopping:
@@ -205,7 +232,12 @@ class Controller:
         alive = [node for node in self._nodes if node["Alive"]]
         self._leaving &= {node["NodeID"] for node in alive}
         nodes = [
-            Node(node["NodeID"], self._capacity(node), self._takes_more(node["NodeID"]))
+            Node(
+                node["NodeID"],
+                self._capacity(node),
+                self._takes_more(node["NodeID"]),
+                self._num_lost[node["NodeID"]],
+            )
             for node in alive
         ]
         workers = [Placement(each.name, each.node_id) for each in self._state.workers.values()]
@@ -261,6 +293,7 @@ class Controller:
                 self._failures[worker.node_id] = self._failures.get(worker.node_id, 0) + 1
                 wait_s = pause_s(self._failures[worker.node_id])
                 self._not_before_s[worker.node_id] = time.monotonic() + wait_s
+        self._num_lost[worker.node_id] += 1
         self._running.pop(worker.name, None)
         await self._end(worker.name)
 

@@ -38,6 +38,7 @@ class ClusterFleet:
     Args:
         engine: options of all engines, with all models that are registered.
         controller: calls the controller.
+        front: id of this server among those that the cluster may have one after the other.
         token: of the cluster.
         log_level: least level of messages that the engine processes log.
         drain_s: how long the requests of a worker that leaves may take to end.
@@ -47,12 +48,14 @@ class ClusterFleet:
         self,
         engine: EngineConfig,
         controller: ControllerCalls,
+        front: str,
         token: str,
         log_level: str,
         drain_s: float,
     ) -> None:
         self._config = engine
         self._controller = controller
+        self._front = front
         self._token = token
         self._log_level = log_level
         self._drain_s = drain_s
@@ -123,7 +126,7 @@ class ClusterFleet:
         version = 0
         while True:
             try:
-                view: View = await self._controller.call("watch", version)
+                view: View = await self._controller.call("watch", self._front, version)
             except EngineError as error:
                 _logger.error("%s", error)
                 await asyncio.sleep(_PAUSE_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -124,9 +125,16 @@ def _serve(
         num_wanted=server.workers or 0,
         log_level=server.log_level,
     )
-    models: list[ModelSpec] = controller.call_now("configure", settings, list(engine.models))
+    front = uuid.uuid4().hex
+    models: list[ModelSpec] | None = controller.call_now(
+        "configure", front, settings, list(engine.models)
+    )
+    if models is None:
+        raise ConfigError("another server uses the workers of this cluster; stop it first")
     engine = replace(engine, models=tuple(models))
-    fleet = ClusterFleet(engine, controller, token, server.log_level, server.shutdown_timeout_s)
+    fleet = ClusterFleet(
+        engine, controller, front, token, server.log_level, server.shutdown_timeout_s
+    )
 
     def on_listening(url: str) -> None:
         controller.call_now("set_url", url)

@@ -6,6 +6,7 @@ import ctypes
 import importlib.util
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ DEFAULT_PORT = 6379
 _OBJECT_STORE_BYTES = 100_000_000  # nothing large goes through it
 _STOP_S = 15.0
 _START_S = 60.0
+_REACH_S = 5.0
 _PR_SET_PDEATHSIG = 1
 _READY = "block forever"  # what `ray start --block` says once it has started
 _MOST_SHOWN = 2000
@@ -34,6 +36,28 @@ def check_ray() -> None:
     """
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("a cluster needs Ray; install it with: pip install 'aquifer[ray]'")
+
+
+def check_reachable(address: str) -> None:
+    """Check that something listens there: Ray itself would try for minutes.
+
+    Args:
+        address: HOST:PORT, or "auto".
+
+    Raises:
+        ConfigError: nothing does.
+    """
+    host, _, port = address.rpartition(":")
+    if address == "auto":
+        return
+    if not host or not port.isdecimal():
+        raise ConfigError(f"{address!r} is no address of a cluster; write HOST:PORT")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"no cluster can be reached at {address}: {error}; check the address and the firewall"
+        ) from error
 
 
 class RayNode:
@@ -148,6 +172,7 @@ def connect(address: str, variables: Mapping[str, str]) -> None:
     Raises:
         ConfigError: there is none, or its token is another one.
     """
+    check_reachable(address)
     os.environ.update(variables)
     import ray
 

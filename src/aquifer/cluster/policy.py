@@ -15,11 +15,13 @@ class Node(NamedTuple):
         capacity: the most workers that it has room for.
         takes_more: whether it may get a worker now; not while it leaves, or after a worker could
             not be started there a moment ago.
+        num_lost: workers that have ended there without being told to.
     """
 
     node_id: str
     capacity: int
     takes_more: bool = True
+    num_lost: int = 0
 
 
 class Placement(NamedTuple):
@@ -46,7 +48,8 @@ class Changes(NamedTuple):
 def decide(nodes: Sequence[Node], workers: Sequence[Placement], num_wanted: int) -> Changes:
     """What to change.
 
-    New workers go where the fewest are. Of too many, the newest end.
+    New workers go where the fewest are, and then where the fewest were lost. Of too many, the newest
+    end.
 
     Args:
         nodes: all that are alive.
@@ -64,7 +67,7 @@ def decide(nodes: Sequence[Node], workers: Sequence[Placement], num_wanted: int)
         free = [node for node in nodes if node.takes_more and counts[node.node_id] < node.capacity]
         if not free:
             break
-        chosen = min(free, key=lambda node: counts[node.node_id])
+        chosen = min(free, key=lambda node: (counts[node.node_id], node.num_lost))
         counts[chosen.node_id] += 1
         create.append(chosen.node_id)
     return Changes(create, [], lost)
