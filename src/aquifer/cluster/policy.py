@@ -48,8 +48,8 @@ class Changes(NamedTuple):
 def decide(nodes: Sequence[Node], workers: Sequence[Placement], num_wanted: int) -> Changes:
     """What to change.
 
-    New workers go where the fewest are, and then where the fewest were lost. Of too many, the newest
-    end.
+    New workers go where the fewest are, and of such nodes where the fewest were lost. Of too many,
+    the newest end.
 
     Args:
         nodes: all that are alive.
