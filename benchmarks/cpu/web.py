@@ -55,6 +55,7 @@ from aquifer.engine.reports import (
 )
 from aquifer.memory.owners import Kind
 from aquifer.serve.config import ServerConfig
+from aquifer.serve.fleet import LocalFleet
 from aquifer.serve.process import EngineLike
 from aquifer.serve.server import serve
 from aquifer.text import Tokenizer
@@ -220,12 +221,13 @@ def run_server(step_ms: float, processes: int, profile: Path | None) -> None:
         print(f"ready on {url}", os.getpid(), *web, flush=True)
 
     def run() -> None:
+        engine = EngineConfig(models=(ModelSpec.parse(_MODEL),))
         serve(
-            EngineConfig(models=(ModelSpec.parse(_MODEL),)),
+            engine,
             config,
             on_progress=lambda _: None,
             on_ready=on_ready,
-            open_it=partial(open_steady, step_ms / 1e3),
+            fleet=LocalFleet(engine, config, partial(open_steady, step_ms / 1e3)),
         )
 
     if profile is None:

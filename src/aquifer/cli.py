@@ -59,11 +59,13 @@ class _Commands(TyperGroup):
     def _import_others(self) -> None:
         from aquifer.bench.cli import app as bench_app
         from aquifer.bench.replay_command import replay
+        from aquifer.cluster_cli import app as cluster_app
         from aquifer.predict_cli import app as predict_app
 
         others = typer.Typer()
         others.command("replay")(replay)
         others.add_typer(bench_app, name="bench")
+        others.add_typer(cluster_app, name="cluster")
         others.add_typer(predict_app, name="predict")
         self.commands.update(typer.main.get_group(others).commands)
 
@@ -125,31 +127,18 @@ _CHAT_OPTIONS = (
 @with_options(options_of("serve"), environment=True, config_file=True)
 def _serve(options: SimpleNamespace) -> None:
     """Serve models over HTTP, with OpenAI's API."""
-    if not options.models:
-        raise ConfigError("no model given; write aquifer serve PATH, or aquifer serve demo")
-    named = parse_models(options.models, options.served_model_name)
-    engine_config = EngineConfig(named, **field_values(EngineConfig, vars(options)))
-    with_weights = engine_config.load_format != "dummy"
-    models = locate(named, options.revision, weights=with_weights)
-    engine_config = replace(engine_config, models=models)
+    from aquifer.serving import configurations, with_progress
 
-    from aquifer.progress import LoadingBar
-    from aquifer.serve.config import ServerConfig
+    engine_config, server_config = configurations(options)
+    if server_config.workers is not None:
+        from aquifer.cluster.front import serve_on_this_machine
+
+        with_progress(serve_on_this_machine, engine_config, server_config)
+        return
+
     from aquifer.serve.server import serve
 
-    server_config = ServerConfig(**field_values(ServerConfig, vars(options)))
-    with LoadingBar() as bar:
-
-        def on_ready(url: str) -> None:
-            bar.stop()
-            print(f"Aquifer is ready on {url}", flush=True)
-
-        serve(
-            engine_config,
-            server_config,
-            on_progress=bar.update,
-            on_ready=on_ready,
-        )
+    with_progress(serve, engine_config, server_config)
 
 
 @app.command("run", epilog=f"{PRECEDENCE}.")

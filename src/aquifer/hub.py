@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from aquifer.config import ModelSpec
-from aquifer.errors import ConfigError
+from aquifer.errors import ConfigError, errors_of_model
 
 _TEXT_FILES = ["*.json", "*.jinja"]
 _WEIGHTS = "*.safetensors"
@@ -46,6 +46,21 @@ def locate(
         else replace(model, path=_download(str(model.hub_id), revision, weights))
         for model in models
     )
+
+
+def here(model: ModelSpec) -> ModelSpec:
+    """Return a model that another machine has located with its path on this one.
+
+    A model of the hub is downloaded, in the same revision, where it is not there.
+
+    Raises:
+        ConfigError: it cannot be downloaded; the error names the model.
+    """
+    if model.hub_id is None or model.path.exists():
+        return model
+    revision = model.path.name if model.path.parent.name == "snapshots" else None
+    with errors_of_model(model.name):
+        return replace(model, path=_download(model.hub_id, revision, weights=True))
 
 
 def _download(hub_id: str, revision: str | None, weights: bool) -> Path:

@@ -171,6 +171,18 @@ OPTIONS: tuple[Option, ...] = (
         unset="the one of --device",
     ),
     Option(
+        "workers",
+        int,
+        None,
+        "Serve as a cluster on Ray, with so many workers: each has an engine process, and --memory "
+        "is that of each; 0 for as many as there is room for (each GPU, or each node without one).",
+        scopes=("serve",),
+        minimum=0,
+        maximum=1024,
+        example="2",
+        unset="no cluster",
+    ),
+    Option(
         "placement",
         str,
         "affinity",

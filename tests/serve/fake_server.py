@@ -41,6 +41,7 @@ from aquifer.engine.reports import (
 from aquifer.errors import AquiferError, CapacityError, InvariantError, QueueFullError
 from aquifer.memory.pool import Kind
 from aquifer.serve.config import ServerConfig
+from aquifer.serve.fleet import LocalFleet
 from aquifer.serve.process import EngineLike
 from aquifer.serve.server import serve
 from aquifer.text import Tokenizer
@@ -275,21 +276,23 @@ def _main() -> None:
     parser.add_argument("--devices")
     parser.add_argument("--placement", default="affinity")
     options = parser.parse_args()
+    engine = EngineConfig(models=(ModelSpec("fake", options.path),))
     try:
+        server = ServerConfig(
+            port=options.port,
+            api_server_count=options.processes,
+            devices=options.devices,
+            placement=options.placement,
+            api_key=options.keys,
+            shutdown_timeout_s=options.shutdown_timeout,
+        )
         serve(
-            EngineConfig(models=(ModelSpec("fake", options.path),)),
-            ServerConfig(
-                port=options.port,
-                api_server_count=options.processes,
-                devices=options.devices,
-                placement=options.placement,
-                api_key=options.keys,
-                shutdown_timeout_s=options.shutdown_timeout,
-            ),
+            engine,
+            server,
             on_progress=on_progress,
             on_ready=on_ready,
             on_listening=on_listening,
-            open_it=open_slowly if options.load else open_fake,
+            fleet=LocalFleet(engine, server, open_slowly if options.load else open_fake),
         )
     except AquiferError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -29,6 +29,7 @@ class ServerConfig:
     host: str = default_of("host")
     port: int = default_of("port")
     devices: str | None = default_of("devices")
+    workers: int | None = default_of("workers")
     placement: str = default_of("placement")
     api_server_count: int = default_of("api_server_count")
     api_key: str | None = default_of("api_key")
@@ -71,6 +72,10 @@ class ServerConfig:
             find_option("device").parse(name, "devices")
             if name != "cpu" and names.count(name) > 1:
                 raise ConfigError(f"devices has {name} several times; one process serves a GPU")
+        if names and self.workers is not None:
+            raise ConfigError("devices and workers are both given; leave one of them out")
+        if self.workers is not None:
+            return
         if self.placement != default_of("placement") and len(names) < 2:
             raise ConfigError("placement needs several devices, such as devices cuda:0,cuda:1")
 

@@ -31,7 +31,9 @@ def engine_configs(config: EngineConfig, devices: Sequence[str]) -> list[EngineC
         first = index * len(config.models) // len(firsts)
         models = config.models[first:] + config.models[:first]
         configs.append(replace(config, device=device, models=models))
-    return [replace(each, host_cache_bytes=_host_cache_bytes(configs)) for each in configs]
+    on_cpu = all(each.device == "cpu" for each in configs)
+    share = host_cache_share(config, len(configs), on_cpu=on_cpu)
+    return [replace(each, host_cache_bytes=share) for each in configs]
 
 
 def _first_of_groups(devices: Sequence[str], size: int) -> Sequence[str]:
@@ -61,18 +63,19 @@ def _first_of_groups(devices: Sequence[str], size: int) -> Sequence[str]:
     return firsts
 
 
-def _host_cache_bytes(configs: Sequence[EngineConfig]) -> int | None:
-    """The part of one engine in the host memory for weights; None where that has no use."""
-    first = configs[0]
-    if first.host_cache_bytes is not None:
-        return first.host_cache_bytes // len(configs)
-    if (
-        first.tensor_parallel_size > 1
-        or len(first.models) < 2
-        or all(config.device == "cpu" for config in configs)
-    ):
+def host_cache_share(config: EngineConfig, num_engines: int, *, on_cpu: bool) -> int | None:
+    """The part of one engine in the host memory for weights; None where that has no use.
+
+    Args:
+        config: the options of all engines of this machine.
+        num_engines: how many there are.
+        on_cpu: whether all run on the CPU.
+    """
+    if config.host_cache_bytes is not None:
+        return config.host_cache_bytes // num_engines
+    if config.tensor_parallel_size > 1 or len(config.models) < 2 or on_cpu:
         return None
-    return available_host_bytes() // 2 // len(configs)
+    return available_host_bytes() // 2 // num_engines
 
 
 def device_names(configs: Sequence[EngineConfig]) -> list[str]:

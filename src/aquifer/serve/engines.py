@@ -3,38 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from itertools import count
 from typing import Protocol, TypeVar
 
 from aquifer.config import EngineConfig, ModelSpec
-from aquifer.engine.params import Request
-from aquifer.engine.policies.placement import (
-    PLACEMENTS,
-    DeviceState,
-    PlacementSnapshot,
-    device_state,
-)
+from aquifer.engine.policies.placement import PLACEMENTS, PlacementSnapshot
 from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelInfo
-from aquifer.errors import AquiferError, EngineError, RequestError, UnavailableError
-from aquifer.serve.engine_configs import device_names
-from aquifer.serve.keeper import RETRY_S, EngineKeeper
-from aquifer.serve.messages import (
-    Abort,
-    AbortAll,
-    Add,
-    Availability,
-    ModelVerb,
-    Outputs,
-    Step,
-)
-from aquifer.serve.open_completions import OpenCompletions
+from aquifer.errors import EngineError, RequestError, UnavailableError
+from aquifer.serve.held import Held
+from aquifer.serve.keeper import EngineKeeper
+from aquifer.serve.link import NewLink
+from aquifer.serve.messages import Abort, AbortAll, Add, Availability, ModelVerb, Outputs
+from aquifer.serve.placed_engine import PlacedEngine
 from aquifer.serve.prefix_places import PrefixPlaces
-from aquifer.serve.process import OpenEngine
+from aquifer.serve.questions import RETRY_S
 from aquifer.serve.supervisor import out_of_service
 from aquifer.serve.totals import total_memory, total_stats
+from aquifer.serve.unstreamed import Placed
+
+MOST_LOST = 1
+"""How often a request is run again because its engine process died: the request may be why."""
+_DRAINED_S = 0.05
+"""Interval of looks whether a device that leaves has requests."""
+
+_NO_ENGINE = "no worker serves at the moment"
+_LEFT = "the device left before the request finished"
 
 _T = TypeVar("_T")
 
@@ -55,43 +51,35 @@ class EnginesListener(Protocol):
 class Engines:
     """Keeps the engine processes of a server running, places requests, and asks questions.
 
-    Each device has a process, and all models are registered on each. A process that dies takes its
-    own requests with it, and others go on.
+    Each device has a process, and all models are registered on each. They come and go while the
+    server runs. Of the requests of a process that dies, or of a device that leaves, those that have
+    output nothing yet are placed again; the others end with an error.
 
     For one event loop.
 
     Args:
-        configs: the options of each engine; their devices differ, and the order of their models.
         placement: name of the placement of requests.
-        open_it: opens an engine, in its process.
-        log_level: least level of messages that the engine processes log.
-        listener: hears what they do.
+        listener: hears what the engine processes do.
     """
 
-    def __init__(
-        self,
-        configs: Sequence[EngineConfig],
-        placement: str,
-        open_it: OpenEngine,
-        log_level: str,
-        listener: EnginesListener,
-    ) -> None:
+    def __init__(self, placement: str, listener: EnginesListener) -> None:
         self._listener = listener
         self._placement = PLACEMENTS[placement]
-        self._places = PrefixPlaces(len(configs))
-        self._engines = [
-            _Engine(config, name, open_it, log_level, listener, partial(self._lost_kv, index))
-            for index, (config, name) in enumerate(zip(configs, device_names(configs), strict=True))
-        ]
+        self._places = PrefixPlaces()
+        self._engines: list[PlacedEngine] = []
         self._num_placed = 0
+        self._is_stopping = False
+        self._unheld = Held()  # what engines had to keep that have left
+        self._before = _Before()
 
     @property
     def availability(self) -> Availability:
         """Whether requests are accepted by any engine, and which models all of them refuse."""
-        each = [engine.keeper.availability for engine in self._engines]
-        serving = [availability for availability in each if availability.reason is None]
+        serving = [engine.keeper.availability for engine in self._engines if engine.serves]
         if not serving:
-            return each[0]
+            reasons = [engine.keeper.availability.reason for engine in self._engines]
+            known = [reason for reason in reasons if reason is not None]
+            return Availability(known[0] if known else UnavailableError(_NO_ENGINE, RETRY_S))
         refused = {
             model: reason
             for model, reason in serving[0].out_of_service.items()
@@ -102,21 +90,83 @@ class Engines:
     @property
     def num_restarts(self) -> int:
         """How often an engine process was started again."""
-        return sum(engine.keeper.num_restarts for engine in self._engines)
+        running = sum(engine.keeper.num_restarts for engine in self._engines)
+        return self._before.num_restarts + running
 
     @property
     def stats(self) -> EngineStats | None:
-        """The latest counters of all engines together; None until all were ready once."""
+        """The latest counters of all engines together; None until one was ready once."""
         stats = [engine.keeper.stats for engine in self._engines]
         known = [each for each in stats if each is not None]
-        return total_stats(known) if len(known) == len(stats) else None
+        return total_stats(known) if known else self._before.stats
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the devices."""
+        return [engine.name for engine in self._engines]
 
     # ---- life
 
-    def start(self) -> None:
-        """Start the engine processes; `ready` then waits for their models."""
-        for engine in self._engines:
-            engine.keeper.start()
+    def add(
+        self, name: str, config: EngineConfig, new_link: NewLink, *, insists: bool = False
+    ) -> PlacedEngine:
+        """Add the engine of a device, and start its process.
+
+        Args:
+            name: of its device; empty if there is and will be no other.
+            config: its options.
+            new_link: makes the link to its process.
+            insists: as for `EngineKeeper.start`.
+        """
+        taken = {engine.number for engine in self._engines}
+        number = next(number for number in count() if number not in taken)
+        engine = PlacedEngine(
+            name, number, config, new_link, self._stepped, self._lost, self._listener.changed
+        )
+        engine.keeper.held, self._unheld = self._unheld, Held()
+        self._engines.append(engine)
+        engine.keeper.start(insists=insists)
+        return engine
+
+    async def drain(self, name: str, timeout_s: float) -> None:
+        """Have the engine of a device get no more requests, and wait until it has none.
+
+        Its requests that have output nothing yet move to other engines that accept them.
+
+        Args:
+            name: of the device.
+            timeout_s: how long to wait.
+        """
+        engine = next((engine for engine in self._engines if engine.name == name), None)
+        if engine is None:
+            return
+        engine.leave()
+        self._listener.changed()
+        for placed in engine.unstreamed.requests:
+            request = placed.add.request
+            if any(other.accepts(request.model) for other in self._engines):
+                engine.give_away(placed)
+                self._start(placed)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while len(engine.completions):
+                    await asyncio.sleep(_DRAINED_S)
+
+    async def remove(self, name: str) -> None:
+        """Remove the engine of a device: it has left, or is to end."""
+        engine = next((engine for engine in self._engines if engine.name == name), None)
+        if engine is None:
+            return
+        engine.leave()
+        engine.is_gone = True
+        engine.keeper.refuse()
+        self._engines.remove(engine)
+        self._places.forget(engine.number)
+        self._lost(engine, UnavailableError(_LEFT, RETRY_S))
+        self._unheld.take(engine.keeper.held)
+        self._before.add(engine.keeper)
+        self._listener.changed()
+        await engine.keeper.stop()
 
     async def ready(self, on_progress: Callable[[LoadProgress], None]) -> dict[str, ModelInfo]:
         """Wait until all engines have loaded what they load first; return all models by name.
@@ -130,6 +180,7 @@ class Engines:
 
     def refuse(self) -> None:
         """Accept no more requests: the server is shutting down."""
+        self._is_stopping = True
         for engine in self._engines:
             engine.keeper.refuse()
 
@@ -151,65 +202,86 @@ class Engines:
         """Place a request, or abort requests. One that cannot be placed ends with an error."""
         match message:
             case Add(request, number):
-                try:
-                    engine = self._engines[self._place(request)]
-                except (RequestError, UnavailableError) as error:
+                if any(request.request_id in engine.completions for engine in self._engines):
+                    error = RequestError(f"a request {request.request_id!r} is running already")
                     self._listener.deliver(Outputs(refused={number: error}))
                     return
-                self._num_placed += 1
-                engine.completions.add(request, number)
-                engine.keeper.send(message)
-            case Abort(request_id, index):
+                self._start(Placed(message))
+            case Abort():
                 for engine in self._engines:
-                    if request_id in engine.completions:
-                        engine.completions.end(request_id, index)
-                        engine.keeper.send(message)
-            case AbortAll(process):
+                    engine.abort(message)
+            case AbortAll():
                 for engine in self._engines:
-                    for request_id in engine.completions.of_process(process):
-                        engine.completions.end(request_id, None)
-                    engine.keeper.send(message)
+                    engine.abort_all(message)
 
-    def _place(self, request: Request) -> int:
-        """The index of the engine that gets a request.
+    def _start(self, placed: Placed, lost: EngineError | None = None) -> None:
+        """Place a request; it ends with an error if no engine accepts it.
+
+        Args:
+            placed: the request.
+            lost: why it is placed again, which is the error then.
+        """
+        request = placed.add.request
+        try:
+            engine = self._choose(request.model, request.cache_salt, request.prompt_token_ids)
+        except UnavailableError as error:
+            self._listener.deliver(Outputs(refused={placed.add.number: lost or error}))
+            return
+        self._num_placed += 1
+        engine.add(placed)
+
+    def _choose(
+        self, model: str, salt: str | None = None, token_ids: Sequence[int] = ()
+    ) -> PlacedEngine:
+        """The engine for a prompt, which it is expected to retain then.
 
         Raises:
-            RequestError: a request with its id runs already.
             UnavailableError: no engine accepts requests, or none for its model.
         """
-        if any(request.request_id in engine.completions for engine in self._engines):
-            raise RequestError(f"a request {request.request_id!r} is running already")
-        return self._choose(request.model, request.cache_salt, request.prompt_token_ids)
-
-    def _choose(self, model: str, salt: str | None = None, token_ids: Sequence[int] = ()) -> int:
-        """The index of the engine for a prompt, which it is expected to retain then.
-
-        Raises:
-            UnavailableError: no engine accepts requests, or none for its model.
-        """
-        accepting = [index for index, engine in enumerate(self._engines) if engine.accepts(model)]
+        accepting = [engine for engine in self._engines if engine.accepts(model)]
         if not accepting:
             availability = self.availability
             reason = availability.out_of_service.get(model, "no device serves it")
             raise availability.reason or out_of_service(model, reason)
         if len(self._engines) == 1:
-            return 0
-        found = self._places.num_found(model, salt, token_ids)
+            return accepting[0]
+        numbers = [engine.number for engine in self._engines]
+        found = self._places.num_found(model, salt, token_ids, numbers)
         states = [
-            engine.state(model, len(token_ids) - found[index], len(token_ids))
-            for index, engine in enumerate(self._engines)
+            engine.state(model, len(token_ids) - num_found, len(token_ids))
+            for engine, num_found in zip(self._engines, found, strict=True)
         ]
         chosen = self._placement(PlacementSnapshot(states, self._num_placed))
         # Where none has room for the model, its engine says why.
-        index = accepting[0] if chosen is None else chosen
-        self._places.note(index, model, salt, token_ids)
-        return index
+        engine = accepting[0] if chosen is None else self._engines[chosen]
+        self._places.note(engine.number, model, salt, token_ids)
+        return engine
 
-    def _lost_kv(self, index: int) -> None:
-        """Remember that a device has lost all KV. What is pinned there will be computed again."""
-        self._places.forget(index)
-        for pin in self._engines[index].keeper.pins:
-            self._places.note(index, pin.model, pin.salt, pin.token_ids)
+    # ---- what the engine processes do
+
+    def _stepped(self, launched: tuple[str, int] | None, outputs: Outputs) -> None:
+        """Hand on what a step has done."""
+        if launched is not None:
+            self._listener.launched(*launched)
+        self._listener.deliver(outputs)
+
+    def _lost(self, engine: PlacedEngine, error: EngineError) -> None:
+        """Place requests of an engine again that its process has lost, or end them with an error.
+
+        What it has pinned will be computed again.
+        """
+        if not engine.is_gone:
+            self._places.forget(engine.number)
+            for pin in engine.keeper.held.pins:
+                self._places.note(engine.number, pin.model, pin.salt, pin.token_ids)
+        unstreamed = [] if self._is_stopping else engine.unstreamed.take_all()
+        again = [placed for placed in unstreamed if placed.num_lost < MOST_LOST]
+        for placed in again:
+            engine.completions.end(placed.request_id, None)
+        if numbers := engine.completions.take_all():
+            self._listener.deliver(Outputs(refused=dict.fromkeys(numbers, error)))
+        for placed in again:
+            self._start(replace(placed, num_lost=placed.num_lost + 1), error)
 
     # ---- questions
 
@@ -221,6 +293,8 @@ class Engines:
             EngineError: none serves, or none answers in time.
         """
         asked = [engine for engine in self._engines if engine.serves] or self._engines[:1]
+        if not asked:
+            raise UnavailableError(_NO_ENGINE, RETRY_S)
         answers = await asyncio.gather(
             *(engine.keeper.memory() for engine in asked), return_exceptions=True
         )
@@ -231,7 +305,7 @@ class Engines:
         ]
         if not reports:
             raise next(answer for answer in answers if isinstance(answer, BaseException))
-        return reports[0] if len(self._engines) == 1 else total_memory(reports)
+        return total_memory(reports) if asked[0].name else reports[0]
 
     async def pin(self, model: str, token_ids: list[int], salt: str | None, client: str) -> int:
         """Pin the KV of a prefix on one device; return how many of its tokens are pinned.
@@ -240,7 +314,7 @@ class Engines:
             RequestError: it cannot be pinned.
             EngineError: the engine has stopped.
         """
-        engine = self._engines[self._choose(model, salt, token_ids)]
+        engine = self._choose(model, salt, token_ids)
         return await engine.keeper.pin(model, token_ids, salt, client)
 
     async def unpin(self, model: str, token_ids: list[int], salt: str | None) -> None:
@@ -249,11 +323,9 @@ class Engines:
         Raises:
             EngineError: the engine that has it has stopped.
         """
+        self._unheld.unpin(model, token_ids, salt)
         for engine in self._engines:
-            if any(
-                (pin.model, pin.token_ids, pin.salt) == (model, token_ids, salt)
-                for pin in engine.keeper.pins
-            ):
+            if engine.keeper.held.has(model, token_ids, salt):
                 await engine.keeper.unpin(model, token_ids, salt)
 
     async def manage(self, verb: ModelVerb, model: str) -> None:
@@ -266,145 +338,63 @@ class Engines:
             EngineError: an engine has stopped.
         """
         engines = [engine for engine in self._engines if engine.accepts(model)]
-        if verb == "pin" and any(model in engine.keeper.pinned_models for engine in engines):
+        if verb == "pin" and any(model in engine.keeper.held.models for engine in engines):
             return
         if verb in ("load", "pin") or not engines:
-            engines = [self._engines[self._choose(model)]]
+            engines = [self._choose(model)]
         await _all(engine.keeper.manage(verb, model) for engine in engines)
 
     async def register(self, spec: ModelSpec) -> ModelInfo:
         """Register a model on all devices; it is loaded when a request for it arrives.
 
+        Devices that do not serve now get it when they do.
+
         Raises:
             RequestError: its checkpoint cannot be used, or the name is taken.
-            EngineError: an engine has stopped.
+            EngineError: no engine serves.
         """
-        self._check_all_serve()
-        infos = await asyncio.gather(
+        if (reason := self.availability.reason) is not None:
+            raise reason
+        answers = await asyncio.gather(
             *(engine.keeper.register(spec) for engine in self._engines), return_exceptions=True
         )
-        error = next((info for info in infos if isinstance(info, BaseException)), None)
-        if error is not None:
-            await self.take_back(spec.name)
-            raise error
-        return next(info for info in infos if isinstance(info, ModelInfo))
+        infos = [answer for answer in answers if isinstance(answer, ModelInfo)]
+        errors = [answer for answer in answers if isinstance(answer, BaseException)]
+        if infos and not errors:
+            return infos[0]
+        await self.remove_model(spec.name)
+        raise errors[0] if errors else UnavailableError(_NO_ENGINE, RETRY_S)
 
-    async def take_back(self, model: str) -> None:
-        """Undo the registration of a model, also where an engine has stopped."""
-        for engine in self._engines:
-            try:
-                await engine.keeper.remove(model)
-            except AquiferError:
-                engine.keeper.forget(model)
+    async def remove_model(self, model: str) -> None:
+        """Remove a model from all devices, also from those that do not serve now.
 
-    async def remove(self, model: str) -> None:
-        """Remove a model from all devices; its requests end with an error.
-
-        Raises:
-            EngineError: an engine has stopped.
+        Its requests end with an error.
         """
-        self._check_all_serve()
-        await _all(engine.keeper.remove(model) for engine in self._engines)
-
-    def _check_all_serve(self) -> None:
-        """Refuse a change of the models that an engine would not hear of.
-
-        Raises:
-            UnavailableError: an engine does not serve.
-        """
-        for engine in self._engines:
-            if (reason := engine.keeper.availability.reason) is not None:
-                raise UnavailableError(
-                    f"models cannot be changed now: {engine.name}: {reason}"
-                    if engine.name
-                    else str(reason),
-                    RETRY_S,
-                )
+        self._unheld.forget(model)
+        for answer in await asyncio.gather(
+            *(engine.keeper.remove(model) for engine in self._engines), return_exceptions=True
+        ):
+            if isinstance(answer, BaseException) and not isinstance(answer, RequestError):
+                raise answer
 
 
-class _Engine:
-    """The engine of one device, and the requests that were placed on it.
-
-    Args:
-        config: its options.
-        name: of its device, in logs and reports; empty where there is no other.
-        open_it: opens it, in its process.
-        log_level: least level of messages that its process logs.
-        listener: hears what it does.
-        on_lost: called when its process has died.
+class _Before:
+    """Counters of engines that have left.
 
     Attributes:
-        name: as given.
-        keeper: keeps its process running.
-        completions: those that were placed on it and have not ended.
+        num_restarts: how often their processes were started again.
+        stats: of the last one that was ready.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        name: str,
-        open_it: OpenEngine,
-        log_level: str,
-        listener: EnginesListener,
-        on_lost: Callable[[], None],
-    ) -> None:
-        self.name = name
-        self.completions = OpenCompletions()
-        self.keeper = EngineKeeper(config, open_it, log_level, self, name)
-        self._listener = listener
-        self._on_lost = on_lost
+    def __init__(self) -> None:
+        self.num_restarts = 0
+        self.stats: EngineStats | None = None
 
-    @property
-    def serves(self) -> bool:
-        """Whether it accepts requests."""
-        return self.keeper.availability.reason is None
-
-    def accepts(self, model: str) -> bool:
-        """Whether it accepts requests for a model."""
-        availability = self.keeper.availability
-        return availability.reason is None and model not in availability.out_of_service
-
-    def state(self, model: str, num_tokens: int, num_prompt: int) -> DeviceState:
-        """The device as a request sees it.
-
-        Args:
-            model: the request's model.
-            num_tokens: tokens of its prompt that it has not read before.
-            num_prompt: all tokens of its prompt.
-        """
-        report = self.keeper.report
-        num_requests = self.completions.num_requests
-        if report is None or not self.accepts(model):
-            return DeviceState(False, 0.0, num_requests.total())
-        return device_state(report, model, num_requests, time.monotonic(), num_tokens, num_prompt)
-
-    async def ready(self, on_progress: Callable[[LoadProgress], None]) -> dict[str, ModelInfo]:
-        """Wait until it has loaded what it loads first; see `EngineKeeper.ready`."""
-
-        def on_own_progress(progress: LoadProgress) -> None:
-            model = f"{progress.model} on {self.name}" if self.name else progress.model
-            on_progress(replace(progress, model=model))
-
-        return await self.keeper.ready(on_own_progress)
-
-    # ---- what its process does
-
-    def stepped(self, step: Step) -> None:
-        """Hand on what a step has done."""
-        self.completions.end_with(step.outputs)
-        if step.launched is not None:
-            self._listener.launched(*step.launched)
-        self._listener.deliver(step.outputs)
-
-    def lost(self, error: EngineError) -> None:
-        """End its requests with an error: its process died."""
-        self._on_lost()
-        if numbers := self.completions.take_all():
-            self._listener.deliver(Outputs(refused=dict.fromkeys(numbers, error)))
-
-    def changed(self) -> None:
-        """Hand on that the availability may have changed."""
-        self._listener.changed()
+    def add(self, keeper: EngineKeeper) -> None:
+        """An engine leaves."""
+        self.num_restarts += keeper.num_restarts
+        if keeper.stats is not None:
+            self.stats = keeper.stats.without_requests()
 
 
 async def _all(answers: Iterable[Awaitable[_T]]) -> list[_T]:

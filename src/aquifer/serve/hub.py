@@ -15,12 +15,11 @@ from aquifer.errors import ConfigError, EngineError, RequestError, UnknownModelE
 from aquifer.hub import locate
 from aquifer.serve.backend import WebSide
 from aquifer.serve.config import ServerConfig
-from aquifer.serve.engine_configs import engine_configs
 from aquifer.serve.engine_metrics import EngineMetrics, request_counts, summed
 from aquifer.serve.engines import Engines
+from aquifer.serve.fleet import Fleet
 from aquifer.serve.messages import Abort, AbortAll, Add, Availability, ModelVerb, Outputs
 from aquifer.serve.prefixes import PinnedPrefix, PinnedPrefixes
-from aquifer.serve.process import OpenEngine
 from aquifer.serve.snapshots import SNAPSHOT_S, RequestCounts, Shared, Snapshot
 from aquifer.serve.stats_log import StatsLog, log_start
 
@@ -35,14 +34,14 @@ class Hub:
     Args:
         engine: options of the engines, with the models to serve.
         config: options of the server.
-        open_it: opens an engine, in its process.
+        fleet: adds the engines.
     """
 
-    def __init__(self, engine: EngineConfig, config: ServerConfig, open_it: OpenEngine) -> None:
+    def __init__(self, engine: EngineConfig, config: ServerConfig, fleet: Fleet) -> None:
         self._engine = engine
         self._logs_stats = not config.disable_log_stats
-        configs = engine_configs(engine, config.device_names)
-        self._engines = Engines(configs, config.placement, open_it, config.log_level, self)
+        self._fleet = fleet
+        self._engines = Engines(config.placement, self)
         self._prefixes = PinnedPrefixes(self._engines)
         self._web: WebSide | None = None
         self._metrics = EngineMetrics([])
@@ -57,7 +56,7 @@ class Hub:
 
     def start(self) -> None:
         """Start the engine processes."""
-        self._engines.start()
+        self._fleet.start(self._engines)
 
     def attach(self, web: WebSide) -> None:
         """Deliver outputs of the engine to these web processes."""
@@ -70,7 +69,7 @@ class Hub:
             ConfigError: an option or a checkpoint cannot be used.
             EngineError: the driver refused a call, or the process died.
         """
-        models = await self._engines.ready(on_progress)
+        models = await self._fleet.ready(on_progress)
         self._metrics = EngineMetrics(models)
         return models
 
@@ -97,6 +96,7 @@ class Hub:
     async def stop(self) -> None:
         """End the engine processes. Pre-condition: `refuse`."""
         await self._engines.stop()
+        await self._fleet.stop()
 
     def kill(self) -> None:
         """Kill the engine processes at once."""
@@ -177,11 +177,13 @@ class Hub:
             (spec,) = await asyncio.to_thread(locate, [named])
             async with self._changing:
                 self._check_new(spec.name)
-                info = await self._engines.register(spec)
+                await self._fleet.registered(spec)
                 try:
+                    info = await self._engines.register(spec)
                     await self._web.add(spec, info)
                 except BaseException:
-                    await self._engines.take_back(spec.name)
+                    await self._engines.remove_model(spec.name)
+                    await self._fleet.removed(spec.name)
                     raise
         except ConfigError as error:
             raise RequestError(str(error), param="model") from error
@@ -203,7 +205,8 @@ class Hub:
         async with self._changing:
             if name not in self._names:
                 raise UnknownModelError(f"no model {name!r} is served here", param="model")
-            await self._engines.remove(name)
+            await self._fleet.removed(name)
+            await self._engines.remove_model(name)
             self._names.remove(name)
             self._web.remove(name)
             self._prefixes.forget(name)

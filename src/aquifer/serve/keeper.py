@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
@@ -13,8 +14,9 @@ from typing import Any, Protocol
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.policies.placement import DeviceReport
 from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelInfo
-from aquifer.errors import AquiferError, ConfigError, EngineError, UnavailableError
-from aquifer.serve.link import EngineLink
+from aquifer.errors import ConfigError, EngineError, RequestError, UnavailableError
+from aquifer.serve.held import Held
+from aquifer.serve.link import EngineLink, NewLink
 from aquifer.serve.messages import (
     Abort,
     AbortAll,
@@ -39,14 +41,9 @@ from aquifer.serve.messages import (
     Step,
     Unpin,
 )
-from aquifer.serve.process import OpenEngine
+from aquifer.serve.questions import ANSWER_S, RETRY_S, Question, Questions
 from aquifer.serve.supervisor import MAX_DEATHS, Supervisor
-from aquifer.serve.waiters import Waiters
 
-RETRY_S = 5
-"""When clients may try again while the engine process is started."""
-ANSWER_S = 5.0
-"""How long an answer may take that a client waits for: the engine answers between two steps."""
 _BEAT_S = 1.0
 """Interval of the questions whether the engine's loop runs."""
 _SILENT_S = 5.0
@@ -60,9 +57,9 @@ _logger = logging.getLogger(__name__)
 
 class _State(Enum):
     NEW = auto()
-    LOADING = auto()  # for the first time
+    LOADING = auto()  # for the first time; what fails then is reported by `ready`
     SERVING = auto()
-    RESTARTING = auto()
+    RESTARTING = auto()  # or it starts for the first time, and is started until it serves
     STOPPING = auto()
 
 
@@ -86,42 +83,36 @@ class EngineKeeper:
 
     Args:
         config: the engine's options.
-        open_it: opens the engine, in the engine process.
-        log_level: least level of messages that the engine process logs.
+        new_link: makes the link to an engine process.
         listener: hears what it does.
         device: name of its device; empty for the only one.
 
     Attributes:
         report: the latest report of the device; None until it was ready for the first time.
-        pins: the prefixes that it was told to pin.
-        pinned_models: the models that it was told to pin.
+        held: what it was told to keep.
     """
 
     def __init__(
         self,
         config: EngineConfig,
-        open_it: OpenEngine,
-        log_level: str,
+        new_link: NewLink,
         listener: EngineListener,
         device: str = "",
     ) -> None:
         self._config = config
         self._listener = listener
         self._supervisor = Supervisor(config.models)
-        self._new_link = partial(
-            EngineLink, open_it=open_it, log_level=log_level, reports=bool(device)
-        )
-        self._link = self._new_link(config)
+        self._new_link = new_link
+        self._link = new_link(config)
         self._state = _State.NEW
-        self._waiters = Waiters()
+        self._questions = Questions()
         self._which = f" of {device}" if device else ""
         self._stats: EngineStats | None = None
         self.report: DeviceReport | None = None
         self._progress: LoadProgress | None = None
         self._restarting: asyncio.Task[None] | None = None
         self._beating: asyncio.Task[None] | None = None
-        self.pins: list[Pin] = []
-        self.pinned_models: set[str] = set()
+        self.held = Held()
         self._has_refused = False  # the engine process could not start, and ends by itself
         self._asked_s: float | None = None  # when the question was sent that is not answered yet
 
@@ -145,7 +136,9 @@ class EngineKeeper:
             case _State.STOPPING:
                 return UnavailableError("the server is shutting down")
             case _State.RESTARTING:
-                reason = f"the engine process{self._which} died and is being started again"
+                reason = f"the engine process{self._which} is being started"
+                if self._stats is not None:
+                    reason = f"the engine process{self._which} died and is being started again"
             case _:
                 reason = "the server is starting"
         if self._progress is not None:
@@ -163,10 +156,15 @@ class EngineKeeper:
         """The engine's latest counters; None until it was ready for the first time."""
         return self._stats
 
-    def start(self) -> None:
-        """Start the engine process; `ready` then waits for its models."""
+    def start(self, *, insists: bool = False) -> None:
+        """Start the engine process; `ready` then waits for its models.
+
+        Args:
+            insists: whether to try again, without a model that cannot be loaded, if it cannot
+                start; `ready` then tells of the first attempt that came to an end.
+        """
         assert self._state is _State.NEW
-        self._state = _State.LOADING
+        self._state = _State.RESTARTING if insists else _State.LOADING
         self._loop = asyncio.get_running_loop()
         self._opened: asyncio.Future[dict[str, ModelInfo]] = self._loop.create_future()
         self._on_progress: Callable[[LoadProgress], None] | None = None
@@ -184,7 +182,7 @@ class EngineKeeper:
         self._on_progress = on_progress
         if on_progress is not None and self._progress is not None:
             on_progress(self._progress)  # it came before
-        return await self._opened
+        return await asyncio.shield(self._opened)
 
     def send(self, message: Add | Abort | AbortAll) -> None:
         """Send a message; it is lost if the engine process is gone."""
@@ -211,7 +209,7 @@ class EngineKeeper:
         self._check_serving()
         pin = Pin(model, token_ids, salt, client)
         num_tokens = await self._ask(pin)
-        self.pins.append(pin)
+        self.held.pins.append(pin)
         assert isinstance(num_tokens, int)
         return num_tokens
 
@@ -223,8 +221,7 @@ class EngineKeeper:
         """
         self._check_serving()
         await self._ask(Unpin(model, token_ids, salt))
-        prefix = (model, token_ids, salt)
-        self.pins = [pin for pin in self.pins if (pin.model, pin.token_ids, pin.salt) != prefix]
+        self.held.unpin(model, token_ids, salt)
 
     async def manage(self, verb: ModelVerb, model: str) -> None:
         """Do something with a model; a load has only begun when this returns.
@@ -235,45 +232,43 @@ class EngineKeeper:
         """
         self._check_serving()
         await self._ask(Manage(verb, model))
-        if verb == "pin":
-            self.pinned_models.add(model)
-        elif verb == "unpin":
-            self.pinned_models.discard(model)
+        self.held.managed(verb, model)
 
-    async def register(self, spec: ModelSpec) -> ModelInfo:
+    async def register(self, spec: ModelSpec) -> ModelInfo | None:
         """Register a model beside the others; it is loaded when a request for it arrives.
 
-        An engine process that is started later has it too.
+        An engine process that is started later has it too. One that is being started gets it before
+        it serves.
+
+        Returns: its description; None if no engine process could be asked.
 
         Raises:
             RequestError: its checkpoint cannot be used, or the name is taken.
-            EngineError: the engine has stopped.
         """
-        self._check_serving()
-        info = await self._ask(Register(spec), timeout_s=None)  # it may read from a slow disk
-        assert isinstance(info, ModelInfo)
+        info: ModelInfo | None = None
+        if any(known.name == spec.name for known in self._config.models):
+            return info  # this engine was added a moment ago, with the model
+        if self._state is _State.SERVING:
+            with suppress(EngineError):  # it died, and the next one gets the model as it starts
+                info = await self._ask(Register(spec), timeout_s=None)  # a slow disk, perhaps
         self._supervisor.add(spec)
         self._config = replace(self._config, models=(*self._config.models, spec))
         return info
 
     async def remove(self, model: str) -> None:
-        """Remove a model; its requests end with an error.
+        """Remove a model; its requests end with an error."""
+        serves = self._state is _State.SERVING and model not in self._supervisor.out_of_service
+        self._forget(model)
+        if serves:
+            with suppress(EngineError):  # it died, and the next one starts without the model
+                await self._ask(Remove(model), timeout_s=None)
 
-        Raises:
-            EngineError: the engine has stopped; nothing has changed.
-        """
-        self._check_serving()
-        if model not in self._supervisor.out_of_service:  # else the engine does not have it
-            await self._ask(Remove(model), timeout_s=None)
-        self.forget(model)
-
-    def forget(self, model: str) -> None:
+    def _forget(self, model: str) -> None:
         """Have an engine process that is started later do without a model."""
         self._supervisor.remove(model)
         left = tuple(spec for spec in self._config.models if spec.name != model)
         self._config = replace(self._config, models=left)
-        self.pins = [pin for pin in self.pins if pin.model != model]
-        self.pinned_models.discard(model)
+        self.held.forget(model)
         self._listener.changed()
 
     def kill(self) -> None:
@@ -306,30 +301,13 @@ class EngineKeeper:
         if (reason := self._unavailable) is not None:
             raise reason
 
-    async def _ask(
-        self,
-        question: GetMemory | Pin | Unpin | Manage | Register | Remove,
-        timeout_s: float | None = ANSWER_S,
-    ) -> Any:
-        """Send a question and return the engine's answer; answers come in order.
-
-        Args:
-            question: the question.
-            timeout_s: how long to wait; None for as long as the process lives.
-        """
-        waiter = self._waiters.add()
-        self._link.send(question)
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await waiter
-        except TimeoutError:
-            raise UnavailableError(
-                f"the engine has not answered for {timeout_s:g} s", RETRY_S
-            ) from None
+    async def _ask(self, question: Question, timeout_s: float | None = ANSWER_S) -> Any:
+        """Send a question and return the engine's answer; see `Questions.ask`."""
+        return await self._questions.ask(self._link, question, timeout_s)
 
     def _lose(self, error: EngineError) -> None:
         self._listener.lost(error)
-        self._waiters.answer_all(error)
+        self._questions.fail(error)
 
     def _handle(self, link: EngineLink, message: FromEngine | None) -> None:
         if link is not self._link:
@@ -342,7 +320,7 @@ class EngineKeeper:
                     self._supervisor.completed(model)
                 self._listener.stepped(message)
             case Memory(answer) | Pinned(answer) | Managed(answer) | Registered(answer):
-                self._waiters.answer(answer)
+                self._questions.answer(answer)
             case Pong():
                 self._asked_s = None
                 self._listener.changed()
@@ -355,16 +333,17 @@ class EngineKeeper:
                 self._stats, self.report = stats, report
                 self._progress = None
                 if self._state is _State.RESTARTING:
-                    self._restarting = self._loop.create_task(self._restore())
+                    self._restarting = self._loop.create_task(self._restore(models))
                 elif self._state is _State.LOADING:
                     self._serve()
                     self._opened.set_result(models)
             case OpenFailed(text, is_config, model):
-                if self._state is _State.LOADING:
+                if not self._opened.done():
                     self._opened.set_exception(
                         ConfigError(text) if is_config else EngineError(text)
                     )
-                else:
+                    self._opened.exception()  # it may be that nothing waits for it
+                if self._state is not _State.LOADING:
                     self._has_refused = True
                     if model is not None:
                         self._supervisor.refused(model, text)
@@ -378,22 +357,43 @@ class EngineKeeper:
         self._beating = self._loop.create_task(self._beat())
         self._listener.changed()
 
-    async def _restore(self) -> None:
-        """Pin what the process before had pinned, and accept requests again."""
-        for model in self.pinned_models:
-            if model not in self._supervisor.out_of_service:
-                try:
-                    await self._ask(Manage("pin", model))
-                except AquiferError as error:
-                    _logger.error("%r could not be pinned again: %s", model, error)
-        for pin in self.pins:
-            if pin.model not in self._supervisor.out_of_service:
-                try:
-                    await self._ask(pin)
-                except AquiferError as error:
-                    _logger.error("a prefix of %r could not be pinned again: %s", pin.model, error)
+    async def _restore(self, infos: dict[str, ModelInfo]) -> None:
+        """Have a process that was just started keep what the one before did, and accept requests.
+
+        Args:
+            infos: the models that it was started with.
+        """
+        await self.held.restore(self._ask, self._supervisor.out_of_service)
+        with suppress(EngineError):  # it has died
+            await self._update(infos)
+        if self._restarting is not asyncio.current_task():
+            return  # it has died, and another one is started
         self._serve()
-        _logger.warning("the engine process%s serves again", self._which)
+        level = logging.WARNING if self._supervisor.num_restarts else logging.INFO
+        _logger.log(level, "the engine process%s serves", self._which)
+        if not self._opened.done():
+            self._opened.set_result(infos)
+
+    async def _update(self, infos: dict[str, ModelInfo]) -> None:
+        """Register and remove models until the process has those that are in service.
+
+        Raises:
+            EngineError: the process died.
+        """
+        while True:
+            specs = {model.name: model for model in self._supervisor.models}
+            try:
+                if gone := infos.keys() - specs.keys():
+                    del infos[name := gone.pop()]
+                    await self._ask(Remove(name), timeout_s=None)
+                elif new := specs.keys() - infos.keys():
+                    name = new.pop()
+                    infos[name] = await self._ask(Register(specs[name]), timeout_s=None)
+                else:
+                    return
+            except RequestError as error:
+                _logger.error("model %r cannot be served%s: %s", name, self._which, error)
+                self._supervisor.refused(name, str(error))
 
     async def _beat(self) -> None:
         """Ask again and again whether the engine's loop runs."""

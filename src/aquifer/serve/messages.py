@@ -7,8 +7,9 @@ the engine process imports.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, Literal
 
 from aquifer.config import ModelSpec
@@ -187,6 +188,23 @@ class Outputs:
         for number, count in zip(self.numbers, self.counts, strict=True):
             yield number, self.token_ids[begin : begin + count]
             begin += count
+
+    def without(self, left_out: Container[int]) -> Outputs:
+        """The same without those of some completions."""
+        kept = Outputs()
+        counts = self.counts or repeat(1, len(self.numbers))
+        begin = 0
+        for number, count in zip(self.numbers, counts, strict=True):
+            if number not in left_out:
+                kept.numbers.append(number)
+                kept.counts.extend([count] if self.counts else [])
+                kept.token_ids.extend(self.token_ids[begin : begin + count])
+            begin += count
+        kept.others = [each for each in self.others if each[0] not in left_out]
+        kept.refused = {
+            number: error for number, error in self.refused.items() if number not in left_out
+        }
+        return kept
 
     def by_process(self) -> dict[int, Outputs]:
         """Divide them among web processes, by serial number."""

@@ -17,28 +17,27 @@ class PrefixPlaces:
     """The devices on which prompts were read, by their prefixes of 64, 128, 256 ... tokens.
 
     A device may have evicted what is remembered here: that costs a request the time to compute it,
-    and nothing else.
-
-    Args:
-        num_devices: number of devices.
+    and nothing else. Devices are small numbers; one that is free again may be given to another
+    device once `forget` was called.
     """
 
-    def __init__(self, num_devices: int) -> None:
-        self._num_devices = num_devices
+    def __init__(self) -> None:
         self._devices: OrderedDict[bytes, int] = OrderedDict()  # a bit for each device
 
-    def num_found(self, model: str, salt: str | None, token_ids: Sequence[int]) -> list[int]:
-        """How many tokens of a prompt each device has read before, [number of devices]."""
-        found = [0] * self._num_devices
+    def num_found(
+        self, model: str, salt: str | None, token_ids: Sequence[int], devices: Sequence[int]
+    ) -> list[int]:
+        """How many tokens of a prompt each of these devices has read before."""
+        found = dict.fromkeys(devices, 0)
         for num_tokens, key in _prefixes(model, salt, token_ids):
-            devices = self._devices.get(key, 0)
-            if not devices:
+            readers = self._devices.get(key, 0)
+            if not readers:
                 break
             self._devices.move_to_end(key)
-            for device in range(self._num_devices):
-                if devices >> device & 1:
+            for device in devices:
+                if readers >> device & 1:
                     found[device] = num_tokens
-        return found
+        return [found[device] for device in devices]
 
     def note(self, device: int, model: str, salt: str | None, token_ids: Sequence[int]) -> None:
         """A device is to read a prompt."""

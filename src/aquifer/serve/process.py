@@ -11,9 +11,12 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
+from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from typing import NoReturn, Protocol
 
@@ -24,6 +27,7 @@ from aquifer.engine.policies.placement import DeviceReport
 from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelInfo
 from aquifer.errors import AquiferError, ConfigError, DriverError, RequestError
 from aquifer.garbage import collect_less, collect_nothing
+from aquifer.hub import here
 from aquifer.serve.logs import configure_logging
 from aquifer.serve.messages import (
     Abort,
@@ -131,37 +135,37 @@ def open_engine(config: EngineConfig, on_progress: Callable[[LoadProgress], None
 
 
 class CurrentModel:
-    """The model that the engine process loads or computes, in memory shared with the first process.
+    """The model that the engine process loads or computes, in memory shared with its parent.
 
     It can still be read when the process has died.
 
     Args:
-        names: the models that it may be. Both processes add others in the same order.
-        word: an integer in shared memory.
+        buffer: shared memory for the name.
     """
 
-    def __init__(self, names: Sequence[str], word: ctypes.c_int) -> None:
-        self._names = list(names)
-        self._word = word
-        self._word.value = -1
+    MOST_BYTES = 4096
+    """Size of the buffer; a longer name is cut, and then no model is known to have it."""
 
-    def add(self, name: str) -> None:
-        """It may be this model too from now on."""
-        self._names.append(name)
+    def __init__(self, buffer: ctypes.Array[ctypes.c_char]) -> None:
+        self._buffer = buffer
+        self._set: str | None = None  # by this process
 
     def set(self, name: str) -> None:
         """The process begins to load or to compute this model."""
-        self._word.value = self._names.index(name)
+        if name != self._set:
+            self._set = name
+            self._buffer.value = name.encode()[: self.MOST_BYTES - 1]
 
     def clear(self) -> None:
         """The process waits."""
-        self._word.value = -1
+        if self._set is not None:
+            self._set = None
+            self._buffer.value = b""
 
     @property
     def name(self) -> str | None:
         """The model, or None if the process waits."""
-        index = self._word.value
-        return None if index < 0 else self._names[index]
+        return self._buffer.value.decode(errors="replace") or None
 
 
 def run_engine_process(
@@ -186,15 +190,17 @@ def run_engine_process(
     collect_nothing()
     configure_logging(log_level)
     ignore_stop_signals()
+    _end_with_parent()
 
     def on_progress(progress: LoadProgress) -> None:
         current.set(progress.model)
         connection.send(progress)
 
-    # If it raises one of these, the first process has ended.
-    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
+    # If the connection raises one of these, the first process has ended or cannot be reached.
+    with suppress(EOFError, ConnectionError, TimeoutError):
         try:
-            engine = open_it(config, on_progress)
+            models = tuple(map(here, config.models))
+            engine = open_it(replace(config, models=models), on_progress)
         except (ConfigError, DriverError) as error:
             is_config = isinstance(error, ConfigError)
             model = error.model if isinstance(error, ConfigError) else None
@@ -205,6 +211,21 @@ def run_engine_process(
             _run(engine, connection, current, reports=reports)
             engine.close()
     _end()
+
+
+def _end_with_parent() -> None:
+    """End this process, whatever it does, when the process that started it is gone.
+
+    On another node than the server, that is not the one at the other end of the connection.
+    """
+    parent = parent_process()
+    if parent is not None:
+
+        def watch() -> None:
+            parent.join()
+            os._exit(1)
+
+        threading.Thread(target=watch, name="aquifer-parent", daemon=True).start()
 
 
 def _end() -> NoReturn:
@@ -270,7 +291,6 @@ def _run(
                 case Manage():
                     _send(connection, Managed(_manage(engine, message)))
                 case Register(spec):
-                    current.add(spec.name)
                     current.set(spec.name)
                     _send(connection, Registered(_register(engine, spec)))
                 case Remove(model):
@@ -321,7 +341,7 @@ def _refused(operation: Callable[[], None]) -> AquiferError | None:
 def _register(engine: EngineLike, spec: ModelSpec) -> ModelInfo | AquiferError:
     """Register a model; return its description, or the error."""
     try:
-        return engine.add_model(spec, load=False)
+        return engine.add_model(here(spec), load=False)
     except (ConfigError, DriverError) as error:
         return RequestError(str(error), param="model")
 

@@ -16,10 +16,10 @@ from aquifer.garbage import collect_less, collect_nothing
 from aquifer.options import default_of
 from aquifer.serve.backend import WebSide
 from aquifer.serve.config import BACKLOG, LAST_BYTES_S, ServerConfig
+from aquifer.serve.fleet import Fleet, LocalFleet
 from aquifer.serve.hub import Hub
 from aquifer.serve.logs import configure_logging
 from aquifer.serve.pipe import STOP_SIGNALS
-from aquifer.serve.process import OpenEngine, open_engine
 from aquifer.serve.web_processes import WebProcesses
 
 
@@ -30,7 +30,7 @@ def serve(
     on_progress: Callable[[LoadProgress], None],
     on_ready: Callable[[str], None],
     on_listening: Callable[[str], None] = lambda _: None,
-    open_it: OpenEngine = open_engine,
+    fleet: Fleet | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM; a second one ends everything at once.
 
@@ -43,7 +43,7 @@ def serve(
         on_progress: called with the progress of loading.
         on_ready: called with the server's URL, once it accepts requests.
         on_listening: called with the server's URL, before anything is loaded.
-        open_it: opens the engine in its process.
+        fleet: adds the engines; None for those of this machine's devices.
 
     Raises:
         ConfigError: an option or a checkpoint cannot be used.
@@ -61,7 +61,8 @@ def serve(
         def ready() -> None:
             on_ready(url)
 
-        asyncio.run(_Server(engine, server, listener, open_it).run(on_progress, ready))
+        fleet = fleet or LocalFleet(engine, server)
+        asyncio.run(_Server(engine, server, listener, fleet).run(on_progress, ready))
 
 
 class _Server:
@@ -72,12 +73,12 @@ class _Server:
         engine: EngineConfig,
         config: ServerConfig,
         listener: socket.socket,
-        open_it: OpenEngine,
+        fleet: Fleet,
     ) -> None:
         self._engine = engine
         self._config = config
         self._listener = listener
-        self._hub = Hub(engine, config, open_it)
+        self._hub = Hub(engine, config, fleet)
         self._web: WebSide | None = None
         self._stopping = asyncio.Event()
 

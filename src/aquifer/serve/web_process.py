@@ -16,7 +16,6 @@ from aquifer.errors import AquiferError, UnavailableError
 from aquifer.garbage import collect_less, collect_nothing
 from aquifer.serve.backend import WebSide
 from aquifer.serve.config import ServerConfig
-from aquifer.serve.keeper import RETRY_S
 from aquifer.serve.logs import configure_logging
 from aquifer.serve.messages import (
     Abort,
@@ -39,6 +38,7 @@ from aquifer.serve.messages import (
 )
 from aquifer.serve.pipe import Pipe, ignore_stop_signals
 from aquifer.serve.prefixes import PinnedPrefix
+from aquifer.serve.questions import RETRY_S
 from aquifer.serve.snapshots import Snapshot
 
 

@@ -20,7 +20,6 @@ from aquifer.errors import AquiferError, EngineError
 from aquifer.serve.config import LAST_BYTES_S, ServerConfig
 from aquifer.serve.engine_metrics import summed
 from aquifer.serve.hub import Hub
-from aquifer.serve.keeper import ANSWER_S
 from aquifer.serve.messages import (
     Abort,
     AbortAll,
@@ -42,6 +41,7 @@ from aquifer.serve.messages import (
     ToWeb,
 )
 from aquifer.serve.pipe import Pipe, stop_signals_blocked
+from aquifer.serve.questions import ANSWER_S
 from aquifer.serve.supervisor import pause_s
 from aquifer.serve.waiters import Waiters
 from aquifer.serve.web_process import run_web_process

@@ -1,0 +1,182 @@
+"""Agent of a worker: a process that starts the worker's engine process for the server.
+
+    python -m aquifer.cluster.agent
+
+It reads its options from standard input, a line of JSON (`AgentOptions`), and writes a line with
+the port on which it listens. It ends when standard input does, and the engine process with it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from aquifer.cluster import tcp
+from aquifer.cluster.messages import Clock, Ended, GetClock, HowEnded, StartEngine, ToAgent
+from aquifer.config import EngineConfig
+from aquifer.cpus import limit_spinning
+from aquifer.serve.engine_configs import host_cache_share
+from aquifer.serve.link import EngineProcess
+from aquifer.serve.logs import configure_logging
+from aquifer.serve.pipe import ignore_stop_signals
+from aquifer.serve.process import OpenEngine, open_engine
+
+_MOST_OPENING = 16
+"""Connections that have not shown the token yet."""
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentOptions:
+    """Options of an agent.
+
+    Args:
+        host: address of this node, on which alone it listens.
+        token: of the cluster.
+        device: of the engine process.
+        num_on_node: workers that this node may have, which share the host's memory.
+        log_level: least level of messages that it logs.
+    """
+
+    host: str
+    token: str
+    device: str
+    num_on_node: int = 1
+    log_level: str = "info"
+
+    def to_json(self) -> str:
+        """In one line."""
+        return json.dumps(asdict(self))
+
+
+class Agent:
+    """Starts the engine process of a worker when the server asks for it.
+
+    Args:
+        options: the options.
+        open_it: opens the engine, in its process.
+    """
+
+    def __init__(self, options: AgentOptions, open_it: OpenEngine = open_engine) -> None:
+        self._options = options
+        self._open_it = open_it
+        self._process: EngineProcess | None = None
+        self._changing = threading.Lock()
+        self._opening = threading.BoundedSemaphore(_MOST_OPENING)
+
+    def start(self) -> int:
+        """Listen; returns the port.
+
+        Raises:
+            ConfigError: the host is no address of this machine.
+        """
+        self._listener = tcp.listen(self._options.host)
+        port: int = self._listener.getsockname()[1]
+        self._thread = threading.Thread(target=self._accept, name="aquifer-agent", daemon=True)
+        self._thread.start()
+        return port
+
+    def close(self) -> None:
+        """Listen no more, and kill the engine process."""
+        with suppress(OSError):  # wakes the thread
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join()
+        with self._changing:
+            self._end_process()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                accepted, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            if not self._opening.acquire(blocking=False):
+                accepted.close()
+                continue
+            threading.Thread(target=self._serve, args=(accepted,), daemon=True).start()
+
+    def _serve(self, accepted: socket.socket) -> None:
+        """Answer what comes on one connection."""
+        peer = accepted.getpeername()[0] if accepted.fileno() >= 0 else "?"
+        try:
+            connection = tcp.accept(accepted, self._options.token)
+        except (tcp.RefusedError, OSError) as error:
+            _logger.warning("a connection from %s is refused: %s", peer, error)
+            return
+        finally:
+            self._opening.release()
+        with suppress(EOFError, OSError), connection:
+            while self._answer(connection):
+                pass
+
+    def _answer(self, connection: Connection) -> bool:
+        """Answer one message; returns whether there may be another one."""
+        message: ToAgent = connection.recv()
+        match message:
+            case GetClock():
+                connection.send(Clock(time.monotonic(), boot_id()))
+                return True
+            case StartEngine(config, log_level):
+                with self._changing:
+                    self._end_process()
+                    self._process = EngineProcess(
+                        connection,
+                        self._own(config),
+                        self._open_it,
+                        log_level,
+                        reports=True,
+                    )
+                    self._process.start()
+            case HowEnded():
+                with self._changing:
+                    connection.send(self._how_ended())
+        return False
+
+    def _own(self, config: EngineConfig) -> EngineConfig:
+        """The options for the device of this agent."""
+        device, num_on_node = self._options.device, self._options.num_on_node
+        share = host_cache_share(config, num_on_node, on_cpu=device == "cpu")
+        return replace(config, device=device, host_cache_bytes=share)
+
+    def _how_ended(self) -> Ended:
+        if self._process is None:
+            return Ended(None, None)
+        self._process.join()
+        return Ended(self._process.exit_code, self._process.current_model)
+
+    def _end_process(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._process = None
+
+
+def boot_id() -> str:
+    """The id of the machine's kernel since its start."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def main() -> None:
+    """Run an agent until standard input ends."""
+    options = AgentOptions(**json.loads(sys.stdin.readline()))
+    configure_logging(options.log_level)
+    limit_spinning()
+    ignore_stop_signals()  # it ends with the process that started it
+    agent = Agent(options)
+    print(agent.start(), flush=True)
+    sys.stdin.read()
+    agent.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,418 @@
+"""Engines that come and go, with links to processes that are played by the test."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aquifer.config import EngineConfig, ModelSpec
+from aquifer.engine.outputs import TokenOutput
+from aquifer.engine.params import Request, SamplingParams
+from aquifer.engine.policies.placement import DeviceReport, ModelReport
+from aquifer.engine.reports import EngineStats, ModelInfo
+from aquifer.errors import ConfigError, RequestError, UnavailableError
+from aquifer.serve.engines import MOST_LOST, Engines
+from aquifer.serve.messages import (
+    Abort,
+    AbortAll,
+    Add,
+    Close,
+    FromEngine,
+    Managed,
+    OpenFailed,
+    Outputs,
+    Pin,
+    Ping,
+    Pinned,
+    Pong,
+    Ready,
+    Register,
+    Registered,
+    Remove,
+    Step,
+    ToEngine,
+    first_number,
+)
+
+STATS = EngineStats({}, {}, {}, 0.0, {}, {})
+
+
+def spec(name: str) -> ModelSpec:
+    return ModelSpec(name, Path(name))
+
+
+def info(name: str) -> ModelInfo:
+    return ModelInfo(name, "", "Fake", "float32", 10**6, 320, 0, 0, 1)
+
+
+def report(*names: str) -> DeviceReport:
+    models = {name: ModelReport(0, is_resident=True) for name in names}
+    return DeviceReport(models, 1 << 20, 1 << 20)
+
+
+class Link:
+    """An `EngineLink` whose process is the test: it says when it is ready and when it dies."""
+
+    current_model: str | None = "m"
+    exit_code: int | None = -9
+
+    def __init__(self, config: EngineConfig, fails: str | None = None) -> None:
+        self.names = [model.name for model in config.models]
+        self.refuses: str | None = None
+        self.sent: list[ToEngine] = []
+        self._fails = fails
+        self._is_gone = False
+
+    def start(
+        self, loop: asyncio.AbstractEventLoop, handle: Callable[[FromEngine | None], None]
+    ) -> None:
+        self._loop, self._handle = loop, handle
+        if self._fails is not None:
+            self.say(OpenFailed(self._fails, True, self.names[0]), None)
+
+    def ready(self) -> None:
+        models = {name: info(name) for name in self.names}
+        self.say(Ready(models, STATS, report(*self.names)))
+
+    def say(self, *messages: FromEngine | None) -> None:
+        for message in messages:
+            self._loop.call_soon_threadsafe(self._handle, message)
+
+    def step(self, *numbers: int, others: list[tuple[int, TokenOutput]] | None = None) -> None:
+        outputs = Outputs([*numbers], [], [7] * len(numbers), others or [])
+        self.say(Step(outputs, STATS))
+
+    def finish(self, request_id: str, number: int) -> None:
+        self.step(others=[(number, TokenOutput(request_id, [8], finish_reason="length"))])
+
+    def send(self, message: ToEngine) -> None:
+        if self._is_gone:
+            return
+        self.sent.append(message)
+        match message:
+            case Ping():
+                self.say(Pong())
+            case Register(model):
+                known = model.name == self.refuses
+                error = RequestError("cannot be read", param="model")
+                self.say(Registered(error if known else info(model.name)))
+            case Remove():
+                self.say(Managed(None))
+            case Pin(_, token_ids):
+                self.say(Pinned(len(token_ids)))
+            case Close():
+                self.kill()
+
+    def of(self, kind: type) -> list[Any]:
+        return [message for message in self.sent if isinstance(message, kind)]
+
+    def added(self) -> list[str]:
+        return [message.request.request_id for message in self.of(Add)]
+
+    def kill(self) -> None:
+        if not self._is_gone:
+            self._is_gone = True
+            self.say(None)
+
+    def join(self) -> None:
+        """There is no process."""
+
+
+class Server:
+    """Engines with links of the test; what they deliver is collected."""
+
+    def __init__(self, *models: str) -> None:
+        self.engines = Engines("least-loaded", self)
+        self.config = EngineConfig(tuple(map(spec, models)))
+        self.links: dict[str, list[Link]] = {}
+        self.tokens: list[int] = []  # numbers of completions, one for each token
+        self.ended: list[int] = []
+        self.refused: dict[int, str] = {}
+        self.fails: str | None = None
+
+    async def add(self, name: str, *, insists: bool = True, ready: bool = True) -> Link:
+        """Add an engine."""
+
+        def new_link(config: EngineConfig) -> Link:
+            link = Link(config, self.fails)
+            self.links.setdefault(name, []).append(link)
+            return link
+
+        self.engines.add(name, self.config, new_link, insists=insists)
+        if ready:
+            self.links[name][-1].ready()
+            await settle()
+        return self.links[name][-1]
+
+    async def again(self, name: str, num_links: int = 2) -> Link:
+        """The link to the process that takes the place of one that died."""
+        while len(self.links[name]) < num_links:
+            await asyncio.sleep(0.001)
+        await settle()
+        return self.links[name][-1]
+
+    def send(self, request_id: str, number: int, model: str = "m", n: int = 1) -> None:
+        params = SamplingParams(n=n)
+        self.engines.send(Add(Request(request_id, model, [1, 2], params, 0.0), number))
+
+    def deliver(self, outputs: Outputs) -> None:
+        self.tokens += outputs.numbers
+        self.ended += [number for number, _ in outputs.others]
+        self.refused |= {number: str(error) for number, error in outputs.refused.items()}
+
+    def launched(self, model: str, num_tokens: int) -> None:
+        """It is not looked at."""
+
+    def changed(self) -> None:
+        """It is not looked at."""
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(test)
+
+
+def test_a_request_that_has_output_nothing_is_run_again_elsewhere() -> None:
+    async def test() -> None:
+        server = Server("m")
+        first, second = await server.add("a"), await server.add("b")
+        server.send("r0", 0)
+        server.send("r1", 1)
+        server.send("r2", 2)
+        assert (first.added(), second.added()) == (["r0", "r2"], ["r1"])
+        first.step(0)
+        await settle()
+        first.kill()
+        await settle()
+        assert second.added() == ["r1", "r2"]
+        assert list(server.refused) == [0]
+        assert "died before the request finished" in server.refused[0]
+        second.step(1, 2)
+        second.finish("r2", 2)
+        await settle()
+        assert (server.tokens, server.ended) == ([0, 1, 2], [2])
+        assert server.engines.availability.reason is None
+
+    run(test())
+
+
+def test_a_request_that_ends_processes_is_not_run_for_ever() -> None:
+    async def test() -> None:
+        server = Server("m")
+        links = {name: await server.add(name) for name in "abcd"}
+        server.send("r", 0)
+        deaths = 0
+        while not server.refused:
+            (holder,) = (link for link in links.values() if "r" in link.added())
+            holder.sent.clear()
+            holder.kill()
+            deaths += 1
+            await settle()
+        assert deaths == 1 + MOST_LOST
+        assert not any(link.added() for link in links.values())
+
+    run(test())
+
+
+def test_without_another_engine_it_ends_with_the_reason() -> None:
+    async def test() -> None:
+        server = Server("m")
+        link = await server.add("a")
+        server.send("r", 5)
+        link.kill()
+        await settle()
+        assert "died" in server.refused[5]
+        again = await server.again("a")
+        again.ready()
+        await settle()
+        server.send("s", 6)
+        assert again.added() == ["s"]
+        assert server.engines.num_restarts == 1
+
+    run(test())
+
+
+def test_completions_and_aborts_count_as_changes() -> None:
+    """What was aborted is not run again, and neither is a request of which one completion has
+    output something or was aborted."""
+
+    async def test() -> None:
+        server = Server("m")
+        first = await server.add("a")
+        server.send("whole", 0, n=2)
+        server.send("begun", 10, n=2)
+        server.send("less", 20, n=2)
+        server.send("gone", 30)
+        server.send("left", first_number(1))
+        second = await server.add("b")
+        first.step(11)
+        await settle()
+        server.engines.send(Abort("less", 1))
+        server.engines.send(Abort("gone"))
+        server.engines.send(AbortAll(1))
+        first.kill()
+        await settle()
+        assert second.added() == ["whole"]
+        assert sorted(server.refused) == [10, 20]
+
+    run(test())
+
+
+def test_a_device_that_leaves_gives_its_waiting_requests_away() -> None:
+    async def test() -> None:
+        server = Server("m")
+        first = await server.add("a")
+        server.send("r0", 0)
+        server.send("r1", 1)
+        first.step(0)
+        await settle()
+        second = await server.add("b")
+        draining = asyncio.create_task(server.engines.drain("a", 60))
+        await settle()
+        assert [message.request_id for message in first.of(Abort)] == ["r1"]
+        assert second.added() == ["r1"]
+        first.step(0, 1)  # its second output was under way
+        second.step(1)
+        server.send("r2", 2)
+        await settle()
+        assert server.tokens == [0, 0, 1]
+        assert second.added() == ["r1", "r2"]
+        assert not draining.done()
+        first.finish("r0", 0)
+        await draining
+        await server.engines.remove("a")
+        assert server.engines.names == ["b"]
+        assert first.of(Close)
+        assert not server.refused
+
+    run(test())
+
+
+def test_a_device_that_is_removed_is_heard_no_more() -> None:
+    async def test() -> None:
+        server = Server("m")
+        first = await server.add("a")
+        server.send("r0", 0)
+        server.send("r1", 1)
+        first.step(0)
+        await settle()
+        second = await server.add("b")
+        removing = asyncio.create_task(server.engines.remove("a"))
+        await asyncio.sleep(0)
+        first.step(0, 1)
+        await removing
+        assert server.tokens == [0]
+        assert server.refused == {0: "the device left before the request finished"}
+        assert second.added() == ["r1"]
+        await server.engines.remove("a")  # a second time
+        await server.engines.remove("b")
+        assert "died" not in server.refused[1]
+        server.send("r2", 2)
+        assert server.refused[2] == "no worker serves at the moment"
+        with pytest.raises(UnavailableError, match="no worker"):
+            await server.engines.memory()
+        assert server.engines.stats == STATS  # the counters do not go
+
+    run(test())
+
+
+def test_a_model_is_registered_while_an_engine_starts() -> None:
+    async def test() -> None:
+        server = Server("m")
+        first = await server.add("a")
+        late = await server.add("b", ready=False)
+        assert (await server.engines.register(spec("new"))).name == "new"
+        await server.engines.remove_model("m")
+        assert [message.spec.name for message in first.of(Register)] == ["new"]
+        assert not late.sent
+        late.ready()  # with the models of when it was started
+        await settle()
+        assert [message.spec.name for message in late.of(Register)] == ["new"]
+        assert [message.model for message in late.of(Remove)] == ["m"]
+        await server.engines.remove("a")
+        server.send("r", 0, "new")
+        assert late.added() == ["r"]
+
+    run(test())
+
+
+def test_a_model_that_one_device_refuses_is_registered_on_none() -> None:
+    async def test() -> None:
+        server = Server("m")
+        first, second = await server.add("a"), await server.add("b")
+        second.refuses = "new"
+        with pytest.raises(RequestError, match="cannot be read"):
+            await server.engines.register(spec("new"))
+        assert [message.model for message in first.of(Remove)] == ["new"]
+        first.kill()
+        again = await server.again("a")
+        assert again.names == ["m"]
+
+    run(test())
+
+
+def test_what_was_pinned_on_a_device_that_left_is_pinned_on_the_next() -> None:
+    async def test() -> None:
+        server = Server("m")
+        await server.add("a")
+        assert await server.engines.pin("m", [1, 2, 3], None, "") == 3
+        await server.engines.remove("a")
+        second = await server.add("b")
+        assert [message.token_ids for message in second.of(Pin)] == [[1, 2, 3]]
+        second.kill()
+        again = await server.again("b")
+        again.ready()
+        await settle()
+        assert len(again.of(Pin)) == 1
+
+    run(test())
+
+
+def test_an_engine_that_insists_starts_without_what_it_cannot_load() -> None:
+    async def test() -> None:
+        server = Server("bad", "m")
+        server.fails = "no such file"
+        await server.add("a", ready=False)
+        server.fails = None
+        with pytest.raises(ConfigError, match="no such file"):
+            await server.engines.ready(lambda _: None)
+        again = await server.again("a")
+        assert again.names == ["m"]
+        again.ready()
+        await settle()
+        assert "could not be loaded" in server.engines.availability.out_of_service["bad"]
+
+    run(test())
+
+
+def test_one_that_does_not_insist_reports_it() -> None:
+    async def test() -> None:
+        server = Server("bad")
+        server.fails = "no such file"
+        await server.add("a", insists=False, ready=False)
+        with pytest.raises(ConfigError, match="no such file"):
+            await server.engines.ready(lambda _: None)
+        await settle()
+        assert len(server.links["a"]) == 1
+
+    run(test())
+
+
+def test_outputs_without_some_completions() -> None:
+    other = TokenOutput("r", finish_reason="stop")
+    outputs = Outputs([1, 2, 3], [2, 1, 2], [10, 11, 20, 30, 31], [(4, other), (5, other)])
+    outputs.refused = {6: UnavailableError("gone"), 7: UnavailableError("gone")}
+    kept = outputs.without({2, 4, 6})
+    assert list(kept.tokens()) == [(1, [10, 11]), (3, [30, 31])]
+    assert [number for number, _ in kept.others] == [5]
+    assert list(kept.refused) == [7]
+    alone = Outputs([1, 2], [], [10, 20]).without({1})
+    assert (alone.numbers, alone.counts, alone.token_ids) == ([2], [], [20])
