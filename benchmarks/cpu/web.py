@@ -54,6 +54,7 @@ from aquifer.engine.reports import (
     ModelMemory,
 )
 from aquifer.memory.owners import Kind
+from aquifer.predict.ended import EndedOutput
 from aquifer.serve.config import ServerConfig
 from aquifer.serve.fleet import LocalFleet
 from aquifer.serve.process import EngineLike
@@ -144,6 +145,16 @@ class SteadyEngine:
         """Counters as an engine has them."""
         none = {self._name: 0}
         return EngineStats({self._name: len(self._running)}, none, none, 0.5, none, none)
+
+    def share_lengths(self) -> None:
+        """Nothing is learnt here."""
+
+    def take_ended(self) -> dict[str, list[EndedOutput]]:
+        """None: nothing is learnt here."""
+        return {}
+
+    def learn_lengths(self, model: str, ended: list[EndedOutput]) -> None:
+        """Nothing is learnt here."""
 
     def device_report(self) -> DeviceReport:
         """The model is there."""

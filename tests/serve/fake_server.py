@@ -40,6 +40,7 @@ from aquifer.engine.reports import (
 )
 from aquifer.errors import AquiferError, CapacityError, InvariantError, QueueFullError
 from aquifer.memory.pool import Kind
+from aquifer.predict.ended import EndedOutput
 from aquifer.serve.config import ServerConfig
 from aquifer.serve.fleet import LocalFleet
 from aquifer.serve.process import EngineLike
@@ -212,6 +213,16 @@ class FakeEngine:
             models={self._name: model},
             process_resident_bytes=0,
         )
+
+    def share_lengths(self) -> None:
+        """Nothing is learnt here."""
+
+    def take_ended(self) -> dict[str, list[EndedOutput]]:
+        """None: nothing is learnt here."""
+        return {}
+
+    def learn_lengths(self, model: str, ended: list[EndedOutput]) -> None:
+        """Nothing is learnt here."""
 
     def device_report(self) -> DeviceReport:
         """The model is there."""

@@ -15,6 +15,7 @@ from aquifer.engine.params import Request, SamplingParams
 from aquifer.engine.policies.placement import DeviceReport, ModelReport
 from aquifer.engine.reports import EngineStats, ModelInfo
 from aquifer.errors import ConfigError, RequestError, UnavailableError
+from aquifer.predict.ended import EndedOutput
 from aquifer.serve.engines import MOST_LOST, Engines
 from aquifer.serve.messages import (
     Abort,
@@ -22,6 +23,7 @@ from aquifer.serve.messages import (
     Add,
     Close,
     FromEngine,
+    Learn,
     Managed,
     OpenFailed,
     Outputs,
@@ -66,11 +68,13 @@ class Link:
         self.sent: list[ToEngine] = []
         self._fails = fails
         self._is_gone = False
+        self.is_started = False
 
     def start(
         self, loop: asyncio.AbstractEventLoop, handle: Callable[[FromEngine | None], None]
     ) -> None:
         self._loop, self._handle = loop, handle
+        self.is_started = True
         if self._fails is not None:
             self.say(OpenFailed(self._fails, True, self.names[0]), None)
 
@@ -150,7 +154,7 @@ class Server:
 
     async def again(self, name: str, num_links: int = 2) -> Link:
         """The link to the process that takes the place of one that died."""
-        while len(self.links[name]) < num_links:
+        while len(self.links[name]) < num_links or not self.links[name][-1].is_started:
             await asyncio.sleep(0.001)
         await settle()
         return self.links[name][-1]
@@ -402,6 +406,47 @@ def test_one_that_does_not_insist_reports_it() -> None:
             await server.engines.ready(lambda _: None)
         await settle()
         assert len(server.links["a"]) == 1
+
+    run(test())
+
+
+def test_all_learn_from_what_ends_on_any_device() -> None:
+    """In one order, a process that is started later too, and one that leaves no more."""
+
+    async def test() -> None:
+        server = Server("m", "n")
+        first, second = await server.add("a"), await server.add("b")
+        late = await server.add("c", ready=False)
+        outputs = [EndedOutput(10, number) for number in range(1, 1500)]
+        for link, ended in ((first, outputs[:2]), (second, outputs[2:3]), (first, outputs[3:])):
+            link.say(Step(Outputs(), STATS, ended={"m": ended}))
+            await settle()
+        second.say(Step(Outputs(), STATS, ended={"n": outputs[:1]}))
+        await settle()
+
+        def learnt(link: Link, model: str = "m") -> list[EndedOutput]:
+            return [
+                each for learn in link.of(Learn) if learn.model == model for each in learn.ended
+            ]
+
+        assert learnt(first) == learnt(second) == outputs
+        assert learnt(first, "n") == learnt(second, "n") == outputs[:1]
+        assert not learnt(late)
+        late.ready()
+        second.kill()
+        await settle()
+        again = await server.again("b")
+        again.ready()
+        await settle()
+        assert learnt(late) == learnt(again) == outputs[-1000:]
+        assert learnt(late, "n") == learnt(again, "n") == outputs[:1]
+        await server.engines.remove_model("n")
+        await server.engines.remove("c")
+        first.say(Step(Outputs(), STATS, ended={"m": outputs[:1]}))
+        await settle()
+        assert len(learnt(first)) == len(outputs) + 1
+        assert (len(learnt(again)), len(learnt(late))) == (1001, 1000)
+        assert not learnt(await server.add("d"), "n")
 
     run(test())
 

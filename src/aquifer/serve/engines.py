@@ -15,6 +15,7 @@ from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, Mode
 from aquifer.errors import EngineError, RequestError, UnavailableError
 from aquifer.serve.held import Held
 from aquifer.serve.keeper import EngineKeeper
+from aquifer.serve.lengths import SharedLengths
 from aquifer.serve.link import NewLink
 from aquifer.serve.messages import Abort, AbortAll, Add, Availability, ModelVerb, Outputs
 from aquifer.serve.placed_engine import PlacedEngine
@@ -66,6 +67,7 @@ class Engines:
         self._listener = listener
         self._placement = PLACEMENTS[placement]
         self._places = PrefixPlaces()
+        self._lengths = SharedLengths()
         self._engines: list[PlacedEngine] = []
         self._num_placed = 0
         self._is_stopping = False
@@ -121,7 +123,14 @@ class Engines:
         taken = {engine.number for engine in self._engines}
         number = next(number for number in count() if number not in taken)
         engine = PlacedEngine(
-            name, number, config, new_link, self._stepped, self._lost, self._listener.changed
+            name,
+            number,
+            config,
+            new_link,
+            self._lengths,
+            self._stepped,
+            self._lost,
+            self._listener.changed,
         )
         engine.keeper.held, self._unheld = self._unheld, Held()
         self._engines.append(engine)
@@ -159,6 +168,7 @@ class Engines:
             return
         engine.leave()
         engine.is_gone = True
+        self._lengths.leave(engine.keeper)
         engine.keeper.refuse()
         self._engines.remove(engine)
         self._places.forget(engine.number)
@@ -371,6 +381,7 @@ class Engines:
         Its requests end with an error.
         """
         self._unheld.forget(model)
+        self._lengths.forget(model)
         for answer in await asyncio.gather(
             *(engine.keeper.remove(model) for engine in self._engines), return_exceptions=True
         ):

@@ -18,9 +18,6 @@ from aquifer.errors import ConfigError, EngineError, RequestError, UnavailableEr
 from aquifer.serve.held import Held
 from aquifer.serve.link import EngineLink, NewLink
 from aquifer.serve.messages import (
-    Abort,
-    AbortAll,
-    Add,
     Availability,
     Close,
     FromEngine,
@@ -39,6 +36,7 @@ from aquifer.serve.messages import (
     Registered,
     Remove,
     Step,
+    ToEngine,
     Unpin,
 )
 from aquifer.serve.questions import ANSWER_S, RETRY_S, Question, Questions
@@ -184,7 +182,7 @@ class EngineKeeper:
             on_progress(self._progress)  # it came before
         return await asyncio.shield(self._opened)
 
-    def send(self, message: Add | Abort | AbortAll) -> None:
+    def send(self, message: ToEngine) -> None:
         """Send a message; it is lost if the engine process is gone."""
         self._link.send(message)
 

@@ -18,6 +18,7 @@ from aquifer.engine.params import Request
 from aquifer.engine.policies.placement import DeviceReport
 from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelInfo
 from aquifer.errors import AquiferError, UnavailableError
+from aquifer.predict.ended import EndedOutput
 
 _NUMBERS_OF_A_PROCESS = 1 << 40
 """Completions that a web process can number."""
@@ -129,6 +130,14 @@ class Remove:
 
 
 @dataclass(frozen=True, slots=True)
+class Learn:
+    """Learn from outputs of a model that have ended, on this engine and others, in this order."""
+
+    model: str
+    ended: list[EndedOutput]
+
+
+@dataclass(frozen=True, slots=True)
 class Ping:
     """Ask whether the engine's loop runs; answered by a `Pong`."""
 
@@ -139,7 +148,18 @@ class Close:
 
 
 ToEngine = (
-    Add | Abort | AbortAll | GetMemory | Pin | Unpin | Manage | Register | Remove | Ping | Close
+    Add
+    | Abort
+    | AbortAll
+    | GetMemory
+    | Pin
+    | Unpin
+    | Manage
+    | Register
+    | Remove
+    | Learn
+    | Ping
+    | Close
 )
 
 # ---- from the engine process
@@ -243,6 +263,8 @@ class Step:
     launched: tuple[str, int] | None = None  # model and tokens of the step that was launched
     completed: frozenset[str] = frozenset()  # models of completions that ended as they should
     report: DeviceReport | None = None  # None if it is the one before
+    # Outputs that have ended, by model, where lengths matter; the engine has not learnt from them.
+    ended: Mapping[str, list[EndedOutput]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from aquifer.engine.policies.placement import DeviceState, device_state
 from aquifer.engine.reports import LoadProgress, ModelInfo
 from aquifer.errors import EngineError
 from aquifer.serve.keeper import EngineKeeper
+from aquifer.serve.lengths import SharedLengths
 from aquifer.serve.link import NewLink
 from aquifer.serve.messages import Abort, AbortAll, Outputs, Step
 from aquifer.serve.open_completions import OpenCompletions
@@ -25,6 +26,7 @@ class PlacedEngine:
         number: of its device, among those that there are.
         config: its options.
         new_link: makes the link to its process.
+        lengths: what all engines learn from.
         on_step: called with the launched step, if any, and the outputs.
         on_lost: called when its process has died, with the engine and the error.
         on_changed: called when its availability may have changed.
@@ -44,6 +46,7 @@ class PlacedEngine:
         number: int,
         config: EngineConfig,
         new_link: NewLink,
+        lengths: SharedLengths,
         on_step: Callable[[tuple[str, int] | None, Outputs], None],
         on_lost: Callable[[PlacedEngine, EngineError], None],
         on_changed: Callable[[], None],
@@ -53,6 +56,7 @@ class PlacedEngine:
         self.completions = OpenCompletions()
         self.unstreamed = Unstreamed()
         self.keeper = EngineKeeper(config, new_link, self, name)
+        self._lengths = lengths
         self._on_step = on_step
         self._on_lost = on_lost
         self._on_changed = on_changed
@@ -136,13 +140,17 @@ class PlacedEngine:
         outputs = step.outputs.without(self._given_away) if self._given_away else step.outputs
         self.unstreamed.drop_with(outputs)
         self.completions.end_with(outputs)
+        self._lengths.add(step.ended)
         self._on_step(step.launched, outputs)
 
     def lost(self, error: EngineError) -> None:
         """Hand on that its process died."""
+        self._lengths.leave(self.keeper)
         self._given_away.clear()
         self._on_lost(self, error)
 
     def changed(self) -> None:
         """Hand on that the availability may have changed."""
+        if self.serves:
+            self._lengths.join(self.keeper)
         self._on_changed()

@@ -28,6 +28,7 @@ from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, Mode
 from aquifer.errors import AquiferError, ConfigError, DriverError, RequestError
 from aquifer.garbage import collect_less, collect_nothing
 from aquifer.hub import here
+from aquifer.predict.ended import EndedOutput
 from aquifer.serve.logs import configure_logging
 from aquifer.serve.messages import (
     Abort,
@@ -36,6 +37,7 @@ from aquifer.serve.messages import (
     Close,
     FromEngine,
     GetMemory,
+    Learn,
     Manage,
     Managed,
     Memory,
@@ -91,6 +93,15 @@ class EngineLike(Protocol):
 
     def device_report(self) -> DeviceReport:
         """Return what placement needs to know; cheap enough for every step."""
+
+    def share_lengths(self) -> None:
+        """Learn from outputs that have ended only what `learn_lengths` says."""
+
+    def take_ended(self) -> dict[str, list[EndedOutput]]:
+        """Return the outputs that have ended since the last call, by model, where they matter."""
+
+    def learn_lengths(self, model: str, ended: list[EndedOutput]) -> None:
+        """Learn from outputs of a model that have ended."""
 
     def pin_prefix(self, model: str, token_ids: list[int], salt: str | None, client: str) -> int:
         """Pin the KV of a prefix; return the tokens pinned, or raise a `RequestError`."""
@@ -257,6 +268,7 @@ def _run(
         launched = model, num_tokens
 
     engine.on_launch = on_launch
+    engine.share_lengths()
     running = OpenCompletions()
     reported: DeviceReport | None = None
     while True:
@@ -295,6 +307,8 @@ def _run(
                     _send(connection, Registered(_register(engine, spec)))
                 case Remove(model):
                     _send(connection, Managed(_refused(partial(engine.remove_model, model))))
+                case Learn(model, ended):
+                    engine.learn_lengths(model, ended)
                 case Ping():
                     _send(connection, Pong())
                 case Close():
@@ -303,7 +317,8 @@ def _run(
         outputs.refused.update(refused)
         report = engine.device_report() if reports else None
         news = None if report == reported else report
-        _send(connection, Step(outputs, engine.stats(), launched, completed, news))
+        news_of_lengths = engine.take_ended()
+        _send(connection, Step(outputs, engine.stats(), launched, completed, news, news_of_lengths))
         reported = report
 
 
