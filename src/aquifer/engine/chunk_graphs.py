@@ -7,6 +7,8 @@ launched between them as the step needs it. Pieces of one step:
 
     embedding, first norm, QKV, rotation, KV written | attention | output, MLP, next QKV, ... | ...
 
+Of large steps, the output product after attention is launched with it too (`_WITH_PRODUCT`).
+
 The model's code is not cut: while a step is captured, its calls of `KVView.attend` and
 `KVView.recur` end one piece and begin the next.
 """
