@@ -2,9 +2,9 @@
 
     python -m benchmarks.cluster.faults [--rounds N] [--requests N] [--output FOLDER]
 
-First, requests for 12 models on 4 workers with memory for 6 of them, whose answers are compared with
-those of one server. Then in each round a worker, a node and the controller are killed, one after the
-other, each time under load; a node is added in place of the one that was killed.
+First, requests for 12 models on 4 workers with memory for 6 of them, whose answers are compared
+with those of one server. Then in each round a worker, a node and the controller are killed, one
+after the other, each time under load; a node is added in place of the one that was killed.
 """
 
 from __future__ import annotations
@@ -84,10 +84,12 @@ def rounds(
         )
         results.append({"round": number, "killed": "worker", **of_worker})
         before = workers(server)
-        of_node = killed(
-            server, nodes.kill_node, lambda: len(workers(server)) == _NUM_WORKERS, bodies, expected
-        )
-        eventually(lambda: len(workers(server)) == _NUM_WORKERS, "all workers serve")
+
+        def has_others(before: set[str] = before) -> bool:
+            now = workers(server)
+            return len(now) == _NUM_WORKERS and not before <= now
+
+        of_node = killed(server, nodes.kill_node, has_others, bodies, expected)
         results.append({"round": number, "killed": "node", **of_node})
         nodes.add_node()
         old = nodes.processes("ray::Controller")
@@ -169,9 +171,7 @@ def main() -> None:
             f"{max((each['longest_failed_s'] for each in of_kind), default=0):.2f}",
             f"{max((each['whole_s'] for each in of_kind), default=0):.1f}",
         )
-    table.caption = (
-        "failed s: longest time of a request that failed; whole s: longest time until whole"
-    )
+    table.caption = "failed s, whole s: the longest time of a request that failed, and until whole"
     Console(width=100).print(table)
 
 
