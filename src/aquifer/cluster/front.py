@@ -35,12 +35,14 @@ class ClusterOptions:
             finds.
         port: of this node, to which others connect; 0 for a free one.
         address: HOST:PORT of a cluster that is there already; None to start one.
+        worker_host: address on which workers listen for the server; None for that of their node.
     """
 
     token_file: Path
     node_address: str | None = None
     port: int = nodes.DEFAULT_PORT
     address: str | None = None
+    worker_host: str | None = None
 
 
 def serve_on_cluster(
@@ -90,7 +92,7 @@ def serve_on_cluster(
         stack.callback(nodes.disconnect)
         if options.address is None:
             on_cluster(f"{nodes.node_host()}:{address.rpartition(':')[2]}")
-        _serve(engine, server, token, on_progress, on_ready)
+        _serve(engine, server, options.worker_host, token, on_progress, on_ready)
 
 
 def serve_on_this_machine(
@@ -102,13 +104,14 @@ def serve_on_this_machine(
 ) -> None:
     """Serve with workers on this machine alone; see `serve_on_cluster`."""
     with _own_token() as token_file:
-        options = ClusterOptions(token_file, port=0)
+        options = ClusterOptions(token_file, port=0, worker_host="127.0.0.1")
         serve_on_cluster(engine, server, options, on_progress=on_progress, on_ready=on_ready)
 
 
 def _serve(
     engine: EngineConfig,
     server: ServerConfig,
+    worker_host: str | None,
     token: str,
     on_progress: Callable[[LoadProgress], None],
     on_ready: Callable[[str], None],
@@ -124,6 +127,8 @@ def _serve(
         num_devices=engine.tensor_parallel_size,
         num_wanted=server.workers or 0,
         log_level=server.log_level,
+        host=worker_host,
+        drain_s=server.shutdown_timeout_s,
     )
     front = uuid.uuid4().hex
     models: list[ModelSpec] | None = controller.call_now(
