@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from aquifer.cluster import nodes
 from aquifer.cluster.ray_token import ray_environment
@@ -78,6 +79,7 @@ def serve_on_cluster(
         )
     token = read_token(options.token_file)
     variables = ray_environment(options.token_file)
+    signal.signal(signal.SIGTERM, _exit)  # until the server handles it
     with contextlib.ExitStack() as stack:
         address = options.address
         if address is None:
@@ -162,6 +164,11 @@ def _stop(controller: ControllerClient) -> None:
     with contextlib.suppress(EngineError):  # it is gone, and so is the cluster
         controller.call_now("stop", timeout_s=10.0)
         controller.kill()
+
+
+def _exit(number: int, _: object) -> NoReturn:
+    """End this process, and what it has started."""
+    raise SystemExit(128 + number)
 
 
 def _free_port() -> int:
