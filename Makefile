@@ -9,7 +9,7 @@ EXAMPLES := .venv-examples
 # Python keeps what it has compiled, as the tests start many processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test environments lint types unit test-families examples test-gpu bench-cpu bench-serving bench-web bench-compare bench-gpu bench-families bench-pagedattention bench-tangram bench-tangram-replay bench-tangram-gpu bench-tangram-devices bench-cluster bench-avmp bench-hybrid bench-vattention bench-odma clean
+.PHONY: demo test environments lint types unit test-families examples test-gpu bench-cpu bench-serving bench-web bench-compare bench-gpu bench-families bench-pagedattention bench-tangram bench-tangram-replay bench-tangram-gpu bench-tangram-devices bench-cluster bench-cluster-overhead bench-cluster-faults bench-avmp bench-hybrid bench-vattention bench-odma clean
 
 demo: $(VENV)/installed
 	$(BIN)/python tools/demo.py
@@ -89,6 +89,14 @@ bench-tangram-replay: $(VENV)/installed-test
 # it. DATA is the folder of the lengths.
 bench-cluster: $(VENV)/installed-test
 	$(BIN)/python benchmarks/cluster/run.py --data $(DATA) --output benchmarks/cluster $(if $(PARTS),--parts $(PARTS))
+
+# What the cluster adds to a request, in about four minutes; and what becomes of requests while parts of it
+# are killed, ten rounds in about ten minutes.
+bench-cluster-overhead: $(VENV)/installed-test
+	$(BIN)/python benchmarks/cluster/overhead.py --output benchmarks/cluster
+
+bench-cluster-faults: $(VENV)/installed-test
+	$(BIN)/python -m benchmarks.cluster.faults --output benchmarks/cluster
 
 # AVMP's tables, and what they hide: about two minutes; DATA is the folder of the prompt lengths.
 bench-avmp: $(VENV)/installed-test

@@ -18,6 +18,7 @@ from aquifer import LLM, ConfigError
 from aquifer.bench import options as bench_options
 from aquifer.bench.serving.options import SERVE
 from aquifer.cli import app
+from aquifer.cluster import front
 from aquifer.config import EngineConfig, ModelSpec, aliases_of, field_values, parse_models
 from aquifer.llm import LLMOptions
 from aquifer.option import Option, Scope
@@ -44,7 +45,8 @@ def serve_with(monkeypatch: pytest.MonkeyPatch) -> Serve:
 
     def serve_with(*arguments: str) -> tuple[EngineConfig, ServerConfig]:
         got: list[Any] = []
-        monkeypatch.setattr(server, "serve", lambda *configs, **_: got.extend(configs))
+        for module, name in ((server, "serve"), (front, "serve_on_this_machine")):
+            monkeypatch.setattr(module, name, lambda *configs, **_: got.extend(configs))
         app(["serve", *arguments], standalone_mode=False)
         return got[0], got[1]
 

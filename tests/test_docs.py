@@ -181,7 +181,7 @@ def _wrong_flags(text: str) -> list[str]:
     wrong = []
     for typed in _COMMAND.findall(text):
         words = shlex.split(typed.replace("\\\n", " "), comments=True)
-        name = " ".join(words[:2]) if words[0] in ("bench", "predict") else words[0]
+        name = " ".join(words[:2]) if words[0] in ("bench", "cluster", "predict") else words[0]
         known = _flags().get(name, set())
         wrong += [f"{name} {word}" for word in words if _FLAG.match(word) and word not in known]
     for code in _CODE.findall(_FENCE.sub("", text)):

@@ -162,6 +162,7 @@ def _status(
     console = Console()
     for table in tables_of(status):
         console.print(table)
+    print(f"The server is on {status['url']}" if status["url"] else "There is no server")
 
 
 def tables_of(status: Mapping[str, Any]) -> list[Table]:
@@ -179,8 +180,6 @@ def tables_of(status: Mapping[str, Any]) -> list[Table]:
     tables.append(Table("MODEL", "PATH", box=None, pad_edge=False))
     for name, path in status["models"].items():
         tables[2].add_row(name, path)
-    tables[2].caption = f"The server is on {status['url'] or 'no address: there is none'}"
-    tables[2].caption_justify = "left"
     return tables
 
 

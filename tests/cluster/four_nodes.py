@@ -2,8 +2,8 @@
 
     python -m tests.cluster.four_nodes TOKEN_FILE
 
-It says at which address they are, and then reads commands: "kill" ends a node that is not the first
-one, with everything on it; "add" adds one. It ends with its standard input.
+It says at which address they are, and then reads commands: "kill" ends a node that has a worker and
+is not the first one, with everything on it; "add" adds one. It ends with its standard input.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tests.serve.running import ROOT, eventually, is_running
 
@@ -48,7 +49,7 @@ class FourNodes:
         self.address = self._read()
 
     def kill_node(self) -> None:
-        """Kill a node."""
+        """Kill a node that has a worker."""
         self._tell("kill")
 
     def add_node(self) -> None:
@@ -105,6 +106,14 @@ def four_nodes(token_file: Path) -> Iterator[FourNodes]:
         nodes.close()
 
 
+def _has_worker(node: Any) -> bool:
+    """Whether a node of `ray.cluster_utils.Cluster` has a worker's actor."""
+    raylet = node.all_processes["raylet"][0].process.pid
+    tasks = Path(f"/proc/{raylet}/task").glob("*/children")
+    children = {child for task in tasks for child in task.read_text().split()}
+    return any("ray::Worker" in Path(f"/proc/{child}/cmdline").read_text() for child in children)
+
+
 def main() -> None:
     """Start the nodes, and follow commands."""
     from aquifer.cluster.ray_token import ray_environment
@@ -122,7 +131,10 @@ def main() -> None:
     for line in sys.stdin:
         match line.strip():
             case "kill":
-                cluster.remove_node(cluster.list_all_nodes()[-1], allow_graceful=False)
+                cluster.remove_node(
+                    next(node for node in cluster.worker_nodes if _has_worker(node)),
+                    allow_graceful=False,
+                )
             case "add":
                 cluster.add_node(**each)
         print(line.strip(), file=out, flush=True)

@@ -19,7 +19,7 @@ from aquifer.cluster.token import write_token
 
 NUM_MODELS = 12
 NUM_WORKERS = 4
-NUM_REQUESTS = 120
+NUM_REQUESTS = 96
 OPTIONS = ["--port", "0", "--page-size", "4K", "--max-model-len", "256"]
 BODIES = [body_of(number, NUM_MODELS) for number in range(NUM_REQUESTS)]
 
@@ -162,7 +162,6 @@ def _a_model_is_everywhere(server: RunningServer, nodes: FourNodes, path: str) -
     assert "new is removed" in _command("remove", "new", "--url", server.url)
     body = {"model": "new", "prompt": "x"}
     assert server.call("POST", "/v1/completions", body)[0] == 404
-    assert f"new    {path}" not in _status(nodes)
 
 
 def test_a_cluster_of_four_nodes(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -180,7 +179,7 @@ def test_a_cluster_of_four_nodes(tmp_path_factory: pytest.TempPathFactory) -> No
     with four_nodes(token_file) as nodes:
         own = ["--cluster", nodes.address, "--token-file", str(token_file)]
         command = ["-m", "aquifer", "cluster", "start", *models, *OPTIONS, *own]
-        wanted = ["--workers", str(NUM_WORKERS), "--memory", room, "--api-server-count", "2"]
+        wanted = ["--workers", str(NUM_WORKERS), "--memory", room]
         with running([*command, *wanted]) as server:
             _until_whole(server)
             _answers(server, expected)

@@ -84,8 +84,12 @@ def test_workers_come_leave_and_are_lost(tmp_path: Path) -> None:
             await asyncio.sleep(0.01)
         server.send("late", 3, [5, 6], 3)
         assert server.refused[3] == "no worker serves at the moment"
-        await server.close()
+        server.engines.refuse()
+        controller.show(_worker("w3", first))
+        await asyncio.sleep(0.05)
+        assert server.engines.names == []
         await fleet.stop()
+        await server.engines.stop()
 
     asyncio.run(test())
     for agent in agents:

@@ -45,8 +45,8 @@ _FRONT_S = 6.0
 """A server that has not asked for this long is gone."""
 _START_S = 60.0
 """A worker that takes longer to start counts as failed."""
-_DRAIN_S = 60.0
-"""A worker that leaves ends after this time, also if a server still uses it."""
+_LAST_S = 10.0
+"""A worker that leaves ends so long after the time for its requests, also if a server uses it."""
 
 _logger = logging.getLogger(__name__)
 
@@ -160,7 +160,8 @@ class Controller:
             worker.is_leaving = True
         self._note_change()
         with suppress(TimeoutError):
-            async with asyncio.timeout(_DRAIN_S):
+            settings = self._state.settings
+            async with asyncio.timeout(_LAST_S + (settings.drain_s if settings else 0.0)):
                 while any(worker.name in self._state.workers for worker in there):
                     await self._changed.wait()
         for worker in there:
@@ -240,7 +241,12 @@ class Controller:
             )
             for node in alive
         ]
-        workers = [Placement(each.name, each.node_id) for each in self._state.workers.values()]
+        # Those that leave are replaced before they have left.
+        workers = [
+            Placement(each.name, each.node_id)
+            for each in self._state.workers.values()
+            if not each.is_leaving
+        ]
         changes = decide(nodes, workers, settings.num_wanted)
         for name in changes.lost:
             _logger.error("the node of %s is gone", name)

@@ -67,7 +67,7 @@ class ClusterFleet:
     def start(self, engines: Engines) -> None:
         """Begin to follow the controller."""
         self._engines = engines
-        self._in_background(self._follow())
+        self._following = self._in_background(self._follow())
 
     async def ready(self, on_progress: Callable[[LoadProgress], None]) -> dict[str, ModelInfo]:
         """Wait until one worker serves; return all models by name.
@@ -79,7 +79,11 @@ class ClusterFleet:
         starting: set[asyncio.Task[dict[str, ModelInfo]]] = set()
         try:
             while True:
-                await asyncio.wait({adding, *starting}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(
+                    {adding, self._following, *starting}, return_when=asyncio.FIRST_COMPLETED
+                )
+                if self._following.done():
+                    self._following.result()  # raises
                 if adding.done():
                     engine = adding.result()
                     starting.add(asyncio.create_task(engine.ready(on_progress)))
@@ -118,9 +122,10 @@ class ClusterFleet:
 
     async def stop(self) -> None:
         """Follow the controller no more."""
-        for task in self._tasks:
+        tasks = [*self._tasks]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _follow(self) -> None:
         version = 0
@@ -136,6 +141,8 @@ class ClusterFleet:
 
     def _apply(self, view: View) -> None:
         """Add, drain and remove engines, so that they are those of the workers."""
+        if self._engines.is_stopping:
+            return
         there = {worker.name for worker in view.workers}
         for name in self._engines.names:
             if name not in there:
@@ -169,7 +176,8 @@ class ClusterFleet:
         except EngineError as error:
             _logger.error("%s cannot be ended now: %s", name, error)
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task

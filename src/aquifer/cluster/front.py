@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from aquifer.cluster import nodes
 from aquifer.cluster.ray_token import ray_environment
@@ -35,12 +36,14 @@ class ClusterOptions:
             finds.
         port: of this node, to which others connect; 0 for a free one.
         address: HOST:PORT of a cluster that is there already; None to start one.
+        worker_host: address on which workers listen for the server; None for that of their node.
     """
 
     token_file: Path
     node_address: str | None = None
     port: int = nodes.DEFAULT_PORT
     address: str | None = None
+    worker_host: str | None = None
 
 
 def serve_on_cluster(
@@ -76,6 +79,7 @@ def serve_on_cluster(
         )
     token = read_token(options.token_file)
     variables = ray_environment(options.token_file)
+    signal.signal(signal.SIGTERM, _exit)  # until the server handles it
     with contextlib.ExitStack() as stack:
         address = options.address
         if address is None:
@@ -90,7 +94,7 @@ def serve_on_cluster(
         stack.callback(nodes.disconnect)
         if options.address is None:
             on_cluster(f"{nodes.node_host()}:{address.rpartition(':')[2]}")
-        _serve(engine, server, token, on_progress, on_ready)
+        _serve(engine, server, options.worker_host, token, on_progress, on_ready)
 
 
 def serve_on_this_machine(
@@ -102,13 +106,14 @@ def serve_on_this_machine(
 ) -> None:
     """Serve with workers on this machine alone; see `serve_on_cluster`."""
     with _own_token() as token_file:
-        options = ClusterOptions(token_file, port=0)
+        options = ClusterOptions(token_file, port=0, worker_host="127.0.0.1")
         serve_on_cluster(engine, server, options, on_progress=on_progress, on_ready=on_ready)
 
 
 def _serve(
     engine: EngineConfig,
     server: ServerConfig,
+    worker_host: str | None,
     token: str,
     on_progress: Callable[[LoadProgress], None],
     on_ready: Callable[[str], None],
@@ -124,6 +129,8 @@ def _serve(
         num_devices=engine.tensor_parallel_size,
         num_wanted=server.workers or 0,
         log_level=server.log_level,
+        host=worker_host,
+        drain_s=server.shutdown_timeout_s,
     )
     front = uuid.uuid4().hex
     models: list[ModelSpec] | None = controller.call_now(
@@ -157,6 +164,11 @@ def _stop(controller: ControllerClient) -> None:
     with contextlib.suppress(EngineError):  # it is gone, and so is the cluster
         controller.call_now("stop", timeout_s=10.0)
         controller.kill()
+
+
+def _exit(number: int, _: object) -> NoReturn:
+    """End this process, and what it has started."""
+    raise SystemExit(128 + number)
 
 
 def _free_port() -> int:

@@ -40,6 +40,7 @@ class RemoteLink:
         self._token = token
         self._connection: Connection | None = None
         self._pipe: Pipe | None = None
+        self._thread: threading.Thread | None = None
         self._offset_s = 0.0  # the agent's clock is so much ahead
         self._is_killed = threading.Event()
         self._has_ended = threading.Event()
@@ -88,6 +89,8 @@ class RemoteLink:
     def join(self) -> None:
         """Wait until the process has exited, and end the threads; the connection is ended if it
         takes long."""
+        if self._thread is None:
+            return  # it was not started
         self._has_ended.wait(EXIT_S)
         self.kill()
         self._thread.join()

@@ -28,6 +28,8 @@ def ray_environment(token_file: Path) -> dict[str, str]:
         "RAY_health_check_timeout_ms": "2000",
         "RAY_health_check_failure_threshold": "4",
         "RAY_enable_metrics_collection": "0",
+        # Ray would kill workers on a machine that is short of memory; models fill it on purpose.
+        "RAY_memory_monitor_refresh_ms": "0",
     }
 
 

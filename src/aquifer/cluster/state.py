@@ -22,6 +22,7 @@ class Settings:
         num_wanted: how many there should be; 0 for as many as there is room for.
         log_level: least level of messages that their agents log.
         host: address on which their agents listen; None for that of their node.
+        drain_s: how long the requests of a worker that leaves may take to end.
     """
 
     on_gpu: bool = False
@@ -29,6 +30,7 @@ class Settings:
     num_wanted: int = 0
     log_level: str = "info"
     host: str | None = None
+    drain_s: float = 0.0
 
 
 @dataclass(slots=True)

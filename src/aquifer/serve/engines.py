@@ -61,6 +61,9 @@ class Engines:
     Args:
         placement: name of the placement of requests.
         listener: hears what the engine processes do.
+
+    Attributes:
+        is_stopping: whether the server is shutting down, so that no engine is to come.
     """
 
     def __init__(self, placement: str, listener: EnginesListener) -> None:
@@ -70,7 +73,7 @@ class Engines:
         self._lengths = SharedLengths()
         self._engines: list[PlacedEngine] = []
         self._num_placed = 0
-        self._is_stopping = False
+        self.is_stopping = False
         self._unheld = Held()  # what engines had to keep that have left
         self._before = _Before()
 
@@ -190,7 +193,7 @@ class Engines:
 
     def refuse(self) -> None:
         """Accept no more requests: the server is shutting down."""
-        self._is_stopping = True
+        self.is_stopping = True
         for engine in self._engines:
             engine.keeper.refuse()
 
@@ -284,7 +287,7 @@ class Engines:
             self._places.forget(engine.number)
             for pin in engine.keeper.held.pins:
                 self._places.note(engine.number, pin.model, pin.salt, pin.token_ids)
-        unstreamed = [] if self._is_stopping else engine.unstreamed.take_all()
+        unstreamed = [] if self.is_stopping else engine.unstreamed.take_all()
         again = [placed for placed in unstreamed if placed.num_lost < MOST_LOST]
         for placed in again:
             engine.completions.end(placed.request_id, None)

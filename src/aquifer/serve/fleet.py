@@ -48,7 +48,7 @@ class Fleet(Protocol):
         """
 
     async def stop(self) -> None:
-        """Add no more engines. Those that there are have ended."""
+        """Add and remove no more engines: the server is shutting down."""
 
 
 class LocalFleet:

@@ -95,8 +95,8 @@ class Hub:
 
     async def stop(self) -> None:
         """End the engine processes. Pre-condition: `refuse`."""
-        await self._engines.stop()
         await self._fleet.stop()
+        await self._engines.stop()
 
     def kill(self) -> None:
         """Kill the engine processes at once."""
