@@ -206,7 +206,7 @@ class ModelSet(Generic[HostT]):
         # Which weights they share is to be known before they get pages.
         if wanted and not self._reuse.compare(self._threads, self._pause_s):
             return
-        wanted.sort(key=lambda host: max(host.first_arrival, host.turn))
+        wanted.sort(key=lambda host: host.place_in_turn)
         for host in wanted:
             others = [other for other in self if other.lane.is_resident and other.lane.has_work]
             try:
