@@ -137,28 +137,26 @@ class IdleWeights:
         """The groups that may go, in order of regret."""
         if not self._member.use.is_idle:
             return []
-        own = self._member.use.probability(now_s), self._member.use.sensitivity
-        made_for = (now_s, self._member.store.version, *own)
+        probability, sensitivity = self._member.use.probability(now_s), self._member.use.sensitivity
+        made_for = (now_s, self._member.store.version, probability, sensitivity)
         if self._offered_for == made_for and not self._reuse.has_shared:
             return self._offered
-        groups = self._groups()
+        own = expected_uses(probability), sensitivity
         offers: list[Offer] = []
-        for group in groups:
-            probability, sensitivity = self._shared(group, now_s) or own
+        for group in self._groups():
+            uses, weight = self._shared(group, now_s) or own
             # By the byte, so that groups of any size are equal where nothing else differs.
-            uses = expected_uses(probability)
-            regret = regret_per_byte(uses, self._byte_s(group), 1, sensitivity)
-            offers.append(Offer(regret, group))
+            offers.append(Offer(regret_per_byte(uses, self._byte_s(group), 1, weight), group))
         offers.sort(key=lambda offer: offer.regret)  # stable
         self._offered_for, self._offered = made_for, offers
         return offers
 
     def _shared(self, group: ParameterGroup, now_s: float) -> tuple[float, float] | None:
-        """Probability that a shared group is needed again, and its weight; None if it is not."""
+        """Uses expected of a shared group, and its weight; None if it is not shared."""
         if not self._reuse.has_shared:
             return None
         uses = [holder.use for holder in self._reuse.holders(self._member, group)]
         if len(uses) == 1:
             return None
         none_needed = math.prod(1 - use.probability(now_s) for use in uses)
-        return 1 - none_needed, max(use.sensitivity for use in uses)
+        return expected_uses(1 - none_needed), max(use.sensitivity for use in uses)
