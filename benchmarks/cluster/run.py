@@ -203,14 +203,13 @@ class Searches:
 _OTHERS = tuple(name for name in PLACEMENTS if name != "affinity")
 
 ALL_SEARCHES = (
-    Searches(["affinity"], (1, 2, 4), (0, 1, 2), 0.7),
-    Searches(["affinity"], (8, 16), (0, 1), 0.7),
-    Searches(_OTHERS, (2, 4, 8, 16), (0, 1), 0.1),
-    Searches([ONE_POOL], (1, 2, 4), (0, 1), 0.7),
-    Searches([ONE_POOL], (8,), (0,), 0.7),
+    Searches(["affinity"], (1, 2, 4, 8), (0, 1), 0.7),
+    Searches(_OTHERS, (2, 4), (0, 1), 0.1),
+    Searches([ONE_POOL], (1, 2), (0, 1), 0.7),
+    Searches(["affinity"], (16,), (0,), 0.7),
+    Searches(_OTHERS, (8, 16), (0,), 0.1),
+    Searches([ONE_POOL], (4, 8), (0,), 0.8),
     Searches(["affinity"], (32,), (0,), 0.7),
-    Searches([ONE_POOL], (16,), (0,), 1.0),
-    Searches(["affinity"], (64,), (0,), 0.7),
 )
 """In this order. One worker has one placement, so it is in the row of affinity."""
 
@@ -232,7 +231,8 @@ def measure_rates(
         for name in each.names:
             rate = each.first
             for count in each.counts:
-                cell = found[name][str(count)] = {"seeds": each.seeds, "rates": [], "runs": []}
+                cell: dict[str, Any] = {"seeds": list(each.seeds), "rates": [], "runs": []}
+                found[name][str(count)] = cell
                 for seed in each.seeds:
                     rate, runs = search.sustained(name, count, rate, seed)
                     cell["rates"].append(count * rate)

@@ -125,6 +125,20 @@ def test_models_that_do_not_fit_together_take_turns_after_the_last_arrival() -> 
     assert all(record.finished_s is not None for record in result.records)
 
 
+def test_turns_are_longer_where_much_kv_is_copied() -> None:
+    """They cost copies too, so there are fewer of them although all of it takes longer."""
+
+    def loads_with(link_bandwidth: float) -> int:
+        slow = replace(DEVICE, overhead_s=0.02, link_bandwidth=link_bandwidth)
+        requests = [TraceRequest(0.01 * i, 4, 200, name) for i, name in enumerate("ab")]
+        config = _config(
+            WEIGHT_PAGES + 40, device=slow, preemption_mode="swap", swap_space_bytes=1 << 20
+        )
+        return len(replay(config, requests).loads)
+
+    assert loads_with(1e5) < loads_with(1e9) / 2
+
+
 def test_only_what_is_missing_is_loaded_again() -> None:
     """A pool that is a few pages too small for two models."""
     num_pages = 2 * WEIGHT_PAGES - 3

@@ -1,4 +1,4 @@
-"""Pages that a request of a model takes: at most, at first, and how long it may be."""
+"""Pages that a request of a model takes, at most and at first; KV of all of its requests."""
 
 from __future__ import annotations
 
@@ -36,3 +36,20 @@ def first_pages(lane: Lane) -> int:
         return 0
     group = min(lane.waiting, key=lambda group: group.arrival)
     return lane.cache.footprint.pages(len(group.live[0].token_ids) + 1)
+
+
+def running_bytes(lane: Lane) -> int:
+    """Bytes of the pages under running sequences; shared pages count for each."""
+    footprint = lane.cache.footprint
+    num_tokens = lane.slots.num_computed[lane.slots.in_order]
+    return int(footprint.pages(num_tokens).sum()) * footprint.page_bytes
+
+
+def swapped_bytes(lane: Lane) -> int:
+    """Bytes of KV that waiting requests have on the host."""
+    return sum(
+        sequence.swapped.num_bytes
+        for group in lane.waiting
+        for sequence in group.sequences
+        if sequence.swapped is not None
+    )
