@@ -38,11 +38,10 @@ def first_pages(lane: Lane) -> int:
     return lane.cache.footprint.pages(len(group.live[0].token_ids) + 1)
 
 
-def running_bytes(lane: Lane) -> int:
-    """Bytes of the pages under running sequences; shared pages count for each."""
-    footprint = lane.cache.footprint
+def running_pages(lane: Lane) -> int:
+    """Pages under running sequences; shared ones count for each."""
     num_tokens = lane.slots.num_computed[lane.slots.in_order]
-    return int(footprint.pages(num_tokens).sum()) * footprint.page_bytes
+    return int(lane.cache.footprint.pages(num_tokens).sum())
 
 
 def swapped_bytes(lane: Lane) -> int:
