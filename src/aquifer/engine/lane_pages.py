@@ -38,10 +38,9 @@ def first_pages(lane: Lane) -> int:
     return lane.cache.footprint.pages(len(group.live[0].token_ids) + 1)
 
 
-def running_pages(lane: Lane) -> int:
-    """Pages under running sequences; shared ones count for each."""
-    num_tokens = lane.slots.num_computed[lane.slots.in_order]
-    return int(lane.cache.footprint.pages(num_tokens).sum())
+def running_bytes(lane: Lane) -> int:
+    """Bytes of the pages under running sequences; shared ones count for each."""
+    return lane.cache.footprint.paged_bytes(lane.slots.num_computed[lane.slots.in_order])
 
 
 def swapped_bytes(lane: Lane) -> int:

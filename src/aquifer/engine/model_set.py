@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 from aquifer.engine.assembly import Assembly
-from aquifer.engine.lane_pages import first_pages, most_pages_of, running_pages, swapped_bytes
+from aquifer.engine.lane_pages import first_pages, most_pages_of, running_bytes, swapped_bytes
 from aquifer.engine.model_life import ModelLife
 from aquifer.engine.policies.relief import Holder, ReliefSnapshot
 from aquifer.engine.policies.residents import Resident, ResidentsSnapshot
@@ -296,10 +296,9 @@ class ModelSet(Generic[HostT]):
 
     def _residents(self, host: HostT, others: Sequence[HostT]) -> ResidentsSnapshot:
         now_s, copy_s = self._assembly.clock_s(), self._assembly.copy_s
-        saves_s = [copy_s(self._room.size(running_pages(other.lane))) for other in others]
         return ResidentsSnapshot(
             host.weights.missing_s + copy_s(swapped_bytes(host.lane)),
-            list(map(Resident, [now_s - other.ready_s for other in others], saves_s)),
+            [Resident(now_s - each.ready_s, copy_s(running_bytes(each.lane))) for each in others],
         )
 
     def _leaves_room(self, host: HostT, others: Sequence[HostT]) -> bool:
