@@ -1,7 +1,7 @@
 """Replays of clusters of 1 to 64 workers: sustained rates, a failure, different devices, size.
 
     python benchmarks/cluster/run.py --data FOLDER [--parts rates,failure,mixed,large]
-        [--output FOLDER]
+        [--output FOLDER] [--resume]
 
 FOLDER has the lengths of real requests. All times but those of the replays themselves are
 simulated (`aquifer.sim.cluster`). It writes `PART.json` for each part and `rates.png`.
@@ -14,7 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -192,24 +192,25 @@ class Searches:
         counts: numbers of workers.
         seeds: of the requests; a search for each.
         first: rate of a worker that is tried first; then it is what was found last.
+        fewest: the fewest requests of a run.
     """
 
     names: Sequence[str]
     counts: Sequence[int]
     seeds: Sequence[int]
     first: float
+    fewest: int = 300
 
 
 _OTHERS = tuple(name for name in PLACEMENTS if name != "affinity")
 
 ALL_SEARCHES = (
     Searches(["affinity"], (1, 2, 4, 8), (0, 1), 0.7),
-    Searches(_OTHERS, (2, 4), (0, 1), 0.1),
-    Searches([ONE_POOL], (1, 2), (0, 1), 0.7),
-    Searches(["affinity"], (16,), (0,), 0.7),
-    Searches(_OTHERS, (8, 16), (0,), 0.1),
-    Searches([ONE_POOL], (4, 8), (0,), 0.8),
-    Searches(["affinity"], (32,), (0,), 0.7),
+    Searches(_OTHERS, (2, 4, 8, 16), (0,), 0.1, fewest=150),
+    Searches([ONE_POOL], (1, 2, 4), (0,), 0.7, fewest=150),
+    Searches(["affinity"], (16,), (0,), 0.8),
+    Searches([ONE_POOL], (8,), (0,), 1.0),
+    Searches(["affinity"], (32,), (0,), 0.8),
 )
 """In this order. One worker has one placement, so it is in the row of affinity."""
 
@@ -218,6 +219,7 @@ def measure_rates(
     search: RateSearch,
     searches: Sequence[Searches] = ALL_SEARCHES,
     on_found: Callable[[dict[str, Any]], None] = lambda found: None,
+    before: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Sustained rates by placement, number of workers and seed.
 
@@ -225,16 +227,23 @@ def measure_rates(
         search: how a rate is found.
         searches: which ones.
         on_found: called with all that was found after each number of workers.
+        before: what was found before, to go on from there; it is not searched for again.
     """
     found: dict[str, Any] = {name: {} for name in (*PLACEMENTS, ONE_POOL)}
+    for name, cells in (before or {}).items():
+        found[name] |= cells
     for each in searches:
         for name in each.names:
             rate = each.first
             for count in each.counts:
+                if str(count) in found[name]:
+                    continue
                 cell: dict[str, Any] = {"seeds": list(each.seeds), "rates": [], "runs": []}
                 found[name][str(count)] = cell
                 for seed in each.seeds:
-                    rate, runs = search.sustained(name, count, rate, seed)
+                    rate, runs = replace(search, fewest=each.fewest).sustained(
+                        name, count, rate, seed
+                    )
                     cell["rates"].append(count * rate)
                     cell["runs"].append(runs)
                     print(f"{name}, {count}: {count * rate:.3g}/s in {len(runs)} runs", flush=True)
@@ -330,13 +339,13 @@ def draw(rates: Mapping[str, Any], file: Path) -> None:
 
 _Keep: TypeAlias = Callable[[dict[str, Any]], None]
 
-_PARTS: dict[str, Callable[[Sequence[TraceRequest], _Keep], dict[str, Any]]] = {
-    "rates": lambda of, keep: measure_rates(RateSearch(of), on_found=keep),
-    "failure": lambda of, keep: measure_failure(of),
-    "mixed": lambda of, keep: measure_mixed(of),
-    "large": lambda of, keep: measure_large(of),
+_PARTS: dict[str, Callable[[Sequence[TraceRequest], _Keep, Mapping[str, Any]], dict[str, Any]]] = {
+    "rates": lambda of, keep, before: measure_rates(RateSearch(of), on_found=keep, before=before),
+    "failure": lambda of, keep, before: measure_failure(of),
+    "mixed": lambda of, keep, before: measure_mixed(of),
+    "large": lambda of, keep, before: measure_large(of),
 }
-"""The parts by name. They are given what writes the results so far."""
+"""The parts by name. They are given what writes the results so far, and results to go on from."""
 
 
 def main() -> None:
@@ -345,19 +354,32 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of the lengths")
     parser.add_argument("--parts", default=",".join(_PARTS), help="what to run")
     parser.add_argument("--output", type=Path, default=_HERE, help="folder of the results")
+    parser.add_argument("--resume", action="store_true", help="keep the rates that are there")
     arguments = parser.parse_args()
-    of = lengths(arguments.data)
-    for part in arguments.parts.split(","):
+    parts = arguments.parts.split(",")
+    for part in parts:
         if part not in _PARTS:
             parser.error(f"--parts has {part!r}; known are {', '.join(_PARTS)}")
+    if arguments.resume and "rates" not in parts:
+        parser.error("--resume is for the part rates, and --parts leaves it out")
+    of = lengths(arguments.data)
+    for part in parts:
         begin_s = time.process_time()
+        file = arguments.output / f"{part}.json"
+        before: dict[str, Any] = {"results": {}, "cpu_s": 0.0}
+        if arguments.resume and part == "rates" and file.is_file():
+            before = json.loads(file.read_text())
 
-        def keep(results: dict[str, Any], part: str = part, begin_s: float = begin_s) -> None:
+        def keep(
+            results: dict[str, Any],
+            part: str = part,
+            file: Path = file,
+            begin_s: float = begin_s - before["cpu_s"],
+        ) -> None:
             content = {"results": results, "cpu_s": time.process_time() - begin_s}
-            command = f"benchmarks/cluster/run.py --data DATA --parts {part}"
-            save(arguments.output / f"{part}.json", content, command=command)
+            save(file, content, command=f"benchmarks/cluster/run.py --data DATA --parts {part}")
 
-        keep(_PARTS[part](of, keep))
+        keep(_PARTS[part](of, keep, before["results"]))
         print(f"{part}: {time.process_time() - begin_s:.0f} s of CPU time")
     rates = arguments.output / "rates.json"
     if rates.is_file():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from benchmarks.cluster.run import (
@@ -52,21 +53,23 @@ def test_runs_at_a_rate() -> None:
 
 
 def test_searches(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(
-        self: RateSearch, name: str, count: int, rate: float, seed: int = 0
-    ) -> dict[str, object]:
+    def run(self: RateSearch, name: str, count: int, rate: float, seed: int = 0) -> dict[str, Any]:
         holds = rate <= count * (seed + 1) / 2 and name != ONE_POOL
         holds = holds or (name == ONE_POOL and rate <= count)
         return {"rate": rate, "ttft_p90_ms": 900.0 if holds else 1100.0, "not_served": 0}
 
     monkeypatch.setattr(RateSearch, "run", run)
     kept: list[int] = []
-    found = measure_rates(
-        RateSearch(LENGTHS),
-        [Searches(["random"], (2, 4), (0, 1), 0.1), Searches([ONE_POOL], (2,), (0,), 5.0)],
-        lambda found: kept.append(sum(map(len, found.values()))),
-    )
+    searches = [Searches(["random"], (2, 4), (0, 1), 0.1), Searches([ONE_POOL], (2,), (0,), 5.0)]
+
+    def keep(found: dict[str, Any]) -> None:
+        kept.append(sum(map(len, found.values())))
+
+    found = measure_rates(RateSearch(LENGTHS), searches, keep)
     assert kept == [1, 2, 3]
+    del found["random"]["2"]
+    found = measure_rates(RateSearch(LENGTHS), searches, keep, found)  # only what is missing
+    assert kept == [1, 2, 3, 3]
     for name, count, rates in (("random", 2, [1, 2]), ("random", 4, [2, 4]), (ONE_POOL, 2, [2])):
         cell = found[name][str(count)]
         assert cell["rates"] == pytest.approx([rate / 1.05 for rate in rates], rel=0.05)
