@@ -1,7 +1,7 @@
 """Replays of clusters of 1 to 64 workers: sustained rates, a failure, different devices, size.
 
     python benchmarks/cluster/run.py --data FOLDER [--parts rates,failure,mixed,large]
-        [--output FOLDER]
+        [--output FOLDER] [--resume]
 
 FOLDER has the lengths of real requests. All times but those of the replays themselves are
 simulated (`aquifer.sim.cluster`). It writes `PART.json` for each part and `rates.png`.
@@ -14,7 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -51,10 +51,9 @@ ONE_POOL = "one pool"
 """A device as large and as fast as all workers together: the bound of all placements."""
 
 _MODELS_OF_WORKER = 5  # 83 GB by size classes, twice the pool of an L40
-_FIRST_POWER = 2
-_MOST_POWER = 30
-_GRID = 2**0.5
-"""Rates of a worker that are tried are whole powers of it: what is found is up to 29 % too low."""
+_STEP = 1.44
+_PRECISION = 1.1
+_LEAST_RATE, _MOST_RATE = 1e-3, 1e3  # of a worker
 
 
 def worker_config(models: Mapping[str, Any], device: DeviceModel) -> ReplayConfig:
@@ -68,10 +67,10 @@ def worker_config(models: Mapping[str, Any], device: DeviceModel) -> ReplayConfi
 
 
 def workload(
-    models: Sequence[str], of: Sequence[TraceRequest], rate: float, num_requests: int
+    models: Sequence[str], of: Sequence[TraceRequest], rate: float, num_requests: int, seed: int = 0
 ) -> list[TraceRequest]:
     """Requests of locality L3: Poisson arrivals, runs of four for a model, Zipf's law."""
-    return LocalityWorkload(models, of, rate, num_requests).requests(LOCALITIES["L3"])
+    return LocalityWorkload(models, of, rate, num_requests, seed=seed).requests(LOCALITIES["L3"])
 
 
 def ttft_figures(result: ClusterResult, since_s: float = 0.0, until_s: float = np.inf) -> Any:
@@ -103,13 +102,15 @@ class RateSearch:
         of: lengths of requests.
         seconds: how long requests arrive in a run.
         fewest: the fewest requests of a run.
+        warm_up: the part of the arrivals that comes first and does not count.
     """
 
     of: Sequence[TraceRequest]
-    seconds: float = 20.0
-    fewest: int = 40
+    seconds: float = 150.0
+    fewest: int = 300
+    warm_up: float = 0.25
 
-    def run(self, name: str, count: int, rate: float) -> dict[str, Any]:
+    def run(self, name: str, count: int, rate: float, seed: int = 0) -> dict[str, Any]:
         """Replay at one rate, in requests per second of all workers together."""
         models = by_class(_MODELS_OF_WORKER * count).models
         device = DEVICES["l40"]
@@ -120,78 +121,133 @@ class RateSearch:
             workers = (worker_config(models, device),) * count
             placement = PLACEMENTS[name]
         num_requests = max(round(rate * self.seconds), self.fewest)
-        requests = workload(tuple(models), self.of, rate, num_requests)
+        requests = workload(tuple(models), self.of, rate, num_requests, seed)
+        begun_s = time.process_time()
         result = replay_cluster(ClusterConfig(workers, placement, report_s=REPORT_S), requests)
-        return {"rate": rate, **ttft_figures(result)}
+        warm_s = self.warm_up * num_requests / rate
+        return {
+            "rate": rate,
+            "arrivals_s": num_requests / rate,
+            **ttft_figures(result, warm_s),
+            "cpu_s": time.process_time() - begun_s,
+        }
 
-    def sustained(self, name: str, count: int, first_power: int) -> tuple[int, list[Any]]:
-        """The highest rate within the bound, as a power of the grid for a worker; and all runs.
+    def sustained(self, name: str, count: int, first: float, seed: int) -> tuple[float, list[Any]]:
+        """The highest rate of a worker within the bound, and all runs.
 
         Args:
             name: a placement, or `ONE_POOL`.
             count: number of workers.
-            first_power: power of the grid that is tried first.
+            first: rate of a worker that is tried first.
+            seed: of the requests.
         """
         runs: list[Any] = []
 
-        def holds(power: int) -> bool:
-            runs.append(self.run(name, count, count * _GRID**power))
+        def holds(rate: float) -> bool:
+            runs.append(self.run(name, count, count * rate, seed))
             found = runs[-1]
             return found["ttft_p90_ms"] <= 1e3 * BOUND_S and not found["not_served"]
 
-        return highest(holds, first_power), runs
+        return highest(holds, first), runs
 
 
-def highest(holds: Callable[[int], bool], first: int) -> int:
-    """The last number before the first one above it that does not hold, searched from `first`.
+def highest(holds: Callable[[float], bool], first: float) -> float:
+    """The highest rate that holds, up to `_PRECISION`: the first that fails above it is as near.
+
+    Steps of `_STEP` up or down lead to a rate that holds and one that does not; then the interval
+    between them is halved.
 
     Args:
-        holds: asked about one number after the other, up or down.
+        holds: asked about one rate after the other.
         first: is asked first.
 
     Raises:
         ConfigError: the search goes on for ever.
     """
-    power = first
-    if holds(power):
-        while holds(power + 1):
-            power += 1
-            _check_range(power)
-        return power
-    while not holds(power - 1):
-        power -= 1
-        _check_range(power)
-    return power - 1
+    low: float | None = None
+    high: float | None = None
+    rate = first
+    while low is None or high is None or high / low > _PRECISION:
+        if not _LEAST_RATE < rate < _MOST_RATE:
+            raise ConfigError(f"no rate of a worker between {_LEAST_RATE} and {_MOST_RATE} is best")
+        if holds(rate):
+            low = rate
+        else:
+            high = rate
+        if low is None:
+            rate /= _STEP
+        elif high is None:
+            rate *= _STEP
+        else:
+            rate = (low * high) ** 0.5
+    return low
 
 
-def _check_range(power: int) -> None:
-    if abs(power) > _MOST_POWER:
-        raise ConfigError(f"no rate between {_GRID**-_MOST_POWER} and {_GRID**_MOST_POWER} is best")
+@dataclass(frozen=True, slots=True)
+class Searches:
+    """Searches with the same seeds.
+
+    Args:
+        names: placements, or `ONE_POOL`.
+        counts: numbers of workers.
+        seeds: of the requests; a search for each.
+        first: rate of a worker that is tried first; then it is what was found last.
+        fewest: the fewest requests of a run.
+    """
+
+    names: Sequence[str]
+    counts: Sequence[int]
+    seeds: Sequence[int]
+    first: float
+    fewest: int = 300
+
+
+_OTHERS = tuple(name for name in PLACEMENTS if name != "affinity")
+
+ALL_SEARCHES = (
+    Searches(["affinity"], (1, 2, 4, 8), (0, 1), 0.7),
+    Searches(_OTHERS, (2, 4, 8, 16), (0,), 0.1, fewest=150),
+    Searches([ONE_POOL], (1, 2, 4), (0,), 0.7, fewest=150),
+    Searches(["affinity"], (16,), (0,), 0.8),
+    Searches([ONE_POOL], (8,), (0,), 1.0),
+    Searches(["affinity"], (32,), (0,), 0.8),
+)
+"""In this order. One worker has one placement, so it is in the row of affinity."""
 
 
 def measure_rates(
     search: RateSearch,
-    counts: Sequence[int] = COUNTS,
-    on_count: Callable[[dict[str, Any]], None] = lambda found: None,
+    searches: Sequence[Searches] = ALL_SEARCHES,
+    on_found: Callable[[dict[str, Any]], None] = lambda found: None,
+    before: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Sustained rate by placement and number of workers.
+    """Sustained rates by placement, number of workers and seed.
 
     Args:
         search: how a rate is found.
-        counts: numbers of workers.
-        on_count: called with all that was found after each of them.
+        searches: which ones.
+        on_found: called with all that was found after each number of workers.
+        before: what was found before, to go on from there; it is not searched for again.
     """
     found: dict[str, Any] = {name: {} for name in (*PLACEMENTS, ONE_POOL)}
-    powers = dict.fromkeys(found, _FIRST_POWER)
-    for count in counts:
-        for name in found:
-            if count == 1 and name not in ("affinity", ONE_POOL):
-                continue  # one worker, one placement
-            powers[name], runs = search.sustained(name, count, powers[name])
-            rate = count * _GRID ** powers[name]
-            found[name][str(count)] = {"sustained_rate": rate, "runs": runs}
-            print(f"{name}, {count}: {rate:.3g}/s in {len(runs)} runs", flush=True)
-        on_count(found)
+    for name, cells in (before or {}).items():
+        found[name] |= cells
+    for each in searches:
+        for name in each.names:
+            rate = each.first
+            for count in each.counts:
+                if str(count) in found[name]:
+                    continue
+                cell: dict[str, Any] = {"seeds": list(each.seeds), "rates": [], "runs": []}
+                found[name][str(count)] = cell
+                for seed in each.seeds:
+                    rate, runs = replace(search, fewest=each.fewest).sustained(
+                        name, count, rate, seed
+                    )
+                    cell["rates"].append(count * rate)
+                    cell["runs"].append(runs)
+                    print(f"{name}, {count}: {count * rate:.3g}/s in {len(runs)} runs", flush=True)
+                on_found(found)
     return found
 
 
@@ -266,9 +322,12 @@ def draw(rates: Mapping[str, Any], file: Path) -> None:
     """Draw sustained rates by workers."""
     figure, axis = plt.subplots(figsize=(7, 4.5))
     for name, row in rates.items():
-        values = [of["sustained_rate"] for of in row.values()]
+        counts = [int(count) for count in row]
+        means = [float(np.mean(of["rates"])) for of in row.values()]
         style = "k--" if name == ONE_POOL else "o-"
-        axis.plot([int(count) for count in row], values, style, label=name)
+        (line,) = axis.plot(counts, means, style, label=name)
+        for count, of in zip(counts, row.values(), strict=True):
+            axis.plot([count, count], [min(of["rates"]), max(of["rates"])], color=line.get_color())
     axis.set(xscale="log", yscale="log", xlabel="workers (L40), 5 models each")
     axis.set_xticks(COUNTS, list(map(str, COUNTS)))
     axis.set_title(f"requests/s with p90 TTFT within {BOUND_S:g} s", fontsize=10)
@@ -280,13 +339,13 @@ def draw(rates: Mapping[str, Any], file: Path) -> None:
 
 _Keep: TypeAlias = Callable[[dict[str, Any]], None]
 
-_PARTS: dict[str, Callable[[Sequence[TraceRequest], _Keep], dict[str, Any]]] = {
-    "rates": lambda of, keep: measure_rates(RateSearch(of), on_count=keep),
-    "failure": lambda of, keep: measure_failure(of),
-    "mixed": lambda of, keep: measure_mixed(of),
-    "large": lambda of, keep: measure_large(of),
+_PARTS: dict[str, Callable[[Sequence[TraceRequest], _Keep, Mapping[str, Any]], dict[str, Any]]] = {
+    "rates": lambda of, keep, before: measure_rates(RateSearch(of), on_found=keep, before=before),
+    "failure": lambda of, keep, before: measure_failure(of),
+    "mixed": lambda of, keep, before: measure_mixed(of),
+    "large": lambda of, keep, before: measure_large(of),
 }
-"""The parts by name. They are given what writes the results so far."""
+"""The parts by name. They are given what writes the results so far, and results to go on from."""
 
 
 def main() -> None:
@@ -295,19 +354,32 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of the lengths")
     parser.add_argument("--parts", default=",".join(_PARTS), help="what to run")
     parser.add_argument("--output", type=Path, default=_HERE, help="folder of the results")
+    parser.add_argument("--resume", action="store_true", help="keep the rates that are there")
     arguments = parser.parse_args()
-    of = lengths(arguments.data)
-    for part in arguments.parts.split(","):
+    parts = arguments.parts.split(",")
+    for part in parts:
         if part not in _PARTS:
             parser.error(f"--parts has {part!r}; known are {', '.join(_PARTS)}")
+    if arguments.resume and "rates" not in parts:
+        parser.error("--resume is for the part rates, and --parts leaves it out")
+    of = lengths(arguments.data)
+    for part in parts:
         begin_s = time.process_time()
+        file = arguments.output / f"{part}.json"
+        before: dict[str, Any] = {"results": {}, "cpu_s": 0.0}
+        if arguments.resume and part == "rates" and file.is_file():
+            before = json.loads(file.read_text())
 
-        def keep(results: dict[str, Any], part: str = part, begin_s: float = begin_s) -> None:
+        def keep(
+            results: dict[str, Any],
+            part: str = part,
+            file: Path = file,
+            begin_s: float = begin_s - before["cpu_s"],
+        ) -> None:
             content = {"results": results, "cpu_s": time.process_time() - begin_s}
-            command = f"benchmarks/cluster/run.py --data DATA --parts {part}"
-            save(arguments.output / f"{part}.json", content, command=command)
+            save(file, content, command=f"benchmarks/cluster/run.py --data DATA --parts {part}")
 
-        keep(_PARTS[part](of, keep))
+        keep(_PARTS[part](of, keep, before["results"]))
         print(f"{part}: {time.process_time() - begin_s:.0f} s of CPU time")
     rates = arguments.output / "rates.json"
     if rates.is_file():

@@ -27,11 +27,13 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def rates_table(found: dict[str, Any]) -> str:
-    """Sustained rates by placement and number of workers."""
+    """Sustained rates by placement and number of workers, one for each seed."""
     rows = []
     for name, row in found.items():
         cells = [
-            f"{row[str(count)]['sustained_rate']:.2f}" if str(count) in row else ""
+            ", ".join(f"{rate:.2g}" for rate in row[str(count)]["rates"])
+            if str(count) in row
+            else ""
             for count in COUNTS
         ]
         rows.append([name, *cells])

@@ -1,25 +1,28 @@
 """Models in one pool: modes of loading, placement on devices, one rule against fixed splits.
 
-    python benchmarks/tangram/models.py --data FOLDER [--requests 150] [--output FOLDER]
+    python benchmarks/tangram/models.py --data FOLDER [--parts models,splits] [--requests 150]
+        [--output FOLDER]
 
 FOLDER has the lengths of real requests. All times are simulated: the decisions are the engine's,
-and the time of steps and loads is modelled (`aquifer.sim`). It writes `models.json` and
-`models.png`; README.md compares them with the paper's figures.
+and the time of steps and loads is modelled (`aquifer.sim`). It writes `models.json`, `splits.json`
+and `models.png`; README.md compares them with the paper's figures.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import matplotlib as mpl
 import numpy as np
+import numpy.typing as npt
 from benchmarks.tangram.mixes import (
     MixedTrace,
     Setting,
@@ -28,6 +31,7 @@ from benchmarks.tangram.mixes import (
     mixed_settings,
     settings,
 )
+from scipy.stats import t as student_t
 
 from aquifer.bench.result import save
 from aquifer.engine.policies.placement import (
@@ -61,10 +65,15 @@ RATES = (0.4, 1.6)
 
 _NUM_MODELS_PLACED = 20
 _POOLS = (4, 8, 12, 16, 20)
-_SPLITS = (0.45, 0.5, 0.6, 0.67, 0.75, 0.85, 0.92)
+_SPLITS = (0.5, 0.67, 0.75, 0.85, 0.92)
 _REASONABLE = (0.5, 0.67, 0.75)
 _MIXED_FACTOR = 3
 """Requests of a mixed trace, by those of other runs: it has phases, so it must be longer."""
+
+_COMPARED = ("ttft_mean_ms", "ttft_p99_ms")
+
+_SEEDS = (0, 1, 2, 3)
+"""Of mixed traces. The p99 of one is its fourth or fifth worst request, and says little."""
 
 
 def modes(bytes_per_s: float) -> dict[str, LoadingConfig]:
@@ -173,7 +182,7 @@ def by_split(
     num_requests: int,
     seeds: Sequence[int],
 ) -> dict[str, Any]:
-    """TTFT with the one rule, and with fixed parts of the pool for weights; over all seeds."""
+    """TTFT with the one rule, and with fixed parts of the pool for weights: a trace a seed."""
     traces = [
         MixedTrace(setting.models, of, rate, num_requests, seed=seed).requests() for seed in seeds
     ]
@@ -186,6 +195,9 @@ def by_split(
             [record for result in results for record in result.records],
             [load for result in results for load in result.loads],
         )
+        by_seed = [figures(result.records, result.loads) for result in results]
+        for field in _COMPARED:
+            row[f"{field}_by_seed"] = [each[field] for each in by_seed]
         hits = sum(result.hit_tokens for result in results)
         row["prefix_hits"] = hits / sum(result.queried_tokens for result in results)
         row["preemptions"] = sum(result.num_preemptions for result in results)
@@ -193,22 +205,42 @@ def by_split(
     return found | {"compared": compared_splits(found)}
 
 
-def compared_splits(found: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-    """Ratios of the best and the worst fixed split to the one rule; above 1 the rule is better."""
+def compared_splits(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Ratios of the best and the worst fixed split to the one rule; above 1 the rule is better.
+
+    The best split is the one with the least geometric mean over the traces. Ratios are geometric
+    means of those of each trace, with 95 % intervals (Student's t of the logarithms).
+    """
     compared: dict[str, Any] = {"reasonable": _REASONABLE}
-    for field in ("ttft_mean_ms", "ttft_p99_ms"):
-        rule = found["one rule"][field]
-        splits = {share: found[str(share)][field] for share in _SPLITS}
-        best = min(splits, key=lambda share: splits[share])
+    for field in _COMPARED:
+        logs = {name: np.log(found[name][f"{field}_by_seed"]) for name in found}
+        rule = logs.pop("one rule")
+        best = min(logs, key=lambda name: float(logs[name].mean()))
+        worst = max(map(str, _REASONABLE), key=lambda name: float(logs[name].mean()))
         compared[field] = {
             "best_split": best,
-            "best_by_rule": splits[best] / rule,
-            "worst_reasonable_by_rule": max(splits[share] for share in _REASONABLE) / rule,
+            "best_by_rule": _ratio(logs[best] - rule),
+            "worst_reasonable_by_rule": _ratio(logs[worst] - rule),
         }
     return compared
 
 
-def draw(content: Mapping[str, Any], file: Path) -> None:
+def _ratio(logs: npt.NDArray[np.float64]) -> dict[str, Any]:
+    """A geometric mean of ratios, its 95 % interval, and the least and the largest one.
+
+    Args:
+        logs: logarithms of the ratios, [n]; with one there is no interval.
+    """
+    mean = logs.mean()
+    found = {"mean": float(np.exp(mean)), "least": float(np.exp(logs.min()))}
+    found["most"] = float(np.exp(logs.max()))
+    if len(logs) > 1:
+        half = student_t.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / len(logs) ** 0.5
+        found |= {"low": float(np.exp(mean - half)), "high": float(np.exp(mean + half))}
+    return found
+
+
+def draw(content: Mapping[str, Any], splits: Mapping[str, Any], file: Path) -> None:
     """Draw loading by locality, p99 TTFT by devices, and TTFT by split."""
     figure, axes = plt.subplots(2, 3, figsize=(13, 7))
     names = ("tensor", "tensor, random", "model", "whole", "whole, not kept")
@@ -240,7 +272,7 @@ def draw(content: Mapping[str, Any], file: Path) -> None:
         axis.set_title(f"p99 TTFT, s, {rate} requests/s", fontsize=10)
         axis.legend(fontsize=7)
     axis = axes[1][2]
-    for colour, (setting, found) in zip(("C0", "C1", "C2"), content["splits"].items(), strict=True):
+    for colour, (setting, found) in zip(("C0", "C1", "C2"), splits.items(), strict=True):
         rule = found["one rule"]["ttft_mean_ms"]
         axis.plot(
             _SPLITS,
@@ -277,46 +309,73 @@ def described() -> dict[str, Any]:
     }
 
 
-def measure(of: Sequence[TraceRequest], num_requests: int) -> dict[str, Any]:
-    """All experiments, with so many requests in each run."""
+_Keep: TypeAlias = Callable[[dict[str, Any]], None]
+"""Writes what was found so far."""
+
+
+def measure_models(of: Sequence[TraceRequest], num_requests: int, keep: _Keep) -> None:
+    """Modes of loading and placements, with so many requests in each run."""
     compared = settings()
     every = set(modes(1.0))
-    return {
-        "process_start_s": START_S,
-        "settings": described(),
-        "locality": {
-            name: by_locality(setting, of, LOW_RATE, num_requests, every)
-            for name, setting in compared.items()
-        },
-        "locality_at_higher_rate": {
-            "rate": 0.4,
-            "h200": by_locality(
-                compared["h200"], of, 0.4, num_requests, {"tensor", "whole", "whole, not kept"}
-            ),
-        },
-        "pool": by_pool_size(of, num_requests // 2),
-        "devices": by_devices(of, num_requests),
-        "splits": {
-            name: by_split(setting, rate, of, _MIXED_FACTOR * num_requests, seeds=(0, 1))
-            for name, (setting, rate) in mixed_settings().items()
-        },
-    }
+    keep(
+        {
+            "process_start_s": START_S,
+            "settings": described(),
+            "locality": {
+                name: by_locality(setting, of, LOW_RATE, num_requests, every)
+                for name, setting in compared.items()
+            },
+            "locality_at_higher_rate": {
+                "rate": 0.4,
+                "h200": by_locality(
+                    compared["h200"], of, 0.4, num_requests, {"tensor", "whole", "whole, not kept"}
+                ),
+            },
+            "pool": by_pool_size(of, num_requests // 2),
+            "devices": by_devices(of, num_requests),
+        }
+    )
+
+
+def measure_splits(of: Sequence[TraceRequest], num_requests: int, keep: _Keep) -> None:
+    """One rule against two, with so many requests in each run."""
+    found: dict[str, Any] = {}
+    for name, (setting, rate) in mixed_settings().items():
+        found[name] = by_split(setting, rate, of, _MIXED_FACTOR * num_requests, _SEEDS)
+        keep({"settings": described(), "splits": found})
+
+
+_PARTS = {"models": measure_models, "splits": measure_splits}
 
 
 def main() -> None:
     """Replay all of it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of the lengths")
+    parser.add_argument("--parts", default=",".join(_PARTS), help="what to run")
     parser.add_argument("--requests", type=int, default=150, help="requests of each run")
     parser.add_argument("--output", type=Path, default=_HERE, help="folder of the results")
     arguments = parser.parse_args()
-    begin_s = time.process_time()
-    content = measure(lengths(arguments.data), arguments.requests)
-    content["cpu_s"] = time.process_time() - begin_s
-    command = f"benchmarks/tangram/models.py --data DATA --requests {arguments.requests}"
-    save(arguments.output / "models.json", content, command=command)
-    draw(content, arguments.output / "models.png")
-    print(f"{content['cpu_s']:.0f} s of CPU time")
+    parts = arguments.parts.split(",")
+    for part in parts:
+        if part not in _PARTS:
+            parser.error(f"--parts has {part!r}; known are {', '.join(_PARTS)}")
+    of = lengths(arguments.data)
+    for part in parts:
+        begin_s = time.process_time()
+
+        def keep(content: dict[str, Any], part: str = part, begin_s: float = begin_s) -> None:
+            content["cpu_s"] = time.process_time() - begin_s
+            command = "benchmarks/tangram/models.py --data DATA"
+            command += f" --parts {part} --requests {arguments.requests}"
+            save(arguments.output / f"{part}.json", content, command=command)
+            print(f"{part}: {content['cpu_s']:.0f} s of CPU time so far", flush=True)
+
+        _PARTS[part](of, arguments.requests, keep)
+    files = [arguments.output / f"{part}.json" for part in _PARTS]
+    if all(file.is_file() for file in files):
+        models, splits = (json.loads(file.read_text()) for file in files)
+        draw(models, splits["splits"], arguments.output / "models.png")
 
 
 if __name__ == "__main__":

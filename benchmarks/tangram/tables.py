@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 _HERE = Path(__file__).resolve().parent
 
 
 def tables(content: Mapping[str, Any]) -> list[str]:
-    """Loading and TTFT by locality, TTFT by devices, and TTFT by split."""
-    return [_loading(content), _ttft(content), _devices(content), _splits(content)]
+    """Loading and TTFT by locality, and TTFT by devices."""
+    return [_loading(content), _ttft(content), _devices(content)]
+
+
+def split_tables(content: Mapping[str, Any]) -> list[str]:
+    """TTFT by split, and the ratios of fixed splits to the one rule."""
+    return [_splits(content["splits"]), _ratios(content["splits"])]
 
 
 def device_tables(content: Mapping[str, Any]) -> list[str]:
@@ -116,8 +122,7 @@ def _devices(content: Mapping[str, Any]) -> str:
     )
 
 
-def _splits(content: Mapping[str, Any]) -> str:
-    settings = content["splits"]
+def _splits(settings: Mapping[str, Any]) -> str:
     first = next(iter(settings.values()))
     rows = []
     for share in first:
@@ -126,8 +131,11 @@ def _splits(content: Mapping[str, Any]) -> str:
         cells = []
         for found in settings.values():
             row = found[share]
+            mean_ms, p99_ms = (
+                geometric_mean(row[f"{field}_by_seed"]) for field in ("ttft_mean_ms", "ttft_p99_ms")
+            )
             cells.append(
-                f"{row['ttft_mean_ms']:.0f}, {row['ttft_p99_ms']:.0f} | "
+                f"{mean_ms:.0f}, {p99_ms:.0f} | "
                 f"{row['loading_ms']:.0f} | {100 * row['prefix_hits']:.0f} %"
             )
         rows.append([share if share == "one rule" else f"{100 * float(share):.0f} %", *cells])
@@ -135,6 +143,26 @@ def _splits(content: Mapping[str, Any]) -> str:
     for name in settings:
         header += [f"{name}: TTFT", "loading", "hits"]
     return _table(header, rows)
+
+
+def _ratios(settings: Mapping[str, Any]) -> str:
+    rows = []
+    for name, found in settings.items():
+        for field, shown in (("ttft_mean_ms", "mean"), ("ttft_p99_ms", "p99")):
+            row = found["compared"][field]
+            best, worst = row["best_by_rule"], row["worst_reasonable_by_rule"]
+            rows.append(
+                [
+                    name,
+                    shown,
+                    f"{100 * float(row['best_split']):.0f} %",
+                    f"{best['mean']:.2f} ({best['low']:.2f} to {best['high']:.2f})",
+                    f"{best['least']:.2f} to {best['most']:.2f}",
+                    f"{worst['mean']:.2f} ({worst['low']:.2f} to {worst['high']:.2f})",
+                ]
+            )
+    head = ["", "TTFT", "best split", "its ratio to the rule", "of single traces"]
+    return _table([*head, "worst of 50, 67, 75 %"], rows)
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -153,7 +181,11 @@ def _read(*names: str) -> dict[str, Any]:
 def all_tables() -> list[str]:
     """The tables of all results."""
     on_device = _read("device-locality.json", "device-decode.json")
-    return [*device_tables(on_device), *tables(_read("models.json"))]
+    return [
+        *device_tables(on_device),
+        *tables(_read("models.json")),
+        *split_tables(_read("splits.json")),
+    ]
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from itertools import pairwise
 from pathlib import Path
 
@@ -84,33 +85,44 @@ def test_placements() -> None:
 
 
 def test_ratios_of_splits() -> None:
-    rows = {str(share): 100.0 for share in (0.45, 0.6, 0.67, 0.85, 0.92)} | {
-        "0.5": 300.0,
-        "0.75": 90.0,
+    values = {
+        "one rule": [100.0, 200.0],
+        "0.5": [200.0, 400.0],
+        "0.67": [100.0, 100.0],
+        "0.75": [300.0, 600.0],
+        "0.85": [90.0, 500.0],
     }
-    found = {name: {"ttft_mean_ms": value, "ttft_p99_ms": value} for name, value in rows.items()}
-    found["one rule"] = {"ttft_mean_ms": 100.0, "ttft_p99_ms": 50.0}
-    compared = compared_splits(found)
-    assert compared["ttft_mean_ms"] == {
-        "best_split": 0.75,
-        "best_by_rule": 0.9,
-        "worst_reasonable_by_rule": 3.0,
+    found = {
+        name: {"ttft_mean_ms_by_seed": by_seed, "ttft_p99_ms_by_seed": [1.0, 1.0]}
+        for name, by_seed in values.items()
     }
-    assert compared["ttft_p99_ms"]["best_by_rule"] == pytest.approx(1.8)
+    compared = compared_splits(found)["ttft_mean_ms"]
+    assert compared["best_split"] == "0.67"
+    best, worst = compared["best_by_rule"], compared["worst_reasonable_by_rule"]
+    assert best["mean"] == pytest.approx(0.5**0.5)
+    assert (best["least"], best["most"]) == (pytest.approx(0.5), pytest.approx(1))
+    # Student's t with one degree of freedom is 12.7062 at 97.5 %.
+    half = 12.7062 * 0.5 * math.log(2)
+    assert best["high"] == pytest.approx(0.5**0.5 * math.exp(half), rel=1e-4)
+    assert best["low"] == pytest.approx(0.5**0.5 * math.exp(-half), rel=1e-4)
+    assert worst["low"] == pytest.approx(worst["high"]) == pytest.approx(3.0)
 
 
 def test_splits() -> None:
     setting, rate = mixed_settings()["h200, 0.5/s"]
-    found = by_split(setting, rate, LENGTHS, 8, seeds=(0,))
+    found = by_split(setting, rate, LENGTHS, 8, seeds=(0, 1))
     assert set(found) >= {"one rule", "0.5", "compared"}
     assert found["one rule"]["not_served"] == 0
+    assert len(found["0.5"]["ttft_p99_ms_by_seed"]) == 2
 
 
 def test_the_readme_has_the_tables_and_the_plot_can_be_drawn(tmp_path: Path) -> None:
     folder = Path(__file__).parents[2] / "benchmarks" / "tangram"
-    content = json.loads((folder / "models.json").read_text())
+    models, splits = (
+        json.loads((folder / f"{name}.json").read_text()) for name in ("models", "splits")
+    )
     readme = (folder / "README.md").read_text()
     for table in all_tables():
         assert table in readme
-    draw(content, tmp_path / "plot.png")
+    draw(models, splits["splits"], tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000

@@ -322,10 +322,13 @@ class SchedulerWorld:
         earliest = min(self.live, key=lambda t: t.group.arrival, default=None)
         was_running = earliest is not None and earliest.group in earliest.lane.running
         num_running = sum(len(lane.running) for lane in self.scheduler.lanes.values())
+        num_preemptions = self.scheduler.num_preemptions
         plan = self.scheduler.plan()
         outputs = self.scheduler.take_failed()
         assert all(output.finish_reason == "error" for output in outputs)
         assert self.faulty or not outputs
+        if plan is None and self.scheduler.has_work and not (self.in_flight or self.faulty):
+            assert self.scheduler.num_preemptions > num_preemptions, "requests are not planned"
         if earliest is not None and was_running and not outputs:
             # But a request that runs alone with scattered blocks begins again.
             stays = earliest.group in earliest.lane.running

@@ -42,3 +42,4 @@ def test_kv_is_moved_only_where_the_host_has_memory(
             swapped = preemption.swap_out(cache, [1], [NUM_TOKENS], lambda start, count: 1e9)
             assert (swapped is not None) == is_moved
             assert preemption.moved_bytes == is_moved * NUM_TOKENS * layout.token_bytes
+            assert (preemption.copy_s(1 << 20) > 0) == (num_bytes == 1 << 20)

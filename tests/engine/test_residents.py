@@ -14,7 +14,7 @@ from tests.engine.test_loading import make_short
 
 from aquifer.engine.policies import Policies
 from aquifer.engine.policies.relief import Holder, ReliefSnapshot, fewest_running
-from aquifer.engine.policies.residents import ResidentsSnapshot, longest_resident
+from aquifer.engine.policies.residents import Resident, ResidentsSnapshot, longest_resident
 from aquifer.engine.reports import ModelState
 from aquifer.memory.owners import Kind, Owner
 
@@ -132,10 +132,19 @@ def test_all_that_fit_are_loaded_at_the_start(
 
 
 def test_the_longest_resident_gives_way_after_a_least_time():
-    assert longest_resident(ResidentsSnapshot(0.01, [0.3, 0.49])) is None
-    assert longest_resident(ResidentsSnapshot(0.01, [0.3, 0.5])) == 1
-    assert longest_resident(ResidentsSnapshot(2.0, [7.9, 3.0])) is None
-    assert longest_resident(ResidentsSnapshot(2.0, [8.0, 9.0])) == 1
+    def chosen(load_s: float, *residents: tuple[float, float]) -> int | None:
+        return longest_resident(
+            ResidentsSnapshot(load_s, [Resident(*resident) for resident in residents])
+        )
+
+    assert chosen(0.01, (0.3, 0.0), (0.49, 0.0)) is None
+    assert chosen(0.01, (0.3, 0.0), (0.5, 0.0)) == 1
+    assert chosen(2.0, (7.9, 0.0), (3.0, 0.0)) is None
+    assert chosen(2.0, (8.0, 0.0), (9.0, 0.0)) == 1
+    # Copies of its KV count too.
+    assert chosen(1.0, (5.9, 0.5)) is None
+    assert chosen(1.0, (6.0, 0.5)) == 0
+    assert chosen(1.0, (6.0, 0.5), (9.0, 2.0)) == 0
 
 
 def test_the_one_with_the_fewest_requests_for_its_bytes_relieves_others():

@@ -114,6 +114,31 @@ def test_others_run_while_a_model_is_loaded() -> None:
     assert loaded.first_token_s == pytest.approx(0.22 + load_s, abs=3 * _first_step_s(10))
 
 
+def test_models_that_do_not_fit_together_take_turns_after_the_last_arrival() -> None:
+    """Two gave way since it: the one that did so first is loaded first."""
+    slow = replace(DEVICE, overhead_s=0.02)
+    requests = [TraceRequest(0.01 * i, 4, 200, name) for i, name in enumerate("ab")]
+    result = replay(_config(WEIGHT_PAGES + 40, device=slow), requests)
+    loaded = [load.model for load in result.loads]
+    assert loaded == list("ab" * len(loaded))[: len(loaded)]
+    assert len(loaded) >= 4
+    assert all(record.finished_s is not None for record in result.records)
+
+
+def test_turns_are_longer_where_much_kv_is_copied() -> None:
+    """They cost copies too, so there are fewer of them although all of it takes longer."""
+
+    def loads_with(link_bandwidth: float) -> int:
+        slow = replace(DEVICE, overhead_s=0.02, link_bandwidth=link_bandwidth)
+        requests = [TraceRequest(0.01 * i, 4, 200, name) for i, name in enumerate("ab")]
+        config = _config(
+            WEIGHT_PAGES + 40, device=slow, preemption_mode="swap", swap_space_bytes=1 << 20
+        )
+        return len(replay(config, requests).loads)
+
+    assert loads_with(1e5) < loads_with(1e9) / 2
+
+
 def test_only_what_is_missing_is_loaded_again() -> None:
     """A pool that is a few pages too small for two models."""
     num_pages = 2 * WEIGHT_PAGES - 3

@@ -139,6 +139,25 @@ def test_preempted_requests_come_to_their_end(mode):
     _check(result)
 
 
+@pytest.mark.parametrize("next_s", [None, 60.0])
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_a_preempted_request_that_is_alone_goes_on_at_once(mode, next_s):
+    """It waits for no arrival, and comes to its end if there is none."""
+    requests = [TraceRequest(0.0, 5, 100), TraceRequest(0.0, 5, 150)]
+    if next_s is not None:
+        requests.append(TraceRequest(next_s, 5, 1))
+    config = config_of("paged", 20, preemption_mode=mode, swap_space_bytes=1 << 20)
+    result = replay(config, requests)
+    assert result.num_preemptions > 0
+    first, second, *_ = result.records
+    assert first.finished_s is not None
+    assert second.finished_s is not None
+    # It had some of its tokens before, and computes no more than its KV again.
+    longest_s = STEPS.seconds(StepWork(155, 1, 0, 155, 155 * 78))
+    most_s = 3 * longest_s + 150 * STEPS.seconds(StepWork(1, 1, 155))
+    assert second.finished_s - first.finished_s <= most_s
+
+
 @pytest.mark.parametrize("options", [{"num_samples": 3}, {"beam_width": 3}])
 @pytest.mark.parametrize("manager", ["virtual", "paged", "bucketed", "orca-oracle"])
 def test_several_sequences_of_a_request(manager, options):

@@ -139,6 +139,10 @@ class Assembly:
         self._tells_caches = "cache" in prediction_uses
         self._shares_lengths = False
 
+    def copy_s(self, num_bytes: int) -> float:
+        """Seconds to copy so many bytes of KV to the host or back; 0 if none is ever copied."""
+        return 0.0 if self.preemption is None else self.preemption.copy_s(num_bytes)
+
     def open_lane(self, spec: LaneSpec) -> Lane:
         """Begin to schedule a model.
 

@@ -1,4 +1,4 @@
-"""Pages that a request of a model takes: at most, at first, and how long it may be."""
+"""Pages that a request of a model takes, at most and at first; KV of all of its requests."""
 
 from __future__ import annotations
 
@@ -36,3 +36,18 @@ def first_pages(lane: Lane) -> int:
         return 0
     group = min(lane.waiting, key=lambda group: group.arrival)
     return lane.cache.footprint.pages(len(group.live[0].token_ids) + 1)
+
+
+def running_bytes(lane: Lane) -> int:
+    """Bytes of the pages under running sequences; shared ones count for each."""
+    return lane.cache.footprint.paged_bytes(lane.slots.num_computed[lane.slots.in_order])
+
+
+def swapped_bytes(lane: Lane) -> int:
+    """Bytes of KV that waiting requests have on the host."""
+    return sum(
+        sequence.swapped.num_bytes
+        for group in lane.waiting
+        for sequence in group.sequences
+        if sequence.swapped is not None
+    )

@@ -134,6 +134,16 @@ class ModelLife(ABC):
         return min(arrivals if self.asked is None else [self.asked, *arrivals])
 
     @property
+    def place_in_turn(self) -> tuple[int, bool, float]:
+        """Orders models that are to be loaded: by first request, and after they gave way by that.
+
+        One that gave way comes after all requests that had arrived by then and before later ones;
+        of several that did so since the latest arrival, the one that was loaded first.
+        """
+        first = self.first_arrival
+        return max(first, self.turn), first >= self.turn, self.ready_s
+
+    @property
     def left_s(self) -> float | None:
         """Time until it is unloaded because nothing has used it; None for never."""
         has_weights = self.state in (ModelState.RESIDENT, ModelState.PARTIAL)

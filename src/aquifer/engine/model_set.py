@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 from aquifer.engine.assembly import Assembly
-from aquifer.engine.lane_pages import first_pages, most_pages_of
+from aquifer.engine.lane_pages import first_pages, most_pages_of, running_bytes, swapped_bytes
 from aquifer.engine.model_life import ModelLife
 from aquifer.engine.policies.relief import Holder, ReliefSnapshot
-from aquifer.engine.policies.residents import ResidentsSnapshot
+from aquifer.engine.policies.residents import Resident, ResidentsSnapshot
 from aquifer.engine.reporting import kv_capacity
 from aquifer.engine.reports import KVCapacity, LoadProgress, ModelState
 from aquifer.engine.sequence import SequenceGroup
@@ -206,7 +206,7 @@ class ModelSet(Generic[HostT]):
         # Which weights they share is to be known before they get pages.
         if wanted and not self._reuse.compare(self._threads, self._pause_s):
             return
-        wanted.sort(key=lambda host: max(host.first_arrival, host.turn))
+        wanted.sort(key=lambda host: host.place_in_turn)
         for host in wanted:
             others = [other for other in self if other.lane.is_resident and other.lane.has_work]
             try:
@@ -294,10 +294,11 @@ class ModelSet(Generic[HostT]):
         )
         return 0.0 if can_run else _PAUSE_S
 
-    def _residents(self, host: HostT, others: Iterable[HostT]) -> ResidentsSnapshot:
-        now_s = self._assembly.clock_s()
+    def _residents(self, host: HostT, others: Sequence[HostT]) -> ResidentsSnapshot:
+        now_s, copy_s = self._assembly.clock_s(), self._assembly.copy_s
         return ResidentsSnapshot(
-            host.weights.missing_s, [now_s - other.ready_s for other in others]
+            host.weights.missing_s + copy_s(swapped_bytes(host.lane)),
+            [Resident(now_s - each.ready_s, copy_s(running_bytes(each.lane))) for each in others],
         )
 
     def _leaves_room(self, host: HostT, others: Sequence[HostT]) -> bool:

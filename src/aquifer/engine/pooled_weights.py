@@ -150,6 +150,8 @@ class PooledWeights(ABC):
     @property
     def own_victim_bytes(self) -> int:
         """Bytes of the pool that the model needs and that count as evictable now."""
+        if not self.member.keys:  # no other model can have any of them
+            return self.resident_bytes if self.is_idle else 0
         needed_bytes = 0
         for group in self._store.groups:
             holders = self._reuse.holders_of_like(self.member, group)

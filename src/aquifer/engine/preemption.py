@@ -25,6 +25,12 @@ class Preemption:
         self._space = space
         self._mode = mode
 
+    def copy_s(self, num_bytes: int) -> float:
+        """Seconds to copy so many bytes of KV to the host or back; 0 if none is ever copied."""
+        if self._mode == "recompute" or not self._space.num_bytes:
+            return 0.0
+        return num_bytes / self._space.bytes_per_s
+
     def swap_out(
         self,
         cache: SequenceCache,

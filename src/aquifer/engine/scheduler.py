@@ -181,7 +181,8 @@ class Scheduler:
         """Plan the next step of the next model that has one; to be run, and committed or dropped.
 
         None if nothing can run, for example because the pool is short and the steps in flight have
-        to be committed first.
+        to be committed first. Without steps in flight it may be None only after a preemption; then
+        another call has a plan.
         """
         lanes = [lane for lane in self.lanes.values() if lane.is_resident]
         states = [
@@ -219,6 +220,7 @@ class Scheduler:
         if grown is None:
             return None
         slots, counts = grown
+        num_running = len(lane.running)
         if lane.waiting and self.num_preemptions == num_preemptions:
             num_tokens = int(counts.sum())
             enough = None if self._has_in_flight() else self.budget.idle_tokens
@@ -233,6 +235,8 @@ class Scheduler:
                 slots = np.concatenate((slots, admitted_slots))
                 counts = np.concatenate((counts, admitted_counts))
         if not len(slots):
+            if len(lane.running) > num_running:  # all were copied back from the host
+                return self._plan_for(lane, clients)
             return None
         lane.cache.upload()
         journal = lane.take_journal()

@@ -188,8 +188,8 @@ class DeviceReplay:
             for output in scheduler.take_failed():
                 self._end(output)
             if plan is None:
-                if has_changed:
-                    continue  # a model has given way, or is there: ask again
+                if has_changed or scheduler.num_preemptions > num_preemptions:
+                    continue  # a model or a request has given way, or a model is there: ask again
                 next_s = self._next_s()
                 clock.now_s = clock.now_s if next_s is None else min(next_s, until_s)
                 if next_s is None:

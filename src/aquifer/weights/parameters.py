@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -194,21 +194,21 @@ def placed_bytes(models: Iterable[Sequence[Parameter]], page_bytes: int) -> list
     return [Placement.plan(parameters, page_bytes).num_bytes for parameters in models]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ParameterGroup:
     """Parameters that become resident and are evicted together, and their pages.
 
-    Both ranges are indices of ordinary pages of the placement.
+    Both ranges are indices of ordinary pages of the placement. Each group is of one store, and
+    equal to itself alone: groups are looked up far too often to compare names.
     """
 
     names: tuple[str, ...]
     large: range  # taken as large pages; a whole number of these
     ordinary: range
+    num_pages: int = field(init=False)  # its size in ordinary pages
 
-    @property
-    def num_pages(self) -> int:
-        """Size of the group in ordinary pages."""
-        return len(self.large) + len(self.ordinary)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_pages", len(self.large) + len(self.ordinary))
 
 
 def check_sources(checkpoint: Checkpoint, parameters: Iterable[Parameter]) -> None:

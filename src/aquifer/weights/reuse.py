@@ -209,6 +209,8 @@ class ReuseStore:
 
     def missing(self, member: Member) -> tuple[ParameterGroup, ...]:
         """Groups of a model that `populate` takes pages for: nobody has them on the device."""
+        if not member.keys:  # no other model can have any of them
+            return member.store.missing
         return tuple(g for g in member.store.missing if not self._found(member, g))
 
     def populate(

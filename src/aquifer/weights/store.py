@@ -7,6 +7,7 @@ Addresses stay for as long as the model is registered, while pages come and go, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -132,6 +133,7 @@ class WeightStore:
         self.record: Callable[[WeightOp], None] | None = None
         self._resident: set[ParameterGroup] = set()
         self._num_resident_pages = 0  # of these
+        self._missing: tuple[ParameterGroup, ...] | None = None  # the others, once asked for
         self._sizes_bytes = {p.name: p.num_bytes for p in self.parameters}
 
     @cached_property
@@ -143,9 +145,9 @@ class WeightStore:
         }
 
     @property
-    def resident(self) -> frozenset[ParameterGroup]:
-        """Groups that have pages."""
-        return frozenset(self._resident)
+    def resident(self) -> AbstractSet[ParameterGroup]:
+        """Groups that have pages; it changes as they get and lose them."""
+        return self._resident
 
     @property
     def is_resident(self) -> bool:
@@ -160,7 +162,9 @@ class WeightStore:
     @property
     def missing(self) -> tuple[ParameterGroup, ...]:
         """Groups without pages, in the order in which a step uses them."""
-        return tuple(group for group in self.by_use if group not in self._resident)
+        if self._missing is None:
+            self._missing = tuple(group for group in self.by_use if group not in self._resident)
+        return self._missing
 
     @property
     def missing_pages(self) -> int:
@@ -217,6 +221,7 @@ class WeightStore:
         for group in new:  # a page that was still here may have been another store's by the end
             self.own(group)
         self.version += 1
+        self._missing = None
         self._resident.update(missing)
         self._num_resident_pages += sum(group.num_pages for group in missing)
         if self.record is not None and missing:
@@ -274,6 +279,7 @@ class WeightStore:
         The contents are lost, and the tensors must not be used before `populate`.
         """
         self.version += 1
+        self._missing = None
         evicted: list[int] = []
         for group in self.groups if groups is None else groups:
             if group in self._resident:

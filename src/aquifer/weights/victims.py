@@ -39,6 +39,15 @@ class Offer(NamedTuple):
     group: ParameterGroup
 
 
+class _Key(NamedTuple):
+    """What the offers of a model were made for."""
+
+    now_s: float
+    version: int  # of its store
+    probability: float
+    sensitivity: float
+
+
 class IdleWeights:
     """The weights of one model: a source of victims while the model is idle.
 
@@ -61,7 +70,7 @@ class IdleWeights:
         self._byte_s = byte_s
         self._losses = losses
         # The last offers, and what they were made for: one eviction asks for them several times.
-        self._offered_for: tuple[float, int, float, float] | None = None
+        self._offered_for: _Key | None = None
         self._offered: list[Offer] = []
         # Bytes that may go beside shared groups, and what they were counted for.
         self._counted: tuple[int, tuple[bool, ...], int] = (-1, (), 0)
@@ -102,7 +111,8 @@ class IdleWeights:
         """
         evicted: list[ParameterGroup] = []
         evicted_bytes, regret_s = 0, 0.0
-        for offer in self._offers(now_s):
+        offers = self._offers(now_s)
+        for offer in offers:
             if evicted_bytes >= num_bytes or (evicted and offer.regret > limit):
                 break
             evicted.append(offer.group)
@@ -113,6 +123,8 @@ class IdleWeights:
             self._losses.evicted(evicted, evicted_bytes, regret_s)
         for loser in self._reuse.evict_from_all(self._member, evicted):
             loser.use.on_evict()
+        if self._member.use.is_idle:  # the others stay as they are
+            self._offered_for, self._offered = self._key(now_s), offers[len(evicted) :]
         return evicted_bytes
 
     def _groups(self) -> list[ParameterGroup]:
@@ -137,28 +149,30 @@ class IdleWeights:
         """The groups that may go, in order of regret."""
         if not self._member.use.is_idle:
             return []
-        own = self._member.use.probability(now_s), self._member.use.sensitivity
-        made_for = (now_s, self._member.store.version, *own)
-        if self._offered_for == made_for and not self._reuse.has_shared:
+        key = self._key(now_s)
+        if self._offered_for == key and not self._reuse.has_shared:
             return self._offered
-        groups = self._groups()
+        own = expected_uses(key.probability), key.sensitivity
         offers: list[Offer] = []
-        for group in groups:
-            probability, sensitivity = self._shared(group, now_s) or own
+        for group in self._groups():
+            uses, weight = self._shared(group, now_s) or own
             # By the byte, so that groups of any size are equal where nothing else differs.
-            uses = expected_uses(probability)
-            regret = regret_per_byte(uses, self._byte_s(group), 1, sensitivity)
-            offers.append(Offer(regret, group))
+            offers.append(Offer(regret_per_byte(uses, self._byte_s(group), 1, weight), group))
         offers.sort(key=lambda offer: offer.regret)  # stable
-        self._offered_for, self._offered = made_for, offers
+        self._offered_for, self._offered = key, offers
         return offers
 
+    def _key(self, now_s: float) -> _Key:
+        """What offers depend on, unless groups are shared."""
+        use = self._member.use
+        return _Key(now_s, self._member.store.version, use.probability(now_s), use.sensitivity)
+
     def _shared(self, group: ParameterGroup, now_s: float) -> tuple[float, float] | None:
-        """Probability that a shared group is needed again, and its weight; None if it is not."""
+        """Uses expected of a shared group, and its weight; None if it is not shared."""
         if not self._reuse.has_shared:
             return None
         uses = [holder.use for holder in self._reuse.holders(self._member, group)]
         if len(uses) == 1:
             return None
         none_needed = math.prod(1 - use.probability(now_s) for use in uses)
-        return 1 - none_needed, max(use.sensitivity for use in uses)
+        return expected_uses(1 - none_needed), max(use.sensitivity for use in uses)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 _LEAST_RUN_S = 0.5
 _RUN_BY_LOAD = 4.0
-"""A model runs for at least this many times as long as it takes to load the one that waits: so at
-most a fifth of the time is lost by models that take turns."""
+"""A model runs for at least this many times as long as it takes to load the one that waits, with
+all copies of KV: so at most a fifth of the time is lost by models that take turns."""
 
 
 def least_run_s(load_s: float) -> float:
