@@ -94,8 +94,8 @@ class WebSide(Protocol):
             ConfigError: its tokenizer or template cannot be used; nothing has changed.
         """
 
-    def remove(self, name: str) -> None:
-        """Answer no more requests for a model."""
+    async def remove(self, name: str) -> None:
+        """Answer no more requests for a model; return once that is so."""
 
     def deliver(self, outputs: Outputs) -> None:
         """Deliver outputs of the engine to the requests that they are of."""

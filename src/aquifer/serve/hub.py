@@ -208,7 +208,7 @@ class Hub:
             await self._fleet.removed(name)
             await self._engines.remove_model(name)
             self._names.remove(name)
-            self._web.remove(name)
+            await self._web.remove(name)
             self._prefixes.forget(name)
             self._metrics.remove(name)
             if self._stats_log is not None:

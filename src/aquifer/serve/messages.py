@@ -324,7 +324,7 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class AddModel:
-    """Answer requests for one more model; answered by an `Added`, in the order of these."""
+    """Answer requests for one more model; answered by a `ModelsChanged`, in order."""
 
     spec: ModelSpec
     info: ModelInfo
@@ -332,7 +332,7 @@ class AddModel:
 
 @dataclass(frozen=True, slots=True)
 class RemoveModel:
-    """Answer no more requests for a model."""
+    """Answer no more requests for a model; answered likewise."""
 
     name: str
 
@@ -385,8 +385,9 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
-class Added:
-    """The answer to `AddModel`: None, or why the model's text side cannot be used."""
+class ModelsChanged:
+    """The answer to `AddModel` and `RemoveModel`: None, or why the model's text side cannot be
+    used."""
 
     error: AquiferError | None = None
 
@@ -398,4 +399,4 @@ class RequestMetricFamilies:
     families: list[Any]  # prometheus_client.Metric
 
 
-FromWeb = Add | Abort | Question | Prepared | Opened | Added | RequestMetricFamilies
+FromWeb = Add | Abort | Question | Prepared | Opened | ModelsChanged | RequestMetricFamilies

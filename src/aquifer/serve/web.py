@@ -112,7 +112,7 @@ class Web:
         self._engine = replace(self._engine, models=(*self._engine.models, spec))
         self._service.add(ServedModel(text, info), aliases_of(self._engine.models))
 
-    def remove(self, name: str) -> None:
+    async def remove(self, name: str) -> None:
         """Answer no more requests for a model."""
         assert self._service is not None
         left = tuple(spec for spec in self._engine.models if spec.name != name)

@@ -20,11 +20,11 @@ from aquifer.serve.logs import configure_logging
 from aquifer.serve.messages import (
     Abort,
     Add,
-    Added,
     AddModel,
     Answer,
     Availability,
     GetRequestMetrics,
+    ModelsChanged,
     ModelVerb,
     Open,
     Opened,
@@ -227,15 +227,15 @@ class _WebProcess:
         await before
         if self._stopping.is_set():
             return
-        if isinstance(message, RemoveModel):
-            web.remove(message.name)
-            return
         try:
-            await web.add(message.spec, message.info)
+            if isinstance(message, RemoveModel):
+                await web.remove(message.name)
+            else:
+                await web.add(message.spec, message.info)
         except AquiferError as error:
-            self._pipe.send(Added(error))
+            self._pipe.send(ModelsChanged(error))
         else:
-            self._pipe.send(Added())
+            self._pipe.send(ModelsChanged())
 
     async def _report(self, web: WebSide) -> None:
         for families in await web.request_metrics() or [[]]:

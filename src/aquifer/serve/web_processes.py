@@ -24,12 +24,12 @@ from aquifer.serve.messages import (
     Abort,
     AbortAll,
     Add,
-    Added,
     AddModel,
     Answer,
     Availability,
     FromWeb,
     GetRequestMetrics,
+    ModelsChanged,
     Open,
     Opened,
     Outputs,
@@ -123,18 +123,19 @@ class WebProcesses:
         self._models = {**self._models, spec.name: info}
         running = [*self._running.values()]
         try:
-            await asyncio.gather(*(process.add(AddModel(spec, info)) for process in running))
+            await asyncio.gather(*(process.change(AddModel(spec, info)) for process in running))
         except AquiferError:
-            self.remove(spec.name)
+            await self.remove(spec.name)
             raise
 
-    def remove(self, name: str) -> None:
-        """Answer no more requests for a model."""
+    async def remove(self, name: str) -> None:
+        """Answer no more requests for a model; return once no process does."""
         assert self._models is not None
         left = tuple(spec for spec in self._engine.models if spec.name != name)
         self._engine = replace(self._engine, models=left)
         self._models = {each: info for each, info in self._models.items() if each != name}
-        self._tell(RemoveModel(name))
+        running = [*self._running.values()]
+        await asyncio.gather(*(process.change(RemoveModel(name)) for process in running))
 
     def deliver(self, outputs: Outputs) -> None:
         """Deliver outputs of the engine, to each process those of its own requests."""
@@ -200,8 +201,8 @@ class WebProcesses:
             case Opened():
                 self._num_failures = 0
                 process.opened.set_result(None)
-            case Added(error):
-                process.has_added(error)
+            case ModelsChanged(error):
+                process.has_changed(error)
             case RequestMetricFamilies(families):
                 process.has_measured(families)
             case None:
@@ -268,7 +269,7 @@ class _Process:
         self.opened: asyncio.Future[None] = loop.create_future()
         self.families: list[Metric] = []
         self._measuring = Waiters()
-        self._adding = Waiters()
+        self._changing = Waiters()
         context = multiprocessing.get_context("spawn")
         ours, self._theirs = context.Pipe()
         self._pipe = Pipe(ours, f"aquifer-web-{serial}")
@@ -310,19 +311,19 @@ class _Process:
             self._process.join()
         self._pipe.close()
 
-    async def add(self, message: AddModel) -> None:
-        """Have it answer requests for one more model; return once it does, or is gone.
+    async def change(self, message: AddModel | RemoveModel) -> None:
+        """Have it answer requests for one more model, or one less; return once it does, or is gone.
 
         Raises:
             ConfigError: the model's tokenizer or template cannot be used.
         """
-        added = self._adding.add()
+        changed = self._changing.add()
         self.send(message)
-        await added
+        await changed
 
-    def has_added(self, error: AquiferError | None) -> None:
-        """Take the answer to `add`."""
-        self._adding.answer(error)
+    def has_changed(self, error: AquiferError | None) -> None:
+        """Take the answer to `change`."""
+        self._changing.answer(error)
 
     async def measure(self) -> list[Metric]:
         """Return what it has measured; if it does not answer in time, what it said before."""
@@ -351,5 +352,5 @@ class _Process:
             if not future.done():
                 future.set_exception(error)
                 future.exception()  # it may be that nothing waits for it
-        for waiters in (self._measuring, self._adding):
+        for waiters in (self._measuring, self._changing):
             waiters.answer_all(None)
