@@ -48,7 +48,7 @@ BOUND_S = 1.0
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 
 ONE_POOL = "one pool"
-"""A device as large and as fast as all workers together: the bound of all placements."""
+"""A device as large and as fast as all workers together, to compare placements with."""
 
 _MODELS_OF_WORKER = 5  # 83 GB by size classes, twice the pool of an L40
 _STEP = 1.44
