@@ -326,7 +326,8 @@ def draw(rates: Mapping[str, Any], file: Path) -> None:
     figure, axis = plt.subplots(figsize=(7, 4.5))
     for name, row in rates.items():
         counts = [int(count) for count in row]
-        means = [float(np.mean(of["rates"])) for of in row.values()]
+        # Where no rate holds there is no point.
+        means = [float(np.mean(of["rates"])) or np.nan for of in row.values()]
         style = "k--" if name == ONE_POOL else "o-"
         (line,) = axis.plot(counts, means, style, label=name)
         for count, of in zip(counts, row.values(), strict=True):
