@@ -85,7 +85,7 @@ bench-tangram: $(VENV)/installed-test
 bench-tangram-replay: $(VENV)/installed-test
 	$(BIN)/python benchmarks/tangram/models.py --data $(DATA) --output benchmarks/tangram
 
-# Clusters of 1 to 64 workers, replayed, in about forty minutes; PARTS=rates,failure,mixed,large for some of
+# Clusters of 1 to 64 workers, replayed, in about an hour; PARTS=rates,failure,mixed,large for some of
 # it. DATA is the folder of the lengths.
 bench-cluster: $(VENV)/installed-test
 	$(BIN)/python benchmarks/cluster/run.py --data $(DATA) --output benchmarks/cluster $(if $(PARTS),--parts $(PARTS))

@@ -31,7 +31,7 @@ def rates_table(found: dict[str, Any]) -> str:
     rows = []
     for name, row in found.items():
         cells = [
-            ", ".join(f"{rate:.2g}" for rate in row[str(count)]["rates"])
+            ", ".join(f"{rate:.2g}" if rate else "none" for rate in row[str(count)]["rates"])
             if str(count) in row
             else ""
             for count in COUNTS
