@@ -73,7 +73,8 @@ _MIXED_FACTOR = 3
 _COMPARED = ("ttft_mean_ms", "ttft_p99_ms")
 
 _SEEDS = (0, 1, 2, 3)
-"""Of mixed traces. The p99 of one is its fourth or fifth worst request, and says little."""
+"""Seeds of the mixed traces. The p99 of one trace is its fourth or fifth worst request, and says
+little."""
 
 
 def modes(bytes_per_s: float) -> dict[str, LoadingConfig]:

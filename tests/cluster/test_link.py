@@ -42,7 +42,7 @@ HOST = "127.0.0.1"
 
 @pytest.fixture
 def address() -> Iterator[tcp.Address]:
-    """Of an agent that starts engines without a model."""
+    """Address of an agent that starts engines without a model."""
     agent = Agent(AgentOptions(HOST, TOKEN, "cpu"), open_fake)
     yield tcp.Address(HOST, agent.start())
     agent.close()

@@ -17,6 +17,7 @@ from aquifer.cache.base import (
     StateLayout,
 )
 from aquifer.cache.state_view import StateView, WithoutState
+from aquifer.kernels.linear import Matrix
 from aquifer.kernels.prefill_attention import PrefillSpans
 
 
@@ -89,14 +90,9 @@ class _DenseView:
         return None
 
     def attend_linear(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        how: AttentionOptions,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        self, layer: int, query: torch.Tensor, how: AttentionOptions, matrix: Matrix
     ) -> torch.Tensor:
-        return F.linear(self.attend(layer, query, how).flatten(1), weight, bias)
+        return F.linear(self.attend(layer, query, how).flatten(1), matrix.weight, matrix.bias)
 
     def attend(self, layer: int, query: torch.Tensor, how: AttentionOptions) -> torch.Tensor:
         keys, values = self._layers[layer]

@@ -30,6 +30,7 @@ from aquifer.cache.base import (
 from aquifer.errors import ConfigError, UnsupportedModelError
 from aquifer.fields import Fields
 from aquifer.kernels import _triton
+from aquifer.kernels.linear import Matrix
 from aquifer.models import plan_model
 from aquifer.models.base import ModelInput
 from aquifer.models.decoder import Decoder
@@ -359,14 +360,9 @@ class Cuts:
         return result
 
     def attend_linear(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        how: AttentionOptions,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        self, layer: int, query: torch.Tensor, how: AttentionOptions, matrix: Matrix
     ) -> torch.Tensor:
-        result = F.linear(self.attend(layer, query, how).flatten(1), weight, bias)
+        result = F.linear(self.attend(layer, query, how).flatten(1), matrix.weight, matrix.bias)
         self._products.taken()  # large steps launch it between the pieces
         return result
 

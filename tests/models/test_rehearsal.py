@@ -15,6 +15,7 @@ from aquifer.cache.base import AttentionOptions, Recurrence
 from aquifer.cache.layout import KVLayout
 from aquifer.kernels import KERNEL_ALIGNMENT_BYTES
 from aquifer.kernels.experts import experts
+from aquifer.kernels.linear import Matrix
 from aquifer.kernels.prefill_attention import PrefillSpans
 from aquifer.models import Model, ModelInput, decoder, plan_model
 from aquifer.weights.checkpoint import Checkpoint
@@ -52,14 +53,9 @@ class Visited:
         return None
 
     def attend_linear(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        how: AttentionOptions,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        self, layer: int, query: torch.Tensor, how: AttentionOptions, matrix: Matrix
     ) -> torch.Tensor:
-        return F.linear(self.attend(layer, query, how).flatten(1), weight, bias)
+        return F.linear(self.attend(layer, query, how).flatten(1), matrix.weight, matrix.bias)
 
     def attend(self, layer: int, query: torch.Tensor, how: AttentionOptions) -> torch.Tensor:
         self.layers.append(layer)

@@ -8,6 +8,7 @@ import torch
 
 from aquifer.cache.state_view import Recurrence, StateView, WithoutState
 from aquifer.cache.view import AttentionOptions, StepView
+from aquifer.kernels.linear import Matrix
 from aquifer.kernels.prefill_attention import PrefillSpans
 
 
@@ -57,16 +58,11 @@ class GroupedView:
         return self._views[part].attend(index, query, how)
 
     def attend_linear(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        how: AttentionOptions,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        self, layer: int, query: torch.Tensor, how: AttentionOptions, matrix: Matrix
     ) -> torch.Tensor:
         """See `KVView.attend_linear`."""
         part, index = self._places[layer]
-        return self._views[part].attend_linear(index, query, how, weight, bias)
+        return self._views[part].attend_linear(index, query, how, matrix)
 
     def attend_into(
         self,

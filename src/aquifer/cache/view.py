@@ -19,7 +19,7 @@ from aquifer.kernels.latent_attention import (
     latent_decode_attention,
     latent_prefill_attention,
 )
-from aquifer.kernels.linear import linear
+from aquifer.kernels.linear import Matrix, linear
 from aquifer.kernels.prefill_attention import PrefillSpans, prefill_attention
 
 
@@ -130,19 +130,13 @@ class KVView(Protocol):
         """
 
     def attend_linear(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        how: AttentionOptions,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        self, layer: int, query: torch.Tensor, how: AttentionOptions, matrix: Matrix
     ) -> torch.Tensor:
         """The product of a matrix and what `attend` gives, with the heads side by side.
 
         Args:
             layer: as in `attend`, likewise `query` and `how`.
-            weight: [out, heads * value_dim].
-            bias: [out] or None.
+            matrix: weight [out, heads * value_dim], and bias.
 
         Returns:
             [tokens, out].
@@ -292,15 +286,10 @@ class StepView(WithoutState):
         return out
 
     def attend_linear(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        how: AttentionOptions,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        self, layer: int, query: torch.Tensor, how: AttentionOptions, matrix: Matrix
     ) -> torch.Tensor:
         """See `KVView.attend_linear`."""
-        return linear(self.attend(layer, query, how).flatten(1), weight, bias)
+        return linear(self.attend(layer, query, how).flatten(1), matrix.weight, matrix.bias)
 
     def attend_into(
         self,

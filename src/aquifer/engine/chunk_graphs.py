@@ -28,7 +28,7 @@ from aquifer.cache.state_view import Recurrence
 from aquifer.cache.view import AttentionOptions, KVView, LaunchView
 from aquifer.engine.graphs import StepBuffers, lasting
 from aquifer.kernels.capture import GraphPool
-from aquifer.kernels.linear import linear, linear_into
+from aquifer.kernels.linear import Matrix, linear, linear_into
 from aquifer.kernels.prefill_attention import PrefillSpans
 from aquifer.models import Wanted
 
@@ -71,13 +71,12 @@ def chunk_sizes(max_tokens: int) -> list[int]:
 class _Product:
     """The product of a matrix and the result of attention."""
 
-    weight: torch.Tensor  # [out, heads * value_dim]
-    bias: torch.Tensor | None  # [out]
+    matrix: Matrix  # its weight is [out, heads * value_dim]
     out: torch.Tensor  # [size, out]
 
     def launch(self, attended: torch.Tensor) -> None:
         """Launch it for the result of attention, [size, heads, value_dim]."""
-        linear_into(attended.flatten(1), self.weight, self.bias, self.out)
+        linear_into(attended.flatten(1), self.matrix, self.out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,25 +320,18 @@ class _Uncut:
         return self._out_of("attention", query, (*query.shape[:2], value_dim))
 
     def attend_linear(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        how: AttentionOptions,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        self, layer: int, query: torch.Tensor, how: AttentionOptions, matrix: Matrix
     ) -> torch.Tensor:
         attended = self.attend(layer, query, how)
         if len(query) < _WITH_PRODUCT:
-            return linear(attended.flatten(1), weight, bias)
-        product = self._product(weight, bias, attended)
+            return linear(attended.flatten(1), matrix.weight, matrix.bias)
+        product = self._product(matrix, attended)
         product.launch(attended)
         return product.out
 
-    def _product(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, attended: torch.Tensor
-    ) -> _Product:
-        out = self._out_of("product", attended, (len(attended), len(weight)))
-        return _Product(weight, bias, out)
+    def _product(self, matrix: Matrix, attended: torch.Tensor) -> _Product:
+        out = self._out_of("product", attended, (len(attended), len(matrix.weight)))
+        return _Product(matrix, out)
 
     def recur(self, layer: int, inputs: torch.Tensor, recurrence: Recurrence) -> torch.Tensor:
         return self._out_of("recurrence", inputs, (len(inputs), recurrence.out_columns))
@@ -388,17 +380,12 @@ class _Cut(_Uncut):
         return out
 
     def attend_linear(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        how: AttentionOptions,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        self, layer: int, query: torch.Tensor, how: AttentionOptions, matrix: Matrix
     ) -> torch.Tensor:
         if len(query) < _WITH_PRODUCT:
-            return super().attend_linear(layer, query, how, weight, bias)
+            return super().attend_linear(layer, query, how, matrix)
         out = super().attend(layer, query, how)
-        product = self._product(weight, bias, out)
+        product = self._product(matrix, out)
         self._next(_Attention(layer, lasting(query), out, how, self._of_wanted, product))
         return product.out
 

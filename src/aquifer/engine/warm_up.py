@@ -19,7 +19,7 @@ from aquifer.engine.round_prompts import RoundPrompts
 from aquifer.engine.sampler import Sampler, SamplingMode
 from aquifer.kernels import compiled_together
 from aquifer.kernels.kv_write import kv_write
-from aquifer.kernels.linear import linear
+from aquifer.kernels.linear import Matrix, linear
 from aquifer.kernels.prefill_attention import MIN_SPLIT_KEYS, PrefillSpans
 from aquifer.memory.driver.base import Driver
 from aquifer.models import Model, ModelInput
@@ -96,14 +96,9 @@ class _NoCache:
         return query.new_zeros(*query.shape[:2], kv_shape[-1])
 
     def attend_linear(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        how: AttentionOptions,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
+        self, layer: int, query: torch.Tensor, how: AttentionOptions, matrix: Matrix
     ) -> torch.Tensor:
-        return linear(self.attend(layer, query, how).flatten(1), weight, bias)
+        return linear(self.attend(layer, query, how).flatten(1), matrix.weight, matrix.bias)
 
 
 class WarmUp:

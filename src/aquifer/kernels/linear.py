@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -126,21 +127,30 @@ def linear(
     return F.linear(x, weight, bias)
 
 
-def linear_into(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
-) -> None:
+class Matrix(Protocol):
+    """A weight and its bias."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[out, in]."""
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """[out] or None."""
+
+
+def linear_into(x: torch.Tensor, matrix: Matrix, out: torch.Tensor) -> None:
     """Compute x @ weight.T + bias by cuBLAS into a tensor that exists; for many tokens.
 
     Args:
         x: [tokens, in].
-        weight: [out, in].
-        bias: [out] or None.
+        matrix: weight and bias.
         out: [tokens, out], contiguous; overwritten.
     """
-    if bias is None:
-        torch.mm(x, weight.T, out=out)
+    if matrix.bias is None:
+        torch.mm(x, matrix.weight.T, out=out)
     else:
-        torch.addmm(bias, x, weight.T, out=out)
+        torch.addmm(matrix.bias, x, matrix.weight.T, out=out)
 
 
 def norm_linear(

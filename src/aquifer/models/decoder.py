@@ -310,10 +310,10 @@ class Decoder:
         if wanted is not None:
             query, kv = query[wanted.rows], wanted.kv
             gate = None if gate is None else gate[wanted.rows]
-        out = weights.out
         if gate is None:
-            return kv.attend_linear(weights.index, query, weights.how, out.weight, out.bias)
-        return out(sigmoid_mul(kv.attend(weights.index, query, weights.how).flatten(1), gate))
+            return kv.attend_linear(weights.index, query, weights.how, weights.out)
+        attended = kv.attend(weights.index, query, weights.how).flatten(1)
+        return weights.out(sigmoid_mul(attended, gate))
 
     def _norm_heads(
         self, of: Attention, qkv: torch.Tensor, q_norm: NormWeights, k_norm: NormWeights

@@ -104,7 +104,7 @@ class Forecaster(Protocol):
         """Learn how well an output was predicted that has ended with so many tokens."""
 
     def learn(self, ended: EndedOutput) -> None:
-        """Learn the length of an output, whoever forecast it."""
+        """Learn the length of an output, of this device or another."""
 
     def close(self) -> None:
         """Stop the thread, if there is one."""
