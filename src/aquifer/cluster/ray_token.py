@@ -28,6 +28,9 @@ def ray_environment(token_file: Path) -> dict[str, str]:
         "RAY_health_check_timeout_ms": "2000",
         "RAY_health_check_failure_threshold": "4",
         "RAY_enable_metrics_collection": "0",
+        # A node that is told to end does so at once: its workers were drained before, and where the
+        # server was killed none of its engine processes must stay.
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         # Ray would kill workers on a machine that is short of memory; models fill it on purpose.
         "RAY_memory_monitor_refresh_ms": "0",
     }
