@@ -20,7 +20,6 @@ import ray
 from ray.exceptions import RayError
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from ray.util.placement_group import (
-    PlacementGroup,
     get_placement_group,
     placement_group,
     remove_placement_group,
@@ -352,7 +351,7 @@ class Controller:
                     ray.get(actor.stop.remote(), timeout=6.0)
                 ray.kill(actor)
             with suppress(ValueError, RayError):
-                remove_placement_group(_group(name))
+                remove_placement_group(get_placement_group(name))
 
         await asyncio.to_thread(end)
 
@@ -384,10 +383,6 @@ class Controller:
 def _kind(settings: Settings) -> tuple[Any, ...]:
     """What workers with other values cannot be used for."""
     return settings.on_gpu, settings.num_devices, settings.host
-
-
-def _group(name: str) -> PlacementGroup:
-    return get_placement_group(name)
 
 
 def controller_actor() -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -120,7 +119,3 @@ def view_of(state: ClusterState, version: int) -> View:
             if worker.address is not None
         ),
     )
-
-
-Save = Callable[[str], None]
-"""Writes the state to where it outlives the controller."""

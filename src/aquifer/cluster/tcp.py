@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -59,15 +60,8 @@ def accept(accepted: socket.socket, token: str) -> Connection:
     Raises:
         RefusedError: it does not, or is too slow.
     """
-    connection = _prepared(accepted)
-    try:
-        deliver_challenge(connection, token.encode())
-        answer_challenge(connection, token.encode())
-    except (OSError, EOFError, AuthenticationError, ValueError, AssertionError) as error:
-        connection.close()
-        raise RefusedError(f"the token is not that of this cluster ({error!r})") from error
-    _wait_for_ever(connection)
-    return connection
+    steps = deliver_challenge, answer_challenge
+    return _opened(accepted, token, steps, "the token is not that of this cluster")
 
 
 def connect(address: Address, token: str) -> Connection:
@@ -81,15 +75,8 @@ def connect(address: Address, token: str) -> Connection:
         opened.settimeout(None)
     except OSError as error:
         raise RefusedError(f"{address} does not answer: {error}") from error
-    connection = _prepared(opened)
-    try:
-        answer_challenge(connection, token.encode())
-        deliver_challenge(connection, token.encode())
-    except (OSError, EOFError, AuthenticationError, ValueError, AssertionError) as error:
-        connection.close()
-        raise RefusedError(f"{address} has another token ({error!r})") from error
-    _wait_for_ever(connection)
-    return connection
+    steps = answer_challenge, deliver_challenge
+    return _opened(opened, token, steps, f"{address} has another token")
 
 
 def shut(connection: Connection) -> None:
@@ -99,6 +86,34 @@ def shut(connection: Connection) -> None:
         socket.socket(fileno=socket.dup(connection.fileno())) as ours,
     ):
         ours.shutdown(socket.SHUT_RDWR)
+
+
+def _opened(
+    opened: socket.socket,
+    token: str,
+    steps: Sequence[Callable[[Connection, bytes], None]],
+    refusal: str,
+) -> Connection:
+    """The connection of a socket, once both sides have shown that they know the token.
+
+    Args:
+        opened: the socket.
+        token: of the cluster.
+        steps: the challenges of both sides, in the order of this side.
+        refusal: what the error says if one fails.
+
+    Raises:
+        RefusedError: one fails.
+    """
+    connection = _prepared(opened)
+    try:
+        for step in steps:
+            step(connection, token.encode())
+    except (OSError, EOFError, AuthenticationError, ValueError, AssertionError) as error:
+        connection.close()
+        raise RefusedError(f"{refusal} ({error!r})") from error
+    _wait_for_ever(connection)
+    return connection
 
 
 def _prepared(opened: socket.socket) -> Connection:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import chain
 
-from aquifer.serve.messages import Add, Outputs, process_of
+from aquifer.serve.messages import Add, Outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,6 @@ class Unstreamed:
         if (placed := self._requests.pop(request_id, None)) is not None:
             for number in placed.numbers:
                 del self._ids[number]
-
-    def drop_process(self, process: int) -> None:
-        """Forget the requests of a web process, by its serial number."""
-        for placed in self.requests:
-            if process_of(placed.add.number) == process:
-                self.drop(placed.request_id)
 
     def drop_with(self, outputs: Outputs) -> None:
         """Forget the requests of which these are outputs."""
