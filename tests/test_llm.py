@@ -11,7 +11,9 @@ from tests.engine.life import Case, make_cases
 from tests.models.tiny import TINY_MODELS
 
 from aquifer.bench.soak import check_idle
+from aquifer.engine.engine import Engine
 from aquifer.engine.in_flight import InFlight
+from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request, SamplingParams
 from aquifer.engine.runner import Runner
 from aquifer.engine.step_input import StepInput
@@ -54,6 +56,33 @@ def generate(llm: LLM, cases: list[Case]) -> list[list[int]]:
         [case.prompt for case in cases], [case.params for case in cases], use_tqdm=False
     )
     return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_an_idle_device_gets_a_step_before_all_requests_are_added(
+    llm: LLM, cases: list[Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As soon as those that were added are enough work."""
+    engine = llm.engine
+    monkeypatch.setattr(Engine, "should_step", property(lambda self: num_new >= 2))
+    num_new, added = 0, []
+    add, step = engine.add, engine.step
+
+    def counted_add(request: Request) -> None:
+        nonlocal num_new
+        num_new += 1
+        add(request)
+
+    def counted_step() -> list[TokenOutput]:
+        nonlocal num_new
+        added.append(num_new)
+        num_new = 0
+        return step()
+
+    monkeypatch.setattr(engine, "add", counted_add)
+    monkeypatch.setattr(engine, "step", counted_step)
+    assert generate(llm, cases) == [case.completions[0] for case in cases]
+    steps_while_adding = len(cases) // 2
+    assert added[:steps_while_adding] == [2] * steps_while_adding
 
 
 def test_streams_are_read_in_turn(llm: LLM, cases: list[Case]) -> None:

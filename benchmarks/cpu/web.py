@@ -121,6 +121,11 @@ class SteadyEngine:
         """Whether a request runs."""
         return bool(self._running)
 
+    @property
+    def should_step(self) -> bool:
+        """Never: there is no device that could idle."""
+        return False
+
     def add(self, request: Request) -> None:
         """Start a request, which runs until it is aborted."""
         self._running[request.request_id] = 0

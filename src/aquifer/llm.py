@@ -321,6 +321,8 @@ class LLM:
             for prompt, params in zip(prompts, sampling_params, strict=True):
                 builder = self._add(prompt, params, inbox)
                 builders[builder.output.request_id] = builder
+                if self.engine.should_step:
+                    self._step()
             with old_objects_left_out(), counting_bar(use_tqdm) as progress:
                 task = progress.add_task("requests", total=len(builders))
                 num_left = len(builders)

@@ -21,7 +21,7 @@ from tests.models.wrapped import WrappedModel, plan_wrapped
 from aquifer.cache import KV_CACHES
 from aquifer.cache.base import KVView
 from aquifer.engine.params import Request, SamplingParams
-from aquifer.errors import DriverError, InvariantError
+from aquifer.errors import DriverError, InvariantError, RequestError
 from aquifer.memory.driver.base import Handle
 from aquifer.models import Model, ModelInput, Planner
 
@@ -409,7 +409,7 @@ def test_a_request_that_cannot_be_added_leaves_nothing(
     world = open_world(models={"a": "llama"})
     prompt: Any = ["no", "token"]
     for _ in range(2):
-        with pytest.raises(ValueError, match="no"):
+        with pytest.raises(RequestError, match="whole numbers"):
             world.engine.add(Request("r", "a", prompt, SamplingParams(), 0.0))
         assert not world.engine.has_work
         assert sum(world.engine.stats().num_waiting.values()) == 0

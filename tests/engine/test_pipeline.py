@@ -105,3 +105,21 @@ def test_a_step_takes_no_idle_time(assembly: Assembly, idle_s: float, num_ahead:
                 pipeline.commit_first()
             assert cost.seconds(0, NUM_TOKENS) in (pytest.approx(0.1), pytest.approx(STEP_S))
     assert cost.seconds(0, NUM_TOKENS) == pytest.approx(STEP_S)
+
+
+def test_a_step_is_done_with_its_fence(assembly: Assembly) -> None:
+    clock, cost = Clock(), PrefillCost()
+    pipeline = Pipeline(assembly.scheduler, lambda: None, lambda: clock.now_s)
+    runner = TimedRunner(clock)
+    done = [pipeline.are_done]
+    for number in range(2):
+        add(assembly, number)
+        plan = assembly.scheduler.plan()
+        assert plan is not None
+        pipeline.launch(plan, runner, cost)
+    for passed_s in (1.5 * STEP_S, STEP_S):
+        clock.now_s += passed_s
+        done.append(pipeline.are_done)
+    while pipeline:
+        pipeline.commit_first()
+    assert [*done, pipeline.are_done] == [True, False, True, True]

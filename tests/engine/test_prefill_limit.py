@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -149,3 +150,21 @@ def test_a_step_beside_a_decode_ends_at_a_captured_size(
     world.step()
     world.send(500)
     assert world.step() == [1, num_tokens]
+
+
+def test_an_idle_device_gets_a_step_with_enough_work(resources: ExitStack) -> None:
+    """The other requests are admitted while it runs."""
+    world = World(resources, max_prefill_s=None)
+    world.scheduler.budget = replace(world.scheduler.budget, enough_s=0.02)
+    for _ in range(5):
+        world.send(150)
+    plans = [world.scheduler.plan() for _ in range(2)]
+    assert [plan.spans.num_tokens for plan in plans if plan is not None] == [300, 2 + 450]
+
+
+def test_no_more_than_a_step_is_enough(resources: ExitStack) -> None:
+    world = World(resources, max_prefill_s=None)
+    budget = replace(world.scheduler.budget, enough_s=1.0)
+    assert budget.enough_tokens(world.lane.recompute_s) == MOST_TOKENS
+    assert replace(budget, enough_s=0.02).enough_tokens(lambda _, count: count / 5000) == 100
+    assert replace(budget, enough_s=None).enough_tokens(world.lane.recompute_s) is None

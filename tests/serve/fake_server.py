@@ -83,6 +83,10 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self._running)
 
+    @property
+    def should_step(self) -> bool:
+        return False
+
     def add(self, request: Request) -> None:
         text = self._tokenizer.decode(request.prompt_token_ids)
         if text.startswith("refuse"):

@@ -36,9 +36,10 @@ from aquifer.memory.room import Room
 from aquifer.memory_options import PREDICTION_USES
 from aquifer.predict.forecaster import Forecaster
 
-_IDLE_TOKENS = 1024
-"""Tokens with which a step is launched rather than to let the device idle while the host admits
-more requests, of which each may take it milliseconds: these run in the next step."""
+_ENOUGH_S = 0.01
+"""Work for the device with which a step is launched rather than to let it idle while the host takes
+in more requests, of which each may take milliseconds: these run in the next step, which the host
+launches meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ class Assembly:
         self.scheduler = Scheduler(
             self.room,
             StepBudget(
-                max_batched_tokens, max_prefill_s, _IDLE_TOKENS if pool.driver.runs_ahead else None
+                max_batched_tokens, max_prefill_s, _ENOUGH_S if pool.driver.runs_ahead else None
             ),
             self.preemption,
             clock_s,

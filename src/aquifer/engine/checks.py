@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 import numpy.typing as npt
 
@@ -119,17 +121,19 @@ def _token_array(token_ids: list[int], vocab_size: int, param: str | None) -> np
     """Token ids as an array, which is much faster to look through than a list.
 
     Raises:
-        RequestError: one of them is outside of the vocabulary.
+        RequestError: one of them is outside of the vocabulary, or no whole number.
     """
     try:
-        array = np.array(token_ids, np.int32)
+        ids = np.asarray(array("i", token_ids), np.int32)  # numpy alone takes twice as long
     except OverflowError:
-        array = np.array([-1], np.int32)
-    if len(array) and not (array.min() >= 0 and array.max() < vocab_size):
+        ids = np.array([-1], np.int32)
+    except TypeError:
+        raise RequestError("token ids must be whole numbers", param=param) from None
+    if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
         outside = next(i for i in token_ids if not 0 <= i < vocab_size)
         raise RequestError(
             f"token id {outside} is outside of the vocabulary: this model has {vocab_size} tokens, "
             "numbered from 0",
             param=param,
         )
-    return array
+    return ids

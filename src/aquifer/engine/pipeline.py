@@ -74,6 +74,14 @@ class Pipeline:
         """Number of steps in flight."""
         return len(self._in_flight)
 
+    @property
+    def are_done(self) -> bool:
+        """Whether the device is done with all steps in flight."""
+        if not self._in_flight:
+            return True
+        fence = self._in_flight[-1].launched.fence
+        return fence is None or fence.passed()
+
     def launch(self, plan: StepInput, runner: StepRunner, cost: PrefillCost) -> None:
         """Launch the step that was planned last; it is dropped if that fails.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -58,13 +58,24 @@ class StepBudget:
         max_batched_tokens: most tokens of any step.
         max_prefill_s: time limit of the prompts in a step in which sequences decode, in seconds;
             None for none.
-        idle_tokens: tokens with which a step is launched although more requests wait, if the device
-            idles meanwhile; None where it does not run ahead of the host.
+        enough_s: work for the device, in seconds, with which a step is launched although more
+            requests wait, if it idles meanwhile; None where it does not run ahead of the host.
     """
 
     max_batched_tokens: int
     max_prefill_s: float | None = None
-    idle_tokens: int | None = None
+    enough_s: float | None = None
+
+    def enough_tokens(self, prefill_s: Callable[[float, float], float]) -> int | None:
+        """Prompt tokens of `enough_s`, at most those of a step; None for no limit.
+
+        Args:
+            prefill_s: as in `tokens`.
+        """
+        if self.enough_s is None:
+            return None
+        counts = range(1, self.max_batched_tokens)
+        return 1 + bisect_left(counts, self.enough_s, key=lambda count: prefill_s(0, count))
 
     def tokens(
         self,

@@ -223,7 +223,9 @@ class Scheduler:
         num_running = len(lane.running)
         if lane.waiting and self.num_preemptions == num_preemptions:
             num_tokens = int(counts.sum())
-            enough = None if self._has_in_flight() else self.budget.idle_tokens
+            enough = None
+            if not self._has_in_flight():
+                enough = self.budget.enough_tokens(lane.recompute_s)
             admitted_slots, admitted_counts = self.admitter.admit(
                 lane,
                 most_tokens - num_tokens,

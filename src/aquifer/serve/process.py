@@ -85,6 +85,10 @@ class EngineLike(Protocol):
     def has_work(self) -> bool:
         """Whether a step would do anything."""
 
+    @property
+    def should_step(self) -> bool:
+        """Whether a step should be launched before more requests are added."""
+
     def stats(self) -> EngineStats:
         """Return counters; cheap enough for every step."""
 
@@ -278,7 +282,7 @@ def _run(
         if not engine.has_work:
             current.clear()
             timeout_s = engine.idle_s
-        while connection.poll(timeout_s):
+        while not engine.should_step and connection.poll(timeout_s):
             timeout_s = 0.0
             message: ToEngine = connection.recv()
             match message:

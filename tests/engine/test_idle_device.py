@@ -1,0 +1,32 @@
+"""When a step is to be launched before more requests are added."""
+
+from __future__ import annotations
+
+from tests.engine.life import Case, Open
+
+
+def prompts_until_due(open_world: Open, cases: dict[str, list[Case]], *, is_behind: bool) -> int:
+    """Add requests until a step is due, without steps; returns how many there are."""
+    world = open_world(
+        models={"m": "llama"}, num_ahead=int(is_behind), is_behind=is_behind, max_num_seqs=4
+    )
+    for number in range(1, 500):
+        world.send("m", cases["llama"][0])
+        if world.engine.should_step:
+            world.step()
+            is_due = bool(world.engine.should_step)
+            assert not is_due, "the device works, and nothing was added"
+            return number
+    return 0
+
+
+def test_a_device_that_idles_is_given_what_there_is(
+    open_world: Open, cases: dict[str, list[Case]]
+) -> None:
+    assert 1 < prompts_until_due(open_world, cases, is_behind=True) < 50
+
+
+def test_where_steps_are_waited_for_none_is_due(
+    open_world: Open, cases: dict[str, list[Case]]
+) -> None:
+    assert prompts_until_due(open_world, cases, is_behind=False) == 0
