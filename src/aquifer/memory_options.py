@@ -71,8 +71,8 @@ MEMORY_OPTIONS: tuple[Option, ...] = (
         "bucket_bounds",
         str,
         "learned",
-        "With kv_cache bucketed: sizes of the buckets, from the lengths of ended requests (learned), "
-        "or ten of equal widths (equal; to compare).",
+        "With kv_cache bucketed: sizes of the buckets, from the lengths of ended requests "
+        "(learned), or ten of equal widths (equal; to compare).",
         scopes=("serve", "run", "llm"),
         choices=("learned", "equal"),
     ),

@@ -1,13 +1,13 @@
 """Driver of a device without virtual memory: its addresses are memory, from torch's allocator.
 
-A reservation takes the memory of all of its addresses at once, and keeps it until it is freed. Pages
-are counted and have no bytes of their own: what is read and written is the memory at the addresses
-where a page is mapped. So
+A reservation takes the memory of all of its addresses at once, and keeps it until it is freed.
+Pages are counted and have no bytes of their own: what is read and written is the memory at the
+addresses where a page is mapped. So
 
 - a page is at one place at most: nothing can be shared;
 - mapping and unmapping cost no call of the device;
-- a page that is mapped at a place finds the bytes which were left there, zeros at first. They are of
-  the tenant whose addresses these are, so pages that change their owner need no zeroing.
+- a page that is mapped at a place finds the bytes which were left there, zeros at first. They are
+  of the tenant whose addresses these are, so pages that change their owner need no zeroing.
 
 Tenants that reserve more addresses than they ever use at once, as most do, cannot have it. The
 bucketed cache with an arena of a fixed size can.
