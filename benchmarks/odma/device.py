@@ -60,6 +60,9 @@ _OTHER_BYTES = 32 << 30
 _RECLAIM_SHARE = 0.1
 """Share of the memory for KV below which pages of ended requests are unmapped; the default."""
 
+_LEAST_BEFORE = 20
+"""Outputs that have ended at least before what is measured begins."""
+
 _MOST_BEFORE_S = 10.0
 """After so long, what is measured begins in any case."""
 
@@ -124,13 +127,13 @@ def device(data: Path, num_requests: int, **given: Any) -> dict[str, Any]:
         start_s = time.perf_counter()
         try:
             with _engine(settings, options) as llm:
-                console.print(f"{way}: engine after {time.perf_counter() - start_s:.1f} s")
+                _print(console, f"{way}: engine after {time.perf_counter() - start_s:.1f} s")
                 for source, requests in sources.items():
                     rows.append({"source": source, "way": way, **_measure(llm, requests, settings)})
-                    console.print(_line(rows[-1]))
+                    _print(console, _line(rows[-1]))
         except Exception as error:  # time on the device is limited: go on with the next way
             traceback.print_exc()
-            console.print(f"FAILED: {way}")
+            _print(console, f"FAILED: {way}")
             failed[way] = repr(error)
     if len(failed) == len(WAYS):
         raise ConfigError(f"nothing could be measured: {failed}")
@@ -158,6 +161,7 @@ def _engine(settings: Settings, options: Mapping[str, Any]) -> Iterator[LLM]:
         max_model_len=settings.context_tokens,
         max_num_seqs=settings.max_seqs,
         enable_prefix_caching=False,
+        guard_pages=False,
         reclaim_below=_RECLAIM_SHARE * settings.kv_bytes / memory_bytes,
         seed=0,
         **options,
@@ -234,7 +238,9 @@ class _Serving:
             )
         first_s = now_s = time.perf_counter()
         most_running = 0
-        while self._num_ended < max(most_running, 1) and now_s - first_s < _MOST_BEFORE_S:
+        while (
+            self._num_ended < max(most_running, _LEAST_BEFORE) and now_s - first_s < _MOST_BEFORE_S
+        ):
             self._step()
             most_running = max(most_running, len(lane.running))
             now_s = time.perf_counter()
@@ -308,6 +314,10 @@ class _Serving:
             "migrations": cache.num_overflows if isinstance(cache, BucketedCache) else 0,
             "migrated_bytes": cache.migrated_bytes if isinstance(cache, BucketedCache) else 0,
         }
+
+
+def _print(console: Console, line: str) -> None:
+    console.print(line, soft_wrap=True, highlight=False)
 
 
 def _line(row: Mapping[str, Any]) -> str:

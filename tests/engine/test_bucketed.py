@@ -196,6 +196,11 @@ def test_memory_that_is_not_virtual_is_for_one_model(folder: Path) -> None:
             llm.engine.add_model(ModelSpec("another", folder))
         assert len(llm.engine.models) == 1
     with (
+        pytest.raises(ConfigError, match=r"the smallest region takes .*; raise --bucket-memory"),
+        bucketed(folder, bucket_memory="4KiB", guard_pages=False),
+    ):
+        pass
+    with (
         pytest.raises(ConfigError, match=r"--bucket-memory takes more than the .* give less of it"),
         bucketed(folder, "2MiB", bucket_memory="2MiB", guard_pages=False),
     ):

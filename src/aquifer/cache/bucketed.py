@@ -31,6 +31,7 @@ from aquifer.cache.footprint import Count, Footprint
 from aquifer.errors import ConfigError, InvariantError
 from aquifer.memory.pool import Owner, PagePool
 from aquifer.predict.lengths import Forecast
+from aquifer.sizes import format_size
 
 _MIN_BLOCKS, _MID_BLOCKS = 4, 8
 """Sizes of regions are multiples of these: 64 tokens up to 128, then 128, with blocks of 16."""
@@ -114,7 +115,7 @@ class BucketedCache(ContiguousCache):
         migrated_bytes: bytes that were copied for them.
 
     Raises:
-        ConfigError: the model has recurrent state, or no KV.
+        ConfigError: the model has recurrent state, or no KV; or the kept bytes hold no region.
     """
 
     def __init__(
@@ -163,6 +164,12 @@ class BucketedCache(ContiguousCache):
             sizes=sizes,
             reserve_pages=self._reserve_blocks * block_bytes // pool.page_bytes,
         )
+        if footprint.limit_pages is not None and footprint.limit_pages < footprint.pages(1):
+            raise ConfigError(
+                f"the memory for buckets is {format_size(kept_bytes or 0)}, and the smallest "
+                f"region takes {format_size(footprint.pages(1) * pool.page_bytes)}; raise "
+                "--bucket-memory"
+            )
         super().__init__(
             pool, owner, layout, max_seqs, max_tokens, block_size, num_blocks, footprint
         )
