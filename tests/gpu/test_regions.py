@@ -137,8 +137,9 @@ def tokens(llm: LLM, prompts: Tokens, params: Any) -> Tokens:
 
 
 @pytest.mark.parametrize("forecast", FORECASTS, indirect=True)
-@pytest.mark.parametrize("kept_bytes", [None, 16 * MIB])
-@pytest.mark.parametrize("max_num_batched_tokens", [16, None])
+@pytest.mark.parametrize(
+    ("kept_bytes", "max_num_batched_tokens"), [(None, None), (16 * MIB, None), (16 * MIB, 16)]
+)
 def test_the_same_tokens(
     tiny: Path,
     tiny_tokens: Tokens,
@@ -156,7 +157,7 @@ def test_the_same_tokens(
         assert cache.migrated_bytes >= cache.num_overflows * cache.block_bytes
 
 
-@pytest.mark.parametrize("forecast", ["none", "short", "any"], indirect=True)
+@pytest.mark.parametrize("forecast", ["short", "any"], indirect=True)
 @pytest.mark.parametrize("preemption_mode", ["swap", "recompute"])
 @pytest.mark.parametrize("is_virtual", [True, False])
 def test_in_little_memory(
