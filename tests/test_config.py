@@ -234,6 +234,8 @@ NEEDED = {
     "max_log_len": {"enable_log_requests": "true"},
     "placement": {"devices": "cpu,cpu"},
     "bucket_grouping": {"kv_cache": "bucketed"},
+    "bucket_bounds": {"kv_cache": "bucketed"},
+    "bucket_memory": {"kv_cache": "bucketed"},
 }
 """Options that are refused without others, with values of these as they are written."""
 
@@ -443,6 +445,14 @@ def test_bad_flags_name_the_flag_and_a_value_that_works() -> None:
         ({"load_format": "pt"}, "load_format is 'pt'; choose auto or dummy"),
         ({"preemption_mode": "drop"}, "preemption_mode is 'drop'"),
         ({"preemption_mode": "swap", "swap_space_bytes": 0}, "needs swap_space above 0"),
+        ({"bucket_grouping": True}, "bucket_grouping needs kv_cache bucketed"),
+        ({"bucket_bounds": "equal"}, "bucket_bounds equal needs kv_cache bucketed"),
+        ({"bucket_bounds": "fixed"}, "bucket_bounds is 'fixed'; choose learned or equal"),
+        ({"bucket_memory_bytes": 1 << 30}, "bucket_memory needs kv_cache bucketed"),
+        (
+            {"kv_cache": "bucketed", "bucket_memory_bytes": 1 << 30, "guard_pages": True},
+            "guard_pages needs virtual memory",
+        ),
         ({"models": MODELS * 2}, "two models have the same name"),
         (
             {"tensor_parallel_size": 0},

@@ -68,7 +68,8 @@ def _pressure(content: Content, file: Path) -> None:
 
 def _utilisation(content: Content, file: Path) -> None:
     sources = list(dict.fromkeys(row["source"] for row in content["rows"]))
-    ways = list(dict.fromkeys(row["way"] for row in content["rows"]))
+    every = [row["way"] for row in content["rows"]]
+    ways = [way for way in dict.fromkeys(every) if every.count(way) == len(sources)]
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
     for axes, name, label in (
         (left, "utilisation", "memory for KV that holds tokens, %"),
@@ -148,5 +149,6 @@ _DRAWINGS: Mapping[str, Callable[[Content, Path], None]] = {
     "accuracy": _accuracy,
     "pressure": _pressure,
     "utilisation": _utilisation,
+    "device": _utilisation,
     "drift": _drift,
 }

@@ -9,14 +9,12 @@ from typing import Any
 
 import numpy as np
 from benchmarks.odma.workloads import (
-    ALPACA,
     CONVERSATIONS,
-    GSM8K,
     WRONG,
     WrongPredictor,
     num_good,
     recorded,
-    saturated,
+    saturated_sources,
     shifting,
     tokens_in_use,
 )
@@ -57,7 +55,6 @@ _MODEL, _DEVICE = "llama-2-13b", "h200"
 _BUCKET_MODEL, _BUCKET_DEVICE = "llama-3-8b", "a100-40g"
 _BUCKET_BYTES = 12 << 30
 _CONTEXT_TOKENS = 4096
-_ALPACA_MODEL = "Qwen1.5-7B-Chat"
 _WINDOW = 200  # requests
 _STEADY_RATE = 6.0  # requests a second
 _GROUPING_RATE = 6.0  # requests a second
@@ -146,7 +143,7 @@ def utilisation(data: Path, num_requests: int) -> dict[str, Any]:
         "virtual": replace(base, manager="virtual"),
         "virtual, forecasts": replace(base, manager="virtual", length_prediction="prior"),
     }
-    sources = _saturated(data, num_requests)
+    sources = saturated_sources(data, _CONTEXT_TOKENS, num_requests)
     rows = []
     for source, way in track([(s, w) for s in sources for w in ways], "utilisation"):
         result = replay(ways[way], sources[source])
@@ -174,7 +171,7 @@ def grouping(data: Path, num_requests: int) -> dict[str, Any]:
     """Replay the requests of `utilisation` in order of arrival, and grouped by bucket."""
     base = replace(_small_memory(), manager=BUCKETED, length_prediction="prior")
     sources = {
-        **_saturated(data, num_requests),
+        **saturated_sources(data, _CONTEXT_TOKENS, num_requests),
         "conversations, 6 a second": poisson_arrivals(
             fit_lengths(read_trace(data / CONVERSATIONS), _CONTEXT_TOKENS, cut=False)[0],
             _GROUPING_RATE,
@@ -195,15 +192,6 @@ def grouping(data: Path, num_requests: int) -> dict[str, Any]:
             }
         )
     return {"model": _BUCKET_MODEL, "num_requests": num_requests, "rows": rows}
-
-
-def _saturated(data: Path, num_requests: int) -> dict[str, list[TraceRequest]]:
-    """Requests that all wait at the start, by their source."""
-    return {
-        "Alpaca": saturated(data / ALPACA, _CONTEXT_TOKENS, num_requests, _ALPACA_MODEL),
-        "GSM8K": saturated(data / GSM8K, _CONTEXT_TOKENS, num_requests),
-        "conversations": saturated(data / CONVERSATIONS, _CONTEXT_TOKENS, num_requests),
-    }
 
 
 def drift(data: Path, num_requests: int) -> dict[str, Any]:

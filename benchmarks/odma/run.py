@@ -1,6 +1,8 @@
 """ODMA's tables and figures: contiguous memory by forecast lengths, and what forecasts bring.
 
     python benchmarks/odma/run.py --data FOLDER [--parts pressure,real] [--output FOLDER]
+    python benchmarks/odma/run.py --data FOLDER --parts device      (on a GPU)
+    python benchmarks/odma/run.py --draw --parts device             (draws the file's figures again)
 
 FOLDER has the traces. Each part writes PART.json, most also PART.png:
 
@@ -13,47 +15,78 @@ FOLDER has the traces. Each part writes PART.json, most also PART.png:
 - devices: several devices in short memory, by where requests are placed;
 - drift: the same trace through two shifts of its lengths;
 - real: a small model on the CPU in short memory;
-- overhead: the scheduler's own time.
+- overhead: the scheduler's own time;
+- device: `utilisation` with a real model on a GPU, or elsewhere; not among those that are run by
+  default.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import json
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.odma import accuracy, plots, real, replays
 from rich.console import Console
 
 from aquifer.bench.result import save
+from aquifer.sizes import parse_size
 
-PARTS: dict[str, tuple[Callable[[Path, int], dict[str, Any]], int]] = {
-    "accuracy": (accuracy.accuracy, 4000),
-    "pressure": (replays.pressure, 4000),
-    "demand": (replays.demand, 4000),
-    "steady": (replays.steady, 2500),
-    "utilisation": (replays.utilisation, 3000),
-    "grouping": (replays.grouping, 2000),
-    "drift": (replays.drift, 6000),
-    "devices": (replays.devices, 3000),
-    "real": (real.real, 400),
-    "overhead": (real.overhead, 2000),
+PARTS = {
+    "accuracy": ("accuracy", 4000),
+    "pressure": ("replays", 4000),
+    "demand": ("replays", 4000),
+    "steady": ("replays", 2500),
+    "utilisation": ("replays", 3000),
+    "grouping": ("replays", 2000),
+    "drift": ("replays", 6000),
+    "devices": ("replays", 3000),
+    "real": ("real", 400),
+    "overhead": ("real", 2000),
+    "device": ("device", 4000),
 }
-"""By name: the measurement, and how many requests or steps it takes."""
+"""By name: the module of the measurement, and how many requests or steps it takes."""
+
+_console = Console()
 
 
-def run_part(part: str, data: Path, output: Path, number: int | None = None) -> dict[str, Any]:
-    """Measure a part, write its file, and draw it."""
-    measure, usual = PARTS[part]
-    content = {"benchmark": "odma", "part": part, **measure(data, number or usual)}
+def run_part(
+    part: str, data: Path, output: Path, number: int | None = None, **settings: Any
+) -> dict[str, Any]:
+    """Measure a part, write its file, and draw it where Matplotlib is installed.
+
+    Args:
+        part: one of `PARTS`.
+        data: folder of the traces.
+        output: where the files go.
+        number: requests or steps; None for as many as usual.
+        settings: further arguments of the measurement.
+    """
+    module, usual = PARTS[part]
+    measure: Callable[..., dict[str, Any]] = getattr(
+        import_module(f"benchmarks.odma.{module}"), part
+    )
+    content = {"benchmark": "odma", "part": part, **measure(data, number or usual, **settings)}
     save(output / f"{part}.json", content)
-    plots.draw(content, output / f"{part}.png")
+    draw_part(part, output)
     return content
+
+
+def draw_part(part: str, output: Path) -> None:
+    """Draw the figures of a part's file."""
+    if importlib.util.find_spec("matplotlib") is None:
+        _console.print(f"{part}: not drawn, as Matplotlib is not installed; use --draw elsewhere")
+        return
+    from benchmarks.odma import plots
+
+    plots.draw(json.loads((output / f"{part}.json").read_text()), output / f"{part}.png")
 
 
 def main() -> None:
@@ -61,21 +94,47 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", type=Path, required=True, help="folder of the traces")
+    parser.add_argument("--data", type=Path, help="folder of the traces")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent)
-    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--parts", default=",".join(part for part in PARTS if part != "device"))
     parser.add_argument("--number", type=int, help="requests or steps of each part")
+    parser.add_argument("--draw", action="store_true", help="draw what was measured before")
+    group = parser.add_argument_group("part device")
+    group.add_argument("--model", help="checkpoint or configuration; llama-3-8b if not given")
+    group.add_argument("--device", help="cuda if not given")
+    group.add_argument("--kv-memory", type=parse_size, help="memory for KV; 12GiB if not given")
+    group.add_argument("--memory", type=parse_size, help="memory in all; 32 GiB more if not given")
+    group.add_argument("--context", type=int, help="the longest context; 4096 if not given")
+    group.add_argument("--max-num-seqs", type=int, help="requests at once; 1024 if not given")
+    group.add_argument("--seconds", type=float, help="of each measurement; 7 if not given")
     found = parser.parse_args()
     parts = found.parts.split(",")
     if not {*parts} <= {*PARTS}:
         parser.error(f"parts are {', '.join(PARTS)}")
+    if found.draw:
+        for part in parts:
+            draw_part(part, found.output)
+        return
+    if found.data is None:
+        parser.error("--data is needed")
+    settings = {
+        "model": found.model,
+        "device": found.device,
+        "kv_bytes": found.kv_memory,
+        "memory_bytes": found.memory,
+        "context_tokens": found.context,
+        "max_seqs": found.max_num_seqs,
+        "seconds": found.seconds,
+    }
+    given = {name: value for name, value in settings.items() if value is not None}
+    if given and parts != ["device"]:
+        parser.error(f"{', '.join(given)} are for --parts device alone")
     # The result files record the command; the user's folders do not belong there.
     sys.argv = [sys.argv[0], "--data", "FOLDER", "--parts", found.parts]
-    console = Console()
     for part in parts:
         start_s = time.perf_counter()
-        run_part(part, found.data, found.output, found.number)
-        console.print(f"{part}: done after {time.perf_counter() - start_s:.1f} s")
+        run_part(part, found.data, found.output, found.number, **given)
+        _console.print(f"{part}: done after {time.perf_counter() - start_s:.1f} s")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ ALPACA = "alpaca_eval_lengths.json.gz"
 
 FloatArray = npt.NDArray[np.float64]
 
+_ALPACA_MODEL = "Qwen1.5-7B-Chat"
+
 WRONG = ("random", "always short", "always long")
 
 
@@ -58,6 +60,17 @@ def saturated(
     """As many requests, all at the start: how many run at once is up to the memory alone."""
     fitting, _ = fit_lengths(read_trace(file, outputs_of=outputs_of), max_tokens, cut=False)
     return poisson_arrivals(fitting, 1e6, num_requests, seed=0)
+
+
+def saturated_sources(
+    data: Path, max_tokens: int, num_requests: int
+) -> dict[str, list[TraceRequest]]:
+    """The same of each source of lengths, by its name."""
+    return {
+        "Alpaca": saturated(data / ALPACA, max_tokens, num_requests, _ALPACA_MODEL),
+        "GSM8K": saturated(data / GSM8K, max_tokens, num_requests),
+        "conversations": saturated(data / CONVERSATIONS, max_tokens, num_requests),
+    }
 
 
 def shifting(data: Path, max_tokens: int, num_each: int, rate: float) -> list[TraceRequest]:

@@ -206,6 +206,8 @@ class EngineConfig:
     bucket_routing_threshold: float = default_of("bucket_routing_threshold")
     bucket_inflation: float = default_of("bucket_inflation")
     bucket_grouping: bool = default_of("bucket_grouping")
+    bucket_bounds: Literal["learned", "equal"] = default_of("bucket_bounds")
+    bucket_memory_bytes: int | None = default_of("bucket_memory")
     block_size: int = default_of("block_size")
     max_model_len: int | None = default_of("max_model_len")
     max_num_seqs: int | None = default_of("max_num_seqs")
@@ -230,12 +232,27 @@ class EngineConfig:
         check_fields(self)
         if self.preemption_mode == "swap" and self.swap_space_bytes == 0:
             raise ConfigError("preemption_mode swap needs swap_space above 0, such as 4GiB")
-        if self.bucket_grouping and self.kv_cache != "bucketed":
+        if self.kv_cache != "bucketed":
+            self._check_without_buckets()
+        if self.bucket_memory_bytes is not None and self.guard_pages:
             raise ConfigError(
-                f"bucket_grouping needs kv_cache bucketed; kv_cache {self.kv_cache} has no buckets"
+                "guard_pages needs virtual memory, which is not used with bucket_memory; leave out "
+                "one of them"
             )
         if self.tensor_parallel_size > 1:
             self._check_group()
+
+    def _check_without_buckets(self) -> None:
+        """Refuse options of a cache that there is not."""
+        for name, is_given in (
+            ("bucket_grouping", self.bucket_grouping),
+            ("bucket_bounds equal", self.bucket_bounds == "equal"),
+            ("bucket_memory", self.bucket_memory_bytes is not None),
+        ):
+            if is_given:
+                raise ConfigError(
+                    f"{name} needs kv_cache bucketed; kv_cache {self.kv_cache} has no buckets"
+                )
 
     def _check_group(self) -> None:
         """Refuse what several devices for one model do not have."""

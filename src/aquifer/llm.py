@@ -67,6 +67,8 @@ class LLMOptions(TypedDict, total=False):
     bucket_routing_threshold: float
     bucket_inflation: float
     bucket_grouping: bool
+    bucket_bounds: str
+    bucket_memory: str | int | None
     kv_layout: str
     page_size: str | int | None
     prompt_page_size: str | int | None

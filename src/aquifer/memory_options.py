@@ -68,6 +68,28 @@ MEMORY_OPTIONS: tuple[Option, ...] = (
         scopes=("serve", "run", "llm"),
     ),
     Option(
+        "bucket_bounds",
+        str,
+        "learned",
+        "With kv_cache bucketed: sizes of the buckets, from the lengths of ended requests "
+        "(learned), or ten of equal widths (equal; to compare).",
+        scopes=("serve", "run", "llm"),
+        choices=("learned", "equal"),
+    ),
+    Option(
+        "bucket_memory",
+        int,
+        None,
+        "With kv_cache bucketed: size of the memory for KV. It is taken at the start, like that of "
+        "the weights, without the device's virtual memory, and kept; for one model.",
+        unit="bytes",
+        scopes=("serve", "run", "llm"),
+        field="bucket_memory_bytes",
+        minimum=1,
+        example="12GiB",
+        unset="pages that come and go with the requests",
+    ),
+    Option(
         "kv_layout",
         str,
         "token-major",

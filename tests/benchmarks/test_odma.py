@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.odma import replays
+from benchmarks.odma import device, replays
 from benchmarks.odma.accuracy import chosen_models, static_bounds
 from benchmarks.odma.run import run_part
 from benchmarks.odma.workloads import (
@@ -131,6 +131,35 @@ def test_a_real_model_and_the_overhead(data: Path, tmp_path: Path) -> None:
     assert min(off["tokens_per_s"], prior["tokens_per_s"]) > 0
     rows = measured("overhead", data, tmp_path, 30)
     assert [row["way"] for row in rows] == ["off", "prior"]
+
+
+def test_an_engine_that_serves(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, with the bundled model, of which a token takes 3 KiB."""
+    static, *_, virtual = device.WAYS
+    ways = {way: device.WAYS[way] for way in (static, "ODMA: dynamic buckets", virtual)}
+    monkeypatch.setattr(device, "WAYS", ways)
+    monkeypatch.setattr(device, "_MOST_BEFORE_S", 0.2)
+    settings = {
+        "model": "demo",
+        "device": "cpu",
+        "kv_bytes": 6 << 20,
+        "memory_bytes": 24 << 20,
+        "context_tokens": 512,
+        "max_seqs": 64,
+        "seconds": 0.1,  # at least one step
+    }
+    content = run_part("device", data, tmp_path, 150, **settings)
+    assert content["failed"] == {}
+    assert len(content["rows"]) == 3 * len(ways)
+    for row in content["rows"]:
+        assert 0 < row["utilisation"] <= 1
+        assert row["measured_s"] >= 0.1
+        assert 0 < row["running"] <= row["most_running"]
+        if row["way"] == static:
+            assert row["most_running"] == (6 << 20) // (512 * 3072)
+        if row["way"] == virtual:
+            assert row["most_running"] > (6 << 20) // (512 * 3072)
+    assert (tmp_path / "device.png").stat().st_size > 1000
 
 
 def test_goodput_and_demand() -> None:

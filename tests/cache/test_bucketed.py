@@ -312,13 +312,16 @@ def test_bounds_follow_what_finishes_and_regions_stay():
 
 
 def test_pages_that_stay_mapped():
-    """With `keeps_mapped`, no page is mapped or unmapped after the first region."""
-    harness = Harness(2 * pages_of(MAX_TOKENS) + 10, keeps_mapped=True)
+    """With `kept_bytes`, no page is mapped or unmapped after the first region."""
+    num_pages = 2 * pages_of(MAX_TOKENS) + 10
+    harness = Harness(num_pages, kept_bytes=num_pages * PAGE)
+    assert harness.cache.lacks_pages
+    assert harness.cache.kept_bytes == 0
     assert harness.begin(1, 10, 100, Forecast.certain(6))
     harness.check()
     num_calls = harness.driver.num_calls
     mapped_bytes = harness.cache.stats(0).mapped_bytes
-    assert mapped_bytes >= (2 * pages_of(MAX_TOKENS) + 8) * PAGE
+    assert (num_pages - 2) * PAGE <= mapped_bytes == harness.cache.kept_bytes <= num_pages * PAGE
     assert harness.begin(2, 10, 60, Forecast.certain(50))
     assert harness.write([1, 2], [20, 3])
     assert harness.cache.num_overflows == 1
@@ -451,7 +454,8 @@ def test_random_lives(
     """Forecasts that are short, right and long, in a pool that is often short."""
     sizes = Granularity(4 * BLOCK_SIZE, 32 * BLOCK_SIZE, MAX_TOKENS)
     bounds = BucketBounds(sizes, 4, window=8, every=2)
-    harness = Harness(num_pages, keeps_mapped=keeps_mapped, bounds=bounds)
+    kept_bytes = num_pages * PAGE if keeps_mapped else None
+    harness = Harness(num_pages, kept_bytes=kept_bytes, bounds=bounds)
     for what, slot, other, number, factor in operations:
         length, final = int(harness.lengths[slot]), int(harness.finals[slot])
         before = harness.books

@@ -17,11 +17,12 @@ from tests.engine.books import MAX_TOKENS, PAGE_BYTES, SchedulerWorld
 
 from aquifer.bench.soak import Lengths, Sample, check_idle, soak
 from aquifer.cache.bucketed import BucketedCache
+from aquifer.config import ModelSpec
 from aquifer.engine.lane import Lane
 from aquifer.engine.lane_pages import most_pages
 from aquifer.engine.outputs import RequestOutput
 from aquifer.engine.params import BeamSearchParams, Request, SamplingParams
-from aquifer.errors import ConfigError, InvariantError
+from aquifer.errors import CapacityError, ConfigError, InvariantError
 from aquifer.llm import LLM
 from aquifer.memory.pool import Kind, Owner
 from aquifer.predict.forecaster import Asked
@@ -163,6 +164,58 @@ def test_in_little_memory(
             assert (lane.num_swaps > 0) == (preemption_mode == "swap")
 
 
+@pytest.mark.parametrize("forecast", ["none", "short", "right"], indirect=True)
+@pytest.mark.parametrize("preemption_mode", ["swap", "recompute"])
+def test_in_memory_that_is_not_virtual(
+    folder: Path, expected: list[list[int]], forecast: int | None, preemption_mode: Any
+) -> None:
+    """The arena is taken whole, and stays."""
+    with bucketed(folder) as (llm, _, cache):
+        num_tokens = max(PROMPT_TOKENS) + OUTPUT_TOKENS
+        kept_bytes = cache.footprint.most(max(PROMPT_TOKENS), num_tokens) * 4096 + 2 * 4096
+    options = {"bucket_memory": kept_bytes, "preemption_mode": preemption_mode}
+    with bucketed(folder, guard_pages=False, **options) as (llm, lane, cache):
+        assert llm.engine.pool.driver.name == "plain host"
+        assert kept_bytes - 2 * 4096 <= cache.kept_bytes <= kept_bytes
+        for _ in range(2):
+            assert tokens(llm.generate(prompts(), GREEDY, use_tqdm=False)) == expected
+            check_idle(llm)
+        if forecast == 2:
+            assert cache.num_overflows > 0
+            assert lane.num_preemptions > 0
+            assert (lane.num_swaps > 0) == (preemption_mode == "swap")
+        longest = SamplingParams(max_tokens=60, ignore_eos=True)
+        with pytest.raises(CapacityError, match=r"bytes .* for KV"):
+            llm.generate(prompts()[4], longest, use_tqdm=False)
+
+
+def test_memory_that_is_not_virtual_is_for_one_model(folder: Path) -> None:
+    options: dict[str, Any] = {"bucket_memory": "1MiB", "guard_pages": False}
+    with bucketed(folder, **options) as (llm, _, _):
+        with pytest.raises(ConfigError, match="bucket_memory is for one model"):
+            llm.engine.add_model(ModelSpec("another", folder))
+        assert len(llm.engine.models) == 1
+    with (
+        pytest.raises(ConfigError, match=r"the smallest region takes .*; raise --bucket-memory"),
+        bucketed(folder, bucket_memory="4KiB", guard_pages=False),
+    ):
+        pass
+    with (
+        pytest.raises(ConfigError, match=r"--bucket-memory takes more than the .* give less of it"),
+        bucketed(folder, "2MiB", bucket_memory="2MiB", guard_pages=False),
+    ):
+        pass
+
+
+def test_buckets_of_equal_widths(folder: Path) -> None:
+    """They stay, whatever lengths there are."""
+    short = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    with bucketed(folder, bucket_bounds="equal") as (llm, _, cache):
+        assert cache.bounds.bounds == (16, 32, 64, 96, 128)
+        llm.generate([[1, 2]] * 100, short, use_tqdm=False)
+        assert cache.bounds.bounds == (16, 32, 64, 96, 128)
+
+
 @pytest.mark.parametrize("forecast", ["none", "short"], indirect=True)
 def test_samples_and_beams(folder: Path, expected: list[list[int]], forecast: int | None) -> None:
     """Sequences that fork get copies; with little memory they are preempted together."""
@@ -269,22 +322,27 @@ def test_what_fits_alone_is_served(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "preemption_mode"), [("hidden", "swap"), ("shifting", "recompute")]
+    ("lengths", "preemption_mode", "is_virtual"),
+    [("hidden", "swap", True), ("shifting", "recompute", True), ("shifting", "swap", False)],
 )
 @pytest.mark.usefixtures("random_forecasts")
-def test_a_crowd_in_short_memory(folder: Path, lengths: Lengths, preemption_mode: Any) -> None:
+def test_a_crowd_in_short_memory(
+    folder: Path, lengths: Lengths, preemption_mode: Any, is_virtual: bool
+) -> None:
     """Overflows, preemptions and clients that leave: `soak` checks the books, and that no piece is
     lost; and the tokens are those of an engine with memory for all."""
     with bucketed(folder, max_model_len=96) as (llm, _, cache):
         (info,) = llm.engine.models.values()
-        memory = info.weight_bytes + int(cache.footprint.pages(96)) * 3 * 4096
+        kv_bytes = int(cache.footprint.pages(96)) * 3 * 4096
     sample = Sample(15, 50)
-    options = {
+    options: dict[str, Any] = {
         "max_model_len": 96,
         "preemption_mode": preemption_mode,
         "length_prediction": "prior",
     }
-    with bucketed(folder, memory, **options) as (llm, _, _):
+    if not is_virtual:
+        options |= {"bucket_memory": kv_bytes, "guard_pages": False}
+    with bucketed(folder, info.weight_bytes + kv_bytes + 4096, **options) as (llm, _, _):
         result = soak(llm, 50, 96, seed=1, lengths=lengths, sample=sample)
         assert result.num_answered > 20
         assert result.num_left > 0

@@ -351,5 +351,9 @@ def check_idle(llm: LLM) -> None:
     llm.engine.pool.check()
     for name, model in llm.memory().models.items():
         held = {k: n for k, n in model.bytes_by_kind.items() if n and k != Kind.WEIGHTS}
-        if held or model.kv_mapped_bytes or model.num_running or model.num_waiting:
+        cache = llm.engine.lanes[name].cache
+        kept_bytes = cache.kept_bytes if isinstance(cache, BucketedCache) else 0
+        held_bytes = sum(held.values())
+        has_work = model.num_running or model.num_waiting
+        if held_bytes != kept_bytes or model.kv_mapped_bytes != kept_bytes or has_work:
             raise InvariantError(f"the idle model {name} holds {held or model}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 from aquifer.cache.base import (
     CacheFactory,
@@ -12,10 +13,12 @@ from aquifer.cache.base import (
     SequenceCache,
     StateLayout,
 )
-from aquifer.cache.buckets import Routing
 from aquifer.cache.slot_pages import MappingOptions
 from aquifer.errors import ConfigError
 from aquifer.memory.pool import Owner, PagePool
+
+if TYPE_CHECKING:
+    from aquifer.cache.bucketed import BucketOptions
 
 KV_CACHES = ("virtual", "paged")
 BASELINES = ("avmp", "avmp-fixed", "avmp-padded")
@@ -29,7 +32,7 @@ def kv_cache(
     block_size: int = 16,
     max_step_tokens: int | None = None,
     mapping: MappingOptions | None = None,
-    routing: Routing | None = None,
+    buckets: BucketOptions | None = None,
 ) -> CacheFactory:
     """The manager called `name`, for layers with and without windows.
 
@@ -38,7 +41,7 @@ def kv_cache(
         block_size: tokens of a block, where the manager has blocks.
         max_step_tokens: tokens of the largest step; None for as many as a sequence may have.
         mapping: see `group_cache`.
-        routing: how forecasts choose buckets, where the manager has buckets; None for the default.
+        buckets: options of buckets, where the manager has some; None for the default ones.
 
     Raises:
         ConfigError: there is no such manager.
@@ -48,9 +51,16 @@ def kv_cache(
             f"kv_cache {name} keeps whole tokens together; choose kv_layout token-major"
         )
     if name == BUCKETED:
-        from aquifer.cache.bucketed import BucketedCache
+        from aquifer.cache.bucketed import BucketedCache, BucketOptions
 
-        return partial(BucketedCache, block_size=block_size, routing=routing)
+        options = buckets or BucketOptions()
+        return partial(
+            BucketedCache,
+            block_size=block_size,
+            routing=options.routing,
+            has_equal_widths=options.has_equal_widths,
+            kept_bytes=options.kept_bytes,
+        )
     if name in BASELINES:
         from aquifer.cache.avmp.manager import AvmpCache
 

@@ -5,8 +5,8 @@ it. The buckets follow the lengths of the sequences that have finished. With no 
 uncertain one, the region is of the large bucket: it holds all tokens that the sequence may ever
 have. A sequence that outgrows its region moves to one of the large bucket, with one copy of its KV.
 
-pages       come with a region and go with it. With `keeps_mapped`, for devices without virtual
-            memory, all of the arena is mapped when the first sequence begins, and stays.
+pages       come with a region and go with it. With `kept_bytes`, for devices without virtual
+            memory, those of the whole arena are taken when the first sequence begins, and stay.
 reserve     room for sequences that outgrow their regions: regular buckets cannot have it. Its pages
             are held while any sequence runs, if the pool has room for two such pieces.
 no deadlock a sequence that is preempted goes on in the large bucket once it has as many tokens as
@@ -19,7 +19,7 @@ Tokens behind windows are kept. Recurrent state is not supported, and nothing is
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import lcm
 
 import numpy as np
@@ -31,16 +31,29 @@ from aquifer.cache.footprint import Count, Footprint
 from aquifer.errors import ConfigError, InvariantError
 from aquifer.memory.pool import Owner, PagePool
 from aquifer.predict.lengths import Forecast
+from aquifer.sizes import format_size
 
 _MIN_BLOCKS, _MID_BLOCKS = 4, 8
 """Sizes of regions are multiples of these: 64 tokens up to 128, then 128, with blocks of 16."""
 
 _SINGLE_TOKENS = Granularity(1, 1, 1)
 
+_NUM_EQUAL = 10
+"""Buckets of equal widths, as many as S3 has."""
+
 
 def sizes_of(block_size: int, max_tokens: int) -> Granularity:
     """The sizes of regions, for blocks and sequences of so many tokens."""
     return Granularity(_MIN_BLOCKS * block_size, _MID_BLOCKS * block_size, max_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class BucketOptions:
+    """Options of a bucketed cache; see `BucketedCache`."""
+
+    routing: Routing = field(default_factory=Routing)
+    has_equal_widths: bool = False
+    kept_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +101,12 @@ class BucketedCache(ContiguousCache):
         state: must be None: there is no room for recurrent state.
         block_size: tokens of a block.
         routing: how a forecast chooses a bucket.
-        bounds: bounds of the buckets; None for ones that follow the lengths.
+        bounds: bounds of the buckets; None for ones of this cache alone.
+        has_equal_widths: whether those are ten of equal widths for ever, as in S3; else they follow
+            the lengths.
         num_reserved: regions of the largest size that regular buckets cannot have.
-        keeps_mapped: whether all pages of the arena stay mapped: all that the pool has free when
-            the first sequence begins.
+        kept_bytes: size of an arena of which all pages stay mapped once the first sequence has
+            begun; None for pages that come and go with regions.
 
     Attributes:
         bounds: bounds of the buckets.
@@ -100,7 +115,7 @@ class BucketedCache(ContiguousCache):
         migrated_bytes: bytes that were copied for them.
 
     Raises:
-        ConfigError: the model has recurrent state, or no KV.
+        ConfigError: the model has recurrent state, or no KV; or the kept bytes hold no region.
     """
 
     def __init__(
@@ -115,8 +130,9 @@ class BucketedCache(ContiguousCache):
         block_size: int = 16,
         routing: Routing | None = None,
         bounds: BucketBounds | None = None,
+        has_equal_widths: bool = False,
         num_reserved: int = 1,
-        keeps_mapped: bool = False,
+        kept_bytes: int | None = None,
     ) -> None:
         if state is not None or not layout.token_bytes:
             raise ConfigError(
@@ -131,28 +147,34 @@ class BucketedCache(ContiguousCache):
         # Whole pages, so that the reserve shares none with other regions.
         whole = lcm(block_bytes, pool.page_bytes) // block_bytes
         self._reserve_blocks = -(-num_reserved * largest // whole) * whole
-        reserve_bytes = self._reserve_blocks * block_bytes
+        if kept_bytes is None:
+            # As many as the pool could ever have pages for, and addresses of the reserve.
+            num_blocks = min(pool.budget_bytes // block_bytes + 1, max_seqs * largest)
+            num_blocks = -(-num_blocks // whole) * whole + self._reserve_blocks
+        else:
+            num_blocks = kept_bytes // block_bytes
+            if num_blocks < self._reserve_blocks + largest:
+                self._reserve_blocks = 0
         footprint = BucketFootprint(
             layout.token_bytes,
             block_bytes,
             pool.page_bytes,
             shares=False,
+            limit_pages=None if kept_bytes is None else num_blocks * block_bytes // pool.page_bytes,
             sizes=sizes,
-            reserve_pages=reserve_bytes // pool.page_bytes,
+            reserve_pages=self._reserve_blocks * block_bytes // pool.page_bytes,
         )
-        # As many as the pool could ever have pages for, and addresses of the reserve.
-        num_blocks = min(pool.budget_bytes // block_bytes + 1, max_seqs * largest)
-        num_blocks = -(-num_blocks // whole) * whole
+        if footprint.limit_pages is not None and footprint.limit_pages < footprint.pages(1):
+            raise ConfigError(
+                f"the memory for buckets is {format_size(kept_bytes or 0)}, and the smallest "
+                f"region takes {format_size(footprint.pages(1) * pool.page_bytes)}; raise "
+                "--bucket-memory"
+            )
         super().__init__(
-            pool,
-            owner,
-            layout,
-            max_seqs,
-            max_tokens,
-            block_size,
-            num_blocks + self._reserve_blocks,
-            footprint,
+            pool, owner, layout, max_seqs, max_tokens, block_size, num_blocks, footprint
         )
+        if bounds is None and has_equal_widths:
+            bounds = BucketBounds(sizes, _NUM_EQUAL, widths="equal", is_static=True)
         self.bounds = bounds or BucketBounds(sizes)
         self.routing = routing or Routing()
         self.num_overflows = 0
@@ -160,8 +182,8 @@ class BucketedCache(ContiguousCache):
         self._memory = pool
         self._sizes = sizes
         self._largest = largest
-        self._keeps_mapped = keeps_mapped
-        self._arena = BucketPool(num_blocks + self._reserve_blocks, self._reserve_blocks)
+        self._keeps_mapped = kept_bytes is not None
+        self._arena = BucketPool(num_blocks, self._reserve_blocks)
         self._held = range(0)  # pages of the reserve, or of all of the arena, if they are held
         # What `expect` said: the length to choose a bucket for, 0 for the large one; and tokens
         # that there will be KV of at most.
@@ -205,6 +227,16 @@ class BucketedCache(ContiguousCache):
             (num_blocks * self._block_size, is_large): count
             for (num_blocks, is_large), count in self._arena.occupancy.items()
         }
+
+    @property
+    def lacks_pages(self) -> bool:
+        """Whether the arena is to be kept, and the pool has had no pages for it so far."""
+        return self._keeps_mapped and not self._held
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the pages that are mapped whether or not a sequence runs."""
+        return len(self._held) * self._page_bytes if self._keeps_mapped else 0
 
     @property
     def free_blocks(self) -> int:
@@ -292,23 +324,15 @@ class BucketedCache(ContiguousCache):
     def _begin_arena(self) -> bool:
         """Begin with an arena in one piece, and hold pages for the reserve or for all of it; False
         if the pool is short. Pre-condition: no region is in use."""
-        arena, first = self._arena, self.tensors.shape.first_row
-        if not self._keeps_mapped:
-            self._arena = BucketPool(arena.num_blocks, arena.reserve_blocks)
-            needed_bytes = (self._reserve_blocks + self._largest) * self.block_bytes
-            if self._reserve_blocks and self._memory.free_bytes >= needed_bytes:
-                end = first + arena.num_blocks
-                self._hold(range(end - arena.reserve_blocks, end))
-            return True
-        if self._held:
-            self._arena = BucketPool(arena.num_blocks, arena.reserve_blocks)
-            return True
-        if not self.tensors.open():
-            return False
-        num_blocks = min(self._memory.free_bytes // self.block_bytes, arena.num_blocks)
-        has_reserve = num_blocks >= self._reserve_blocks + self._largest
-        self._arena = BucketPool(num_blocks, self._reserve_blocks * has_reserve)
-        return num_blocks > 0 and self._hold(range(first, first + num_blocks))
+        self._arena = arena = BucketPool(self._arena.num_blocks, self._reserve_blocks)
+        first = self.tensors.shape.first_row
+        end = first + arena.num_blocks
+        if self._keeps_mapped:
+            return bool(self._held) or self._hold(range(first, end))
+        needed_bytes = (self._reserve_blocks + self._largest) * self.block_bytes
+        if self._reserve_blocks and self._memory.free_bytes >= needed_bytes:
+            self._hold(range(end - arena.reserve_blocks, end))
+        return True
 
     def _hold(self, blocks: range) -> bool:
         """Keep pages under these blocks, whatever regions are there; False if the pool is short."""

@@ -39,6 +39,7 @@ class Footprint:
         page_bytes: size of a page of the pool.
         shares: whether sequences can share blocks, and blocks can be kept.
         least_growth_bytes: what a sequence that grows takes at least; 0 for a page.
+        limit_pages: pages that all sequences together can have; None for all that there are.
     """
 
     token_bytes: int
@@ -46,6 +47,7 @@ class Footprint:
     page_bytes: int
     shares: bool = True
     least_growth_bytes: int = 0
+    limit_pages: int | None = None
 
     @property
     def kept_block_bytes(self) -> int:

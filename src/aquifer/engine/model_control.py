@@ -12,6 +12,7 @@ from aquifer.engine.model_set import ModelSet, OnProgress
 from aquifer.engine.parts import EngineParts
 from aquifer.engine.pinning import Pinning
 from aquifer.engine.reports import LoadProgress, ModelInfo, ModelStatus
+from aquifer.errors import ConfigError
 from aquifer.models import ModelPlan, Planner
 from aquifer.weights.checkpoint import Checkpoint
 
@@ -75,7 +76,7 @@ class ModelControl(ABC):
                 registered.
             DriverError: the device refused memory; likewise.
         """
-        host = self._models.register(spec.name, partial(self._make_host, spec))
+        host = self._register(spec)
         if load:
             try:
                 self._models.load(host, on_progress)
@@ -161,8 +162,24 @@ class ModelControl(ABC):
     ) -> None:
         """Register the models of the configuration, and load those that fit together."""
         for spec, read in models:
-            self._models.register(spec.name, partial(self._make_host, spec, read))
+            self._register(spec, read)
         self._models.load_first(on_progress)
+
+    def _register(
+        self, spec: ModelSpec, read: tuple[Checkpoint, ModelPlan] | None = None
+    ) -> ModelHost:
+        """Register a model, of which the checkpoint may have been read.
+
+        Raises:
+            ConfigError: it cannot be served, or not beside others.
+            DriverError: the device refused.
+        """
+        if self.config.bucket_memory_bytes is not None and self.models:
+            raise ConfigError(
+                "bucket_memory is for one model, as its memory cannot be had by others; leave it "
+                "out to serve several"
+            )
+        return self._models.register(spec.name, partial(self._make_host, spec, read))
 
     def _preempt_all(self, host: ModelHost) -> None:
         """Preempt all running requests of a model, when all steps in flight are done."""

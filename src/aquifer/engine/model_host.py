@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from aquifer.cache import kv_cache
+from aquifer.cache.bucketed import BucketedCache, BucketOptions
 from aquifer.cache.buckets import Routing
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.assembly import Assembly, LaneSpec
@@ -33,6 +34,7 @@ from aquifer.fields import read_fields
 from aquifer.models import ModelPlan, Planner
 from aquifer.models.limits import MOST_HEADS
 from aquifer.predict.choice import make_forecaster
+from aquifer.sizes import format_size
 from aquifer.weights.checkpoint import Checkpoint
 from aquifer.weights.reuse import ReuseStore
 from aquifer.weights.store import check_fits
@@ -127,7 +129,7 @@ class ModelHost(ModelLife):
                         config.block_size,
                         limits.max_batched_tokens,
                         mapping_options(config, assembly.pool),
-                        Routing(config.bucket_routing_threshold, config.bucket_inflation),
+                        _bucket_options(config),
                     ),
                     keeps_prefixes=config.enable_prefix_caching,
                     recompute_s=self.prefill_cost.seconds,
@@ -185,6 +187,12 @@ class ModelHost(ModelLife):
             # One that fails to warm up is not kept for the next load.
             self._runner = self._make_runner(on_progress)
             self.lane.captured_sizes = self._runner.captured_sizes
+        if isinstance(self.lane.cache, BucketedCache) and self.lane.cache.lacks_pages:
+            raise ConfigError(
+                f"--bucket-memory takes more than the {format_size(self._pool.free_bytes)} of the "
+                f"pool's {format_size(self._pool.budget_bytes)} that the weights leave; give less "
+                "of it, or a higher --memory"
+            )
 
     def _close_runner(self) -> None:
         if self._runner is not None:
@@ -246,6 +254,14 @@ class ModelHost(ModelLife):
                 cache.release(slot)
             cache.tensors.vacate()  # the pages have not the sizes that prompts will need
         self.prefill_cost.observe(0, num_tokens, num_tokens * token_s)
+
+
+def _bucket_options(config: EngineConfig) -> BucketOptions:
+    return BucketOptions(
+        Routing(config.bucket_routing_threshold, config.bucket_inflation),
+        has_equal_widths=config.bucket_bounds == "equal",
+        kept_bytes=config.bucket_memory_bytes,
+    )
 
 
 def make_host(

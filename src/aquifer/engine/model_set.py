@@ -402,7 +402,9 @@ class ModelSet(Generic[HostT]):
 
     def kv_pages(self, host: HostT) -> int:
         """The most pages that a model's KV can have, without weights of others in the pool."""
-        return self._kv_pages_beside(host.info.weight_bytes)
+        num_pages = self._kv_pages_beside(host.info.weight_bytes)
+        limit_pages = host.lane.cache.footprint.limit_pages
+        return num_pages if limit_pages is None else min(num_pages, limit_pages)
 
     @property
     def least_kv_pages(self) -> int:

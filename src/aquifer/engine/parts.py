@@ -69,7 +69,10 @@ class EngineParts:
             if leader is not None:
                 resources.callback(leader.close)
             if driver is None:
-                driver = open_driver(config.device if leader is None else leader.device)
+                driver = open_driver(
+                    config.device if leader is None else leader.device,
+                    is_plain=config.bucket_memory_bytes is not None,
+                )
                 resources.callback(driver.close)
             if driver.device.type == "cuda":
                 start_compiler(driver.device)

@@ -233,7 +233,8 @@ def _wanted_bytes(config: EngineConfig, device: DeviceMemory, weight_bytes: Sequ
     all_bytes = sum(weight_bytes)
     if all_bytes > device.available_bytes:  # they take turns
         all_bytes = max(*weight_bytes, device.available_bytes // 2)
-    return all_bytes + device.available_bytes // 4
+    kept_bytes = int((config.bucket_memory_bytes or 0) * _SLACK)
+    return all_bytes + max(device.available_bytes // 4, kept_bytes)
 
 
 def _option_value(is_share: bool, device: DeviceMemory, num_bytes: int) -> str:

@@ -7,14 +7,13 @@ from functools import partial
 from typing import Literal, get_args
 
 from aquifer.cache import BUCKETED, kv_cache
-from aquifer.cache.base import CacheFactory, KVLayout, StateLayout
-from aquifer.cache.bucketed import BucketedCache, sizes_of
+from aquifer.cache.base import CacheFactory
+from aquifer.cache.bucketed import BucketedCache
 from aquifer.cache.buckets import BucketBounds
 from aquifer.cache.slot_pages import MappingOptions
 from aquifer.engine.params import MAX_SEQUENCES
 from aquifer.engine.policies import RestoreMode
 from aquifer.errors import ConfigError
-from aquifer.memory.pool import Owner, PagePool
 from aquifer.memory_options import PREDICTION_USES
 from aquifer.predict.forecaster import Forecaster, LengthForecaster, Oracle, Predictor
 from aquifer.sim.baselines.evictions import Eviction
@@ -239,26 +238,13 @@ class ReplayConfig:
         if self.is_reserved and self.kv_layout == "layer-major":
             raise ConfigError(f"{self.manager} keeps whole tokens together; choose token-major")
         if self.manager == BUCKETED:
-            if self.static_buckets:
-                return partial(_with_static_buckets, self.block_size)
-            return partial(BucketedCache, block_size=self.block_size, bounds=self.bounds)
+            return partial(
+                BucketedCache,
+                block_size=self.block_size,
+                bounds=self.bounds,
+                has_equal_widths=self.static_buckets,
+            )
         if policy is None:
             mapping = MappingOptions(is_layer_major=self.kv_layout == "layer-major")
             return kv_cache(self.manager, self.block_size, self.max_num_batched_tokens, mapping)
         return partial(ReservedCache, policy=policy, block_size=self.block_size)
-
-
-def _with_static_buckets(
-    block_size: int,
-    pool: PagePool,
-    owner: Owner,
-    layout: KVLayout,
-    max_seqs: int,
-    max_tokens: int,
-    state: StateLayout | None = None,
-) -> BucketedCache:
-    """A manager with ten buckets of equal widths for ever, as those of S3."""
-    bounds = BucketBounds(sizes_of(block_size, max_tokens), 10, widths="equal", is_static=True)
-    return BucketedCache(
-        pool, owner, layout, max_seqs, max_tokens, state, block_size=block_size, bounds=bounds
-    )

@@ -11,17 +11,22 @@ from aquifer.memory.driver.base import Driver
 _log = logging.getLogger(__name__)
 
 
-def open_driver(device: str) -> Driver:
+def open_driver(device: str, *, is_plain: bool = False) -> Driver:
     """Open the memory driver of `device`; its implementation is imported here, on demand.
 
     Args:
         device: "cpu", "cuda" or "cuda:N"; "cuda" alone is the first GPU. "auto" is the first GPU
             if there is one and the CUDA bindings are installed, else "cpu".
+        is_plain: whether to do without the device's virtual memory (`plain.py`).
 
     Raises:
         ConfigError: there is no driver for that device, or its packages are not installed.
         DriverError: the device is missing, or refused a call.
     """
+    if is_plain:
+        from aquifer.memory.driver.plain import PlainDriver
+
+        return PlainDriver(open_driver(device))
     if device == "auto":
         device = _choose()
     if device == "cpu":
