@@ -180,7 +180,8 @@ def _guards_by_environment() -> bool:
 class EngineConfig:
     """The engine's options: sizes in bytes, lengths in tokens.
 
-    `OPTIONS` says what each field means, its default and its bounds.
+    `OPTIONS` says what each field means, its default and its bounds. `neighbours` is no option: it
+    is the folder in which the engine processes of a server find each other, to lend weights.
 
     Raises:
         ConfigError: a value is not allowed, or two models have the same name.
@@ -218,10 +219,12 @@ class EngineConfig:
     swap_space_bytes: int = default_of("swap_space")
     keep_alive_s: float | None = default_of("keep_alive")
     host_cache_bytes: int | None = default_of("host_cache")
+    peer_weights: bool | None = default_of("peer_weights")
     preemption_mode: Literal["auto", "swap", "recompute"] = default_of("preemption_mode")
     length_prediction: str = default_of("length_prediction")
     prediction_uses: tuple[str, ...] = default_of("prediction_uses")
     seed: int | None = default_of("seed")
+    neighbours: Path | None = None
 
     def __post_init__(self) -> None:
         names = [model.name for model in self.models]
@@ -243,6 +246,11 @@ class EngineConfig:
             raise ConfigError(
                 f"kv_cache {self.kv_cache} is for one device; with tensor_parallel_size choose "
                 + " or ".join(GROUP_CACHES)
+            )
+        if self.peer_weights:
+            raise ConfigError(
+                "peer_weights is for models on one device each; with tensor_parallel_size leave it "
+                "out"
             )
         if self.host_cache_bytes:
             raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
@@ -108,12 +109,13 @@ class ModelSet(Generic[HostT]):
             if other.state == ModelState.LOADING and other is not host:
                 other.is_filled_within(None)  # nothing is prepared while a thread uses the device
         self._reuse.compare(self._threads, None)
-        if not self._has_room(host):
-            for other in self:
-                other.weights.is_saved_within(None)  # then they may go
         # Asked first: a load that cannot succeed must not evict what others retain.
         if not (self._has_room(host) and host.load(on_progress)):
-            raise ConfigError(self._no_room(host))
+            with self._reuse.lending_paused():
+                for other in self:
+                    other.weights.is_saved_within(None)  # then they may go
+                if not (self._has_room(host) and host.load(on_progress)):
+                    raise ConfigError(self._no_room(host))
         self._check_loaded(host)
 
     def load_first(self, on_progress: OnProgress) -> None:
@@ -209,12 +211,16 @@ class ModelSet(Generic[HostT]):
         wanted.sort(key=lambda host: host.place_in_turn)
         for host in wanted:
             others = [other for other in self if other.lane.is_resident and other.lane.has_work]
+            num_loan_changes = self._reuse.num_loan_changes
             try:
                 if self._leaves_room(host, others) and host.begin_loading(self._threads):
                     return
             except DriverError as error:
                 on_failure(host, str(error))
                 continue
+            if self._reuse.has_loans or self._reuse.num_loan_changes != num_loan_changes:
+                time.sleep(self._pause_s)  # what neighbours read may go a moment later
+                return
             saving = [other for other in self if other.weights.is_saving]
             if saving:  # they may go when they have been copied
                 saving[0].weights.is_saved_within(self._pause_s)
