@@ -12,7 +12,7 @@ It is also told which offers are withdrawn, so that it unmaps their pages:
 
     ["withdrawn", [offer, ...]]
 
-What a neighbour has borrowed stays until it says so, its connection ends, or `_LONGEST_S` are over.
+What a neighbour has borrowed stays until it says so, its connection ends, or `LONGEST_S` are over.
 """
 
 from __future__ import annotations
@@ -36,11 +36,8 @@ from aquifer.weights.loans import LoanBook, Offer
 
 _log = logging.getLogger(__name__)
 
-_LONGEST_S = 60.0
+LONGEST_S = 60.0
 """How long a loan may last: a copy takes much less than a second."""
-
-_LOOK_S = 5.0
-"""Interval of looks for loans that have lasted too long."""
 
 _SEND_S = 2.0
 """How long a neighbour may take to read an answer."""
@@ -75,6 +72,7 @@ class Lender:
         loans: the book.
         pages: the pages of this process.
         folder: where the sockets of all engine processes are.
+        longest_s: how long a loan may last.
 
     Attributes:
         path: its socket.
@@ -83,7 +81,10 @@ class Lender:
         OSError: the socket cannot be made.
     """
 
-    def __init__(self, loans: LoanBook, pages: PageTable, folder: Path) -> None:
+    def __init__(
+        self, loans: LoanBook, pages: PageTable, folder: Path, longest_s: float = LONGEST_S
+    ) -> None:
+        self._longest_s = longest_s
         self._loans = loans
         self._pages = pages
         self._listener, self.path = peer_socket.listen(folder)
@@ -121,7 +122,8 @@ class Lender:
 
     def _run(self) -> None:
         while not self._is_closing:
-            for key, _ in self._selector.select(_LOOK_S if self._loans.has_loans else None):
+            timeout_s = self._longest_s / 10 if self._loans.has_loans else None
+            for key, _ in self._selector.select(timeout_s):
                 if key.fileobj is self._listener:
                     self._accept()
                 elif key.fileobj is self._wakened:
@@ -218,7 +220,7 @@ class Lender:
                     self._drop(borrower)
 
     def _end_old_loans(self) -> None:
-        latest_s = time.monotonic() - _LONGEST_S
+        latest_s = time.monotonic() - self._longest_s
         for borrower in list(self._borrowers.values()):
             if min(borrower.begun_s.values(), default=latest_s) < latest_s:
                 _log.warning("a neighbour has read weights for too long, and is disconnected")
