@@ -258,12 +258,14 @@ def test_pages_of_another_process(api):
     driver.free(address, 3 * PAGE)
     driver.release(first)
     assert driver.num_held == (2, 0, 0)
-    for name in ("cuMemImportFromShareableHandle", "cuMemExportToShareableHandle"):
-        api.refuse[name] = 2
-        with pytest.raises(DriverError, match="CUDA_ERROR_OUT_OF_MEMORY: could not"):
-            (driver.adopt if "Import" in name else lender.export)(
-                exported if "Import" in name else handles
-            )
+    api.refuse["cuMemImportFromShareableHandle"] = 2
+    with pytest.raises(DriverError, match="CUDA_ERROR_OUT_OF_MEMORY: could not import"):
+        driver.adopt(exported)
+    num_open = len(os.listdir("/proc/self/fd"))
+    api.refuse["cuMemExportToShareableHandle"] = 2
+    with pytest.raises(DriverError, match="CUDA_ERROR_OUT_OF_MEMORY: could not export"):
+        lender.export(handles)
+    assert len(os.listdir("/proc/self/fd")) == num_open
     driver.release(again)
     assert driver.num_held == (0, 0, 0)
     for file in exported.files:

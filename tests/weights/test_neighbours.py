@@ -367,7 +367,7 @@ def test_random_loads_and_evictions(make: Make):
     """Of three processes, one of which is replaced now and then."""
     random = Random(4)
     sides = [make() for _ in range(3)]
-    totals = {source: 0 for source in WeightSource}
+    totals = dict.fromkeys(WeightSource, 0)
     for _ in range(60):
         number = random.randrange(3)
         side = sides[number]
