@@ -28,7 +28,6 @@ OnProgress = Callable[[LoadProgress], None]
 _PAUSE_S = 0.005
 """How long to wait for weights where no other model has anything to run."""
 
-
 HostT = TypeVar("HostT", bound=ModelLife)
 
 
@@ -105,9 +104,9 @@ class ModelSet(Generic[HostT]):
         """
         if host.state == ModelState.RESIDENT:
             return
-        for other in self:
+        for other in self:  # nothing is prepared while a thread uses the device
             if other.state == ModelState.LOADING and other is not host:
-                other.is_filled_within(None)  # nothing is prepared while a thread uses the device
+                other.is_filled_within(None)
         self._reuse.compare(self._threads, None)
         # Asked first: a load that cannot succeed must not evict what others retain.
         if not (self._has_room(host) and host.load(on_progress)):
@@ -204,11 +203,10 @@ class ModelSet(Generic[HostT]):
                 return
         if self._relieve(num_arrivals, preempt):
             return
-        wanted = [host for host in self if host.is_wanted]
+        wanted = sorted((each for each in self if each.is_wanted), key=lambda it: it.place_in_turn)
         # Which weights they share is to be known before they get pages.
         if wanted and not self._reuse.compare(self._threads, self._pause_s):
             return
-        wanted.sort(key=lambda host: host.place_in_turn)
         for host in wanted:
             others = [other for other in self if other.lane.is_resident and other.lane.has_work]
             num_loan_changes = self._reuse.num_loan_changes
