@@ -185,6 +185,18 @@ def adopted(side: Side) -> set[Handle]:
     return {handle for handle in side.driver.live_handles if handle >= 1 << 64}
 
 
+def test_pages_of_a_process_that_ends_are_unmapped(make: Make):
+    """At once: their memory is in use until then, and another process may need it."""
+    lender, borrower = make(), make()
+    lender.load()
+    borrower.load()
+    assert adopted(borrower)
+    lender.lender.close()
+    until(lambda: not adopted(borrower))
+    borrower.evict()
+    assert borrower.load() == {WeightSource.DISK: NUM_GROUPS}
+
+
 def test_each_group_comes_from_whichever_has_it(make: Make):
     first, second, third = make(), make(), make()
     first.load()

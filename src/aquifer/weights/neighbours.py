@@ -11,9 +11,11 @@ not have, refuses, or does not bring because it has died comes from another plac
 from __future__ import annotations
 
 import logging
+import math
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
@@ -32,8 +34,11 @@ from aquifer.weights.loader import begin_copying, work_so_far
 
 _log = logging.getLogger(__name__)
 
-_ANSWER_S = 2.0
+_ANSWER_S = 1.0
 """How long a neighbour may take for an answer; it takes about a millisecond."""
+
+_LEFT_OUT_S = 30.0
+"""How long a neighbour that has not answered is not asked again."""
 
 
 class _GoneError(Exception):
@@ -207,15 +212,17 @@ class _Neighbour:
             except (OSError, EOFError, ValueError):
                 self.is_gone = True
                 self._answers.put(None)
+                self._withdraw()  # or its memory would stay in use
                 return
             if message[0] == "withdrawn":
-                self._note_withdrawn(message[1])
+                self._withdraw(message[1])
             else:
                 self._answers.put((message, files))
 
-    def _note_withdrawn(self, offers: Iterable[int]) -> None:
+    def _withdraw(self, offers: Iterable[int] | None = None) -> None:
+        """Unmap the pages of groups, or of all, or do so when no copy reads them any more."""
         with self._lock:
-            for offer in offers:
+            for offer in list(self._opened) if offers is None else offers:
                 opened = self._opened.get(offer)
                 if opened is None:
                     self._withdrawn.add(offer)
@@ -315,7 +322,7 @@ class Neighbours:
     def __init__(self, folder: Path, own: Path, driver: Driver) -> None:
         self._folder = folder
         self._driver = driver
-        self._left_out = {own}  # and those whose pages cannot be mapped
+        self._left_out = {own: math.inf}  # until when, on the clock of `time.monotonic`
         self._neighbours: dict[Path, _Neighbour] = {}
         self._thread = ThreadPoolExecutor(1, "aquifer-borrow")
 
@@ -356,7 +363,7 @@ class Neighbours:
         """Connect to neighbours that are new, and leave those that are gone."""
         self._part()
         for path in peer_socket.paths_in(self._folder):
-            if path in self._neighbours or path in self._left_out:
+            if path in self._neighbours or self._left_out.get(path, 0.0) > time.monotonic():
                 continue
             try:
                 self._neighbours[path] = _Neighbour(path, self._driver)
@@ -371,5 +378,5 @@ class Neighbours:
             if neighbour.is_gone:
                 del self._neighbours[path]
                 neighbour.close()
-                if neighbour.is_refused:
-                    self._left_out.add(path)
+                until_s = math.inf if neighbour.is_refused else time.monotonic() + _LEFT_OUT_S
+                self._left_out[path] = until_s
