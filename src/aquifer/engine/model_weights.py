@@ -99,6 +99,14 @@ class ModelWeights(PooledWeights):
         """The parameters by name, to be used only while all are resident."""
         return self._store.tensors
 
+    @property
+    def borrowed_s(self) -> float | None:
+        """See `PooledWeights`."""
+        if self._reuse.neighbours is None:
+            return None
+        missing_bytes = sum(map(self.member.bytes_of, self._reuse.missing(self.member)))
+        return missing_bytes / self._bytes_per_s[WeightSource.NEIGHBOUR]
+
     def _byte_s(self, group: ParameterGroup) -> float:
         """Seconds to load a byte of a group, from where it would come."""
         source = WeightSource.HOST if self._is_in_host(group) else WeightSource.DISK
