@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from random import Random
+from threading import Thread
 
 import pytest
 import torch
@@ -317,8 +318,21 @@ def test_a_loan_that_lasts_too_long(make: Make):
 
 
 def test_while_lending_is_paused_nothing_is_lent(make: Make):
+    """It begins when what was lent has been given back."""
     lender, borrower = make(), make()
     lender.load()
+    found: list[bool] = []
+
+    def pause() -> None:
+        with lender.reuse.lending_paused():
+            found.append(lender.reuse.has_loans)
+
+    thread = Thread(target=pause)
+    borrower.device.on_adopt = lambda: None if thread.ident else thread.start()
+    assert borrower.load() == {WeightSource.NEIGHBOUR: NUM_GROUPS}
+    thread.join()
+    assert found == [False]
+    borrower.evict()
     with lender.reuse.lending_paused(), lender.reuse.lending_paused():
         assert borrower.load() == {WeightSource.DISK: NUM_GROUPS}
     borrower.evict()
