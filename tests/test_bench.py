@@ -288,9 +288,11 @@ def test_load(checkpoint: Path, tmp_path: Path) -> None:
 def test_switch(checkpoint: Path, tmp_path: Path) -> None:
     """The weights are where each row says they are."""
     options = ("--device", "cpu", "--memory", "8MiB", "--input-len", "9", "--repeats", "2")
-    figures = bench(tmp_path / "s.json", "switch", str(checkpoint), *options)
+    figures = bench(tmp_path / "s.json", "switch", str(checkpoint), *options, "--neighbour", "cpu")
     places = {place["name"]: place for place in figures["places"]}
-    assert [*places] == ["resident", "files", "half resident", "host"]
+    neighbour = ["neighbour, newly mapped", "neighbour"]
+    assert [*places] == ["resident", "files", "half resident", "host", *neighbour]
+    assert {places[name]["moved_bytes"] for name in neighbour} == {places["host"]["moved_bytes"]}
     assert all(len(place["first_token_s"]) == 2 for place in places.values())
     moved = {name: place["moved_bytes"] for name, place in places.items()}
     assert moved["resident"] == 0 < moved["half resident"] < moved["host"] == moved["files"]

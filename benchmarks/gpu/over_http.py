@@ -99,9 +99,10 @@ def figures(run: RunLoad, vocab_size: int, repeats: int) -> dict[str, float]:
     return {**found, "step_ms": step_ms(run, vocab_size, repeats)}
 
 
-def over_http(model: str, vocab_size: int, repeats: int) -> dict[str, float]:
-    """The figures of a server."""
+def over_http(model: str, vocab_size: int, repeats: int, processes: int) -> dict[str, float]:
+    """The figures of a server with that many processes for HTTP."""
     arguments = ["--load-format", "dummy", "--no-enable-prefix-caching", "--device", DEVICE]
+    arguments += ["--api-server-count", str(processes)]
     with serving(f"m={MODELS_FOLDER / model}", arguments) as url:
         target = Target.reach(url)
 
@@ -143,6 +144,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder of the result")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--repeats", type=int, default=2, help="timed runs of each load")
+    parser.add_argument("--api-server-count", type=int, default=1, help="processes for HTTP")
     arguments = parser.parse_args()
     models: Sequence[str] = arguments.models
     arguments.output.mkdir(parents=True, exist_ok=True)
@@ -151,13 +153,14 @@ def main() -> None:
         table.add_column(column, justify="left" if column in ("model", "load") else "right")
     for model in models:
         vocab_size = vocab_size_of(MODELS_FOLDER / model)
-        http = over_http(model, vocab_size, arguments.repeats)
+        http = over_http(model, vocab_size, arguments.repeats, arguments.api_server_count)
         direct = offline(model, vocab_size, arguments.repeats)
         results: dict[str, Any] = {
             "benchmark": "over_http",
             "model": model,
             "temperature": TEMPERATURE,
             "repeats": arguments.repeats,
+            "api_server_count": arguments.api_server_count,
             "http": http,
             "offline": direct,
         }

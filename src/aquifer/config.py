@@ -180,7 +180,8 @@ def _guards_by_environment() -> bool:
 class EngineConfig:
     """The engine's options: sizes in bytes, lengths in tokens.
 
-    `OPTIONS` says what each field means, its default and its bounds.
+    `OPTIONS` says what each field means, its default and its bounds. `neighbours` is no option: it
+    is the folder in which the engine processes of a server find each other, to lend weights.
 
     Raises:
         ConfigError: a value is not allowed, or two models have the same name.
@@ -220,10 +221,12 @@ class EngineConfig:
     swap_space_bytes: int = default_of("swap_space")
     keep_alive_s: float | None = default_of("keep_alive")
     host_cache_bytes: int | None = default_of("host_cache")
+    peer_weights: bool | None = default_of("peer_weights")
     preemption_mode: Literal["auto", "swap", "recompute"] = default_of("preemption_mode")
     length_prediction: str = default_of("length_prediction")
     prediction_uses: tuple[str, ...] = default_of("prediction_uses")
     seed: int | None = default_of("seed")
+    neighbours: Path | None = None
 
     def __post_init__(self) -> None:
         names = [model.name for model in self.models]
@@ -234,6 +237,11 @@ class EngineConfig:
             raise ConfigError("preemption_mode swap needs swap_space above 0, such as 4GiB")
         if self.kv_cache != "bucketed":
             self._check_without_buckets()
+        if self.bucket_memory_bytes is not None and self.peer_weights:
+            raise ConfigError(
+                "peer_weights needs virtual memory, which is not used with bucket_memory; leave "
+                "one of them out"
+            )
         if self.bucket_memory_bytes is not None and self.guard_pages:
             raise ConfigError(
                 "guard_pages needs virtual memory, which is not used with bucket_memory; leave out "
@@ -260,6 +268,11 @@ class EngineConfig:
             raise ConfigError(
                 f"kv_cache {self.kv_cache} is for one device; with tensor_parallel_size choose "
                 + " or ".join(GROUP_CACHES)
+            )
+        if self.peer_weights:
+            raise ConfigError(
+                "peer_weights is for models on one device each; with tensor_parallel_size leave it "
+                "out"
             )
         if self.host_cache_bytes:
             raise ConfigError(

@@ -220,6 +220,14 @@ MEMORY_OPTIONS: tuple[Option, ...] = (
         unset="half of the host's free memory for several models on a GPU, else none",
     ),
     Option(
+        "peer_weights",
+        bool,
+        None,
+        "Copy weights that another device of the server has from there, rather than from the host.",
+        scopes=("serve",),
+        unset="on with several devices",
+    ),
+    Option(
         "preemption_mode",
         str,
         "auto",

@@ -128,6 +128,15 @@ def test_what_is_missing_is_loaded() -> None:
     assert not _state("too large").can_run
 
 
+def test_what_another_device_has_is_copied_from_there() -> None:
+    """Where devices lend weights."""
+    assert device_state(REPORT, "half there", {}, 100.0, is_elsewhere=True).load_s == 0.1
+    lent = MODELS["half there"]._replace(borrowed_s=0.02)
+    report = REPORT._replace(models={**MODELS, "half there": lent})
+    assert device_state(report, "half there", {}, 100.0, is_elsewhere=True).load_s == 0.02
+    assert device_state(report, "half there", {}, 100.0).load_s == 0.1
+
+
 def test_a_load_under_way_is_waited_for() -> None:
     report = REPORT._replace(loaded_s=100.2)
     loading = _state("loading", report)

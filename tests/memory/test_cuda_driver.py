@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections import Counter
 from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,10 @@ class FakeApi:
     CUresult = _Result
     CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=SimpleNamespace(value=1))
     CUmemAllocationGranularity_flags = SimpleNamespace(CU_MEM_ALLOC_GRANULARITY_MINIMUM=0)
+    CUmemAllocationHandleType = SimpleNamespace(CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR=1)
+    CUdevice_attribute = SimpleNamespace(
+        CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED=103
+    )
     CUmemAllocationType = SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=1)
     CUmemLocationType = SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE=1)
     CUmemAccess_flags = SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE=3)
@@ -43,6 +48,10 @@ class FakeApi:
         self.calls: list[str] = []
         self.contexts = 0
         self.sizes: dict[int, int] = {}
+        self.num_imports: Counter[int] = Counter()  # by handle
+        self.files: dict[tuple[int, int], tuple[int, int]] = {}  # exported: (handle, size)
+        self.has_file_handles = True
+        self.created: list[Any] = []  # the properties of each page
         self.contents: dict[int, int] = {}  # the value of all bytes of a handle, if not 0
         self.mapped: dict[int, int] = {}
         self.accessible: set[int] = set()
@@ -108,14 +117,38 @@ class FakeApi:
     def do_cuMemGetInfo(self) -> tuple[int, int]:  # noqa: N802
         return 7, 8
 
-    def do_cuMemCreate(self, size: int, *_: Any) -> tuple[int]:  # noqa: N802
+    def do_cuDeviceGetAttribute(self, attribute: int, _: int) -> tuple[bool]:  # noqa: N802
+        assert attribute == 103
+        return (self.has_file_handles,)
+
+    def do_cuMemExportToShareableHandle(self, handle: int, kind: int, _: int) -> tuple[int]:  # noqa: N802
+        assert (kind, self.created[0].requestedHandleTypes) == (1, 1)
+        file = os.memfd_create("page")
+        status = os.fstat(file)
+        self.files[status.st_dev, status.st_ino] = handle, self.sizes[handle]
+        return (file,)
+
+    def do_cuMemImportFromShareableHandle(self, file: int, kind: int) -> tuple[int]:  # noqa: N802
+        assert kind == 1
+        status = os.fstat(file)
+        number, size = self.files[status.st_dev, status.st_ino]
+        handle = number + (1 << 32)
+        self.sizes[handle] = size
+        self.num_imports[handle] += 1
+        return (handle,)
+
+    def do_cuMemCreate(self, size: int, properties: Any, _: int) -> tuple[int]:  # noqa: N802
         assert self.contexts
+        self.created.append(properties)
         self.next_handle += 1
         self.sizes[self.next_handle] = size
         return (self.next_handle,)
 
     def do_cuMemRelease(self, handle: int) -> tuple[()]:  # noqa: N802
-        del self.sizes[handle]
+        if self.num_imports[handle] > 1:
+            self.num_imports[handle] -= 1
+        else:
+            del self.sizes[handle], self.num_imports[handle]
         return ()
 
     def do_cuMemAddressReserve(self, size: int, *_: Any) -> tuple[int]:  # noqa: N802
@@ -200,9 +233,53 @@ def test_auto_is_the_first_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(cuda, "has_bindings", lambda: True)
     opened: list[int] = []
-    monkeypatch.setattr(cuda, "CudaDriver", opened.append)
+    monkeypatch.setattr(cuda, "CudaDriver", lambda index, exports: opened.append(index))
     open_driver("auto")
     assert opened == [0]
+
+
+def test_pages_of_another_process(api):
+    """A page that is imported twice has one handle, and is the other process's when it is released;
+    a refused call leaves no page and no descriptor."""
+    lender, driver = CudaDriver(api=api, exports=True), CudaDriver(api=api, exports=True)
+    assert lender.can_export
+    handles = lender.create(PAGE, 3)
+    exported = lender.export(handles)
+    assert exported.places == [(0, 0), (1, 0), (2, 0)]
+    first = driver.adopt(exported)
+    again = driver.adopt(exported._replace(places=exported.places[:2]))
+    assert again == first[:2]
+    assert not set(first) & set(handles)
+    assert driver.num_held == (3, 0, 0)
+    address = driver.reserve(3 * PAGE)
+    driver.map(address, first)
+    assert [api.mapped[address + i * PAGE] for i in range(3)] == first
+    driver.unmap(address, PAGE, 3)
+    driver.free(address, 3 * PAGE)
+    driver.release(first)
+    assert driver.num_held == (2, 0, 0)
+    api.refuse["cuMemImportFromShareableHandle"] = 2
+    with pytest.raises(DriverError, match="CUDA_ERROR_OUT_OF_MEMORY: could not import"):
+        driver.adopt(exported)
+    num_open = len(os.listdir("/proc/self/fd"))
+    api.refuse["cuMemExportToShareableHandle"] = 2
+    with pytest.raises(DriverError, match="CUDA_ERROR_OUT_OF_MEMORY: could not export"):
+        lender.export(handles)
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    driver.release(again)
+    assert driver.num_held == (0, 0, 0)
+    for file in exported.files:
+        os.close(file)
+    lender.release(handles)
+    assert not api.sizes
+
+
+def test_pages_are_for_one_process_unless_asked_for(api, driver):
+    driver.create(PAGE, 1)
+    assert not driver.can_export
+    assert not hasattr(api.created[0], "requestedHandleTypes")
+    api.has_file_handles = False
+    assert not CudaDriver(api=api, exports=True).can_export
 
 
 def test_pages(driver, api):

@@ -381,3 +381,37 @@ def test_all_memory_is_the_machine_s_or_the_control_group_s(driver, monkeypatch)
         monkeypatch.setattr(host, "cgroup_limit_bytes", lambda limit=limit_bytes: limit)
         assert driver.total_bytes() == total_bytes
     assert driver.overhead_bytes() == 0
+
+
+def test_pages_of_another_process(driver):
+    """They are the same bytes, and stay where they are when they are released here."""
+    lender = HostDriver()
+    handles = lender.create(PAGE, 5)
+    own = lender.reserve(5 * PAGE)
+    lender.map(own, handles)
+    expected = torch.arange(5 * PAGE).to(torch.uint8)
+    lender.view(own, 5 * PAGE).copy_(expected)
+    num_open = len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        exported = lender.export(handles)
+        adopted = [driver.adopt(exported) for _ in range(2)]
+        assert adopted[0] == adopted[1]
+        for file in exported.files:
+            os.close(file)
+        address = driver.reserve(5 * PAGE)
+        driver.map(address, [*adopted[0][3:], *adopted[0][:3]])
+        view = driver.view(address, 5 * PAGE)
+        assert torch.equal(view, expected.roll(2 * PAGE))
+        lender.view(own, 5 * PAGE)[0] = 7
+        assert view[2 * PAGE] == 7
+        lender.view(own, 5 * PAGE)[0] = 0
+        driver.unmap(address, PAGE, 5)
+        driver.free(address, 5 * PAGE)
+        for each in adopted:
+            driver.release(each)
+        with pytest.raises(InvariantError, match="released twice"):
+            driver.release(adopted[0])
+        assert len(os.listdir("/proc/self/fd")) == num_open
+    assert torch.equal(lender.view(own, 5 * PAGE), expected)
+    assert driver.resident_bytes() == 0
+    lender.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from aquifer.config import EngineConfig, ModelSpec
 from aquifer.errors import ConfigError
 from aquifer.memory.proc import available_host_bytes
 from aquifer.serve.config import ServerConfig
-from aquifer.serve.engine_configs import engine_configs
+from aquifer.serve.engine_configs import engine_configs, lend_weights
 
 COMPLETIONS, PREFIXES = "/v1/completions", "/v1/prefixes"
 OPTIONS = ["--port", "0", "--page-size", "4K", "--max-model-len", "512"]
@@ -268,6 +269,31 @@ def test_other_placements(checkpoint: Path, placement: str):
         eventually(lambda: _running(server) == [0, 0], "all are aborted")
 
 
+@pytest.mark.parametrize("is_on", [True, False])
+def test_weights_of_another_device(checkpoint: Path, is_on: bool):
+    """The first device loads them from disk, the second one from the first, unless that is off."""
+    options = [*OPTIONS, *DEVICES, "--memory", "64M", "--placement", "round-robin"]
+    options += [] if is_on else ["--no-peer-weights"]
+    with running(["-m", "aquifer", "serve", f"m0={checkpoint}", *options]) as server:
+        assert server.call("POST", "/models/m0/unload")[0] == 200
+        before = _loaded(server)
+        first, second = (_answer(server, "m0", "x")["choices"] for _ in range(2))
+        assert first == second
+        loaded = {
+            source: num_bytes - before[source] for source, num_bytes in _loaded(server).items()
+        }
+        _, memory, _ = server.call("GET", "/memory")
+        num_bytes = memory["models"]["m0"]["weights_total_bytes"]
+        assert loaded == {"disk": num_bytes * (1 if is_on else 2), "neighbour": num_bytes * is_on}
+
+
+def _loaded(server: RunningServer) -> dict[str, int]:
+    """Bytes of weights that were loaded, by source."""
+    _, metrics, _ = server.call("GET", "/metrics")
+    found = re.findall(r'loaded_weight_bytes_total.model="m0",source="(\w+)". (\S+)', metrics)
+    return {"disk": 0, "neighbour": 0} | {source: int(float(value)) for source, value in found}
+
+
 def test_a_model_that_ends_every_process(checkpoint: Path):
     """It is out of service once all devices have given it up, and the server answers so."""
     with running(["-m", "tests.serve.fake_server", str(checkpoint), "0", *DEVICES]) as server:
@@ -283,6 +309,19 @@ def test_a_model_that_ends_every_process(checkpoint: Path):
         for _ in range(6):
             eventually(lambda: crash() in (500, 503), "it crashes")
         eventually(lambda: bool(crash()) and is_out(), "it is out of service")
+
+
+def test_weights_are_shared_by_several_devices_only() -> None:
+    config = EngineConfig(models=(ModelSpec("a", Path("a")),), peer_weights=True)
+    with pytest.raises(ConfigError, match="--devices"):
+        lend_weights([config])
+    assert lend_weights([config, config])
+    unsaid = replace(config, peer_weights=None)
+    assert [lend_weights([unsaid] * count) for count in (1, 2)] == [False, True]
+    assert not lend_weights([replace(config, peer_weights=False)] * 2)
+    assert not lend_weights([replace(unsaid, tensor_parallel_size=2)] * 2)
+    with pytest.raises(ConfigError, match="peer_weights is for models on one device"):
+        replace(config, tensor_parallel_size=2)
 
 
 def test_a_device_that_is_not_there(checkpoint: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -129,8 +130,8 @@ class Link:
 class Server:
     """Engines with links of the test; what they deliver is collected."""
 
-    def __init__(self, *models: str) -> None:
-        self.engines = Engines("least-loaded", self)
+    def __init__(self, *models: str, placement: str = "least-loaded") -> None:
+        self.engines = Engines(placement, self)
         self.config = EngineConfig(tuple(map(spec, models)))
         self.links: dict[str, list[Link]] = {}
         self.tokens: list[int] = []  # numbers of completions, one for each token
@@ -204,6 +205,26 @@ def test_a_request_that_has_output_nothing_is_run_again_elsewhere() -> None:
         await settle()
         assert (server.tokens, server.ended) == ([0, 1, 2], [2])
         assert server.engines.availability.reason is None
+
+    run(test())
+
+
+@pytest.mark.parametrize("borrowed_s", [None, 0.05])
+def test_a_device_that_can_borrow_the_weights_gets_a_request(borrowed_s: float | None) -> None:
+    """Of a model that has a queue of a second elsewhere, if it would take more to load it."""
+
+    async def test() -> None:
+        server = Server("m", placement="affinity")
+        first, second = await server.add("a"), await server.add("b")
+        busy = ModelReport(9, is_resident=True, oldest_s=time.monotonic() - 1.0)
+        first.say(Step(Outputs(), STATS, report=DeviceReport({"m": busy}, 9, 9)))
+        absent = ModelReport(9, 9, 30.0, borrowed_s)
+        second.say(Step(Outputs(), STATS, report=DeviceReport({"m": absent}, 9, 9)))
+        await settle()
+        server.send("r", 0)
+        assert (first.added(), second.added()) == (
+            (["r"], []) if borrowed_s is None else ([], ["r"])
+        )
 
     run(test())
 

@@ -55,6 +55,7 @@ def _report(device: str, status: ModelStatus, factor: int) -> MemoryReport:
         process_resident_bytes=20 * factor,
         host_cache_bytes=21 * factor,
         host_cache_budget_bytes=22 * factor,
+        loaded_bytes={("m", "disk"): 23 * factor, ("m", device): 24},
         evictions=(eviction,),
         eviction_totals={WEIGHTS: EvictionTotals(factor, 2 * factor, 0.5 * factor, 0.25 * factor)},
     )
@@ -78,7 +79,9 @@ def test_sizes_are_sums() -> None:
     summed |= {"host_cache_bytes", "host_cache_budget_bytes"}
     for name in summed:
         assert getattr(total, name) == 3 * getattr(first, name), name
+    assert total.loaded_bytes == {("m", "disk"): 69, ("m", "cuda:0"): 24, ("m", "cuda:1"): 24}
     others = {"device", "page_bytes", "models", "evictions", "eviction_totals", "devices"}
+    others |= {"loaded_bytes"}
     assert summed | others == {field.name for field in fields(MemoryReport)}
     assert [entry.time_s for entry in total.evictions] == [5.0, 10.0]
     assert total.eviction_totals == {WEIGHTS: EvictionTotals(3, 6, 1.5, 0.75)}

@@ -29,7 +29,7 @@ from aquifer.bench.report import (
 from aquifer.bench.result import summarize
 from aquifer.bench.serving.command import ServeCommand, serve
 from aquifer.bench.workload import LengthRange, Workload
-from aquifer.config import ModelSpec
+from aquifer.config import EngineConfig, ModelSpec, field_values
 from aquifer.errors import ConfigError
 from aquifer.hub import locate
 from aquifer.parameters import ModelArgument, values_for, with_options
@@ -264,7 +264,7 @@ def switch(model: ModelArgument, options: SimpleNamespace) -> None:
     import torch
 
     from aquifer.bench.load import made_checkpoint
-    from aquifer.bench.switch import copy_rate, measure_switch
+    from aquifer.bench.switch import figures_of, measure_neighbour, measure_switch, switch_table
 
     engine = values_for("bench", options)
     with contextlib.ExitStack() as resources:
@@ -284,30 +284,22 @@ def switch(model: ModelArgument, options: SimpleNamespace) -> None:
             described.update(describe("switch", llm, engine))
             return llm
 
-        places = measure_switch(open_llm, path, options.input_len, options.repeats, options.seed)
-    rate = copy_rate(torch.device(described["device"]))
-    resident_s = summarize(places[0].first_token_s)["median"]
+        sizes = options.input_len, options.repeats, options.seed
+        places = measure_switch(open_llm, path, *sizes)
+        if options.neighbour is not None:
+            config = EngineConfig(
+                (ModelSpec(found.name, path),),
+                **field_values(EngineConfig, {**engine, "seed": options.seed}),
+            )
+            places += measure_neighbour(config, options.neighbour, *sizes)
     figures = {
         **described,
         "make_bytes": options.make_bytes,
         "input_len": options.input_len,
         "seed": options.seed,
-        "copy_bytes_per_s": rate,
-        "places": [place.figures(resident_s, rate) for place in places],
+        **figures_of(places, torch.device(described["device"]), options.neighbour),
     }
-    table = new_table(f"{title(figures)}: time to the first token")
-    for column in ("weights in", "median, s", "p99", "floor", "GB moved", "GB/s"):
-        table.add_column(column, justify="left" if column == "weights in" else "right")
-    for place in figures["places"]:
-        moved = place["moved_bytes_per_s"]
-        table.add_row(
-            place["name"],
-            *(f"{place['summary'][key]:.3f}" for key in ("median", "p99")),
-            f"{place['floor_s']:.3f}",
-            f"{place['moved_bytes'] / 1e9:.2f}",
-            "" if moved is None else f"{moved / 1e9:.1f}",
-        )
-    table.caption = f"floor: the resident one, and a copy at {rate / 1e9:.1f} GB/s"
+    table = switch_table(figures)
     finish(table, figures, options.output)
 
 

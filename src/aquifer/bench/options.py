@@ -98,6 +98,15 @@ SWITCH = (
     *(option for option in ENGINE if option.name != "load_format"),
     SEED,
     _repeats(5, "Requests for each place of the weights."),
+    Option(
+        "neighbour",
+        str,
+        None,
+        "Also have another process with the model, on this device, and load it from there.",
+        unit="name",
+        example="cuda:1",
+        unset="without",
+    ),
     OUTPUT,
 )
 

@@ -49,6 +49,10 @@ class Footprint:
     least_growth_bytes: int = 0
     limit_pages: int | None = None
 
+    def limited(self, num_pages: int) -> int:
+        """How many of these pages all sequences together can have."""
+        return num_pages if self.limit_pages is None else min(num_pages, self.limit_pages)
+
     @property
     def kept_block_bytes(self) -> int:
         """What a block takes that is kept for later sequences: what its eviction gives back."""

@@ -74,6 +74,7 @@ class DeviceReporter(Generic[HostT]):
             host.info.weight_bytes,
             missing_bytes,
             host.weights.missing_s if missing_bytes else 0.0,
+            host.weights.borrowed_s,
             can_run=self._models.kv_pages(host) > 0,
         )
 

@@ -339,7 +339,7 @@ class Engine(ModelControl):
             self.pool,
             self.statuses,
             capacities,
-            self._reuse.host,
+            self._reuse,
             self._assembly.room.reclaimer.log,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
@@ -26,7 +27,6 @@ OnProgress = Callable[[LoadProgress], None]
 
 _PAUSE_S = 0.005
 """How long to wait for weights where no other model has anything to run."""
-
 
 HostT = TypeVar("HostT", bound=ModelLife)
 
@@ -104,16 +104,17 @@ class ModelSet(Generic[HostT]):
         """
         if host.state == ModelState.RESIDENT:
             return
-        for other in self:
+        for other in self:  # nothing is prepared while a thread uses the device
             if other.state == ModelState.LOADING and other is not host:
-                other.is_filled_within(None)  # nothing is prepared while a thread uses the device
+                other.is_filled_within(None)
         self._reuse.compare(self._threads, None)
-        if not self._has_room(host):
-            for other in self:
-                other.weights.is_saved_within(None)  # then they may go
         # Asked first: a load that cannot succeed must not evict what others retain.
         if not (self._has_room(host) and host.load(on_progress)):
-            raise ConfigError(self._no_room(host))
+            with self._reuse.lending_paused():
+                for other in self:
+                    other.weights.is_saved_within(None)  # then they may go
+                if not (self._has_room(host) and host.load(on_progress)):
+                    raise ConfigError(self._no_room(host))
         self._check_loaded(host)
 
     def load_first(self, on_progress: OnProgress) -> None:
@@ -202,19 +203,22 @@ class ModelSet(Generic[HostT]):
                 return
         if self._relieve(num_arrivals, preempt):
             return
-        wanted = [host for host in self if host.is_wanted]
+        wanted = sorted((each for each in self if each.is_wanted), key=lambda it: it.place_in_turn)
         # Which weights they share is to be known before they get pages.
         if wanted and not self._reuse.compare(self._threads, self._pause_s):
             return
-        wanted.sort(key=lambda host: host.place_in_turn)
         for host in wanted:
             others = [other for other in self if other.lane.is_resident and other.lane.has_work]
+            num_loan_changes = self._reuse.num_loan_changes
             try:
                 if self._leaves_room(host, others) and host.begin_loading(self._threads):
                     return
             except DriverError as error:
                 on_failure(host, str(error))
                 continue
+            if self._reuse.has_loans or self._reuse.num_loan_changes != num_loan_changes:
+                time.sleep(self._pause_s)  # what neighbours read may go a moment later
+                return
             saving = [other for other in self if other.weights.is_saving]
             if saving:  # they may go when they have been copied
                 saving[0].weights.is_saved_within(self._pause_s)
@@ -402,9 +406,7 @@ class ModelSet(Generic[HostT]):
 
     def kv_pages(self, host: HostT) -> int:
         """The most pages that a model's KV can have, without weights of others in the pool."""
-        num_pages = self._kv_pages_beside(host.info.weight_bytes)
-        limit_pages = host.lane.cache.footprint.limit_pages
-        return num_pages if limit_pages is None else min(num_pages, limit_pages)
+        return host.lane.cache.footprint.limited(self._kv_pages_beside(host.info.weight_bytes))
 
     @property
     def least_kv_pages(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from threading import Event
@@ -16,16 +17,15 @@ from aquifer.engine.pooled_weights import Life, PooledWeights
 from aquifer.engine.reports import LoadProgress
 from aquifer.errors import ConfigError, DriverError, one_line
 from aquifer.weights.checkpoint import Checkpoint
+from aquifer.weights.copies import Copies, WeightSource
 from aquifer.weights.fingerprint import GroupOrigin, file_stamp
-from aquifer.weights.host_copies import HostCopies
 from aquifer.weights.parameters import Parameter, ParameterGroup
 from aquifer.weights.reuse import ReuseStore
 
 _log = logging.getLogger(__name__)
 
-_DISK_BYTES_PER_S = 2e9
-_HOST_BYTES_PER_S = 20e9
-"""Speeds of a load from the checkpoint and from the host cache, until they were measured."""
+_BYTES_PER_S = {WeightSource.DISK: 2e9, WeightSource.HOST: 20e9, WeightSource.NEIGHBOUR: 100e9}
+"""Speeds of a load from each source, until they were measured."""
 
 
 class ModelWeights(PooledWeights):
@@ -63,7 +63,8 @@ class ModelWeights(PooledWeights):
             file: file_stamp(file) for file in {each.file for each in checkpoint.tensors.values()}
         }
         self._begun_s = 0.0  # of the last load
-        self._bytes_per_s = {"disk": _DISK_BYTES_PER_S, "host": _HOST_BYTES_PER_S}
+        self._bytes_per_s = dict(_BYTES_PER_S)
+        self._sources: Counter[WeightSource] = Counter()  # bytes of pages of the last load
         self._filling: Future[None] | None = None  # in the background
         self._saving: Future[None] | None = None
         self._stop_saving = Event()
@@ -90,17 +91,26 @@ class ModelWeights(PooledWeights):
 
     @property
     def is_idle(self) -> bool:
-        """Whether they are neither in use nor being loaded or copied, and may be evicted."""
-        return super().is_idle and not self.is_saving
+        """Whether they are neither in use nor being loaded, copied or lent, and may be evicted."""
+        return super().is_idle and not self.is_saving and not self._reuse.is_lent(self.member)
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """The parameters by name, to be used only while all are resident."""
         return self._store.tensors
 
+    @property
+    def borrowed_s(self) -> float | None:
+        """See `PooledWeights`."""
+        if self._reuse.neighbours is None:
+            return None
+        missing_bytes = sum(map(self.member.bytes_of, self._reuse.missing(self.member)))
+        return missing_bytes / self._bytes_per_s[WeightSource.NEIGHBOUR]
+
     def _byte_s(self, group: ParameterGroup) -> float:
         """Seconds to load a byte of a group, from where it would come."""
-        return 1 / self._bytes_per_s["host" if self._is_in_host(group) else "disk"]
+        source = WeightSource.HOST if self._is_in_host(group) else WeightSource.DISK
+        return 1 / self._bytes_per_s[source]
 
     def _is_in_host(self, group: ParameterGroup) -> bool:
         key = self.member.keys.get(group)
@@ -155,16 +165,21 @@ class ModelWeights(PooledWeights):
         super().close()
         self._reuse.host.forget(self._worth)
 
-    def _new_filling(self) -> HostCopies:
+    def _new_filling(self) -> Copies:
         self._begun_s = time.monotonic()
-        self._copies = HostCopies(self._reuse.host, self._store, self.member.keys)
+        keys = self.member.keys
+        missing = {
+            group: keys[group] for group in self._reuse.missing(self.member) if group in keys
+        }
+        self._copies = Copies(self._reuse.host, self._reuse.neighbours, self._store, missing)
         return self._copies
 
     def _fill(self, on_progress: Callable[[LoadProgress], None]) -> None:
-        """Read what the host does not have, or fill it with random numbers, and wait for copies."""
+        """Read what has no faster source, or fill it with random numbers, and wait for copies."""
         copies, groups = self._copies, self._to_fill
-        others = [group for group in groups if group not in copies]
-        total_bytes = copies.num_bytes + self._stored_bytes(others)
+        others = [group for group in groups if copies.source_of(group) is WeightSource.DISK]
+        copied = [group for group in groups if group not in set(others)]
+        total_bytes = sum(map(self._store.num_bytes_of, copied)) + self._stored_bytes(others)
         loaded_bytes = 0
 
         def advance(num_bytes: int) -> None:
@@ -175,19 +190,31 @@ class ModelWeights(PooledWeights):
         await_ranks = None
         if self._led is not None:
             await_ranks = self._led.fill([self._store.number_of(group) for group in groups])
+        lost: Sequence[ParameterGroup] = ()
         try:  # those from disk come while the others are copied
             self._fill_from_disk(others, advance)
         finally:
-            copies.finish()
+            lost = copies.finish()
             if await_ranks is not None:
                 await_ranks()
-        seconds = time.monotonic() - self._begun_s
-        # Those from disk take longer than what is copied beside them.
-        place, measured = ("disk", others) if others else ("host", groups)
-        num_bytes = sum(map(self.member.bytes_of, measured))
-        if num_bytes:
-            self._bytes_per_s[place] = num_bytes / max(seconds, 1e-6)
+        self._fill_from_disk(lost, advance)
+        self._measure(groups, time.monotonic() - self._begun_s)
         on_progress(LoadProgress(self._name, total_bytes, total_bytes))
+
+    def _measure(self, groups: Sequence[ParameterGroup], seconds: float) -> None:
+        """Note where groups came from, and how fast the slowest source was: it took all the time,
+        and the others were done beside it."""
+        self._sources = Counter()
+        for group in groups:
+            self._sources[self._copies.source_of(group)] += self.member.bytes_of(group)
+        if self._sources:
+            slowest = max(self._sources, key=list(WeightSource).index)
+            self._bytes_per_s[slowest] = self._sources[slowest] / max(seconds, 1e-6)
+
+    def _filled(self) -> None:
+        super()._filled()
+        for source, num_bytes in self._sources.items():
+            self._reuse.loaded_bytes[self._name, source.value] += num_bytes
 
     def _fill_from_disk(
         self, groups: Sequence[ParameterGroup], advance: Callable[[int], None]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from aquifer.cache.swap import SwapSpace
 from aquifer.config import EngineConfig
@@ -21,14 +23,20 @@ from aquifer.memory.driver import open_driver
 from aquifer.memory.driver.base import Driver
 from aquifer.memory.mapper import BackgroundMapper
 from aquifer.memory.meter import OverheadMeter
+from aquifer.memory.pool import PagePool
 from aquifer.memory.proc import available_host_bytes
 from aquifer.memory.stock import PageStocker
 from aquifer.memory_options import PREDICTION_USES
 from aquifer.sizes import format_size
 from aquifer.weights.fingerprint import cache_folder
 from aquifer.weights.host_cache import HostCache
+from aquifer.weights.lender import Lender
+from aquifer.weights.loans import LoanBook
+from aquifer.weights.neighbours import Neighbours
 from aquifer.weights.parameters import Parameter, placed_bytes
 from aquifer.weights.reuse import ReuseStore
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +80,7 @@ class EngineParts:
                 driver = open_driver(
                     config.device if leader is None else leader.device,
                     is_plain=config.bucket_memory_bytes is not None,
+                    exports=config.neighbours is not None,
                 )
                 resources.callback(driver.close)
             if driver.device.type == "cuda":
@@ -101,7 +110,8 @@ class EngineParts:
             )
             host_cache = HostCache(_host_cache_bytes(config, driver), driver.device)
             resources.callback(host_cache.close)
-            reuse = ReuseStore(host_cache, cache_folder())
+            loans, neighbours = _open_neighbours(config.neighbours, pool, resources)
+            reuse = ReuseStore(host_cache, cache_folder(), loans, neighbours)
             stocker = PageStocker(pool, reclaim_below=config.reclaim_below)
             stocker.start()
             resources.callback(stocker.close)
@@ -109,6 +119,34 @@ class EngineParts:
             meter.start()
             resources.callback(meter.close)
             return cls(limits, assembly, stocker, meter, reuse, leader, resources.pop_all())
+
+
+def _open_neighbours(
+    folder: Path | None, pool: PagePool, resources: ExitStack
+) -> tuple[LoanBook, Neighbours] | tuple[None, None]:
+    """Lend weights to the other engine processes of this machine, and borrow from them.
+
+    Args:
+        folder: where these find each other; None for no others.
+        pool: where pages of weights are.
+        resources: close what is opened.
+    """
+    if folder is None:
+        return None, None
+    if not pool.driver.can_export:
+        _log.warning("%s cannot share pages with other processes", pool.driver.device)
+        return None, None
+    loans = LoanBook(pool)
+    try:
+        lender = Lender(loans, pool.pages, folder)
+    except OSError as error:
+        _log.warning("weights are not shared with other devices: %s", error)
+        return None, None
+    lender.start()
+    resources.callback(lender.close)
+    neighbours = Neighbours(folder, lender.path, pool.driver)
+    resources.callback(neighbours.close)
+    return loans, neighbours
 
 
 def _host_cache_bytes(config: EngineConfig, driver: Driver) -> int:

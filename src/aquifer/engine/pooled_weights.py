@@ -148,6 +148,11 @@ class PooledWeights(ABC):
         return sum(self.member.bytes_of(group) * self._byte_s(group) for group in missing)
 
     @property
+    def borrowed_s(self) -> float | None:
+        """Seconds to load these from another device; None if that is not possible."""
+        return None
+
+    @property
     def own_victim_bytes(self) -> int:
         """Bytes of the pool that the model needs and that count as evictable now."""
         if not self.member.keys:  # no other model can have any of them

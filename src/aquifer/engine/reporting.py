@@ -20,7 +20,7 @@ from aquifer.memory.pool import Kind, Owner, PagePool, PoolUsage
 from aquifer.memory.proc import proc_bytes
 from aquifer.models import ModelPlan
 from aquifer.weights.checkpoint import Checkpoint
-from aquifer.weights.host_cache import HostCache
+from aquifer.weights.reuse import ReuseStore
 
 
 def model_info(
@@ -106,7 +106,7 @@ def memory_report(
     pool: PagePool,
     statuses: Mapping[str, ModelStatus],
     capacities: Mapping[str, KVCapacity],
-    host_cache: HostCache,
+    reuse: ReuseStore,
     log: EvictionLog,
 ) -> MemoryReport:
     """Breakdown of the pool's budget by owner, now.
@@ -116,7 +116,7 @@ def memory_report(
         pool: the memory.
         statuses: by model.
         capacities: by model.
-        host_cache: copies of weights in host memory.
+        reuse: the weights of all models.
         log: what was evicted.
     """
     usage = pool.usage()
@@ -152,8 +152,9 @@ def memory_report(
         background_page_calls=pool.pages.num_background_calls,
         models=models,
         process_resident_bytes=proc_bytes("/proc/self/status", "VmRSS"),
-        host_cache_bytes=host_cache.used_bytes,
-        host_cache_budget_bytes=host_cache.num_bytes,
+        host_cache_bytes=reuse.host.used_bytes,
+        host_cache_budget_bytes=reuse.host.num_bytes,
+        loaded_bytes=dict(reuse.loaded_bytes),
         evictions=log.latest,
         eviction_totals=log.totals,
     )

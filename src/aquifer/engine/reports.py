@@ -118,6 +118,8 @@ class MemoryReport:
     background_page_calls: int = 0  # those of other threads
     host_cache_bytes: int = 0  # host memory with copies of weights
     host_cache_budget_bytes: int = 0
+    # Bytes of weights that were loaded so far, by model and source (`WeightSource`).
+    loaded_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict)
     evictions: tuple[Eviction, ...] = ()  # the latest ones, the oldest first
     eviction_totals: Mapping[Owner, EvictionTotals] = field(default_factory=dict)  # by loser
     devices: tuple[MemoryReport, ...] = ()  # where it is of several: that of each

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NewType
 
 from aquifer.errors import InvariantError
-from aquifer.memory.driver.base import Driver, Handle
+from aquifer.memory.driver.base import Driver, ExportedPages, Handle
 
 Page = NewType("Page", int)
 """Number of one physical page. It is given at creation and never used again for another page."""
@@ -137,6 +137,14 @@ class PageTable:
         """
         self._count_call()
         self.driver.fill(self._handles_of(pages), byte)
+
+    def export(self, pages: Sequence[Page]) -> ExportedPages:
+        """Open pages of one size for another process. Pre-condition: they are in use meanwhile.
+
+        Raises:
+            DriverError: the device refused.
+        """
+        return self.driver.export(self._handles_of(pages))
 
     def _count_call(self) -> None:
         if threading.get_ident() in self._background:

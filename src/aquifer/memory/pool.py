@@ -4,9 +4,10 @@ The pool keeps its books in a `Ledger` (`ledger.py`), whose equations hold betwe
 It never chooses a victim: when it is short it takes retired pages back (`retire.py`), then calls
 its reclaim hook, and if that does not help it answers None.
 
-All methods but two are for the engine's loop. A second thread calls `stock`, which creates idle
+All methods but four are for the engine's loop. A second thread calls `stock`, which creates idle
 pages ahead of need, so that the loop finds them made, and `retired.collect`, which gives back what
-work in flight has stopped using.
+work in flight has stopped using. Any thread may call `share` for pages that it knows to be in use,
+while it holds `lock`, and `release` for what it has shared.
 """
 
 from __future__ import annotations
@@ -96,6 +97,11 @@ class PagePool:
         has_guards = self.guards is not None
         guard_bytes = self.page_bytes * has_guards
         return PoolSize(self.budget_bytes - guard_bytes, self.page_bytes, has_guards)
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Guards the books; a caller holds it around several calls that have to be one step."""
+        return self._ledger.lock
 
     @property
     def created_bytes(self) -> int:

@@ -36,6 +36,19 @@ def engine_configs(config: EngineConfig, devices: Sequence[str]) -> list[EngineC
     return [replace(each, host_cache_bytes=share) for each in configs]
 
 
+def lend_weights(configs: Sequence[EngineConfig]) -> bool:
+    """Whether engines lend weights to each other.
+
+    Raises:
+        ConfigError: they are told to, and there is one only.
+    """
+    first, *others = configs
+    if not others and first.peer_weights:
+        raise ConfigError("peer_weights needs several devices; name them with --devices")
+    can_lend = first.tensor_parallel_size == 1 and first.bucket_memory_bytes is None
+    return bool(others) and can_lend and first.peer_weights is not False
+
+
 def _first_of_groups(devices: Sequence[str], size: int) -> Sequence[str]:
     """The first device of each tensor-parallel group.
 

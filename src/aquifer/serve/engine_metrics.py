@@ -77,6 +77,7 @@ class EngineMetrics:
         if report is not None:
             families.append(_pool_bytes(report.devices or (report,)))
             families.append(_page_calls(report.devices or (report,)))
+            families.append(_loaded_bytes(report))
             families += _evictions(report)
         registry = CollectorRegistry()
         registry.register(_Families(families))
@@ -226,6 +227,19 @@ def _page_calls(reports: Sequence[MemoryReport]) -> Metric:
     for report in reports:
         family.add_metric([report.device, "loop"], report.loop_page_calls)
         family.add_metric([report.device, "background"], report.background_page_calls)
+    return family
+
+
+def _loaded_bytes(report: MemoryReport) -> Metric:
+    """Return bytes of weights by where they were loaded from."""
+    family = CounterMetricFamily(
+        "aquifer:loaded_weight_bytes",
+        "Bytes of weights that were loaded: from a neighbour (another device of the machine), host "
+        "(the host cache) or disk.",
+        labels=["model", "source"],
+    )
+    for (model, source), num_bytes in sorted(report.loaded_bytes.items()):
+        family.add_metric([model, source], num_bytes)
     return family
 
 

@@ -260,8 +260,14 @@ class Engines:
             return accepting[0]
         numbers = [engine.number for engine in self._engines]
         found = self._places.num_found(model, salt, token_ids, numbers)
+        holders = {engine.number for engine in self._engines if engine.has(model)}
         states = [
-            engine.state(model, len(token_ids) - num_found, len(token_ids))
+            engine.state(
+                model,
+                len(token_ids) - num_found,
+                len(token_ids),
+                is_elsewhere=bool(holders - {engine.number}),
+            )
             for engine, num_found in zip(self._engines, found, strict=True)
         ]
         chosen = self._placement(PlacementSnapshot(states, self._num_placed))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Protocol
 
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.reports import LoadProgress, ModelInfo
 from aquifer.serve.config import ServerConfig
-from aquifer.serve.engine_configs import device_names, engine_configs
+from aquifer.serve.engine_configs import device_names, engine_configs, lend_weights
 from aquifer.serve.engines import Engines
 from aquifer.serve.link import ProcessLink
 from aquifer.serve.process import OpenEngine, open_engine
@@ -64,12 +67,18 @@ class LocalFleet:
         self, engine: EngineConfig, config: ServerConfig, open_it: OpenEngine = open_engine
     ) -> None:
         self._configs = engine_configs(engine, config.device_names)
+        self._lends_weights = lend_weights(self._configs)
+        self._folder: TemporaryDirectory[str] | None = None
         self._open_it = open_it
         self._log_level = config.log_level
 
     def start(self, engines: Engines) -> None:
         """Add the engines of all devices."""
         self._engines = engines
+        if self._lends_weights:  # they find each other in a folder that other users cannot open
+            self._folder = TemporaryDirectory(prefix="aquifer-")
+            folder = Path(self._folder.name)
+            self._configs = [replace(each, neighbours=folder) for each in self._configs]
         for config, name in zip(self._configs, device_names(self._configs), strict=True):
             new_link = partial(
                 ProcessLink, open_it=self._open_it, log_level=self._log_level, reports=bool(name)
@@ -87,4 +96,6 @@ class LocalFleet:
         """Nothing to do: no engines come later."""
 
     async def stop(self) -> None:
-        """Nothing to do: no engines come later."""
+        """No engines come later that could find others."""
+        if self._folder is not None:
+            self._folder.cleanup()

@@ -77,19 +77,40 @@ class PlacedEngine:
         """Accept no more requests; those that run go on."""
         self._is_leaving = True
 
-    def state(self, model: str, num_tokens: int, num_prompt: int) -> DeviceState:
+    def has(self, model: str) -> bool:
+        """Whether it has all weights of a model."""
+        report = self.keeper.report
+        return (
+            self.serves
+            and report is not None
+            and model in report.models
+            and report.models[model].is_resident
+        )
+
+    def state(
+        self, model: str, num_tokens: int, num_prompt: int, *, is_elsewhere: bool
+    ) -> DeviceState:
         """The device as a request sees it.
 
         Args:
             model: the request's model.
             num_tokens: tokens of its prompt that it has not read before.
             num_prompt: all tokens of its prompt.
+            is_elsewhere: whether another device has all weights of the model.
         """
         report = self.keeper.report
         num_requests = self.completions.num_requests
         if report is None or not self.accepts(model):
             return DeviceState(False, 0.0, num_requests.total())
-        return device_state(report, model, num_requests, time.monotonic(), num_tokens, num_prompt)
+        return device_state(
+            report,
+            model,
+            num_requests,
+            time.monotonic(),
+            num_tokens,
+            num_prompt,
+            is_elsewhere=is_elsewhere,
+        )
 
     async def ready(self, on_progress: Callable[[LoadProgress], None]) -> dict[str, ModelInfo]:
         """Wait until it has loaded what it loads first; see `EngineKeeper.ready`."""

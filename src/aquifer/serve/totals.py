@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -72,6 +73,7 @@ def total_memory(reports: Sequence[MemoryReport]) -> MemoryReport:
         process_resident_bytes=sum(report.process_resident_bytes for report in reports),
         host_cache_bytes=sum(report.host_cache_bytes for report in reports),
         host_cache_budget_bytes=sum(report.host_cache_budget_bytes for report in reports),
+        loaded_bytes=sum((Counter(report.loaded_bytes) for report in reports), Counter()),
         evictions=tuple(evictions),
         eviction_totals=totals,
         devices=tuple(reports),

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aquifer.errors import DriverError
-from aquifer.memory.driver.base import Driver, Fence, Handle
+from aquifer.errors import DriverError, InvariantError
+from aquifer.memory.driver.base import Driver, ExportedPages, Fence, Handle
 
 PAGE_BYTES = 2 << 20
 """The smallest page of CUDA."""
@@ -75,6 +75,11 @@ class ModelledDriver:
         return None
 
     @property
+    def can_export(self) -> bool:
+        """No: there are no bytes to read."""
+        return False
+
+    @property
     def runs_ahead(self) -> bool:
         """Whether work outlives the call that starts it: a step is done when its time is over."""
         return False
@@ -109,6 +114,14 @@ class ModelledDriver:
     def release(self, handles: Sequence[Handle]) -> None:
         """See `Driver`."""
         self._created_bytes -= sum(map(self._page_sizes.pop, handles))
+
+    def export(self, handles: Sequence[Handle]) -> ExportedPages:
+        """Never called: see `can_export`."""
+        raise InvariantError("a modelled device has no bytes")
+
+    def adopt(self, pages: ExportedPages) -> list[Handle]:
+        """Never called, likewise."""
+        raise InvariantError("a modelled device has no bytes")
 
     def reserve(self, num_bytes: int) -> int:
         """See `Driver`."""

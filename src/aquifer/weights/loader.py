@@ -112,11 +112,25 @@ def copy_bytes(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     begin_copying(copies)()
 
 
-def begin_copying(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
-    """Begin to copy (source, target) pairs between page-locked memory and a device.
+def work_so_far(device: torch.device) -> torch.cuda.Event | None:
+    """The work that this thread has handed to a device so far; None on the host."""
+    if device.type == "cpu":
+        return None
+    event: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
+    return event
+
+
+def begin_copying(
+    copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    after: torch.cuda.Event | None = None,
+    stream: str = "host",
+) -> Callable[[], None]:
+    """Begin to copy (source, target) pairs between page-locked memory and a device, or within it.
 
     Args:
-        copies: uint8, of equal sizes; the others on one device, or all on the host.
+        copies: uint8, of equal sizes; all on the host or on one device.
+        after: the work that they wait for; None for what this thread has handed to the device.
+        stream: copies with the same one are done in their order.
 
     Returns: waits until the copies are done.
     """
@@ -127,12 +141,12 @@ def begin_copying(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callab
         return lambda: None
     (device,) = devices
     with torch.cuda.device(device):
-        stream = _stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
+        copying = _stream(device, stream)
+        copying.wait_event(after or torch.cuda.current_stream(device).record_event())
+        with torch.cuda.stream(copying):
             for source, target in copies:
                 target.copy_(source, non_blocking=True)
-        done: torch.cuda.Event = stream.record_event()
+        done: torch.cuda.Event = copying.record_event()
     return lambda: done.synchronize()
 
 
@@ -205,8 +219,8 @@ class _Buffer:
 
 
 @cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of all loads: torch keeps freed memory, such as that of decoding, by stream."""
+def _stream(device: torch.device, name: str) -> torch.cuda.Stream:
+    """A stream of all loads: torch keeps freed memory, such as that of decoding, by stream."""
     return torch.cuda.Stream(device)
 
 
@@ -215,7 +229,7 @@ def _load_staged(
 ) -> None:
     with torch.cuda.device(device):
         stage = torch.empty(BUFFER_BYTES, dtype=torch.uint8, device=device)
-        stream = _stream(device)
+        stream = _stream(device, "host")
         stream.wait_stream(torch.cuda.current_stream(device))
         free = [_Buffer() for _ in range(min(NUM_BUFFERS, len(stretches)))]
         reading: deque[tuple[Stretch, _Buffer, Future[None]]] = deque()

@@ -3,20 +3,24 @@
 It is Tangram's (section 3.1), on pages: a map from what a group of parameters is
 (`aquifer.weights.fingerprint`) to the models that have it on the device. A group that one model has
 there is mapped for another one too, so that fine-tunes take the memory of what they differ in. The
-pages are accounted to one of them, the first. Behind it are the host cache and the checkpoints.
+pages are accounted to one of them, the first. Behind it are the devices of other engine processes
+of the machine, the host cache and the checkpoints.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from aquifer.weights.fingerprint import GroupOrigin, keys_of_equals
 from aquifer.weights.host_cache import HostCache
+from aquifer.weights.loans import LoanBook
+from aquifer.weights.neighbours import Neighbours
 from aquifer.weights.parameters import ParameterGroup
 from aquifer.weights.store import Filling, GroupPlace, WeightStore
 
@@ -78,14 +82,27 @@ class ReuseStore:
     Args:
         host: copies of them in host memory.
         hashes: folder in which hashes of checkpoints are kept.
+        loans: is told what is here, for neighbours to read; None where there are none.
+        neighbours: the other engine processes of this machine; likewise.
 
     Attributes:
         host: as given.
+        neighbours: as given.
+        loaded_bytes: bytes of pages that were filled so far, by model and source.
         version: changes whenever a model gets or loses a group that others have.
     """
 
-    def __init__(self, host: HostCache, hashes: Path) -> None:
+    def __init__(
+        self,
+        host: HostCache,
+        hashes: Path,
+        loans: LoanBook | None = None,
+        neighbours: Neighbours | None = None,
+    ) -> None:
         self.host = host
+        self.neighbours = neighbours
+        self.loaded_bytes: Counter[tuple[str, str]] = Counter()
+        self._loans = loans
         self.version = 0
         self._hashes = hashes
         self._members: list[Member] = []
@@ -178,6 +195,8 @@ class ReuseStore:
             other.keys[theirs] = key
         if old in self._holders:
             self._holders[key] = self._holders.pop(old)
+            if self._loans is not None:
+                self._loans.rename(old, key)
         self.host.rename(old, key)
 
     # --- residency ---------------------------------------------------------------------------
@@ -202,6 +221,24 @@ class ReuseStore:
     def has_shared(self) -> bool:
         """Whether any group is shared."""
         return self._num_shared > 0
+
+    def is_lent(self, member: Member) -> bool:
+        """Whether a neighbour reads any group of a model."""
+        return self._loans is not None and self._loans.is_lent(member.keys.values())
+
+    @property
+    def num_loan_changes(self) -> int:
+        """How often a neighbour has begun or ended to read something."""
+        return 0 if self._loans is None else self._loans.num_changes
+
+    @property
+    def has_loans(self) -> bool:
+        """Whether a neighbour reads anything."""
+        return self._loans is not None and self._loans.has_loans
+
+    def lending_paused(self) -> AbstractContextManager[None]:
+        """Wait until no neighbour reads anything; none does until the end of the context."""
+        return nullcontext() if self._loans is None else self._loans.paused()
 
     def idle(self) -> tuple[bool, ...]:
         """Whether each model is idle."""
@@ -297,6 +334,10 @@ class ReuseStore:
         if len(holders) > 1:
             self.version += 1
             self._num_shared += len(holders) == 2
+        elif self._loans is not None:
+            self._loans.offer(
+                member.keys[group], member.store.num_bytes_of(group), member.store.parts(group)
+            )
 
     def _leave(self, member: Member, group: ParameterGroup) -> None:
         holders = self._holders[member.keys[group]]
@@ -309,3 +350,5 @@ class ReuseStore:
         holders.remove((member, group))
         if not holders:
             del self._holders[member.keys[group]]
+            if self._loans is not None:
+                self._loans.withdraw(member.keys[group])

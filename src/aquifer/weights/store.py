@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 
 from aquifer.errors import ConfigError
-from aquifer.memory.pool import Owner, PagePool
+from aquifer.memory.pool import Owner, Page, PagePool
 from aquifer.memory.range import VirtualRange
 from aquifer.memory.residency import Residency
 from aquifer.sizes import format_size
@@ -257,6 +257,14 @@ class WeightStore:
         places = [] if large is None else [(large, range(large.range.num_pages))]
         return [*places, (self._ordinary, group.ordinary)]
 
+    def parts(self, group: ParameterGroup) -> list[tuple[int, Sequence[Page]]]:
+        """The pages of a group that is resident, in order: (their size in bytes, pages)."""
+        return [
+            (residency.range.page_bytes, residency.range.pages_at(places))
+            for residency, places in self.places(group)
+            if places
+        ]
+
     def own(self, group: ParameterGroup) -> None:
         """Have the pages of a group accounted to this store, whichever they were accounted to."""
         for residency, places in self.places(group):
@@ -265,13 +273,19 @@ class WeightStore:
     def bytes_of(self, group: ParameterGroup) -> torch.Tensor:
         """[n] uint8, the bytes of a group from its first parameter to its last; to be used only
         while it is resident."""
-        page_bytes = self.placement.page_bytes
-        first = group.large.start if group.large else group.ordinary.start
-        end = max(
+        return self._range.tensor((self.num_bytes_of(group),), torch.uint8, self._start_of(group))
+
+    def num_bytes_of(self, group: ParameterGroup) -> int:
+        """Bytes of a group from its first parameter to its last."""
+        ends = (
             self.placement.offsets_bytes[name] + self._sizes_bytes[name] for name in group.names
         )
-        start = first * page_bytes
-        return self._range.tensor((end - start,), torch.uint8, start)
+        return max(ends) - self._start_of(group)
+
+    def _start_of(self, group: ParameterGroup) -> int:
+        """Offset of a group among the addresses: that of its first page."""
+        first = group.large.start if group.large else group.ordinary.start
+        return first * self.placement.page_bytes
 
     def evict(self, groups: Iterable[ParameterGroup] | None = None) -> None:
         """Give up the pages of these groups, or of all. Their addresses stay.

@@ -26,6 +26,7 @@ class ModelReport(NamedTuple):
     num_bytes: int  # of its weights
     missing_bytes: int = 0  # of those that are not there
     missing_s: float = 0.0  # to load these: equation 3, (S - S') / B with measured B
+    borrowed_s: float | None = None  # likewise, from another device; None if that is not possible
     is_resident: bool = False
     is_loading: bool = False
     has_failed: bool = False  # loading it has failed
@@ -82,6 +83,8 @@ def device_state(
     now_s: float,
     num_tokens: int = 0,
     num_prompt: int = 0,
+    *,
+    is_elsewhere: bool = False,
 ) -> DeviceState:
     """The state of a device for a request.
 
@@ -92,6 +95,7 @@ def device_state(
         now_s: the time on the device's clock.
         num_tokens: tokens of the prompt of which the device has no KV.
         num_prompt: tokens of the prompt.
+        is_elsewhere: whether another device of the server has all weights of the model.
     """
     model = report.models.get(name, ModelReport(0))  # one that it has yet to report
     others = [
@@ -99,6 +103,9 @@ def device_state(
         for each, count in num_requests.items()
         if count and each != name and each in report.models
     ]
+    load_s = model.missing_s
+    if is_elsewhere and model.borrowed_s is not None:
+        load_s = model.borrowed_s
     if report.is_exclusive and model.missing_bytes:
         evicted_bytes = sum(
             other.num_bytes - other.missing_bytes
@@ -109,7 +116,7 @@ def device_state(
         evicted_bytes = max(model.missing_bytes - report.free_bytes, 0)
     return DeviceState(
         can_run=model.can_run,
-        load_s=0.0 if model.is_loading else model.missing_s,
+        load_s=0.0 if model.is_loading else load_s,
         num_requests=sum(num_requests.values()),
         evicted_bytes=evicted_bytes,
         wait_s=_wait_s(report, model, others, now_s),

@@ -11,13 +11,14 @@ from aquifer.memory.driver.base import Driver
 _log = logging.getLogger(__name__)
 
 
-def open_driver(device: str, *, is_plain: bool = False) -> Driver:
+def open_driver(device: str, *, is_plain: bool = False, exports: bool = False) -> Driver:
     """Open the memory driver of `device`; its implementation is imported here, on demand.
 
     Args:
         device: "cpu", "cuda" or "cuda:N"; "cuda" alone is the first GPU. "auto" is the first GPU
             if there is one and the CUDA bindings are installed, else "cpu".
         is_plain: whether to do without the device's virtual memory (`plain.py`).
+        exports: whether other processes are to map its pages, as far as the device has that.
 
     Raises:
         ConfigError: there is no driver for that device, or its packages are not installed.
@@ -37,7 +38,7 @@ def open_driver(device: str, *, is_plain: bool = False) -> Driver:
     if match:
         from aquifer.memory.driver.cuda import CudaDriver
 
-        return CudaDriver(int(match[1] or 0))
+        return CudaDriver(int(match[1] or 0), exports=exports)
     raise ConfigError(
         f"no memory driver for device {device!r}; use 'auto', 'cpu', 'cuda' or 'cuda:N'"
     )

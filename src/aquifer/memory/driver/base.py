@@ -16,13 +16,27 @@ always completes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NewType, Protocol
+from typing import TYPE_CHECKING, NamedTuple, NewType, Protocol
 
 if TYPE_CHECKING:
     import torch
 
 Handle = NewType("Handle", int)
 """One physical page. Unique among the driver's live pages; its size is fixed at creation."""
+
+
+class ExportedPages(NamedTuple):
+    """Pages of one size for another process, which opens them with `Driver.adopt`.
+
+    Attributes:
+        page_bytes: their size.
+        files: open file descriptors, to be closed by the caller.
+        places: of each page, the index of its file and the offset there, in bytes.
+    """
+
+    page_bytes: int
+    files: Sequence[int]
+    places: Sequence[tuple[int, int]]
 
 
 class Fence(Protocol):
@@ -66,6 +80,10 @@ class Driver(Protocol):
         """Maximum number of pages mapped at once, or None if the device sets no limit."""
 
     @property
+    def can_export(self) -> bool:
+        """Whether other processes can map its pages."""
+
+    @property
     def runs_ahead(self) -> bool:
         """Whether work may still be running when the call that hands it to the device returns."""
 
@@ -87,6 +105,19 @@ class Driver(Protocol):
 
     def release(self, handles: Sequence[Handle]) -> None:
         """Return pages to the system. Pre-condition: none of them is mapped."""
+
+    def export(self, handles: Sequence[Handle]) -> ExportedPages:
+        """Open pages of one size for another process.
+
+        They must not be released while it reads them. Pre-condition: `can_export`.
+        """
+
+    def adopt(self, pages: ExportedPages) -> list[Handle]:
+        """Open pages that another process has exported, all or none.
+
+        They are mapped, unmapped and released like others; releasing one leaves the page to its
+        process. The descriptors stay open.
+        """
 
     def reserve(self, num_bytes: int) -> int:
         """Reserve addresses without physical memory; return the first address."""

@@ -9,6 +9,8 @@ facts beyond the driver's manual; `tests/gpu/test_cuda_driver.py` checks each:
   scrubs released memory. So `create` writes nothing.
 - Neither mapping nor unmapping waits for running kernels. Unmapping a page that a kernel still
   reads is a fault that ends the process, so callers wait for a `fence` first (`memory/retire.py`).
+- A page that another process has exported is mapped like an own one, also if it is another GPU's;
+  its memory stays until both have released it.
 - A CUDA graph refers to addresses: it replays correctly after the page at one was replaced.
 
 All calls use the device's primary context, which is torch's, and leave the calling thread's
@@ -18,17 +20,19 @@ current context unchanged. Calls may come from several threads.
 from __future__ import annotations
 
 import importlib.util
+import os
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
 
 from aquifer.errors import ConfigError, DriverError, InvariantError
-from aquifer.memory.driver.base import Handle
+from aquifer.memory.driver.base import ExportedPages, Handle
+from aquifer.memory.driver.calls import CurrentContext, checked, text_of
 from aquifer.memory.driver.dlpack import tensor_over
 from aquifer.memory.driver.nvml import ProcessMemory
 
@@ -47,6 +51,7 @@ class CudaDriver:
 
     Args:
         index: the GPU's index in torch.
+        exports: whether other processes are to map its pages, as far as the GPU has that.
         api: replaces `cuda.bindings.driver` in tests.
         nvml: replaces the module `pynvml` in tests.
 
@@ -59,10 +64,13 @@ class CudaDriver:
     max_mappings = None
     runs_ahead = True
 
-    def __init__(self, index: int = 0, api: Any = None, nvml: Any = None) -> None:
+    def __init__(
+        self, index: int = 0, api: Any = None, nvml: Any = None, *, exports: bool = False
+    ) -> None:
         self._api = api = load_api() if api is None else api
         self.device = torch.device("cuda", index)
         self._page_bytes: dict[Handle, int] = {}  # live handles -> size
+        self._num_adopted: Counter[Handle] = Counter()  # those of other processes
         self._created_bytes = 0  # bytes of the live handles; several threads change it
         self._counting = threading.Lock()
         self._reservations: dict[int, int] = {}  # address -> size
@@ -75,13 +83,14 @@ class CudaDriver:
                 f"could not get the primary context of {self.device}",
             )
             undo.callback(api.cuDevicePrimaryCtxRelease, self._device_id)
-            self._current = _CurrentContext(api, context)
+            self._current = CurrentContext(api, context)
             with self._current:
                 self._stream = self._check(
                     api.cuStreamCreate(api.CUstream_flags.CU_STREAM_NON_BLOCKING.value),
                     "could not create a stream",
                 )
                 undo.callback(api.cuStreamDestroy, self._stream)
+                self.can_export = exports and self._has_file_handles()
                 self._properties = self._allocation_properties(index)
                 self.granularity_bytes: int = self._check(
                     api.cuMemGetAllocationGranularity(
@@ -93,7 +102,7 @@ class CudaDriver:
             bus_id = self._check(
                 api.cuDeviceGetPCIBusId(_NAME_BYTES, self._device_id), "could not get the PCI bus"
             )
-            self._process_memory = ProcessMemory(_text(bus_id), nvml)
+            self._process_memory = ProcessMemory(text_of(bus_id), nvml)
             self._access = api.CUmemAccessDesc()
             self._access.location = self._properties.location
             self._access.flags = api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
@@ -142,7 +151,7 @@ class CudaDriver:
             name = self._check(
                 self._api.cuDeviceGetName(_NAME_BYTES, self._device_id), "could not get the name"
             )
-        return _text(name)
+        return text_of(name)
 
     @property
     def cuda_version(self) -> str:
@@ -178,9 +187,45 @@ class CudaDriver:
                 raise InvariantError(f"page {handle} was released twice or never created")
         with self._current:
             for handle in handles:
-                page_bytes = self._page_bytes.pop(handle)
+                page_bytes = self._page_bytes[handle]
+                is_adopted = handle in self._num_adopted
+                if is_adopted:
+                    self._num_adopted[handle] -= 1
+                    if not self._num_adopted[handle]:
+                        del self._num_adopted[handle]
+                if handle not in self._num_adopted:
+                    del self._page_bytes[handle]
                 self._check(self._api.cuMemRelease(handle), "could not release a page")
-                self._count(-page_bytes)
+                if not is_adopted:
+                    self._count(-page_bytes)
+
+    def export(self, handles: Sequence[Handle]) -> ExportedPages:
+        """Open a file descriptor for each page."""
+        files: list[int] = []
+        with self._current, ExitStack() as undo:
+            undo.callback(lambda: list(map(os.close, files)))
+            for handle in handles:
+                exported = self._api.cuMemExportToShareableHandle(handle, self._file_handle, 0)
+                files.append(int(self._check(exported, "could not export a page")))
+            undo.pop_all()
+        places = [(index, 0) for index in range(len(files))]
+        return ExportedPages(self._page_bytes[handles[0]], files, places)
+
+    def adopt(self, pages: ExportedPages) -> list[Handle]:
+        """Import each page. One that is imported again has the same handle."""
+        handles: list[Handle] = []
+        with self._current, ExitStack() as undo:
+            undo.callback(self.release, handles)
+            for index, _ in pages.places:
+                imported = self._api.cuMemImportFromShareableHandle(
+                    pages.files[index], self._file_handle
+                )
+                handle = Handle(int(self._check(imported, "could not import a page")))
+                self._page_bytes[handle] = pages.page_bytes
+                self._num_adopted[handle] += 1
+                handles.append(handle)
+            undo.pop_all()
+        return handles
 
     def reserve(self, num_bytes: int) -> int:
         """Reserve addresses; this takes no memory, even for terabytes."""
@@ -312,7 +357,25 @@ class CudaDriver:
         properties.type = self._api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         properties.location.type = self._api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         properties.location.id = index
+        if self.can_export:
+            properties.requestedHandleTypes = self._file_handle
         return properties
+
+    @property
+    def _file_handle(self) -> Any:
+        """The type of handles that are file descriptors."""
+        return self._api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+    def _has_file_handles(self) -> bool:
+        """Whether the GPU's pages can have handles that are file descriptors."""
+        attribute = self._api.CUdevice_attribute
+        supported = attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
+        return bool(
+            self._check(
+                self._api.cuDeviceGetAttribute(supported, self._device_id),
+                f"could not ask what {self.device} has",
+            )
+        )
 
     def _memory_info(self) -> tuple[int, int]:
         """(free, total) bytes of the device."""
@@ -331,8 +394,8 @@ class CudaDriver:
             self._check(self._api.cuMemUnmap(address, num_bytes), "could not unmap pages")
 
     def _check(self, result: tuple[Any, ...], what: str) -> Any:
-        """Return the values of a call to this driver's API; see `_checked`."""
-        return _checked(self._api, result, what)
+        """Return the values of a call to this driver's API; see `checked`."""
+        return checked(self._api, result, what)
 
 
 class EventFence:
@@ -350,52 +413,12 @@ class EventFence:
         self._event.synchronize()
 
 
-class _CurrentContext:
-    """Context manager that makes a CUDA context current in the calling thread; may be nested."""
-
-    def __init__(self, api: Any, context: Any) -> None:
-        self._api = api
-        self._context = context
-
-    def __enter__(self) -> None:
-        _checked(
-            self._api, self._api.cuCtxPushCurrent(self._context), "could not enter the context"
-        )
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        _checked(self._api, self._api.cuCtxPopCurrent(), "could not leave the context")
-
-
-def _checked(api: Any, result: tuple[Any, ...], what: str) -> Any:
-    """The values of a driver call that returned (code, *values).
-
-    Raises:
-        DriverError: the code is not success.
-    """
-    code, *values = result
-    if code != api.CUresult.CUDA_SUCCESS:
-        _, text = api.cuGetErrorString(code)
-        reason = text.decode() if text else "unknown error"
-        raise DriverError(code.name, f"{what} ({reason})")
-    return values[0] if len(values) == 1 else tuple(values)
-
-
 def has_bindings() -> bool:
     """Whether the CUDA bindings are installed."""
     return (
         importlib.util.find_spec("cuda") is not None
         and importlib.util.find_spec("cuda.bindings") is not None
     )
-
-
-def _text(name: bytes) -> str:
-    """Decode a NUL-terminated name in a larger buffer."""
-    return name.split(b"\0", 1)[0].decode()
 
 
 def load_api() -> Any:

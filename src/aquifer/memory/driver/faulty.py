@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from aquifer.errors import DriverError
-from aquifer.memory.driver.base import Driver, Fence, Handle
+from aquifer.memory.driver.base import Driver, ExportedPages, Fence, Handle
 
 
 class FaultyDriver:
     """Driver that forwards every call to `inner`, but raises at call number `fail_at`.
 
-    Only the calls that a real device may refuse are counted: create, reserve, map, fill.
+    Only the calls that a real device may refuse are counted: create, export, adopt, reserve, map,
+    fill.
 
     Attributes:
         num_calls: calls counted so far, including failed ones.
@@ -64,6 +65,11 @@ class FaultyDriver:
         return self.inner.max_mappings
 
     @property
+    def can_export(self) -> bool:
+        """Whether the inner driver can."""
+        return self.inner.can_export
+
+    @property
     def runs_ahead(self) -> bool:
         """Whether the inner driver runs ahead."""
         return self.inner.runs_ahead
@@ -96,6 +102,18 @@ class FaultyDriver:
         """Pass on."""
         self.inner.release(handles)
         self.live_handles.difference_update(handles)
+
+    def export(self, handles: Sequence[Handle]) -> ExportedPages:
+        """Count, maybe fail, pass on."""
+        self._count("export")
+        return self.inner.export(handles)
+
+    def adopt(self, pages: ExportedPages) -> list[Handle]:
+        """Count, maybe fail, pass on."""
+        self._count("adopt")
+        handles = self.inner.adopt(pages)
+        self.live_handles.update(handles)
+        return handles
 
     def reserve(self, num_bytes: int) -> int:
         """Count, maybe fail, pass on."""

@@ -1,6 +1,7 @@
 """Driver of host memory: a memfd provides the pages, mmap with MAP_FIXED the addresses.
 
-A handle is a byte offset into one anonymous file. The implementation relies on these facts:
+A handle is a byte offset into one anonymous file, or into that of another process. The
+implementation relies on these facts:
 
 - `fallocate` allocates the memory at creation, so that a shortage is an error here and not a
   SIGBUS at the first access; `FALLOC_FL_PUNCH_HOLE` frees it, and the hole reads as zeros.
@@ -19,13 +20,14 @@ import errno
 import mmap
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from aquifer.errors import DriverError, InvariantError
-from aquifer.memory.driver.base import Handle
+from aquifer.memory.driver.base import ExportedPages, Handle
 from aquifer.memory.proc import available_host_bytes, cgroup_limit_bytes, proc_bytes
 from aquifer.memory.runs import runs
 
@@ -38,6 +40,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 _DEFAULT_PAGE_BYTES = 64 * 1024
 _PIECE_BYTES = 1 << 20  # size of one write of `fill` and one read of `unlike`
 _MAX_FILE_BYTES = 2**63 - 1
+_FILE_STRIDE = 1 << 64  # distance of the handles of two files
 _MAPPINGS_LEFT_TO_OTHERS = 8192  # libraries, thread stacks, allocator arenas
 
 
@@ -49,6 +52,7 @@ class HostDriver:
     granularity_bytes = mmap.PAGESIZE
     default_page_bytes = _DEFAULT_PAGE_BYTES
     large_page_bytes = _DEFAULT_PAGE_BYTES  # neighbours are mapped by one call
+    can_export = True
     runs_ahead = False
 
     def __init__(self) -> None:
@@ -58,6 +62,7 @@ class HostDriver:
         self._fd = os.memfd_create("aquifer", os.MFD_CLOEXEC)
         self._file_bytes = 0
         self._page_bytes: dict[Handle, int] = {}  # live handles -> size
+        self._adopted = _AdoptedFiles()
         self._holes: dict[int, list[Handle]] = {}  # size -> released offsets, to be reused
         self._reservations: dict[int, int] = {}  # address -> size
         self._pieces: dict[int, bytes] = {}  # what `fill` writes, by the value of all its bytes
@@ -125,12 +130,33 @@ class HostDriver:
             for handle in handles:
                 if handle not in self._page_bytes:
                     raise InvariantError(f"page {handle} was released twice or never created")
+            adopted = [handle for handle in handles if handle >= _FILE_STRIDE]
+            for handle in adopted:
+                if self._adopted.release(handle):
+                    del self._page_bytes[handle]
+            if adopted:
+                handles = [handle for handle in handles if handle < _FILE_STRIDE]
             for page_bytes, group in self._by_size(handles):
                 for offset, length in _stretches(sorted(group), page_bytes):
                     self.fallocate(_FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, offset, length)
                 self._holes.setdefault(page_bytes, []).extend(group)
             for handle in handles:
                 del self._page_bytes[handle]
+
+    def export(self, handles: Sequence[Handle]) -> ExportedPages:
+        """All pages are in one file, of which this opens another descriptor."""
+        try:
+            file = os.dup(self._fd)
+        except OSError as error:
+            raise _driver_error(error, "could not open pages for another process") from error
+        return ExportedPages(self._page_bytes[handles[0]], [file], [(0, each) for each in handles])
+
+    def adopt(self, pages: ExportedPages) -> list[Handle]:
+        """Keep a descriptor of each file; a handle has its number, too."""
+        with self._lock:
+            handles = self._adopted.add(pages)
+            self._page_bytes.update(dict.fromkeys(handles, pages.page_bytes))
+            return handles
 
     def reserve(self, num_bytes: int) -> int:
         """Reserve `num_bytes` with a PROT_NONE mapping; this takes only address space."""
@@ -151,7 +177,9 @@ class HostDriver:
         flags = _MAP_SHARED | _MAP_FIXED
         for offset, length in self._stretches_of(handles):
             try:
-                self._mmap(address + mapped, length, _PROT_READ_WRITE, flags, self._fd, offset)
+                number, place = divmod(offset, _FILE_STRIDE)
+                file = self._adopted.file(number) if number else self._fd
+                self._mmap(address + mapped, length, _PROT_READ_WRITE, flags, file, place)
             except DriverError:
                 if mapped:
                     self._map_nothing(address, mapped)
@@ -198,6 +226,7 @@ class HostDriver:
         self._reservations.clear()
         self._page_bytes.clear()
         self._holes.clear()
+        self._adopted.close()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -270,6 +299,69 @@ class HostDriver:
                 OSError(number, os.strerror(number)), f"mmap of {num_bytes} bytes failed{hint}"
             )
         return int(result)
+
+
+class _AdoptedFiles:
+    """The files of other processes of which pages were adopted.
+
+    The handle of a page of file number n is n * `_FILE_STRIDE` + offset. A file is open for as long
+    as any page of it is, so that the memory of a process that has ended is not kept.
+    """
+
+    def __init__(self) -> None:
+        self._files: dict[int, int] = {}  # number -> descriptor; 0 would be the driver's own
+        self._last_number = 0
+        self._num_uses: Counter[Handle] = Counter()
+        self._num_pages: Counter[int] = Counter()  # by number of the file
+
+    def file(self, number: int) -> int:
+        """The descriptor of a file."""
+        return self._files[number]
+
+    def add(self, pages: ExportedPages) -> list[Handle]:
+        """Use pages, some of which may be in use already.
+
+        Raises:
+            DriverError: too many files are open.
+        """
+        numbers = [self._number_of(file) for file in pages.files]
+        handles = [Handle(numbers[index] * _FILE_STRIDE + offset) for index, offset in pages.places]
+        self._num_uses.update(handles)
+        self._num_pages.update(numbers[index] for index, _ in pages.places)
+        return handles
+
+    def release(self, handle: Handle) -> bool:
+        """End a use of a page; returns whether it was the last one."""
+        number = handle // _FILE_STRIDE
+        self._num_pages[number] -= 1
+        if not self._num_pages[number]:
+            del self._num_pages[number]
+            os.close(self._files.pop(number))
+        self._num_uses[handle] -= 1
+        if self._num_uses[handle]:
+            return False
+        del self._num_uses[handle]
+        return True
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()
+        self._num_uses.clear()
+        self._num_pages.clear()
+
+    def _number_of(self, file: int) -> int:
+        status = os.fstat(file)
+        for number, known in self._files.items():
+            if os.path.samestat(os.fstat(known), status):
+                return number
+        self._last_number += 1
+        try:
+            self._files[self._last_number] = os.dup(file)
+        except OSError as error:
+            raise _driver_error(error, "could not open pages of another process") from error
+        return self._last_number
 
 
 def _stretches(handles: Sequence[Handle], page_bytes: int) -> list[tuple[int, int]]:

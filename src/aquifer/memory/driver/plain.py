@@ -21,7 +21,7 @@ from itertools import count
 import torch
 
 from aquifer.errors import DriverError, InvariantError
-from aquifer.memory.driver.base import Driver, Fence, Handle
+from aquifer.memory.driver.base import Driver, ExportedPages, Fence, Handle
 
 
 class PlainDriver:
@@ -74,6 +74,11 @@ class PlainDriver:
         return self._inner.runs_ahead
 
     @property
+    def can_export(self) -> bool:
+        """No: a page is a part of a reservation."""
+        return False
+
+    @property
     def reserved_bytes(self) -> int:
         """Memory of all reservations."""
         return sum(memory.nbytes for _, memory in self._reservations.values())
@@ -104,6 +109,14 @@ class PlainDriver:
         handles = [Handle(next(self._numbers)) for _ in range(count)]
         self._page_bytes.update(dict.fromkeys(handles, page_bytes))
         return handles
+
+    def export(self, handles: Sequence[Handle]) -> ExportedPages:
+        """Never called: see `can_export`."""
+        raise InvariantError("pages without virtual memory are not exported")
+
+    def adopt(self, pages: ExportedPages) -> list[Handle]:
+        """Never called, likewise."""
+        raise InvariantError("pages are not mapped without virtual memory")
 
     def release(self, handles: Sequence[Handle]) -> None:
         """Forget pages."""

@@ -1,0 +1,130 @@
+"""Where the weights of a load come from: a neighbour's device, the host cache, or files.
+
+The first of these that has a group is its source: copies from another device of the host are
+several times as fast as those from host memory, and these several times as fast as a disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from enum import StrEnum
+
+import torch
+
+from aquifer.weights.host_cache import HostCache
+from aquifer.weights.loader import begin_copying
+from aquifer.weights.neighbours import Borrowing, Neighbours
+from aquifer.weights.parameters import ParameterGroup
+from aquifer.weights.store import WeightStore
+
+
+class WeightSource(StrEnum):
+    """Where weights come from, the fastest first."""
+
+    NEIGHBOUR = "neighbour"  # another device of the machine
+    HOST = "host"  # the host cache
+    DISK = "disk"  # files; or random numbers in their place
+
+
+class Copies:
+    """Fills groups of one model from neighbours and from the host cache: a `Filling`.
+
+    Mapping a page takes a part of the time of a copy of the same size. So a copy to a GPU begins as
+    soon as the group has its pages, while more of them get theirs. On a CPU a copy from the host
+    cache would keep the engine's loop, and all are made by `finish`.
+
+    Args:
+        cache: the host cache.
+        neighbours: the other engine processes of this machine; None for none.
+        store: the weights of the model.
+        keys: what those groups are that are to be filled, in the cache and for neighbours.
+    """
+
+    def __init__(
+        self,
+        cache: HostCache,
+        neighbours: Neighbours | None,
+        store: WeightStore,
+        keys: Mapping[ParameterGroup, str],
+    ) -> None:
+        self._cache = cache
+        self._neighbours = neighbours
+        self._store = store
+        self._keys = keys
+        self._borrowing: Borrowing | None = None
+        self._leases = ExitStack()
+        self._sources: dict[ParameterGroup, WeightSource] = {}
+        self._waits: list[Callable[[], None]] = []
+        self._later: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def source_of(self, group: ParameterGroup) -> WeightSource:
+        """Where a group comes from, or came from; before `finish`, where it is expected from."""
+        return self._sources.get(group, WeightSource.DISK)
+
+    def begin(self, group: ParameterGroup) -> None:
+        """A group has its pages."""
+        key = self._keys.get(group)
+        if key is None:
+            return
+        if self._neighbours is not None and self._borrowing is None:
+            self._borrowing = self._neighbours.borrow(
+                {each: self._store.num_bytes_of(group) for group, each in self._keys.items()}
+            )
+        if self._borrowing is not None and key in self._borrowing:
+            self._sources[group] = WeightSource.NEIGHBOUR
+            self._borrowing.read(key, self._store.bytes_of(group))
+        else:
+            self._begin_from_host(group)
+
+    def finish(self) -> tuple[ParameterGroup, ...]:
+        """Wait until the groups that it fills have their contents.
+
+        Returns: those that neighbours have not brought, and that the host cache has not either;
+            they come from disk, too.
+        """
+        lost = self._finish_borrowing()
+        for group in lost:
+            del self._sources[group]
+            self._begin_from_host(group)
+        with self._leases:
+            begin_copying(self._later)()
+            self._wait()
+        self._later = []
+        return tuple(group for group in lost if group not in self._sources)
+
+    def cancel(self) -> None:
+        """Wait until nothing is written any more."""
+        try:
+            self._finish_borrowing()
+        finally:
+            with self._leases:
+                self._wait()
+            self._later = []
+
+    def _begin_from_host(self, group: ParameterGroup) -> None:
+        kept = self._leases.enter_context(self._cache.lease(self._keys[group]))
+        if kept is None:
+            return
+        pair = (kept, self._store.bytes_of(group))
+        self._sources[group] = WeightSource.HOST
+        if pair[1].device.type == "cpu":
+            self._later.append(pair)
+        else:
+            self._waits.append(begin_copying([pair]))
+
+    def _finish_borrowing(self) -> list[ParameterGroup]:
+        """End what was borrowed; returns the groups that have not come."""
+        if self._borrowing is None:
+            return []
+        arrived = self._borrowing.finish()
+        return [
+            group
+            for group, source in self._sources.items()
+            if source is WeightSource.NEIGHBOUR and self._keys[group] not in arrived
+        ]
+
+    def _wait(self) -> None:
+        if self._waits:
+            self._waits[-1]()  # copies of one stream are done in their order
+        self._waits = []

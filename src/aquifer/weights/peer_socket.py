@@ -1,0 +1,110 @@
+"""Messages between the engine processes of one machine: JSON, with file descriptors of pages.
+
+They go over Unix sockets in a folder that only the server's user can open. A process listens at one
+of them, under a name of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+MOST_FILES = 64
+"""Most file descriptors of one message; Linux allows 253."""
+
+_HEADER_BYTES = 4  # the length of what follows
+_MOST_BYTES = 64 << 20
+_SUFFIX = ".weights"
+
+
+def listen(folder: Path) -> tuple[socket.socket, Path]:
+    """Listen at a name of its own; returns the socket and its path.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    path = folder / f"{os.getpid()}-{os.urandom(4).hex()}{_SUFFIX}"
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(str(path))
+        listener.listen()
+    except BaseException:
+        listener.close()
+        raise
+    return listener, path
+
+
+def paths_in(folder: Path) -> Iterator[Path]:
+    """The sockets in a folder; some may be of processes that are gone."""
+    return folder.glob(f"*{_SUFFIX}")
+
+
+def connect(path: Path, timeout_s: float) -> socket.socket:
+    """Connect to a socket; each operation on the connection may take so long.
+
+    Raises:
+        OSError: nothing listens there.
+    """
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect(str(path))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def send(connection: socket.socket, message: Sequence[Any], files: Sequence[int] = ()) -> None:
+    """Send a message, with at most `MOST_FILES` descriptors.
+
+    Raises:
+        OSError: the other process is gone, or does not read.
+    """
+    body = json.dumps(message).encode()
+    data = len(body).to_bytes(_HEADER_BYTES, "big") + body
+    sent = socket.send_fds(connection, [data], files) if files else 0
+    connection.sendall(data[sent:])
+
+
+def receive(connection: socket.socket) -> tuple[list[Any], list[int]]:
+    """Receive a message, and its descriptors, which the caller closes.
+
+    Raises:
+        EOFError: the connection has ended.
+        OSError: likewise, or the rest of a message does not come.
+        ValueError: it is no message.
+    """
+    header, files, _, _ = socket.recv_fds(connection, _HEADER_BYTES, MOST_FILES)
+    try:
+        header += _exactly(connection, _HEADER_BYTES - len(header))
+        num_bytes = int.from_bytes(header, "big")
+        if num_bytes > _MOST_BYTES:
+            raise ValueError(f"a message of {num_bytes} bytes")
+        message = json.loads(_exactly(connection, num_bytes))
+        if not isinstance(message, list):
+            raise ValueError("a message that is no list")
+    except BaseException:
+        close_files(files)
+        raise
+    return message, list(files)
+
+
+def close_files(files: Sequence[int]) -> None:
+    """Close descriptors."""
+    for file in files:
+        os.close(file)
+
+
+def _exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    received = bytearray()
+    while len(received) < num_bytes:
+        part = connection.recv(num_bytes - len(received))
+        if not part:
+            raise EOFError
+        received += part
+    return bytes(received)
