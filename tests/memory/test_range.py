@@ -101,6 +101,7 @@ def test_all_tensors_of_a_range_are_views_of_one(
     pages.tensor((4,), torch.uint8, 3).fill_(7)
     assert first.view(torch.uint8).tolist() == [0, 0, 0, 7, 7, 7, 7, 0]
     assert viewed == [(pages.address, 2 * PAGE)]
+    first.fill_(1.0)
     driver.unmap(pages.address, PAGE, 2)
 
 

@@ -215,8 +215,12 @@ class VirtualRange:
             raise InvariantError(f"a tensor of {list(shape)} {dtype} leaves the range")
         if offset_bytes % dtype.itemsize:
             raise InvariantError(f"{offset_bytes} bytes are no whole number of {dtype}")
-        elements = self._flat.view(dtype)
-        return elements.as_strided(list(shape), list(stride), offset_bytes // dtype.itemsize)
+        import torch
+
+        # A tensor made in inference mode could not be written to outside of it.
+        with torch.inference_mode(mode=False):
+            elements = self._flat.view(dtype)
+            return elements.as_strided(list(shape), list(stride), offset_bytes // dtype.itemsize)
 
     def close(self) -> None:
         """Give back the range's own addresses. Pre-condition: nothing is mapped."""
@@ -253,8 +257,4 @@ class VirtualRange:
     @cached_property
     def _flat(self) -> torch.Tensor:
         """[num_bytes] uint8, the whole range."""
-        import torch
-
-        # A tensor made in inference mode could not be written to outside of it.
-        with torch.inference_mode(mode=False):
-            return self._driver.view(self.address, self.num_bytes)
+        return self._driver.view(self.address, self.num_bytes)

@@ -121,22 +121,28 @@ class Lender:
             self._waker.send(b"x")
 
     def _run(self) -> None:
-        while not self._is_closing:
-            timeout_s = self._longest_s / 10 if self._loans.has_loans else None
-            for key, _ in self._selector.select(timeout_s):
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif key.fileobj is self._wakened:
-                    self._wakened.recv(4096)
-                    self._tell_withdrawn()
-                elif key.fd in self._borrowers:
-                    self._serve(self._borrowers[key.fd])
-            self._end_old_loans()
-        for borrower in list(self._borrowers.values()):
-            self._drop(borrower)
-        self._selector.close()
-        for each in (self._listener, self._waker, self._wakened):
-            each.close()
+        try:
+            while not self._is_closing:
+                self._wait()
+        finally:  # whatever happens, nothing stays lent
+            for borrower in list(self._borrowers.values()):
+                self._drop(borrower)
+            self._selector.close()
+            for each in (self._listener, self._waker, self._wakened):
+                each.close()
+
+    def _wait(self) -> None:
+        """Wait for requests and withdrawals, and handle them."""
+        timeout_s = self._longest_s / 10 if self._loans.has_loans else None
+        for key, _ in self._selector.select(timeout_s):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fileobj is self._wakened:
+                self._wakened.recv(4096)
+                self._tell_withdrawn()
+            elif key.fd in self._borrowers:
+                self._serve(self._borrowers[key.fd])
+        self._end_old_loans()
 
     def _accept(self) -> None:
         with suppress(OSError):

@@ -34,6 +34,7 @@ from aquifer.errors import ConfigError, DriverError, InvariantError
 from aquifer.memory.driver.base import ExportedPages, Handle
 from aquifer.memory.driver.calls import CurrentContext, checked, text_of
 from aquifer.memory.driver.dlpack import tensor_over
+from aquifer.memory.driver.event import EventFence
 from aquifer.memory.driver.nvml import ProcessMemory
 
 _PAGE_BYTES = 2 << 20  # the granularity of every GPU so far
@@ -72,7 +73,7 @@ class CudaDriver:
         self._page_bytes: dict[Handle, int] = {}  # live handles -> size
         self._num_adopted: Counter[Handle] = Counter()  # those of other processes
         self._created_bytes = 0  # bytes of the live handles; several threads change it
-        self._counting = threading.Lock()
+        self._counting = threading.Lock()  # guards the last two
         self._reservations: dict[int, int] = {}  # address -> size
         self._mapped: dict[int, int] = {}  # address -> size of the page there
         with ExitStack() as undo:
@@ -187,17 +188,9 @@ class CudaDriver:
                 raise InvariantError(f"page {handle} was released twice or never created")
         with self._current:
             for handle in handles:
-                page_bytes = self._page_bytes[handle]
-                is_adopted = handle in self._num_adopted
-                if is_adopted:
-                    self._num_adopted[handle] -= 1
-                    if not self._num_adopted[handle]:
-                        del self._num_adopted[handle]
-                if handle not in self._num_adopted:
-                    del self._page_bytes[handle]
+                own_bytes = self._forget(handle)
                 self._check(self._api.cuMemRelease(handle), "could not release a page")
-                if not is_adopted:
-                    self._count(-page_bytes)
+                self._count(-own_bytes)
 
     def export(self, handles: Sequence[Handle]) -> ExportedPages:
         """Open a file descriptor for each page."""
@@ -212,7 +205,7 @@ class CudaDriver:
         return ExportedPages(self._page_bytes[handles[0]], files, places)
 
     def adopt(self, pages: ExportedPages) -> list[Handle]:
-        """Import each page. One that is imported again has the same handle."""
+        """Import each page. One that is imported again may have the same handle."""
         handles: list[Handle] = []
         with self._current, ExitStack() as undo:
             undo.callback(self.release, handles)
@@ -221,9 +214,10 @@ class CudaDriver:
                     pages.files[index], self._file_handle
                 )
                 handle = Handle(int(self._check(imported, "could not import a page")))
-                self._page_bytes[handle] = pages.page_bytes
-                self._num_adopted[handle] += 1
                 handles.append(handle)
+                with self._counting:
+                    self._page_bytes[handle] = pages.page_bytes
+                    self._num_adopted[handle] += 1
             undo.pop_all()
         return handles
 
@@ -389,6 +383,16 @@ class CudaDriver:
         with self._counting:
             self._created_bytes += num_bytes
 
+    def _forget(self, handle: Handle) -> int:
+        """End a use of a page; returns its bytes, or 0 if it is another process's."""
+        with self._counting:
+            if handle not in self._num_adopted:
+                return self._page_bytes.pop(handle)
+            self._num_adopted[handle] -= 1
+            if not self._num_adopted[handle]:
+                del self._num_adopted[handle], self._page_bytes[handle]
+            return 0
+
     def _unmap(self, address: int, num_bytes: int) -> None:
         if num_bytes:
             self._check(self._api.cuMemUnmap(address, num_bytes), "could not unmap pages")
@@ -396,21 +400,6 @@ class CudaDriver:
     def _check(self, result: tuple[Any, ...], what: str) -> Any:
         """Return the values of a call to this driver's API; see `checked`."""
         return checked(self._api, result, what)
-
-
-class EventFence:
-    """The `Fence` of a recorded CUDA event."""
-
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
-
-    def passed(self) -> bool:
-        """See `Fence.passed`."""
-        return bool(self._event.query())
-
-    def wait(self) -> None:
-        """See `Fence.wait`."""
-        self._event.synchronize()
 
 
 def has_bindings() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -33,6 +34,7 @@ class FaultyDriver:
         self.mapped_pages = 0
         self.live_handles: set[Handle] = set()
         self.reservations: dict[int, int] = {}
+        self._lock = threading.Lock()
 
     @property
     def name(self) -> str:
@@ -131,12 +133,14 @@ class FaultyDriver:
         """Count, maybe fail, pass on."""
         self._count("map")
         self.inner.map(address, handles)
-        self.mapped_pages += len(handles)
+        with self._lock:
+            self.mapped_pages += len(handles)
 
     def unmap(self, address: int, page_bytes: int, count: int) -> None:
         """Pass on."""
         self.inner.unmap(address, page_bytes, count)
-        self.mapped_pages -= count
+        with self._lock:
+            self.mapped_pages -= count
 
     def fill(self, handles: Sequence[Handle], byte: int) -> None:
         """Count, maybe fail, pass on."""
@@ -160,8 +164,9 @@ class FaultyDriver:
         self.inner.close()
 
     def _count(self, call: str) -> None:
-        number = self.num_calls
-        self.num_calls += 1
+        with self._lock:
+            number = self.num_calls
+            self.num_calls += 1
         if number == self.fail_at:
             self.failed_call = call
             raise DriverError("INJECTED", f"call {number} ({call}) fails by request")
