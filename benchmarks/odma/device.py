@@ -78,6 +78,7 @@ class Settings:
         device: as for `LLM`.
         kv_bytes: memory for KV.
         memory_bytes: memory of the engine in all; None for 32 GiB more than for KV.
+        page_bytes: size of a page; None for the device's own.
         context_tokens: the longest context.
         max_seqs: requests that run at once at most.
         seconds: length of each measurement.
@@ -87,6 +88,7 @@ class Settings:
     device: str = "cuda"
     kv_bytes: int = 12 << 30
     memory_bytes: int | None = None
+    page_bytes: int | None = None
     context_tokens: int = 4096
     max_seqs: int = 1024
     seconds: float = 7.0
@@ -157,6 +159,7 @@ def _engine(settings: Settings, options: Mapping[str, Any]) -> Iterator[LLM]:
         device=settings.device,
         load_format="dummy",
         memory=memory_bytes,
+        page_size=settings.page_bytes,
         bucket_memory=settings.kv_bytes if has_regions else None,
         max_model_len=settings.context_tokens,
         max_num_seqs=settings.max_seqs,
