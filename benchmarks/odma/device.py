@@ -5,7 +5,7 @@ is taken once as ordinary memory of the device (`--bucket-memory`), as on device
 memory. `paged` and `virtual` have as many bytes of pages.
 
 More requests wait than can be served. What is measured begins when as many outputs have ended as
-ran at once by then, so that running requests have all ages, and ends after some seconds. An output
+run at once, so that running requests have all ages, and ends after some seconds. An output
 ends by its client, when it is as long as the source says: the scheduler does not know that before,
 and learns the length then, as that of an output which ends by itself. Forecasts begin with the
 lengths of earlier requests of the same source.
@@ -241,9 +241,9 @@ class _Serving:
             )
         first_s = now_s = time.perf_counter()
         most_running = 0
-        while (
-            self._num_ended < max(most_running, _LEAST_BEFORE) and now_s - first_s < _MOST_BEFORE_S
-        ):
+        while now_s - first_s < _MOST_BEFORE_S:
+            if self._num_ended >= max(len(lane.running), _LEAST_BEFORE):
+                break
             self._step()
             most_running = max(most_running, len(lane.running))
             now_s = time.perf_counter()
@@ -258,6 +258,7 @@ class _Serving:
             now_s += step_s[-1]
             written += int(lane.written_tokens.sum()) * step_s[-1]
             running += len(lane.running) * step_s[-1]
+            most_running = max(most_running, len(lane.running))
         measured_s = now_s - begun_s
         counts = {name: after - before[name] for name, after in self._counts().items()}
         cache = lane.cache
