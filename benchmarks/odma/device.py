@@ -5,7 +5,7 @@ is taken once as ordinary memory of the device (`--bucket-memory`), as on device
 memory. `paged` and `virtual` have as many bytes of pages.
 
 More requests wait than can be served. What is measured begins when as many outputs have ended as
-ran at once by then, so that running requests have all ages, and ends after some seconds. An output
+run at once, so that running requests have all ages, and ends after some seconds. An output
 ends by its client, when it is as long as the source says: the scheduler does not know that before,
 and learns the length then, as that of an output which ends by itself. Forecasts begin with the
 lengths of earlier requests of the same source.
@@ -78,6 +78,7 @@ class Settings:
         device: as for `LLM`.
         kv_bytes: memory for KV.
         memory_bytes: memory of the engine in all; None for 32 GiB more than for KV.
+        page_bytes: size of a page; None for the device's own.
         context_tokens: the longest context.
         max_seqs: requests that run at once at most.
         seconds: length of each measurement.
@@ -87,6 +88,7 @@ class Settings:
     device: str = "cuda"
     kv_bytes: int = 12 << 30
     memory_bytes: int | None = None
+    page_bytes: int | None = None
     context_tokens: int = 4096
     max_seqs: int = 1024
     seconds: float = 7.0
@@ -157,6 +159,7 @@ def _engine(settings: Settings, options: Mapping[str, Any]) -> Iterator[LLM]:
         device=settings.device,
         load_format="dummy",
         memory=memory_bytes,
+        page_size=settings.page_bytes,
         bucket_memory=settings.kv_bytes if has_regions else None,
         max_model_len=settings.context_tokens,
         max_num_seqs=settings.max_seqs,
@@ -238,9 +241,9 @@ class _Serving:
             )
         first_s = now_s = time.perf_counter()
         most_running = 0
-        while (
-            self._num_ended < max(most_running, _LEAST_BEFORE) and now_s - first_s < _MOST_BEFORE_S
-        ):
+        while now_s - first_s < _MOST_BEFORE_S:
+            if self._num_ended >= max(len(lane.running), _LEAST_BEFORE):
+                break
             self._step()
             most_running = max(most_running, len(lane.running))
             now_s = time.perf_counter()
@@ -255,6 +258,7 @@ class _Serving:
             now_s += step_s[-1]
             written += int(lane.written_tokens.sum()) * step_s[-1]
             running += len(lane.running) * step_s[-1]
+            most_running = max(most_running, len(lane.running))
         measured_s = now_s - begun_s
         counts = {name: after - before[name] for name, after in self._counts().items()}
         cache = lane.cache

@@ -104,6 +104,7 @@ def main() -> None:
     group.add_argument("--device", help="cuda if not given")
     group.add_argument("--kv-memory", type=parse_size, help="memory for KV; 12GiB if not given")
     group.add_argument("--memory", type=parse_size, help="memory in all; 32 GiB more if not given")
+    group.add_argument("--page-size", type=parse_size, help="of paged and virtual")
     group.add_argument("--context", type=int, help="the longest context; 4096 if not given")
     group.add_argument("--max-num-seqs", type=int, help="requests at once; 1024 if not given")
     group.add_argument("--seconds", type=float, help="of each measurement; 7 if not given")
@@ -122,6 +123,7 @@ def main() -> None:
         "device": found.device,
         "kv_bytes": found.kv_memory,
         "memory_bytes": found.memory,
+        "page_bytes": found.page_size,
         "context_tokens": found.context,
         "max_seqs": found.max_num_seqs,
         "seconds": found.seconds,
@@ -129,7 +131,8 @@ def main() -> None:
     given = {name: value for name, value in settings.items() if value is not None}
     if given and parts != ["device"]:
         parser.error(f"{', '.join(given)} are for --parts device alone")
-    # The result files record the command; the user's folders do not belong there.
+    # The result files record the command, and the settings beside it; the user's folders do not
+    # belong there.
     sys.argv = [sys.argv[0], "--data", "FOLDER", "--parts", found.parts]
     for part in parts:
         start_s = time.perf_counter()
