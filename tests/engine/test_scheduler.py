@@ -16,6 +16,7 @@ from tests.cases import covering
 from tests.engine.books import KV_LIMITS, MAX_TOKENS, PAGE_BYTES, SchedulerWorld
 
 from aquifer.cache import KV_CACHES
+from aquifer.cache.spans import IntArray
 from aquifer.engine.lane_pages import longest, most_pages
 from aquifer.engine.params import SamplingParams
 from aquifer.engine.planning import chunk_tokens
@@ -257,3 +258,30 @@ def test_a_request_alone_is_not_held_up_by_what_is_retained(num_prompt: int) -> 
         assert tracked.ending == "done"
         world.pool.release(others)
         world.check_empty()
+
+
+def test_who_finds_no_place_in_one_piece_waits_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not the latest request, the memory of which would not help it."""
+    with ExitStack() as resources:
+        world = SchedulerWorld(
+            Random(0), "virtual", resources, names=("small",), budget_bytes=100 * PAGE_BYTES
+        )
+        (lane,) = world.scheduler.lanes.values()
+        for _ in range(3):
+            world.add(lane, 4, 20)
+        world.step()
+        groups = list(lane.running)
+        cache, reserve = lane.cache, lane.cache.reserve
+        stuck_slot = groups[1].sequences[0].slot
+
+        def reserve_unless_stuck(slots: IntArray, num_tokens: IntArray) -> bool:
+            is_stuck = stuck_slot in slots.tolist()
+            monkeypatch.setattr(cache, "stuck_slot", stuck_slot if is_stuck else None)
+            return not is_stuck and reserve(slots, num_tokens)
+
+        monkeypatch.setattr(cache, "reserve", reserve_unless_stuck)
+        world.step()
+        assert [group in lane.running for group in groups] == [True, False, True]
+        monkeypatch.setattr(cache, "reserve", reserve)
+        monkeypatch.setattr(cache, "stuck_slot", None)
+        world.finish()

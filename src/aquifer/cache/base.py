@@ -176,6 +176,11 @@ class SequenceVerbs(Blocks, Protocol):
         """The parts of what a sequence keeps. A part without a window comes first."""
 
     @property
+    def stuck_slot(self) -> int | None:
+        """Slot of the running sequence for which the last `reserve` found no place in one piece;
+        None if it failed for want of pages, or did not fail."""
+
+    @property
     def can_share(self) -> bool:
         """Whether `resume` and `fork` share blocks, and `retain` keeps them; else forks copy."""
 

@@ -4,6 +4,10 @@ When a sequence begins, it gets a region of the smallest bucket that holds the l
 it. The buckets follow the lengths of the sequences that have finished. With no forecast, or an
 uncertain one, the region is of the large bucket: it holds all tokens that the sequence may ever
 have. A sequence that outgrows its region moves to one of the large bucket, with one copy of its KV.
+In the paper that region holds the longest context. Here it is of twice the sequence's tokens, since
+few are much longer than was forecast, and places of the longest context are rare in a full arena.
+If even that is not to be had, the sequence itself waits (`stuck_slot`): that others give up their
+regions, which are smaller and lie anywhere, would seldom help it.
 
 pages       come with a region and go with it. With `kept_bytes`, for devices without virtual
             memory, those of the whole arena are taken when the first sequence begins, and stay.
@@ -40,6 +44,9 @@ _SINGLE_TOKENS = Granularity(1, 1, 1)
 
 _NUM_EQUAL = 10
 """Buckets of equal widths, as many as S3 has."""
+
+_GROWTH = 2
+"""Tokens of the region that an outgrown one is exchanged for, in tokens of its sequence."""
 
 
 def sizes_of(block_size: int, max_tokens: int) -> Granularity:
@@ -305,9 +312,13 @@ class BucketedCache(ContiguousCache):
             most_tokens: tokens that there will be KV of at most.
             num_tokens: tokens that the region has to hold at least.
         """
-        most = self._sizes.align(max(most_tokens, num_tokens))
+        wanted = most = self._sizes.align(max(most_tokens, num_tokens))
         bound = self.bounds.of(total, num_tokens)
-        return self._blocks_for(most if bound is None else min(bound, most)), bound is None
+        if bound is not None:
+            wanted = bound
+        elif total is not None:
+            wanted = self._sizes.align(max(total, _GROWTH * num_tokens))
+        return self._blocks_for(min(wanted, most)), bound is None
 
     def _unplace(self, blocks: range) -> None:
         self._arena.give(blocks.start)

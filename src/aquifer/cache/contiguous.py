@@ -51,6 +51,7 @@ class ContiguousCache(KeepsAll, ABC):
         block_bytes: size of a block.
         footprint: as given.
         tensors: the device's half.
+        stuck_slot: see `SequenceVerbs.stuck_slot`.
         can_share: there is no sharing of blocks, so nothing can be held.
         ahead_tokens: no pages are mapped beside those of regions.
         copied_bytes: copied from region to region since the start.
@@ -105,6 +106,7 @@ class ContiguousCache(KeepsAll, ABC):
         A sequence keeps its KV when it moves: the copy runs after all work launched so far, and
         before anything that is launched later, so its old region can be given to others at once.
         """
+        self.stuck_slot = None
         held = self._num_blocks[slots]
         is_short = held * self._block_size < num_tokens
         if not is_short.any():
@@ -116,6 +118,7 @@ class ContiguousCache(KeepsAll, ABC):
             ):
                 region = self._take(slot, count)
                 if region is None:
+                    self.stuck_slot = slot if self._num_blocks[slot] else None
                     return False
                 undo.callback(self._give, region)
                 taken.append((slot, region))

@@ -64,6 +64,7 @@ class GroupedCache:
     """
 
     can_share = True
+    stuck_slot = None
 
     def __init__(
         self,

@@ -13,6 +13,8 @@ from aquifer.cache.spans import IntArray
 class KeepsAll:
     """The verbs of a `GroupCache` by itself: it is the only part, and keeps all tokens."""
 
+    stuck_slot: int | None = None
+
     @property
     def parts(self: GroupCache) -> tuple[CachePart, ...]:
         """The manager itself."""

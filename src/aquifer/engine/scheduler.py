@@ -270,13 +270,16 @@ class Scheduler:
             self._preempt(refusal)
 
     def _preempt(self, refusal: DriverError | None) -> None:
-        """Preempt a running request.
+        """Preempt a running request: the one that no others could make place for, or a victim.
 
         If it runs alone, it begins anew (`SequenceGroup.begins_anew`). But it fails if the device
         refused, or if it has just begun anew, because the process holds more memory by now.
         """
         running = [(lane, group) for lane in self.lanes.values() for group in lane.running]
-        lane, group = running[self._policies.victims([running_request(*pair) for pair in running])]
+        chosen = next((number for number, pair in enumerate(running) if _is_stuck(*pair)), None)
+        if chosen is None:
+            chosen = self._policies.victims([running_request(*pair) for pair in running])
+        lane, group = running[chosen]
         if len(running) == 1:
             if lane.forget_leases(group):
                 return
@@ -430,6 +433,12 @@ class Scheduler:
         for group in groups.values():
             lane.end_all(group, None)
             self._fail(group, error)
+
+
+def _is_stuck(lane: Lane, group: SequenceGroup) -> bool:
+    """Whether a running request is the one that its cache had no place for."""
+    slot = lane.cache.stuck_slot
+    return slot is not None and any(sequence.slot == slot for sequence in group.sequences)
 
 
 def _out_of_memory(refusal: DriverError | None) -> str:
