@@ -66,6 +66,9 @@ _LEAST_BEFORE = 20
 _MOST_BEFORE_S = 10.0
 """After so long, what is measured begins in any case."""
 
+_SAME = ("model", "device", "kv_bytes", "memory_bytes", "context_tokens", "max_seqs", "num_history")
+"""Settings that figures must have in common to be compared."""
+
 _PARAMS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 
 
@@ -107,7 +110,9 @@ class _Prompt:
         return EndedOutput(len(self.token_ids), self.num_outputs, asked.classes)
 
 
-def device(data: Path, num_requests: int, **given: Any) -> dict[str, Any]:
+def device(
+    data: Path, num_requests: int, ways: Sequence[str] | None = None, **given: Any
+) -> dict[str, Any]:
     """Serve the sources of `utilisation` in each way, for some seconds each.
 
     A way that fails is reported, and the others are measured.
@@ -118,14 +123,17 @@ def device(data: Path, num_requests: int, **given: Any) -> dict[str, Any]:
     Args:
         data: folder of the traces.
         num_requests: requests of each source that wait at the start.
+        ways: which of `WAYS`; None for all.
         given: fields of `Settings` that are not the default ones.
     """
     settings = Settings(**given)
+    ways = list(WAYS) if ways is None else ways
     console = Console()
     sources = saturated_sources(data, settings.context_tokens, _HISTORY + num_requests)
     rows: list[dict[str, Any]] = []
     failed: dict[str, str] = {}
-    for way, options in WAYS.items():
+    for way in ways:
+        options = WAYS[way]
         start_s = time.perf_counter()
         try:
             with _engine(settings, options) as llm:
@@ -137,7 +145,7 @@ def device(data: Path, num_requests: int, **given: Any) -> dict[str, Any]:
             traceback.print_exc()
             _print(console, f"FAILED: {way}")
             failed[way] = repr(error)
-    if len(failed) == len(WAYS):
+    if len(failed) == len(ways):
         raise ConfigError(f"nothing could be measured: {failed}")
     return {
         **asdict(settings),
@@ -147,6 +155,21 @@ def device(data: Path, num_requests: int, **given: Any) -> dict[str, Any]:
         "failed": failed,
         "rows": rows,
     }
+
+
+def with_earlier(content: dict[str, Any], earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """What was measured, and what was measured before of other ways on a device of that kind.
+
+    Raises:
+        ConfigError: it was measured with other settings.
+    """
+    differ = {name for name in _SAME if content[name] != earlier[name]}
+    if differ:
+        raise ConfigError(f"the file was made with other settings: {', '.join(sorted(differ))}")
+    measured = {row["way"] for row in content["rows"]}
+    kept = [row for row in earlier["rows"] if row["way"] not in measured]
+    rows = sorted([*content["rows"], *kept], key=lambda row: list(WAYS).index(row["way"]))
+    return {**content, "rows": rows}
 
 
 @contextmanager

@@ -74,7 +74,12 @@ def run_part(
         import_module(f"benchmarks.odma.{module}"), part
     )
     content = {"benchmark": "odma", "part": part, **measure(data, number or usual, **settings)}
-    save(output / f"{part}.json", content)
+    file = output / f"{part}.json"
+    if "ways" in settings and file.exists():
+        from benchmarks.odma.device import with_earlier
+
+        content = with_earlier(content, json.loads(file.read_text()))
+    save(file, content)
     draw_part(part, output)
     return content
 
@@ -87,6 +92,13 @@ def draw_part(part: str, output: Path) -> None:
     from benchmarks.odma import plots
 
     plots.draw(json.loads((output / f"{part}.json").read_text()), output / f"{part}.png")
+
+
+def _ways(beginnings: str) -> list[str]:
+    """The ways of part `device` that begin so."""
+    from benchmarks.odma.device import WAYS
+
+    return [way for way in WAYS if way.startswith(tuple(beginnings.split(",")))]
 
 
 def main() -> None:
@@ -108,6 +120,11 @@ def main() -> None:
     group.add_argument("--context", type=int, help="the longest context; 4096 if not given")
     group.add_argument("--max-num-seqs", type=int, help="requests at once; 1024 if not given")
     group.add_argument("--seconds", type=float, help="of each measurement; 7 if not given")
+    group.add_argument(
+        "--ways",
+        help="beginnings of those to measure, with commas between; the others stay as they are in "
+        "the file; all if not given",
+    )
     found = parser.parse_args()
     parts = found.parts.split(",")
     if not {*parts} <= {*PARTS}:
@@ -127,6 +144,7 @@ def main() -> None:
         "context_tokens": found.context,
         "max_seqs": found.max_num_seqs,
         "seconds": found.seconds,
+        "ways": None if found.ways is None else _ways(found.ways),
     }
     given = {name: value for name, value in settings.items() if value is not None}
     if given and parts != ["device"]:

@@ -22,6 +22,7 @@ from benchmarks.odma.workloads import (
     tokens_in_use,
 )
 
+from aquifer.errors import ConfigError
 from aquifer.predict.data import Example
 from aquifer.predict.forecaster import Asked
 from aquifer.predict.train import Sample
@@ -136,8 +137,7 @@ def test_a_real_model_and_the_overhead(data: Path, tmp_path: Path) -> None:
 def test_an_engine_that_serves(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, with the bundled model, of which a token takes 3 KiB."""
     static, *_, virtual = device.WAYS
-    ways = {way: device.WAYS[way] for way in (static, "ODMA: dynamic buckets", virtual)}
-    monkeypatch.setattr(device, "WAYS", ways)
+    odma = "ODMA: dynamic buckets"
     monkeypatch.setattr(device, "_MOST_BEFORE_S", 0.2)
     settings = {
         "model": "demo",
@@ -148,9 +148,14 @@ def test_an_engine_that_serves(data: Path, tmp_path: Path, monkeypatch: pytest.M
         "max_seqs": 64,
         "seconds": 0.1,  # at least one step
     }
-    content = run_part("device", data, tmp_path, 150, **settings)
+    content = run_part("device", data, tmp_path, 150, ways=[static, virtual], **settings)
+    kept = [row for row in content["rows"] if row["way"] == virtual]
+    content = run_part("device", data, tmp_path, 150, ways=[odma, static], **settings)
     assert content["failed"] == {}
-    assert len(content["rows"]) == 3 * len(ways)
+    assert [row["way"] for row in content["rows"]] == [static] * 3 + [odma] * 3 + [virtual] * 3
+    assert content["rows"][6:] == kept
+    with pytest.raises(ConfigError, match="context_tokens"):
+        device.with_earlier({**content, "context_tokens": 1}, content)
     for row in content["rows"]:
         assert 0 < row["utilisation"] <= 1
         assert row["measured_s"] >= 0.1

@@ -249,7 +249,7 @@ def test_memory_that_is_not_virtual_is_torchs_own(tiny: Path) -> None:
             assert pages.num_foreground_calls == num_calls
         gc.collect()
         left_bytes.append(torch.cuda.memory_allocated())
-    assert left_bytes[2] == left_bytes[3]
+    assert abs(left_bytes[3] - left_bytes[2]) < 4 * MIB
 
 
 def test_plain_memory_on_a_gpu() -> None:
