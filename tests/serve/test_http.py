@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from asyncio import constants
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from aquifer.serve.chunked import CHUNKS
-from aquifer.serve.http import EventShortcut, EventStream
+from aquifer.serve.http import EventShortcut, EventStream, begin_now
 
 
 @pytest.mark.parametrize("num_events", [0, 3, 4, 5, 100])
@@ -77,3 +78,25 @@ def test_a_shortcut_is_open_while_the_stream_runs_and_can_be_written(has_writer:
     was_open.append(shortcut.is_open)
     assert was_open == [False, has_writer, False, False]
     assert writer.written == [b"data"] * has_writer
+
+
+def test_work_begins_before_its_task_waits_for_its_turn() -> None:
+    """On Python 3.12 and later. In any case an error is the task's own."""
+    happened: list[str] = []
+
+    async def work(error: Exception | None = None) -> int:
+        happened.append("begun")
+        if error is not None:
+            raise error
+        await asyncio.sleep(0)
+        return 7
+
+    async def main() -> None:
+        task = begin_now(work())
+        happened.append("returned")
+        assert await task == 7
+        with pytest.raises(ValueError, match="wrong"):
+            await begin_now(work(ValueError("wrong")))
+
+    asyncio.run(main())
+    assert happened[:2] == sorted(happened[:2], reverse=sys.version_info < (3, 12))

@@ -27,6 +27,7 @@ from aquifer.serve.generation import EncodedPrompt, Job
 from aquifer.serve.http import (
     EventShortcut,
     EventStream,
+    begin_now,
     json_response,
     response_to,
     unless_disconnected,
@@ -168,7 +169,7 @@ async def stream(
 
     async with AsyncExitStack() as resources:
         await resources.enter_async_context(aclosing(batches))
-        first = asyncio.create_task(_next(batches))
+        first = begin_now(_next(batches))
         resources.push_async_callback(_cancel, first)
         await unless_disconnected(request.receive, asyncio.wait({first}, timeout=_SILENT_S))
         if first.done():
