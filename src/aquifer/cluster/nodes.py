@@ -83,7 +83,9 @@ def check_token(address: str, variables: Mapping[str, str]) -> None:
     try:
         GcsClient(address=found)
     except AuthenticationError as error:
-        raise ConfigError(f"the cluster at {found} has another token; check --token-file") from error
+        raise ConfigError(
+            f"the cluster at {found} has another token; check --token-file"
+        ) from error
     except RayError:
         pass  # it may answer when it is asked again, as `ray.init` does
 
