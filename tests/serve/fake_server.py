@@ -103,6 +103,12 @@ class FakeEngine:
         if not running.open:
             del self._running[request_id]
 
+    def withdraw(self, model: str, most: int) -> list[str]:
+        return []  # all run at once
+
+    def keep_alive(self, model: str, seconds: float) -> None:
+        """It has no weights."""
+
     def pin_prefix(self, model: str, token_ids: list[int], salt: str | None, client: str) -> int:
         if self._tokenizer.decode(token_ids).startswith("huge"):
             raise CapacityError("that is too much to keep")

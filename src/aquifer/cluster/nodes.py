@@ -74,7 +74,7 @@ def check_token(address: str, variables: Mapping[str, str]) -> None:
     """
     os.environ.update(variables)  # Ray reads them when it is imported
     from ray._private.services import canonicalize_bootstrap_address
-    from ray._raylet import GcsClient
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled
     from ray.exceptions import AuthenticationError, RayError
 
     found = canonicalize_bootstrap_address(address)
