@@ -143,6 +143,7 @@ class Engines:
         )
         engine.keeper.held, self._unheld = self._unheld, Held()
         self._engines.append(engine)
+        self._queues.watch()
         engine.keeper.start(insists=insists)
         return engine
 

@@ -38,7 +38,8 @@ class Queues:
         self._timer: asyncio.TimerHandle | None = None
 
     def watch(self) -> None:
-        """A request was placed: look from time to time until all have output something."""
+        """A request was placed, or an engine has come: look from time to time until all requests
+        have output something."""
         if self._timer is None and len(self._engines) > 1:
             self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
 
