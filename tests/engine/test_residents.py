@@ -178,6 +178,13 @@ def test_the_one_with_the_fewest_requests_for_its_bytes_relieves_others():
     slow = few._replace(load_s=1.0)
     assert fewest_running(ReliefSnapshot(3.9, [slow])) is None
     assert fewest_running(ReliefSnapshot(4.0, [slow])) == 0
+    # A request that waits for its first token waits less, for a model that has none such.
+    streams = slow._replace(has_streamed=True)
+    assert fewest_running(ReliefSnapshot(3.9, [streams])) is None
+    assert fewest_running(ReliefSnapshot(3.9, [slow], is_new=True)) is None
+    assert fewest_running(ReliefSnapshot(1.0, [slow, streams], is_new=True)) == 1
+    assert fewest_running(ReliefSnapshot(0.9, [streams], is_new=True)) is None
+    assert fewest_running(ReliefSnapshot(9.0, [streams._replace(ran_s=0.9)], is_new=True)) is None
 
 
 @each_kv_cache

@@ -149,6 +149,11 @@ class ModelLife(ABC):
         return self.asked is not None or any(group.first_token_s is None for group in groups)
 
     @property
+    def has_streamed(self) -> bool:
+        """Whether it may have a short turn: its requests have had a token, and did not wait long."""
+        return not (self.has_new or self.runs_in_full)
+
+    @property
     def can_wait(self) -> bool:
         """Whether all of its requests have had their first token, and it gave way not long ago."""
         waited_s = self._clock_s() - self.gave_way_s
@@ -176,7 +181,7 @@ class ModelLife(ABC):
         return Resident(
             self._clock_s() - self.ready_s,
             self._copy_s(running_bytes(self.lane)),
-            has_streamed=not (self.has_new or self.runs_in_full),
+            self.has_streamed,
         )
 
     @property

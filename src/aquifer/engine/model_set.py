@@ -259,10 +259,12 @@ class ModelSet(Generic[HostT]):
                 other.weights.load_s,
                 other.info.weight_bytes,
                 len(other.lane.running),
+                other.has_streamed,
             )
             for other in others
         ]
-        chosen = self._policies.relief(ReliefSnapshot(waited_s, holders))
+        is_new = blocked.first_token_s is None
+        chosen = self._policies.relief(ReliefSnapshot(waited_s, holders, is_new))
         if chosen is None:
             return False
         preempt(others[chosen])
