@@ -150,7 +150,7 @@ class ModelLife(ABC):
 
     @property
     def has_streamed(self) -> bool:
-        """Whether it may have a short turn: its requests have had a token, and did not wait long."""
+        """Whether its turn may be a short one: its requests have had a token, and waited little."""
         return not (self.has_new or self.runs_in_full)
 
     @property
