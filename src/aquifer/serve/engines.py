@@ -225,7 +225,7 @@ class Engines:
                     return
                 self._start(Placed(message))
                 if request.keep_alive_s is not None:
-                    for engine in self._engines:
+                    for engine in filter(lambda engine: engine.serves, self._engines):
                         engine.keeper.send(KeepAlive(request.model, request.keep_alive_s))
             case Abort():
                 for engine in self._engines:
