@@ -134,6 +134,13 @@ class SteadyEngine:
         """End a request."""
         self._running.pop(request_id, None)
 
+    def withdraw(self, model: str, most: int) -> list[str]:
+        """Give up none: all run at once."""
+        return []
+
+    def keep_alive(self, model: str, seconds: float) -> None:
+        """There are no weights."""
+
     def step(self) -> list[TokenOutput]:
         """Wait until the next step is due; return a token for each request."""
         now_s = time.monotonic()

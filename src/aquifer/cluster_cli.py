@@ -96,6 +96,7 @@ def _join(address: _Address, token_file: _TokenFile, node_address: _NodeAddress 
     read_token(token_file)
     nodes.check_reachable(address)
     variables = ray_environment(token_file)
+    nodes.check_token(address, variables)
     label = uuid.uuid4().hex
     stopping = threading.Event()
 

@@ -123,7 +123,10 @@ def main() -> None:
     from ray.cluster_utils import Cluster
 
     each = {"num_cpus": _CPUS, "object_store_memory": _OBJECT_STORE_BYTES}
-    cluster = Cluster(initialize_head=True, head_node_args={**each, "include_dashboard": False})
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={**each, "include_dashboard": False, "no_monitor": True},
+    )
     for _ in range(NUM_NODES - 1):
         cluster.add_node(wait=False, **each)
     cluster.wait_for_nodes()

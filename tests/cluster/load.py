@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +74,13 @@ class Load:
         self._threads.shutdown()
         for sending in self._sending:
             sending.result()
+
+    @contextmanager
+    def calm(self, pause_s: float) -> Iterator[None]:
+        """Send fewer requests while processes start, which need the CPUs too."""
+        before_s, self.pause_s = self.pause_s, pause_s
+        yield
+        self.pause_s = before_s
 
     def wait_for(self, num_right: int) -> None:
         """Wait until so many more answers were right."""

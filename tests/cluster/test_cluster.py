@@ -8,13 +8,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from tests.checkpoints import tiny_llama
 from tests.cluster.four_nodes import NUM_NODES, FourNodes, four_nodes
-from tests.cluster.load import Load, answers_of, body_of
+from tests.cluster.load import Load, body_of
 from tests.serve.running import ROOT, RunningServer, eventually, running
 
+from aquifer import LLM, SamplingParams
 from aquifer.cluster.token import write_token
 
 NUM_MODELS = 12
@@ -22,6 +24,22 @@ NUM_WORKERS = 4
 NUM_REQUESTS = 96
 OPTIONS = ["--port", "0", "--page-size", "4K", "--max-model-len", "256"]
 BODIES = [body_of(number, NUM_MODELS) for number in range(NUM_REQUESTS)]
+CALM_S = 0.3
+
+
+def _expected(paths: list[str]) -> tuple[list[str], int]:
+    """The answers of one engine for each model, with room for all; bytes of a model's weights."""
+    texts = [""] * NUM_REQUESTS
+    for model, path in enumerate(paths):
+        numbers = range(model, NUM_REQUESTS, NUM_MODELS)
+        bodies = [BODIES[number] for number in numbers]
+        params = [SamplingParams(max_tokens=body["max_tokens"], temperature=0) for body in bodies]
+        with LLM(path, page_size="4K", max_model_len=256, memory="64M") as llm:
+            outputs = llm.generate([body["prompt"] for body in bodies], params)
+            (memory,) = llm.memory().models.values()
+        for number, output in zip(numbers, outputs, strict=True):
+            texts[number] = output.outputs[0].text
+    return texts, memory.status.weight_bytes
 
 
 def _workers(server: RunningServer) -> list[str]:
@@ -40,14 +58,19 @@ def _until_whole(server: RunningServer, without: str = "") -> None:
     eventually(is_whole, "all workers serve")
 
 
-def _command(*arguments: str) -> str:
-    """What a command about the cluster prints."""
-    done = subprocess.run(
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command about the cluster."""
+    return subprocess.run(
         [sys.executable, "-m", "aquifer", "cluster", *arguments],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200"},
         capture_output=True,
         text=True,
     )
+
+
+def _command(*arguments: str) -> str:
+    """What a command about the cluster prints."""
+    done = _run(*arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -57,9 +80,16 @@ def _status(nodes: FourNodes) -> str:
     return _command("status", *own)
 
 
+def _another_token_is_refused(nodes: FourNodes, file: Path) -> None:
+    write_token(file)
+    done = _run("status", "--token-file", str(file), "--address", nodes.address)
+    assert done.returncode == 2
+    assert "has another token" in done.stderr
+
+
 @contextmanager
-def _joined(nodes: FourNodes) -> Iterator[subprocess.Popen[str]]:
-    """A fifth node."""
+def _joining(nodes: FourNodes) -> Iterator[subprocess.Popen[str]]:
+    """A fifth node, which starts."""
     command = [sys.executable, "-m", "aquifer", "cluster", "join", nodes.address]
     process = subprocess.Popen(
         [*command, "--token-file", str(nodes.token_file)],
@@ -67,15 +97,17 @@ def _joined(nodes: FourNodes) -> Iterator[subprocess.Popen[str]]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout is not None
     try:
-        assert (
-            process.stdout.readline() == f"This machine has joined the cluster at {nodes.address}\n"
-        )
         yield process
     finally:
         process.terminate()
         process.communicate()
+
+
+def _until_joined(fifth: subprocess.Popen[str], nodes: FourNodes) -> None:
+    assert fifth.stdout is not None
+    said = fifth.stdout.readline()
+    assert said == f"This machine has joined the cluster at {nodes.address}\n"
 
 
 def _loads(server: RunningServer) -> int:
@@ -102,26 +134,29 @@ def _answers(server: RunningServer, expected: list[str]) -> None:
     assert _loads(server) > NUM_MODELS
 
 
-def _a_worker_is_killed(server: RunningServer, nodes: FourNodes, expected: list[str]) -> None:
+def _a_worker_is_killed(
+    server: RunningServer, nodes: FourNodes, fifth: subprocess.Popen[str], expected: list[str]
+) -> None:
     """Its place is taken by one on a node that has joined. That leaves, and no request fails."""
-    with _joined(nodes) as fifth:
-        before = _workers(server)
-        with Load(server, BODIES, expected) as load:
-            load.wait_for(20)
-            nodes.kill_process("ray::Worker")
-            eventually(lambda: not {*before} <= {*_workers(server)}, "it is missed")
+    before = _workers(server)
+    with Load(server, BODIES, expected) as load:
+        load.wait_for(20)
+        nodes.kill_process("ray::Worker")
+        eventually(lambda: not {*before} <= {*_workers(server)}, "it is missed")
+        with load.calm(CALM_S):
             _until_whole(server)
-            load.wait_for(20)
-        _check_failed(load)
-        (new,) = {*_workers(server)} - {*before}
-        with Load(server, BODIES, expected) as load:
-            load.wait_for(20)
-            fifth.send_signal(signal.SIGTERM)
+        load.wait_for(20)
+    _check_failed(load)
+    (new,) = {*_workers(server)} - {*before}
+    with Load(server, BODIES, expected) as load:
+        load.wait_for(20)
+        fifth.send_signal(signal.SIGTERM)
+        with load.calm(CALM_S):
             _until_whole(server, without=new)
-            load.wait_for(20)
-        assert fifth.wait() == 0
-        assert load.wrong == []
-        assert not load.failed
+        load.wait_for(20)
+    assert fifth.wait() == 0
+    assert load.wrong == []
+    assert not load.failed
 
 
 def _a_node_is_killed(server: RunningServer, nodes: FourNodes, expected: list[str]) -> None:
@@ -131,7 +166,8 @@ def _a_node_is_killed(server: RunningServer, nodes: FourNodes, expected: list[st
         load.wait_for(20)
         nodes.kill_node()
         eventually(lambda: not {*before} <= {*_workers(server)}, "its worker is missed")
-        _until_whole(server)
+        with load.calm(CALM_S):
+            _until_whole(server)
         load.wait_for(20)
     _check_failed(load)
 
@@ -169,23 +205,23 @@ def test_a_cluster_of_four_nodes(tmp_path_factory: pytest.TempPathFactory) -> No
     folder = tmp_path_factory.mktemp("models")
     paths = [str(tiny_llama(folder / str(seed), seed=seed)) for seed in range(NUM_MODELS)]
     models = [f"m{seed}={path}" for seed, path in enumerate(paths)]
-    with running(["-m", "aquifer", "serve", *models, *OPTIONS, "--memory", "64M"]) as one:
-        expected = answers_of(one, BODIES)
-        _, memory, _ = one.call("GET", "/memory")
-    room = str(int(1.5 * memory["models"]["m0"]["weights_total_bytes"]))
+    expected, weight_bytes = _expected(paths)
 
     token_file = folder / "token"
     write_token(token_file)
     with four_nodes(token_file) as nodes:
         own = ["--cluster", nodes.address, "--token-file", str(token_file)]
         command = ["-m", "aquifer", "cluster", "start", *models, *OPTIONS, *own]
-        wanted = ["--workers", str(NUM_WORKERS), "--memory", room]
+        wanted = ["--workers", str(NUM_WORKERS), "--memory", str(3 * weight_bytes // 2)]
         with running([*command, *wanted]) as server:
             _until_whole(server)
-            _answers(server, expected)
-            assert "new is served" in _command("add", f"new={paths[0]}", "--url", server.url)
-            _the_controller_is_killed(server, nodes, expected)
-            _a_worker_is_killed(server, nodes, expected)
+            with _joining(nodes) as fifth:
+                _answers(server, expected)
+                _another_token_is_refused(nodes, folder / "another")
+                assert "new is served" in _command("add", f"new={paths[0]}", "--url", server.url)
+                _the_controller_is_killed(server, nodes, expected)
+                _until_joined(fifth, nodes)
+                _a_worker_is_killed(server, nodes, fifth, expected)
             _a_node_is_killed(server, nodes, expected)
             _a_model_is_everywhere(server, nodes, paths[0])
             assert server.stop() == 0

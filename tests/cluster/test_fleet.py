@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.checkpoints import tiny_llama
 from tests.cluster.test_link import HOST, TOKEN, Server
-from tests.serve.fake_server import open_fake
+from tests.serve.fake_server import open_fake, open_one_at_a_time
 
 from aquifer.cluster.agent import Agent, AgentOptions
 from aquifer.cluster.fleet import ClusterFleet
@@ -17,6 +17,7 @@ from aquifer.cluster.state import View, WorkerView
 from aquifer.cluster.tcp import Address
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.errors import ConfigError, UnavailableError
+from aquifer.serve.messages import Abort
 
 
 class Controller:
@@ -90,6 +91,34 @@ def test_workers_come_leave_and_are_lost(tmp_path: Path) -> None:
         assert server.engines.names == []
         await fleet.stop()
         await server.engines.stop()
+
+    asyncio.run(test())
+    for agent in agents:
+        agent.close()
+
+
+def test_requests_that_wait_go_to_a_worker_that_comes(tmp_path: Path) -> None:
+    """Each runs once: on the first worker or, half of them, on the second one."""
+    config = EngineConfig((ModelSpec("fake", tiny_llama(tmp_path / "tiny")),))
+    agents = [Agent(AgentOptions(HOST, TOKEN, "cpu"), open_one_at_a_time) for _ in range(2)]
+    first, second = (Address(HOST, agent.start()) for agent in agents)
+
+    async def test() -> None:
+        controller = Controller()
+        fleet = ClusterFleet(config, controller, "front", TOKEN, "warning", 60)
+        server = Server()
+        fleet.start(server.engines)
+        controller.show(_worker("w1", first))
+        await fleet.ready(lambda _: None)
+        server.send("long", 0, [5, 6], 10**6)
+        for number in range(1, 7):
+            server.send(f"r{number}", number, [5, 6], 50)
+        controller.show(_worker("w1", first), _worker("w2", second))
+        await server.until(*range(1, 7))
+        assert sorted(server.ended) == [*range(1, 7)]
+        server.engines.send(Abort("long"))
+        await server.close()
+        await fleet.stop()
 
     asyncio.run(test())
     for agent in agents:

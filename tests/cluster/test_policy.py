@@ -91,7 +91,7 @@ def test_what_is_written_down_is_read_again() -> None:
     models = [ModelSpec("m", Path("/m"), ("n", "o")), ModelSpec("h", Path("/h"), hub_id="org/h")]
     address = Address("10.0.0.1", 1234)
     state = ClusterState(
-        Settings(True, 2, 3, "debug", "10.0.0.1", 7.5),
+        Settings(True, 2, 3, "debug", 7.5),
         {model.name: model for model in models},
         {"w1": WorkerRecord("w1", "a", address, True), "w2": WorkerRecord("w2", "b")},
         2,

@@ -78,6 +78,16 @@ def test_a_request_says_how_long(open_world: Open, cases: dict[str, list[Case]])
     assert world.engine.idle_s is None
 
 
+def test_another_device_was_told_how_long(open_world: Open) -> None:
+    world = open_world(models={"a": "llama", "b": "sparse-kv"})
+    world.engine.keep_alive("unknown", 0.0)
+    world.engine.keep_alive("a", 0.0)
+    assert world.engine.has_work
+    world.finish()
+    assert state(world, "a") == ModelState.REGISTERED
+    assert state(world, "b") == ModelState.RESIDENT
+
+
 # --- asked for -----------------------------------------------------------------------------------
 
 

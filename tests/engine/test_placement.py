@@ -19,6 +19,7 @@ from aquifer.engine.policies.placement import (
     random_device,
     round_robin_devices,
 )
+from aquifer.engine.policies.replicas import Replica, num_needed, spare
 
 GB = 10**9
 
@@ -199,6 +200,26 @@ def test_affinity_loads_a_model_elsewhere_once_all_that_have_it_are_full() -> No
     queues = [_device(0)._replace(queued_s=waited_s, lacks_memory=True) for waited_s in (2.0, 9.0)]
     assert affinity(_seen([*queues, _device(16, gb_per_s=5)])) == 0
     assert affinity(_seen([*queues, _device(16, gb_per_s=10)])) == 2
+
+
+def test_affinity_among_equals_takes_no_spare_replica() -> None:
+    """Unless the others have no memory, or take longer."""
+    spare = _device()._replace(is_spare=True)
+    assert affinity(_seen([spare, _device(num_requests=9)])) == 1
+    assert affinity(_seen([spare, _device()._replace(lacks_memory=True)])) == 0
+    assert affinity(_seen([spare, _device(wait_s=0.1)])) == 0
+    assert affinity(_seen([_device(1.0), spare])) == 1
+
+
+def test_replicas_that_a_model_needs() -> None:
+    busy, quiet = Replica(8, False, True), Replica(1, False, True)
+    assert num_needed([]) == num_needed([quiet]) == num_needed([quiet] * 8) == 1
+    assert num_needed([busy, quiet]) == 2
+    assert num_needed([quiet, quiet, quiet._replace(waits=True)]) == 3
+    assert spare([quiet, busy, quiet], 1) == [0, 2]
+    assert spare([quiet, busy, quiet], 2) == [2]
+    assert spare([quiet, busy], 2) == spare([], 1) == []
+    assert spare([quiet._replace(is_short=False), busy, quiet], 1) == [2]
 
 
 def test_a_model_that_is_not_reported_yet() -> None:

@@ -147,6 +147,27 @@ def test_the_longest_resident_gives_way_after_a_least_time():
     assert chosen(1.0, (6.0, 0.5), (9.0, 2.0)) == 0
 
 
+def test_turns_depend_on_who_waits_for_a_first_token():
+    def chosen(ran_s: float, *, has_streamed: bool, **waits: bool) -> bool:
+        resident = Resident(ran_s, 0.5, has_streamed)
+        return longest_resident(ResidentsSnapshot(1.5, [resident], **waits)) is not None
+
+    def run_s(*, has_streamed: bool, **waits: bool) -> float:
+        """How long it runs before it gives way, in halves of a second."""
+        times_s = (0.5 * number for number in count())
+        return next(s for s in times_s if chosen(s, has_streamed=has_streamed, **waits))
+
+    # A change takes two seconds.
+    assert run_s(has_streamed=True) == run_s(has_streamed=False) == 8.0
+    assert run_s(has_streamed=True, has_new=True) == 2.0
+    assert run_s(has_streamed=False, has_new=True) == 8.0
+    assert run_s(has_streamed=True, can_wait=True) == 32.0
+    assert run_s(has_streamed=False, can_wait=True) == 32.0
+    quick = [Resident(0.4, 0.0, True), Resident(0.5, 0.0, True), Resident(0.6, 0.0, False)]
+    assert longest_resident(ResidentsSnapshot(0.1, quick, has_new=True)) == 2
+    assert longest_resident(ResidentsSnapshot(0.2, quick, has_new=True)) == 1
+
+
 def test_the_one_with_the_fewest_requests_for_its_bytes_relieves_others():
     many, few = Holder(9.0, 0.1, 100, 8), Holder(9.0, 0.1, 100, 2)
     assert fewest_running(ReliefSnapshot(0.5, [many, few])) == 1
@@ -157,6 +178,13 @@ def test_the_one_with_the_fewest_requests_for_its_bytes_relieves_others():
     slow = few._replace(load_s=1.0)
     assert fewest_running(ReliefSnapshot(3.9, [slow])) is None
     assert fewest_running(ReliefSnapshot(4.0, [slow])) == 0
+    # A request that waits for its first token waits less, for a model that has none such.
+    streams = slow._replace(has_streamed=True)
+    assert fewest_running(ReliefSnapshot(3.9, [streams])) is None
+    assert fewest_running(ReliefSnapshot(3.9, [slow], is_new=True)) is None
+    assert fewest_running(ReliefSnapshot(1.0, [slow, streams], is_new=True)) == 1
+    assert fewest_running(ReliefSnapshot(0.9, [streams], is_new=True)) is None
+    assert fewest_running(ReliefSnapshot(9.0, [streams._replace(ran_s=0.9)], is_new=True)) is None
 
 
 @each_kv_cache

@@ -107,6 +107,12 @@ class FakeEngine:
         if not running.open:
             del self._running[request_id]
 
+    def withdraw(self, model: str, most: int) -> list[str]:
+        return []  # all run at once
+
+    def keep_alive(self, model: str, seconds: float) -> None:
+        """It has no weights."""
+
     def pin_prefix(self, model: str, token_ids: list[int], salt: str | None, client: str) -> int:
         if self._tokenizer.decode(token_ids).startswith("huge"):
             raise CapacityError("that is too much to keep")
@@ -236,6 +242,32 @@ class FakeEngine:
         self._running.clear()
 
 
+class OneAtATime(FakeEngine):
+    """An engine that runs one request; the others wait, and may be withdrawn."""
+
+    def step(self) -> list[TokenOutput]:
+        waiting = dict(list(self._running.items())[1:])
+        for request_id in waiting:
+            del self._running[request_id]
+        outputs = super().step()
+        self._running |= waiting
+        return outputs
+
+    def withdraw(self, model: str, most: int) -> list[str]:
+        assert model == self._name
+        withdrawn = list(self._running)[1 : 1 + most]
+        for request_id in withdrawn:
+            del self._running[request_id]
+        return withdrawn
+
+    def device_report(self) -> DeviceReport:
+        """The model is there, and requests wait for a slot."""
+        waiting = list(self._running.values())[1:]
+        oldest_s = min((each.request.arrival_s for each in waiting), default=None)
+        model = ModelReport(0, is_resident=True, oldest_s=oldest_s)
+        return DeviceReport({self._name: model}, 1 << 20, 1 << 20)
+
+
 class EmptyEngine(FakeEngine):
     """An engine whose models are all out of service."""
 
@@ -258,6 +290,11 @@ class EmptyEngine(FakeEngine):
 def open_fake(config: EngineConfig, _: Callable[[Any], None]) -> EngineLike:
     """Takes the place of `Engine.open`."""
     return FakeEngine(config.models[0]) if config.models else EmptyEngine()
+
+
+def open_one_at_a_time(config: EngineConfig, _: Callable[[Any], None]) -> EngineLike:
+    """Likewise; it has one model."""
+    return OneAtATime(config.models[0])
 
 
 def open_slowly(config: EngineConfig, on_progress: Callable[[Any], None]) -> EngineLike:

@@ -24,6 +24,7 @@ from aquifer.serve.messages import (
     Add,
     Close,
     FromEngine,
+    KeepAlive,
     Learn,
     Managed,
     OpenFailed,
@@ -38,6 +39,7 @@ from aquifer.serve.messages import (
     Remove,
     Step,
     ToEngine,
+    Withdraw,
     first_number,
 )
 
@@ -87,9 +89,19 @@ class Link:
         for message in messages:
             self._loop.call_soon_threadsafe(self._handle, message)
 
-    def step(self, *numbers: int, others: list[tuple[int, TokenOutput]] | None = None) -> None:
+    async def begin(self) -> None:
+        self.ready()
+        await settle()
+
+    def step(
+        self,
+        *numbers: int,
+        others: list[tuple[int, TokenOutput]] | None = None,
+        report: DeviceReport | None = None,
+        withdrawn: dict[str, list[str]] | None = None,
+    ) -> None:
         outputs = Outputs([*numbers], [], [7] * len(numbers), others or [])
-        self.say(Step(outputs, STATS))
+        self.say(Step(outputs, STATS, report=report, withdrawn=withdrawn or {}))
 
     def finish(self, request_id: str, number: int) -> None:
         self.step(others=[(number, TokenOutput(request_id, [8], finish_reason="length"))])
@@ -174,6 +186,11 @@ class Server:
 
     def changed(self) -> None:
         """It is not looked at."""
+
+
+async def until(is_so: Callable[[], object]) -> None:
+    while not is_so():
+        await asyncio.sleep(0.005)
 
 
 async def settle() -> None:
@@ -267,7 +284,7 @@ def test_without_another_engine_it_ends_with_the_reason() -> None:
 
 def test_completions_and_aborts_count_as_changes() -> None:
     """What was aborted is not run again, and neither is a request of which one completion has
-    output something or was aborted."""
+    output something. Of one of which a completion was aborted, the others are."""
 
     async def test() -> None:
         server = Server("m")
@@ -285,8 +302,18 @@ def test_completions_and_aborts_count_as_changes() -> None:
         server.engines.send(AbortAll(1))
         first.kill()
         await settle()
-        assert second.added() == ["whole"]
-        assert sorted(server.refused) == [10, 20]
+        assert second.added() == ["whole", "less"]
+        assert second.of(Abort) == [Abort("less", 1)]
+        assert list(server.refused) == [10]
+        second.finish("less", 20)
+        await settle()
+        server.engines.send(Abort("whole", 0))
+        server.engines.send(Abort("whole", 1))
+        await (await server.again("a")).begin()
+        second.kill()
+        await settle()
+        assert list(server.refused) == [10]
+        assert server.ended == [20]
 
     run(test())
 
@@ -302,9 +329,11 @@ def test_a_device_that_leaves_gives_its_waiting_requests_away() -> None:
         second = await server.add("b")
         draining = asyncio.create_task(server.engines.drain("a", 60))
         await settle()
-        assert [message.request_id for message in first.of(Abort)] == ["r1"]
+        assert first.of(Withdraw) == [Withdraw("m", 2)]
+        assert second.added() == []  # it may run there
+        first.step(0, withdrawn={"m": ["r1"]})
+        await settle()
         assert second.added() == ["r1"]
-        first.step(0, 1)  # its second output was under way
         second.step(1)
         server.send("r2", 2)
         await settle()
@@ -317,6 +346,65 @@ def test_a_device_that_leaves_gives_its_waiting_requests_away() -> None:
         assert server.engines.names == ["b"]
         assert first.of(Close)
         assert not server.refused
+
+    run(test())
+
+
+def test_requests_that_wait_go_to_a_device_that_is_idle() -> None:
+    """Once the one where they wait has given them up; those that were aborted go nowhere."""
+
+    async def test() -> None:
+        server = Server("m")
+        first = await server.add("a")
+        for number in range(5):
+            server.send(f"r{number}", number)
+        server.send("s", 10, n=2)
+        second, third = await server.add("b"), await server.add("c")
+        server.send("t", 20)
+        assert second.added() == ["t"]
+        third.step(report=report())  # it does not have the model
+        await asyncio.sleep(0.25)
+        assert not first.of(Withdraw)  # none waits for long
+        waiting = {"m": ModelReport(0, is_resident=True, oldest_s=time.monotonic() - 1.0)}
+        first.step(0, report=DeviceReport(waiting, 1 << 20, 1 << 20))
+        await asyncio.sleep(0.25)
+        assert not first.of(Withdraw)  # no other is idle
+        second.finish("t", 20)
+        await until(lambda: first.of(Withdraw))
+        assert first.of(Withdraw) == [Withdraw("m", 3)]
+        await asyncio.sleep(0.25)
+        assert len(first.of(Withdraw)) == 1  # it has not answered
+        server.engines.send(Abort("r1"))
+        server.engines.send(Abort("s", 1))
+        first.step(withdrawn={"m": ["r1", "r2", "s"]})
+        await settle()
+        assert second.added() == ["t", "r2", "s"]
+        assert second.of(Abort) == [Abort("s", 1)]
+        assert not third.added()
+        second.finish("r2", 2)
+        second.finish("s", 10)
+        await until(lambda: len(first.of(Withdraw)) == 2)  # it is idle again
+        assert first.of(Withdraw)[1] == Withdraw("m", 2)
+        first.kill()
+        await settle()
+        assert second.added() + third.added() == ["t", "r2", "s", "r3", "r4"]
+        assert list(server.refused) == [0]
+        for number in (3, 4):
+            server.engines.send(Abort(f"r{number}"))
+        await asyncio.sleep(0.25)
+        server.engines.refuse()
+
+    run(test())
+
+
+def test_how_long_weights_are_kept_is_said_to_all_devices() -> None:
+    async def test() -> None:
+        server = Server("m")
+        links = [await server.add(name) for name in "abc"]
+        params = SamplingParams()
+        server.engines.send(Add(Request("r", "m", [1], params, 0.0, keep_alive_s=7.0), 0))
+        server.send("s", 1)
+        assert [link.of(KeepAlive) for link in links] == [[KeepAlive("m", 7.0)]] * 3
 
     run(test())
 
@@ -470,15 +558,3 @@ def test_all_learn_from_what_ends_on_any_device() -> None:
         assert not learnt(await server.add("d"), "n")
 
     run(test())
-
-
-def test_outputs_without_some_completions() -> None:
-    other = TokenOutput("r", finish_reason="stop")
-    outputs = Outputs([1, 2, 3], [2, 1, 2], [10, 11, 20, 30, 31], [(4, other), (5, other)])
-    outputs.refused = {6: UnavailableError("gone"), 7: UnavailableError("gone")}
-    kept = outputs.without({2, 4, 6})
-    assert list(kept.tokens()) == [(1, [10, 11]), (3, [30, 31])]
-    assert [number for number, _ in kept.others] == [5]
-    assert list(kept.refused) == [7]
-    alone = Outputs([1, 2], [], [10, 20]).without({1})
-    assert (alone.numbers, alone.counts, alone.token_ids) == ([2], [], [20])

@@ -125,11 +125,41 @@ def test_models_that_do_not_fit_together_take_turns_after_the_last_arrival() -> 
     assert all(record.finished_s is not None for record in result.records)
 
 
+def test_a_first_token_does_not_wait_for_long_turns() -> None:
+    """Two models that only produce tokens take long turns; one with a new request comes next."""
+    slow = replace(DEVICE, overhead_s=0.1)
+    config = _config(WEIGHT_PAGES + 40, device=slow)
+    streams = [TraceRequest(0.01 * i, 4, 200, name) for i, name in enumerate("ab")]
+    begun_s = [load.begun_s for load in replay(config, streams).loads]
+    load_s = WEIGHT_BYTES / BYTES_PER_S
+    assert 4 * load_s > 0.5  # the least time of a turn
+    # At first each waits for its first token, and then for a long turn.
+    assert begun_s[1] - begun_s[0] < 4 * load_s + 0.1
+    assert min(np.diff(begun_s[2:-1])) > 4 * 0.5
+    for arrival_s in (6.0, 7.5, 9.0):
+        result = replay(config, [*streams, TraceRequest(arrival_s, 4, 2, "c")])
+        # One that has waited for long runs for a whole turn; then it is loaded, and has a step.
+        assert _ttfts(result)[2] < 4 * load_s + load_s + 3 * 0.1
+        assert all(record.finished_s is not None for record in result.records)
+
+
+def test_new_requests_do_not_starve_those_that_have_streamed() -> None:
+    """There is always a new request of another model, and each of them waits for a load."""
+    slow = replace(DEVICE, overhead_s=0.1)
+    new = [TraceRequest(0.5 + 0.3 * i, 4, 2, "bc"[i % 2]) for i in range(200)]
+    requests = [TraceRequest(0.0, 4, 60, "a"), *new]
+    result = replay(_config(WEIGHT_PAGES + 40, device=slow), requests)
+    finished_s = result.records[0].finished_s
+    assert finished_s is not None
+    # Six seconds of steps, of which one turn of half a second comes in each long turn.
+    assert finished_s < 6.0 / 0.5 * 3.0 < 0.3 * len(new)
+
+
 def test_turns_are_longer_where_much_kv_is_copied() -> None:
     """They cost copies too, so there are fewer of them although all of it takes longer."""
 
     def loads_with(link_bandwidth: float) -> int:
-        slow = replace(DEVICE, overhead_s=0.02, link_bandwidth=link_bandwidth)
+        slow = replace(DEVICE, overhead_s=0.1, link_bandwidth=link_bandwidth)
         requests = [TraceRequest(0.01 * i, 4, 200, name) for i, name in enumerate("ab")]
         config = _config(
             WEIGHT_PAGES + 40, device=slow, preemption_mode="swap", swap_space_bytes=1 << 20

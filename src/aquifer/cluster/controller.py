@@ -330,7 +330,6 @@ class Controller:
             )
             .remote(
                 "cuda:0" if settings.on_gpu else "cpu",
-                settings.host,
                 max(self._capacity(node), 1),
                 settings.log_level,
             )
@@ -382,7 +381,7 @@ class Controller:
 
 def _kind(settings: Settings) -> tuple[Any, ...]:
     """What workers with other values cannot be used for."""
-    return settings.on_gpu, settings.num_devices, settings.host
+    return settings.on_gpu, settings.num_devices
 
 
 def controller_actor() -> Any:

@@ -36,14 +36,14 @@ class ClusterOptions:
             finds.
         port: of this node, to which others connect; 0 for a free one.
         address: HOST:PORT of a cluster that is there already; None to start one.
-        worker_host: address on which workers listen for the server; None for that of their node.
+        is_local: whether the cluster is this machine alone, and listens on 127.0.0.1.
     """
 
     token_file: Path
     node_address: str | None = None
     port: int = nodes.DEFAULT_PORT
     address: str | None = None
-    worker_host: str | None = None
+    is_local: bool = False
 
 
 def serve_on_cluster(
@@ -82,7 +82,7 @@ def serve_on_cluster(
             "peer_weights is for the devices of one server; workers of a cluster do not have it"
         )
     token = read_token(options.token_file)
-    variables = ray_environment(options.token_file)
+    variables = ray_environment(options.token_file, on_loopback=options.is_local)
     signal.signal(signal.SIGTERM, _exit)  # until the server handles it
     with contextlib.ExitStack() as stack:
         address = options.address
@@ -98,7 +98,7 @@ def serve_on_cluster(
         stack.callback(nodes.disconnect)
         if options.address is None:
             on_cluster(f"{nodes.node_host()}:{address.rpartition(':')[2]}")
-        _serve(engine, server, options.worker_host, token, on_progress, on_ready)
+        _serve(engine, server, token, on_progress, on_ready)
 
 
 def serve_on_this_machine(
@@ -110,14 +110,13 @@ def serve_on_this_machine(
 ) -> None:
     """Serve with workers on this machine alone; see `serve_on_cluster`."""
     with _own_token() as token_file:
-        options = ClusterOptions(token_file, port=0, worker_host="127.0.0.1")
+        options = ClusterOptions(token_file, "127.0.0.1", port=0, is_local=True)
         serve_on_cluster(engine, server, options, on_progress=on_progress, on_ready=on_ready)
 
 
 def _serve(
     engine: EngineConfig,
     server: ServerConfig,
-    worker_host: str | None,
     token: str,
     on_progress: Callable[[LoadProgress], None],
     on_ready: Callable[[str], None],
@@ -133,7 +132,6 @@ def _serve(
         num_devices=engine.tensor_parallel_size,
         num_wanted=server.workers or 0,
         log_level=server.log_level,
-        host=worker_host,
         drain_s=server.shutdown_timeout_s,
     )
     front = uuid.uuid4().hex

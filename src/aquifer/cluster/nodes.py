@@ -60,6 +60,36 @@ def check_reachable(address: str) -> None:
         ) from error
 
 
+def check_token(address: str, variables: Mapping[str, str]) -> None:
+    """Check that a cluster has the same token: Ray itself would try another one for 20 seconds.
+
+    This process uses the token from now on.
+
+    Args:
+        address: HOST:PORT of the first node, or "auto" for the one of this machine.
+        variables: of `ray_environment`.
+
+    Raises:
+        ConfigError: it has another token.
+    """
+    os.environ.update(variables)  # Ray reads them when it is imported
+    from ray._private.services import canonicalize_bootstrap_address
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled
+    from ray.exceptions import AuthenticationError, RayError
+
+    found = canonicalize_bootstrap_address(address)
+    if found is None:
+        return  # no cluster runs on this machine, which `ray.init` says
+    try:
+        GcsClient(address=found)
+    except AuthenticationError as error:
+        raise ConfigError(
+            f"the cluster at {found} has another token; check --token-file"
+        ) from error
+    except RayError:
+        pass  # it may answer when it is asked again, as `ray.init` does
+
+
 class RayNode:
     """A node of Ray on this machine, which ends with this process.
 
@@ -86,8 +116,8 @@ class RayNode:
             variables: for its environment.
         """
         cpus = max(usable_cpus(), num_workers)
-        arguments = ["--head", f"--port={port}", "--include-dashboard=false", f"--num-cpus={cpus}"]
-        return cls([*arguments, *_address_of(host)], variables)
+        arguments = ["--head", f"--port={port}", "--include-dashboard=false", "--no-monitor"]
+        return cls([*arguments, f"--num-cpus={cpus}", *_address_of(host)], variables)
 
     @classmethod
     def joining(
@@ -119,6 +149,7 @@ class RayNode:
                 "start",
                 "--block",
                 "--disable-usage-stats",
+                "--include-log-monitor=false",
                 f"--object-store-memory={_OBJECT_STORE_BYTES}",
                 *self._arguments,
             ],
@@ -173,7 +204,7 @@ def connect(address: str, variables: Mapping[str, str]) -> None:
         ConfigError: there is none, or its token is another one.
     """
     check_reachable(address)
-    os.environ.update(variables)
+    check_token(address, variables)
     import ray
 
     from aquifer.cluster.controller import NAMESPACE

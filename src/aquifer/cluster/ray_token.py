@@ -12,13 +12,18 @@ from aquifer.errors import ConfigError
 _TOKEN, _TOKEN_FILE = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 
 
-def ray_environment(token_file: Path) -> dict[str, str]:
+def ray_environment(token_file: Path, *, on_loopback: bool = False) -> dict[str, str]:
     """Variables for all processes of Ray.
 
     Args:
         token_file: holds the token.
+        on_loopback: whether the cluster is this machine alone. Its processes then have the address
+            127.0.0.1, and listen on no other one.
     """
     return {
+        # Ray's processes listen on the loopback interface alone if their node has its address. They
+        # never have it where this is not 0, whatever address they are given.
+        **({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if on_loopback else {}),
         "RAY_AUTH_MODE": "token",
         _TOKEN_FILE: str(token_file.resolve()),
         "RAY_USAGE_STATS_ENABLED": "0",

@@ -20,7 +20,6 @@ class Settings:
         num_devices: devices of each.
         num_wanted: how many there should be; 0 for as many as there is room for.
         log_level: least level of messages that their agents log.
-        host: address on which their agents listen; None for that of their node.
         drain_s: how long the requests of a worker that leaves may take to end.
     """
 
@@ -28,7 +27,6 @@ class Settings:
     num_devices: int = 1
     num_wanted: int = 0
     log_level: str = "info"
-    host: str | None = None
     drain_s: float = 0.0
 
 

@@ -21,14 +21,12 @@ class Worker:
 
     Args:
         device: of the engine process.
-        host: address on which the agent listens; None for that of the node.
         num_on_node: workers that the node may have.
         log_level: least level of messages that the agent logs.
     """
 
-    def __init__(self, device: str, host: str | None, num_on_node: int, log_level: str) -> None:
+    def __init__(self, device: str, num_on_node: int, log_level: str) -> None:
         self._device = device
-        self._host = host
         self._num_on_node = num_on_node
         self._log_level = log_level
         self._agent: subprocess.Popen[str] | None = None
@@ -37,7 +35,7 @@ class Worker:
         """Start the agent; returns where it listens."""
         import ray
 
-        host = self._host or ray.util.get_node_ip_address()
+        host = str(ray.util.get_node_ip_address())
         options = AgentOptions(
             host, token_of_node(), self._device, self._num_on_node, self._log_level
         )

@@ -43,13 +43,16 @@ class DeviceReporter(Generic[HostT]):
         budget_pages = self._room.budget_pages()
         step_pages = max(budget_pages // _FREE_STEPS, 1)
         loads_s = [host.loaded_s for host in self._models if host.loaded_s is not None]
+        free_bytes = self._room.size(self._room.free_pages // step_pages * step_pages)
+        missing_bytes = max((of.missing_bytes for of in self._weights.values()), default=0)
         return DeviceReport(
             {host.info.name: self._of_model(host) for host in self._models},
             self._room.size(budget_pages),
-            self._room.size(self._room.free_pages // step_pages * step_pages),
+            free_bytes,
             max(loads_s, default=None),
             sum(_backlog_s(host.lane) for host in self._models if host.lane.running),
             self._is_exclusive,
+            is_short=missing_bytes > free_bytes,
         )
 
     def _of_model(self, host: HostT) -> ModelReport:

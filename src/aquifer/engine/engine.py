@@ -232,6 +232,28 @@ class Engine(ModelControl):
         if index is None or not group.sequences:
             del self._requests[request_id]
 
+    def withdraw(self, model: str, most: int) -> list[str]:
+        """Give up requests of a model that have never run, as if they had not come.
+
+        Args:
+            model: its name; there need be no such model.
+            most: how many, at most. Those that came first are given up.
+
+        Returns: their ids.
+        """
+        waiting = [
+            group
+            for host, group in self._requests.values()
+            if host.info.name == model
+            and group.scheduled_s is None
+            and group.request.request_id not in self._own_requests
+        ]
+        waiting.sort(key=lambda group: group.arrival)
+        withdrawn = [group.request.request_id for group in waiting[:most]]
+        for request_id in withdrawn:
+            self.abort(request_id)
+        return withdrawn
+
     def pin_prefix(
         self, model: str, token_ids: list[int], salt: str | None = None, client: str = ""
     ) -> int:

@@ -55,6 +55,15 @@ class ModelControl(ABC):
         """What the registered models do and have, by name."""
         return {host.info.name: host.status for host in self._models}
 
+    def keep_alive(self, model: str, seconds: float) -> None:
+        """Keep the weights of a model for so long without a request, from now on.
+
+        Unknown models are ignored.
+        """
+        for host in self._models:
+            if host.info.name == model:
+                host.keep_alive_s = seconds
+
     @property
     def idle_s(self) -> float | None:
         """How long it may wait for a request: then a model is to be unloaded. None for any time."""

@@ -16,9 +16,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
+from itertools import chain
 
 from aquifer.engine.assembly import Assembly
 from aquifer.engine.lane import Lane
+from aquifer.engine.lane_pages import running_bytes, swapped_bytes
+from aquifer.engine.policies.least_run import long_run_s
+from aquifer.engine.policies.residents import Resident
 from aquifer.engine.pooled_weights import Life, PooledWeights
 from aquifer.engine.reports import LoadProgress, ModelInfo, ModelState, ModelStatus
 from aquifer.errors import RequestError, UnknownModelError, errors_of_model
@@ -49,6 +53,8 @@ class ModelLife(ABC):
             clock.
         turn: number of requests that had arrived when it gave way to another model; it is loaded
             again after models of which a request had arrived before.
+        gave_way_s: when it gave way last, on the assembly's clock.
+        runs_in_full: whether its turn is not to be a short one: it has waited for long.
         asked: number of requests that had arrived when an operator asked for it, until it is
             resident; None if nobody did.
         is_pinned: whether its weights stay.
@@ -66,12 +72,15 @@ class ModelLife(ABC):
         self.loaded_s: float | None = None
         self.used_s = -math.inf
         self.turn = 0
+        self.gave_way_s = -math.inf
+        self.runs_in_full = False
         self.asked: int | None = None
         self.is_pinned = False
         self.keep_alive_s = keep_alive_s
         self._num_loads = 0
         self._scheduler = assembly.scheduler
         self._clock_s = assembly.clock_s
+        self._copy_s = assembly.copy_s
 
     @property
     def weights(self) -> PooledWeights:
@@ -134,14 +143,46 @@ class ModelLife(ABC):
         return min(arrivals if self.asked is None else [self.asked, *arrivals])
 
     @property
-    def place_in_turn(self) -> tuple[int, bool, float]:
+    def has_new(self) -> bool:
+        """Whether a request of it has had no token yet, or an operator waits for it."""
+        groups = chain(self.lane.waiting, self.lane.running)
+        return self.asked is not None or any(group.first_token_s is None for group in groups)
+
+    @property
+    def has_streamed(self) -> bool:
+        """Whether its turn may be a short one: its requests have had a token, and waited little."""
+        return not (self.has_new or self.runs_in_full)
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether all of its requests have had their first token, and it gave way not long ago."""
+        waited_s = self._clock_s() - self.gave_way_s
+        return not self.has_new and waited_s < long_run_s(self.restore_s)
+
+    @property
+    def restore_s(self) -> float:
+        """Seconds to load it, and the KV of its waiting requests from the host."""
+        return self.weights.missing_s + self._copy_s(swapped_bytes(self.lane))
+
+    @property
+    def place_in_turn(self) -> tuple[bool, int, bool, float]:
         """Orders models that are to be loaded: by first request, and after they gave way by that.
 
         One that gave way comes after all requests that had arrived by then and before later ones;
-        of several that did so since the latest arrival, the one that was loaded first.
+        of several that did so since the latest arrival, the one that was loaded first. Those that
+        can wait come last, and each can for a bounded time.
         """
         first = self.first_arrival
-        return max(first, self.turn), first >= self.turn, self.ready_s
+        return self.can_wait, max(first, self.turn), first >= self.turn, self.ready_s
+
+    @property
+    def resident(self) -> Resident:
+        """It as a model that runs, to the policy that says which one gives way."""
+        return Resident(
+            self._clock_s() - self.ready_s,
+            self._copy_s(running_bytes(self.lane)),
+            self.has_streamed,
+        )
 
     @property
     def left_s(self) -> float | None:
@@ -228,8 +269,10 @@ class ModelLife(ABC):
         Raises:
             DriverError: the device refused memory; nothing has changed.
         """
+        is_overdue = not (self.has_new or self.can_wait)
         if not self._take_pages():
             return False
+        self.runs_in_full = is_overdue
         self._weights.begin_filling(threads)
         return True
 
@@ -261,6 +304,7 @@ class ModelLife(ABC):
         """
         self._leave(ModelState.PARTIAL)
         self.turn = turn
+        self.gave_way_s = self._clock_s()
 
     def unload(self, keep_bytes: int = 0) -> None:
         """Evict the weights, but for so many bytes.

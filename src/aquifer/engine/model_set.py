@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 from aquifer.engine.assembly import Assembly
-from aquifer.engine.lane_pages import first_pages, most_pages_of, running_bytes, swapped_bytes
+from aquifer.engine.lane_pages import first_pages, most_pages_of
 from aquifer.engine.model_life import ModelLife
 from aquifer.engine.policies.relief import Holder, ReliefSnapshot
-from aquifer.engine.policies.residents import Resident, ResidentsSnapshot
+from aquifer.engine.policies.residents import ResidentsSnapshot
 from aquifer.engine.reporting import kv_capacity
 from aquifer.engine.reports import KVCapacity, LoadProgress, ModelState
 from aquifer.engine.sequence import SequenceGroup
@@ -187,7 +187,7 @@ class ModelSet(Generic[HostT]):
         preempt: Callable[[HostT], None],
         on_failure: Callable[[HostT, str], None],
     ) -> None:
-        """Load models of which requests wait, one at a time and the earliest request's first.
+        """Load models of which requests wait, one at a time, in the order of `place_in_turn`.
 
         As long as requests of other models run, a model waits for the memory that they give back,
         and does not take what they are still to use. After a while another model gives way to it.
@@ -225,7 +225,11 @@ class ModelSet(Generic[HostT]):
                 return
             if others or any(other.lane.in_flight for other in self):
                 able = [other for other in others if not other.is_pinned]
-                holder = self._policies.residents(self._residents(host, able)) if able else None
+                residents = [other.resident for other in able]
+                snapshot = ResidentsSnapshot(
+                    host.restore_s, residents, has_new=host.has_new, can_wait=host.can_wait
+                )
+                holder = self._policies.residents(snapshot) if able else None
                 if holder is not None:
                     preempt(able[holder])
                     able[holder].give_way(num_arrivals)
@@ -259,10 +263,12 @@ class ModelSet(Generic[HostT]):
                 other.weights.load_s,
                 other.info.weight_bytes,
                 len(other.lane.running),
+                other.has_streamed,
             )
             for other in others
         ]
-        chosen = self._policies.relief(ReliefSnapshot(waited_s, holders))
+        is_new = blocked.first_token_s is None
+        chosen = self._policies.relief(ReliefSnapshot(waited_s, holders, is_new))
         if chosen is None:
             return False
         preempt(others[chosen])
@@ -297,13 +303,6 @@ class ModelSet(Generic[HostT]):
             for lane in self._assembly.scheduler.lanes.values()
         )
         return 0.0 if can_run else _PAUSE_S
-
-    def _residents(self, host: HostT, others: Sequence[HostT]) -> ResidentsSnapshot:
-        now_s, copy_s = self._assembly.clock_s(), self._assembly.copy_s
-        return ResidentsSnapshot(
-            host.weights.missing_s + copy_s(swapped_bytes(host.lane)),
-            [Resident(now_s - each.ready_s, copy_s(running_bytes(each.lane))) for each in others],
-        )
 
     def _leaves_room(self, host: HostT, others: Sequence[HostT]) -> bool:
         """Whether there is room for a model and its next request beside models that run.

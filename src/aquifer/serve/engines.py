@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -17,10 +18,12 @@ from aquifer.serve.held import Held
 from aquifer.serve.keeper import EngineKeeper
 from aquifer.serve.lengths import SharedLengths
 from aquifer.serve.link import NewLink
-from aquifer.serve.messages import Abort, AbortAll, Add, Availability, ModelVerb, Outputs
+from aquifer.serve.messages import Abort, AbortAll, Add, Availability, KeepAlive, ModelVerb, Outputs
 from aquifer.serve.placed_engine import PlacedEngine
 from aquifer.serve.prefix_places import PrefixPlaces
 from aquifer.serve.questions import RETRY_S
+from aquifer.serve.queues import Queues
+from aquifer.serve.replicas import Replicas
 from aquifer.serve.supervisor import out_of_service
 from aquifer.serve.totals import total_memory, total_stats
 from aquifer.serve.unstreamed import Placed
@@ -71,9 +74,11 @@ class Engines:
         self._placement = PLACEMENTS[placement]
         self._places = PrefixPlaces()
         self._lengths = SharedLengths()
+        self._replicas = Replicas()
         self._engines: list[PlacedEngine] = []
         self._num_placed = 0
         self.is_stopping = False
+        self._queues = Queues(self._engines, self._hand_over)
         self._unheld = Held()  # what engines had to keep that have left
         self._before = _Before()
 
@@ -132,18 +137,20 @@ class Engines:
             new_link,
             self._lengths,
             self._stepped,
+            self._queues.given_up,
             self._lost,
             self._listener.changed,
         )
         engine.keeper.held, self._unheld = self._unheld, Held()
         self._engines.append(engine)
+        self._queues.watch()
         engine.keeper.start(insists=insists)
         return engine
 
     async def drain(self, name: str, timeout_s: float) -> None:
         """Have the engine of a device get no more requests, and wait until it has none.
 
-        Its requests that have output nothing yet move to other engines that accept them.
+        Its requests that have never run move to other engines that accept them.
 
         Args:
             name: of the device.
@@ -154,11 +161,7 @@ class Engines:
             return
         engine.leave()
         self._listener.changed()
-        for placed in engine.unstreamed.requests:
-            request = placed.add.request
-            if any(other.accepts(request.model) for other in self._engines):
-                engine.give_away(placed)
-                self._start(placed)
+        self._queues.empty(engine)
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while len(engine.completions):
@@ -194,6 +197,7 @@ class Engines:
     def refuse(self) -> None:
         """Accept no more requests: the server is shutting down."""
         self.is_stopping = True
+        self._queues.close()
         for engine in self._engines:
             engine.keeper.refuse()
 
@@ -220,6 +224,9 @@ class Engines:
                     self._listener.deliver(Outputs(refused={number: error}))
                     return
                 self._start(Placed(message))
+                if request.keep_alive_s is not None:
+                    for engine in filter(lambda engine: engine.serves, self._engines):
+                        engine.keeper.send(KeepAlive(request.model, request.keep_alive_s))
             case Abort():
                 for engine in self._engines:
                     engine.abort(message)
@@ -241,6 +248,18 @@ class Engines:
             self._listener.deliver(Outputs(refused={placed.add.number: lost or error}))
             return
         self._num_placed += 1
+        engine.add(placed)
+        self._queues.watch()
+
+    def _hand_over(self, placed: Placed, engine: PlacedEngine | None) -> None:
+        """Start a request that another engine has given up, on the one that is given."""
+        if engine is None:
+            self._start(placed)
+            return
+        request = placed.add.request
+        self._places.note(
+            engine.number, request.model, request.cache_salt, request.prompt_token_ids
+        )
         engine.add(placed)
 
     def _choose(
@@ -270,6 +289,9 @@ class Engines:
             )
             for engine, num_found in zip(self._engines, found, strict=True)
         ]
+        replicas = [engine.replica(model) for engine in self._engines]
+        for index in self._replicas.spare(model, replicas, time.monotonic()):
+            states[index] = states[index]._replace(is_spare=True)
         chosen = self._placement(PlacementSnapshot(states, self._num_placed))
         # Where none has room for the model, its engine says why.
         engine = accepting[0] if chosen is None else self._engines[chosen]
@@ -289,6 +311,7 @@ class Engines:
 
         What it has pinned will be computed again.
         """
+        self._queues.forget(engine)
         if not engine.is_gone:
             self._places.forget(engine.number)
             for pin in engine.keeper.held.pins:
@@ -391,6 +414,7 @@ class Engines:
         """
         self._unheld.forget(model)
         self._lengths.forget(model)
+        self._replicas.forget(model)
         for answer in await asyncio.gather(
             *(engine.keeper.remove(model) for engine in self._engines), return_exceptions=True
         ):

@@ -7,9 +7,8 @@ the engine process imports.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import repeat
 from typing import Any, Literal
 
 from aquifer.config import ModelSpec
@@ -68,6 +67,23 @@ class AbortAll:
     """Abort all requests of a web process that is gone, by its serial number."""
 
     process: int
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """Give up requests of a model that have never run, those that came first; the `Step` that
+    follows says which ones."""
+
+    model: str
+    most: int  # requests
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAlive:
+    """Keep the weights of a model for so long without a request, from now on."""
+
+    model: str
+    keep_alive_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +167,8 @@ ToEngine = (
     Add
     | Abort
     | AbortAll
+    | Withdraw
+    | KeepAlive
     | GetMemory
     | Pin
     | Unpin
@@ -209,23 +227,6 @@ class Outputs:
             yield number, self.token_ids[begin : begin + count]
             begin += count
 
-    def without(self, left_out: Container[int]) -> Outputs:
-        """The same without those of some completions."""
-        kept = Outputs()
-        counts = self.counts or repeat(1, len(self.numbers))
-        begin = 0
-        for number, count in zip(self.numbers, counts, strict=True):
-            if number not in left_out:
-                kept.numbers.append(number)
-                kept.counts.extend([count] if self.counts else [])
-                kept.token_ids.extend(self.token_ids[begin : begin + count])
-            begin += count
-        kept.others = [each for each in self.others if each[0] not in left_out]
-        kept.refused = {
-            number: error for number, error in self.refused.items() if number not in left_out
-        }
-        return kept
-
     def by_process(self) -> dict[int, Outputs]:
         """Divide them among web processes, by serial number."""
         shares: dict[int, Outputs] = {}
@@ -265,6 +266,8 @@ class Step:
     report: DeviceReport | None = None  # None if it is the one before
     # Outputs that have ended, by model, where lengths matter; the engine has not learnt from them.
     ended: Mapping[str, list[EndedOutput]] = field(default_factory=dict)
+    # The answers to `Withdraw`: ids of the requests that were given up, by model.
+    withdrawn: Mapping[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

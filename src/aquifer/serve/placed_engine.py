@@ -7,13 +7,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from aquifer.config import EngineConfig
+from aquifer.engine.policies.hand_over import Holder
 from aquifer.engine.policies.placement import DeviceState, device_state
+from aquifer.engine.policies.replicas import Replica
 from aquifer.engine.reports import LoadProgress, ModelInfo
 from aquifer.errors import EngineError
 from aquifer.serve.keeper import EngineKeeper
 from aquifer.serve.lengths import SharedLengths
 from aquifer.serve.link import NewLink
-from aquifer.serve.messages import Abort, AbortAll, Outputs, Step
+from aquifer.serve.messages import Abort, AbortAll, Outputs, Step, Withdraw
 from aquifer.serve.open_completions import OpenCompletions
 from aquifer.serve.unstreamed import Placed, Unstreamed
 
@@ -28,6 +30,7 @@ class PlacedEngine:
         new_link: makes the link to its process.
         lengths: what all engines learn from.
         on_step: called with the launched step, if any, and the outputs.
+        on_given_up: called with the engine, a model, and requests of it that were withdrawn.
         on_lost: called when its process has died, with the engine and the error.
         on_changed: called when its availability may have changed.
 
@@ -48,6 +51,7 @@ class PlacedEngine:
         new_link: NewLink,
         lengths: SharedLengths,
         on_step: Callable[[tuple[str, int] | None, Outputs], None],
+        on_given_up: Callable[[PlacedEngine, str, list[Placed]], None],
         on_lost: Callable[[PlacedEngine, EngineError], None],
         on_changed: Callable[[], None],
     ) -> None:
@@ -58,11 +62,11 @@ class PlacedEngine:
         self.keeper = EngineKeeper(config, new_link, self, name)
         self._lengths = lengths
         self._on_step = on_step
+        self._on_given_up = on_given_up
         self._on_lost = on_lost
         self._on_changed = on_changed
         self.is_gone = False
         self._is_leaving = False
-        self._given_away: set[int] = set()  # numbers of completions
 
     @property
     def serves(self) -> bool:
@@ -112,6 +116,27 @@ class PlacedEngine:
             is_elsewhere=is_elsewhere,
         )
 
+    def holder(self, model: str) -> Holder:
+        """It as the requests of a model see it that wait elsewhere, or here."""
+        report = self.keeper.report
+        of_model = None if report is None else report.models.get(model)
+        oldest_s = None if of_model is None else of_model.oldest_s
+        return Holder(
+            self.completions.num_requests[model],
+            len(self.completions),
+            None if oldest_s is None else time.monotonic() - oldest_s,
+            of_model is not None and of_model.is_resident and self.accepts(model),
+        )
+
+    def replica(self, model: str) -> Replica | None:
+        """What it has of a model as one of its replicas; None if the model is not there."""
+        report = self.keeper.report
+        of_model = None if report is None else report.models.get(model)
+        if report is None or of_model is None or not of_model.is_resident:
+            return None
+        num_requests = self.completions.num_requests[model]
+        return Replica(num_requests, of_model.oldest_s is not None, report.is_short)
+
     async def ready(self, on_progress: Callable[[LoadProgress], None]) -> dict[str, ModelInfo]:
         """Wait until it has loaded what it loads first; see `EngineKeeper.ready`."""
 
@@ -128,12 +153,15 @@ class PlacedEngine:
         self.completions.add(placed.add.request, placed.add.number)
         self.unstreamed.add(placed)
         self.keeper.send(placed.add)
+        for index in placed.aborted:
+            self.completions.end(placed.request_id, index)
+            self.keeper.send(Abort(placed.request_id, index))
 
     def abort(self, message: Abort) -> None:
         """Abort a request that was placed here, or one of its completions."""
         if message.request_id in self.completions:
             self.completions.end(message.request_id, message.index)
-            self.unstreamed.drop(message.request_id)
+            self.unstreamed.abort(message)
             self.keeper.send(message)
 
     def abort_all(self, message: AbortAll) -> None:
@@ -143,14 +171,9 @@ class PlacedEngine:
             self.unstreamed.drop(request_id)
         self.keeper.send(message)
 
-    def give_away(self, placed: Placed) -> None:
-        """Run a request no more, which another engine runs from its start.
-
-        Outputs that are on their way are ignored. Pre-condition: it accepts no more requests, so
-        that this one does not come back.
-        """
-        self._given_away.update(placed.numbers)
-        self.abort(Abort(placed.request_id))
+    def withdraw(self, model: str, most: int) -> None:
+        """Ask it to give up requests of a model that have never run, so many at most."""
+        self.keeper.send(Withdraw(model, most))
 
     # ---- what its process does
 
@@ -158,16 +181,20 @@ class PlacedEngine:
         """Hand on what a step has done."""
         if self.is_gone:
             return
-        outputs = step.outputs.without(self._given_away) if self._given_away else step.outputs
-        self.unstreamed.drop_with(outputs)
-        self.completions.end_with(outputs)
+        self.unstreamed.drop_with(step.outputs)
+        self.completions.end_with(step.outputs)
         self._lengths.add(step.ended)
-        self._on_step(step.launched, outputs)
+        self._on_step(step.launched, step.outputs)
+        for model, request_ids in step.withdrawn.items():
+            taken = map(self.unstreamed.take, request_ids)
+            given_up = [placed for placed in taken if placed is not None]  # others were aborted
+            for placed in given_up:
+                self.completions.end(placed.request_id, None)
+            self._on_given_up(self, model, given_up)
 
     def lost(self, error: EngineError) -> None:
         """Hand on that its process died."""
         self._lengths.leave(self.keeper)
-        self._given_away.clear()
         self._on_lost(self, error)
 
     def changed(self) -> None:

@@ -37,6 +37,7 @@ from aquifer.serve.messages import (
     Close,
     FromEngine,
     GetMemory,
+    KeepAlive,
     Learn,
     Manage,
     Managed,
@@ -53,6 +54,7 @@ from aquifer.serve.messages import (
     Step,
     ToEngine,
     Unpin,
+    Withdraw,
 )
 from aquifer.serve.open_completions import OpenCompletions
 from aquifer.serve.pipe import ignore_stop_signals
@@ -77,6 +79,12 @@ class EngineLike(Protocol):
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Abort a request, or one completion of it; its pages are free when this returns."""
+
+    def withdraw(self, model: str, most: int) -> list[str]:
+        """Give up requests of a model that have never run, those that came first; return ids."""
+
+    def keep_alive(self, model: str, seconds: float) -> None:
+        """Keep the weights of a model for so long without a request, from now on."""
 
     def step(self) -> list[TokenOutput]:
         """Run one batch."""
@@ -278,6 +286,7 @@ def _run(
     while True:
         launched = None
         refused: dict[int, AquiferError] = {}
+        withdrawn: dict[str, list[str]] = {}
         timeout_s: float | None = 0.0
         if not engine.has_work:
             current.clear()
@@ -300,6 +309,12 @@ def _run(
                     for request_id in running.of_process(process):
                         engine.abort(request_id)
                         running.end(request_id, None)
+                case Withdraw(model, most):
+                    withdrawn.setdefault(model, []).extend(engine.withdraw(model, most))
+                    for request_id in withdrawn[model]:
+                        running.end(request_id, None)
+                case KeepAlive(model, seconds):
+                    engine.keep_alive(model, seconds)
                 case GetMemory():
                     _send(connection, Memory(engine.memory()))
                 case Pin() | Unpin():
@@ -321,8 +336,10 @@ def _run(
         outputs.refused.update(refused)
         report = engine.device_report() if reports else None
         news = None if report == reported else report
-        news_of_lengths = engine.take_ended()
-        _send(connection, Step(outputs, engine.stats(), launched, completed, news, news_of_lengths))
+        step = Step(
+            outputs, engine.stats(), launched, completed, news, engine.take_ended(), withdrawn
+        )
+        _send(connection, step)
         reported = report
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
-from aquifer.serve.messages import Add, Outputs
+from aquifer.serve.messages import Abort, Add, Outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,10 +15,12 @@ class Placed:
     Args:
         add: the message that started it.
         num_lost: engine processes that have died while they had it.
+        aborted: indices of its completions that were aborted since.
     """
 
     add: Add
     num_lost: int = 0
+    aborted: tuple[int, ...] = ()
 
     @property
     def request_id(self) -> str:
@@ -53,10 +55,26 @@ class Unstreamed:
         self._ids.update(dict.fromkeys(placed.numbers, placed.request_id))
 
     def drop(self, request_id: str) -> None:
-        """Forget a request: it has output something, or has changed since it was placed."""
+        """Forget a request: it has output something, or was aborted."""
         if (placed := self._requests.pop(request_id, None)) is not None:
             for number in placed.numbers:
                 del self._ids[number]
+
+    def take(self, request_id: str) -> Placed | None:
+        """Forget a request; returns it, or None if it is not here."""
+        placed = self._requests.get(request_id)
+        self.drop(request_id)
+        return placed
+
+    def abort(self, message: Abort) -> None:
+        """A request or one of its completions is aborted."""
+        placed = self._requests.get(message.request_id)
+        if placed is not None and message.index is not None:
+            aborted = (*placed.aborted, message.index)
+            if len({*aborted}) < placed.add.request.params.num_completions:
+                self._requests[message.request_id] = replace(placed, aborted=aborted)
+                return
+        self.drop(message.request_id)
 
     def drop_with(self, outputs: Outputs) -> None:
         """Forget the requests of which these are outputs."""

@@ -50,6 +50,7 @@ class DeviceReport(NamedTuple):
     loaded_s: float | None = None  # when the load that is under way is expected to end
     backlog_s: float = 0.0  # to compute what is left of the prompts that are being read
     is_exclusive: bool = False
+    is_short: bool = False  # whether there is a model that would not fit into what is free
 
 
 class DeviceState(NamedTuple):
@@ -63,6 +64,7 @@ class DeviceState(NamedTuple):
     queued_s: float | None = None  # how long the model's requests have waited there, if it is there
     compute_s: float = 0.0  # expected, to read the part of the prompt of which it has no KV
     lacks_memory: bool = False  # requests wait for it, or the request's bucket has no free region
+    is_spare: bool = False  # has a replica that the model has not needed for some time
 
 
 class PlacementSnapshot(NamedTuple):
@@ -175,8 +177,8 @@ def affinity(snapshot: PlacementSnapshot) -> int | None:
     The paper's devices run one model at a time, and only idle ones are asked; the time to load the
     model decides. Here devices that are busy take part with the time that they are expected to need
     before, and with the time to read what they have not retained of the prompt. Among equal ones,
-    it is one that has memory for the request (ODMA, section 3.5), then the one that evicts least,
-    and then the one with the fewest requests.
+    it is one that has memory for the request (ODMA, section 3.5), then one with a replica that is
+    needed, then the one that evicts least, and then the one with the fewest requests.
 
     Requests that have waited for memory tell how busy the model is, and that it may pay to load it
     elsewhere. They tell little about how long the next one will wait: a queue is not short because
@@ -198,6 +200,7 @@ def affinity(snapshot: PlacementSnapshot) -> int | None:
         lambda device: (
             int((delay_s(device) - least_s) / _EQUAL_S),
             device.lacks_memory,
+            device.is_spare,
             device.evicted_bytes,
             device.num_requests,
         ),
