@@ -15,11 +15,10 @@ from aquifer.engine.policies.placement import PLACEMENTS, PlacementSnapshot
 from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport, ModelInfo
 from aquifer.errors import EngineError, RequestError, UnavailableError
 from aquifer.serve.held import Held
-from aquifer.serve.keeper import EngineKeeper
 from aquifer.serve.lengths import SharedLengths
 from aquifer.serve.link import NewLink
 from aquifer.serve.messages import Abort, AbortAll, Add, Availability, KeepAlive, ModelVerb, Outputs
-from aquifer.serve.placed_engine import PlacedEngine
+from aquifer.serve.placed_engine import Departed, PlacedEngine
 from aquifer.serve.prefix_places import PrefixPlaces
 from aquifer.serve.questions import RETRY_S
 from aquifer.serve.queues import Queues
@@ -80,7 +79,7 @@ class Engines:
         self.is_stopping = False
         self._queues = Queues(self._engines, self._hand_over)
         self._unheld = Held()  # what engines had to keep that have left
-        self._before = _Before()
+        self._before = Departed()
 
     @property
     def availability(self) -> Availability:
@@ -420,25 +419,6 @@ class Engines:
         ):
             if isinstance(answer, BaseException) and not isinstance(answer, RequestError):
                 raise answer
-
-
-class _Before:
-    """Counters of engines that have left.
-
-    Attributes:
-        num_restarts: how often their processes were started again.
-        stats: of the last one that was ready.
-    """
-
-    def __init__(self) -> None:
-        self.num_restarts = 0
-        self.stats: EngineStats | None = None
-
-    def add(self, keeper: EngineKeeper) -> None:
-        """An engine leaves."""
-        self.num_restarts += keeper.num_restarts
-        if keeper.stats is not None:
-            self.stats = keeper.stats.without_requests()
 
 
 async def _all(answers: Iterable[Awaitable[_T]]) -> list[_T]:

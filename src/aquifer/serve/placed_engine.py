@@ -10,7 +10,7 @@ from aquifer.config import EngineConfig
 from aquifer.engine.policies.hand_over import Holder
 from aquifer.engine.policies.placement import DeviceState, device_state
 from aquifer.engine.policies.replicas import Replica
-from aquifer.engine.reports import LoadProgress, ModelInfo
+from aquifer.engine.reports import EngineStats, LoadProgress, ModelInfo
 from aquifer.errors import EngineError
 from aquifer.serve.keeper import EngineKeeper
 from aquifer.serve.lengths import SharedLengths
@@ -202,3 +202,22 @@ class PlacedEngine:
         if self.serves:
             self._lengths.join(self.keeper)
         self._on_changed()
+
+
+class Departed:
+    """Counters of engines that have left.
+
+    Attributes:
+        num_restarts: how often their processes were started again.
+        stats: of the last one that was ready.
+    """
+
+    def __init__(self) -> None:
+        self.num_restarts = 0
+        self.stats: EngineStats | None = None
+
+    def add(self, keeper: EngineKeeper) -> None:
+        """An engine leaves."""
+        self.num_restarts += keeper.num_restarts
+        if keeper.stats is not None:
+            self.stats = keeper.stats.without_requests()
