@@ -24,13 +24,14 @@ from aquifer.memory.driver.faulty import FaultyDriver
 from aquifer.memory.driver.host import HostDriver
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.weights import peer_socket
-from aquifer.weights.copies import Copies, WeightSource
+from aquifer.weights.copies import Copies
 from aquifer.weights.host_cache import HostCache
 from aquifer.weights.lender import Lender
 from aquifer.weights.loans import LoanBook
 from aquifer.weights.neighbours import Neighbours
 from aquifer.weights.parameters import Parameter, ParameterGroup
 from aquifer.weights.reuse import ReuseStore
+from aquifer.weights.sources import SourceSpeeds, WeightSource
 from aquifer.weights.store import WeightStore
 
 PAGE, LARGE = 4096, 4 * 4096
@@ -74,14 +75,23 @@ class Use:
 class Side:
     """An engine process, as far as it has weights of one model, filled with numbers from a seed."""
 
-    def __init__(self, folder: Path, budget_pages: int = NUM_PAGES, **options: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        budget_pages: int = NUM_PAGES,
+        *,
+        maps_ahead: bool = False,
+        **options: float,
+    ) -> None:
         self.device = Device()
         self.driver = FaultyDriver(self.device)
         self.pool = PagePool(self.driver, budget_pages * PAGE)
         self.loans = LoanBook(self.pool)
         self.lender = Lender(self.loans, self.pool.pages, folder, **options)
         self.lender.start()
-        self.neighbours = Neighbours(folder, self.lender.path, self.driver)
+        self.neighbours = Neighbours(folder, self.lender.path, self.driver, maps_ahead=maps_ahead)
+        self.neighbours.start()
+        self.speeds = SourceSpeeds()
         self.host = HostCache(0, torch.device("cpu"))
         self.reuse = ReuseStore(self.host, Path("nowhere"), self.loans, self.neighbours)
         parameters = [Parameter(str(i), (size,), torch.uint8, ()) for i, size in enumerate(SIZES)]
@@ -96,7 +106,7 @@ class Side:
 
     def copies(self) -> Copies:
         missing = {group: self.member.keys[group] for group in self.reuse.missing(self.member)}
-        return Copies(self.host, self.neighbours, self.store, missing)
+        return Copies(self.host, self.neighbours, self.store, missing, self.speeds)
 
     def load(self) -> dict[WeightSource, int]:
         """Load what is missing; returns the number of groups by their sources."""
