@@ -1,7 +1,7 @@
 """The thread that lends weights of this process to its neighbours: the other engine processes.
 
-A neighbour is told what is offered, when it connects and whenever that changes, and which offers are
-withdrawn, so that it unmaps their pages:
+A neighbour is told what is offered, when it connects and whenever that changes, and which offers
+are withdrawn, so that it unmaps their pages:
 
     ["offered", [group, ...]]      each as [key, offer, bytes, [[page bytes, pages], ...]]
     ["withdrawn", [offer, ...]]

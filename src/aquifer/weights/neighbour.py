@@ -115,6 +115,7 @@ class Neighbour:
         is_gone: whether it answers no more.
         is_refused: whether the device refuses to map its pages.
         num_mapped_pages: how many of its pages are mapped here.
+        mapped_bytes: bytes of these.
 
     Raises:
         OSError: nothing listens at the path.
@@ -125,6 +126,7 @@ class Neighbour:
         self.is_gone = False
         self.is_refused = False
         self.num_mapped_pages = 0
+        self.mapped_bytes = 0
         self._driver = driver
         self._on_news = on_news
         self._connection = peer_socket.connect(path, _ANSWER_S)
@@ -265,6 +267,7 @@ class Neighbour:
         with self._lock:
             self._opened[group.offer] = _Opened(group, window, 1)
             self.num_mapped_pages += group.num_pages
+            self.mapped_bytes += group.mapped_bytes
             if group.offer in self._offered:
                 self._mapped[group.key] = group.offer
         return window
@@ -273,6 +276,7 @@ class Neighbour:
         """Forget the pages of a group, which are to be unmapped; the lock is held."""
         opened = self._opened.pop(offer)
         self.num_mapped_pages -= opened.group.num_pages
+        self.mapped_bytes -= opened.group.mapped_bytes
         if self._mapped.get(opened.group.key) == offer:
             del self._mapped[opened.group.key]
         return opened.window

@@ -208,6 +208,11 @@ class Neighbours:
         """How many pages of neighbours are mapped."""
         return sum(each.num_mapped_pages for each in list(self._neighbours.values()))
 
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of these."""
+        return sum(each.mapped_bytes for each in list(self._neighbours.values()))
+
     def borrow(self, sizes_bytes: Mapping[str, int]) -> Borrowing:
         """Borrow what neighbours have of some groups; to be ended with `Borrowing.finish`.
 
