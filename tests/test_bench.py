@@ -23,6 +23,7 @@ from aquifer.cache import KV_CACHES
 from aquifer.cli import app
 from aquifer.errors import ConfigError
 from aquifer.llm import LLM
+from aquifer.memory.driver.host import HostDriver
 from aquifer.models import plan_model
 from aquifer.models.transformers import TransformersPlan
 from aquifer.weights.checkpoint import Checkpoint
@@ -285,17 +286,20 @@ def test_load(checkpoint: Path, tmp_path: Path) -> None:
         bench(tmp_path / "x", "load", str(checkpoint), "--device", "cpu", "--from-pinned")
 
 
-def test_switch(checkpoint: Path, tmp_path: Path) -> None:
+def test_switch(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights are where each row says they are."""
+    monkeypatch.setattr(HostDriver, "max_mappings", None)  # so pages are mapped ahead
     options = ("--device", "cpu", "--memory", "8MiB", "--input-len", "9", "--repeats", "2")
     figures = bench(tmp_path / "s.json", "switch", str(checkpoint), *options, "--neighbour", "cpu")
     places = {place["name"]: place for place in figures["places"]}
-    neighbour = ["neighbour, newly mapped", "neighbour"]
+    neighbour = ["neighbour, newly mapped", "neighbour", "neighbour, mapped ahead"]
     assert [*places] == ["resident", "files", "half resident", "host", *neighbour]
     assert {places[name]["moved_bytes"] for name in neighbour} == {places["host"]["moved_bytes"]}
     assert all(len(place["first_token_s"]) == 2 for place in places.values())
     moved = {name: place["moved_bytes"] for name, place in places.items()}
     assert moved["resident"] == 0 < moved["half resident"] < moved["host"] == moved["files"]
+    for name in neighbour[1:]:
+        assert places[name]["mapped_bytes"] == [moved["host"]] * 2
     assert all(place["floor_s"] > 0 for place in places.values())
 
 

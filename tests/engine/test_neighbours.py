@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -23,6 +24,8 @@ from aquifer.memory.driver.base import ExportedPages, Handle
 from aquifer.memory.driver.host import HostDriver
 
 NAME = "m"
+WAIT_S = 60.0
+NEVER = 1 << 30
 
 
 class KillingDriver(HostDriver):
@@ -42,6 +45,12 @@ class KillingDriver(HostDriver):
         return super().adopt(pages)
 
 
+class MappingDriver(KillingDriver):
+    """A device that may have any number of mappings: pages are mapped ahead, and stay mapped."""
+
+    max_mappings = None  # type: ignore[assignment]
+
+
 class HookedDriver(HostDriver):
     """Calls a function when pages of another process are opened for the first time."""
 
@@ -53,6 +62,14 @@ class HookedDriver(HostDriver):
         while self.hooks:
             self.hooks.pop()()
         return super().adopt(pages)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Wait for what another thread does."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
 
 
 def config(*models: Path, neighbours: Path | None = None) -> EngineConfig:
@@ -166,6 +183,41 @@ def test_a_process_that_is_killed_while_it_lends(model: Path, tmp_path: Path, nu
             num_bytes = engine.models[NAME].weight_bytes
             assert engine.memory().loaded_bytes == {(NAME, "disk"): num_bytes}
             assert answer(engine) == expected
+            engine.unload_model(NAME)
+            assert answer(engine) == expected
+            engine.pool.check()
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_pages_are_mapped_before_a_load(model: Path, tmp_path: Path, is_killed: bool):
+    """The load maps none then. If the other process is killed, the load goes on from the files."""
+    with closing(Engine.open(config(model))) as engine:
+        expected = answer(engine)
+    with lender(model, tmp_path) as (process, other):
+        driver = MappingDriver(process, NEVER)
+        with (
+            closing(driver),
+            closing(Engine.open(config(model, neighbours=tmp_path), driver=driver)) as engine,
+        ):
+            num_bytes = engine.models[NAME].weight_bytes
+            assert engine.memory().neighbour_bytes == num_bytes  # the first load has mapped them
+            engine.unload_model(NAME)
+            other.send("unload")
+            other.recv()
+            until(lambda: engine.memory().neighbour_bytes == 0)
+            driver.left = 2 if is_killed else NEVER
+            other.send("load")
+            if is_killed:
+                until(lambda: driver.left <= 0 and engine.memory().neighbour_bytes == 0)
+            else:
+                until(lambda: engine.memory().neighbour_bytes == num_bytes)
+                assert other.recv() == {(NAME, "disk"): 2 * num_bytes}
+            left = driver.left
+            assert answer(engine) == expected
+            assert driver.left == left
+            expected_bytes = Counter({(NAME, "neighbour"): num_bytes})
+            expected_bytes[NAME, "disk" if is_killed else "neighbour"] += num_bytes
+            assert engine.memory().loaded_bytes == expected_bytes
             engine.unload_model(NAME)
             assert answer(engine) == expected
             engine.pool.check()

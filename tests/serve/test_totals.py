@@ -55,6 +55,7 @@ def _report(device: str, status: ModelStatus, factor: int) -> MemoryReport:
         process_resident_bytes=20 * factor,
         host_cache_bytes=21 * factor,
         host_cache_budget_bytes=22 * factor,
+        neighbour_bytes=25 * factor,
         loaded_bytes={("m", "disk"): 23 * factor, ("m", device): 24},
         evictions=(eviction,),
         eviction_totals={WEIGHTS: EvictionTotals(factor, 2 * factor, 0.5 * factor, 0.25 * factor)},
@@ -76,7 +77,7 @@ def test_sizes_are_sums() -> None:
         "background_page_calls",
         "process_resident_bytes",
     }
-    summed |= {"host_cache_bytes", "host_cache_budget_bytes"}
+    summed |= {"host_cache_bytes", "host_cache_budget_bytes", "neighbour_bytes"}
     for name in summed:
         assert getattr(total, name) == 3 * getattr(first, name), name
     assert total.loaded_bytes == {("m", "disk"): 69, ("m", "cuda:0"): 24, ("m", "cuda:1"): 24}

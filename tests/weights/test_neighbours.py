@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from random import Random
-from threading import Thread
+from threading import Event, Thread
 
 import pytest
 import torch
@@ -24,13 +24,15 @@ from aquifer.memory.driver.faulty import FaultyDriver
 from aquifer.memory.driver.host import HostDriver
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.weights import peer_socket
-from aquifer.weights.copies import Copies, WeightSource
+from aquifer.weights.copies import Copies
 from aquifer.weights.host_cache import HostCache
 from aquifer.weights.lender import Lender
 from aquifer.weights.loans import LoanBook
+from aquifer.weights.neighbour import Neighbour
 from aquifer.weights.neighbours import Neighbours
 from aquifer.weights.parameters import Parameter, ParameterGroup
 from aquifer.weights.reuse import ReuseStore
+from aquifer.weights.sources import SourceSpeeds, WeightSource
 from aquifer.weights.store import WeightStore
 
 PAGE, LARGE = 4096, 4 * 4096
@@ -74,14 +76,24 @@ class Use:
 class Side:
     """An engine process, as far as it has weights of one model, filled with numbers from a seed."""
 
-    def __init__(self, folder: Path, budget_pages: int = NUM_PAGES, **options: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        budget_pages: int = NUM_PAGES,
+        *,
+        maps_ahead: bool = False,
+        **options: float,
+    ) -> None:
+        self.is_mapped_ahead = maps_ahead
         self.device = Device()
         self.driver = FaultyDriver(self.device)
         self.pool = PagePool(self.driver, budget_pages * PAGE)
         self.loans = LoanBook(self.pool)
         self.lender = Lender(self.loans, self.pool.pages, folder, **options)
         self.lender.start()
-        self.neighbours = Neighbours(folder, self.lender.path, self.driver)
+        self.neighbours = Neighbours(folder, self.lender.path, self.driver, maps_ahead=maps_ahead)
+        self.neighbours.start()
+        self.speeds = SourceSpeeds()
         self.host = HostCache(0, torch.device("cpu"))
         self.reuse = ReuseStore(self.host, Path("nowhere"), self.loans, self.neighbours)
         parameters = [Parameter(str(i), (size,), torch.uint8, ()) for i, size in enumerate(SIZES)]
@@ -96,13 +108,13 @@ class Side:
 
     def copies(self) -> Copies:
         missing = {group: self.member.keys[group] for group in self.reuse.missing(self.member)}
-        return Copies(self.host, self.neighbours, self.store, missing)
+        return Copies(self.host, self.neighbours, self.store, missing, self.speeds)
 
     def load(self) -> dict[WeightSource, int]:
         """Load what is missing; returns the number of groups by their sources."""
-        copies = self.copies()
-        missing = self.reuse.populate(self.member, copies)
-        assert missing is not None
+        while (missing := self.reuse.populate(self.member, copies := self.copies())) is None:
+            assert self.is_mapped_ahead  # and a neighbour has what was evicted until now
+            until(lambda: not self.loans.has_loans)
         lost = copies.finish()
         for group in missing:
             if copies.source_of(group) is WeightSource.DISK:
@@ -116,13 +128,21 @@ class Side:
         self.reuse.evict(self.member, groups)
 
     def check(self) -> None:
-        """What is there has its contents, and each page is accounted for."""
+        """What is there has its contents, and each page is accounted for.
+
+        What others map ahead is lent for a moment.
+        """
         for group in self.store.resident:
             assert torch.equal(self.store.bytes_of(group), self.expected(group))
         self.pool.check()
-        assert not self.loans.has_loans
-        in_use_bytes = self.pool.usage().in_use_bytes
-        assert in_use_bytes.get(self.store.owner, 0) == self.store.resident_bytes
+
+        def is_exact() -> bool:
+            in_use_bytes = self.pool.usage().in_use_bytes.get(self.store.owner, 0)
+            return in_use_bytes == self.store.resident_bytes and not self.loans.has_loans
+
+        if self.is_mapped_ahead:
+            until(is_exact)
+        assert is_exact()
 
     def close(self) -> None:
         self.evict()
@@ -162,6 +182,12 @@ def until(holds: Callable[[], bool]) -> None:
 NUM_GROUPS = sum(size >= PAGE for size in SIZES) + 1
 
 
+def num_handles(store: WeightStore, groups: Iterable[ParameterGroup]) -> int:
+    """Number of pages of groups, of both sizes."""
+    pages_of_large = LARGE // PAGE
+    return sum(len(g.large) // pages_of_large + len(g.ordinary) for g in groups)
+
+
 def test_what_a_neighbour_has_comes_from_there(make: Make):
     """Pages of two sizes, more of one group than a message has descriptors; again and again."""
     lender, borrower = make(), make()
@@ -171,7 +197,7 @@ def test_what_a_neighbour_has_comes_from_there(make: Make):
     num_adopted = borrower.device.num_adopted
     for _ in range(3):  # with the mappings of the first time
         borrower.evict(borrower.store.groups[1:])
-        assert borrower.load() == {WeightSource.NEIGHBOUR: NUM_GROUPS - 1}
+        assert borrower.load() == {WeightSource.MAPPED: NUM_GROUPS - 1}
         borrower.check()
         lender.check()
     assert borrower.device.num_adopted == num_adopted
@@ -215,7 +241,7 @@ def test_each_group_comes_from_whichever_has_it(make: Make):
     assert third.load() == {
         WeightSource.HOST: 1,
         WeightSource.DISK: 1,
-        WeightSource.NEIGHBOUR: NUM_GROUPS - 2,
+        WeightSource.MAPPED: NUM_GROUPS - 2,
     }
     for side in (first, second, third):
         side.check()
@@ -295,7 +321,7 @@ def test_a_device_that_refuses_any_call(make: Make, refuses: str):
         failed.add(driver.failed_call)
         borrower.evict()
         sources = borrower.load()
-        assert set(sources) <= {WeightSource.DISK, WeightSource.NEIGHBOUR}
+        assert WeightSource.HOST not in sources
         if driver.failed_call == "adopt":
             assert sources == {WeightSource.DISK: NUM_GROUPS}
         borrower.check()
@@ -336,7 +362,7 @@ def test_while_lending_is_paused_nothing_is_lent(make: Make):
     with lender.reuse.lending_paused(), lender.reuse.lending_paused():
         assert borrower.load() == {WeightSource.DISK: NUM_GROUPS}
     borrower.evict()
-    assert borrower.load() == {WeightSource.NEIGHBOUR: NUM_GROUPS}
+    assert borrower.load() == {WeightSource.MAPPED: NUM_GROUPS}
 
 
 def test_a_process_that_was_killed_is_forgotten(make: Make, tmp_path: Path):
@@ -361,10 +387,173 @@ def test_a_connection_that_sends_nonsense_is_ended(make: Make, body: bytes | Non
     with peer_socket.connect(lender.lender.path, WAIT_S) as connection:
         sent = b"\xff" * 4 if body is None else len(body).to_bytes(4, "big") + body
         connection.sendall(sent)
-        assert connection.recv(1) == b""
+        while connection.recv(4096):  # what is offered comes first
+            pass
     assert borrower.load() == {WeightSource.NEIGHBOUR: NUM_GROUPS}
     borrower.check()
     lender.check()
+
+
+def test_what_is_mapped_ahead_is_used(make: Make):
+    """A load maps nothing then. What is mapped stays so, until the lender evicts it."""
+    lender, borrower = make(), make(maps_ahead=True)
+    groups = lender.store.groups
+    lender.load()
+    until(lambda: borrower.neighbours.num_mapped_pages == num_handles(lender.store, groups))
+    assert len(adopted(borrower)) == borrower.neighbours.num_mapped_pages
+    assert borrower.neighbours.mapped_bytes == lender.store.resident_bytes
+    num_adopted = borrower.device.num_adopted
+    for _ in range(2):
+        assert borrower.load() == {WeightSource.MAPPED: NUM_GROUPS}
+        borrower.check()
+        borrower.evict()
+    assert borrower.device.num_adopted == num_adopted
+    until(lambda: all(map(borrower.neighbours.has_mapped, lender.member.keys.values())))
+    lender.check()
+    lender.evict(groups[2:])
+    left = num_handles(lender.store, groups[:2])
+    until(lambda: borrower.neighbours.num_mapped_pages == left)
+    until(lambda: not borrower.neighbours.has_mapped(lender.member.keys[groups[2]]))
+    assert borrower.neighbours.has_mapped(lender.member.keys[groups[0]])
+    assert len(adopted(borrower)) == left
+    assert lender.pool.usage().in_use_bytes == {lender.store.owner: lender.store.resident_bytes}
+    assert borrower.load() == {WeightSource.MAPPED: 2, WeightSource.DISK: NUM_GROUPS - 2}
+    borrower.check()
+    lender.lender.close()
+    until(lambda: not adopted(borrower))
+    assert borrower.neighbours.num_mapped_pages == borrower.neighbours.mapped_bytes == 0
+
+
+def test_only_what_is_missing_is_mapped_ahead(make: Make):
+    """Of whichever has it, and once."""
+    first, second = make(), make()
+    first.load()
+    second.load()
+    third = make(maps_ahead=True)
+    third.load()
+    num_adopted = len(adopted(third))
+    assert num_adopted == num_handles(third.store, third.store.groups)  # the load has mapped them
+    first.evict(first.store.groups[:2])
+    second.evict(second.store.groups[:1])
+    rest = num_handles(third.store, third.store.groups[2:])
+    until(lambda: len(adopted(third)) == rest)
+    third.evict(third.store.groups[:2])
+    until(
+        lambda: all(
+            third.neighbours.has_mapped(third.member.keys[group])
+            for group in third.store.groups[1:]
+        )
+    )
+    assert len(adopted(third)) == num_handles(third.store, third.store.groups[1:])
+    assert third.load() == {WeightSource.MAPPED: 1, WeightSource.DISK: 1}
+    third.check()
+
+
+def test_no_more_is_mapped_ahead_than_may_be(make: Make, monkeypatch: pytest.MonkeyPatch):
+    """A load maps the rest."""
+    lender = make()
+    lender.load()
+    by_use = lender.store.by_use
+    most_pages = num_handles(lender.store, by_use[:3]) + 1
+    monkeypatch.setattr("aquifer.weights.neighbours._MOST_PAGES", most_pages)
+    borrower = make(maps_ahead=True)
+    until(lambda: borrower.neighbours.num_changes > 0)
+    assert borrower.neighbours.num_mapped_pages == most_pages - 1
+    assert borrower.load() == {WeightSource.MAPPED: 3, WeightSource.NEIGHBOUR: NUM_GROUPS - 3}
+    borrower.check()
+
+
+def test_a_neighbour_that_goes_while_its_pages_are_mapped_ahead(make: Make):
+    for at in range(3):
+        lender, borrower = make(), make(maps_ahead=True)
+        count, is_gone = at, Event()
+
+        def go() -> None:
+            nonlocal count
+            count -= 1
+            if count == -1:
+                lender.lender.close()  # noqa: B023
+                is_gone.set()  # noqa: B023
+
+        borrower.device.on_adopt = go
+        lender.load()
+        assert is_gone.wait(WAIT_S)
+        until(lambda: not adopted(borrower))  # noqa: B023
+        assert borrower.load() == {WeightSource.DISK: NUM_GROUPS}
+        borrower.check()
+        lender.check()
+        borrower.lender.close()
+
+
+def test_a_device_that_refuses_to_map_ahead(make: Make):
+    """That neighbour is not asked any more."""
+    lender, borrower = make(), make(maps_ahead=True)
+    borrower.driver.fail_at = borrower.driver.num_calls + 4
+    lender.load()
+    until(lambda: borrower.driver.failed_call is not None)
+    until(lambda: not adopted(borrower))
+    assert borrower.load() == {WeightSource.DISK: NUM_GROUPS}
+    borrower.check()
+    lender.check()
+
+
+def test_mapping_ahead_stops_for_a_load(make: Make):
+    """Within a group: nothing of it stays mapped, and it is mapped by the load."""
+    lender, borrower = make(), make()
+    lender.load()
+    key = lender.member.keys[lender.store.groups[3]]
+    neighbour = Neighbour(lender.lender.path, borrower.driver, lambda: None)
+    for num_batches in (0, 1, 3):
+        answers = iter([True] * num_batches + [False])
+        assert not neighbour.map_ahead([key], lambda: next(answers))  # noqa: B023
+        assert next(answers, None) is None
+        assert not adopted(borrower)
+        until(lambda: not lender.loans.has_loans)
+    assert neighbour.map_ahead([key], lambda: True)
+    assert neighbour.mapped == {key}
+    loan, groups = neighbour.borrow([key])
+    assert neighbour.is_open(groups[key])
+    assert neighbour.give_back(loan)
+    neighbour.close()
+    assert not adopted(borrower)
+
+
+def test_pages_are_asked_for_while_others_are_mapped(make: Make):
+    """What was asked for and is not wanted any more is left, and descriptors are closed."""
+    lender, borrower = make(), make()
+    lender.load()
+    num_files = len(os.listdir("/proc/self/fd"))
+    neighbour = Neighbour(lender.lender.path, borrower.driver, lambda: None)
+    loan, groups = neighbour.borrow(lender.member.keys.values())
+    lent = list(groups.values())
+    for number, group in enumerate(lent[:2]):
+        window = neighbour.open(group, lent[number + 1 :])
+        (own,) = (each for each, key in lender.member.keys.items() if key == group.key)
+        expected = lender.expected(own)
+        assert torch.equal(window.bytes[: group.num_bytes], expected)
+        del window
+        neighbour.leave(group)
+    assert neighbour.give_back(loan)
+    assert not lender.loans.has_loans
+    neighbour.close()
+    until(lambda: len(os.listdir("/proc/self/fd")) == num_files)
+
+
+def test_a_group_that_is_renamed_is_found_by_its_new_key(make: Make):
+    lender, borrower = make(), make(maps_ahead=True)
+    lender.load()
+    group = lender.store.groups[0]
+    old, new = lender.member.keys[group], "renamed"
+    until(lambda: borrower.neighbours.num_mapped_pages > 0 and borrower.neighbours.num_changes > 0)
+    lender.loans.rename(old, new)
+    (renamed,) = lender.loans.lend([old, new])
+    assert renamed.key == new
+    assert lender.loans.is_lent([new])
+    lender.loans.end([renamed])
+    rest = num_handles(lender.store, lender.store.groups[1:])
+    until(lambda: borrower.neighbours.num_mapped_pages == rest)
+    assert borrower.load() == {WeightSource.MAPPED: NUM_GROUPS - 1, WeightSource.DISK: 1}
+    borrower.check()
 
 
 def test_messages_with_descriptors():
@@ -389,10 +578,11 @@ def test_messages_with_descriptors():
             peer_socket.receive(ends[1])
 
 
-def test_random_loads_and_evictions(make: Make):
+@pytest.mark.parametrize("maps_ahead", [False, True])
+def test_random_loads_and_evictions(make: Make, maps_ahead: bool):
     """Of three processes, one of which is replaced now and then."""
     random = Random(4)
-    sides = [make() for _ in range(3)]
+    sides = [make(maps_ahead=maps_ahead) for _ in range(3)]
     totals = dict.fromkeys(WeightSource, 0)
     for _ in range(60):
         number = random.randrange(3)
@@ -400,14 +590,15 @@ def test_random_loads_and_evictions(make: Make):
         if random.random() < 0.1:
             side.evict()
             side.lender.close()
-            sides[number] = make()
+            sides[number] = make(maps_ahead=maps_ahead)
             continue
         side.evict(random.sample(side.store.groups, random.randrange(len(side.store.groups) + 1)))
         if random.random() < 0.7:
             for source, count in side.load().items():
                 totals[source] += count
         side.check()
-    assert totals[WeightSource.NEIGHBOUR] > totals[WeightSource.DISK] > 0
+    neighbours = totals[WeightSource.NEIGHBOUR], totals[WeightSource.MAPPED]
+    assert min(neighbours) > 0 < totals[WeightSource.DISK] < sum(neighbours)
     for side in sides:
         side.evict()
     for side in sides:

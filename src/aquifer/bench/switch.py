@@ -38,6 +38,7 @@ NEIGHBOUR = "neighbour"
 
 _SAMPLE_BYTES = 1 << 30
 _PAUSE_S = 0.01
+_AHEAD_S = 30.0  # how long to wait at most until all pages are mapped ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class Place:
 
     name: str
     moved_bytes: int  # of weights, for each request
+    mapped_bytes: list[int]  # of a neighbour's pages that were mapped when the request came
     first_token_s: list[float]
 
     @property
@@ -125,7 +127,7 @@ def figures_of(places: list[Place], device: torch.device, neighbour: str | None)
 def switch_table(figures: dict[str, Any]) -> Table:
     """A table of the figures of all places."""
     table = new_table(f"{title(figures)}: time to the first token")
-    for column in ("weights in", "median, s", "p99", "floor", "GB moved", "GB/s"):
+    for column in ("weights in", "median, s", "p99", "floor", "GB moved", "mapped", "GB/s"):
         table.add_column(column, justify="left" if column == "weights in" else "right")
     for place in figures["places"]:
         moved = place["moved_bytes_per_s"]
@@ -134,14 +136,26 @@ def switch_table(figures: dict[str, Any]) -> Table:
             *(f"{place['summary'][key]:.3f}" for key in ("median", "p99")),
             f"{place['floor_s']:.3f}",
             f"{place['moved_bytes'] / 1e9:.2f}",
+            _mapped_gb(place["mapped_bytes"]),
             "" if moved is None else f"{moved / 1e9:.1f}",
         )
     table.caption = (
         f"floor: the resident one, and a copy at {figures['copy_bytes_per_s'] / 1e9:.1f} GB/s"
     )
     if figures["neighbour"] is not None:
-        table.caption += f", or {figures['peer_bytes_per_s'] / 1e9:.0f} GB/s from the neighbour"
+        table.caption += (
+            f", or {figures['peer_bytes_per_s'] / 1e9:.0f} GB/s from the neighbour; mapped: GB of "
+            "its pages that were mapped when the request came"
+        )
     return table
+
+
+def _mapped_gb(mapped_bytes: list[int]) -> str:
+    """GB that were mapped, over the requests for a place; nothing if none were."""
+    least, most = (f"{edge(mapped_bytes) / 1e9:.2f}" for edge in (min, max))
+    if not any(mapped_bytes):
+        return ""
+    return least if least == most else f"{least} to {most}"
 
 
 def measure_neighbour(
@@ -149,13 +163,15 @@ def measure_neighbour(
 ) -> list[Place]:
     """Time requests of one token with the weights in the pool of another process.
 
-    Its pages are mapped here for the first request after they were loaded there, and stay so.
+    Its pages are mapped here for the first request after they were loaded there, and stay so. Where
+    they are mapped ahead, some may be mapped before even if the request comes at once; and there
+    are requests that come when all are.
 
     Args:
         config: how both processes open the model; neither retains prefixes.
         device: of the other process; it may be the same one.
         input_len: tokens of the prompts.
-        repeats: requests with pages that are mapped for them, and with pages that were mapped.
+        repeats: requests of each kind.
         seed: of the prompts.
     """
     context = multiprocessing.get_context("spawn")
@@ -171,6 +187,12 @@ def measure_neighbour(
             ours.send(None)
             ours.recv()
 
+        def load_and_wait() -> None:
+            load_again()
+            end_s = time.monotonic() + _AHEAD_S
+            while engine.memory().neighbour_bytes < num_bytes and time.monotonic() < end_s:
+                time.sleep(_PAUSE_S)
+
         ours.recv()
         try:
             with closing(Engine.open(config)) as engine:
@@ -181,6 +203,9 @@ def measure_neighbour(
                     switch.measure(f"{NEIGHBOUR}, newly mapped", num_bytes, repeats, load_again),
                     switch.measure(NEIGHBOUR, num_bytes, repeats),
                 ]
+                if engine.pool.driver.max_mappings is None:
+                    name = f"{NEIGHBOUR}, mapped ahead"
+                    places.append(switch.measure(name, num_bytes, repeats, load_and_wait))
                 sources = switch.loaded_from
         finally:
             ours.close()
@@ -220,16 +245,17 @@ class _Switch:
         self, place: str, moved_bytes: int, repeats: int, prepare: Callable[[], None] = lambda: None
     ) -> Place:
         """Time requests, before each of which so many bytes are evicted."""
-        seconds = []
+        seconds, mapped = list[float](), list[int]()
         moved: set[int] = set()
         for _ in range(repeats):
             if moved_bytes:
                 self._engine.unload_model(self._name, self.weight_bytes - moved_bytes)
             prepare()
             moved.add(self.weight_bytes - self._engine.statuses[self._name].resident_bytes)
+            mapped.append(self._engine.memory().neighbour_bytes)
             seconds.append(self.first_token_s())
         (moved_bytes,) = moved
-        return Place(place, moved_bytes, seconds)
+        return Place(place, moved_bytes, mapped, seconds)
 
     def first_token_s(self) -> float:
         """Time from a request of random tokens to its token."""

@@ -31,15 +31,19 @@ class DeviceReporter(Generic[HostT]):
         self._models = models
         self._room = room
         self._is_exclusive = is_exclusive
-        self._resident: dict[str, int] = {}  # bytes by model, when `_weights` was made
+        # By model, when `_weights` was made: resident bytes, and what else changes it.
+        self._known: dict[str, tuple[int, int]] = {}
         self._weights: dict[str, ModelReport] = {}
 
     def report(self) -> DeviceReport:
         """The device as it is now."""
-        resident = {host.info.name: host.resident_bytes for host in self._models}
-        if resident != self._resident:  # what is missing takes time to find out
+        known = {
+            host.info.name: (host.resident_bytes, host.weights.num_borrowed_changes)
+            for host in self._models
+        }
+        if known != self._known:  # what is missing takes time to find out
             self._weights = {host.info.name: self._of_weights(host) for host in self._models}
-            self._resident = resident
+            self._known = known
         budget_pages = self._room.budget_pages()
         step_pages = max(budget_pages // _FREE_STEPS, 1)
         loads_s = [host.loaded_s for host in self._models if host.loaded_s is not None]
@@ -71,7 +75,8 @@ class DeviceReporter(Generic[HostT]):
         )
 
     def _of_weights(self, host: HostT) -> ModelReport:
-        """What takes time to find out of a model, and changes only with what is resident."""
+        """What takes time to find out of a model, and changes only with what is resident
+        and what is mapped of other devices."""
         missing_bytes = self._room.size(host.weights.missing_pages)
         return ModelReport(
             host.info.weight_bytes,

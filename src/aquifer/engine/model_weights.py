@@ -17,15 +17,14 @@ from aquifer.engine.pooled_weights import Life, PooledWeights
 from aquifer.engine.reports import LoadProgress
 from aquifer.errors import ConfigError, DriverError, one_line
 from aquifer.weights.checkpoint import Checkpoint
-from aquifer.weights.copies import Copies, WeightSource
+from aquifer.weights.copies import Copies
 from aquifer.weights.fingerprint import GroupOrigin, file_stamp
+from aquifer.weights.neighbours import Neighbours
 from aquifer.weights.parameters import Parameter, ParameterGroup
 from aquifer.weights.reuse import ReuseStore
+from aquifer.weights.sources import SourceSpeeds, WeightSource
 
 _log = logging.getLogger(__name__)
-
-_BYTES_PER_S = {WeightSource.DISK: 2e9, WeightSource.HOST: 20e9, WeightSource.NEIGHBOUR: 100e9}
-"""Speeds of a load from each source, until they were measured."""
 
 
 class ModelWeights(PooledWeights):
@@ -63,7 +62,7 @@ class ModelWeights(PooledWeights):
             file: file_stamp(file) for file in {each.file for each in checkpoint.tensors.values()}
         }
         self._begun_s = 0.0  # of the last load
-        self._bytes_per_s = dict(_BYTES_PER_S)
+        self._speeds = SourceSpeeds()
         self._sources: Counter[WeightSource] = Counter()  # bytes of pages of the last load
         self._filling: Future[None] | None = None  # in the background
         self._saving: Future[None] | None = None
@@ -102,19 +101,35 @@ class ModelWeights(PooledWeights):
     @property
     def borrowed_s(self) -> float | None:
         """See `PooledWeights`."""
-        if self._reuse.neighbours is None:
+        neighbours = self._reuse.neighbours
+        if neighbours is None:
             return None
-        missing_bytes = sum(map(self.member.bytes_of, self._reuse.missing(self.member)))
-        return missing_bytes / self._bytes_per_s[WeightSource.NEIGHBOUR]
+        return sum(
+            self.member.bytes_of(group) * self._speeds.byte_s(self._lent_source(group, neighbours))
+            for group in self._reuse.missing(self.member)
+        )
+
+    @property
+    def num_borrowed_changes(self) -> int:
+        """See `PooledWeights`."""
+        return 0 if self._reuse.neighbours is None else self._reuse.neighbours.num_changes
+
+    def _lent_source(self, group: ParameterGroup, neighbours: Neighbours) -> WeightSource:
+        """Where a group would come from if a neighbour has it."""
+        key = self.member.keys.get(group)
+        is_mapped = key is not None and neighbours.has_mapped(key)
+        lent = WeightSource.MAPPED if is_mapped else WeightSource.NEIGHBOUR
+        return self._speeds.fastest((lent, *self._own_sources(group)))
 
     def _byte_s(self, group: ParameterGroup) -> float:
         """Seconds to load a byte of a group, from where it would come."""
-        source = WeightSource.HOST if self._is_in_host(group) else WeightSource.DISK
-        return 1 / self._bytes_per_s[source]
+        return self._speeds.byte_s(self._speeds.fastest(self._own_sources(group)))
 
-    def _is_in_host(self, group: ParameterGroup) -> bool:
+    def _own_sources(self, group: ParameterGroup) -> Sequence[WeightSource]:
+        """What has a group without any neighbour."""
         key = self.member.keys.get(group)
-        return key is not None and self._reuse.host.has(key)
+        is_in_host = key is not None and self._reuse.host.has(key)
+        return (WeightSource.HOST, WeightSource.DISK) if is_in_host else (WeightSource.DISK,)
 
     # --- loading -------------------------------------------------------------------------------
 
@@ -171,7 +186,9 @@ class ModelWeights(PooledWeights):
         missing = {
             group: keys[group] for group in self._reuse.missing(self.member) if group in keys
         }
-        self._copies = Copies(self._reuse.host, self._reuse.neighbours, self._store, missing)
+        self._copies = Copies(
+            self._reuse.host, self._reuse.neighbours, self._store, missing, self._speeds
+        )
         return self._copies
 
     def _fill(self, on_progress: Callable[[LoadProgress], None]) -> None:
@@ -202,19 +219,16 @@ class ModelWeights(PooledWeights):
         on_progress(LoadProgress(self._name, total_bytes, total_bytes))
 
     def _measure(self, groups: Sequence[ParameterGroup], seconds: float) -> None:
-        """Note where groups came from, and how fast the slowest source was: it took all the time,
-        and the others were done beside it."""
+        """Note where groups came from, and how fast."""
         self._sources = Counter()
         for group in groups:
             self._sources[self._copies.source_of(group)] += self.member.bytes_of(group)
-        if self._sources:
-            slowest = max(self._sources, key=list(WeightSource).index)
-            self._bytes_per_s[slowest] = self._sources[slowest] / max(seconds, 1e-6)
+        self._speeds.measured(self._sources, seconds, self.num_bytes)
 
     def _filled(self) -> None:
         super()._filled()
         for source, num_bytes in self._sources.items():
-            self._reuse.loaded_bytes[self._name, source.value] += num_bytes
+            self._reuse.loaded_bytes[self._name, source.place] += num_bytes
 
     def _fill_from_disk(
         self, groups: Sequence[ParameterGroup], advance: Callable[[int], None]

@@ -144,7 +144,10 @@ def _open_neighbours(
         return None, None
     lender.start()
     resources.callback(lender.close)
-    neighbours = Neighbours(folder, lender.path, pool.driver)
+    # Where a process may have few mappings, they are left for its own pages; they are cheap there.
+    maps_ahead = pool.driver.max_mappings is None
+    neighbours = Neighbours(folder, lender.path, pool.driver, maps_ahead=maps_ahead)
+    neighbours.start()
     resources.callback(neighbours.close)
     return loans, neighbours
 

@@ -149,8 +149,13 @@ class PooledWeights(ABC):
 
     @property
     def borrowed_s(self) -> float | None:
-        """Seconds to load these from another device; None if that is not possible."""
+        """Seconds to load these if another device has them; None if that is not possible."""
         return None
+
+    @property
+    def num_borrowed_changes(self) -> int:
+        """Changes when `borrowed_s` may be another one though the same weights are missing."""
+        return 0
 
     @property
     def own_victim_bytes(self) -> int:

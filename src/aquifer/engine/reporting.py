@@ -154,6 +154,7 @@ def memory_report(
         process_resident_bytes=proc_bytes("/proc/self/status", "VmRSS"),
         host_cache_bytes=reuse.host.used_bytes,
         host_cache_budget_bytes=reuse.host.num_bytes,
+        neighbour_bytes=0 if reuse.neighbours is None else reuse.neighbours.mapped_bytes,
         loaded_bytes=dict(reuse.loaded_bytes),
         evictions=log.latest,
         eviction_totals=log.totals,

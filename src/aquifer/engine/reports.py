@@ -118,6 +118,7 @@ class MemoryReport:
     background_page_calls: int = 0  # those of other threads
     host_cache_bytes: int = 0  # host memory with copies of weights
     host_cache_budget_bytes: int = 0
+    neighbour_bytes: int = 0  # pages of other devices that are mapped here, to load weights from
     # Bytes of weights that were loaded so far, by model and source (`WeightSource`).
     loaded_bytes: Mapping[tuple[str, str], int] = field(default_factory=dict)
     evictions: tuple[Eviction, ...] = ()  # the latest ones, the oldest first

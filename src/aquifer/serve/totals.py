@@ -73,6 +73,7 @@ def total_memory(reports: Sequence[MemoryReport]) -> MemoryReport:
         process_resident_bytes=sum(report.process_resident_bytes for report in reports),
         host_cache_bytes=sum(report.host_cache_bytes for report in reports),
         host_cache_budget_bytes=sum(report.host_cache_budget_bytes for report in reports),
+        neighbour_bytes=sum(report.neighbour_bytes for report in reports),
         loaded_bytes=sum((Counter(report.loaded_bytes) for report in reports), Counter()),
         evictions=tuple(evictions),
         eviction_totals=totals,

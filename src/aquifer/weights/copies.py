@@ -1,14 +1,15 @@
 """Where the weights of a load come from: a neighbour's device, the host cache, or files.
 
-The first of these that has a group is its source: copies from another device of the host are
-several times as fast as those from host memory, and these several times as fast as a disk.
+Of the sources that have a group, it comes from the one that is expected to be the fastest
+(`aquifer.weights.sources`). From a neighbour, it depends on whether its pages are mapped here: a
+copy is then several times as fast as one from host memory, but to map them first may take longer
+than that one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from enum import StrEnum
 
 import torch
 
@@ -16,15 +17,8 @@ from aquifer.weights.host_cache import HostCache
 from aquifer.weights.loader import begin_copying
 from aquifer.weights.neighbours import Borrowing, Neighbours
 from aquifer.weights.parameters import ParameterGroup
+from aquifer.weights.sources import SourceSpeeds, WeightSource
 from aquifer.weights.store import WeightStore
-
-
-class WeightSource(StrEnum):
-    """Where weights come from, the fastest first."""
-
-    NEIGHBOUR = "neighbour"  # another device of the machine
-    HOST = "host"  # the host cache
-    DISK = "disk"  # files; or random numbers in their place
 
 
 class Copies:
@@ -39,6 +33,7 @@ class Copies:
         neighbours: the other engine processes of this machine; None for none.
         store: the weights of the model.
         keys: what those groups are that are to be filled, in the cache and for neighbours.
+        speeds: how fast the sources are.
     """
 
     def __init__(
@@ -47,11 +42,13 @@ class Copies:
         neighbours: Neighbours | None,
         store: WeightStore,
         keys: Mapping[ParameterGroup, str],
+        speeds: SourceSpeeds,
     ) -> None:
         self._cache = cache
         self._neighbours = neighbours
         self._store = store
         self._keys = keys
+        self._speeds = speeds
         self._borrowing: Borrowing | None = None
         self._leases = ExitStack()
         self._sources: dict[ParameterGroup, WeightSource] = {}
@@ -71,8 +68,9 @@ class Copies:
             self._borrowing = self._neighbours.borrow(
                 {each: self._store.num_bytes_of(group) for group, each in self._keys.items()}
             )
-        if self._borrowing is not None and key in self._borrowing:
-            self._sources[group] = WeightSource.NEIGHBOUR
+        lent = None if self._borrowing is None else self._borrowing.source_of(key)
+        if self._borrowing is not None and lent is not None and self._is_best(lent, key):
+            self._sources[group] = lent
             self._borrowing.read(key, self._store.bytes_of(group))
         else:
             self._begin_from_host(group)
@@ -102,8 +100,16 @@ class Copies:
                 self._wait()
             self._later = []
 
+    def _is_best(self, source: WeightSource, key: str) -> bool:
+        """Whether a source that has a group is expected to be the fastest one that has it."""
+        host = (WeightSource.HOST,) if self._cache.has(key) else ()
+        return self._speeds.fastest((source, *host, WeightSource.DISK)) is source
+
     def _begin_from_host(self, group: ParameterGroup) -> None:
-        kept = self._leases.enter_context(self._cache.lease(self._keys[group]))
+        key = self._keys[group]
+        if not self._is_best(WeightSource.HOST, key):
+            return
+        kept = self._leases.enter_context(self._cache.lease(key))
         if kept is None:
             return
         pair = (kept, self._store.bytes_of(group))
@@ -121,7 +127,7 @@ class Copies:
         return [
             group
             for group, source in self._sources.items()
-            if source is WeightSource.NEIGHBOUR and self._keys[group] not in arrived
+            if source.is_neighbour and self._keys[group] not in arrived
         ]
 
     def _wait(self) -> None:

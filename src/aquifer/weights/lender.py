@@ -1,16 +1,22 @@
 """The thread that lends weights of this process to its neighbours: the other engine processes.
 
-A neighbour sends requests, and gets an answer to each:
+A neighbour is told what is offered, when it connects and whenever that changes, and which offers
+are withdrawn, so that it unmaps their pages:
 
-    ["borrow", [key, ...]]        -> ["lent", loan, [group, ...]]: those that are here, each as
-                                     [key, offer, bytes, [[page bytes, number of pages], ...]]
-    ["open", offer, first, end]   -> ["pages", page bytes, [[file, offset], ...]] with descriptors:
-                                     pages [first, end) of a group, all of one size
-    ["return", loan]              -> ["returned", whether it was still lent]
-
-It is also told which offers are withdrawn, so that it unmaps their pages:
-
+    ["offered", [group, ...]]      each as [key, offer, bytes, [[page bytes, pages], ...]]
     ["withdrawn", [offer, ...]]
+
+It sends requests, and gets an answer to each, in their order:
+
+    ["borrow", [key, ...]]         those of the groups that are offered are lent, of which it was
+    ["lent", loan, [group, ...]]   told before
+
+    ["open", offer, first, end]    descriptors of the pages [first, end) of a group that is lent; a
+    ["pages", [piece, ...]]        piece has those of one size, as
+                                   [page bytes, descriptors, [[descriptor, offset], ...]]
+
+    ["return", loan]               a loan is ended
+    ["returned", stood]            whether it had not ended before
 
 What a neighbour has borrowed stays until it says so, its connection ends, or `LONGEST_S` are over.
 """
@@ -23,7 +29,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -50,7 +56,6 @@ class _Borrower:
         self.connection = connection
         self.loans: dict[int, list[Offer]] = {}
         self.begun_s: dict[int, float] = {}  # by loan
-        self.known: set[int] = set()  # offers of which it may have mapped the pages
 
     def lent(self, number: int) -> Offer:
         """The offer of that number.
@@ -90,7 +95,7 @@ class Lender:
         self._listener, self.path = peer_socket.listen(folder)
         self._waker, self._wakened = socket.socketpair()
         self._waker.setblocking(False)
-        self._withdrawn: SimpleQueue[int] = SimpleQueue()
+        self._changes: SimpleQueue[tuple[Sequence[Offer], Sequence[Offer]]] = SimpleQueue()
         self._numbers = count(1)
         self._borrowers: dict[int, _Borrower] = {}  # by descriptor
         self._selector = selectors.DefaultSelector()
@@ -101,7 +106,7 @@ class Lender:
         """Start the thread."""
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wakened, selectors.EVENT_READ)
-        self._loans.on_withdrawn = self._on_withdrawn
+        self._loans.on_change = self._on_change
         self._thread.start()
 
     def close(self) -> None:
@@ -112,8 +117,8 @@ class Lender:
         with suppress(OSError):
             self.path.unlink()
 
-    def _on_withdrawn(self, number: int) -> None:
-        self._withdrawn.put(number)
+    def _on_change(self, withdrawn: Sequence[Offer], offered: Sequence[Offer]) -> None:
+        self._changes.put((withdrawn, offered))
         self._wake()
 
     def _wake(self) -> None:
@@ -139,7 +144,7 @@ class Lender:
                 self._accept()
             elif key.fileobj is self._wakened:
                 self._wakened.recv(4096)
-                self._tell_withdrawn()
+                self._tell_changes()
             elif key.fd in self._borrowers:
                 self._serve(self._borrowers[key.fd])
         self._end_old_loans()
@@ -148,12 +153,14 @@ class Lender:
         with suppress(OSError):
             connection, _ = self._listener.accept()
             connection.settimeout(_SEND_S)
-            self._borrowers[connection.fileno()] = _Borrower(connection)
+            self._borrowers[connection.fileno()] = borrower = _Borrower(connection)
             self._selector.register(connection, selectors.EVENT_READ)
+            self._tell(borrower, (), self._loans.offers)
 
     def _drop(self, borrower: _Borrower) -> None:
-        """End a connection, and all its loans."""
-        del self._borrowers[borrower.connection.fileno()]
+        """End a connection, if it has not ended, and all its loans."""
+        if self._borrowers.pop(borrower.connection.fileno(), None) is None:
+            return
         self._selector.unregister(borrower.connection)
         borrower.connection.close()
         for offers in borrower.loans.values():
@@ -185,24 +192,13 @@ class Lender:
         """
         match request:
             case ["borrow", [*keys]]:
-                offers = self._loans.lend(keys)
                 loan = next(self._numbers)
-                borrower.loans[loan] = offers
+                borrower.loans[loan] = offers = self._loans.lend(keys)
                 borrower.begun_s[loan] = time.monotonic()
-                borrower.known.update(offer.number for offer in offers)
-                lent = [
-                    [
-                        offer.key,
-                        offer.number,
-                        offer.num_bytes,
-                        [[page_bytes, len(pages)] for page_bytes, pages in offer.parts],
-                    ]
-                    for offer in offers
-                ]
-                return ["lent", loan, lent], ()
+                self._tell_changes()  # among them, that these are offered
+                return ["lent", loan, list(map(_described, offers))], ()
             case ["open", int(number), int(first), int(end)]:
-                exported = self._pages.export(_between(borrower.lent(number), first, end))
-                return ["pages", exported.page_bytes, exported.places], exported.files
+                return self._open(borrower.lent(number), first, end)
             case ["return", int(loan)]:
                 ended = borrower.loans.pop(loan, None)
                 if ended is not None:
@@ -211,19 +207,43 @@ class Lender:
                 return ["returned", ended is not None], ()
         raise ValueError(f"no request {request!r}")
 
-    def _tell_withdrawn(self) -> None:
-        numbers: set[int] = set()
+    def _open(self, offer: Offer, first: int, end: int) -> tuple[list[Any], Sequence[int]]:
+        """Pages [first, end) of a group as an answer, with descriptors."""
+        files: list[int] = []
+        pieces: list[Any] = []
+        with ExitStack() as undo:
+            undo.callback(peer_socket.close_files, files)
+            for pages in _between(offer, first, end):
+                exported = self._pages.export(pages)
+                files += exported.files
+                pieces.append([exported.page_bytes, len(exported.files), exported.places])
+            undo.pop_all()
+        return ["pages", pieces], files
+
+    def _tell_changes(self) -> None:
+        """Tell all neighbours what is offered or withdrawn since they were told last."""
+        withdrawn: list[int] = []
+        offered: dict[int, Offer] = {}
         with suppress(Empty):
             while True:
-                numbers.add(self._withdrawn.get_nowait())
+                gone, new = self._changes.get_nowait()
+                withdrawn += [offer.number for offer in gone]
+                for offer in gone:
+                    offered.pop(offer.number, None)
+                offered.update((offer.number, offer) for offer in new)
         for borrower in list(self._borrowers.values()):
-            gone = borrower.known & numbers
-            if gone:
-                borrower.known -= gone
-                try:
-                    peer_socket.send(borrower.connection, ["withdrawn", sorted(gone)])
-                except OSError:
-                    self._drop(borrower)
+            self._tell(borrower, withdrawn, list(offered.values()))
+
+    def _tell(
+        self, borrower: _Borrower, withdrawn: Sequence[int], offered: Sequence[Offer]
+    ) -> None:
+        try:
+            if withdrawn:
+                peer_socket.send(borrower.connection, ["withdrawn", withdrawn])
+            if offered:
+                peer_socket.send(borrower.connection, ["offered", list(map(_described, offered))])
+        except OSError:
+            self._drop(borrower)
 
     def _end_old_loans(self) -> None:
         latest_s = time.monotonic() - self._longest_s
@@ -233,14 +253,23 @@ class Lender:
                 self._drop(borrower)
 
 
-def _between(offer: Offer, first: int, end: int) -> Sequence[Page]:
-    """Pages [first, end) of a group.
+def _described(offer: Offer) -> list[Any]:
+    """A group as a neighbour is told of it."""
+    parts = [[page_bytes, len(pages)] for page_bytes, pages in offer.parts]
+    return [offer.key, offer.number, offer.num_bytes, parts]
+
+
+def _between(offer: Offer, first: int, end: int) -> list[Sequence[Page]]:
+    """Pages [first, end) of a group, those of one size together.
 
     Raises:
-        LookupError: there are no such pages of one size.
+        LookupError: there are no such pages, or they are too many for a message.
     """
+    num_pages = sum(len(pages) for _, pages in offer.parts)
+    if not (0 <= first < end <= num_pages and end - first <= peer_socket.MOST_FILES):
+        raise LookupError(f"no pages [{first}, {end})")
+    found: list[Sequence[Page]] = []
     for _, pages in offer.parts:
-        if 0 <= first < end <= len(pages) and end - first <= peer_socket.MOST_FILES:
-            return pages[first:end]
+        found.append(pages[max(first, 0) : max(end, 0)])
         first, end = first - len(pages), end - len(pages)
-    raise LookupError(f"no pages [{first}, {end})")
+    return [pages for pages in found if len(pages)]

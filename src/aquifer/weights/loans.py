@@ -11,8 +11,9 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
+from typing import NamedTuple
 
 from aquifer.memory.pool import Page, PagePool
 
@@ -34,6 +35,14 @@ class Offer:
     parts: tuple[tuple[int, Sequence[Page]], ...]
 
 
+class Offered(NamedTuple):
+    """A group that is to be offered: what it is, bytes of its parameters, and its pages."""
+
+    key: str
+    num_bytes: int
+    parts: Sequence[tuple[int, Sequence[Page]]]
+
+
 class LoanBook:
     """What a process offers to others, and what they have borrowed.
 
@@ -44,11 +53,12 @@ class LoanBook:
         pool: where the pages are from.
 
     Attributes:
-        on_withdrawn: called with the number of an offer that is withdrawn; it must not block.
+        on_change: called with offers that are withdrawn, and with those that are new; it must not
+            block.
     """
 
     def __init__(self, pool: PagePool) -> None:
-        self.on_withdrawn: Callable[[int], None] = lambda number: None
+        self.on_change: Callable[[Sequence[Offer], Sequence[Offer]], None] = lambda gone, new: None
         self._pool = pool
         self._numbers = count(1)
         self._offers: dict[str, Offer] = {}
@@ -57,24 +67,35 @@ class LoanBook:
         self._num_changes = 0
         self._num_pauses = 0
 
-    def offer(self, key: str, num_bytes: int, parts: Iterable[tuple[int, Sequence[Page]]]) -> None:
-        """Offer a group that has its contents."""
+    @property
+    def offers(self) -> list[Offer]:
+        """All that is offered, the earliest first."""
         with self._pool.lock:
-            self._offers[key] = Offer(next(self._numbers), key, num_bytes, tuple(parts))
+            return list(self._offers.values())
+
+    def offer(self, groups: Iterable[Offered]) -> None:
+        """Offer groups that have their contents."""
+        with self._pool.lock:
+            new = [
+                Offer(next(self._numbers), key, num_bytes, tuple(parts))
+                for key, num_bytes, parts in groups
+            ]
+            self._offers.update((offer.key, offer) for offer in new)
+            self.on_change((), new)
 
     def rename(self, key: str, new: str) -> None:
-        """Let a group, if it is offered, be found by another key."""
+        """Let a group, if it is offered, be offered by another key instead."""
         with self._pool.lock:
             offer = self._offers.pop(key, None)
             if offer is not None:
-                self._offers[new] = offer
+                self._offers[new] = renamed = replace(offer, number=next(self._numbers), key=new)
+                self.on_change([offer], [renamed])
 
-    def withdraw(self, key: str) -> None:
-        """Offer a group no more; it may lose its pages, but for those that are lent."""
+    def withdraw(self, keys: Iterable[str]) -> None:
+        """Offer groups no more; they may lose their pages, but for those that are lent."""
         with self._pool.lock:
-            offer = self._offers.pop(key, None)
-            if offer is not None:
-                self.on_withdrawn(offer.number)
+            offers = [self._offers.pop(key) for key in keys if key in self._offers]
+            self.on_change(offers, ())
 
     def lend(self, keys: Iterable[str]) -> list[Offer]:
         """Lend those of these groups that are offered; none while lending is paused."""

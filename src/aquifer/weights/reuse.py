@@ -19,7 +19,7 @@ from typing import Protocol
 
 from aquifer.weights.fingerprint import GroupOrigin, keys_of_equals
 from aquifer.weights.host_cache import HostCache
-from aquifer.weights.loans import LoanBook
+from aquifer.weights.loans import LoanBook, Offered
 from aquifer.weights.neighbours import Neighbours
 from aquifer.weights.parameters import ParameterGroup
 from aquifer.weights.store import Filling, GroupPlace, WeightStore
@@ -137,12 +137,16 @@ class ReuseStore:
             if key is not None and key not in member.keys.values():
                 member.keys[group] = key
         self._members.append(member)
+        self._want(member, [group for group in member.keys if not self._found(member, group)])
         self._is_stale = sum(1 for each in self._members if each.origins) > 1
         return member
 
     def unregister(self, member: Member) -> None:
         """The opposite of `register`. Pre-condition: none of its groups is resident."""
         self._members.remove(member)
+        if self.neighbours is not None:
+            others = {key for each in self._members for key in each.keys.values()}
+            self.neighbours.forget(set(member.keys.values()) - others)
 
     # --- equal groups of several checkpoints ---------------------------------------------------
 
@@ -198,6 +202,10 @@ class ReuseStore:
             if self._loans is not None:
                 self._loans.rename(old, key)
         self.host.rename(old, key)
+        if self.neighbours is not None:
+            self.neighbours.forget((old, key))
+        if key not in self._holders:
+            self._want(member, [group])
 
     # --- residency ---------------------------------------------------------------------------
 
@@ -278,24 +286,29 @@ class ReuseStore:
             is_done = member.store.populate(missing, same_as, filling)
         finally:
             if not is_done:
-                for group in same_as:
-                    self._leave(member, group)
+                self._leave(member, same_as)
         if not is_done:
             return None
         return tuple(group for group in missing if group not in same_as)
 
     def filled(self, member: Member, groups: Iterable[ParameterGroup]) -> None:
         """Note that groups of a model have their contents: others may share them from now on."""
-        for group in groups:
-            if group in member.keys and not self._found(member, group):
-                self._join(member, group)
+        new = [g for g in groups if g in member.keys and not self._found(member, g)]
+        for group in new:
+            self._join(member, group)
+        if self._loans is not None:
+            self._loans.offer(
+                Offered(member.keys[g], member.store.num_bytes_of(g), member.store.parts(g))
+                for g in new
+            )
+        if self.neighbours is not None:
+            self.neighbours.forget(member.keys[group] for group in new)
 
     def evict(self, member: Member, groups: Iterable[ParameterGroup] | None = None) -> None:
         """Take pages from groups of a model, or from all; other models keep theirs."""
         wanted = member.store.groups if groups is None else tuple(groups)
-        for group in wanted:
-            if (member, group) in self._found(member, group):
-                self._leave(member, group)
+        held = [group for group in wanted if (member, group) in self._found(member, group)]
+        self._leave(member, held)
         member.store.evict(wanted)
 
     def evict_from_all(self, member: Member, groups: Iterable[ParameterGroup]) -> list[Member]:
@@ -329,26 +342,33 @@ class ReuseStore:
         return self._holders.get(key, ()) if key is not None else ()
 
     def _join(self, member: Member, group: ParameterGroup) -> None:
+        """A model has a group with its contents."""
         holders = self._holders.setdefault(member.keys[group], [])
         holders.append((member, group))
         if len(holders) > 1:
             self.version += 1
             self._num_shared += len(holders) == 2
-        elif self._loans is not None:
-            self._loans.offer(
-                member.keys[group], member.store.num_bytes_of(group), member.store.parts(group)
-            )
 
-    def _leave(self, member: Member, group: ParameterGroup) -> None:
-        holders = self._holders[member.keys[group]]
-        if len(holders) > 1:
-            self.version += 1
-            self._num_shared -= len(holders) == 2
-            if holders[0] == (member, group):
-                heir, theirs = holders[1]
-                heir.store.own(theirs)
-        holders.remove((member, group))
-        if not holders:
-            del self._holders[member.keys[group]]
-            if self._loans is not None:
-                self._loans.withdraw(member.keys[group])
+    def _leave(self, member: Member, groups: Iterable[ParameterGroup]) -> None:
+        """A model is about to lose groups."""
+        lost: list[ParameterGroup] = []  # from the device
+        for group in groups:
+            holders = self._holders[member.keys[group]]
+            if len(holders) > 1:
+                self.version += 1
+                self._num_shared -= len(holders) == 2
+                if holders[0] == (member, group):
+                    heir, theirs = holders[1]
+                    heir.store.own(theirs)
+            holders.remove((member, group))
+            if not holders:
+                del self._holders[member.keys[group]]
+                lost.append(group)
+        if self._loans is not None and lost:
+            self._loans.withdraw([member.keys[group] for group in lost])
+        self._want(member, lost)
+
+    def _want(self, member: Member, groups: Iterable[ParameterGroup]) -> None:
+        """No model has these groups on the device."""
+        if self.neighbours is not None:
+            self.neighbours.want({member.keys[g]: member.store.num_bytes_of(g) for g in groups})
