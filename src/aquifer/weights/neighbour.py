@@ -131,6 +131,7 @@ class Neighbour:
         self._on_news = on_news
         self._connection = peer_socket.connect(path, _ANSWER_S)
         self._answers: SimpleQueue[tuple[list[Any], list[int]] | None] = SimpleQueue()
+        self._answers_come = True
         self._asked: deque[_Batch] = deque()  # of which the answers are still to come
         self._lock = threading.Lock()  # guards the rest
         self._offered: dict[int, LentGroup] = {}  # by offer
@@ -286,7 +287,7 @@ class Neighbour:
         """Whatever fails, the neighbour is asked for nothing more."""
         try:
             yield
-        except (OSError, ValueError, TypeError, LookupError, Empty, DriverError) as error:
+        except (OSError, ValueError, TypeError, LookupError, DriverError) as error:
             self.is_gone = True
             if isinstance(error, DriverError):
                 self.is_refused = True
@@ -302,10 +303,11 @@ class Neighbour:
 
     def _answer(self) -> tuple[list[Any], list[int]]:
         """The answer to the earliest request that has none yet, with its descriptors."""
-        answer = self._answers.get(timeout=_ANSWER_S)
-        if answer is None:
-            raise ConnectionError("the neighbour is gone")
-        return answer
+        with suppress(Empty):
+            if self._answers_come and (answer := self._answers.get(timeout=_ANSWER_S)) is not None:
+                return answer
+        self._answers_come = False  # one that is late must not be taken for another one
+        raise ConnectionError("the neighbour does not answer")
 
     def _pages(
         self, group: LentGroup, wanted: Sequence[_Batch], goes_on: Callable[[], bool]

@@ -290,7 +290,8 @@ class Neighbours:
             with suppress(GoneError):
                 if keys and neighbour.map_ahead(keys, self._goes_on):
                     return _PAUSE_S
-            if not self._thread.is_free_for(0.0):
+            if neighbour.is_gone or not self._thread.is_free_for(0.0):
+                self._part()
                 return _PAUSE_S
         mapped = frozenset().union(*(each.mapped for each in self._neighbours.values()))
         if mapped != self._mapped:

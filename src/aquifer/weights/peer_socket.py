@@ -28,12 +28,15 @@ def listen(folder: Path) -> tuple[socket.socket, Path]:
         OSError: it cannot be made.
     """
     path = folder / f"{os.getpid()}-{os.urandom(4).hex()}{_SUFFIX}"
+    unready = path.with_suffix(".unready")  # one that is found but does not listen counts as left
     listener = socket.socket(socket.AF_UNIX)
     try:
-        listener.bind(str(path))
+        listener.bind(str(unready))
         listener.listen()
+        unready.rename(path)
     except BaseException:
         listener.close()
+        unready.unlink(missing_ok=True)
         raise
     return listener, path
 

@@ -296,10 +296,10 @@ class ReuseStore:
         new = [g for g in groups if g in member.keys and not self._found(member, g)]
         for group in new:
             self._join(member, group)
-        if self._loans is not None:
+        if self._loans is not None and new:
+            store = member.store
             self._loans.offer(
-                Offered(member.keys[g], member.store.num_bytes_of(g), member.store.parts(g))
-                for g in new
+                [Offered(member.keys[g], store.num_bytes_of(g), store.parts(g)) for g in new]
             )
         if self.neighbours is not None:
             self.neighbours.forget(member.keys[group] for group in new)
