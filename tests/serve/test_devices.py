@@ -329,7 +329,7 @@ def test_a_device_that_is_not_there(checkpoint: Path) -> None:
     done = subprocess.run(
         [*command, "--devices", "cpu,cuda:99", "--memory", "64M"], capture_output=True, text=True
     )
-    assert done.returncode == 2
+    assert done.returncode in (1, 2)  # where there is no such GPU, or no bindings for any
     assert "error: " in done.stderr
     assert "cuda" in done.stderr
 
