@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 from tests.checkpoints import VOCAB_SIZE, tiny_llama
+from tests.lending import NAME, NEVER, kill, lender, until
 
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.engine import Engine
 from aquifer.engine.params import Request, SamplingParams
 from aquifer.memory.driver.base import ExportedPages, Handle
 from aquifer.memory.driver.host import HostDriver
-
-NAME = "m"
-WAIT_S = 60.0
-NEVER = 1 << 30
 
 
 class KillingDriver(HostDriver):
@@ -39,9 +32,7 @@ class KillingDriver(HostDriver):
     def adopt(self, pages: ExportedPages) -> list[Handle]:
         self.left -= 1
         if not self.left:
-            assert self.victim.pid is not None
-            os.kill(self.victim.pid, signal.SIGKILL)
-            self.victim.join()
+            kill(self.victim)
         return super().adopt(pages)
 
 
@@ -64,14 +55,6 @@ class HookedDriver(HostDriver):
         return super().adopt(pages)
 
 
-def until(holds: Callable[[], bool]) -> None:
-    """Wait for what another thread does."""
-    deadline_s = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.001)
-
-
 def config(*models: Path, neighbours: Path | None = None) -> EngineConfig:
     return EngineConfig(
         tuple(ModelSpec(model.name, model) for model in models),
@@ -82,38 +65,6 @@ def config(*models: Path, neighbours: Path | None = None) -> EngineConfig:
         enable_prefix_caching=False,
         neighbours=neighbours,
     )
-
-
-def lend(model: Path, neighbours: Path, connection: Connection) -> None:
-    """A process that has a model: unloads it or loads it again when told to, and ends."""
-    with closing(Engine.open(config(model, neighbours=neighbours))) as engine:
-        connection.send(dict(engine.memory().loaded_bytes))
-        while (message := connection.recv()) is not None:
-            engine.unload_model(NAME) if message == "unload" else load(engine)
-            engine.pool.check()
-            connection.send(dict(engine.memory().loaded_bytes))
-    connection.send("closed")
-
-
-@contextmanager
-def lender(model: Path, neighbours: Path) -> Iterator[tuple[BaseProcess, Connection]]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=lend, args=(model, neighbours, theirs), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        assert set(ours.recv()) == {(NAME, "disk")}
-        yield process, ours
-    finally:
-        process.kill()
-        process.join()
-
-
-def load(engine: Engine) -> None:
-    engine.ask_for_model(NAME)
-    while engine.has_work:
-        engine.step()
 
 
 def ask(engine: Engine, model: str) -> None:
@@ -144,7 +95,7 @@ def test_weights_come_from_another_process_bit_for_bit(model: Path, tmp_path: Pa
     """As long as it has them; then from the files, and the other one borrows them in turn."""
     with closing(Engine.open(config(model))) as engine:
         expected = answer(engine)
-    with lender(model, tmp_path) as (_, other):
+    with lender(config(model, neighbours=tmp_path)) as (_, other):
         with closing(Engine.open(config(model, neighbours=tmp_path))) as engine:
             num_bytes = engine.models[NAME].weight_bytes
             assert engine.memory().loaded_bytes == {(NAME, "neighbour"): num_bytes}
@@ -173,7 +124,7 @@ def test_a_process_that_is_killed_while_it_lends(model: Path, tmp_path: Path, nu
     """The load goes on from the files, and the answer is right."""
     with closing(Engine.open(config(model))) as engine:
         expected = answer(engine)
-    with lender(model, tmp_path) as (process, _):
+    with lender(config(model, neighbours=tmp_path)) as (process, _):
         driver = KillingDriver(process, number)
         with (
             closing(driver),
@@ -193,7 +144,7 @@ def test_pages_are_mapped_before_a_load(model: Path, tmp_path: Path, is_killed: 
     """The load maps none then. If the other process is killed, the load goes on from the files."""
     with closing(Engine.open(config(model))) as engine:
         expected = answer(engine)
-    with lender(model, tmp_path) as (process, other):
+    with lender(config(model, neighbours=tmp_path)) as (process, other):
         driver = MappingDriver(process, NEVER)
         with (
             closing(driver),

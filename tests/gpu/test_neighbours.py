@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
-from multiprocessing.connection import Connection
+from contextlib import closing
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 import torch
 from tests.checkpoints import VOCAB_SIZE, tiny_llama
+from tests.lending import NAME, NEVER, kill, lender, until
 
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.engine import Engine
@@ -22,9 +18,6 @@ from aquifer.engine.params import Request, SamplingParams
 from aquifer.memory.driver.base import ExportedPages, Handle
 from aquifer.memory.driver.cuda import CudaDriver
 
-NAME = "m"
-WAIT_S = 60.0
-NEVER = 1 << 30
 SHAPE = {
     "hidden_size": 2048,
     "intermediate_size": 12288,
@@ -57,18 +50,8 @@ class KillingDriver(CudaDriver):
     def adopt(self, pages: ExportedPages) -> list[Handle]:
         self.left -= 1
         if not self.left:
-            assert self.victim.pid is not None
-            os.kill(self.victim.pid, signal.SIGKILL)
-            self.victim.join()
+            kill(self.victim)
         return super().adopt(pages)
-
-
-def until(holds: Callable[[], bool]) -> None:
-    """Wait for what another thread does."""
-    deadline_s = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 def config(model: Path, device: str, neighbours: Path | None) -> EngineConfig:
@@ -82,38 +65,6 @@ def config(model: Path, device: str, neighbours: Path | None) -> EngineConfig:
         enable_prefix_caching=False,
         neighbours=neighbours,
     )
-
-
-def lend(model: Path, device: str, neighbours: Path, connection: Connection) -> None:
-    """A process that has a model: unloads it or loads it again when told to, and ends."""
-    with closing(Engine.open(config(model, device, neighbours))) as engine:
-        connection.send(dict(engine.memory().loaded_bytes))
-        while (message := connection.recv()) is not None:
-            engine.unload_model(NAME) if message == "unload" else load(engine)
-            engine.pool.check()
-            connection.send(dict(engine.memory().loaded_bytes))
-    connection.send("closed")
-
-
-@contextmanager
-def lender(model: Path, device: str, neighbours: Path) -> Iterator[tuple[BaseProcess, Connection]]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=lend, args=(model, device, neighbours, theirs), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        assert set(ours.recv()) == {(NAME, "disk")}
-        yield process, ours
-    finally:
-        process.kill()
-        process.join()
-
-
-def load(engine: Engine) -> None:
-    engine.ask_for_model(NAME)
-    while engine.has_work:
-        engine.step()
 
 
 def answer(engine: Engine) -> list[int]:
@@ -150,7 +101,7 @@ def test_weights_come_from_another_process(
 
     What was mapped for a load, or before it, is the fastest source of all.
     """
-    with lender(model, lending, tmp_path) as (_, other):
+    with lender(config(model, lending, tmp_path)) as (_, other):
         with closing(Engine.open(config(model, "cuda:0", tmp_path))) as engine:
             num_bytes = engine.models[NAME].weight_bytes
             assert engine.memory().loaded_bytes == {(NAME, "neighbour"): num_bytes}
@@ -185,7 +136,7 @@ def test_pages_are_mapped_before_a_load(
     model: Path, expected: list[int], tmp_path: Path, lending: str
 ):
     """The load maps none then. They do not count as this process's memory."""
-    with lender(model, lending, tmp_path) as (process, other):
+    with lender(config(model, lending, tmp_path)) as (process, other):
         driver = KillingDriver(process, NEVER)
         with (
             closing(driver),
@@ -216,7 +167,7 @@ def test_a_process_that_is_killed_while_it_lends(
     model: Path, expected: list[int], tmp_path: Path, lending: str, number: int
 ):
     """The load goes on from the files, and the answer is right."""
-    with lender(model, lending, tmp_path) as (process, _):
+    with lender(config(model, lending, tmp_path)) as (process, _):
         driver = KillingDriver(process, number)
         with (
             closing(driver),
@@ -248,7 +199,7 @@ def test_what_is_lent_stays_while_it_is_unloaded(
                 other.recv()
             return super().adopt(pages)
 
-    with lender(model, lending, tmp_path) as (_, other):
+    with lender(config(model, lending, tmp_path)) as (_, other):
         driver = UnloadingDriver(0, exports=True)
         with (
             closing(driver),

@@ -228,7 +228,7 @@ def test_a_request_that_has_output_nothing_is_run_again_elsewhere() -> None:
 
 @pytest.mark.parametrize("borrowed_s", [None, 0.05])
 def test_a_device_that_can_borrow_the_weights_gets_a_request(borrowed_s: float | None) -> None:
-    """Of a model that has a queue of a second elsewhere, if it would take more to load it."""
+    """Instead of waiting for a second elsewhere, where loading from files would take longer."""
 
     async def test() -> None:
         server = Server("m", placement="affinity")

@@ -249,7 +249,7 @@ def test_each_group_comes_from_whichever_has_it(make: Make):
 
 
 def test_what_is_lent_stays_while_the_lender_evicts_it(make: Make):
-    """Its pages go to nobody else before the copy is done, however short the lender is."""
+    """No other owner gets lent pages before the copy is done, even if memory is short."""
     lender, borrower = make(), make()
     lender.load()
     free_bytes: list[int] = []
@@ -580,7 +580,7 @@ def test_messages_with_descriptors():
 
 @pytest.mark.parametrize("maps_ahead", [False, True])
 def test_random_loads_and_evictions(make: Make, maps_ahead: bool):
-    """Of three processes, one of which is replaced now and then."""
+    """Random loads and evictions in three processes, while one of them is replaced now and then."""
     random = Random(4)
     sides = [make(maps_ahead=maps_ahead) for _ in range(3)]
     totals = dict.fromkeys(WeightSource, 0)
