@@ -78,7 +78,7 @@ COST = Cost(
     expert_share=0.25,
     parameter_bytes=2,
     kv_bytes_per_token=10,
-    state_bytes=0,
+    state_traffic_bytes=0,
     attention_operations=40.0,
 )
 
@@ -102,9 +102,9 @@ def test_floors_by_hand() -> None:
     )
 
 
-def test_each_step_reads_and_writes_the_state_of_each_request_once() -> None:
+def test_each_step_reads_and_writes_the_state_of_each_request() -> None:
     workload = Workload([[0] * 5, [0] * 9], [4, 2])
-    cost = replace(COST, state_bytes=1000)
+    cost = replace(COST, state_traffic_bytes=2000)
     assert cost.step_s(workload, RATES) == pytest.approx(
         COST.step_s(workload, RATES) + 2 * (2 * 1000) / 1e6
     )
@@ -123,10 +123,14 @@ def test_the_cost_of_a_hybrid(state_dtype: Any, element_bytes: int, tmp_path: Pa
         cost = Cost.of(llm)
     inner, state = config.mamba_n_heads * config.mamba_d_head, config.mamba_d_state
     # Of each of two layers: what the convolution needs of earlier tokens, in the precision of the
-    # weights, and the heads' states. Each begins at a multiple of 256 bytes.
+    # weights, is read and written; the heads' states are read, and written by one of four tokens.
+    # The inputs of three of four tokens are kept: each token writes its own, and reads half of the
+    # three in the mean.
     columns = inner + 2 * config.mamba_n_groups * state
-    sizes = columns * (config.mamba_d_conv - 1) * 4, inner * state * element_bytes
-    assert cost.state_bytes == 2 * sum(-(-size // 256) * 256 for size in sizes)
+    conv_bytes = columns * (config.mamba_d_conv - 1) * 4
+    inputs_bytes = (inner + config.mamba_n_groups * state + config.mamba_n_heads) * 4
+    layer_bytes = 2 * conv_bytes + 1.25 * inner * state * element_bytes + 2.5 * inputs_bytes
+    assert cost.state_traffic_bytes == 2 * layer_bytes
     assert cost.kv_bytes_per_token == 2 * 2 * 16 * 4
 
 

@@ -8,7 +8,9 @@ numbers, state in bf16, with convolution and gate); inputs in bf16. A figure is 
 layer, the median over replays of a CUDA graph of several layers, whose states together overflow the
 L2 cache. It takes about half a minute.
 
-Floors: of rows that decode, to read and write the states once at the bandwidth of a device copy. Of
+Floors: of rows that decode, to read and write the states once at the bandwidth of a device copy;
+of Mamba-2 (`kernels/ssd_update.py`), to read them, to write an eighth of them, and to read and
+write what is pending: the positions of its sequences differ, so that an eighth of them write. Of
 chunks, the larger of two times: to read the inputs and write the results once; and to compute. For
 the selective scan that is one exponential for each number of the state and token, 16 for each SM
 and cycle; for the delta rule the products of the chunked form but its triangular inverse, at the
@@ -18,6 +20,7 @@ rate of a large product.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -30,8 +33,9 @@ import triton
 from aquifer.bench.floor import Rates
 from aquifer.bench.result import save
 from aquifer.bench.timing import replay_seconds
-from aquifer.kernels import causal_conv, gated_delta, gated_norm, selective_scan, ssd
+from aquifer.kernels import causal_conv, gated_delta, gated_norm, selective_scan, ssd, ssd_update
 from aquifer.kernels.prefill_attention import PrefillSpans
+from aquifer.kernels.ssd_update import Pending
 
 DTYPE = torch.bfloat16
 DEVICE = torch.device("cuda")
@@ -40,6 +44,7 @@ KEY_HEADS, VALUE_HEADS, DIM = 16, 32, 128
 CHUNK_TOKENS = 64  # of the delta rule
 SSD_HEADS, SSD_DIM, SSD_SIZE, TAPS = 24, 128, 256, 4
 SSD_CHUNK_TOKENS = 128
+PLACES = 8  # of pending tokens
 SCALE = DIM**-0.5
 BATCHES = (1, 32, 256)
 CHUNKS = ((1, 8192), (1, 1024), (8, 1024), (64, 20))  # spans, tokens of each
@@ -91,6 +96,7 @@ class Kernel:
         refer: runs the reference on states, and writes the results into the tensor given.
         floor_s: floor of a layer.
         max_state_error: largest relative error of the states.
+        num_compared: numbers of a state, from the first, that are compared; None for all.
     """
 
     case: str
@@ -100,6 +106,7 @@ class Kernel:
     refer: Callable[[torch.Tensor, torch.Tensor], None]
     floor_s: float
     max_state_error: float
+    num_compared: int | None = None
 
     def measure(self) -> Result:
         """Compare the results of one layer, then measure all of them."""
@@ -109,7 +116,8 @@ class Kernel:
         self.run(own)  # compiles
         self.refer(expected_state, expected)
         out_error = _error(self.out, expected)
-        state_error = _error(own, expected_state)
+        compared = slice(self.num_compared)
+        state_error = _error(own[:, compared], expected_state[:, compared])
         assert out_error < MAX_ERROR, f"{self.case}: results differ by {out_error:.2e}"
         assert state_error < self.max_state_error, f"{self.case}: states by {state_error:.2e}"
         del own, expected_state, expected
@@ -161,19 +169,46 @@ class _Mamba2:
         self.weights = [torch.randn(SSD_HEADS, device=DEVICE) for _ in range(3)]
 
     def states(self, num_slots: int) -> torch.Tensor:
-        """States of enough layers, [slots, layers, numbers], convolution first."""
-        numbers = (SSD_HEADS * SSD_DIM + 2 * SSD_SIZE) * (TAPS - 1) + (
-            SSD_HEADS * SSD_DIM * SSD_SIZE
-        )
+        """States of enough layers, [slots, layers, numbers], those of `split` in turn."""
+        numbers = sum(math.prod(shape) for shape in self._shapes())
         num_layers = max(LEAST_STATE_BYTES // (num_slots * numbers * 2), 2)
-        return _random(num_slots, num_layers, numbers)
+        states = _random(num_slots, num_layers, numbers)
+        states[..., self.num_compared + self._num_inputs() :].view(torch.float32).uniform_(
+            0.01, 0.1
+        )
+        return states
 
-    def split(self, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the convolution keeps, and the state."""
+    @property
+    def num_compared(self) -> int:
+        """Numbers of convolution and state."""
+        return sum(math.prod(shape) for shape in self._shapes()[:2])
+
+    def _num_inputs(self) -> int:
+        return sum(math.prod(shape) for shape in self._shapes()[2:4])
+
+    def split(self, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Pending]:
+        """What the convolution keeps, the state, and what is pending."""
+        conv, own, x, b, steps = (
+            part.unflatten(1, shape)
+            for part, shape in zip(
+                state.split([math.prod(shape) for shape in self._shapes()], dim=1),
+                self._shapes(),
+                strict=True,
+            )
+        )
+        # Each step is two of the numbers.
+        wide = steps.flatten(1).view(torch.float32).unflatten(1, (PLACES, SSD_HEADS))
+        return conv, own, Pending(x, b, wide)
+
+    def _shapes(self) -> list[tuple[int, ...]]:
         channels = self.inputs.shape[1]
-        conv = state[:, : channels * (TAPS - 1)].unflatten(1, (channels, TAPS - 1))
-        own = state[:, channels * (TAPS - 1) :].unflatten(1, (SSD_HEADS, SSD_DIM, SSD_SIZE))
-        return conv, own
+        return [
+            (channels, TAPS - 1),
+            (SSD_HEADS, SSD_DIM, SSD_SIZE),
+            (PLACES, SSD_HEADS, SSD_DIM),
+            (PLACES, 1, SSD_SIZE),
+            (2 * PLACES, SSD_HEADS),
+        ]
 
     def arguments(self) -> _Seven:
         """x, dt, a_log, b, c, d, dt_bias."""
@@ -305,31 +340,39 @@ class Cases:
     def ssd_update(self, batch: int) -> Kernel:
         """One token of each of `batch` sequences: convolution, update, and gate."""
         slots = torch.randperm(batch, device=DEVICE)
-        positions = torch.ones_like(slots)
+        positions = torch.arange(PLACES - 1, PLACES - 1 + batch, device=DEVICE)
         layer = _Mamba2(batch)
         states, out = layer.states(batch), _random(batch, SSD_HEADS * SSD_DIM)
 
         def run(state: torch.Tensor) -> None:
-            conv, own = layer.split(state)
+            conv, own, pending = layer.split(state)
             causal_conv.conv_update(
                 layer.inputs, *layer.taps, conv, slots, positions, layer.xbc, activation="silu"
             )
-            ssd.state_update(own, *layer.arguments(), slots, positions, layer.y, dt_limit=NO_LIMIT)
+            ssd_update.state_update(
+                own, pending, *layer.arguments(), slots, positions, layer.y, dt_limit=NO_LIMIT
+            )
             out.copy_(layer.gated(gated_norm.gated_norm))
 
         def refer(state: torch.Tensor, into: torch.Tensor) -> None:
-            conv, own = layer.split(state)
+            conv, own, pending = layer.split(state)
             causal_conv.conv_update_reference(
                 layer.inputs, *layer.taps, conv, slots, positions, layer.xbc, activation="silu"
             )
-            ssd.state_update_reference(
-                own, *layer.arguments(), slots, positions, layer.y, dt_limit=NO_LIMIT
+            ssd_update.state_update_reference(
+                own, pending, *layer.arguments(), slots, positions, layer.y, dt_limit=NO_LIMIT
             )
             into.copy_(layer.gated(gated_norm.gated_norm_reference))
 
-        floor_s = 2 * states[:, 0].numel() * 2 / self.rates.bytes_per_s
+        conv_numbers = 2 * layer.xbc.shape[1] * (TAPS - 1)
+        state_numbers = (1 + 1 / PLACES) * SSD_HEADS * SSD_DIM * SSD_SIZE
+        pending_share = 1 / PLACES + (PLACES - 1) / (2 * PLACES)
+        pending_numbers = pending_share * (states.shape[2] - layer.num_compared)
+        moved = batch * (conv_numbers + state_numbers + pending_numbers)
+        floor_s = moved * DTYPE.itemsize / self.rates.bytes_per_s
         name = f"ssd update {batch}"
-        return Kernel(name, states, out, run, refer, floor_s, MAX_STATE_ERROR["ssd"])
+        error = MAX_STATE_ERROR["ssd"]
+        return Kernel(name, states, out, run, refer, floor_s, error, layer.num_compared)
 
     def ssd_chunks(self, num_spans: int, count: int) -> Kernel:
         """`count` tokens of each of `num_spans` sequences: convolution, scan, and gate."""
@@ -338,19 +381,21 @@ class Cases:
         states, out = layer.states(num_spans), _random(num_tokens, SSD_HEADS * SSD_DIM)
 
         def run(state: torch.Tensor) -> None:
-            conv, own = layer.split(state)
+            conv, own, pending = layer.split(state)
             causal_conv.conv_chunks(
                 layer.inputs, *layer.taps, conv, spans, layer.xbc, activation="silu"
             )
-            ssd.scan_chunks(own, *layer.arguments(), spans, layer.y, dt_limit=NO_LIMIT)
+            ssd.scan_chunks(own, pending, *layer.arguments(), spans, layer.y, dt_limit=NO_LIMIT)
             out.copy_(layer.gated(gated_norm.gated_norm))
 
         def refer(state: torch.Tensor, into: torch.Tensor) -> None:
-            conv, own = layer.split(state)
+            conv, own, pending = layer.split(state)
             causal_conv.conv_chunks_reference(
                 layer.inputs, *layer.taps, conv, spans, layer.xbc, activation="silu"
             )
-            ssd.scan_chunks_reference(own, *layer.arguments(), spans, layer.y, dt_limit=NO_LIMIT)
+            ssd.scan_chunks_reference(
+                own, pending, *layer.arguments(), spans, layer.y, dt_limit=NO_LIMIT
+            )
             into.copy_(layer.gated(gated_norm.gated_norm_reference))
 
         columns = 2 * SSD_HEADS * SSD_DIM + 2 * SSD_SIZE
@@ -360,7 +405,8 @@ class Cases:
         operations = 2 * num_tokens * SSD_HEADS * products
         floor_s = max(read_s, operations / self.rates.operations_per_s)
         name = f"ssd chunks {num_spans} x {count}"
-        return Kernel(name, states, out, run, refer, floor_s, MAX_STATE_ERROR["ssd"])
+        error = MAX_STATE_ERROR["ssd"]
+        return Kernel(name, states, out, run, refer, floor_s, error, layer.num_compared)
 
     def _delta_inputs(self, num_rows: int) -> _Five:
         """q, k, v, g and beta; the first three are columns of one tensor, as in the model."""

@@ -103,7 +103,7 @@ def make_prompts(tiny: TinyModel) -> Prompts:
     alone = [case("greedy", [], num_tokens) for num_tokens in (1, 33, 62)]
     sampled = SamplingParams(n=3, temperature=0, max_tokens=long.params.max_tokens)
     samples = Case(long.prompt, sampled, long.completions * 3, "length")
-    return Prompts(long, leaving, alone, samples, case("beams", [], 23))
+    return Prompts(long, leaving, alone, samples, case("beams", [], 39))
 
 
 def open_one(

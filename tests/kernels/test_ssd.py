@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
@@ -16,12 +17,8 @@ from tests.kernels.recurrent_cases import (
 )
 
 from aquifer.kernels.prefill_attention import PrefillSpans
-from aquifer.kernels.ssd import (
-    scan_chunks,
-    scan_chunks_reference,
-    state_update,
-    state_update_reference,
-)
+from aquifer.kernels.ssd import scan_chunks, scan_chunks_reference
+from aquifer.kernels.ssd_update import Pending, state_update, state_update_reference
 
 MAX_ERROR = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 CHUNKS = [scan_chunks, scan_chunks_reference]
@@ -29,11 +26,16 @@ UPDATES = [state_update, state_update_reference]
 RAGGED = [(0, 5), (7, 1), (0, 70), (3, 33)]
 
 
+def pending_tensors(pending: Pending) -> list[torch.Tensor]:
+    return [getattr(pending, each.name) for each in fields(pending)]
+
+
 @dataclass
 class Case:
     """Inputs of a step, of which the rows outside of the chunks are NaN."""
 
     state: torch.Tensor
+    pending: Pending
     x: torch.Tensor
     dt: torch.Tensor
     a_log: torch.Tensor
@@ -48,13 +50,32 @@ class Case:
     def inputs(self) -> tuple[torch.Tensor | None, ...]:
         return self.x, self.dt, self.a_log, self.b, self.c, self.d, self.dt_bias
 
+    def full_states(self, slots: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+        """The states of slots with so many tokens, with what is pending: [slots, H, P, N]."""
+        repeats = self.x.shape[1] // self.b.shape[1]
+        rates = -self.a_log.double().exp()
+        states = []
+        for slot, position in zip(slots, positions, strict=True):
+            h = first_state(self.state, slot, position)
+            places = self.pending.num_places
+            for other in range(max(position - places + 1, 0), position):
+                place = other % places
+                for head, rate in enumerate(rates):
+                    step = self.pending.steps[slot, place, head].double()
+                    if step == 0 or position - other > (position + head) % places:
+                        continue
+                    x = self.pending.x[slot, place, head].double()
+                    b = self.pending.b[slot, place, head // repeats].double()
+                    h[head] = torch.exp(step * rate) * h[head] + step * x[:, None] * b
+            states.append(h)
+        return torch.stack(states)
+
     def exact(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(results, states), of all chunks in turn and of the chunks."""
         results, states = [], []
         spans = self.spans
         repeats = self.x.shape[1] // self.b.shape[1]
-        for i, (slot, start) in enumerate(zip(spans.slots, spans.starts, strict=True)):
-            h = first_state(self.state, slot, start)
+        for i, h in enumerate(self.full_states(spans.slots, spans.starts)):
             for row in range(spans.offsets[i], spans.offsets[i + 1]):
                 x, dt, b, c = (each[row].double() for each in (self.x, self.dt, self.b, self.c))
                 b, c = b.repeat_interleave(repeats, 0), c.repeat_interleave(repeats, 0)
@@ -67,11 +88,18 @@ class Case:
             states.append(h)
         return torch.stack(results), torch.stack(states)
 
+    def copy(self) -> Case:
+        """The same, with states of its own."""
+        pending = Pending(*(copy_of_state(each) for each in pending_tensors(self.pending)))
+        return replace(self, state=copy_of_state(self.state), pending=pending)
+
     def run(self, operation) -> tuple[torch.Tensor, torch.Tensor]:
-        """(results of the chunks' rows, states of all slots after)."""
-        state = copy_of_state(self.state)
+        """(results of the chunks' rows, states of all slots after, with none pending)."""
+        after = self.copy()
         out = torch.full_like(self.x, torch.nan)
-        operation(state, *self.inputs, self.spans, out, dt_limit=self.dt_limit)
+        operation(after.state, after.pending, *self.inputs, self.spans, out, dt_limit=self.dt_limit)
+        assert (after.pending.steps[self.spans.device_slots] == 0).all()
+        state = after.state
         begin, end = self.spans.offsets[0], self.spans.offsets[-1]
         assert out[:begin].isnan().all()
         assert out[end:].isnan().all()
@@ -90,6 +118,7 @@ def make_case(
     state_dtype: torch.dtype = torch.float32,
     has_options: bool = True,
     slots: list[int] | None = None,
+    places: int = 4,
 ) -> Case:
     generator = torch.Generator(device).manual_seed(0)
 
@@ -106,8 +135,19 @@ def make_case(
         each[: spans.offsets[0]] = torch.nan
         each[spans.offsets[-1] :] = torch.nan
     x, b, c, _ = wide.split(widths, dim=1)
+    pending = Pending(
+        make_state((places, heads, head_dim), spans, generator, dtype),
+        make_state((places, groups, size), spans, generator, dtype),
+        make_state((places, heads), spans, generator),
+    )
+    pending.steps.abs_()
+    # One that is in the state already, of which the rest may be anything.
+    pending.steps[:, 0] = 0
+    pending.x[:, 0] = torch.nan
+    pending.b[:, 0] = torch.nan
     return Case(
         make_state((heads, head_dim, size), spans, generator, state_dtype),
+        pending,
         x.unflatten(1, (heads, head_dim)),
         wide_dt[:, 5:],
         random(heads),
@@ -166,15 +206,61 @@ def test_chunks_split_anywhere(device, operation):
     whole = make_case(device, [(0, count)], slots=[1])
     results, states = whole.exact()
     for parts in ([1, 74], [32, 43], [30, 1, 1, 43]):
-        state = copy_of_state(whole.state)
+        own = whole.copy()
         out = torch.full_like(whole.x, torch.nan)
         begin, done = whole.spans.offsets[0], 0
         for part in parts:
             spans = PrefillSpans.of([1], [done], [begin + done, begin + done + part], device)
-            operation(state, *whole.inputs, spans, out, dt_limit=whole.dt_limit)
+            operation(own.state, own.pending, *own.inputs, spans, out, dt_limit=own.dt_limit)
             done += part
         assert relative_error(out[begin : begin + count], results) < MAX_ERROR[torch.float32]
-        assert relative_error(state[[1]], states) < MAX_ERROR[torch.float32]
+        assert relative_error(own.state[[1]], states) < MAX_ERROR[torch.float32]
+
+
+@pytest.mark.parametrize(("update", "scan"), list(zip(UPDATES, CHUNKS, strict=True)))
+@pytest.mark.parametrize("places", [1, 2, 8])
+def test_single_tokens_between_chunks(device, update, scan, places):
+    """Sequences computed by a token or by several at a time, in any turn, are the sequences."""
+    counts, slots = [23, 30, 19], [3, 1, 4]
+    whole = make_case(device, [(0, count) for count in counts], slots=slots, places=places)
+    results, states = whole.exact()
+    first, *ends = whole.spans.offsets
+    begins = [first, *ends[:-1]]
+    own, out = whole.copy(), torch.full_like(whole.x, torch.nan)
+    done = [0, 0, 0]
+    turns = [(0, 1, 2, 3), (1, 7, 1, 7), (9, 1, 1, 1)]  # tokens at a time
+    for turn in range(max(counts)):
+        parts = [
+            min(of[turn % 4] or 1, count - was)
+            for of, count, was in zip(turns, counts, done, strict=True)
+        ]
+        several = [i for i, part in enumerate(parts) if part > 1]
+        single = [i for i, part in enumerate(parts) if part == 1]
+        for i in several:
+            begin = begins[i] + done[i]
+            spans = PrefillSpans.of([slots[i]], [done[i]], [begin, begin + parts[i]], device)
+            scan(own.state, own.pending, *own.inputs, spans, out, dt_limit=own.dt_limit)
+        if single:
+            rows = torch.tensor([begins[i] + done[i] for i in single], device=device)
+            inputs = [
+                each[rows] if each is not None and len(each) == len(own.x) else each
+                for each in own.inputs
+            ]
+            own_out = torch.empty_like(out[rows])
+            update(
+                own.state,
+                own.pending,
+                *inputs,
+                torch.tensor([slots[i] for i in single], device=device),
+                torch.tensor([done[i] for i in single], device=device),
+                own_out,
+                dt_limit=own.dt_limit,
+            )
+            out[rows] = own_out
+        done = [was + part for was, part in zip(done, parts, strict=True)]
+    assert done == counts
+    assert relative_error(out[first : ends[-1]], results) < MAX_ERROR[torch.float32]
+    assert relative_error(own.full_states(slots, counts), states) < MAX_ERROR[torch.float32]
 
 
 @pytest.mark.parametrize("operation", UPDATES)
@@ -186,7 +272,7 @@ def test_updates(device, head_dim, size, dtype, operation):
     """Rows of one token each, with padding between them, are chunks of one token."""
     case = make_case(
         device,
-        [(4, 1), (0, 1), (9, 1), (0, 1)],
+        [(4, 1), (0, 1), (9, 1), (0, 1), (7, 1)],
         head_dim=head_dim,
         size=size,
         dtype=dtype,
@@ -195,20 +281,29 @@ def test_updates(device, head_dim, size, dtype, operation):
     results, states = case.exact()
     first = case.spans.offsets[0]
     # The rows before and after the chunks are NaN; they are padding here, of finite numbers.
-    rows = torch.tensor([first, first + 1, 0, first + 2, first + 3, 1], device=device)
+    rows = torch.tensor([first, first + 1, 0, first + 2, first + 3, 1, first + 4], device=device)
     is_padding = rows < first
-    slots = torch.full((6,), -1, device=device)
-    positions = torch.zeros(6, dtype=torch.int64, device=device)
+    slots = torch.full((7,), -1, device=device)
+    positions = torch.zeros(7, dtype=torch.int64, device=device)
     slots[~is_padding] = case.spans.device_slots
     positions[~is_padding] = case.spans.device_starts
     inputs = [
         each[rows].nan_to_num() if each is not None and each.shape[0] == len(case.x) else each
         for each in case.inputs
     ]
-    state, out = copy_of_state(case.state), torch.full_like(case.x[rows], torch.nan)
-    operation(state, *inputs, slots, positions, out, dt_limit=case.dt_limit)
+    after, out = case.copy(), torch.full_like(case.x[rows], torch.nan)
+    operation(after.state, after.pending, *inputs, slots, positions, out, dt_limit=case.dt_limit)
     assert out.isfinite().all()
     assert relative_error(out[~is_padding], results) < MAX_ERROR[dtype]
-    assert relative_error(state[case.spans.device_slots], states) < MAX_ERROR[torch.float32]
-    others = [slot for slot in range(len(state)) if slot not in case.spans.slots]
-    assert torch.equal(state[others], case.state[others])
+    ends = [start + 1 for start in case.spans.starts]
+    assert (
+        relative_error(after.full_states(case.spans.slots, ends), states) < MAX_ERROR[torch.float32]
+    )
+    others = [slot for slot in range(len(case.state)) if slot not in case.spans.slots]
+    assert torch.equal(after.state[others], case.state[others])
+    # One of four tokens writes the state of a head, and so does the first of a sequence.
+    for slot, start in zip(case.spans.slots, case.spans.starts, strict=True):
+        for head, (ours, before) in enumerate(
+            zip(after.state[slot], case.state[slot], strict=True)
+        ):
+            assert torch.equal(ours, before) == ((start + head) % 4 != 3 and start > 0)

@@ -54,7 +54,7 @@ class Layer:
         generator = torch.Generator().manual_seed(0)
         self._states = [
             [
-                torch.randn(SLOTS, *each.shape, generator=generator).to(device)
+                torch.rand(SLOTS, *each.shape, generator=generator).to(device)
                 for each in mixer.state(torch.float32, torch.float32)
             ]
             for _ in range(2)
@@ -69,9 +69,11 @@ class Layer:
         self._device = device
 
     @torch.inference_mode()
-    def run(self, x: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
-        """Results [rows, hidden], and the states after, from the same states each time; all on the
-        CPU."""
+    def run(
+        self, x: torch.Tensor, rows: Rows, after: torch.Tensor, rows_after: Rows
+    ) -> tuple[torch.Tensor, torch.Tensor, list[list[torch.Tensor]]]:
+        """Results [rows, hidden] of a step and of one after it, and the states between them, from
+        the same states each time; all on the CPU."""
         states = [[each.clone() for each in layer] for layer in self._states]
         product = self._layer.in_proj(x.to(self._device))
         # Of a sequence that begins, nothing is read.
@@ -79,19 +81,34 @@ class Layer:
             for each in states[1]:
                 each[slot] = torch.nan
         results = self._layer.mix(product, GroupedView([], [], StateView(states, rows)))
-        return results.cpu(), [[each.cpu() for each in layer] for layer in states]
+        between = [[each.cpu().clone() for each in layer] for layer in states]
+        product = self._layer.in_proj(after.to(self._device))
+        last = self._layer.mix(product, GroupedView([], [], StateView(states, rows_after)))
+        return results.cpu(), last.cpu(), between
 
 
 def check(mixer: Mixer, spans: Spans, rows: Rows) -> None:
-    """The results and states of some rows, on their device, are those of chunks on the CPU."""
-    x = torch.randn(len(rows.slots), HIDDEN, generator=torch.Generator().manual_seed(1))
-    expected, states = Layer(mixer).run(x[: spans.num_tokens], split_rows(spans, 0))
-    own = Layer(mixer, rows.slots.device)
-    found, states_found = own.run(x, rows)
+    """The results of some rows, on their device, are those of chunks on the CPU.
+
+    So are those of chunks after them, which show the states: of the same state, more or less may be
+    pending.
+    """
+    generator = torch.Generator().manual_seed(1)
+    counts = np.full(len(spans.slots), 2)
+    next_spans = Spans.make(spans.slots, spans.starts + spans.counts, counts)
+    x, after = (
+        torch.randn(count, HIDDEN, generator=generator)
+        for count in (len(rows.slots), next_spans.num_tokens)
+    )
+    device = rows.slots.device
+    expected, last_expected, states = Layer(mixer).run(
+        x[: spans.num_tokens], split_rows(spans, 0), after, split_rows(next_spans, 0)
+    )
+    own = Layer(mixer, device)
+    found, last_found, states_found = own.run(x, rows, after, split_rows(next_spans, 0, device))
     assert found.isfinite().all()
     torch.testing.assert_close(found[: spans.num_tokens], expected, rtol=1e-4, atol=2e-5)
-    for ours, theirs in zip(states_found[1], states[1], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(last_found, last_expected, rtol=1e-4, atol=2e-5)
     # Another layer, and slots that have no rows, are as they were.
     others = sorted({*range(SLOTS)} - {*spans.slots.tolist()})
     for ours, theirs in zip(states_found[0], states[0], strict=True):

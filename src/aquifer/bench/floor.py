@@ -103,7 +103,7 @@ class Cost:
     expert_share: float  # share of these that one token chooses
     parameter_bytes: int  # bytes of one parameter
     kv_bytes_per_token: int
-    state_bytes: int  # recurrent state of a sequence, read and written by each token
+    state_traffic_bytes: int  # of recurrent state, read and written for each token that decodes
     attention_operations: float  # per pair of a query token and a key token, over all layers
 
     @classmethod
@@ -131,7 +131,7 @@ class Cost:
             expert_share=num_chosen / num_expert_parameters if experts else 0.0,
             parameter_bytes=dtype.itemsize,
             kv_bytes_per_token=info.kv_bytes_per_token,
-            state_bytes=0 if state is None else state.num_bytes // size,
+            state_traffic_bytes=0 if state is None else state.traffic_bytes // size,
             attention_operations=plan.kv_layout.attention_operations(num_heads) / size,
         )
 
@@ -143,12 +143,12 @@ class Cost:
     def step_s(self, workload: Workload, rates: Rates) -> float:
         """Compute the floor of a decode step of all requests, the mean over their outputs.
 
-        A step reads the weights once, and the KV of each request's context; it reads and writes
-        the state of each.
+        A step reads the weights once, and the KV of each request's context; of the state of each,
+        it reads and writes what its layout says.
         """
         num_steps = max(max(workload.output_lengths) - 1, 1)
         kv_bytes = workload.num_attended_tokens / num_steps * self.kv_bytes_per_token
-        state_bytes = 2 * len(workload.prompts) * self.state_bytes
+        state_bytes = len(workload.prompts) * self.state_traffic_bytes
         num_bytes = self.weight_bytes(len(workload.prompts)) + kv_bytes + state_bytes
         return num_bytes / rates.bytes_per_s
 
@@ -173,6 +173,6 @@ class Cost:
             for step in range(max(workload.output_lengths))
         )
         decode_bytes += workload.num_attended_tokens * self.kv_bytes_per_token
-        decode_bytes += 2 * sum(workload.output_lengths) * self.state_bytes
+        decode_bytes += sum(workload.output_lengths) * self.state_traffic_bytes
         prompts_s = self.prefill_s([len(prompt) for prompt in workload.prompts], rates)
         return prompts_s + decode_bytes / rates.bytes_per_s

@@ -208,6 +208,7 @@ class StateTensor:
     name: str
     shape: tuple[int, ...]  # without the dimension of sequences
     dtype: torch.dtype
+    traffic: float = 2.0  # bytes that a token which decodes reads and writes, by the tensor's size
 
     @property
     def num_bytes(self) -> int:
@@ -232,6 +233,11 @@ class StateLayout:
     def __post_init__(self) -> None:
         num_bytes = sum(_aligned(each.num_bytes) for layer in self.layers for each in layer)
         object.__setattr__(self, "num_bytes", num_bytes)
+
+    @property
+    def traffic_bytes(self) -> int:
+        """Bytes that a token which decodes reads and writes, the mean over tokens."""
+        return round(sum(each.traffic * each.num_bytes for layer in self.layers for each in layer))
 
     def offsets(self) -> list[list[int]]:
         """Offset in bytes of each layer's tensors in a sequence's state."""

@@ -40,7 +40,7 @@ class SortedSpans:
 
     Attributes:
         slots: [spans] int64.
-        is_first: [spans] bool, whether a span begins its sequence.
+        starts: [spans] int64, tokens of each sequence before its span.
     """
 
     def __init__(self, spans: PrefillSpans, device: torch.device) -> None:
@@ -49,13 +49,12 @@ class SortedSpans:
         self._counts = [counts[index] for index in order]
         self._first_rows = torch.tensor([spans.offsets[index] for index in order], device=device)
         self.slots = torch.tensor([spans.slots[index] for index in order], device=device)
-        starts = torch.tensor([spans.starts[index] for index in order], device=device)
-        self.is_first = starts == 0
+        self.starts = torch.tensor([spans.starts[index] for index in order], device=device)
 
     def read(self, state: torch.Tensor) -> torch.Tensor:
         """The state of each span's sequence before it, [spans, ...] of float32 or wider."""
         read = state[self.slots]
-        read[self.is_first] = 0
+        read[self.starts == 0] = 0
         return read.to(wide_dtype(state))
 
     def blocks(self, row_elements: int, max_tokens: int) -> Iterator[SpanBlock]:

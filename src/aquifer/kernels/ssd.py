@@ -18,6 +18,9 @@ chunks, and y. Between them, states are in the dtype of x: 100 MB for 8192 token
 and N 256. One launch in which programs keep their part of the state in registers along a span took
 845 us in place of 500 for 4 x 2048 tokens of that shape, on an H200.
 
+Single tokens (`ssd_update.py`) write the state every few tokens only. Chunks begin with what those
+before them left pending, and leave a state that has all tokens.
+
 Shapes throughout: `state` [slots, H, P, N], of which the first stride is any; x and out [rows, H,
 P], b and c [rows, G, N], and dt [rows, H], of which only the first stride is any: they may be
 columns of one tensor. Head h reads group h // (H / G) of b and c. `a_log`, `d` and `dt_bias` are
@@ -27,40 +30,22 @@ columns of one tensor. Head h reads group h // (H / G) of b and c. `a_log`, `d` 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from aquifer.kernels._triton import (
     MIN_DOT,
-    await_predecessor,
     constexpr,
     jit,
     jit_once,
     launch,
-    launch_options,
     pow2,
-    release_successor,
     runs_triton,
     tensor,
     tl,
 )
 from aquifer.kernels.activation import softplus
 from aquifer.kernels.prefill_attention import PrefillSpans
-from aquifer.kernels.span_chunks import (
-    SortedSpans,
-    count_chunks,
-    find_chunk,
-    read_states,
-    wide_dtype,
-)
-
-_UPDATE_TILE, _UPDATE_WARPS = 2048, 2
-"""Numbers of the state that a program of an update has in registers, and its warps."""
-
-_FEW_UPDATE_TILE, _FEW_UPDATE_WARPS = 1024, 4
-"""The same for few rows, of which smaller programs fill the device."""
-
-_UPDATE_FEW_ROWS = 8
-"""Up to so many rows are few."""
+from aquifer.kernels.span_chunks import SortedSpans, count_chunks, find_chunk, wide_dtype
+from aquifer.kernels.ssd_update import Pending, check_inputs, count_pending, time_steps
 
 _CHUNK_TOKENS = 128
 """Tokens of a chunk, for 16-bit types. With half of them, there are twice as many states."""
@@ -71,42 +56,9 @@ _OUT_WARPS, _OUT_STAGES = 8, 2
 _PASS_TILE = 256
 
 
-def state_update_reference(
-    state: torch.Tensor,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a_log: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    d: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    dt_limit: tuple[float, float],
-) -> None:
-    """`state_update` in plain torch."""
-    out[slots < 0] = 0
-    (kept,) = torch.nonzero(slots >= 0, as_tuple=True)
-    slots = slots[kept]
-    wide = wide_dtype(x)
-    x, b, c = (each[kept].to(wide) for each in (x, b, c))
-    heads_per_group = x.shape[1] // b.shape[1]
-    b, c = (each.repeat_interleave(heads_per_group, 1) for each in (b, c))
-    step = _steps(dt[kept], dt_bias, dt_limit)
-    decay = torch.exp(step * -a_log.to(wide).exp())
-    h = read_states(state, slots, positions[kept])
-    h = h * decay[:, :, None, None] + (step[:, :, None] * x)[..., None] * b[:, :, None]
-    state[slots] = h.to(state.dtype)
-    y = torch.einsum("rhpn,rhn->rhp", h, c)
-    if d is not None:
-        y = y + d.to(wide)[:, None] * x
-    out[kept] = y.to(out.dtype)
-
-
 def scan_chunks_reference(
     state: torch.Tensor,
+    pending: Pending,
     x: torch.Tensor,
     dt: torch.Tensor,
     a_log: torch.Tensor,
@@ -127,6 +79,8 @@ def scan_chunks_reference(
     rates = -a_log.to(wide).exp()
     sorted_spans = SortedSpans(spans, x.device)
     h = sorted_spans.read(state)  # [spans, H, P, N]
+    decay, pending_x, pending_b = pending.weigh(a_log, sorted_spans.slots, sorted_spans.starts)
+    h = h * decay[..., None, None] + torch.einsum("skhp,skhn->shpn", pending_x, pending_b)
     for block in sorted_spans.blocks(num_heads * max(x.shape[2], b.shape[2], 32), max_tokens=32):
         inside = block.is_token[..., None]
         own_x = x[block.rows].to(wide)  # [spans, tokens, H, P]
@@ -134,7 +88,7 @@ def scan_chunks_reference(
             each[block.rows].to(wide).repeat_interleave(heads_per_group, 2) for each in (b, c)
         )
         # A step of 0 leaves the state as it is.
-        step = _steps(dt[block.rows], dt_bias, dt_limit) * inside  # [spans, tokens, H]
+        step = time_steps(dt[block.rows], dt_bias, dt_limit) * inside  # [spans, tokens, H]
         total = (step * rates).cumsum(1)
         # Decay from token s to token l, 0 for later ones: [spans, l, s, H].
         length = total.shape[1]
@@ -153,99 +107,12 @@ def scan_chunks_reference(
         h[: block.num_spans] = last * total[:, -1].exp()[..., None, None] + added
         out[block.rows[block.is_token]] = y[block.is_token].to(out.dtype)
     state[sorted_spans.slots] = h.to(state.dtype)
-
-
-def _steps(
-    dt: torch.Tensor, dt_bias: torch.Tensor | None, dt_limit: tuple[float, float]
-) -> torch.Tensor:
-    """clamp(softplus(dt + dt_bias)), in float32 or wider."""
-    wide = dt.to(wide_dtype(dt))
-    step = F.softplus(wide if dt_bias is None else wide + dt_bias.to(wide.dtype))
-    return step.clamp(*dt_limit)
-
-
-def state_update(
-    state: torch.Tensor,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a_log: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    d: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    dt_limit: tuple[float, float],
-) -> None:
-    """Update states by one token each.
-
-    Args:
-        state: [slots, H, P, N] float32 or the dtype of x; in and out.
-        x: [rows, H, P].
-        dt: [rows, H], before bias and softplus.
-        a_log: [H] float32.
-        b: [rows, G, N].
-        c: [rows, G, N].
-        d: [H] float32, or None.
-        dt_bias: [H] float32, or None.
-        slots: [rows] int64, the row's sequence; -1 for padding, which changes no state and gets a
-            finite result.
-        positions: [rows] int64; at position 0 the state begins as 0, and is not read.
-        out: [rows, H, P] of x's dtype, overwritten.
-        dt_limit: bounds of a step.
-    """
-    if not runs_triton(x):
-        state_update_reference(
-            state, x, dt, a_log, b, c, d, dt_bias, slots, positions, out, dt_limit=dt_limit
-        )
-        return
-    _check(state, x, dt, a_log, b, c, d, dt_bias, out)
-    num_rows, num_heads, head_dim = x.shape
-    if not num_rows:
-        return
-    size_pow2 = pow2(b.shape[2])
-    tile, num_warps = _UPDATE_TILE, _UPDATE_WARPS
-    if num_rows <= _UPDATE_FEW_ROWS:
-        tile, num_warps = _FEW_UPDATE_TILE, _FEW_UPDATE_WARPS
-    block = min(max(tile // size_pow2, 1), pow2(head_dim))
-    launch(
-        _update_kernel,
-        (-(-head_dim // block), num_heads, num_rows),
-        state,
-        x,
-        dt,
-        a_log,
-        b,
-        c,
-        d,
-        dt_bias,
-        slots,
-        positions,
-        out,
-        state.stride(0),
-        x.stride(0),
-        dt.stride(0),
-        b.stride(0),
-        c.stride(0),
-        out.stride(0),
-        dt_limit[0],
-        dt_limit[1],
-        head_dim=head_dim,
-        size=b.shape[2],
-        size_pow2=size_pow2,
-        heads_per_group=num_heads // b.shape[1],
-        block=block,
-        has_d=d is not None,
-        has_bias=dt_bias is not None,
-        num_warps=num_warps,
-        **launch_options(x.device),
-    )
+    pending.steps[sorted_spans.slots] = 0
 
 
 def scan_chunks(
     state: torch.Tensor,
+    pending: Pending,
     x: torch.Tensor,
     dt: torch.Tensor,
     a_log: torch.Tensor,
@@ -262,6 +129,7 @@ def scan_chunks(
 
     Args:
         state: this and the next ones as in `state_update`, with the rows of the whole step.
+        pending: likewise; none of the tokens are pending after it.
         x: likewise.
         dt: likewise.
         a_log: likewise.
@@ -276,13 +144,14 @@ def scan_chunks(
     if not spans.slots:
         return
     if not runs_triton(x):
-        scan_chunks_reference(state, x, dt, a_log, b, c, d, dt_bias, spans, out, dt_limit=dt_limit)
+        scan_chunks_reference(
+            state, pending, x, dt, a_log, b, c, d, dt_bias, spans, out, dt_limit=dt_limit
+        )
         return
-    _check(state, x, dt, a_log, b, c, d, dt_bias, out)
+    check_inputs(state, pending, x, dt, a_log, b, c, d, dt_bias, out)
     num_heads, head_dim = x.shape[1:]
     num_groups, size = b.shape[1:]
     is_wide = x.dtype == torch.float32
-    num_groups, size = b.shape[1:]
     num_spans = len(spans.slots)
     tokens = 32 if is_wide else _CHUNK_TOKENS
     num_chunks = count_chunks(spans, tokens)
@@ -331,14 +200,24 @@ def scan_chunks(
         _pass_kernel,
         (-(-head_dim * size // tile), num_heads, num_spans),
         state,
+        pending.x,
+        pending.b,
+        pending.steps,
+        a_log,
         states,
         decays,
         spans.device_slots,
         spans.device_starts,
         spans.device_offsets,
         state.stride(0),
+        pending.x.stride(0),
+        pending.b.stride(0),
+        pending.steps.stride(0),
         num_heads=num_heads,
-        numbers=head_dim * size,
+        head_dim=head_dim,
+        size=size,
+        heads_per_group=num_heads // num_groups,
+        num_places=pending.num_places,
         tokens=tokens,
         tile=tile,
         num_warps=4,
@@ -350,8 +229,12 @@ def scan_chunks(
         c,
         d,
         out,
+        spans.device_slots,
+        pending.steps,
         c.stride(0),
         out.stride(0),
+        pending.steps.stride(0),
+        num_places=pending.num_places,
         has_d=d is not None,
         **shapes,
         p_block=p_block,
@@ -359,94 +242,6 @@ def scan_chunks(
         num_warps=4 if is_wide else _OUT_WARPS,
         num_stages=_OUT_STAGES,
     )
-
-
-def _check(
-    state: torch.Tensor,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a_log: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    d: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    num_rows, num_heads, head_dim = x.shape
-    assert state.shape[1:] == (num_heads, head_dim, b.shape[2])
-    assert state[0].is_contiguous()
-    assert dt.shape == (num_rows, num_heads)
-    assert out.shape == x.shape
-    assert b.shape == c.shape
-    assert len(b) == num_rows
-    assert num_heads % b.shape[1] == 0
-    assert all(each[0].is_contiguous() for each in (x, dt, b, c, out) if len(each))
-    for each in (a_log, d, dt_bias):
-        assert each is None or (each.shape == (num_heads,) and each.is_contiguous())
-
-
-@jit_once(indices=["slots", "positions", "x", "dt", "b", "c"])
-def _update_kernel(
-    state: tensor,
-    x: tensor,
-    dt: tensor,
-    a_log: tensor,
-    b: tensor,
-    c: tensor,
-    d: tensor,
-    dt_bias: tensor,
-    slots: tensor,
-    positions: tensor,
-    out: tensor,
-    state_stride: tensor,
-    x_stride: tensor,
-    dt_stride: tensor,
-    b_stride: tensor,
-    c_stride: tensor,
-    out_stride: tensor,
-    least_step: tensor,
-    most_step: tensor,
-    head_dim: constexpr,
-    size: constexpr,
-    size_pow2: constexpr,
-    heads_per_group: constexpr,
-    block: constexpr,
-    has_d: constexpr,
-    has_bias: constexpr,
-    overlaps: constexpr,
-) -> None:
-    """A program updates `block` rows of the state of one head of one sequence."""
-    head = tl.program_id(1)
-    row = tl.program_id(2).to(tl.int64)
-    p = tl.program_id(0) * block + tl.arange(0, block)
-    n = tl.arange(0, size_pow2)
-    rate = -tl.exp(tl.load(a_log + head).to(tl.float32))
-    skip = tl.load(d + head).to(tl.float32) if has_d else 0.0
-    bias = tl.load(dt_bias + head).to(tl.float32) if has_bias else 0.0
-    await_predecessor(overlaps)
-    slot = tl.load(slots + row)
-    position = tl.load(positions + row)
-    # Triton's interpreter has no mask of a vector and a number.
-    is_kept = p < tl.where(slot >= 0, head_dim, 0)
-    is_read = p < tl.where((slot >= 0) & (position > 0), head_dim, 0)
-    is_n = n < size
-    place = state + slot * state_stride + (head * head_dim + p)[:, None] * size + n[None, :]
-    h = tl.load(place, mask=is_read[:, None] & is_n[None, :], other=0.0).to(tl.float32)
-    own_x = tl.load(x + row * x_stride + head * head_dim + p, mask=is_kept, other=0.0)
-    own_x = own_x.to(tl.float32)
-    group = head // heads_per_group * size
-    own_b = tl.load(b + row * b_stride + group + n, mask=is_n, other=0.0).to(tl.float32)
-    own_c = tl.load(c + row * c_stride + group + n, mask=is_n, other=0.0).to(tl.float32)
-    step = softplus(tl.load(dt + row * dt_stride + head).to(tl.float32) + bias)
-    step = tl.minimum(tl.maximum(step, least_step), most_step)
-    h = tl.exp(step * rate) * h + (step * own_x)[:, None] * own_b[None, :]
-    tl.store(place, h.to(state.dtype.element_ty), mask=is_kept[:, None] & is_n[None, :])
-    # A row of padding has a result of 0.
-    y = tl.sum(h * own_c[None, :], axis=1) + skip * own_x
-    y = tl.where(is_kept, y, 0.0)
-    own_out = out + row * out_stride + head * head_dim + p
-    tl.store(own_out, y.to(out.dtype.element_ty), mask=p < head_dim)
-    release_successor(overlaps)
 
 
 @jit
@@ -539,14 +334,24 @@ def _added_kernel(
 @jit_once(indices=["span_slots", "starts", "offsets"])
 def _pass_kernel(
     state: tensor,
+    pending_x: tensor,
+    pending_b: tensor,
+    pending_steps: tensor,
+    a_log: tensor,
     states: tensor,
     decays: tensor,
     span_slots: tensor,
     starts: tensor,
     offsets: tensor,
     state_stride: tensor,
+    pending_x_stride: tensor,
+    pending_b_stride: tensor,
+    pending_steps_stride: tensor,
     num_heads: constexpr,
-    numbers: constexpr,
+    head_dim: constexpr,
+    size: constexpr,
+    heads_per_group: constexpr,
+    num_places: constexpr,
     tokens: constexpr,
     tile: constexpr,
 ) -> None:
@@ -555,6 +360,7 @@ def _pass_kernel(
     What each chunk adds is replaced by the state before it. What the next chunk adds is read before
     that, since reading takes longer than the rest.
     """
+    numbers: constexpr = head_dim * size
     span = tl.program_id(2)
     head = tl.program_id(1)
     place = tl.program_id(0) * tile + tl.arange(0, tile)
@@ -563,13 +369,28 @@ def _pass_kernel(
     count = tl.load(offsets + span + 1) - begin
     chunk = ((begin - tl.load(offsets)) // tokens + span).to(tl.int64)
     slot = tl.load(span_slots + span)
+    start = tl.load(starts + span)
     own_state = state + slot * state_stride + head * numbers + place
-    is_read = place < tl.where(tl.load(starts + span) > 0, numbers, 0)
+    is_read = place < tl.where(start > 0, numbers, 0)
     h = tl.load(own_state, mask=is_read, other=0.0).to(tl.float32)
     own = states + (chunk * num_heads + head) * numbers + place
     own_decays = decays + chunk * num_heads + head
     added = tl.load(own, mask=inside, other=0.0)
     decay = tl.load(own_decays)
+
+    rate = -tl.exp(tl.load(a_log + head).to(tl.float32))
+    own_steps = pending_steps + slot * pending_steps_stride + head
+    own_x = pending_x + slot * pending_x_stride + head * head_dim + place // size
+    own_b = pending_b + slot * pending_b_stride + head // heads_per_group * size + place % size
+    for age in range(-count_pending(start, head, num_places), 0):
+        token = (start + age) % num_places
+        step = tl.load(own_steps + token * num_heads)
+        is_added = inside & (place < tl.where(step > 0, numbers, 0))
+        one_x = tl.load(own_x + token * (num_heads * head_dim), mask=is_added, other=0.0)
+        b_place = token * (num_heads // heads_per_group * size)
+        one_b = tl.load(own_b + b_place, mask=is_added, other=0.0)
+        h = tl.exp(step * rate) * h + step * one_x.to(tl.float32) * one_b.to(tl.float32)
+
     for done in range(tokens, count + tokens, tokens):
         has_next = done < count
         next_own = own + num_heads * numbers
@@ -582,7 +403,7 @@ def _pass_kernel(
     tl.store(own_state, h.to(state.dtype.element_ty), mask=inside)
 
 
-@jit_once(counts=["num_spans"], indices=["offsets", "x", "dt", "b", "c"])
+@jit_once(counts=["num_spans"], indices=["offsets", "span_slots", "x", "dt", "b", "c"])
 def _out_kernel(
     x: tensor,
     dt: tensor,
@@ -601,8 +422,12 @@ def _out_kernel(
     c: tensor,
     d: tensor,
     out: tensor,
+    span_slots: tensor,
+    pending_steps: tensor,
     c_stride: tensor,
     out_stride: tensor,
+    pending_steps_stride: tensor,
+    num_places: constexpr,
     has_d: constexpr,
     head_dim: constexpr,
     size: constexpr,
@@ -621,6 +446,11 @@ def _out_kernel(
     end = tl.load(offsets + span + 1)
     first = tl.load(offsets + span) + index.to(tl.int64) * tokens
     if first < end:
+        if (index == 0) & (tl.program_id(0) == 0):  # the launch before this one has read them
+            slot = tl.load(span_slots + span)
+            place = tl.arange(0, num_places)
+            steps = pending_steps + slot * pending_steps_stride + place * num_heads + head
+            tl.store(steps, tl.zeros([num_places], tl.float32))
         p = tl.program_id(0) * p_block + tl.arange(0, p_block)
         is_p = p < head_dim
         token = tl.arange(0, tokens)

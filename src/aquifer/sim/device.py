@@ -372,7 +372,8 @@ class StepModel:
 
     def _state_s(self, num_seqs: int) -> float:
         """Time to read and write the state of each sequence of a step."""
-        return 2 * num_seqs * self.model.state_bytes / self._bandwidth
+        layout = self.model.state_layout
+        return 0.0 if layout is None else num_seqs * layout.traffic_bytes / self._bandwidth
 
     def _products_s(self, num_tokens: int, num_sampled: int) -> float:
         model = self.model

@@ -4,7 +4,8 @@ The product of the input has the columns
 
     gate [H P] | x [H P] | b [G N] | c [G N] | dt [H]
 
-of which x, b and c go through a convolution. The heads of a group have the same b and c.
+of which x, b and c go through a convolution. The heads of a group have the same b and c. Beside the
+state, a layer keeps x, b and dt of the latest tokens (`kernels.ssd_update`).
 """
 
 from __future__ import annotations
@@ -19,10 +20,17 @@ import torch.nn.functional as F
 from aquifer.cache.base import KVView, Rows, StateTensor
 from aquifer.kernels.causal_conv import conv_chunks, conv_update
 from aquifer.kernels.gated_norm import gated_norm
-from aquifer.kernels.ssd import scan_chunks, state_update
+from aquifer.kernels.ssd import scan_chunks
+from aquifer.kernels.ssd_update import Pending, state_update
 from aquifer.models.collectives import ALONE, Collectives
 from aquifer.models.tensors import Linear, Tensors
 from aquifer.weights.parameters import Parameter, Source
+
+_LEAST_PENDING, _MOST_PENDING = 4, 8
+"""Bounds of the tokens of which one writes the state."""
+
+_PENDING_SHARE = 32
+"""Numbers of a state's row for each of them, so that they take some 3 % of the state's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +90,12 @@ class Mamba2:
         """Columns that go through the convolution."""
         return self.width + 2 * self.group_columns
 
+    @property
+    def num_pending(self) -> int:
+        """Places of tokens that are not in the state yet: one token in so many writes it."""
+        places = min(max(self.state_size // _PENDING_SHARE, _LEAST_PENDING), _MOST_PENDING)
+        return 1 << (places.bit_length() - 1)
+
     def parameters(
         self, name: str, stored: str, hidden_size: int, dtype: torch.dtype
     ) -> Iterator[Parameter]:
@@ -116,9 +130,20 @@ class Mamba2:
 
     def state(self, dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[StateTensor, ...]:
         """See `Mixer.state`."""
+        places = self.num_pending
+        # Of a token's place, it is written once, and read in half of the steps that follow.
+        traffic = 1 / places + (places - 1) / (2 * places)
         return (
             StateTensor("conv", (self.conv_columns, self.kernel_size - 1), dtype),
-            StateTensor("ssm", (self.num_heads, self.head_dim, self.state_size), state_dtype),
+            StateTensor(
+                "ssm",
+                (self.num_heads, self.head_dim, self.state_size),
+                state_dtype,
+                traffic=1 + 1 / places,
+            ),
+            StateTensor("x", (places, self.num_heads, self.head_dim), dtype, traffic),
+            StateTensor("b", (places, self.num_groups, self.state_size), dtype, traffic),
+            StateTensor("steps", (places, self.num_heads), torch.float32, traffic),
         )
 
     def layer(
@@ -201,10 +226,11 @@ class Mamba2Layer:
         Args:
             inputs: [tokens, columns of x, b, c and dt].
             out: [tokens, out_columns].
-            states: what convolution and recurrence keep.
+            states: what convolution and recurrence keep, as in `Mamba2.state`.
             rows: the step's tokens.
         """
-        of, (conv_state, state) = self._of, states
+        of, (conv_state, state) = self._of, states[:2]
+        pending = Pending(*states[2:])
         num_tokens, num_decodes = len(rows.slots), rows.num_decodes
         slots, positions = rows.slots[:num_decodes], rows.positions[:num_decodes]
         before, dt = inputs[:num_tokens].split((of.conv_columns, of.num_heads), dim=1)
@@ -225,6 +251,7 @@ class Mamba2Layer:
             )
             state_update(
                 state,
+                pending,
                 x[:num_decodes],
                 dt[:num_decodes],
                 self._a_log,
@@ -241,6 +268,7 @@ class Mamba2Layer:
             conv_chunks(before, *weights, rows.chunks, after, activation="silu")
             scan_chunks(
                 state,
+                pending,
                 x,
                 dt,
                 self._a_log,
