@@ -131,6 +131,19 @@ def assert_nothing_left(llm: LLM) -> None:
     assert kinds <= {Kind.WEIGHTS, Kind.OVERHEAD, Kind.PREFIX}
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_engines_on_two_gpus_of_one_process(tmp_path: Path) -> None:
+    """They make the same tokens in turns, whichever GPU is the thread's current one."""
+    save_tiny(OUR_DECODER["llama"](), tmp_path)
+    prompts = [[5, 6, 7], [8] * 40]
+    with (
+        LLM(tmp_path, device="cuda:1", memory=MEMORY) as second,
+        LLM(tmp_path, device="cuda:0", memory=MEMORY) as first,
+    ):
+        found = [generate(llm, prompts, greedy(12)) for llm in (second, first, second)]
+    assert found[0] == found[1] == found[2]
+
+
 def num_preemptions(llm: LLM) -> int:
     return sum(llm.engine.stats().num_preemptions.values())
 

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from aquifer.cache.base import CachePart, SequenceCache
+from aquifer.memory.driver import make_current
 from aquifer.memory.regions import RegionList
 from aquifer.memory.runs import num_equal
 from aquifer.sizes import format_size
@@ -231,6 +232,7 @@ class SwapSpace:
 
     def _allocate(self) -> None:
         is_pinned, is_modelled = self._device.type == "cuda", self._device.type == "meta"
+        make_current(self._device)  # else page-locked memory takes a context on the first GPU
         try:
             memory = torch.empty(
                 self.num_bytes,

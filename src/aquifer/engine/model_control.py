@@ -13,6 +13,7 @@ from aquifer.engine.parts import EngineParts
 from aquifer.engine.pinning import Pinning
 from aquifer.engine.reports import LoadProgress, ModelInfo, ModelStatus
 from aquifer.errors import ConfigError
+from aquifer.memory.driver import make_current
 from aquifer.models import ModelPlan, Planner
 from aquifer.weights.checkpoint import Checkpoint
 
@@ -102,7 +103,9 @@ class ModelControl(ABC):
             ConfigError: the pool has no room for them, or the checkpoint cannot be used.
             DriverError: the device refused memory.
         """
-        self._models.load(self._models.find(name), on_progress)
+        host = self._models.find(name)
+        make_current(self._assembly.pool.driver.device)
+        self._models.load(host, on_progress)
 
     def ask_for_model(self, name: str) -> None:
         """Load a model as if a request for it had arrived, in the steps to come.
@@ -131,6 +134,7 @@ class ModelControl(ABC):
         """
         host = self._models.find(name)
         host.check_not_pinned()
+        make_current(self._assembly.pool.driver.device)
         self._preempt_all(host)
         host.unload(keep_bytes)
 
@@ -159,6 +163,7 @@ class ModelControl(ABC):
             UnknownModelError: no such model.
         """
         host = self._models.find(name)
+        make_current(self._assembly.pool.driver.device)
         self._finish_steps()
         self._end_requests(host, f"model {name!r} was removed")
         self._models.remove(host)

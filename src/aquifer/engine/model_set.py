@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Generic, TypeVar
 
 from aquifer.engine.assembly import Assembly
@@ -17,6 +18,7 @@ from aquifer.engine.reporting import kv_capacity
 from aquifer.engine.reports import KVCapacity, LoadProgress, ModelState
 from aquifer.engine.sequence import SequenceGroup
 from aquifer.errors import ConfigError, DriverError, RequestError, UnknownModelError
+from aquifer.memory.driver import make_current
 from aquifer.memory.pool import Kind, PoolUsage
 from aquifer.sizes import format_size
 from aquifer.weights.reuse import ReuseStore
@@ -40,13 +42,13 @@ class ModelSet(Generic[HostT]):
     """
 
     def __init__(self, assembly: Assembly, reuse: ReuseStore) -> None:
-        self._pool = assembly.pool
-        self._room = assembly.room
+        self._pool, self._room = assembly.pool, assembly.room
         self._assembly = assembly
         self._policies = assembly.policies
         self._reuse = reuse
-        self._threads = ThreadPoolExecutor(1, "aquifer-load")
-        self._savers = ThreadPoolExecutor(1, "aquifer-save")
+        here = (assembly.pool.driver.device,)
+        one = partial(ThreadPoolExecutor, 1, initializer=make_current, initargs=here)
+        self._threads, self._savers = one("aquifer-load"), one("aquifer-save")
         self._hosts: dict[str, HostT] = {}
         self._warned: set[HostT] = set()  # of which long requests are refused
 

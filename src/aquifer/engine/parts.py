@@ -19,7 +19,7 @@ from aquifer.engine.step_limits import StepLimits
 from aquifer.errors import ConfigError
 from aquifer.kernels import start_compiler
 from aquifer.memory.budget import make_pool
-from aquifer.memory.driver import open_driver
+from aquifer.memory.driver import make_current, open_driver
 from aquifer.memory.driver.base import Driver
 from aquifer.memory.mapper import BackgroundMapper
 from aquifer.memory.meter import OverheadMeter
@@ -83,6 +83,7 @@ class EngineParts:
                     exports=config.neighbours is not None,
                 )
                 resources.callback(driver.close)
+            make_current(driver.device)
             if driver.device.type == "cuda":
                 start_compiler(driver.device)
             weight_bytes = [sum(part.num_bytes for part in parts) for parts in parameters]

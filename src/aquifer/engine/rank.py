@@ -43,7 +43,7 @@ from aquifer.errors import ConfigError, DriverError, InvariantError
 from aquifer.garbage import collect_less, collect_nothing
 from aquifer.kernels import start_compiler
 from aquifer.memory.budget import make_pool_like
-from aquifer.memory.driver import open_driver
+from aquifer.memory.driver import make_current, open_driver
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.memory.stock import PageStocker
 from aquifer.models import Planner
@@ -76,7 +76,9 @@ class _Rank:
         self._collectives = collectives
         self._device = device
         self._answering = threading.Lock()
-        self._threads = ThreadPoolExecutor(1, "aquifer-load")
+        self._threads = ThreadPoolExecutor(
+            1, "aquifer-load", initializer=make_current, initargs=(torch.device(device),)
+        )
         self._pool: _RankPool | None = None
 
     def __enter__(self) -> _Rank:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
+from typing import TYPE_CHECKING
 
 from aquifer.errors import ConfigError
 from aquifer.memory.driver.base import Driver
+
+if TYPE_CHECKING:
+    import torch
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +46,14 @@ def open_driver(device: str, *, is_plain: bool = False, exports: bool = False) -
     raise ConfigError(
         f"no memory driver for device {device!r}; use 'auto', 'cpu', 'cuda' or 'cuda:N'"
     )
+
+
+def make_current(device: torch.device) -> None:
+    """Make a GPU the one that the calling thread launches kernels on; the CPU needs nothing."""
+    if device.type == "cuda":
+        from torch import cuda
+
+        cuda.set_device(device)
 
 
 def rank_devices(device: str, size: int) -> tuple[str, ...]:
