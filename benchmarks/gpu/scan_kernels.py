@@ -9,12 +9,11 @@ layer, the median over replays of a CUDA graph of several layers, whose states t
 L2 cache. It takes about half a minute.
 
 Floors: of rows that decode, to read and write the states once at the bandwidth of a device copy;
-of Mamba-2 (`kernels/ssd_update.py`), to read them, to write an eighth of them, and to read and
-write what is pending: the positions of its sequences differ, so that an eighth of them write. Of
-chunks, the larger of two times: to read the inputs and write the results once; and to compute. For
-the selective scan that is one exponential for each number of the state and token, 16 for each SM
-and cycle; for the delta rule the products of the chunked form but its triangular inverse, at the
-rate of a large product.
+of Mamba-2 (`kernels/ssd_update.py`), to read them, to write a seventh of them, and to read and
+write what is pending. Of chunks, the larger of two times: to read the inputs and write the results
+once; and to compute. For the selective scan that is one exponential for each number of the state
+and token, 16 for each SM and cycle; for the delta rule the products of the chunked form but its
+triangular inverse, at the rate of a large product.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ KEY_HEADS, VALUE_HEADS, DIM = 16, 32, 128
 CHUNK_TOKENS = 64  # of the delta rule
 SSD_HEADS, SSD_DIM, SSD_SIZE, TAPS = 24, 128, 256, 4
 SSD_CHUNK_TOKENS = 128
-PLACES = 8  # of pending tokens
+PLACES = 7  # of pending tokens
 SCALE = DIM**-0.5
 BATCHES = (1, 32, 256)
 CHUNKS = ((1, 8192), (1, 1024), (8, 1024), (64, 20))  # spans, tokens of each

@@ -218,7 +218,7 @@ def test_chunks_split_anywhere(device, operation):
 
 
 @pytest.mark.parametrize(("update", "scan"), list(zip(UPDATES, CHUNKS, strict=True)))
-@pytest.mark.parametrize("places", [1, 2, 8])
+@pytest.mark.parametrize("places", [1, 2, 7])
 def test_single_tokens_between_chunks(device, update, scan, places):
     """Sequences computed by a token or by several at a time, in any turn, are the sequences."""
     counts, slots = [23, 30, 19], [3, 1, 4]

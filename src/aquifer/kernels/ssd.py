@@ -235,6 +235,7 @@ def scan_chunks(
         out.stride(0),
         pending.steps.stride(0),
         num_places=pending.num_places,
+        places_pow2=pow2(pending.num_places),
         has_d=d is not None,
         **shapes,
         p_block=p_block,
@@ -428,6 +429,7 @@ def _out_kernel(
     out_stride: tensor,
     pending_steps_stride: tensor,
     num_places: constexpr,
+    places_pow2: constexpr,
     has_d: constexpr,
     head_dim: constexpr,
     size: constexpr,
@@ -448,9 +450,9 @@ def _out_kernel(
     if first < end:
         if (index == 0) & (tl.program_id(0) == 0):  # the launch before this one has read them
             slot = tl.load(span_slots + span)
-            place = tl.arange(0, num_places)
+            place = tl.arange(0, places_pow2)
             steps = pending_steps + slot * pending_steps_stride + place * num_heads + head
-            tl.store(steps, tl.zeros([num_places], tl.float32))
+            tl.store(steps, tl.zeros([places_pow2], tl.float32), mask=place < num_places)
         p = tl.program_id(0) * p_block + tl.arange(0, p_block)
         is_p = p < head_dim
         token = tl.arange(0, tokens)

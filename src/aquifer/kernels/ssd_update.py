@@ -8,8 +8,8 @@ that. So they are kept beside the state, and the state is written once for every
     y             of their sum and the state, as in a chunk of which the last token is the row's own
     K - 1 of them and the row's own are added to the state, after which none is pending
 
-Of K = 8 tokens, the state is read eight times and written once: 57 % of the bytes, with what the
-inputs take. A state of 16 bits is rounded an eighth as often.
+Of K = 7 tokens, the state is read seven times and written once: 58 % of the bytes, with what the
+inputs take. A state of 16 bits is rounded a seventh as often.
 
 A token at position p has place p mod K among the pending ones. Of head h, (p + h) mod K tokens
 before it are pending, so each token writes the states of a K-th of the heads, and all steps take
@@ -77,13 +77,12 @@ class Pending:
 
     @property
     def num_places(self) -> int:
-        """K, a power of two. With 1, each token writes the state."""
+        """K. With 1, each token writes the state."""
         return self.steps.shape[1]
 
     def check(self, x: torch.Tensor, b: torch.Tensor) -> None:
         """Check the shapes against those of the inputs."""
         places = self.num_places
-        assert places == pow2(places)
         assert self.x.shape[1:] == (places, *x.shape[1:])
         assert self.b.shape[1:] == (places, *b.shape[1:])
         assert self.steps.shape[2:] == x.shape[1:2]
@@ -267,10 +266,11 @@ def state_update(
         size_pow2=size_pow2,
         heads_per_group=num_heads // b.shape[1],
         num_places=pending.num_places,
+        places_pow2=pow2(pending.num_places),
         block=block,
         n_block=min(size_pow2, max(config.loaded // block, 1)),
         n_written=max(min(size_pow2, config.written // block), MIN_DOT),
-        dot_places=max(pending.num_places, MIN_DOT),
+        dot_places=pow2(pending.num_places, MIN_DOT),
         is_narrow=is_narrow,
         precision="ieee" if x.dtype == torch.float32 else "tf32x3",
         num_stages=config.num_stages,
@@ -341,6 +341,7 @@ def _update_kernel(
     size_pow2: constexpr,
     heads_per_group: constexpr,
     num_places: constexpr,
+    places_pow2: constexpr,
     block: constexpr,
     n_block: constexpr,
     n_written: constexpr,
@@ -388,8 +389,8 @@ def _update_kernel(
 
     # All that is small is on its way before the state, and used after it. Tokens are in the order
     # of their positions; the first one was in the row's own place, and is pending for no head.
-    other = tl.arange(0, num_places)
-    is_other = other >= first
+    other = tl.arange(0, places_pow2)
+    is_other = (other >= first) & (other < num_places)
     places = (own_place + other) % num_places
     all_n = tl.arange(0, size_pow2)
     is_all = all_n < size

@@ -26,11 +26,9 @@ from aquifer.models.collectives import ALONE, Collectives
 from aquifer.models.tensors import Linear, Tensors
 from aquifer.weights.parameters import Parameter, Source
 
-_LEAST_PENDING, _MOST_PENDING = 4, 8
-"""Bounds of the tokens of which one writes the state."""
-
-_PENDING_SHARE = 32
-"""Numbers of a state's row for each of them, so that they take some 3 % of the state's memory."""
+_FEW_PLACES, _MANY_PLACES, _WIDE_SIZE = 4, 7, 256
+"""Places of pending tokens: many if a state's rows have so many numbers, so that they take some 3 %
+of its memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +91,7 @@ class Mamba2:
     @property
     def num_pending(self) -> int:
         """Places of tokens that are not in the state yet: one token in so many writes it."""
-        places = min(max(self.state_size // _PENDING_SHARE, _LEAST_PENDING), _MOST_PENDING)
-        return 1 << (places.bit_length() - 1)
+        return _MANY_PLACES if self.state_size >= _WIDE_SIZE else _FEW_PLACES
 
     def parameters(
         self, name: str, stored: str, hidden_size: int, dtype: torch.dtype
