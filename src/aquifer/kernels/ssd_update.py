@@ -1,12 +1,12 @@
 """The recurrence of Mamba-2 for one token of each sequence, with a state written every few tokens.
 
-The recurrence is that of `ssd.py`. A token adds an outer product to the state, so an update that
+The recurrence is that of `ssd.py`. A token adds an outer product to the state h, so an update that
 writes it back moves as many bytes as one that reads it. The inputs of a token are a hundredth of
-that. So they are kept beside the state, and the state is written once for every K tokens:
+that. So they are kept beside the state, and the state is written once for every K tokens. With
+those that are not in it, at most K - 1, and the row's own as a chunk:
 
-    pending       x, b and dt of up to K - 1 tokens, those that are not in the state yet
-    y             of their sum and the state, as in a chunk of which the last token is the row's own
-    K - 1 of them and the row's own are added to the state, after which none is pending
+    y  = exp(cs) h c + d x + sum of (c . b[s]) exp(cs - cs[s]) dt[s] x[s]
+    h' = exp(cs) h + sum of exp(cs - cs[s]) dt[s] x[s] b[s]^T             where K - 1 are pending
 
 Of K = 7 tokens, the state is read seven times and written once: 58 % of the bytes, with what the
 inputs take. A state of 16 bits is rounded a seventh as often.
@@ -14,7 +14,8 @@ inputs take. A state of 16 bits is rounded a seventh as often.
 A token at position p has place p mod K among the pending ones. Of head h, (p + h) mod K tokens
 before it are pending, so each token writes the states of a K-th of the heads, and all steps take
 as long. That follows from positions alone: a step stays one launch, which a CUDA graph can hold.
-Chunks of several tokens write the whole state wherever they end; a dt of 0 marks what is in it.
+The first token of a sequence writes all of its state, and so do chunks, wherever they end; a dt of
+0 marks what is in it.
 
 Shapes as in `ssd.py`.
 """
@@ -71,9 +72,7 @@ class Pending:
 
     x: torch.Tensor  # [slots, K, H, P] of x's dtype
     b: torch.Tensor  # [slots, K, G, N] of b's dtype
-    steps: (
-        torch.Tensor
-    )  # [slots, K, H] float32: dt after bias, softplus and bounds; 0: in the state
+    steps: torch.Tensor  # [slots, K, H] float32: dt as it is used; 0: the token is in the state
 
     @property
     def num_places(self) -> int:
