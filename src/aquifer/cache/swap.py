@@ -232,7 +232,8 @@ class SwapSpace:
 
     def _allocate(self) -> None:
         is_pinned, is_modelled = self._device.type == "cuda", self._device.type == "meta"
-        make_current(self._device)  # else page-locked memory takes a context on the first GPU
+        if torch.cuda.is_initialized():  # else page-locked memory takes a context on the first GPU
+            make_current(self._device)
         try:
             memory = torch.empty(
                 self.num_bytes,

@@ -43,8 +43,7 @@ class ModelSet(Generic[HostT]):
 
     def __init__(self, assembly: Assembly, reuse: ReuseStore) -> None:
         self._pool, self._room = assembly.pool, assembly.room
-        self._assembly = assembly
-        self._policies = assembly.policies
+        self._assembly, self._policies = assembly, assembly.policies
         self._reuse = reuse
         here = (assembly.pool.driver.device,)
         one = partial(ThreadPoolExecutor, 1, initializer=make_current, initargs=here)
