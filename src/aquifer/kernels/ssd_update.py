@@ -57,7 +57,7 @@ class _Config:
 
 
 _CONFIG, _FEW_CONFIG = _Config(8192, 2048, 2048, 1, 3), _Config(4096, 4096, 4096, 2, 1)
-"""For many rows, and for few, of which smaller programs fill the device."""
+"""Shares for many rows, and smaller ones with which few rows fill the device."""
 
 _FEW_ROWS = 8
 """Up to so many rows are few."""
