@@ -29,7 +29,6 @@ from aquifer.engine.reporting import engine_stats, memory_report
 from aquifer.engine.reports import EngineStats, LoadProgress, MemoryReport
 from aquifer.engine.sequence import SequenceGroup
 from aquifer.errors import GroupError, RequestError, errors_of_model
-from aquifer.memory.driver import make_current
 from aquifer.memory.driver.base import Driver
 from aquifer.memory.pool import PagePool
 from aquifer.models import Planner, plan_model
@@ -229,6 +228,7 @@ class Engine(ModelControl):
         if found is None:
             return
         host, group = found
+        self._use_device()  # copies of its state may be launched
         self._scheduler.abort(host.lane, group, index)
         if index is None or not group.sequences:
             del self._requests[request_id]
@@ -297,7 +297,7 @@ class Engine(ModelControl):
         """
         if self._leader is not None:
             self._leader.check()
-        make_current(self.pool.driver.device)
+        self._use_device()
         self._models.expire()
         self._models.load_wanted(self._num_arrivals, self._preempt_all, self._end_requests)
         self._late.begin()
@@ -369,7 +369,7 @@ class Engine(ModelControl):
 
     def close(self) -> None:
         """End all requests and release everything."""
-        make_current(self.pool.driver.device)
+        self._use_device()
         for request_id in list(self._requests):
             self.abort(request_id)
         with suppress(GroupError):  # then nothing runs any more

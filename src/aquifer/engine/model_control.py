@@ -104,7 +104,7 @@ class ModelControl(ABC):
             DriverError: the device refused memory.
         """
         host = self._models.find(name)
-        make_current(self._assembly.pool.driver.device)
+        self._use_device()
         self._models.load(host, on_progress)
 
     def ask_for_model(self, name: str) -> None:
@@ -134,7 +134,7 @@ class ModelControl(ABC):
         """
         host = self._models.find(name)
         host.check_not_pinned()
-        make_current(self._assembly.pool.driver.device)
+        self._use_device()
         self._preempt_all(host)
         host.unload(keep_bytes)
 
@@ -163,7 +163,7 @@ class ModelControl(ABC):
             UnknownModelError: no such model.
         """
         host = self._models.find(name)
-        make_current(self._assembly.pool.driver.device)
+        self._use_device()
         self._finish_steps()
         self._end_requests(host, f"model {name!r} was removed")
         self._models.remove(host)
@@ -194,6 +194,10 @@ class ModelControl(ABC):
                 "out to serve several"
             )
         return self._models.register(spec.name, partial(self._make_host, spec, read))
+
+    def _use_device(self) -> None:
+        """Launch on this engine's device: the thread may have run an engine on another one since."""
+        make_current(self._assembly.pool.driver.device)
 
     def _preempt_all(self, host: ModelHost) -> None:
         """Preempt all running requests of a model, when all steps in flight are done."""
