@@ -196,7 +196,7 @@ class ModelControl(ABC):
         return self._models.register(spec.name, partial(self._make_host, spec, read))
 
     def _use_device(self) -> None:
-        """Launch on this engine's device: the thread may have run an engine on another one since."""
+        """Launch on this engine's device; an engine of this thread may have another one."""
         make_current(self._assembly.pool.driver.device)
 
     def _preempt_all(self, host: ModelHost) -> None:
