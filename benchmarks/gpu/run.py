@@ -2,6 +2,7 @@
 
     python benchmarks/gpu/run.py --output results
     python benchmarks/gpu/run.py --output results --models families --parts latency
+    python benchmarks/gpu/run.py --output results --models llama-3-8b --tensor-parallel-size 2
 
 The models have random weights. Each engine runs in a separate process and serves as many parts as
 possible; a process that fails does not affect the others. Every measurement is a JSON file in the
@@ -82,6 +83,9 @@ TARGETS: dict[str, dict[str, float]] = {
     }.items()
 }
 
+TARGETS["llama-3-8b-tp2"] = {"step 1": 2.6, "step 32": 3.4, "step 256": 7.6}
+"""Of two H200s."""
+
 TIMES_FLOOR = {
     "gemma-3-12b": 1.3,
     "phi-3-mini": 1.3,
@@ -120,18 +124,21 @@ class Bench:
         kv_cache: "virtual" or "paged".
         output: folder of the results.
         repeats: timed runs of each measurement.
+        size: number of devices that the model is split over.
     """
 
-    def __init__(self, model: str, kv_cache: str, output: Path, repeats: int) -> None:
+    def __init__(self, model: str, kv_cache: str, output: Path, repeats: int, size: int) -> None:
         self._model = model
         self._kv_cache = kv_cache
         self._output = output
+        self._size = size
         self._repeats = repeats
         # Measured before the engine allocates the memory.
         self._rates = Rates.measure(torch.device(DEVICE), torch.bfloat16)
         self._llm = LLM(
             MODELS_FOLDER / model,
             device=DEVICE,
+            tensor_parallel_size=size,
             load_format="dummy",
             kv_cache=kv_cache,
             enable_prefix_caching=False,  # repeats have the same prompts
@@ -157,10 +164,12 @@ class Bench:
             return
         (info,) = self._llm.engine.models.values()
         save(
-            result_file(self._output, self._model, part, self._kv_cache),
+            result_file(self._output, name_of(self._model, self._size), part, self._kv_cache),
             {
                 "benchmark": part,
                 "model": self._model,
+                "tensor_parallel_size": self._size,
+                "device": torch.cuda.get_device_name(DEVICE),
                 "num_parameters": info.num_parameters,
                 "dtype": info.dtype,
                 "kv_cache": self._kv_cache,
@@ -218,10 +227,12 @@ class Bench:
         return Workload.random(count, inputs, outputs, info.vocab_size, SEED)
 
 
-def measure_engine(model: str, kv_cache: str, parts: list[str], output: Path, repeats: int) -> None:
+def measure_engine(
+    model: str, kv_cache: str, parts: list[str], output: Path, repeats: int, size: int
+) -> None:
     """Run all parts of one engine; the main function of its process."""
     faulthandler.dump_traceback_later(LIMIT_S - 5)
-    bench = Bench(model, kv_cache, output, repeats)
+    bench = Bench(model, kv_cache, output, repeats, size)
     for part in parts:
         bench.run(part)
     bench.close()
@@ -239,9 +250,9 @@ def run_process(*arguments: Any) -> None:
         print(f"FAILED: {arguments[:3]} ended with {process.exitcode}", flush=True)
 
 
-def run_start(model: str, output: Path) -> None:
+def run_start(model: str, output: Path, size: int) -> None:
     """Measure the start of one model twice; the second reuses the first one's kernels."""
-    options = {"device": DEVICE, "load_format": "dummy"}
+    options = {"device": DEVICE, "load_format": "dummy", "tensor_parallel_size": size}
     try:
         starts = [measure_start(str(MODELS_FOLDER / model), options) for _ in range(2)]
     except Exception:  # as with the other parts
@@ -254,7 +265,12 @@ def run_start(model: str, output: Path) -> None:
         **options,
         "starts": [asdict(times) for times in starts],
     }
-    save(result_file(output, model, "start"), figures)
+    save(result_file(output, name_of(model, size), "start"), figures)
+
+
+def name_of(model: str, size: int) -> str:
+    """Return the name of a model in files and in `TARGETS`, with the number of its devices."""
+    return model if size == 1 else f"{model}-tp{size}"
 
 
 def result_file(output: Path, model: str, part: str, kv_cache: str = "virtual") -> Path:
@@ -351,6 +367,7 @@ def main() -> None:
         "--models", default=",".join(MODELS), help="names, or `families` for those of all families"
     )
     parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="devices of a model")
     parser.add_argument("--repeats", type=int, default=2, help="timed runs of each measurement")
     arguments = parser.parse_args()
     models, parts = arguments.models.split(","), arguments.parts.split(",")
@@ -360,20 +377,23 @@ def main() -> None:
     if not {*models} <= {*known} or not {*parts} <= {*PARTS}:
         parser.error(f"models are {', '.join(known)}; parts are {', '.join(PARTS)}")
     arguments.output.mkdir(parents=True, exist_ok=True)
+    size = arguments.tensor_parallel_size
     begun = time.perf_counter()
     for model in models:
         virtual = [part for part in parts if part not in ("start", "paged")]
         # Remove results of earlier runs, so that none appears in place of a failed part.
         for part in parts:
             as_stored = ("latency", "paged") if part == "paged" else (part,)
-            result_file(arguments.output, model, *as_stored).unlink(missing_ok=True)
+            result_file(arguments.output, name_of(model, size), *as_stored).unlink(missing_ok=True)
         if "start" in parts:
-            run_start(model, arguments.output)
+            run_start(model, arguments.output, size)
+        rest = arguments.output, arguments.repeats, size
         if virtual:
-            run_process(model, "virtual", virtual, arguments.output, arguments.repeats)
+            run_process(model, "virtual", virtual, *rest)
         if "paged" in parts:
-            run_process(model, "paged", ["latency"], arguments.output, arguments.repeats)
-    Console(width=170).print(summary(models, arguments.output))
+            run_process(model, "paged", ["latency"], *rest)
+    names = [name_of(model, size) for model in models]
+    Console(width=170).print(summary(names, arguments.output))
     print(f"total time {time.perf_counter() - begun:.0f} s")
 
 

@@ -92,6 +92,7 @@ def measure(
     rates: Sequence[float],
     of: Sequence[TraceRequest],
     num: int,
+    placements: Sequence[str],
 ) -> dict[str, Any]:
     """Figures by rate and placement; each from a server that has just started.
 
@@ -101,6 +102,7 @@ def measure(
         rates: requests a second.
         of: lengths of requests.
         num: requests of each run.
+        placements: how requests are placed.
 
     Raises:
         EngineError: a server did not start, or refused requests.
@@ -108,11 +110,11 @@ def measure(
     names = tuple(sorted(path.name for path in folder.iterdir() if path.is_dir()))
     found: dict[str, Any] = {}
     with Progress() as progress:
-        task = progress.add_task("", total=len(rates) * len(_PLACEMENTS) * num)
+        task = progress.add_task("", total=len(rates) * len(placements) * num)
         for rate in rates:
             requests = LocalityWorkload(names, of, rate, num).requests(LOCALITIES[_LEVEL])
             row = found[str(rate)] = {}
-            for placement in _PLACEMENTS:
+            for placement in placements:
                 progress.update(task, description=f"{rate:g}/s, {placement}")
                 with serving(str(folder), [*arguments, "--placement", placement]) as url:
                     run = send(Target.reach(url), load_of(requests), lambda: progress.advance(task))
@@ -133,6 +135,7 @@ def main() -> None:
     parser.add_argument("--models", type=Path, help="folder of models; eight random ones if not")
     parser.add_argument("--rates", type=float, nargs="+", default=[1.6, 6.4])
     parser.add_argument("--requests", type=int, default=150, help="requests of each run")
+    parser.add_argument("--placements", nargs="+", default=_PLACEMENTS, choices=_PLACEMENTS)
     parser.add_argument("--most-tokens", type=int, default=1024, help="of a prompt or an output")
     parser.add_argument("--output", type=Path, default=_HERE, help="folder of the results")
     arguments = parser.parse_args()
@@ -151,7 +154,9 @@ def main() -> None:
         content = {
             "devices": arguments.devices,
             "memory": arguments.memory,
-            "rates": measure(folder, options, arguments.rates, of, arguments.requests),
+            "rates": measure(
+                folder, options, arguments.rates, of, arguments.requests, arguments.placements
+            ),
         }
     command = f"benchmarks/tangram/placed.py --data DATA --devices {arguments.devices}"
     save(arguments.output / "placed.json", content, command=command)

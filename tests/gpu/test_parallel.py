@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,11 @@ import pytest
 import torch
 from tests.architectures import HYBRIDS, OUR_DECODER, VOCAB_SIZE, save_tiny
 
-from aquifer.engine.params import SamplingParams
+from aquifer.config import EngineConfig, ModelSpec
+from aquifer.engine.engine import Engine
+from aquifer.engine.leader import start_ranks
+from aquifer.engine.params import Request, SamplingParams
+from aquifer.errors import GroupError
 from aquifer.llm import LLM
 
 NAMES = ("llama", "gemma2", "qwen3_moe", "deepseek_v2", "gpt_oss", "bamba", "qwen3_next")
@@ -53,3 +59,29 @@ def test_tokens_of_two_gpus_equal_those_of_one(name: str, kv_cache: str, tmp_pat
                 ]
             )
     assert found[0] == found[1]
+
+
+def run_out(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+
+
+def test_a_rank_that_is_killed_ends_the_engine(tmp_path: Path) -> None:
+    """Kernels of rank 0 that wait for what it would have sent end, and another group can start."""
+    save_tiny(OUR_DECODER["llama"](), tmp_path, 2)
+    config = EngineConfig(
+        (ModelSpec("m", tmp_path),), device="cuda", tensor_parallel_size=2, memory_bytes=4 << 30
+    )
+    params = SamplingParams(temperature=0, max_tokens=100_000, ignore_eos=True)
+    for _ in range(2):
+        ranks = start_ranks("cuda", 2)
+        assert ranks.collectives.adds_itself(torch.zeros(1, 64, device="cuda:0"))
+        engine = Engine.open(config, ranks=ranks)
+        engine.add(Request("r", "m", [5, 6, 7], params, 0.0))
+        for _ in range(20):
+            engine.step()
+        os.kill(ranks.process_ids[0], signal.SIGKILL)
+        with pytest.raises(GroupError, match="died with exit code -9"):
+            run_out(engine)
+        engine.close()
+        ranks.close()

@@ -1,4 +1,7 @@
-"""Collectives between processes: gloo on the CPU, NCCL on GPUs.
+"""Collectives between processes: gloo on the CPU; NCCL and our own all-reduce on GPUs.
+
+What few rows add up to, as in decode steps, is computed by `aquifer.kernels.all_reduce`, where the
+GPUs can write to each other's memory; NCCL does all else.
 
 The process group is one of its own, not torch's default one, so a program that has another use for
 that can still open an engine. Only processes of this machine take part: they meet at a file, and
@@ -14,6 +17,10 @@ from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d
+
+from aquifer.kernels.all_reduce import DTYPES, all_reduce
+from aquifer.memory.driver import open_driver
+from aquifer.parallel.peer_memory import PeerMemory, open_peer_memory
 
 # torch's stubs lack most of what is used of these.
 _dist: Any = torch.distributed
@@ -35,6 +42,7 @@ class GroupCollectives:
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
         self._group = group
+        self._peers: PeerMemory | None = None
         self.rank = rank
         self.size = size
         # Not in the background, so NCCL's operations are launched on the current stream.
@@ -47,8 +55,19 @@ class GroupCollectives:
         own, *others = partials
         for other in others:
             own += other
-        self._wait(self._group.allreduce([own], self._reduce))
+        if self._peers is not None and self.adds_itself(own):
+            all_reduce(own, self._peers.inboxes)
+        else:
+            self.total_by_group(own)
         return (own,)
+
+    def adds_itself(self, values: torch.Tensor) -> bool:
+        """Whether `total` adds up such a tensor by our own all-reduce."""
+        return self._peers is not None and self._peers.inboxes.fits(values)
+
+    def total_by_group(self, values: torch.Tensor) -> None:
+        """Overwrite values with what those of all ranks add up to, by gloo or NCCL."""
+        self._wait(self._group.allreduce([values], self._reduce))
 
     def joined(self, part: torch.Tensor) -> torch.Tensor:
         """See `Collectives.joined`."""
@@ -63,7 +82,38 @@ class GroupCollectives:
 
     def abort(self) -> None:
         """End what waits for a rank that is gone; nothing can be sent from then on."""
+        if (peers := self._peers) is not None:
+            peers.stop()
         self._group.abort()
+
+    def close(self) -> None:
+        """Abort, and release all. Pre-condition: nothing is launched any more."""
+        self.abort()
+        if self._peers is not None:
+            self._peers.close()
+            self._peers = None
+
+    def use_peer_memory(self, device: torch.device, folder: Path) -> None:
+        """Add up small tensors by our own all-reduce, if the devices of all ranks allow it.
+
+        Args:
+            device: this rank's GPU, which is the current one.
+            folder: where the ranks meet.
+        """
+
+        def all_agree(own: bool) -> bool:
+            votes = torch.tensor([int(own)], device=device)
+            self.total_by_group(votes)
+            return int(votes.item()) == self.size
+
+        self._peers = open_peer_memory(
+            self.rank, self.size, lambda: open_driver(str(device), exports=True), folder, all_agree
+        )
+        if self._peers is not None:
+            # A kernel that is compiled in the first step would be left out there by one rank, and
+            # not by another that has it.
+            for dtype in DTYPES:
+                all_reduce(torch.empty(0, dtype=dtype, device=device), self._peers.inboxes)
 
     @staticmethod
     def _wait(work: Any) -> None:
@@ -79,7 +129,7 @@ def connect(rank: int, size: int, device: torch.device, meeting: Path) -> GroupC
         rank: number of this one.
         size: number of ranks.
         device: where its tensors are.
-        meeting: a file that does not exist, the same for all ranks.
+        meeting: a file that does not exist, the same for all ranks, in a folder of its own.
     """
     store = _dist.FileStore(str(meeting), size)
     kind: Any = _c10d.ProcessGroupGloo if device.type == "cpu" else _c10d.ProcessGroupNCCL
@@ -93,4 +143,5 @@ def connect(rank: int, size: int, device: torch.device, meeting: Path) -> GroupC
     torch.cuda.set_device(device)
     group = GroupCollectives(kind(store, rank, size, options), rank, size)
     group.agree(torch.zeros(1, device=device))  # NCCL connects with the first operation
+    group.use_peer_memory(device, meeting.parent)
     return group

@@ -177,11 +177,11 @@ class Ranks:
             if process.is_alive():
                 process.kill()
                 process.join()
-        if hasattr(self, "collectives"):
-            self.collectives.abort()  # the other ranks are gone
-        atexit.unregister(self.kill)
         if self._watcher.ident is not None:
             self._watcher.join()
+        if hasattr(self, "collectives"):
+            self.collectives.close()  # the other ranks are gone
+        atexit.unregister(self.kill)
         self._folder.cleanup()
 
     def _watch(self) -> None:

@@ -71,7 +71,8 @@ def send(connection: socket.socket, message: Sequence[Any], files: Sequence[int]
     body = json.dumps(message).encode()
     data = len(body).to_bytes(_HEADER_BYTES, "big") + body
     sent = socket.send_fds(connection, [data], files) if files else 0
-    connection.sendall(data[sent:])
+    if sent < len(data):  # the other process may have all, and close the connection
+        connection.sendall(data[sent:])
 
 
 def receive(connection: socket.socket) -> tuple[list[Any], list[int]]:
