@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,8 @@ def serve(connection: Connection, collectives: GroupCollectives, device: str) ->
     """What the other ranks do."""
     measure(collectives, torch.device(device))
     connection.send(None)
+    with suppress(EOFError):
+        connection.recv()
 
 
 def main() -> None:

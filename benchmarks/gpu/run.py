@@ -10,7 +10,7 @@ folder of `--output`, and the final table is made from these files. The parts:
 
 - start: from a new process to the first token, twice;
 - latency: decode steps at batch 1, 32, 128 and 256, 512 prompt tokens, 128 output tokens; of the
-  models that stand for a family, at batch 1, 32 and 128;
+  models that stand for a family, at batch 1, 32 and 128, of large ones at 1 and 32;
 - throughput: 256 requests, 100 to 1024 tokens in and out, temperature 0.6;
 - prefill: 64 prompts of 2048 tokens;
 - growing: decode steps of 256 growing sequences, compared with all KV mapped beforehand;
@@ -49,6 +49,9 @@ HYBRIDS = ("falcon-h1-7b", "jamba-26b", "qwen3-next-40b")
 """Models with recurrent state: attention beside Mamba-2 in each layer; Mamba with few layers of
 attention, and experts; the gated delta rule, and many experts."""
 
+LARGE = ("llama-3-70b",)
+"""Models for several devices: `--tensor-parallel-size 2`."""
+
 FAMILIES = (
     "gemma-2-2b",
     "gemma-3-12b",
@@ -65,6 +68,7 @@ that the Transformers backend serves."""
 PARTS = ("start", "latency", "throughput", "prefill", "growing", "paged")
 BATCH_SIZES = (1, 32, 128, 256)
 FAMILY_BATCH_SIZES = BATCH_SIZES[:3]
+LARGE_BATCH_SIZES = BATCH_SIZES[:2]
 PROMPT, OUTPUT = LengthRange(512, 512), LengthRange(128, 128)
 MIXED = LengthRange(100, 1024)
 SEED = 0
@@ -84,6 +88,7 @@ TARGETS: dict[str, dict[str, float]] = {
 }
 
 TARGETS["llama-3-8b-tp2"] = {"step 1": 2.6, "step 32": 3.4, "step 256": 7.6}
+TARGETS["llama-3-70b-tp2"] = {"step 1": 19.5, "step 32": 21.5, "start": 15}
 """Of two H200s."""
 
 TIMES_FLOOR = {
@@ -120,7 +125,7 @@ class Bench:
     """One engine and its measurements.
 
     Args:
-        model: one of `MODELS`, `HYBRIDS` or `FAMILIES`.
+        model: one of `MODELS`, `HYBRIDS`, `LARGE` or `FAMILIES`.
         kv_cache: "virtual" or "paged".
         output: folder of the results.
         repeats: timed runs of each measurement.
@@ -190,7 +195,10 @@ class Bench:
 
     def _latency(self) -> dict[str, Any]:
         batches = []
-        for size in FAMILY_BATCH_SIZES if self._model in FAMILIES else BATCH_SIZES:
+        sizes = dict.fromkeys(FAMILIES, FAMILY_BATCH_SIZES) | dict.fromkeys(
+            LARGE, LARGE_BATCH_SIZES
+        )
+        for size in sizes.get(self._model, BATCH_SIZES):
             times = measure_steps(self._llm, self._workload(size, PROMPT, OUTPUT), self._repeats)
             batches.append(times.figures(self._cost, self._rates))
             print(f"  batch {size}: {_round(times.step_ms)} ms a step", flush=True)
@@ -373,7 +381,7 @@ def main() -> None:
     models, parts = arguments.models.split(","), arguments.parts.split(",")
     if models == ["families"]:
         models = [*FAMILIES]
-    known = MODELS + HYBRIDS + FAMILIES
+    known = MODELS + HYBRIDS + LARGE + FAMILIES
     if not {*models} <= {*known} or not {*parts} <= {*PARTS}:
         parser.error(f"models are {', '.join(known)}; parts are {', '.join(PARTS)}")
     arguments.output.mkdir(parents=True, exist_ok=True)

@@ -141,6 +141,7 @@ def all_reduce(values: torch.Tensor, peers: PeerInboxes) -> None:
         size=peers.size,
         slice_words=SLICE_WORDS,
         patience=_PATIENCE,
+        is_interpreted=not values.is_cuda,
         num_warps=_NUM_WARPS,
         **launch_options(values.device),
     )
@@ -159,6 +160,7 @@ def _all_reduce_kernel(
     size: constexpr,
     slice_words: constexpr,
     patience: constexpr,
+    is_interpreted: constexpr,
     overlaps: constexpr,
 ) -> None:
     """Each program sends some of the slices to all ranks, and receives and adds up the same."""
@@ -177,7 +179,7 @@ def _all_reduce_kernel(
                 sender = rank - (1 if rank > other else 0)
                 target = tl.load(addresses + other).to(tl.pointer_type(tl.int64))
                 target += (sender * 2 + epoch % 2) * capacity
-                tl.store(target + word, message, mask=is_word)
+                _send(target + word, message, is_word, is_interpreted)
     release_successor(overlaps)
     stopped = 0
     for number in range(tl.program_id(0), num_slices, tl.num_programs(0)):
@@ -216,6 +218,32 @@ def _all_reduce_kernel(
         tl.store(words + word, total, mask=is_word)
         tl.debug_barrier()  # every thread has read the epoch
         tl.store(epochs + number, epoch)
+
+
+@jit
+def _send(address: tensor, message: tensor, is_sent: tensor, is_interpreted: constexpr) -> None:
+    """Store messages so that another GPU sees them soon.
+
+    A plain store may stay within this GPU for as long as the program runs, and that waits for what
+    the other one sends when it has seen the message: pauses of milliseconds to a second were
+    measured.
+    """
+    if is_interpreted:
+        tl.store(address, message, mask=is_sent)
+    else:
+        tl.inline_asm_elementwise(
+            """{
+                .reg .pred is_sent;
+                setp.ne.b32 is_sent, $3, 0;
+                @is_sent st.relaxed.sys.global.b64 [$1], $2;
+                mov.b32 $0, 0;
+            }""",
+            "=r,l,l,r",
+            [address, message, is_sent.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @jit
