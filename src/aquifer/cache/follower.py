@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -19,7 +20,38 @@ from aquifer.cache.view import StepView
 from aquifer.errors import InvariantError
 from aquifer.memory.pages import Page
 from aquifer.memory.pool import Kind, Owner, PagePool
-from aquifer.memory.residency import Aliased, GivenUp, Mapped, Released, Shared
+from aquifer.memory.residency import (
+    Abandoned,
+    Aliased,
+    Begun,
+    GivenUp,
+    Mapped,
+    PendingPages,
+    Released,
+    Residency,
+    Shared,
+)
+from aquifer.memory.runs import runs
+
+
+class _Coming:
+    """Pages that are being mapped in the background.
+
+    Args:
+        residency: of the range.
+        pending: what is under way there.
+    """
+
+    def __init__(self, residency: Residency, pending: PendingPages) -> None:
+        self._residency = residency
+        self._pending = pending
+        self._are_there: bool | None = None
+
+    def arrive(self) -> bool:
+        """Wait for them; False if the device has refused."""
+        if self._are_there is None:
+            self._are_there = self._residency.settle(self._pending)
+        return self._are_there
 
 
 class PartFollower:
@@ -41,6 +73,7 @@ class PartFollower:
         self._references: Counter[Page] = Counter()  # of the leader's pages: places and holds
         self._at: dict[int, Page] = {}  # the leader's page at each place that was not given up
         self._holds: Counter[Page] = Counter()  # the part of `_references` without a place
+        self._coming: dict[int, _Coming] = {}  # by place: pages that the leader has begun to map
 
     def open(self) -> None:
         """Take the anchor's pages, before any others.
@@ -74,6 +107,7 @@ class PartFollower:
     def close(self) -> None:
         """Give up all pages and the addresses."""
         residency = self.tensors.pages
+        self._abandon(list(self._coming))
         residency.release([self._own[page] for page in self._holds.elements()])
         residency.give_up(sorted(self._at))
         self.tensors.close()
@@ -85,11 +119,14 @@ class PartFollower:
             case Mapped(index, pages, units):
                 indices = range(index, index + len(pages) * units)
                 places = list(indices[::units])
-                if not residency.populate([indices], units=units):
-                    raise InvariantError("the follower's pool has no room for the leader's pages")
+                self._populate(indices, units)
                 self._own.update(zip(pages, tensors.range.pages_at(places), strict=True))
                 self._at.update(zip(places, pages, strict=True))
                 self._references.update(pages)
+            case Begun(stretches):
+                self._begin(stretches)
+            case Abandoned(stretches):
+                self._abandon(list(chain.from_iterable(stretches)))
             case Aliased(index, pages):
                 own = [self._own[page] for page in pages]
                 residency.alias(index, own)
@@ -118,6 +155,37 @@ class PartFollower:
             case CopiedIn(offset_bytes, host_bytes, num_bytes):
                 part = _part(host_memory, host_bytes, num_bytes)
                 tensors.copy_in(offset_bytes, part)
+
+    def _begin(self, stretches: Sequence[range]) -> None:
+        """Begin to map pages as the leader has, where that takes no call of the driver here.
+
+        What is not begun is mapped when the leader has its pages.
+        """
+        residency = self.tensors.pages
+        if any(residency.left_at(stretch) for stretch in stretches):
+            return
+        pending = residency.populate_later(stretches)
+        if pending is not None:
+            coming = _Coming(residency, pending)
+            self._coming.update(dict.fromkeys(chain.from_iterable(stretches), coming))
+
+    def _populate(self, indices: range, units: int) -> None:
+        """Put pages under places, some of which may be on their way."""
+        missing = [indices]
+        if not self._coming.keys().isdisjoint(indices):
+            coming = [(index, self._coming.pop(index, None)) for index in indices]
+            left = [index for index, pages in coming if pages is None or not pages.arrive()]
+            missing = [range(left[start], left[end - 1] + 1) for start, end in runs(left)]
+        if missing and not self.tensors.pages.populate(missing, units=units):
+            raise InvariantError("the follower's pool has no room for the leader's pages")
+
+    def _abandon(self, places: Sequence[int]) -> None:
+        """Give up what is on its way to places."""
+        coming = [(place, self._coming.pop(place, None)) for place in places]
+        self.tensors.pages.give_up(
+            [place for place, pages in coming if pages is not None and pages.arrive()],
+            is_untouched=True,
+        )
 
     def _enter(self, op: Entered) -> None:
         raise InvariantError(f"{op} is of no part with a table")

@@ -23,6 +23,7 @@ import torch
 from aquifer.cache.follower import kv_follower
 from aquifer.cache.journal import CopiedIn, CopiedOut, InPart, KVOp
 from aquifer.config import EngineConfig
+from aquifer.engine.mapping import map_ahead
 from aquifer.engine.model_files import read_model
 from aquifer.engine.rank_ops import (
     BuildModel,
@@ -44,6 +45,7 @@ from aquifer.garbage import collect_less, collect_nothing
 from aquifer.kernels import start_compiler
 from aquifer.memory.budget import make_pool_like
 from aquifer.memory.driver import make_current, open_driver
+from aquifer.memory.mapper import BackgroundMapper
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.memory.stock import PageStocker
 from aquifer.models import Planner
@@ -188,6 +190,9 @@ class _RankPool:
                 start_compiler(driver.device)
             self._pool = make_pool_like(op.size, driver)
             resources.callback(self._pool.close)
+            if map_ahead(op.config, driver) == "background":
+                self._pool.mapper = BackgroundMapper(self._pool.pages)
+                resources.callback(self._pool.mapper.close)
             self._stocker = PageStocker(self._pool, reclaim_below=op.config.reclaim_below)
             self._stocker.start()
             resources.callback(self._stocker.close)

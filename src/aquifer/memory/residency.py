@@ -33,6 +33,20 @@ class Mapped:
 
 
 @dataclass(frozen=True, slots=True)
+class Begun:
+    """Places that pages are being put under in the background; `Mapped` or `Abandoned` follows."""
+
+    stretches: tuple[range, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Abandoned:
+    """Places that have not got the pages that were begun."""
+
+    stretches: tuple[range, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Aliased:
     """Pages in use that were put under the places from `index` on, for a held reference each."""
 
@@ -63,7 +77,7 @@ class Released:
 
 _Piece = tuple[int, Sequence[Page]]  # a place, and the pages from there on
 
-PageOp = Mapped | Aliased | GivenUp | Shared | Released
+PageOp = Mapped | Begun | Abandoned | Aliased | GivenUp | Shared | Released
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -171,6 +185,8 @@ class Residency:
             return None
         pieces = list(_cut(stretches, as_run(pages)))
         places = [(self.range.address_for(index, run), run) for index, run in pieces]
+        if self.record is not None:
+            self.record(Begun(tuple(stretches)))
         return PendingPages(pieces, mapper.submit(places), when_settled)
 
     def settle(self, pending: PendingPages) -> bool:
@@ -179,6 +195,9 @@ class Residency:
             pending.future.result()
         except DriverError:
             self._pool.release([page for _, run in pending.pieces for page in run])
+            if self.record is not None:
+                places = [range(index, index + len(run)) for index, run in pending.pieces]
+                self.record(Abandoned(tuple(places)))
             return False
         for index, pages in pending.pieces:
             self.range.note(index, pages)
