@@ -122,9 +122,12 @@ def test_tokens_equal_those_of_one_device(
     num_ahead: int,
 ) -> None:
     """Sampling, beams, penalties and log probabilities; with hardly more memory than one request
-    takes, so that requests are preempted; with prefixes that are retained."""
+    takes, so that requests are preempted; with prefixes that are retained. Where steps are planned
+    ahead, pages are mapped in the background."""
     folder, expected = models(name)
     options = {"kv_cache": cache, "preemption_mode": mode}
+    if num_ahead:  # as on a GPU
+        options["map_ahead"] = "background"
     with opened(config_of(folder, size, PLENTY_BYTES, **options), ranks_of(size)) as engine:
         (info,), (lane,) = engine.models.values(), engine.lanes.values()
         num_pages = max(
