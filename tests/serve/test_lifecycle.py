@@ -6,6 +6,8 @@ import http.client
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -259,3 +261,19 @@ def _accepts(server: RunningServer) -> bool:
     except ConnectionRefusedError:
         return False
     return True
+
+
+def test_a_web_side_that_cannot_be_imported_ends_the_server(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """With its reason, and no engine process is left that would keep the command from ending."""
+    (tmp_path / "fastapi.py").write_text("raise ImportError('half installed')")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-m", "aquifer", "serve", str(checkpoint), "--port", "0"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "cannot be imported (half installed)" in done.stderr

@@ -89,7 +89,11 @@ class _Server:
         for number in STOP_SIGNALS:
             loop.add_signal_handler(number, self._on_signal)
         self._hub.start()
-        self._web = web = self._web_side()
+        try:
+            self._web = web = self._web_side()
+        except BaseException:
+            self._hub.kill()  # the engine process would keep this one
+            raise
         self._hub.attach(web)
         stopping = asyncio.create_task(self._stopping.wait())
         serving = asyncio.create_task(web.run())
@@ -113,8 +117,12 @@ class _Server:
         """The web processes: this one, or others if several are wanted."""
         if self._config.api_server_count > 1:
             return WebProcesses(self._hub, self._engine, self._config, self._listener)
-        from aquifer.serve.web import Web  # while the engine process imports its own half
-
+        try:
+            from aquifer.serve.web import Web  # while the engine process imports its own half
+        except ImportError as error:
+            raise ConfigError(
+                f"a package of the web side cannot be imported ({error}); install Aquifer again"
+            ) from error
         return Web(self._hub, self._engine, self._config, self._listener)
 
     async def _open(self, web: WebSide, on_progress: Callable[[LoadProgress], None]) -> None:
