@@ -26,7 +26,7 @@ from aquifer.parallel.ranks import Ranks
 
 KIB = 1 << 10
 SIZES_BYTES = [size * KIB for size in (8, 32, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)]
-"""Of 4096 numbers a token, 8 KiB are one token's."""
+"""Sizes of the tensors. A hidden state of 4096 bf16 numbers, for one token, has 8 KiB."""
 
 _NUM_IN_GRAPH = 64
 _NUM_REPLAYS = 20

@@ -89,7 +89,7 @@ TARGETS: dict[str, dict[str, float]] = {
 
 TARGETS["llama-3-8b-tp2"] = {"step 1": 2.6, "step 32": 3.4, "step 256": 7.6}
 TARGETS["llama-3-70b-tp2"] = {"step 1": 19.5, "step 32": 21.5, "start": 15}
-"""Of two H200s."""
+"""Targets on two H200s."""
 
 TIMES_FLOOR = {
     "gemma-3-12b": 1.3,

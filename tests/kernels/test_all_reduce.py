@@ -72,7 +72,7 @@ def test_each_rank_gets_the_sum(device: torch.device, size: int, dtype: torch.dt
 
 
 def test_a_rank_does_not_take_old_numbers_for_new_ones(device: torch.device) -> None:
-    """Of the epoch before the last one, which has the same place."""
+    """Numbers of two epochs ago are still in the memory that new ones come to."""
     peers = inboxes_of(2, device)
     parts = parts_of(2, (1, 64), torch.bfloat16, 0)
     for _ in range(3):

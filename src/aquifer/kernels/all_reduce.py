@@ -43,7 +43,7 @@ _PER_MULTIPROCESSOR = 2
 """Programs per SM, all of which must be able to run at once: they wait for those of other ranks."""
 
 _MESSAGE_BYTES = 8
-"""Of a word with its epoch."""
+"""Size of a message: a word of 4 bytes and its epoch."""
 
 _PATIENCE = 1 << 16
 """How often a program looks for numbers before it asks whether it is to stop: for some 50 ms.
@@ -53,7 +53,7 @@ virtual machine). So what waits as long as is usual never asks.
 """
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Of tensors that are added up."""
+"""The dtypes of tensors that `all_reduce` takes."""
 
 
 @dataclass(frozen=True, slots=True)
