@@ -91,6 +91,24 @@ def test_a_rank_does_not_take_old_numbers_for_new_ones(device: torch.device) -> 
     assert peers[1].epochs[0] == 3
 
 
+def test_epochs_begin_again_after_the_largest(device: torch.device) -> None:
+    """Which they reach after two days of decoding."""
+    peers = inboxes_of(2, device)
+    guard = peers[0].inbox.clone()
+    for of_rank in peers:
+        of_rank.epochs.fill_(2**31 - 3)
+    for seed in range(5):
+        parts = parts_of(2, (1, 64), torch.bfloat16, seed)
+        peers[1].stop.fill_(1)
+        all_reduce(parts[1].clone().to(device), peers[1])
+        values = parts[0].clone().to(device)
+        all_reduce(values, peers[0])
+        assert torch.equal(values.cpu(), all_reduce_reference(parts))
+    assert peers[0].epochs[0] == -(2**31) + 2
+    changed = (peers[0].inbox != guard).nonzero().flatten()
+    assert changed.max() < MOST_BYTES // 4 + 32  # odd epochs are received behind the even ones
+
+
 @pytest.mark.parametrize(
     ("values", "fits"),
     [

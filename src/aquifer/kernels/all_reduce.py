@@ -120,8 +120,7 @@ def all_reduce_reference(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def all_reduce(values: torch.Tensor, peers: PeerInboxes) -> None:
     """Overwrite values with what those of all ranks add up to.
 
-    All ranks call it in the same order with tensors of the same shape. Between two calls on a
-    stream must be another kernel, or the end of one.
+    All ranks call it in the same order with tensors of the same shape.
 
     Args:
         values: of any shape; `peers.fits`.
@@ -182,7 +181,7 @@ def _all_reduce_kernel(
             if other != rank:
                 sender = rank - (1 if rank > other else 0)
                 target = tl.load(addresses + other).to(tl.pointer_type(tl.int64))
-                target += (sender * 2 + epoch % 2) * capacity
+                target += (sender * 2 + (epoch & 1)) * capacity
                 _send(target + word, message, is_word, is_interpreted)
     release_successor(overlaps)
     stopped = 0
@@ -197,7 +196,7 @@ def _all_reduce_kernel(
                 received = tl.load(words + word, mask=is_word, other=0)
             else:
                 sender = other - (1 if other > rank else 0)
-                source = inbox + (sender * 2 + epoch % 2) * capacity + word
+                source = inbox + (sender * 2 + (epoch & 1)) * capacity + word
                 message = tl.load(source, mask=is_word, other=0, volatile=True)
                 missing = _num_missing(message, epoch, is_word)
                 times = 0
