@@ -26,6 +26,7 @@ from aquifer.cache.base import (
 from aquifer.cache.follower import KVFollower
 from aquifer.cache.slot_pages import MappingOptions
 from aquifer.cache.swap import SwappedKV, SwapSpace
+from aquifer.cache.swap_memory import SwapMemory
 from aquifer.cache.tensors import KVTensors
 from aquifer.cache.virtual import VirtualCache
 from aquifer.errors import InvariantError
@@ -88,7 +89,7 @@ class Pair:
         shape = pickle.loads(pickle.dumps(self.cache.tensors.shape))
         self.follower = KVFollower(self.other_pool, KV, shape)
         self.space = SwapSpace(SWAP_BYTES, torch.device("cpu"))
-        self.host_memory = torch.zeros(SWAP_BYTES, dtype=torch.uint8)
+        self.host_memory = SwapMemory(SWAP_BYTES, torch.device("cpu"))
         self.lengths: dict[int, int] = {}
         self.generator = torch.Generator().manual_seed(0)
 

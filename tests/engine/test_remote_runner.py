@@ -24,6 +24,7 @@ from aquifer.cache.base import CacheFactory, KVLayout
 from aquifer.cache.follower import kv_follower
 from aquifer.cache.group_tensors import GroupedShape
 from aquifer.cache.swap import SwapSpace
+from aquifer.cache.swap_memory import SwapMemory
 from aquifer.cache.tensors import KVShape
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.assembly import LaneSpec
@@ -71,7 +72,7 @@ def run_steps(connection: Connection, folder: Path, shape: KVShape | GroupedShap
     pool = PagePool(open_driver("cpu"), 64 << 20, PAGE_BYTES)
     with loaded_model(Checkpoint.open(folder), plan_tiny) as model:
         follower = kv_follower(pool, Owner("m", Kind.KV), shape)
-        host_memory = torch.empty(SWAP_BYTES, dtype=torch.uint8)
+        host_memory = SwapMemory(SWAP_BYTES, pool.driver.device)
         runner = Runner(model, follower, pool.driver, MAX_SEQS, MAX_SEQS, MAX_TOKENS)
         while message := connection.recv_bytes():
             step: StepInput = pickle.loads(message)
@@ -79,6 +80,7 @@ def run_steps(connection: Connection, folder: Path, shape: KVShape | GroupedShap
             connection.send_bytes(pickle.dumps(runner.launch(step).wait()))
         runner.close()
         follower.close()
+    host_memory.close()
     pool.close()
 
 

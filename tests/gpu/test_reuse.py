@@ -16,7 +16,7 @@ from tests.checkpoints import VOCAB_SIZE, tiny_llama
 from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.engine import Engine
 from aquifer.engine.params import Request, SamplingParams
-from aquifer.memory.host_buffer import HostBuffer
+from aquifer.memory.host_buffer import PIECE_BYTES, in_pieces, locked_buffer
 from aquifer.weights.loader import copy_bytes
 
 CONTEXT = 256
@@ -106,13 +106,14 @@ def test_fine_tunes_share_pages(engine: Engine):
     assert other.shared_bytes < other.weight_bytes // 4
 
 
-@pytest.mark.parametrize("num_bytes", [1, 4096, (64 << 20) + 17])
+@pytest.mark.parametrize("num_bytes", [1, 4096, PIECE_BYTES, 2 * PIECE_BYTES + 17])
 def test_page_locked_memory_is_given_back(num_bytes: int):
-    buffer = HostBuffer(num_bytes, torch.device("cuda"))
-    assert buffer.bytes.is_pinned()
+    buffer = locked_buffer(num_bytes, torch.device("cuda"))
     source = torch.randint(256, (num_bytes,), dtype=torch.uint8, device="cuda")
-    copy_bytes([(source, buffer.bytes)])
+    pairs = list(in_pieces(buffer.bytes, source))
+    assert all(host.is_pinned() for host, _ in pairs)
+    copy_bytes([(part, host) for host, part in pairs])
     back = torch.zeros_like(source)
-    copy_bytes([(buffer.bytes, back)])
+    copy_bytes(list(in_pieces(buffer.bytes, back)))
     assert torch.equal(back, source)
     buffer.close()

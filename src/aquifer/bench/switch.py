@@ -30,7 +30,7 @@ from aquifer.engine.outputs import TokenOutput
 from aquifer.engine.params import Request, SamplingParams
 from aquifer.errors import InvariantError
 from aquifer.llm import LLM
-from aquifer.memory.host_buffer import HostBuffer
+from aquifer.memory.host_buffer import in_pieces, locked_buffer
 from aquifer.weights.loader import copy_bytes
 
 NEIGHBOUR = "neighbour"
@@ -315,12 +315,12 @@ def peer_rate(source: torch.device, target: torch.device) -> float:
 
 def copy_rate(device: torch.device) -> float:
     """Bytes per second from page-locked memory to a device, the best of three copies."""
-    buffer = HostBuffer(_SAMPLE_BYTES, device)
+    buffer = locked_buffer(_SAMPLE_BYTES, device)
     target = torch.empty(_SAMPLE_BYTES, dtype=torch.uint8, device=device)
     seconds = []
     for _ in range(3):
         start = time.perf_counter()
-        copy_bytes([(buffer.bytes, target)])
+        copy_bytes(list(in_pieces(buffer.bytes, target)))
         seconds.append(time.perf_counter() - start)
     buffer.close()
     return _SAMPLE_BYTES / min(seconds)

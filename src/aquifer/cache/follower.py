@@ -15,6 +15,7 @@ from aquifer.cache.journal import CopiedIn, CopiedOut, Copies, Entered, InPart, 
 from aquifer.cache.part_tensors import PartTensors
 from aquifer.cache.spans import Rows
 from aquifer.cache.state_tensors import StateTensors
+from aquifer.cache.swap_memory import SwapMemory
 from aquifer.cache.tensors import KVShape, KVTensors
 from aquifer.cache.view import StepView
 from aquifer.errors import InvariantError
@@ -84,12 +85,12 @@ class PartFollower:
         if not self.tensors.open():
             raise InvariantError("the follower's pool has no room for the leader's pages")
 
-    def execute(self, ops: Iterable[KVOp], host_memory: torch.Tensor | None = None) -> None:
+    def execute(self, ops: Iterable[KVOp], host_memory: SwapMemory | None = None) -> None:
         """Execute recorded changes, in order.
 
         Args:
             ops: as `KVTensors.take_journal` returned them; none may be left out.
-            host_memory: uint8, where this process keeps what is copied out.
+            host_memory: where this process keeps what is copied out.
 
         Raises:
             DriverError: the device refused. The follower cannot be used any more.
@@ -112,7 +113,7 @@ class PartFollower:
         residency.give_up(sorted(self._at))
         self.tensors.close()
 
-    def follow(self, op: KVOp, host_memory: torch.Tensor | None) -> None:
+    def follow(self, op: KVOp, host_memory: SwapMemory | None) -> None:
         """Execute one change; see `execute`. New table entries are not sent to the device."""
         tensors, residency = self.tensors, self.tensors.pages
         match op:
@@ -241,7 +242,7 @@ class GroupedFollower:
             self.parts.append(PartFollower(state))
         self._tensors = GroupedTensors([part.tensors for part in kv], shape.groups, state)
 
-    def execute(self, ops: Iterable[KVOp], host_memory: torch.Tensor | None = None) -> None:
+    def execute(self, ops: Iterable[KVOp], host_memory: SwapMemory | None = None) -> None:
         """See `KVFollower.execute`."""
         for part in self.parts:
             part.open()
@@ -275,7 +276,7 @@ def kv_follower(
     return KVFollower(pool, owner, shape)
 
 
-def _part(host_memory: torch.Tensor | None, start: int, num_bytes: int) -> torch.Tensor:
+def _part(host_memory: SwapMemory | None, start: int, num_bytes: int) -> torch.Tensor:
     if host_memory is None:
         raise InvariantError("a journal with swapping needs host memory")
-    return host_memory[start : start + num_bytes]
+    return host_memory.part(start, num_bytes)

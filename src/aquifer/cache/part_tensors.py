@@ -13,6 +13,7 @@ from aquifer.cache.copies import PendingCopies
 from aquifer.cache.guard import GuardedResidency
 from aquifer.cache.journal import CopiedIn, CopiedOut, Copies, PartOp
 from aquifer.errors import InvariantError
+from aquifer.memory.host_buffer import in_pieces
 from aquifer.memory.pool import Kind, Owner, PagePool
 from aquifer.memory.range import VirtualRange
 from aquifer.memory.residency import Residency
@@ -147,12 +148,13 @@ class PartTensors:
 
         Args:
             offset_bytes: offset of the first byte in the range.
-            target: [bytes to copy] uint8, a part of the host memory in which the journal counts
-                offsets.
+            target: [bytes to copy] uint8, a part of the bytes of a `HostBuffer`, in which the
+                journal counts offsets.
         """
         self._require_no_copies()
         source = self._bytes(offset_bytes, len(target))
-        target.view(source.shape).copy_(source, non_blocking=True)
+        for host, part in in_pieces(target, source.reshape(-1)):
+            host.copy_(part, non_blocking=True)
         if self._note is not None:
             host_bytes = int(target.storage_offset())
             self._note(CopiedOut(offset_bytes, host_bytes, len(target)))
@@ -161,7 +163,12 @@ class PartTensors:
         """The opposite of `copy_out`."""
         self._require_no_copies()
         target = self._bytes(offset_bytes, len(source))
-        target.copy_(source.view(target.shape), non_blocking=True)
+        is_whole = target.is_contiguous()
+        flat = target.view(-1) if is_whole else target.new_empty(len(source))
+        for host, part in in_pieces(source, flat):
+            part.copy_(host, non_blocking=True)
+        if not is_whole:
+            target.copy_(flat.view(target.shape))
         if self._note is not None:
             host_bytes = int(source.storage_offset())
             self._note(CopiedIn(offset_bytes, host_bytes, len(source)))

@@ -11,9 +11,7 @@ sequences go on, and what they have in common is soon behind their windows.
 from __future__ import annotations
 
 import logging
-import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -21,15 +19,12 @@ import numpy as np
 import torch
 
 from aquifer.cache.base import CachePart, SequenceCache
-from aquifer.memory.driver import make_current
+from aquifer.cache.swap_memory import SwapMemory
 from aquifer.memory.regions import RegionList
 from aquifer.memory.runs import num_equal
 from aquifer.sizes import format_size
 
 _log = logging.getLogger(__name__)
-
-_SAMPLE_BYTES = 16 << 20
-"""Size of the copy that measures the bandwidth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,54 +64,74 @@ class SwappedKV:
 class SwapSpace:
     """A bounded part of host memory that preempted sequences are moved to.
 
-    No memory is taken before the first sequence is to be swapped. On a GPU the memory is then
-    page-locked, which takes about a second for a few GiB. A thread does that; until it is done,
-    nothing can be swapped.
+    No memory is taken before the first sequence is to be swapped. On a GPU a thread takes it then,
+    from its beginning on (`SwapMemory`); sequences are swapped to what is there.
 
     Args:
         num_bytes: the bound, rounded down to whole regions; 0 for no swapping at all.
         device: device of the KV.
         bytes_per_s: speed of a copy to or from the host, until it is measured.
+        on_begin: called when the memory is about to be taken.
 
     Attributes:
-        num_bytes: the bound; 0 if nothing can be swapped, also where the host refused the memory.
-        bytes_per_s: speed of a copy; measured when the memory is taken.
+        num_bytes: the bound; less if the host has refused memory, and 0 if it has refused all.
+        memory: what copies are in.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device, bytes_per_s: float = 10e9) -> None:
-        self._device = device
+    def __init__(
+        self,
+        num_bytes: int,
+        device: torch.device,
+        bytes_per_s: float = 10e9,
+        on_begin: Callable[[], None] | None = None,
+    ) -> None:
         self._regions = RegionList(num_bytes)
         self.num_bytes = self._regions.num_bytes
-        self._memory: torch.Tensor | None = None
-        self.bytes_per_s = bytes_per_s
-        self._thread = threading.Thread(target=self._allocate, name="aquifer-swap", daemon=True)
+        self._bytes_per_s = bytes_per_s
+        self._on_begin = on_begin
+        self.memory = SwapMemory(self.num_bytes, device)
+        self._there_bytes = 0
+        """What is not there yet, or never will be, is a region of its own at the end."""
+        if self.num_bytes:
+            self._regions.acquire_at(0, self.num_bytes)
 
     @property
     def used_bytes(self) -> int:
         """Bytes in use by sequences."""
-        return self._regions.used_bytes
+        return self._regions.used_bytes - (self._regions.num_bytes - self._there_bytes)
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that are there and not in use, as far as `prepare` has seen."""
+        return self._regions.free_bytes
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Speed of a copy to or from the host; measured when the memory is taken."""
+        return self.memory.bytes_per_s or self._bytes_per_s
 
     def prepare(self, *, wait: bool = False) -> bool:
-        """Take the memory, if that was not done before; returns whether it is available.
+        """Take the memory, if that was not done before; returns whether any of it is there.
 
         If the host refuses the memory, it is not asked again.
 
         Args:
-            wait: wait until it is.
+            wait: wait until all of it is there.
         """
-        if self.num_bytes and self._memory is None:
-            if self._device.type != "cuda":  # it costs nothing before it is touched
-                self._allocate()
-            elif self._thread.ident is None:
-                self._thread.start()
-            if wait:
-                self._join()
-        return self._memory is not None
+        if not self.num_bytes:
+            return False
+        if not self.memory.is_begun:
+            if self._on_begin is not None:
+                self._on_begin()
+            self.memory.begin()
+        if wait:
+            self.memory.wait(self.num_bytes)
+        self._count()
+        return self._there_bytes > 0
 
     def close(self) -> None:
-        """Join the thread and release the memory."""
-        self._join()
-        self._memory = None
+        """Release the memory."""
+        self.memory.close()
 
     def swap_out(
         self, cache: SequenceCache, slots: Sequence[int], num_tokens: Sequence[int]
@@ -221,48 +236,24 @@ class SwapSpace:
                 if part.start is not None:
                     self._regions.release(part.start)
 
-    def _join(self) -> None:
-        if self._thread.ident is not None:
-            self._thread.join()
-
-    def _part(self, kv: SwappedPart) -> torch.Tensor:
-        assert self._memory is not None
-        assert kv.start is not None
-        return self._memory[kv.start : kv.start + kv.num_bytes]
-
-    def _allocate(self) -> None:
-        is_pinned, is_modelled = self._device.type == "cuda", self._device.type == "meta"
-        if torch.cuda.is_initialized():  # else page-locked memory takes a context on the first GPU
-            make_current(self._device)
-        try:
-            memory = torch.empty(
-                self.num_bytes,
-                dtype=torch.uint8,
-                device="meta" if is_modelled else "cpu",
-                pin_memory=is_pinned,
-            )
-            if not is_modelled:
-                self.bytes_per_s = _copy_rate(memory[:_SAMPLE_BYTES], self._device)
-        except RuntimeError as error:  # torch has no narrower one for host memory
+    def _count(self) -> None:
+        """Let sequences have what has come since the last time."""
+        error, there_bytes = self.memory.error, self.memory.there_bytes  # in this order
+        if there_bytes > self._there_bytes:
+            self._regions.release(self._there_bytes)
+            self._there_bytes = there_bytes
+            if there_bytes < self._regions.num_bytes:
+                self._regions.acquire_at(there_bytes, self._regions.num_bytes - there_bytes)
+        if error is not None and self.num_bytes > there_bytes:
             _log.warning(
-                "could not take %s of host memory (%s); preempted KV is computed again. Give a "
-                "smaller --swap-space",
+                "could not take more than %s of %s of host memory (%s); preempted KV is computed "
+                "again when it is full. Give a smaller --swap-space",
+                format_size(there_bytes),
                 format_size(self.num_bytes),
                 error,
             )
-            self.num_bytes = 0
-            return
-        self._memory = memory
+            self.num_bytes = there_bytes
 
-
-def _copy_rate(part: torch.Tensor, device: torch.device) -> float:
-    """Bytes per second from host memory to the device, the faster of two copies."""
-    target = torch.empty_like(part, device=device)
-    seconds = []
-    for _ in range(2):
-        start = time.perf_counter()
-        target.copy_(part)
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-        seconds.append(time.perf_counter() - start)
-    return part.numel() / min(seconds)
+    def _part(self, kv: SwappedPart) -> torch.Tensor:
+        assert kv.start is not None
+        return self.memory.part(kv.start, kv.num_bytes)

@@ -28,6 +28,7 @@ from aquifer.engine.rank_ops import (
     RankOp,
     RegisterModel,
     RemoveModel,
+    TakeSwapMemory,
     WarmUpModel,
     WeightsChanged,
 )
@@ -120,6 +121,10 @@ class Leader:
         """
         self._is_open = True
         self.ask(OpenPool(config, self._whole_planner, pool.size))
+
+    def take_swap_memory(self) -> None:
+        """Have each other rank take host memory for preempted KV, as rank 0 begins to do."""
+        self.send(TakeSwapMemory())
 
     def note(self, op: RankOp) -> None:
         """Send something with the next message."""

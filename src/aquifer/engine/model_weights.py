@@ -223,7 +223,8 @@ class ModelWeights(PooledWeights):
         self._sources = Counter()
         for group in groups:
             self._sources[self._copies.source_of(group)] += self.member.bytes_of(group)
-        self._speeds.measured(self._sources, seconds, self.num_bytes)
+        if self._random_seed is None or not self._sources[WeightSource.DISK]:
+            self._speeds.measured(self._sources, seconds, self.num_bytes)
 
     def _filled(self) -> None:
         super()._filled()

@@ -96,7 +96,11 @@ class EngineParts:
                 resources.callback(pool.mapper.close)
             limits = StepLimits.of(config, driver.device.type)
             swaps = config.preemption_mode != "recompute"
-            space = SwapSpace(config.swap_space_bytes if swaps else 0, driver.device)
+            space = SwapSpace(
+                config.swap_space_bytes if swaps else 0,
+                driver.device,
+                on_begin=None if leader is None else leader.take_swap_memory,
+            )
             resources.callback(space.close)
             assembly = Assembly(
                 pool,

@@ -21,7 +21,8 @@ from typing import TypeGuard
 import torch
 
 from aquifer.cache.follower import kv_follower
-from aquifer.cache.journal import CopiedIn, CopiedOut, InPart, KVOp
+from aquifer.cache.journal import KVOp
+from aquifer.cache.swap_memory import SwapMemory
 from aquifer.config import EngineConfig
 from aquifer.engine.mapping import map_ahead
 from aquifer.engine.model_files import read_model
@@ -36,6 +37,7 @@ from aquifer.engine.rank_ops import (
     RankOp,
     RegisterModel,
     RemoveModel,
+    TakeSwapMemory,
     WarmUpModel,
     WeightsChanged,
 )
@@ -94,7 +96,7 @@ class _Rank:
         """Execute operations, in order."""
         for model, neighbours in groupby(ops, lambda op: op.model if _is_kv(op) else None):
             if model is not None:
-                self._open.models[model].change_kv([op.op for op in neighbours if _is_kv(op)])
+                self._open.change_kv(model, [op.op for op in neighbours if _is_kv(op)])
                 continue
             for op in neighbours:
                 self._execute(op)
@@ -125,6 +127,8 @@ class _Rank:
                 torch.set_num_threads(num_threads)
                 self._open.wake()
                 self._open.models[step.model].runner.launch(step)
+            case TakeSwapMemory():
+                self._open.swap_memory.begin()
             case RemoveModel(model):
                 self._open.remove(model)
             case ClosePool():
@@ -173,6 +177,7 @@ class _RankPool:
 
     Attributes:
         models: the registered models, by name.
+        swap_memory: of all models, as on rank 0.
 
     Raises:
         ConfigError: the device has less free memory than rank 0's pool.
@@ -196,6 +201,8 @@ class _RankPool:
             self._stocker = PageStocker(self._pool, reclaim_below=op.config.reclaim_below)
             self._stocker.start()
             resources.callback(self._stocker.close)
+            self.swap_memory = SwapMemory(op.config.swap_space_bytes, driver.device)
+            resources.callback(self.swap_memory.close)
             self._resources = resources.pop_all()
 
     def register(self, op: RegisterModel) -> None:
@@ -223,6 +230,10 @@ class _RankPool:
         }
         if not store.populate(groups, same_as):
             raise InvariantError("this rank's pool has no room for the pages of rank 0")
+
+    def change_kv(self, model: str, ops: Sequence[KVOp]) -> None:
+        """Do to the KV of a model what rank 0 has done."""
+        self.models[model].kv.execute(ops, self.swap_memory)
 
     def wake(self) -> None:
         """Have pages created ahead of need, while a step runs."""
@@ -252,6 +263,7 @@ class _RankModel:
 
     Attributes:
         store: its weights.
+        kv: its KV.
         runner: runs its steps; there after `build`.
     """
 
@@ -266,8 +278,7 @@ class _RankModel:
         self._checkpoint, self._plan = read_model(op.spec, planner, config)
         name = op.spec.name
         self.store = WeightStore(pool, Owner(name, Kind.WEIGHTS), self._plan.parameters)
-        self._kv = kv_follower(pool, Owner(name, Kind.KV), op.shape)
-        self._host_memory: torch.Tensor | None = None
+        self.kv = kv_follower(pool, Owner(name, Kind.KV), op.shape)
 
     def fill(self, groups: Sequence[int]) -> None:
         """Load the contents of groups of weights.
@@ -288,13 +299,13 @@ class _RankModel:
         op = self._op
         driver = self._pool.driver
         self.runner = Runner(
-            model, self._kv, driver, op.max_seqs, op.num_slots, op.max_tokens, collectives
+            model, self.kv, driver, op.max_seqs, op.num_slots, op.max_tokens, collectives
         )
 
     def warm_up(self, op: WarmUpModel) -> None:
         """Run everything once that steps may run."""
         if op.captures:  # rank 0 has the first addresses mapped, with or without other pages
-            self._kv.execute(())
+            self.kv.execute(())
         self.runner.warm_up(
             self.runner.warm_up_of(op.num_tokens),
             op.num_tokens,
@@ -303,21 +314,9 @@ class _RankModel:
             captures=op.captures,
         )
 
-    def change_kv(self, ops: Sequence[KVOp]) -> None:
-        """Do to the KV what rank 0 has done."""
-        if self._host_memory is None and any(map(_copies_to_host, ops)):
-            is_pinned = self._pool.driver.device.type == "cuda"
-            num_bytes = self._config.swap_space_bytes
-            self._host_memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
-        self._kv.execute(ops, self._host_memory)
-
     def close(self) -> None:
         """Give everything back."""
         if hasattr(self, "runner"):
             self.runner.close()
-        self._kv.close()
+        self.kv.close()
         self.store.close()
-
-
-def _copies_to_host(op: KVOp) -> bool:
-    return isinstance(op.op if isinstance(op, InPart) else op, (CopiedOut, CopiedIn))

@@ -97,6 +97,11 @@ class LaunchStep:
 
 
 @dataclass(frozen=True, slots=True)
+class TakeSwapMemory:
+    """Begin to take the host memory to which preempted KV is moved: it will soon be needed."""
+
+
+@dataclass(frozen=True, slots=True)
 class RemoveModel:
     """Give everything of a model back."""
 
@@ -125,6 +130,7 @@ RankOp: TypeAlias = (
     | BuildModel
     | WarmUpModel
     | LaunchStep
+    | TakeSwapMemory
     | RemoveModel
     | ClosePool
 )

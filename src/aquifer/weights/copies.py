@@ -13,6 +13,7 @@ from contextlib import ExitStack
 
 import torch
 
+from aquifer.memory.host_buffer import in_pieces
 from aquifer.weights.host_cache import HostCache
 from aquifer.weights.loader import begin_copying
 from aquifer.weights.neighbours import Borrowing, Neighbours
@@ -112,12 +113,13 @@ class Copies:
         kept = self._leases.enter_context(self._cache.lease(key))
         if kept is None:
             return
-        pair = (kept, self._store.bytes_of(group))
+        target = self._store.bytes_of(group)
+        pairs = list(in_pieces(kept, target))
         self._sources[group] = WeightSource.HOST
-        if pair[1].device.type == "cpu":
-            self._later.append(pair)
+        if target.device.type == "cpu":
+            self._later += pairs
         else:
-            self._waits.append(begin_copying([pair]))
+            self._waits.append(begin_copying(pairs))
 
     def _finish_borrowing(self) -> list[ParameterGroup]:
         """End what was borrowed; returns the groups that have not come."""

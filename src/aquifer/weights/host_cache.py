@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from aquifer.errors import DriverError
-from aquifer.memory.host_buffer import HostBuffer
+from aquifer.memory.host_buffer import HostBuffer, in_pieces, locked_buffer
 from aquifer.weights.loader import copy_bytes
 
 _log = logging.getLogger(__name__)
@@ -76,6 +76,8 @@ class HostCache:
     def lease(self, key: str) -> Iterator[torch.Tensor | None]:
         """The bytes of an entry, which stays until the end of the context; None if there is none.
 
+        Copies from them are cut by `in_pieces`.
+
         Pre-condition: copies from it are done at the end.
         """
         with self._lock:
@@ -112,8 +114,8 @@ class HostCache:
             self._used_bytes += num_bytes  # before the slow part, which is without the lock
         buffer: HostBuffer | None = None
         try:
-            buffer = HostBuffer(num_bytes, self._device)
-            copy_bytes([(contents, buffer.bytes)])
+            buffer = locked_buffer(num_bytes, self._device)
+            copy_bytes([(part, host) for host, part in in_pieces(buffer.bytes, contents)])
         except BaseException as error:
             with self._lock:
                 self._used_bytes -= num_bytes

@@ -24,7 +24,7 @@ from aquifer.sizes import format_size
 from aquifer.weights.checkpoint import Checkpoint, StoredTensor
 from aquifer.weights.dummy import fill_normal
 from aquifer.weights.forms import Target
-from aquifer.weights.loader import load_tensors
+from aquifer.weights.loader import load_tensors, work_so_far
 from aquifer.weights.parameters import (
     Parameter,
     ParameterGroup,
@@ -370,7 +370,8 @@ class WeightStore:
 
         With these, activations keep their magnitude from layer to layer, as in a real model. The
         numbers of a parameter depend on the seed and on its place among all: they are the same when
-        it is filled again after an eviction. Those of a shard are the whole parameter's.
+        it is filled again after an eviction. Those of a shard are the whole parameter's. They are
+        there on return, also for copies on another stream.
         """
         places = {parameter.name: place for place, parameter in enumerate(self.parameters)}
         chosen = self.parameters_of(groups)
@@ -381,6 +382,9 @@ class WeightStore:
                 continue
             fill_normal(parameter, tensor, seed, places[parameter.name])
         self._clear_padding(chosen)
+        filled = work_so_far(self._pool.driver.device)
+        if filled is not None:
+            filled.synchronize()
 
     def _clear_padding(self, parameters: Iterable[Parameter]) -> None:
         """Fill with zeros what nothing of a checkpoint fills."""
