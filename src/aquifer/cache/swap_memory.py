@@ -125,15 +125,14 @@ def _copy_rate(part: torch.Tensor, device: torch.device) -> float:
     target = torch.empty_like(part, device=device)
     if device.type != "cuda":
         return part.numel() / min(_seconds(part, target) for _ in range(2))
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+    events: list[torch.cuda.Event] = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
     events[0].record()
     for event in events[1:]:
         target.copy_(part, non_blocking=True)
         event.record()
     events[-1].synchronize()
-    return part.numel() / min(
-        before.elapsed_time(after) / 1e3 for before, after in pairwise(events)
-    )
+    milliseconds: float = min(begin.elapsed_time(end) for begin, end in pairwise(events))
+    return part.numel() / (milliseconds / 1e3)
 
 
 def _seconds(source: torch.Tensor, target: torch.Tensor) -> float:
