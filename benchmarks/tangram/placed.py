@@ -14,8 +14,9 @@ import argparse
 import json
 import sys
 import tempfile
+import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def measure(
     of: Sequence[TraceRequest],
     num: int,
     placements: Sequence[str],
-) -> dict[str, Any]:
+) -> Iterator[dict[str, Any]]:
     """Figures by rate and placement; each from a server that has just started.
 
     Args:
@@ -103,6 +104,8 @@ def measure(
         of: lengths of requests.
         num: requests of each run.
         placements: how requests are placed.
+
+    Yields: all figures so far, after each server.
 
     Raises:
         EngineError: a server did not start, or refused requests.
@@ -116,14 +119,16 @@ def measure(
             row = found[str(rate)] = {}
             for placement in placements:
                 progress.update(task, description=f"{rate:g}/s, {placement}")
+                begun_s = time.monotonic()
                 with serving(str(folder), [*arguments, "--placement", placement]) as url:
+                    start_s = time.monotonic() - begun_s
                     run = send(Target.reach(url), load_of(requests), lambda: progress.advance(task))
                     with urllib.request.urlopen(f"{url}/models") as answer:
                         states = json.load(answer)
                 if run.failures:
                     raise EngineError(f"a request failed: {run.failures[0].message}")
-                row[placement] = figures(run, states)
-    return found
+                row[placement] = {"start_s": start_s, **figures(run, states)}
+                yield found
 
 
 def main() -> None:
@@ -151,15 +156,12 @@ def main() -> None:
             folder = Path(scratch)
             write_folders(folder, CONFIGS)
             options += ["--load-format", "dummy"]
-        content = {
-            "devices": arguments.devices,
-            "memory": arguments.memory,
-            "rates": measure(
-                folder, options, arguments.rates, of, arguments.requests, arguments.placements
-            ),
-        }
-    command = f"benchmarks/tangram/placed.py --data DATA --devices {arguments.devices}"
-    save(arguments.output / "placed.json", content, command=command)
+        command = f"benchmarks/tangram/placed.py --data DATA --devices {arguments.devices}"
+        for rates in measure(
+            folder, options, arguments.rates, of, arguments.requests, arguments.placements
+        ):
+            content = {"devices": arguments.devices, "memory": arguments.memory, "rates": rates}
+            save(arguments.output / "placed.json", content, command=command)
 
 
 if __name__ == "__main__":
