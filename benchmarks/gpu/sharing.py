@@ -79,7 +79,9 @@ class Bench:
         assert lane.prefixes is not None
         cache, token_bytes = lane.cache, lane.cache.footprint.token_bytes
         space = SwapSpace(2 * max(LENGTHS) * token_bytes, torch.device(DEVICE))
-        space.prepare(wait=True)
+        space.prepare()
+        while space.wait_for_more():
+            pass
         figures = []
         slot = lane.slots.free[-1]
         for length in LENGTHS:

@@ -40,6 +40,7 @@ _PLACEMENTS = ("affinity", "least-loaded", "round-robin", "random")
 _LEVEL = "L3"
 _FIRST_ID = 10  # token ids of prompts: none of them is special
 _NUM_IDS = 200
+_MAX_SEQS = 64
 
 
 def load_of(requests: Sequence[TraceRequest]) -> Load:
@@ -150,6 +151,9 @@ def main() -> None:
         for each in lengths(arguments.data)
     ]
     options = ["--devices", arguments.devices, "--memory", arguments.memory]
+    # No larger than needed: each size of a step is prepared before a server is ready.
+    options += ["--max-model-len", str(2 * most), "--max-num-batched-tokens", str(2 * most)]
+    options += ["--max-num-seqs", str(_MAX_SEQS)]
     with tempfile.TemporaryDirectory() as scratch:
         folder = arguments.models
         if folder is None:

@@ -28,7 +28,8 @@ def test_only_whole_regions_count(num_regions: int) -> None:
     for num_bytes in (num_regions * ALIGN_BYTES, (num_regions + 1) * ALIGN_BYTES - 1):
         space = SwapSpace(num_bytes, CPU)
         assert space.num_bytes == num_regions * ALIGN_BYTES
-        assert space.prepare() == space.prepare(wait=True) == (num_regions > 0)
+        assert space.prepare() == (num_regions > 0)
+        assert not space.wait_for_more()
         assert space.bytes_per_s > 0
         space.close()
 
@@ -37,7 +38,8 @@ def test_only_whole_regions_count(num_regions: int) -> None:
 def test_a_host_that_refuses_is_asked_once(device: str, caplog: pytest.LogCaptureFixture) -> None:
     space = SwapSpace(MORE_THAN_ANY_HOST, torch.device(device))
     assert space.num_bytes == MORE_THAN_ANY_HOST
-    assert [space.prepare(wait=True) for _ in range(3)] == [False] * 3
+    assert [space.prepare() for _ in range(3)] == [False] * 3
+    assert not space.wait_for_more()
     assert (space.num_bytes, space.used_bytes) == (0, 0)
     (record,) = caplog.records
     assert "--swap-space" in record.getMessage()
@@ -77,12 +79,6 @@ def locker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Locker]:
     assert locker.unlocked == [address for address, _ in locker.locked]
 
 
-def lock(locker: Locker, memory: SwapMemory, num_pieces: int) -> None:
-    """Let some more pieces be locked, and wait for them."""
-    locker.turns.release(num_pieces)
-    memory.wait(memory.there_bytes + num_pieces * PIECE_BYTES)
-
-
 def test_memory_is_used_as_it_comes(locker: Locker) -> None:
     begun: list[None] = []
     space = SwapSpace(
@@ -95,11 +91,13 @@ def test_memory_is_used_as_it_comes(locker: Locker) -> None:
     assert (space.used_bytes, space.bytes_per_s) == (0, 1e9)
     memory = space.memory
     for num in range(1, 6):
-        lock(locker, memory, 1)
+        locker.turns.release()
+        assert space.wait_for_more()
         assert space.prepare()
         assert (memory.there_bytes, space.used_bytes) == (num * PIECE_BYTES, 0)
         assert space.bytes_per_s == 5e9
         assert space.free_bytes == num * PIECE_BYTES
+    assert not space.wait_for_more()
     assert {size for _, size in locker.locked} == {PIECE_BYTES}
     space.close()
 
@@ -111,8 +109,9 @@ def test_what_the_host_has_locked_before_it_refused_is_used(
     space = SwapSpace(5 * PIECE_BYTES, torch.device("cuda"))
     space.prepare()
     locker.turns.release(3)
-    assert space.prepare(wait=True)
-    assert space.prepare(wait=True)
+    while space.wait_for_more():
+        pass
+    assert space.prepare()
     assert (space.num_bytes, space.used_bytes) == (2 * PIECE_BYTES, 0)
     assert space.free_bytes == 2 * PIECE_BYTES
     (record,) = caplog.records

@@ -110,13 +110,10 @@ class SwapSpace:
         """Speed of a copy to or from the host; measured when the memory is taken."""
         return self.memory.bytes_per_s or self._bytes_per_s
 
-    def prepare(self, *, wait: bool = False) -> bool:
+    def prepare(self) -> bool:
         """Take the memory, if that was not done before; returns whether any of it is there.
 
         If the host refuses the memory, it is not asked again.
-
-        Args:
-            wait: wait until all of it is there.
         """
         if not self.num_bytes:
             return False
@@ -124,10 +121,16 @@ class SwapSpace:
             if self._on_begin is not None:
                 self._on_begin()
             self.memory.begin()
-        if wait:
-            self.memory.wait(self.num_bytes)
         self._count()
         return self._there_bytes > 0
+
+    def wait_for_more(self) -> bool:
+        """Wait until more of the memory is there; False if no more comes. After `prepare`."""
+        before_bytes = self._there_bytes
+        if before_bytes < self.num_bytes:
+            self.memory.wait(before_bytes + 1)
+            self._count()
+        return self._there_bytes > before_bytes
 
     def close(self) -> None:
         """Release the memory."""

@@ -14,7 +14,8 @@ class Preemption:
 
     Args:
         space: host memory. When it is full, KV is computed again in any mode.
-        mode: "swap", "recompute", or "auto" for the cheaper one each time.
+        mode: "swap", "recompute", or "auto" for the cheaper one each time. "swap" waits for host
+            memory that is still being taken.
 
     Attributes:
         moved_bytes: bytes copied so far, in both directions.
@@ -46,7 +47,8 @@ class Preemption:
             num_tokens: tokens of each sequence with written KV.
             recompute_s: seconds to compute a stretch of KV, given its first position and length.
         """
-        if not any(num_tokens) or not self._space.prepare(wait=self._mode == "swap"):
+        waits = self._mode == "swap"
+        if not any(num_tokens) or not (self._space.prepare() or waits):
             return None
         # Shared KV is computed once and moved once: the longest sequence, and the parts that the
         # others do not share with it.
@@ -67,6 +69,8 @@ class Preemption:
         if not restore_by_copy(self._mode, 2 * num_bytes / self._space.bytes_per_s, compute_s):
             return None
         swapped = self._space.swap_out(cache, slots, num_tokens)
+        while swapped is None and waits and self._space.wait_for_more():
+            swapped = self._space.swap_out(cache, slots, num_tokens)
         if swapped is not None:
             self.moved_bytes += sum(kv.num_bytes for kv in swapped)
         return swapped
