@@ -22,6 +22,7 @@ from tests.architectures import (
 )
 from tests.cases import EVERY_CASE
 
+from aquifer.cache import spans
 from aquifer.engine.params import SamplingParams
 from aquifer.llm import LLM
 from aquifer.memory.pool import Kind
@@ -184,6 +185,16 @@ def test_tokens_equal_transformers(
         llm.engine.num_ahead = num_ahead
         assert_same_tokens(llm, reference, list(range(len(reference.prompts))))
         assert sum(llm.engine.stats().num_preemptions.values()) == 0
+
+
+@pytest.mark.parametrize("reference", [*EVERYWHERE, *HYBRIDS], indirect=True)
+def test_rows_that_decode_apart_from_chunks(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, from the first token of a sequence on."""
+    monkeypatch.setattr(spans, "keeps_decodes", lambda device: True)
+    with LLM(reference.folder, memory="16MiB", max_num_batched_tokens=7) as llm:
+        assert_same_tokens(llm, reference, list(range(len(reference.prompts))))
 
 
 @pytest.mark.parametrize("kv_cache", ["virtual", "paged"])

@@ -218,11 +218,15 @@ def test_chunks_split_anywhere(device, operation):
 
 
 @pytest.mark.parametrize(("update", "scan"), list(zip(UPDATES, CHUNKS, strict=True)))
-@pytest.mark.parametrize("places", [1, 2, 7])
-def test_single_tokens_between_chunks(device, update, scan, places):
-    """Sequences computed by a token or by several at a time, in any turn, are the sequences."""
+@pytest.mark.parametrize(("places", "heads"), [(1, 2), (2, 4), (7, 8)])
+def test_single_tokens_between_chunks(device, update, scan, places, heads):
+    """Sequences computed by a token or by several at a time, in any turn, are the sequences.
+
+    There are heads for each turn of writing the state, also before it has had as many tokens.
+    """
     counts, slots = [23, 30, 19], [3, 1, 4]
-    whole = make_case(device, [(0, count) for count in counts], slots=slots, places=places)
+    chunks = [(0, count) for count in counts]
+    whole = make_case(device, chunks, slots=slots, places=places, heads=heads)
     results, states = whole.exact()
     first, *ends = whole.spans.offsets
     begins = [first, *ends[:-1]]

@@ -50,6 +50,14 @@ class Spans:
         return np.repeat(self.slots, self.counts), first + np.arange(self.num_tokens)
 
 
+def keeps_decodes(device: torch.device) -> bool:
+    """Whether rows that decode have kernels of their own.
+
+    On the host they are chunks of one token, which is faster there.
+    """
+    return device.type != "cpu"
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
     """The tokens of one step, on the device of the KV. The rows that decode come first."""
@@ -72,15 +80,13 @@ class Rows:
     ) -> Rows:
         """The rows of `spans`, of which the first `num_decodes` have one token each.
 
-        On the host, rows that decode are treated as chunks of one token, which is faster there.
-
         Args:
             spans: the step's tokens.
-            num_decodes: spans that decode.
+            num_decodes: spans that decode; see `keeps_decodes`.
             device: where they run.
             cudnn_keys: see `arrays`.
         """
-        if device.type == "cpu":
+        if not keeps_decodes(device):
             num_decodes = 0
         arrays = cls.arrays(spans, num_decodes, cudnn_keys)
         packed = upload(np.concatenate(arrays), device)  # one copy for all

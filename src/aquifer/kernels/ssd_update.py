@@ -12,8 +12,8 @@ Of K = 7 tokens, the state is read seven times and written once: 58 % of the byt
 inputs take. A state of 16 bits is rounded a seventh as often.
 
 A token at position p has place p mod K among the pending ones. Of head h, (p + h) mod K tokens
-before it are pending, so each token writes the states of a K-th of the heads, and all steps take
-as long. That follows from positions alone: a step stays one launch, which a CUDA graph can hold.
+before it are pending, as far as there are so many; where that is K - 1, it writes the state. So
+each token writes the states of a K-th of the heads, and all steps take as long. That follows from positions alone: a step stays one launch, which a CUDA graph can hold.
 The first token of a sequence writes all of its state, and so do chunks, wherever they end; a dt of
 0 marks what is in it.
 
@@ -119,11 +119,14 @@ class Pending:
         b = self.b[slots[:, None], places].to(wide).repeat_interleave(heads_per_group, 2)
         return total.exp(), x, b.where(is_pending, 0)
 
+    def turns(self, positions: torch.Tensor) -> torch.Tensor:
+        """`turn_of` all heads, [rows, H]."""
+        head = torch.arange(self.steps.shape[2], device=positions.device)
+        return (positions[:, None] + head) % self.num_places
+
     def counts(self, positions: torch.Tensor) -> torch.Tensor:
         """`count_pending` of all heads, [rows, H]."""
-        head = torch.arange(self.steps.shape[2], device=positions.device)
-        counts = (positions[:, None] + head) % self.num_places
-        return torch.minimum(counts, positions[:, None])
+        return torch.minimum(self.turns(positions), positions[:, None])
 
 
 def time_steps(
@@ -157,7 +160,7 @@ def state_update_reference(
     slots, positions = slots[kept], positions[kept]
     wide = wide_dtype(x)
     place = positions % pending.num_places
-    is_last = pending.counts(positions) == pending.num_places - 1
+    is_last = pending.turns(positions) == pending.num_places - 1
     is_written = is_last | (positions == 0)[:, None]  # [rows, H]
     step = time_steps(dt[kept], dt_bias, dt_limit)
     decay, others_x, others_b = pending.weigh(a_log, slots, positions)
@@ -366,7 +369,8 @@ def _update_kernel(
     slot = tl.load(slots + row)
     position = tl.load(positions + row)
     count = count_pending(position, head, num_places)
-    is_written = (count == num_places - 1) | (position == 0)
+    # Not the count: of a sequence's first tokens, fewer are pending when it is a head's turn.
+    is_written = (turn_of(position, head, num_places) == num_places - 1) | (position == 0)
     own_place = (position % num_places).to(tl.int32)
     # Triton's interpreter has no mask of a vector and a number.
     is_kept = p < tl.where(slot >= 0, head_dim, 0)
@@ -474,9 +478,15 @@ def _update_kernel(
 
 
 @jit
+def turn_of(position: tensor, head: tensor, num_places: constexpr) -> tensor:
+    """Which of K turns a head has at a position; in the last one it writes its state."""
+    return (position + head) % num_places
+
+
+@jit
 def count_pending(position: tensor, head: tensor, num_places: constexpr) -> tensor:
     """Tokens of a head before a position that are not in the state, unless their dt is 0."""
-    return tl.minimum((position + head) % num_places, position).to(tl.int32)
+    return tl.minimum(turn_of(position, head, num_places), position).to(tl.int32)
 
 
 @jit
