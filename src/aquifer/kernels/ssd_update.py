@@ -13,9 +13,9 @@ inputs take. A state of 16 bits is rounded a seventh as often.
 
 A token at position p has place p mod K among the pending ones. Of head h, (p + h) mod K tokens
 before it are pending, as far as there are so many; where that is K - 1, it writes the state. So
-each token writes the states of a K-th of the heads, and all steps take as long. That follows from positions alone: a step stays one launch, which a CUDA graph can hold.
-The first token of a sequence writes all of its state, and so do chunks, wherever they end; a dt of
-0 marks what is in it.
+each token writes the states of a K-th of the heads, and all steps take as long. That follows from
+positions alone: a step stays one launch, which a CUDA graph can hold. The first token of a sequence
+writes all of its state, and so do chunks, wherever they end; a dt of 0 marks what is in it.
 
 Shapes as in `ssd.py`.
 """
