@@ -223,7 +223,7 @@ MEMORY_OPTIONS: tuple[Option, ...] = (
         "peer_weights",
         bool,
         None,
-        "Copy weights that another device of the server has from there, rather than from the host.",
+        "Copy weights that another device of the machine has from there, not from the host.",
         scopes=("serve",),
         unset="on with several devices",
     ),

@@ -71,7 +71,6 @@ def test_where_nothing_listens(token_file: str) -> None:
             ["serve", "demo", "--workers", "1", "--device", "cuda:1"],
             "chooses the devices",
         ),
-        (["serve", "demo", "--workers", "2", "--peer-weights"], "workers of a cluster do not"),
         (["serve", "demo", "--workers", "2", "--devices", "cpu,cpu"], "are both given"),
         (["serve", "demo", "--workers", "-1"], "workers is -1"),
     ],

@@ -30,7 +30,7 @@ from aquifer.config import EngineConfig, ModelSpec
 from aquifer.engine.outputs import RequestTiming, TokenOutput
 from aquifer.engine.params import Request, SamplingParams
 from aquifer.engine.policies.placement import DeviceReport, ModelReport
-from aquifer.engine.reports import EngineStats
+from aquifer.engine.reports import EngineStats, MemoryReport
 from aquifer.errors import ConfigError
 from aquifer.serve.engines import Engines
 from aquifer.serve.link import EngineLink
@@ -159,6 +159,36 @@ def test_an_agent_that_is_gone(config: EngineConfig) -> None:
         assert server.engines.names == []
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_workers_of_a_node_share_weights(tmp_path: Path, is_on: bool) -> None:
+    """Those of one that comes later are copied from the first one, unless that is off."""
+    spec = ModelSpec("tiny", tiny_llama(tmp_path / "tiny"))
+    peer_weights = None if is_on else False
+    config = EngineConfig((spec,), memory_bytes=64 << 20, peer_weights=peer_weights)
+    cluster = os.urandom(16).hex()
+    options = AgentOptions(HOST, TOKEN, "cpu", num_on_node=2, cluster=cluster)
+    agents = [Agent(options) for _ in range(2)]
+
+    async def test() -> MemoryReport:
+        server = Server()
+        for number, agent in enumerate(agents):
+            server.open(f"w{number}", config, tcp.Address(HOST, agent.start()))
+            await server.engines.ready(lambda _: None)
+        memory = await server.engines.memory()
+        await server.close()
+        return memory
+
+    try:
+        memory = asyncio.run(test())
+    finally:
+        for agent in agents:
+            agent.close()
+    assert not options.neighbours.exists()
+    num_bytes = memory.models["tiny"].status.weight_bytes
+    loaded = [memory.loaded_bytes.get(("tiny", source), 0) for source in ("disk", "neighbour")]
+    assert loaded == ([num_bytes, num_bytes] if is_on else [2 * num_bytes, 0])
 
 
 def test_who_does_not_know_the_token_gets_nothing(address: tcp.Address) -> None:

@@ -178,7 +178,6 @@ def test_a_model_that_needs_the_room_of_what_is_lent_waits(model: Path, tmp_path
     """Its requests do not fail meanwhile, though nothing else runs."""
     other = tiny_llama(tmp_path / "other", seed=4)
     sockets = tmp_path / "s"
-    sockets.mkdir()
     with closing(Engine.open(config(other))) as engine:
         expected = answer(engine, "other")
         num_bytes = engine.models["other"].weight_bytes

@@ -603,3 +603,19 @@ def test_random_loads_and_evictions(make: Make, maps_ahead: bool):
         side.evict()
     for side in sides:
         until(lambda: not adopted(side))  # noqa: B023
+
+
+def test_a_folder_that_others_can_open_is_not_used(tmp_path: Path) -> None:
+    folder, link = tmp_path / "folder", tmp_path / "link"
+    listener, path = peer_socket.listen(folder)
+    assert list(peer_socket.paths_in(folder)) == [path]
+    listener.close()
+    peer_socket.forget(folder, os.getpid() + 1)
+    assert path.exists()
+    peer_socket.forget(folder, os.getpid())
+    assert not folder.exists()
+    folder.mkdir(0o750)
+    link.symlink_to(folder)
+    for each in (folder, link):
+        with pytest.raises(PermissionError, match="only this user"):
+            peer_socket.listen(each)

@@ -8,10 +8,13 @@ the port on which it listens. It ends when standard input does, and the engine p
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import os
 import socket
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -23,11 +26,12 @@ from aquifer.cluster import tcp
 from aquifer.cluster.messages import Clock, Ended, GetClock, HowEnded, StartEngine, ToAgent
 from aquifer.config import EngineConfig
 from aquifer.cpus import limit_spinning
-from aquifer.serve.engine_configs import host_cache_share
+from aquifer.serve.engine_configs import can_lend_weights, host_cache_share
 from aquifer.serve.link import EngineProcess
 from aquifer.serve.logs import configure_logging
 from aquifer.serve.pipe import ignore_stop_signals
 from aquifer.serve.process import OpenEngine, open_engine
+from aquifer.weights import peer_socket
 
 _MOST_OPENING = 16
 """Connections that have not shown the token yet."""
@@ -44,6 +48,7 @@ class AgentOptions:
         token: of the cluster.
         device: of the engine process.
         num_on_node: workers that this node may have, which share the host's memory.
+        cluster: what the agents of one cluster have in common, and no others of this machine.
         log_level: least level of messages that it logs.
     """
 
@@ -51,7 +56,14 @@ class AgentOptions:
     token: str
     device: str
     num_on_node: int = 1
+    cluster: str = ""
     log_level: str = "info"
+
+    @property
+    def neighbours(self) -> Path:
+        """Where engines of the cluster find each other on this machine."""
+        name = hashlib.sha256(self.cluster.encode()).hexdigest()[:16]
+        return Path(tempfile.gettempdir()) / f"aquifer-{os.geteuid()}-{name}"
 
     def to_json(self) -> str:
         """In one line."""
@@ -146,7 +158,9 @@ class Agent:
         """The options for the device of this agent."""
         device, num_on_node = self._options.device, self._options.num_on_node
         share = host_cache_share(config, num_on_node, on_cpu=device == "cpu")
-        return replace(config, device=device, host_cache_bytes=share)
+        has_others = num_on_node > 1 and can_lend_weights(config)
+        folder = self._options.neighbours if has_others else None
+        return replace(config, device=device, host_cache_bytes=share, neighbours=folder)
 
     def _how_ended(self) -> Ended:
         if self._process is None:
@@ -158,6 +172,7 @@ class Agent:
         if self._process is not None:
             self._process.kill()
             self._process.join()
+            peer_socket.forget(self._options.neighbours, self._process.pid)
             self._process = None
 
 

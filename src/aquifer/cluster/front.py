@@ -77,10 +77,6 @@ def serve_on_cluster(
         raise ConfigError(
             f"device is {engine.device!r}; a cluster chooses the devices: auto, cpu or cuda"
         )
-    if engine.peer_weights:
-        raise ConfigError(
-            "peer_weights is for the devices of one server; workers of a cluster do not have it"
-        )
     token = read_token(options.token_file)
     variables = ray_environment(options.token_file, on_loopback=options.is_local)
     signal.signal(signal.SIGTERM, _exit)  # until the server handles it

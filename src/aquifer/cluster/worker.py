@@ -37,7 +37,12 @@ class Worker:
 
         host = str(ray.util.get_node_ip_address())
         options = AgentOptions(
-            host, token_of_node(), self._device, self._num_on_node, self._log_level
+            host,
+            token_of_node(),
+            self._device,
+            self._num_on_node,
+            ray.get_runtime_context().gcs_address,
+            self._log_level,
         )
         self._agent = subprocess.Popen(
             [sys.executable, "-m", "aquifer.cluster.agent"],

@@ -45,8 +45,13 @@ def lend_weights(configs: Sequence[EngineConfig]) -> bool:
     first, *others = configs
     if not others and first.peer_weights:
         raise ConfigError("peer_weights needs several devices; name them with --devices")
-    can_lend = first.tensor_parallel_size == 1 and first.bucket_memory_bytes is None
-    return bool(others) and can_lend and first.peer_weights is not False
+    return bool(others) and can_lend_weights(first)
+
+
+def can_lend_weights(config: EngineConfig) -> bool:
+    """Whether an engine may lend weights to others of its machine: it is not told not to."""
+    has_pages = config.tensor_parallel_size == 1 and config.bucket_memory_bytes is None
+    return has_pages and config.peer_weights is not False
 
 
 def _first_of_groups(devices: Sequence[str], size: int) -> Sequence[str]:

@@ -96,6 +96,12 @@ class EngineProcess:
         self._connection.close()  # the process has its own copy
 
     @property
+    def pid(self) -> int:
+        """The number of the process, which was started."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
     def current_model(self) -> str | None:
         """The model that the process loads or computes, or did when it died."""
         return self._current.name

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import socket
+import stat
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,16 @@ _SUFFIX = ".weights"
 def listen(folder: Path) -> tuple[socket.socket, Path]:
     """Listen at a name of its own; returns the socket and its path.
 
+    Args:
+        folder: where to; it is made if there is none.
+
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be made, or other users can open the folder.
     """
+    folder.mkdir(0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{folder} is no folder that only this user can open")
     path = folder / f"{os.getpid()}-{os.urandom(4).hex()}{_SUFFIX}"
     unready = path.with_suffix(".unready")  # one that is found but does not listen counts as left
     listener = socket.socket(socket.AF_UNIX)
@@ -44,6 +53,14 @@ def listen(folder: Path) -> tuple[socket.socket, Path]:
 def paths_in(folder: Path) -> Iterator[Path]:
     """The sockets in a folder; some may be of processes that are gone."""
     return folder.glob(f"*{_SUFFIX}")
+
+
+def forget(folder: Path, pid: int) -> None:
+    """Remove what a process that was killed has left, and the folder with its last socket."""
+    for path in folder.glob(f"{pid}-*"):
+        path.unlink(missing_ok=True)
+    with suppress(OSError):  # it has others, or was never made
+        folder.rmdir()
 
 
 def connect(path: Path, timeout_s: float) -> socket.socket:
