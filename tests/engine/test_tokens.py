@@ -38,16 +38,17 @@ CLEAR_GAP = 1e-4
 """The least lead of the best logit; far more than what the order of additions changes."""
 
 EVERYWHERE = ("qwen2-window", "gemma2", "qwen3_moe", "opt-350m-style", "deepseek_v2", "deepseek_v3")
-"""The architectures that run in every configuration: our decoder, with layers that have a window
-beside layers that have none, with soft caps, with experts, and with latent KV; and a model of
-Transformers."""
+"""The architectures that run with every size of steps and in both KV caches: our decoder, with
+layers that have a window beside layers that have none, with soft caps, with experts, and with
+latent KV; and a model of Transformers."""
 
 _OTHER = "/other"
 """Ends the name of an architecture's second shape."""
 
-STEPS = [("virtual", 7, 1), ("paged", 7, 1), ("virtual", 1, 0), ("virtual", 512, 0)]
-STEPS += [("paged", 1, 0), ("paged", 512, 0)]
-"""(KV cache, tokens per step, steps planned ahead); there is room for all sequences."""
+STEPS = [("virtual", 7, 1), ("paged", 7, 1), ("paged", 1, 0), ("virtual", 1, 0)]
+STEPS += [("virtual", 512, 0), ("paged", 512, 0)]
+"""(KV cache, tokens per step, steps planned ahead); there is room for all sequences. In every other
+one, all sizes of steps and both caches occur."""
 
 LARGE_PAGES: Any = {"page_size": "4KiB", "prompt_page_size": "16KiB", "map_ahead": "background"}
 """Pages for what a prompt fills, and others that a thread maps ahead of need."""
@@ -65,17 +66,21 @@ PREEMPTION_TURNS = (0, None, None, 1)
 piece and sequences that begin again."""
 
 
-def cases(configurations: list[Any], turns: tuple[int | None, ...]) -> list[Any]:
-    """The architectures of `EVERYWHERE` in all configurations, the others in turn in one or none.
+def cases(
+    configurations: list[Any], turns: tuple[int | None, ...], parts: tuple[list[Any], ...]
+) -> list[Any]:
+    """The architectures of `EVERYWHERE` in turn in one of the parts of the configurations, and the
+    others in turn in one configuration or none.
 
-    The rest of what a configuration changes does not depend on the architecture. Architectures of
-    our decoder have a second shape, with `EVERY_CASE`.
+    The rest of what a configuration changes does not depend on the architecture. With `EVERY_CASE`,
+    all run in all configurations, and architectures of our decoder have a second shape.
     """
     found: list[Any] = []
+    parts_in_turn = dict(zip(EVERYWHERE, cycle(parts), strict=False))
     for architecture, turn in zip(ARCHITECTURES, cycle(turns), strict=False):
         used = [] if turn is None else [configurations[turn]]
         if EVERY_CASE or architecture in EVERYWHERE:
-            used = configurations
+            used = configurations if EVERY_CASE else parts_in_turn[architecture]
         found += [(architecture, *configuration) for configuration in used]
         if EVERY_CASE and architecture in OUR_DECODER:
             found += [(architecture + _OTHER, *configuration) for configuration in configurations]
@@ -168,7 +173,7 @@ def assert_same_tokens(llm: LLM, reference: Reference, indices: list[int]) -> No
 
 @pytest.mark.parametrize(
     ("reference", "kv_cache", "max_num_batched_tokens", "num_ahead"),
-    cases(STEPS, STEP_TURNS),
+    cases(STEPS, STEP_TURNS, (STEPS[::2], STEPS[1::2])),
     indirect=["reference"],
 )
 def test_tokens_equal_transformers(
@@ -206,7 +211,7 @@ def test_tokens_of_layer_major_kv(reference: Reference, kv_cache: str) -> None:
 
 @pytest.mark.parametrize(
     ("reference", "kv_cache", "num_ahead"),
-    cases(PREEMPTIONS, PREEMPTION_TURNS),
+    cases(PREEMPTIONS, PREEMPTION_TURNS, (PREEMPTIONS,)),
     indirect=["reference"],
 )
 def test_tokens_equal_transformers_under_preemption(
