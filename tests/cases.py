@@ -17,6 +17,11 @@ EVERY_KERNEL_CASE = EVERY_CASE or torch.cuda.is_available()
 """Whether every case of a kernel runs: on a GPU too, for only Triton's interpreter is slow."""
 
 
+def tries(count: int) -> int:
+    """How many seeds of random operations are tried: half of so many, or all with EVERY_CASE=1."""
+    return count if EVERY_CASE else (count + 1) // 2
+
+
 _Part = tuple[tuple[int, int], ...]
 """Some numbers of a case, each with its place."""
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.cache.guards import guards_of, in_use_bytes
-from tests.cases import covering
+from tests.cases import covering, tries
 from tests.memory.late_driver import LateDriver
 from tests.memory.queued_mapper import QueuedMapper
 
@@ -177,7 +177,7 @@ class Pair:
     covering(
         (*KV_CACHES, "large pages", "layer-major virtual", "layer-major paged", "background"),
         LAYOUTS,
-        range(8),
+        range(tries(8)),
         strength=2,
     ),
 )

@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from tests.cases import covering
+from tests.cases import covering, tries
 from tests.engine.books import KV_LIMITS, MAX_TOKENS, PAGE_BYTES, SchedulerWorld
 
 from aquifer.cache import KV_CACHES
@@ -26,7 +26,7 @@ from aquifer.memory.pool import Kind, Owner
 
 @pytest.mark.parametrize(
     ("seed", "cache", "faulty", "windows"),
-    covering(range(8), KV_CACHES, (False, True), (False, True), strength=2),
+    covering(range(tries(8)), KV_CACHES, (False, True), (False, True), strength=2),
 )
 def test_every_request_ends(seed: int, cache: str, faulty: bool, windows: bool) -> None:
     with ExitStack() as resources:

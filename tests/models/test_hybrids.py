@@ -16,6 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tests.architectures import HYBRIDS, VOCAB_SIZE, save_tiny
 from tests.cases import EVERY_CASE
+from tests.kernels.interpreter import interpret
 from tests.models.dense_kv import DenseKV
 from tests.models.serving import StepKV, loaded_weights
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,7 +30,6 @@ from aquifer.cache.base import (
 )
 from aquifer.errors import ConfigError, UnsupportedModelError
 from aquifer.fields import Fields
-from aquifer.kernels import _triton
 from aquifer.kernels.linear import Matrix
 from aquifer.models import plan_model
 from aquifer.models.base import ModelInput
@@ -304,7 +304,7 @@ def test_logits_of_the_kernels(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     with loaded_weights(checkpoint, plan) as tensors, torch.inference_mode():
         model = plan.build(tensors)
         expected = served(plan, model, [first, second], 7)
-        monkeypatch.setattr(_triton, "interpret_on_cpu", True)
+        interpret(monkeypatch)
         for slots, starts, parts, num_decodes in steps:
             counts = [len(part) for part in parts]
             view = kv.view(np.array(slots), np.array(starts), np.array(counts), num_decodes)

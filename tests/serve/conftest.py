@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from tests.checkpoints import tiny_llama
-from tests.serve.running import RunningServer, eventually, running
+from tests.serve.running import ORIGIN, RunningServer, eventually, running
 
 
 @pytest.fixture(scope="session")
@@ -24,6 +24,15 @@ def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield server
     assert server.process.returncode == 0
     assert server.problems == ""
+
+
+@pytest.fixture(scope="session")
+def keyed_server(checkpoint: Path) -> Iterator[RunningServer]:
+    """A server with the key "secret", which pages of `ORIGIN` may call."""
+    command = ["-m", "aquifer", "serve", f"tiny={checkpoint}", "--port", "0", "--memory", "16M"]
+    origins = ["--allowed-origins", ORIGIN, "--allowed-methods", "GET,POST"]
+    with running([*command, "--api-key", "secret", *origins]) as server:
+        yield server
 
 
 @pytest.fixture

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
-from tests.serve.running import RunningServer, running
+from tests.serve.running import ORIGIN, RunningServer
 
-ORIGIN, OTHER = "https://chat.example.org", "https://evil.example.org"
+OTHER = "https://evil.example.org"
 KEY = {"Authorization": "Bearer secret"}
-
-
-@pytest.fixture(scope="module")
-def open_server(checkpoint: Path) -> Iterator[RunningServer]:
-    """A server with a key that pages of one origin may call."""
-    command = ["-m", "aquifer", "serve", f"tiny={checkpoint}", "--port", "0", "--memory", "16M"]
-    options = ["--api-key", "secret", "--allowed-origins", ORIGIN, "--allowed-methods", "GET,POST"]
-    with running([*command, *options]) as server:
-        yield server
 
 
 def _preflight(server: RunningServer, origin: str, method: str) -> tuple[int, dict[str, str]]:
@@ -31,8 +19,8 @@ def _preflight(server: RunningServer, origin: str, method: str) -> tuple[int, di
     return status, answered
 
 
-def test_a_preflight_needs_no_key(open_server: RunningServer):
-    status, headers = _preflight(open_server, ORIGIN, "POST")
+def test_a_preflight_needs_no_key(keyed_server: RunningServer):
+    status, headers = _preflight(keyed_server, ORIGIN, "POST")
     assert status == 200
     assert headers["access-control-allow-origin"] == ORIGIN
     assert "authorization" in headers["access-control-allow-headers"]
@@ -40,14 +28,14 @@ def test_a_preflight_needs_no_key(open_server: RunningServer):
 
 
 @pytest.mark.parametrize(("origin", "method"), [(OTHER, "POST"), (ORIGIN, "DELETE")])
-def test_what_is_not_allowed_is_refused(open_server: RunningServer, origin: str, method: str):
-    status, headers = _preflight(open_server, origin, method)
+def test_what_is_not_allowed_is_refused(keyed_server: RunningServer, origin: str, method: str):
+    status, headers = _preflight(keyed_server, origin, method)
     assert status == 400
     assert headers.get("access-control-allow-origin") != OTHER
     assert "DELETE" not in headers["access-control-allow-methods"]
 
 
-def test_answers_and_errors_and_streams_can_be_read(open_server: RunningServer):
+def test_answers_and_errors_and_streams_can_be_read(keyed_server: RunningServer):
     body = {"prompt": "x", "max_tokens": 2}
     for headers, fields, expected in (
         (KEY, {}, 200),
@@ -55,14 +43,14 @@ def test_answers_and_errors_and_streams_can_be_read(open_server: RunningServer):
         (KEY, {"max_tokens": -1}, 400),
         ({}, {}, 401),
     ):
-        status, _, answered = open_server.call(
+        status, _, answered = keyed_server.call(
             "POST", "/v1/completions", body | fields, {"Origin": ORIGIN, **headers}
         )
         assert status == expected
         assert answered["access-control-allow-origin"] == ORIGIN
         assert answered["access-control-expose-headers"] == "Retry-After"
         assert "access-control-allow-credentials" not in answered
-        status, _, answered = open_server.call(
+        status, _, answered = keyed_server.call(
             "POST", "/v1/completions", body | fields, {"Origin": OTHER, **headers}
         )
         assert status == expected  # browsers do not show the answer to the page

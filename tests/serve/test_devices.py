@@ -17,6 +17,7 @@ from typing import Any
 import openai
 import pytest
 from tests.checkpoints import tiny_llama
+from tests.serve.alone import answers_of_one_engine
 from tests.serve.running import RunningServer, drain, eventually, is_running, running
 
 from aquifer.config import EngineConfig, ModelSpec
@@ -57,18 +58,30 @@ def narrow(models: list[str], weight_bytes: int) -> Iterator[RunningServer]:
     assert server.problems == ""
 
 
-def _wide(models: list[str]) -> Iterator[RunningServer]:
+def _wide(models: list[str], *more: str) -> Iterator[RunningServer]:
     """Two models on two devices, with memory for all."""
-    options = [*OPTIONS, *DEVICES, "--memory", "64M"]
+    options = [*OPTIONS, *DEVICES, "--memory", "64M", *more]
     with running(["-m", "aquifer", "serve", *models[:2], *options]) as server:
         yield server
     assert server.process.returncode == 0
 
 
-wide = pytest.fixture(scope="module")(_wide)
-"""A server for tests that leave models and processes as they are."""
-own_wide = pytest.fixture(_wide)
-"""A server for one test, which may unload models and end processes."""
+@pytest.fixture(scope="module")
+def wide(models: list[str]) -> Iterator[RunningServer]:
+    """A server for tests that leave models and processes as they are."""
+    yield from _wide(models)
+
+
+@pytest.fixture(scope="module")
+def changing(models: list[str]) -> Iterator[RunningServer]:
+    """A server for tests that load and unload models, whatever is loaded before."""
+    yield from _wide(models, "--placement", "round-robin")
+
+
+@pytest.fixture
+def own_wide(models: list[str]) -> Iterator[RunningServer]:
+    """A server for one test, which may end processes."""
+    yield from _wide(models)
 
 
 def _loads(server: RunningServer) -> dict[str, dict[str, int]]:
@@ -85,6 +98,11 @@ def _answer(server: RunningServer, model: str, prompt: str, **fields: Any) -> An
     status, answer, _ = server.call("POST", COMPLETIONS, body)
     assert status == 200, answer
     return answer
+
+
+def _text(server: RunningServer, model: str, prompt: str) -> str:
+    text: str = _answer(server, model, prompt)["choices"][0]["text"]
+    return text
 
 
 def _cached(answer: Any) -> int:
@@ -116,10 +134,9 @@ def test_answers_are_those_of_one_device_with_room_for_all(
     narrow: RunningServer, models: list[str]
 ):
     asked = [(f"m{number % 3}", f"prompt {number}") for number in range(24)]
-    with running(["-m", "aquifer", "serve", *models, *OPTIONS, "--memory", "64M"]) as one:
-        expected = [_answer(one, *each)["choices"] for each in asked]
+    expected = answers_of_one_engine(models, asked, max_tokens=5)
     with ThreadPoolExecutor(12) as threads:
-        found = list(threads.map(lambda each: _answer(narrow, *each)["choices"], asked))
+        found = list(threads.map(lambda each: _text(narrow, *each), asked))
     assert found == expected
     assert _running(narrow) == [0, 0]
 
@@ -167,18 +184,18 @@ def test_ps_lists_them_by_device(narrow: RunningServer):
     assert len(captions) == 2
 
 
-def test_models_are_managed_on_all_of_them(own_wide: RunningServer):
+def test_models_are_managed_on_all_of_them(changing: RunningServer):
     def call(verb: str, model: str) -> Any:
-        status, answer, _ = own_wide.call("POST", f"/models/{model}/{verb}")
+        status, answer, _ = changing.call("POST", f"/models/{model}/{verb}")
         assert status == 200, answer
         return answer
 
     assert call("pin", "m0")["pinned"]
     assert call("pin", "m0")["pinned"]  # where it is pinned already
-    _, states, _ = own_wide.call("GET", "/models")
+    _, states, _ = changing.call("GET", "/models")
     (m0,) = (model for model in states["models"] if model["name"] == "m0")
     assert sorted(of["pinned"] for of in m0["devices"].values()) == [False, True]
-    status, error, _ = own_wide.call("POST", "/models/m0/unload")
+    status, error, _ = changing.call("POST", "/models/m0/unload")
     assert status == 400
     assert "pinned" in error["error"]["message"]
     assert not call("unpin", "m0")["pinned"]
@@ -269,22 +286,30 @@ def test_other_placements(checkpoint: Path, placement: str):
         eventually(lambda: _running(server) == [0, 0], "all are aborted")
 
 
-@pytest.mark.parametrize("is_on", [True, False])
-def test_weights_of_another_device(checkpoint: Path, is_on: bool):
-    """The first device loads them from disk, the second one from the first, unless that is off."""
+def test_weights_of_another_device(changing: RunningServer):
+    """The first device loads them from disk, the second one from the first."""
+    assert changing.call("POST", "/models/m1/unload")[0] == 200  # equal pages would come from it
+    loaded, num_bytes = _load_on_both(changing)
+    assert loaded == {"disk": num_bytes, "neighbour": num_bytes}
+
+
+def test_each_device_loads_its_own_weights(checkpoint: Path):
     options = [*OPTIONS, *DEVICES, "--memory", "64M", "--placement", "round-robin"]
-    options += [] if is_on else ["--no-peer-weights"]
-    with running(["-m", "aquifer", "serve", f"m0={checkpoint}", *options]) as server:
-        assert server.call("POST", "/models/m0/unload")[0] == 200
-        before = _loaded(server)
-        first, second = (_answer(server, "m0", "x")["choices"] for _ in range(2))
-        assert first == second
-        loaded = {
-            source: num_bytes - before[source] for source, num_bytes in _loaded(server).items()
-        }
-        _, memory, _ = server.call("GET", "/memory")
-        num_bytes = memory["models"]["m0"]["weights_total_bytes"]
-        assert loaded == {"disk": num_bytes * (1 if is_on else 2), "neighbour": num_bytes * is_on}
+    command = ["-m", "aquifer", "serve", f"m0={checkpoint}", *options, "--no-peer-weights"]
+    with running(command) as server:
+        loaded, num_bytes = _load_on_both(server)
+        assert loaded == {"disk": 2 * num_bytes, "neighbour": 0}
+
+
+def _load_on_both(server: RunningServer) -> tuple[dict[str, int], int]:
+    """Load a model on both devices; bytes that were loaded by source, and bytes of its weights."""
+    assert server.call("POST", "/models/m0/unload")[0] == 200
+    before = _loaded(server)
+    first, second = (_answer(server, "m0", "x")["choices"] for _ in range(2))
+    assert first == second
+    loaded = {source: num_bytes - before[source] for source, num_bytes in _loaded(server).items()}
+    _, memory, _ = server.call("GET", "/memory")
+    return loaded, int(memory["models"]["m0"]["weights_total_bytes"])
 
 
 def _loaded(server: RunningServer) -> dict[str, int]:

@@ -85,12 +85,11 @@ def test_an_event_has_memory_and_counters(idle_server: RunningServer):
     assert memory["models"].keys() == later["memory"]["models"].keys()
 
 
-def test_keys_guard_the_events_and_not_the_page():
-    with running([*DEMO, "--api-key", "secret"]) as server:
-        assert server.call("GET", "/")[0] == 200
-        assert server.call("GET", "/events")[0] == 401
-        with events(server, Authorization="Bearer secret") as stream:
-            assert "demo" in stream.next()["memory"]["models"]
+def test_keys_guard_the_events_and_not_the_page(keyed_server: RunningServer):
+    assert keyed_server.call("GET", "/")[0] == 200
+    assert keyed_server.call("GET", "/events")[0] == 401
+    with events(keyed_server, Authorization="Bearer secret") as stream:
+        assert "tiny" in stream.next()["memory"]["models"]
 
 
 def test_each_web_process_has_them_and_an_open_page_delays_no_stop():

@@ -205,21 +205,19 @@ def test_without_operations_the_buttons_tell_why_they_do_nothing(
     assert page.evaluate("[...document.querySelectorAll('#models button')].every(b => b.disabled)")
 
 
-def test_it_asks_for_the_key(browser: Browser):
-    command = ["-m", "aquifer", "serve", "demo", "--port", "0", "--memory", "16M"]
-    with running([*command, "--api-key", "secret"]) as server, browser.page() as page:
-        page.open(server.url)
-        page.wait_for("!document.querySelector('#key-card').hidden")
-        page.type("wrong")
-        page.click("#key-form button")
-        page.wait_for("document.querySelector('#key-problem').textContent !== ''")
-        assert "does not accept" in page.text("#key-problem")
-        page.type("secret")
-        page.click("#key-form button")
-        page.wait_for("document.querySelector('#status').textContent === 'live'")
-        assert page.evaluate("document.querySelector('#key-card').hidden")
-        assert page.text("#models .name") == "demo"
-        page.click("#forget")
-        page.wait_for("document.querySelector('#key-card')?.hidden === false")
-        # The browser itself notes the answers of status 401.
-        assert [each for each in page.problems if "401 (Unauthorized)" not in each] == []
+def test_it_asks_for_the_key(keyed_server: RunningServer, page: Page):
+    page.open(keyed_server.url)
+    page.wait_for("!document.querySelector('#key-card').hidden")
+    page.type("wrong")
+    page.click("#key-form button")
+    page.wait_for("document.querySelector('#key-problem').textContent !== ''")
+    assert "does not accept" in page.text("#key-problem")
+    page.type("secret")
+    page.click("#key-form button")
+    page.wait_for("document.querySelector('#status').textContent === 'live'")
+    assert page.evaluate("document.querySelector('#key-card').hidden")
+    assert page.text("#models .name") == "tiny"
+    page.click("#forget")
+    page.wait_for("document.querySelector('#key-card')?.hidden === false")
+    # The browser itself notes the answers of status 401.
+    assert [each for each in page.problems if "401 (Unauthorized)" not in each] == []

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests.checkpoints import tiny_llama
+from tests.serve.alone import answers_of_one_engine
 from tests.serve.running import ROOT, RunningServer, running
 
 COMPLETIONS = "/v1/completions"
@@ -113,14 +114,12 @@ def test_ps_lists_them(narrow_server: RunningServer):
     assert wrong.stderr.startswith("error: no server of Aquifer answers at http://127.0.0.1:9")
 
 
-def test_answers_are_those_of_a_server_with_room_for_all(
+def test_answers_are_those_of_engines_with_room_for_all(
     narrow_server: RunningServer, models: list[str]
 ):
     """Requests of three models at once, from as many clients."""
     asked = [(f"m{i % 3}", prompt) for i, prompt in enumerate(PROMPTS * 2)]
-    with running(["-m", "aquifer", "serve", *models, *OPTIONS, "--memory", "64M"]) as wide:
-        assert set(_statuses(wide).values()) == {"resident"}
-        expected = [_answer(wide, *one) for one in asked]
+    expected = answers_of_one_engine(models, asked, max_tokens=5)
     with ThreadPoolExecutor(len(asked)) as threads:
         found = list(threads.map(lambda one: _answer(narrow_server, *one), asked))
     assert found == expected
