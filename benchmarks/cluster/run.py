@@ -213,7 +213,7 @@ ALL_SEARCHES = (
     Searches(_OTHERS, (2, 4, 8, 16), (0,), 0.1, fewest=150),
     Searches(["affinity"], (16,), (0,), 0.8),
     Searches([ONE_POOL], (2, 4, 8), (0,), 0.7),
-    Searches(["affinity"], (32,), (0,), 0.8),
+    Searches(["affinity"], (32, 64), (0,), 0.8),
 )
 """In this order. One worker has one placement and is one pool: it is in the row of affinity."""
 
