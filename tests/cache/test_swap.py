@@ -121,6 +121,21 @@ def test_what_the_host_has_locked_before_it_refused_is_used(
     space.close()
 
 
+def test_a_device_that_fails_keeps_nobody_waiting(
+    locker: Locker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(device: torch.device) -> None:
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr(swap_memory, "make_current", fail)
+    space = SwapSpace(5 * PIECE_BYTES, torch.device("cuda"))
+    space.prepare()
+    assert not space.wait_for_more()
+    assert space.num_bytes == 0
+    assert locker.locked == []
+    space.close()
+
+
 def test_a_part_is_waited_for(locker: Locker) -> None:
     memory = SwapMemory(3 * PIECE_BYTES, torch.device("cuda"))
     found: list[torch.Tensor] = []

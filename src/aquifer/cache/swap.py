@@ -90,8 +90,8 @@ class SwapSpace:
         self._bytes_per_s = bytes_per_s
         self._on_begin = on_begin
         self.memory = SwapMemory(self.num_bytes, device)
+        # What is not there yet, or never will be, is a region of its own at the end.
         self._there_bytes = 0
-        """What is not there yet, or never will be, is a region of its own at the end."""
         if self.num_bytes:
             self._regions.acquire_at(0, self.num_bytes)
 

@@ -96,9 +96,9 @@ class SwapMemory:
 
     def _take(self) -> None:
         assert self._buffer is not None
-        make_current(self._device)
         error: DriverError | None = None
         try:
+            make_current(self._device)
             for there_bytes in self._buffer.lock():
                 if self.bytes_per_s is None:
                     sample = self._buffer.bytes[: min(there_bytes, _SAMPLE_BYTES)]
@@ -110,7 +110,7 @@ class SwapMemory:
                     return
         except DriverError as refused:
             error = refused
-        except RuntimeError as failed:  # of the copy: torch has no narrower one
+        except RuntimeError as failed:  # of the device: torch has no narrower one
             error = DriverError("cudaErrorUnknown", str(failed))
         with self._changed:
             self.error = error
