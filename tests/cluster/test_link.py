@@ -135,6 +135,19 @@ def test_requests_go_through_it_and_a_process_that_died_is_replaced(
     assert "of w1 died (exit code -9) while it computed 'fake'" in caplog.text
 
 
+def test_weights_are_shared_within_a_node_only(
+    config: EngineConfig, address: tcp.Address, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        server = Server()
+        server.open("w1", replace(config, peer_weights=True), address)
+        await server.engines.ready(lambda _: None)
+        await server.close()
+
+    asyncio.run(test())
+    assert "peer_weights has no effect here" in caplog.text
+
+
 def test_an_agent_that_is_gone(config: EngineConfig) -> None:
     """The engine's requests end, and so do its process and attempts to reach it."""
     agent = Agent(AgentOptions(HOST, TOKEN, "cpu"), open_fake)

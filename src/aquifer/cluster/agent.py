@@ -159,6 +159,8 @@ class Agent:
         device, num_on_node = self._options.device, self._options.num_on_node
         share = host_cache_share(config, num_on_node, on_cpu=device == "cpu")
         has_others = num_on_node > 1 and can_lend_weights(config)
+        if config.peer_weights and not has_others:
+            _logger.warning("peer_weights has no effect here: this node has one worker only")
         folder = self._options.neighbours if has_others else None
         return replace(config, device=device, host_cache_bytes=share, neighbours=folder)
 
