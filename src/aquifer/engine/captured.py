@@ -180,7 +180,7 @@ class CapturedSteps:
 
     def sample_decoded(
         self, num_rows: int, mode: SamplingMode
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Sample the rows of `decode`; see `SampleGraphs.run`."""
         return self._samples.run(num_rows, mode)
 
@@ -190,7 +190,7 @@ class CapturedSteps:
         sampled_slots: IntArray,
         num_tokens: IntArray,
         mode: SamplingMode,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Sample the rows that `run_chunks` was to hand on; see `SampleGraphs.run`.
 
         Args:

@@ -17,6 +17,7 @@ import torch
 from aquifer.cache.spans import IntArray, Rows
 from aquifer.cache.view import KVSource, KVView
 from aquifer.engine.captured import CapturedSteps, Steps
+from aquifer.engine.choosing import TokenChoice
 from aquifer.engine.graphs import StepBuffers
 from aquifer.engine.in_flight import Entries, InFlight
 from aquifer.engine.reports import OnStage
@@ -69,8 +70,7 @@ class Runner:
         max_seqs: sequences of the largest step.
         num_slots: slots, which are numbered from 1.
         max_tokens: length of the longest sequence.
-        collectives: the other ranks that run the same steps. All of them sample, from the same
-            logits with the same random numbers; what counts are rank 0's tokens.
+        collectives: the other ranks that run the same steps.
     """
 
     def __init__(
@@ -95,6 +95,7 @@ class Runner:
         # [slots], whether log probabilities of the prompt are still to be reported.
         self._reports_prompt = np.zeros(num_slots + 1, np.bool_)
         self._sampler = Sampler(num_slots, model.vocab_size, self._device)
+        self._choice = TokenChoice(model, self._sampler, collectives)
         self._buffers = StepBuffers(max_seqs, self._device)
         self._captured: CapturedSteps | None = None
         self._round_prompts = RoundPrompts(0, 0)
@@ -104,7 +105,7 @@ class Runner:
         return WarmUp(
             self._model,
             self._kv,
-            self._sampler,
+            self._choice,
             self._buffers,
             self._driver,
             self._max_seqs,
@@ -293,13 +294,13 @@ class Runner:
         token_ids = torch.where(token_ids < 0, self._columns.last_token[slots], token_ids)
         return model.forward(ModelInput(token_ids, positions, contexts, wanted), view)
 
-    def _sample(self, num_rows: int, mode: SamplingMode) -> torch.Tensor:
+    def _sample(self, num_rows: int, mode: SamplingMode) -> torch.Tensor | None:
         """The sampling that is captured; see `sample_graphs.Sample`."""
         buffers, columns = self._buffers, self._columns
         num_tokens, token_ids = buffers.num_tokens[:num_rows], buffers.token_ids[:num_rows]
-        logits = self._model.logits(buffers.hidden[:num_rows])
-        self._sampler.sample(logits, buffers.sampled_slots[:num_rows], num_tokens, token_ids, mode)
-        self._collectives.agree(token_ids)
+        logits = self._choice.choose(
+            buffers.hidden[:num_rows], buffers.sampled_slots[:num_rows], num_tokens, token_ids, mode
+        )
         advance(
             buffers.slots[:num_rows],
             num_tokens,
@@ -345,9 +346,8 @@ class Runner:
         out = torch.zeros_like(num_tokens)
         logits: torch.Tensor | None = None
         if len(sampled):
-            logits = self._model.logits(hidden[last_rows] if wanted is None else hidden)
-            self._sampler.sample(logits, sampled_slots, num_tokens, out, mode)
-            self._collectives.agree(out)
+            last_hidden = hidden[last_rows] if wanted is None else hidden
+            logits = self._choice.choose(last_hidden, sampled_slots, num_tokens, out, mode)
             columns.last_token[sampled_slots] = out
         return _Scores(logits, out, extras, self._prompt_logprobs(step, hidden))
 
@@ -371,7 +371,8 @@ class Runner:
         others = slots.copy()
         others[rows] = -1
         extras = np.stack((rows, slots[rows], num_tokens[rows]))
-        return extras, others, self._sampler.mode(others[others >= 0])
+        mode = self._sampler.mode(others[others >= 0])
+        return extras, others, self._choice.mode(mode, needs_logits=True)
 
     def _sample_extras(self, scores: _Scores) -> tuple[IntArray, Entries | None]:
         """Sample the rows that have been left out: the host changes or reports their logits.
@@ -388,8 +389,7 @@ class Runner:
         raw = scores.logits[rows]  # [e, vocab], a copy, as the model gave them
         logits = sampler.changed_logits(raw, host_slots, host_num_tokens)
         tokens = torch.empty_like(rows)
-        sampler.sample(logits, slots, num_tokens, tokens, sampler.mode(host_slots))
-        self._collectives.agree(tokens)
+        self._choice.sample(logits, slots, num_tokens, tokens, sampler.mode(host_slots))
         scores.out[rows] = tokens
         self._columns.last_token[slots] = tokens
         num_logprobs = sampler.num_logprobs(host_slots)
@@ -425,7 +425,7 @@ class Runner:
                 rows.split(self._max_seqs + 1), targets.split(self._max_seqs + 1), strict=True
             ):
                 wanted = np.full(len(part), assigned.num_prompt_logprobs)
-                entries = token_logprobs(self._model.logits(part), following, wanted)
+                entries = token_logprobs(self._choice.logits(part), following, wanted)
                 result.append((index, start + 1, entries))
                 start += len(part)
         return result

@@ -15,9 +15,9 @@ from aquifer.engine.graphs import StepBuffers, lasting, padded_size
 from aquifer.engine.sampler import SamplingMode
 from aquifer.kernels.capture import GraphPool
 
-Sample = Callable[[int, SamplingMode], torch.Tensor]
+Sample = Callable[[int, SamplingMode], torch.Tensor | None]
 """Samples the first n rows of the buffers into the buffers, and updates the columns; gives their
-logits, [n, vocab]."""
+logits, as `TokenChoice.choose`."""
 
 CAPTURED_MODES = (SamplingMode.GREEDY, SamplingMode.PLAIN, SamplingMode.FULL)
 
@@ -36,17 +36,18 @@ class SampleGraphs:
         self._buffers = buffers
         self._pool = pool
         self._captured: dict[
-            tuple[int, SamplingMode], tuple[torch.cuda.CUDAGraph, torch.Tensor]
+            tuple[int, SamplingMode], tuple[torch.cuda.CUDAGraph, torch.Tensor | None]
         ] = {}
 
-    def run(self, num_rows: int, mode: SamplingMode) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, num_rows: int, mode: SamplingMode) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Sample the first rows of the buffers.
 
         Args:
             num_rows: number of rows; those after them up to the padded size have slot -1.
             mode: at least what any of the rows needs.
 
-        Returns: (logits [num_rows, vocab], token ids [num_rows]), both overwritten by later runs.
+        Returns: logits [num_rows, vocab] or None, and token ids [num_rows]; later runs overwrite
+            both.
         """
         size = padded_size(num_rows)
         captured = self._captured.get((size, mode))
@@ -55,7 +56,8 @@ class SampleGraphs:
         else:
             graph, logits = captured
             graph.replay()
-        return logits[:num_rows], self._buffers.token_ids[:num_rows]
+        token_ids = self._buffers.token_ids[:num_rows]
+        return None if logits is None else logits[:num_rows], token_ids
 
     def rehearse(self, size: int, mode: SamplingMode) -> None:
         """Launch the kernels of sampling that many rows."""
@@ -64,5 +66,11 @@ class SampleGraphs:
     def capture(self, size: int, mode: SamplingMode) -> None:
         """Capture the sampling of that many rows."""
         found: list[torch.Tensor] = []
-        graph = self._pool.capture(lambda: found.append(lasting(self._sample(size, mode))))
-        self._captured[size, mode] = graph, found[0]
+
+        def sample() -> None:
+            logits = self._sample(size, mode)
+            if logits is not None:
+                found.append(lasting(logits))
+
+        graph = self._pool.capture(sample)
+        self._captured[size, mode] = graph, found[0] if found else None

@@ -13,10 +13,11 @@ from aquifer.cache.layout import KVLayout
 from aquifer.cache.spans import IntArray, Rows, Spans
 from aquifer.cache.state_view import Recurrence
 from aquifer.cache.view import AttentionOptions, KVSource
+from aquifer.engine.choosing import TokenChoice
 from aquifer.engine.graphs import StepBuffers
 from aquifer.engine.reports import OnStage
 from aquifer.engine.round_prompts import RoundPrompts
-from aquifer.engine.sampler import Sampler, SamplingMode
+from aquifer.engine.sampler import SamplingMode
 from aquifer.kernels import compiled_together
 from aquifer.kernels.kv_write import kv_write
 from aquifer.kernels.linear import Matrix, linear
@@ -107,7 +108,7 @@ class WarmUp:
     Args:
         model: the model.
         kv: gives the addresses of its KV.
-        sampler: its sampler.
+        choice: chooses its tokens.
         buffers: its buffers; hidden states are allocated.
         driver: of the device.
         max_seqs: sequences of the largest step.
@@ -119,7 +120,7 @@ class WarmUp:
         self,
         model: Model,
         kv: KVSource,
-        sampler: Sampler,
+        choice: TokenChoice,
         buffers: StepBuffers,
         driver: Driver,
         max_seqs: int,
@@ -128,7 +129,7 @@ class WarmUp:
     ) -> None:
         self._model = model
         self._kv = kv
-        self._sampler = sampler
+        self._choice = choice
         self._buffers = buffers
         self._driver = driver
         self._device = driver.device
@@ -202,10 +203,9 @@ class WarmUp:
         self._attentions, self._recurrence = view.attentions, view.recurrence
         self._buffers.make_hidden(hidden)
         num_seqs = min(self._max_seqs + 1, self._num_tokens)
-        logits = model.logits(hidden[:num_seqs])
         for mode in SamplingMode:
-            self._sampler.sample(
-                logits, padding[:num_seqs], zeros[:num_seqs], zeros[:num_seqs], mode
+            self._choice.choose(
+                hidden[:num_seqs], padding[:num_seqs], zeros[:num_seqs], zeros[:num_seqs], mode
             )
         return step_s
 

@@ -57,7 +57,7 @@ has a penalty, min-p, top-k or top-p. Chosen on the host, from the rows in the b
 
 _GROUP = 128  # tokens in a group; its largest score is kept
 _GROUPS = 32  # groups in a chunk
-_CHUNK = _GROUP * _GROUPS
+CHUNK = _GROUP * _GROUPS
 _RANK = 256  # minimum number of candidates
 CANDIDATES = 4096  # maximum number of candidates
 _SAMPLE = 4096  # tokens of a row sampled by `_bracket_kernel`
@@ -95,7 +95,7 @@ def sample_reference(
         if temperature < GREEDY_BELOW:
             token = int(scores.argmax())
         else:
-            number = _uniform_reference(int(columns.seed[slot]), int(num_tokens[row]))
+            number = number_reference(int(columns.seed[slot]), int(num_tokens[row]))
             token = _draw_reference(scores / temperature, number, slot, columns)
         out[row] = token
         if counts_row >= 0:
@@ -121,7 +121,7 @@ def _draw_reference(
     return int(ids[column])
 
 
-def _uniform_reference(seed: int, counter: int) -> float:
+def number_reference(seed: int, counter: int) -> float:
     """Return one number in [0, 1): Philox4x32-10 with this key and counter, see philox.py."""
     c = [counter & _LOW, (counter >> 32) & _LOW, 0, 0]
     k = [seed & _LOW, (seed >> 32) & _LOW]
@@ -165,7 +165,7 @@ def sample(
         return
     if batch == 0:
         return
-    num_chunks = -(-vocab_size // _CHUNK)
+    num_chunks = -(-vocab_size // CHUNK)
     greedy, full = variant == "greedy", variant == "full"
 
     def scratch(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -195,7 +195,7 @@ def sample(
     _pick_kernel[(batch,)](
         *source, best, best_id, mass, groups,
         chosen, num_chosen, pending, threshold, row_best, row_mass, lengths, out, num_chunks,
-        chunks_pow2=pow2(num_chunks), chunk=_CHUNK, groups_pow2=pow2(num_chunks * _GROUPS),
+        chunks_pow2=pow2(num_chunks), chunk=CHUNK, groups_pow2=pow2(num_chunks * _GROUPS),
         num_groups=_GROUPS, group=_GROUP, rank=_RANK, limit=CANDIDATES,
         in_prompt=IN_PROMPT, greedy_below=GREEDY_BELOW, greedy=greedy, full=full, num_warps=8,
         **launch_options(logits.device),
@@ -228,12 +228,12 @@ def sample(
     _collect_kernel[(batch, num_chunks)](
         *source, pending, row_best, mass, lengths, brackets, sums,
         list_scores, list_ids, capacity,
-        chunk=_CHUNK, unit=_UNIT, in_prompt=IN_PROMPT, greedy_below=GREEDY_BELOW, num_warps=16,
+        chunk=CHUNK, unit=_UNIT, in_prompt=IN_PROMPT, greedy_below=GREEDY_BELOW, num_warps=16,
     )  # fmt: skip
     _finish_kernel[(batch,)](
         *source, pending, row_best, mass, lengths, brackets, sums,
         list_scores, list_ids, capacity, out, num_chunks,
-        chunks_pow2=pow2(num_chunks), chunk=_CHUNK, block=_LIST_BLOCK, unit=_UNIT,
+        chunks_pow2=pow2(num_chunks), chunk=CHUNK, block=_LIST_BLOCK, unit=_UNIT,
         in_prompt=IN_PROMPT, greedy_below=GREEDY_BELOW, num_warps=8,
     )  # fmt: skip
 
@@ -271,7 +271,7 @@ def _chunk_kernel(
         # [num_groups, group]
         ids = (chunk * num_groups + tl.arange(0, num_groups)[:, None]) * group
         ids += tl.arange(0, group)[None, :]
-        scores = _load_scores(
+        scores = load_scores(
             ids, logits + row * logits_stride, vocab_size, slot, floats, ints, num_slots, counts,
             in_prompt, greedy_below, greedy, full,
         )  # fmt: skip
@@ -291,7 +291,7 @@ def _chunk_kernel(
 
 
 @jit
-def _load_scores(
+def load_scores(
     ids: tensor,
     logits: tensor,
     vocab_size: tensor,
@@ -416,7 +416,7 @@ def _pick_kernel(
                 tl.store(chosen + place, index, mask=has_candidates)
                 tl.store(num_chosen + row, tl.sum(ones, axis=0))
             else:
-                number = _uniform(slot, row, num_tokens, ints, num_slots)
+                number = draw_number(slot, row, num_tokens, ints, num_slots)
                 token = _pick_by_id(
                     number, sums, chunks, top, 0.0, chunk,
                     logits + row * logits_stride, vocab_size, slot, floats, ints, num_slots, counts,
@@ -453,21 +453,21 @@ def _pick_by_id(
     """
     running = tl.cumsum(sums, axis=0)
     goal = number * tl.sum(sums, axis=0)
-    which = _first_above(running, sums, chunks, goal)
+    which = first_above(running, sums, chunks, goal)
     goal -= tl.sum(tl.where(chunks < which, sums, 0.0), axis=0)
     offsets = tl.arange(0, chunk)
-    scores = _load_scores(
+    scores = load_scores(
         which * chunk + offsets,
         logits, vocab_size, slot, floats, ints, num_slots, counts, in_prompt, greedy_below,
         False, full,
     )  # fmt: skip
     weights = tl.exp(scores - top)
     weights = tl.where(weights >= m, weights, 0.0).to(tl.float64)
-    return which * chunk + _first_above(tl.cumsum(weights, axis=0), weights, offsets, goal)
+    return which * chunk + first_above(tl.cumsum(weights, axis=0), weights, offsets, goal)
 
 
 @jit
-def _first_above(running: tensor, weights: tensor, index: tensor, goal: tensor) -> tensor:
+def first_above(running: tensor, weights: tensor, index: tensor, goal: tensor) -> tensor:
     """Index where the running sum passes the goal; at most the last with a positive weight."""
     place = tl.sum((running <= goal).to(tl.int32), axis=0)
     return tl.minimum(place, tl.max(tl.where(weights > 0, index, 0), axis=0))
@@ -496,7 +496,7 @@ def _put(
 
 
 @jit
-def _uniform(
+def draw_number(
     slot: tensor, row: tensor, num_tokens: tensor, ints: tensor, num_slots: tensor
 ) -> tensor:
     """Return the number in [0, 1) of `aquifer.kernels.philox.uniform`."""
@@ -569,7 +569,7 @@ def _gather_kernel(
                 mask=which < num_here, other=0x7FFFFF,
             )  # fmt: skip
             ids = which_id * group + offsets % group
-            scores = _load_scores(
+            scores = load_scores(
                 ids, logits + row * logits_stride, vocab_size, slot,
                 floats, ints, num_slots, counts, in_prompt, greedy_below, False, True,
             )  # fmt: skip
@@ -653,7 +653,7 @@ def _settle_kernel(
         is_enough = (is_enough | (of_all & (head.to(tl.float64) >= p * whole))) & (count <= limit)
         if is_enough:
             key = _draw(
-                _uniform(slot, row, num_tokens, ints, num_slots), k, p, of_all, whole,
+                draw_number(slot, row, num_tokens, ints, num_slots), k, p, of_all, whole,
                 length, top, m, by_id, list_scores, list_ids,
                 logits, vocab_size, slot, floats, ints, num_slots, counts, in_prompt, greedy_below,
                 block, unit, True,
@@ -807,7 +807,7 @@ def _scan(
             scores = tl.load(list_scores + place, mask=place < length, other=float("-inf"))
         else:
             ids = place
-            scores = _load_scores(
+            scores = load_scores(
                 ids,
                 logits, vocab_size, slot, floats, ints, num_slots, counts,
                 in_prompt, greedy_below, False, True,
@@ -879,10 +879,10 @@ def _bracket_kernel(
         draw_to = cut_to
         if (vocab_size > sample) & ((k > 0) | (p < 1)):
             top = tl.load(row_best + row)
-            number = _uniform(slot, row, num_tokens, ints, num_slots)
+            number = draw_number(slot, row, num_tokens, ints, num_slots)
             index = tl.arange(0, sample)
             ids = (index.to(tl.int64) * vocab_size // sample).to(tl.int32)
-            scores = _load_scores(
+            scores = load_scores(
                 ids, logits + row * logits_stride, vocab_size, slot,
                 floats, ints, num_slots, counts, in_prompt, greedy_below, False, True,
             )  # fmt: skip
@@ -1049,7 +1049,7 @@ def _collect_kernel(
         k, p, m = _cuts(slot, vocab_size, floats, ints, num_slots)
         top = tl.load(row_best + row)
         ids = number * chunk + tl.arange(0, chunk)
-        scores = _load_scores(
+        scores = load_scores(
             ids, logits + row * logits_stride, vocab_size, slot,
             floats, ints, num_slots, counts, in_prompt, greedy_below, False, True,
         )  # fmt: skip
@@ -1115,7 +1115,7 @@ def _finish_kernel(
         slot = tl.load(slots + row)
         top = tl.load(row_best + row)
         k, p, m = _cuts(slot, vocab_size, floats, ints, num_slots)
-        number = _uniform(slot, row, num_tokens, ints, num_slots)
+        number = draw_number(slot, row, num_tokens, ints, num_slots)
         logits += row * logits_stride
         token = tl.cast(0, tl.int64)
         if (k == 0) & (p >= 1):

@@ -72,7 +72,11 @@ class Model(Protocol):
         """
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Scores of the next token: [n, hidden] -> [n, vocab_size], in the model's dtype."""
+        """Scores of the next token: [n, hidden] -> [n, vocab_size], in the model's dtype.
+
+        On a rank of a group, those of its own tokens alone: [n, columns], as many on each rank. The
+        tokens of rank r begin at r * columns; columns from `vocab_size` on are padding.
+        """
 
     def rehearsal(self) -> Model:
         """The same model with as few layers as launch every kernel that all of them do.

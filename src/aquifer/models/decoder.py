@@ -92,7 +92,7 @@ class Decoder:
         self._collectives = collectives
         self.kv_layout = kv_layout
         self.vocab_size = spec.vocab_size
-        self._vocabulary = Vocabulary(spec.vocab_size, spec.head, tensors, collectives)
+        self._vocabulary = Vocabulary(spec.head, tensors, collectives)
         device = self._vocabulary.device
         self._embed_scale = _rounded(spec.embed_scale, self._vocabulary.dtype)
         self._embed_norm = norm_weights(tensors, "embed_norm", spec.embed_norm)

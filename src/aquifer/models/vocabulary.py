@@ -1,4 +1,4 @@
-"""Both ends of a decoder: embeddings of tokens, and the scores of all tokens.
+"""Both ends of a decoder: embeddings of tokens, and their scores.
 
 Each rank of a group has the rows of as many tokens. The last ones may have padding: rows of zeros
 that no token has.
@@ -19,7 +19,6 @@ class Vocabulary:
     """The embedding and the head of a decoder, over loaded parameters.
 
     Args:
-        num_tokens: number of tokens.
         head: from hidden states to logits.
         tensors: parameters of `DecoderPlan`, by name.
         collectives: the other ranks.
@@ -29,10 +28,7 @@ class Vocabulary:
         device: where they are.
     """
 
-    def __init__(
-        self, num_tokens: int, head: Head, tensors: Tensors, collectives: Collectives
-    ) -> None:
-        self._num_tokens = num_tokens
+    def __init__(self, head: Head, tensors: Tensors, collectives: Collectives) -> None:
         self._of = head
         self._collectives = collectives
         self._embed = tensors["embed"]  # [rows, hidden]
@@ -52,12 +48,10 @@ class Vocabulary:
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Scores: [n, hidden] -> [n, num_tokens]."""
+        """Scores of this rank's tokens: [n, hidden] -> [n, rows]."""
         logits = linear(hidden, self._head, self._head_bias)
         if self._of.scale != 1.0:
             logits = logits * self._of.scale
         if self._of.softcap is not None:
             logits = torch.tanh(logits / self._of.softcap) * self._of.softcap
-        if self._collectives.size == 1:
-            return logits
-        return self._collectives.joined(logits)[:, : self._num_tokens].contiguous()
+        return logits
