@@ -311,3 +311,45 @@ def test_updates(device, head_dim, size, dtype, operation):
             zip(after.state[slot], case.state[slot], strict=True)
         ):
             assert torch.equal(ours, before) == ((start + head) % 4 != 3 and start > 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("operation", CHUNKS)
+def test_gated_chunks(device, operation, dtype):
+    """The gate has the row stride of a tensor of which it is a part."""
+    case = make_case(device, RAGGED, dtype=dtype)
+    results, _ = case.exact()
+    gate = 4 * torch.randn(len(case.x), 2 * case.x[0].numel(), device=device)
+    gate = gate.to(dtype)[:, case.x[0].numel() :].unflatten(1, case.x.shape[1:])
+    own, out = case.copy(), torch.full_like(case.x, torch.nan)
+    operation(own.state, own.pending, *own.inputs, own.spans, out, dt_limit=own.dt_limit, gate=gate)
+    rows = slice(case.spans.offsets[0], case.spans.offsets[-1])
+    expected = results * F.silu(gate[rows].double())
+    assert relative_error(out[rows], expected) < MAX_ERROR[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("operation", UPDATES)
+@pytest.mark.parametrize("count", [3, 9])
+def test_gated_updates(device, operation, dtype, count):
+    """Of few rows and of more, with one of padding, the gate of which may be anything."""
+    case = make_case(device, [(7 * index % 5, 1) for index in range(count)], dtype=dtype)
+    results, _ = case.exact()
+    first = case.spans.offsets[0]
+    rows = torch.arange(first, first + count, device=device)
+    gate = 4 * torch.randn(count, *case.x.shape[1:], device=device).to(dtype)
+    gate[1] = torch.nan
+    slots, positions = case.spans.device_slots.clone(), case.spans.device_starts
+    slots[1] = -1
+    inputs = [
+        each[rows] if each is not None and len(each) == len(case.x) else each
+        for each in case.inputs
+    ]
+    own, out = case.copy(), torch.full_like(case.x[rows], torch.nan)
+    operation(
+        own.state, own.pending, *inputs, slots, positions, out, dt_limit=case.dt_limit, gate=gate
+    )
+    expected = results * F.silu(gate.double())
+    kept = slots >= 0
+    assert out.isfinite().all()
+    assert relative_error(out[kept], expected[kept]) < MAX_ERROR[dtype]

@@ -83,8 +83,8 @@ class _DenseView:
         values[slots, positions] = value
 
     @property
-    def only_decodes(self) -> bool:
-        return False
+    def decoding(self) -> None:
+        return None
 
     def whole_prompts(self) -> PrefillSpans | None:
         return None

@@ -349,7 +349,7 @@ class Cuts:
         self._view = view
         self._products = products
         self.destination, self.whole_prompts = view.destination, view.whole_prompts
-        self.only_decodes = False
+        self.decoding = None
         self.write = view.write
         self.counts: list[int] = []
 

@@ -80,11 +80,14 @@ class Layer:
         for slot in rows.slots[(rows.positions == 0) & (rows.slots >= 0)]:
             for each in states[1]:
                 each[slot] = torch.nan
-        results = self._layer.mix(product, GroupedView([], [], StateView(states, rows)))
+        results = self._mix(product, GroupedView([], [], StateView(states, rows)))
         between = [[each.cpu().clone() for each in layer] for layer in states]
         product = self._layer.in_proj(after.to(self._device))
-        last = self._layer.mix(product, GroupedView([], [], StateView(states, rows_after)))
+        last = self._mix(product, GroupedView([], [], StateView(states, rows_after)))
         return results.cpu(), last.cpu(), between
+
+    def _mix(self, product: torch.Tensor, kv: GroupedView) -> torch.Tensor:
+        return self._layer.finish(self._layer.recur(product, kv), product)
 
 
 def check(mixer: Mixer, spans: Spans, rows: Rows) -> None:

@@ -46,8 +46,8 @@ class Visited:
         raise AssertionError("our decoder writes where `destination` says")
 
     @property
-    def only_decodes(self) -> bool:
-        return False
+    def decoding(self) -> None:
+        return None
 
     def whole_prompts(self) -> PrefillSpans | None:
         return None

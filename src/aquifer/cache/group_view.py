@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from aquifer.cache.state_view import Recurrence, StateView, WithoutState
-from aquifer.cache.view import AttentionOptions, StepView
+from aquifer.cache.view import AttentionOptions, DecodingView, StepView
 from aquifer.kernels.linear import Matrix
 from aquifer.kernels.prefill_attention import PrefillSpans
 
@@ -44,9 +44,18 @@ class GroupedView:
         self._views[part].write(index, key, value)
 
     @property
-    def only_decodes(self) -> bool:
-        """See `KVView.only_decodes`."""
-        return self._views[0].only_decodes
+    def decoding(self) -> DecodingView | None:
+        """See `KVView.decoding`."""
+        return None if self._views[0].decoding is None else self
+
+    def attend_beside(
+        self, layer: int, query: torch.Tensor, out: torch.Tensor, how: AttentionOptions
+    ) -> None:
+        """See `DecodingView.attend_beside`."""
+        part, index = self._places[layer]
+        decoding = self._views[part].decoding
+        assert decoding is not None, "some rows do not decode"
+        decoding.attend_beside(index, query, out, how)
 
     def whole_prompts(self) -> PrefillSpans | None:
         """See `KVView.whole_prompts`."""

@@ -106,9 +106,9 @@ class KVView(Protocol):
         """
 
     @property
-    def only_decodes(self) -> bool:
-        """Whether each row is the only token of its sequence, and all of a layer is launched at
-        once: a step that is captured in pieces ends one where it attends."""
+    def decoding(self) -> DecodingView | None:
+        """The view if each row is the only token of its sequence, and all of a layer is launched at
+        once, else None: a step that is captured in pieces ends one where it attends."""
 
     def whole_prompts(self) -> PrefillSpans | None:
         """The chunks of a step that has no other rows, and in which each begins its sequence.
@@ -152,6 +152,22 @@ class KVView(Protocol):
 
         Returns:
             [tokens, recurrence.out_columns].
+        """
+
+
+class DecodingView(Protocol):
+    """What a `KVView` can also do where each row is the only token of its sequence."""
+
+    def attend_beside(
+        self, layer: int, query: torch.Tensor, out: torch.Tensor, how: AttentionOptions
+    ) -> None:
+        """The same as `attend`, at the same time as the kernel launched before it.
+
+        That kernel must be one that releases early, and `query` and KV must be written before it.
+
+        Args:
+            layer: as in `attend`, likewise `query` and `how`.
+            out: [tokens, heads, value_dim], allocated before that kernel was launched; overwritten.
         """
 
 
@@ -262,9 +278,15 @@ class StepView(WithoutState):
         kv_write(key, value, *self.destination(layer))
 
     @property
-    def only_decodes(self) -> bool:
-        """See `KVView.only_decodes`."""
-        return self._rows.chunks is None
+    def decoding(self) -> DecodingView | None:
+        """See `KVView.decoding`."""
+        return self if self._rows.chunks is None else None
+
+    def attend_beside(
+        self, layer: int, query: torch.Tensor, out: torch.Tensor, how: AttentionOptions
+    ) -> None:
+        """See `DecodingView.attend_beside`."""
+        self._attend_decodes(layer, query, out, how, beside=True)
 
     def whole_prompts(self) -> PrefillSpans | None:
         """See `KVView.whole_prompts`."""
@@ -347,9 +369,15 @@ class StepView(WithoutState):
         )
 
     def _attend_decodes(
-        self, layer: int, query: torch.Tensor, out: torch.Tensor, how: AttentionOptions
+        self,
+        layer: int,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        how: AttentionOptions,
+        *,
+        beside: bool = False,
     ) -> None:
-        """Write the rows of `out` that decode."""
+        """Write the rows of `out` that decode; `beside` is ignored where KV is latent."""
         keys, values = self._layers[layer]
         rows, tables = self._rows, self._tables
         num_decodes = rows.num_decodes
@@ -372,6 +400,7 @@ class StepView(WithoutState):
             out,
             workspace,
             config=config,
+            beside=beside,
             **how.arguments(),
         )
 

@@ -298,7 +298,7 @@ _OutOf = Callable[[str, torch.Tensor, tuple[int, ...]], torch.Tensor]
 class _Uncut:
     """A `KVView` that leaves out attention and recurrences."""
 
-    only_decodes = False
+    decoding = None
 
     def __init__(self, view: LaunchView, out_of: _OutOf) -> None:
         self._view = view

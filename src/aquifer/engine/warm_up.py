@@ -55,7 +55,7 @@ class _Recurrence:
 class _NoCache:
     """A `KVView` of padding alone: nothing is written, and nothing is attended to."""
 
-    only_decodes = False  # kernels are the same where two branches are launched one after the other
+    decoding = None
 
     def __init__(self, layout: KVLayout, padding: torch.Tensor) -> None:
         self._padding = padding

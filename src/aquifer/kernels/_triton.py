@@ -14,10 +14,11 @@ dependent launch, PDL): as soon as every program of the predecessor has released
 kernels of a decode step take part, except torch's. The rules that make it correct:
 
 1. A program waits (`await_predecessor`) before it writes anything, and before it reads anything
-   that kernels write (except by rule 4). The wait ends when the predecessor is complete and its
-   writes are visible.
-2. A program releases the successor (`release_successor`) after it has waited, never before. So when
-   a kernel starts, all kernels before its predecessor are complete: at most two overlap.
+   that kernels write (except by rules 4 and 6). The wait ends when the predecessor is complete and
+   its writes are visible.
+2. A program releases the successor (`release_successor`) after it has waited, never before (except
+   by rule 6). So when a kernel starts, all kernels before its predecessor are complete: at most two
+   overlap.
 3. A kernel that does not wait, such as torch's, is launched without the attribute and is ordered
    as usual. A kernel of ours after it may start when all programs of it have ended; their writes
    are certainly visible only after the wait, so rule 1 holds here too.

@@ -297,6 +297,7 @@ def decode_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
+    beside: bool = False,
 ) -> None:
     """Attend over all KV of each row's sequence. Reads only tokens that it attends to.
 
@@ -320,6 +321,9 @@ def decode_attention(
         softcap: limit scores to (-softcap, softcap) with tanh before the softmax.
         sinks: [heads], contiguous, see `kernels/sinks.py`; None for none.
         slopes: [heads] float32, contiguous, see `kernels/alibi.py`; None for none.
+        beside: whether it may run at the same time as the kernel launched before (rule 6 of
+            `_triton.py`): nothing that is read here was written by that one, it reads nothing that
+            is written here, and it releases early. `out` was allocated before it was launched.
     """
     batch, num_heads, key_dim = query.shape
     _, block_size, num_kv_heads, value_dim = values.shape
@@ -413,6 +417,7 @@ def decode_attention(
         merges_itself=config.merges_itself,
         releases_early=config.releases_early,
         prefetch_tiles=config.prefetch_tiles if prefetches else 0,
+        waits_late=beside and overlapping["overlaps"],
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         maxnreg=config.max_registers,
@@ -569,6 +574,7 @@ def _decode_attention_kernel(
     merges_itself: constexpr,
     releases_early: constexpr,
     prefetch_tiles: constexpr,
+    waits_late: constexpr,
     overlaps: constexpr,
 ) -> None:
     # Neighbouring programs read neighbouring heads of the same tokens. `tickets` are the atomic
@@ -631,9 +637,12 @@ def _decode_attention_kernel(
             ahead_values, value_token_stride, value_head_stride, ahead_begin, ahead_end,
             prefetch_tiles * block_tokens, kv_heads, value_dim,
         )  # fmt: skip
-    await_predecessor(overlaps)
+    if not waits_late:
+        await_predecessor(overlaps)
     if releases_early:
         release_successor(overlaps)
+    # Before the wait, what other kernels have written is read from the L2 cache.
+    cache: constexpr = ".cg" if waits_late else ""
 
     for row in range(first_row, last_row + 1):
         next_length = _length_of(row + 1, lengths, batch)
@@ -651,6 +660,7 @@ def _decode_attention_kernel(
             query + row * query_row_stride + head[:, None] * query_head_stride + dim_k[None, :],
             mask=is_query[:, None] & (dim_k < key_dim)[None, :],
             other=0.0,
+            cache_modifier=cache,
         )  # [query_rows, key_dim]
         if parts > 1:
             q = tl.broadcast_to(q[None, :, :], (parts, query_rows, key_dim_pow2))
@@ -687,11 +697,13 @@ def _decode_attention_kernel(
                 keys + tl.expand_dims(key_rows, -1) + dim_k,
                 mask=tl.expand_dims(is_token, -1) & (dim_k < key_dim),
                 other=0.0,
+                cache_modifier=cache,
             )  # [columns, key_dim]
             v = tl.load(
                 values + tl.expand_dims(value_rows, -1) + dim_v,
                 mask=tl.expand_dims(is_token, -1) & (dim_v < value_dim),
                 other=0.0,
+                cache_modifier=cache,
             )  # [columns, value_dim]
 
             if parts > 1:
@@ -793,6 +805,8 @@ def _decode_attention_kernel(
                     zeros.to(out.dtype.element_ty),
                     mask=is_query[:, None] & (dim_v < value_dim)[None, :],
                 )
+    if waits_late:
+        await_predecessor(overlaps)
 
 
 @jit

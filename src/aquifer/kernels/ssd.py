@@ -30,6 +30,7 @@ columns of one tensor. Head h reads group h // (H / G) of b and c. `a_log`, `d` 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from aquifer.kernels._triton import (
     MIN_DOT,
@@ -70,6 +71,7 @@ def scan_chunks_reference(
     out: torch.Tensor,
     *,
     dt_limit: tuple[float, float],
+    gate: torch.Tensor | None = None,
 ) -> None:
     """`scan_chunks` in plain torch."""
     if not spans.slots:
@@ -102,6 +104,8 @@ def scan_chunks_reference(
         y += torch.einsum("shpn,slhn->slhp", last, own_c) * total.exp()[..., None]
         if d is not None:
             y += d.to(wide)[:, None] * own_x
+        if gate is not None:
+            y *= F.silu(gate[block.rows].to(wide))
         to_end = (total[:, -1:] - total).exp()
         added = torch.einsum("sthp,sthn->shpn", to_end[..., None] * steps_x, own_b)
         h[: block.num_spans] = last * total[:, -1].exp()[..., None, None] + added
@@ -124,6 +128,7 @@ def scan_chunks(
     out: torch.Tensor,
     *,
     dt_limit: tuple[float, float],
+    gate: torch.Tensor | None = None,
 ) -> None:
     """Update states by chunks of several tokens.
 
@@ -140,15 +145,16 @@ def scan_chunks(
         spans: the chunks; where one starts at 0, the state begins as 0, and is not read.
         out: [rows, H, P]; only the rows of the chunks are overwritten.
         dt_limit: bounds of a step.
+        gate: as in `state_update`.
     """
     if not spans.slots:
         return
     if not runs_triton(x):
         scan_chunks_reference(
-            state, pending, x, dt, a_log, b, c, d, dt_bias, spans, out, dt_limit=dt_limit
+            state, pending, x, dt, a_log, b, c, d, dt_bias, spans, out, dt_limit=dt_limit, gate=gate
         )
         return
-    check_inputs(state, pending, x, dt, a_log, b, c, d, dt_bias, out)
+    check_inputs(state, pending, x, dt, a_log, b, c, d, dt_bias, out, gate)
     num_heads, head_dim = x.shape[1:]
     num_groups, size = b.shape[1:]
     is_wide = x.dtype == torch.float32
@@ -228,15 +234,18 @@ def scan_chunks(
         *inputs,
         c,
         d,
+        gate,
         out,
         spans.device_slots,
         pending.steps,
         c.stride(0),
+        0 if gate is None else gate.stride(0),
         out.stride(0),
         pending.steps.stride(0),
         num_places=pending.num_places,
         places_pow2=pow2(pending.num_places),
         has_d=d is not None,
+        has_gate=gate is not None,
         **shapes,
         p_block=p_block,
         n_block=min(n_block, 64),
@@ -404,7 +413,7 @@ def _pass_kernel(
     tl.store(own_state, h.to(state.dtype.element_ty), mask=inside)
 
 
-@jit_once(counts=["num_spans"], indices=["offsets", "span_slots", "x", "dt", "b", "c"])
+@jit_once(counts=["num_spans"], indices=["offsets", "span_slots", "x", "dt", "b", "c", "gate"])
 def _out_kernel(
     x: tensor,
     dt: tensor,
@@ -422,15 +431,18 @@ def _out_kernel(
     most_step: tensor,
     c: tensor,
     d: tensor,
+    gate: tensor,
     out: tensor,
     span_slots: tensor,
     pending_steps: tensor,
     c_stride: tensor,
+    gate_stride: tensor,
     out_stride: tensor,
     pending_steps_stride: tensor,
     num_places: constexpr,
     places_pow2: constexpr,
     has_d: constexpr,
+    has_gate: constexpr,
     head_dim: constexpr,
     size: constexpr,
     heads_per_group: constexpr,
@@ -496,6 +508,13 @@ def _out_kernel(
         y = tl.dot(weights, own_x, y, input_precision=precision)
         if has_d:
             y += tl.load(d + head).to(tl.float32) * own_x.to(tl.float32)
+        if has_gate:
+            gates = tl.load(
+                gate + row[:, None] * gate_stride + head * head_dim + p[None, :],
+                mask=is_row[:, None] & is_p[None, :],
+                other=0.0,
+            ).to(tl.float32)
+            y *= gates * tl.sigmoid(gates)
         tl.store(
             out + row[:, None] * out_stride + head * head_dim + p[None, :],
             y.to(out.dtype.element_ty),

@@ -54,13 +54,15 @@ class _Config:
     written: int  # numbers that it writes at a time
     num_warps: int
     num_stages: int  # one less is how many times as many are on their way
+    releases_early: bool
 
 
-_CONFIG, _FEW_CONFIG = _Config(8192, 2048, 2048, 1, 3), _Config(4096, 4096, 4096, 2, 1)
+_CONFIG = _Config(8192, 2048, 2048, 1, 3, releases_early=False)
+_FEW_CONFIG = _Config(4096, 4096, 4096, 2, 1, releases_early=True)
 """Shares for many rows, and smaller ones with which few rows fill the device."""
 
-_FEW_ROWS = 8
-"""Up to so many rows are few."""
+FEW_ROWS = 8
+"""Up to so many rows are few: their update releases the next kernel early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +155,7 @@ def state_update_reference(
     out: torch.Tensor,
     *,
     dt_limit: tuple[float, float],
+    gate: torch.Tensor | None = None,
 ) -> None:
     """`state_update` in plain torch."""
     out[slots < 0] = 0
@@ -179,6 +182,8 @@ def state_update_reference(
     y += torch.einsum("rkhp,rkhn,rhn->rhp", added_x, added_b, own_c)
     if d is not None:
         y += d.to(wide)[:, None] * own_x
+    if gate is not None:
+        y *= F.silu(gate[kept].to(wide))
     out[kept] = y.to(out.dtype)
     row, head = torch.nonzero(is_written, as_tuple=True)
     written = torch.einsum("wkp,wkn->wpn", added_x[row, :, head], added_b[row, :, head])
@@ -201,6 +206,7 @@ def state_update(
     out: torch.Tensor,
     *,
     dt_limit: tuple[float, float],
+    gate: torch.Tensor | None = None,
 ) -> None:
     """Update states by one token each.
 
@@ -219,18 +225,20 @@ def state_update(
         positions: [rows] int64; at position 0 the state begins as 0, and is not read.
         out: [rows, H, P] of x's dtype, overwritten.
         dt_limit: bounds of a step, of which the lower one is at least 0.
+        gate: [rows, H, P], results are multiplied by silu(gate); None for no gate.
     """
     if not runs_triton(x):
         state_update_reference(
-            state, pending, x, dt, a_log, b, c, d, dt_bias, slots, positions, out, dt_limit=dt_limit
-        )
+            state, pending, x, dt, a_log, b, c, d, dt_bias, slots, positions, out,
+            dt_limit=dt_limit, gate=gate,
+        )  # fmt: skip
         return
-    check_inputs(state, pending, x, dt, a_log, b, c, d, dt_bias, out)
+    check_inputs(state, pending, x, dt, a_log, b, c, d, dt_bias, out, gate)
     num_rows, num_heads, head_dim = x.shape
     if not num_rows:
         return
     size_pow2 = pow2(b.shape[2])
-    config = _FEW_CONFIG if num_rows <= _FEW_ROWS else _CONFIG
+    config = _FEW_CONFIG if num_rows <= FEW_ROWS else _CONFIG
     block = max(min(config.tile // size_pow2, pow2(head_dim)), MIN_DOT)
     # A state of 16 bits is as exact as a product of 16 bits.
     is_narrow = state.dtype == x.dtype and x.dtype.itemsize == 2
@@ -248,6 +256,7 @@ def state_update(
         c,
         d,
         dt_bias,
+        gate,
         slots,
         positions,
         out,
@@ -259,6 +268,7 @@ def state_update(
         dt.stride(0),
         b.stride(0),
         c.stride(0),
+        0 if gate is None else gate.stride(0),
         out.stride(0),
         dt_limit[0],
         dt_limit[1],
@@ -278,6 +288,8 @@ def state_update(
         num_stages=config.num_stages,
         has_d=d is not None,
         has_bias=dt_bias is not None,
+        has_gate=gate is not None,
+        releases_early=config.releases_early,
         num_warps=config.num_warps,
         **launch_options(x.device),
     )
@@ -294,6 +306,7 @@ def check_inputs(
     d: torch.Tensor | None,
     dt_bias: torch.Tensor | None,
     out: torch.Tensor,
+    gate: torch.Tensor | None,
 ) -> None:
     """Check the shapes of an update's tensors, or of a scan's."""
     num_rows, num_heads, head_dim = x.shape
@@ -305,12 +318,14 @@ def check_inputs(
     assert b.shape == c.shape
     assert len(b) == num_rows
     assert num_heads % b.shape[1] == 0
-    assert all(each[0].is_contiguous() for each in (x, dt, b, c, out) if len(each))
+    assert gate is None or gate.shape == x.shape
+    rows = (x, dt, b, c, out) if gate is None else (x, dt, b, c, out, gate)
+    assert all(each[0].is_contiguous() for each in rows if len(each))
     for each in (a_log, d, dt_bias):
         assert each is None or (each.shape == (num_heads,) and each.is_contiguous())
 
 
-@jit_once(indices=["slots", "positions", "x", "dt", "b", "c"])
+@jit_once(indices=["slots", "positions", "x", "dt", "b", "c", "gate"])
 def _update_kernel(
     state: tensor,
     pending_x: tensor,
@@ -323,6 +338,7 @@ def _update_kernel(
     c: tensor,
     d: tensor,
     dt_bias: tensor,
+    gate: tensor,
     slots: tensor,
     positions: tensor,
     out: tensor,
@@ -334,6 +350,7 @@ def _update_kernel(
     dt_stride: tensor,
     b_stride: tensor,
     c_stride: tensor,
+    gate_stride: tensor,
     out_stride: tensor,
     least_step: tensor,
     most_step: tensor,
@@ -353,6 +370,8 @@ def _update_kernel(
     num_stages: constexpr,
     has_d: constexpr,
     has_bias: constexpr,
+    has_gate: constexpr,
+    releases_early: constexpr,
     overlaps: constexpr,
 ) -> None:
     """A program computes `block` results of one head of one sequence, and updates their state."""
@@ -366,6 +385,8 @@ def _update_kernel(
     skip = tl.load(d + head).to(tl.float32) if has_d else 0.0
     bias = tl.load(dt_bias + head).to(tl.float32) if has_bias else 0.0
     await_predecessor(overlaps)
+    if releases_early:
+        release_successor(overlaps)
     slot = tl.load(slots + row)
     position = tl.load(positions + row)
     count = count_pending(position, head, num_places)
@@ -389,6 +410,9 @@ def _update_kernel(
     own_x = tl.load(x + row * x_stride + head * head_dim + p, mask=is_kept, other=0.0)
     step = softplus(tl.load(dt + row * dt_stride + head).to(tl.float32) + bias)
     step = tl.minimum(tl.maximum(step, least_step), most_step)
+    if has_gate:
+        own_gate = gate + row * gate_stride + head * head_dim + p
+        gates = tl.load(own_gate, mask=is_kept, other=0.0).to(tl.float32)
 
     # All that is small is on its way before the state, and used after it. Tokens are in the order
     # of their positions; the first one was in the row's own place, and is pending for no head.
@@ -426,6 +450,8 @@ def _update_kernel(
     other_y = tl.where(is_pending[:, None], other_x.to(tl.float32) * scores[:, None], 0.0)
     y = decay * tl.sum(products, axis=1) + tl.sum(other_y, axis=0)
     y += (own_score + skip) * own_x.to(tl.float32)
+    if has_gate:
+        y *= gates * tl.sigmoid(gates)
     # A row of padding has a result of 0.
     y = tl.where(is_kept, y, 0.0)
     own_out = out + row * out_stride + head * head_dim + p
@@ -474,7 +500,8 @@ def _update_kernel(
     tl.store(all_steps + own_place * num_heads, tl.where(is_written, 0.0, step), mask=is_first)
     is_kept_b = is_first & (head % heads_per_group == 0)
     tl.store(all_b + own_place * b_step + all_n, own_b, mask=all_n < tl.where(is_kept_b, size, 0))
-    release_successor(overlaps)
+    if not releases_early:
+        release_successor(overlaps)
 
 
 @jit

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +17,11 @@ from aquifer.kernels.experts import experts, route
 from aquifer.kernels.linear import linear, silu_linear
 from aquifer.kernels.norm import NormWeights, add_norm, norm_heads
 from aquifer.kernels.rotary import qk_norm_rope_write
+from aquifer.kernels.ssd_update import FEW_ROWS
 from aquifer.models.base import ModelInput, Wanted
 from aquifer.models.collectives import ALONE, Collectives
 from aquifer.models.layer_weights import AttentionWeights, ExpertWeights, LayerWeights
+from aquifer.models.mixers.base import MixerLayer
 from aquifer.models.rope import RotaryAngles
 from aquifer.models.shared_block import SharedLayer
 from aquifer.models.spec import (
@@ -217,15 +218,7 @@ class Decoder:
             else:
                 both = stream.norm_linear(before, layer.qkv_in_proj)
                 qkv, product = both.tensor_split((len(attention.qkv.weight),), dim=1)
-            mix = partial(mixer.mix, product, kv)
-            attend = partial(self._attention, layer, attention, qkv, angles, kv)
-            # Captured pieces end with a recurrence and with attention; in this order none is empty.
-            # Other ranks would wait for collectives in another one.
-            if kv.only_decodes and len(qkv) in _AT_ONCE and self._collectives.size == 1:
-                mixed, attended = at_once(mix, attend, self._vocabulary.device)
-            else:
-                mixed, attended = mix(), attend()
-            self._add(stream, after, [attended, mixed])
+            self._add(stream, after, self._both(layer, attention, mixer, qkv, product, angles, kv))
         elif attention is not None:
             qkv = stream.norm_linear(before, attention.qkv)
             attended = self._attention(layer, attention, qkv, angles, kv, stream.wanted)
@@ -236,7 +229,45 @@ class Decoder:
                 product = stream.norm_linear(before, mixer.in_proj)
             else:
                 product = self._with_shared(stream, layer, layer.shared, angles, kv)
-            self._add(stream, after, [mixer.mix(product, kv)])
+            self._add(stream, after, [mixer.finish(mixer.recur(product, kv), product)])
+
+    def _both(
+        self,
+        layer: LayerWeights,
+        attention: AttentionWeights,
+        mixer: MixerLayer,
+        qkv: torch.Tensor,
+        product: torch.Tensor,
+        angles: Sequence[_Angles],
+        kv: KVView,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention and a mixer of the same input, one after the other or at the same time."""
+
+        def mix() -> torch.Tensor:
+            return mixer.finish(mixer.recur(product, kv), product)
+
+        def attend() -> torch.Tensor:
+            return self._attention(layer, attention, qkv, angles, kv)
+
+        decoding, count = kv.decoding, len(qkv)
+        if decoding is not None and count <= FEW_ROWS and self._attends_beside(attention):
+            # The kernel of attention runs beside that of the recurrence, and while both do, the
+            # weights of the products after them begin to come.
+            query, _ = self._heads_written(layer, attention, qkv, angles, kv)
+            values = kv.destination(attention.index)[1]
+            attended = query.new_empty(*query.shape[:2], values.shape[-1])
+            mixed = mixer.recur(product, kv)
+            decoding.attend_beside(attention.index, query, attended, attention.how)
+            return mixer.finish(mixed, product), attention.out(attended.flatten(1))
+        # Other ranks would wait for collectives in another order.
+        if decoding is not None and count in _AT_ONCE and self._collectives.size == 1:
+            return at_once(mix, attend, self._vocabulary.device)
+        # Captured pieces end with a recurrence and with attention; in this order none is empty.
+        return mix(), attend()
+
+    def _attends_beside(self, attention: AttentionWeights) -> bool:
+        """Whether attention is one kernel between the one that writes KV and a product."""
+        return attention.latent is None and self._heads is not None and not self._heads.has_gate
 
     def _with_shared(
         self,
@@ -279,11 +310,30 @@ class Decoder:
     ) -> torch.Tensor:
         """Write KV to the cache and attend: [tokens, rows of the projection] -> [tokens, hidden],
         or of the wanted rows."""
-        cos, sin = (None, None) if layer.layer.rope is None else angles[layer.layer.rope]
         if weights.latent is not None:
+            cos, sin = (None, None) if layer.layer.rope is None else angles[layer.layer.rope]
             assert cos is not None, "latent attention is rotated"
             assert sin is not None
             return weights.out(weights.latent.attend(qkv, cos, sin, kv))
+        query, gate = self._heads_written(layer, weights, qkv, angles, kv)
+        if wanted is not None:
+            query, kv = query[wanted.rows], wanted.kv
+            gate = None if gate is None else gate[wanted.rows]
+        if gate is None:
+            return kv.attend_linear(weights.index, query, weights.how, weights.out)
+        attended = kv.attend(weights.index, query, weights.how).flatten(1)
+        return weights.out(sigmoid_mul(attended, gate))
+
+    def _heads_written(
+        self,
+        layer: LayerWeights,
+        weights: AttentionWeights,
+        qkv: torch.Tensor,
+        angles: Sequence[_Angles],
+        kv: KVView,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Write KV to the cache; the queries [tokens, heads, dim], and the gate if there is one."""
+        cos, sin = (None, None) if layer.layer.rope is None else angles[layer.layer.rope]
         of = self._heads
         assert of is not None
         gate = None
@@ -307,13 +357,7 @@ class Decoder:
             is_interleaved=of.is_interleaved,
             is_grouped=of.is_grouped,
         )
-        if wanted is not None:
-            query, kv = query[wanted.rows], wanted.kv
-            gate = None if gate is None else gate[wanted.rows]
-        if gate is None:
-            return kv.attend_linear(weights.index, query, weights.how, weights.out)
-        attended = kv.attend(weights.index, query, weights.how).flatten(1)
-        return weights.out(sigmoid_mul(attended, gate))
+        return query, gate
 
     def _norm_heads(
         self, of: Attention, qkv: torch.Tensor, q_norm: NormWeights, k_norm: NormWeights

@@ -4,8 +4,8 @@ A mixer combines the tokens of a sequence, as attention does, and keeps a state 
 instead of KV. A layer of it is
 
     product = in_proj(normed)
-    mixed = kv.recur(index, part of the product, self)
-    result = out_proj(norm of mixed, gated by the rest of the product)
+    mixed = recur(product): kv.recur(index, product or a part of it, self)
+    result = finish(mixed, product): out_proj(norm of mixed, gated by a part of the product)
 
 in which there is a product before and after `KVView.recur`: a captured step is cut there, and each
 of its pieces launches something.
@@ -67,12 +67,23 @@ class MixerLayer(Protocol):
     def in_proj(self) -> Linear:
         """The first product."""
 
-    def mix(self, product: torch.Tensor, kv: KVView) -> torch.Tensor:
-        """All that comes after the first product.
+    def recur(self, product: torch.Tensor, kv: KVView) -> torch.Tensor:
+        """Run the convolution and the recurrence.
 
         Args:
-            product: [tokens, rows of in_proj], contiguous.
+            product: [tokens, rows of in_proj]; any row stride.
             kv: the step's KV and state.
+
+        Returns:
+            [tokens, columns of the recurrence].
+        """
+
+    def finish(self, mixed: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
+        """All that comes after the recurrence.
+
+        Args:
+            mixed: the result of `recur`.
+            product: as for `recur`.
 
         Returns:
             [tokens, hidden], contiguous: what the results of all ranks add up to.

@@ -130,10 +130,13 @@ class GatedDeltaLayer:
         self._scale = of.key_dim**-0.5
         self.out_columns = of.width
 
-    def mix(self, product: torch.Tensor, kv: KVView) -> torch.Tensor:
-        """See `MixerLayer.mix`."""
+    def recur(self, product: torch.Tensor, kv: KVView) -> torch.Tensor:
+        """See `MixerLayer.recur`."""
+        return kv.recur(self._index, product, self)
+
+    def finish(self, mixed: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
+        """See `MixerLayer.finish`."""
         of = self._of
-        mixed = kv.recur(self._index, product, self)
         _, gate, _, _ = product.split(of.parts, dim=1)
         normed = gated_norm(
             mixed,

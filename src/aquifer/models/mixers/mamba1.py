@@ -143,11 +143,14 @@ class Mamba1Layer:
                 self._norms.append(NormWeights(weight, None, of.norm_eps))
         self.out_columns = of.width
 
-    def mix(self, product: torch.Tensor, kv: KVView) -> torch.Tensor:
-        """See `MixerLayer.mix`."""
-        inputs, gate = product.chunk(2, dim=1)
-        mixed = kv.recur(self._index, inputs, self)
+    def recur(self, product: torch.Tensor, kv: KVView) -> torch.Tensor:
+        """See `MixerLayer.recur`."""
+        return kv.recur(self._index, product[:, : self._of.width], self)
+
+    def finish(self, mixed: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
+        """See `MixerLayer.finish`."""
         width = self._of.width
+        gate = product[:, width:]
         gated = gated_norm(mixed, gate, None, eps=0.0, group_size=width, norm_before_gate=False)
         return self.out_proj(gated)
 

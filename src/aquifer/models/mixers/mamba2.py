@@ -177,12 +177,17 @@ class Mamba2Layer:
         self._norm = tensors.get(f"{name}norm.weight")
         self.out_columns = of.width
 
-    def mix(self, product: torch.Tensor, kv: KVView) -> torch.Tensor:
-        """See `MixerLayer.mix`."""
+    def recur(self, product: torch.Tensor, kv: KVView) -> torch.Tensor:
+        """See `MixerLayer.recur`. Without a norm, the result is gated already."""
+        return kv.recur(self._index, product, self)
+
+    def finish(self, mixed: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
+        """See `MixerLayer.finish`."""
         of, size = self._of, self._collectives.size
-        gate, inputs = product.tensor_split((of.width,), dim=1)
-        mixed = kv.recur(self._index, inputs, self)
-        if self._norm is not None and (of.norm_groups or size) < size:
+        if self._norm is None:
+            return self.out_proj(mixed)
+        gate = product[:, : of.width]
+        if (of.norm_groups or size) < size:
             return self.out_proj(self._normed_together(mixed, gate, self._norm))
         normed = gated_norm(
             mixed,
@@ -221,7 +226,7 @@ class Mamba2Layer:
         """See `Recurrence.run`.
 
         Args:
-            inputs: [tokens, columns of x, b, c and dt].
+            inputs: [tokens, columns of gate, x, b, c and dt].
             out: [tokens, out_columns].
             states: what convolution and recurrence keep, as in `Mamba2.state`.
             rows: the step's tokens.
@@ -230,7 +235,10 @@ class Mamba2Layer:
         pending = Pending(*states[2:])
         num_tokens, num_decodes = len(rows.slots), rows.num_decodes
         slots, positions = rows.slots[:num_decodes], rows.positions[:num_decodes]
-        before, dt = inputs[:num_tokens].split((of.conv_columns, of.num_heads), dim=1)
+        gate, before, dt = inputs[:num_tokens].split(
+            (of.width, of.conv_columns, of.num_heads), dim=1
+        )
+        gate = gate.unflatten(1, (of.num_heads, of.head_dim)) if self._norm is None else None
         after = inputs.new_empty(num_tokens, of.conv_columns)
         x, b, c = after.split((of.width, of.group_columns, of.group_columns), dim=1)
         x = x.unflatten(1, (of.num_heads, of.head_dim))
@@ -260,6 +268,7 @@ class Mamba2Layer:
                 positions,
                 y[:num_decodes],
                 dt_limit=of.dt_limit,
+                gate=None if gate is None else gate[:num_decodes],
             )
         if rows.chunks is not None:
             conv_chunks(before, *weights, rows.chunks, after, activation="silu")
@@ -276,4 +285,5 @@ class Mamba2Layer:
                 rows.chunks,
                 y,
                 dt_limit=of.dt_limit,
+                gate=gate,
             )
