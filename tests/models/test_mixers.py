@@ -87,7 +87,7 @@ class Layer:
         return results.cpu(), last.cpu(), between
 
     def _mix(self, product: torch.Tensor, kv: GroupedView) -> torch.Tensor:
-        return self._layer.finish(self._layer.recur(product, kv), product)
+        return self._layer.out_proj(self._layer.finish(self._layer.recur(product, kv), product))
 
 
 def check(mixer: Mixer, spans: Spans, rows: Rows) -> None:

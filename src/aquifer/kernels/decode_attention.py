@@ -384,6 +384,7 @@ def decode_attention(
         workspace.counters,
         scale,
         batch,
+        int(beside),
         query.stride(0),
         query.stride(1),
         keys.stride(0),
@@ -417,7 +418,6 @@ def decode_attention(
         merges_itself=config.merges_itself,
         releases_early=config.releases_early,
         prefetch_tiles=config.prefetch_tiles if prefetches else 0,
-        waits_late=beside and overlapping["overlaps"],
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         maxnreg=config.max_registers,
@@ -525,7 +525,7 @@ def _row_tiles(
     return tiles
 
 
-@jit_once(counts=("batch",), indices=("slots", "lengths"))
+@jit_once(counts=("batch", "waits_late"), indices=("slots", "lengths"))
 def _decode_attention_kernel(
     query: tensor,
     keys: tensor,
@@ -541,6 +541,7 @@ def _decode_attention_kernel(
     tickets: tensor,
     scale: tensor,
     batch: tensor,
+    waits_late: tensor,
     query_row_stride: tensor,
     query_head_stride: tensor,
     key_block_stride: tensor,
@@ -574,7 +575,6 @@ def _decode_attention_kernel(
     merges_itself: constexpr,
     releases_early: constexpr,
     prefetch_tiles: constexpr,
-    waits_late: constexpr,
     overlaps: constexpr,
 ) -> None:
     # Neighbouring programs read neighbouring heads of the same tokens. `tickets` are the atomic
@@ -637,12 +637,10 @@ def _decode_attention_kernel(
             ahead_values, value_token_stride, value_head_stride, ahead_begin, ahead_end,
             prefetch_tiles * block_tokens, kv_heads, value_dim,
         )  # fmt: skip
-    if not waits_late:
+    if waits_late == 0:
         await_predecessor(overlaps)
     if releases_early:
         release_successor(overlaps)
-    # Before the wait, what other kernels have written is read from the L2 cache.
-    cache: constexpr = ".cg" if waits_late else ""
 
     for row in range(first_row, last_row + 1):
         next_length = _length_of(row + 1, lengths, batch)
@@ -660,7 +658,7 @@ def _decode_attention_kernel(
             query + row * query_row_stride + head[:, None] * query_head_stride + dim_k[None, :],
             mask=is_query[:, None] & (dim_k < key_dim)[None, :],
             other=0.0,
-            cache_modifier=cache,
+            cache_modifier=".cg",  # as it may be read before the wait; likewise keys and values
         )  # [query_rows, key_dim]
         if parts > 1:
             q = tl.broadcast_to(q[None, :, :], (parts, query_rows, key_dim_pow2))
@@ -697,13 +695,13 @@ def _decode_attention_kernel(
                 keys + tl.expand_dims(key_rows, -1) + dim_k,
                 mask=tl.expand_dims(is_token, -1) & (dim_k < key_dim),
                 other=0.0,
-                cache_modifier=cache,
+                cache_modifier=".cg",
             )  # [columns, key_dim]
             v = tl.load(
                 values + tl.expand_dims(value_rows, -1) + dim_v,
                 mask=tl.expand_dims(is_token, -1) & (dim_v < value_dim),
                 other=0.0,
-                cache_modifier=cache,
+                cache_modifier=".cg",
             )  # [columns, value_dim]
 
             if parts > 1:
@@ -805,7 +803,7 @@ def _decode_attention_kernel(
                     zeros.to(out.dtype.element_ty),
                     mask=is_query[:, None] & (dim_v < value_dim)[None, :],
                 )
-    if waits_late:
+    if waits_late != 0:
         await_predecessor(overlaps)
 
 

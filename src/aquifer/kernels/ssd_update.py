@@ -61,8 +61,8 @@ _CONFIG = _Config(8192, 2048, 2048, 1, 3, releases_early=False)
 _FEW_CONFIG = _Config(4096, 4096, 4096, 2, 1, releases_early=True)
 """Shares for many rows, and smaller ones with which few rows fill the device."""
 
-FEW_ROWS = 8
-"""Up to so many rows are few: their update releases the next kernel early."""
+_FEW_ROWS = 8
+"""Up to so many rows are few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +238,7 @@ def state_update(
     if not num_rows:
         return
     size_pow2 = pow2(b.shape[2])
-    config = _FEW_CONFIG if num_rows <= FEW_ROWS else _CONFIG
+    config = _FEW_CONFIG if num_rows <= _FEW_ROWS else _CONFIG
     block = max(min(config.tile // size_pow2, pow2(head_dim)), MIN_DOT)
     # A state of 16 bits is as exact as a product of 16 bits.
     is_narrow = state.dtype == x.dtype and x.dtype.itemsize == 2

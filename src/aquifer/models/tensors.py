@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from aquifer.kernels.linear import linear
+from aquifer.kernels.linear import linear, sum_linear
 from aquifer.kernels.norm import NormWeights
 from aquifer.models.collectives import Collectives
 from aquifer.models.parts import Norm
@@ -39,6 +39,15 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[tokens, in] -> [tokens, out]."""
         return linear(x, self.weight, self.bias)
+
+
+def added_products(
+    first: tuple[Linear, torch.Tensor], second: tuple[Linear, torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """What two products of few tokens add up to: one tensor, or those of both to be added."""
+    (one, x), (other, y) = first, second
+    are_plain = all(each.weight.is_contiguous() and each.bias is None for each in (one, other))
+    return (sum_linear(x, one.weight, y, other.weight),) if are_plain else (one(x), other(y))
 
 
 def norm_weights(tensors: Tensors, name: str, norm: Norm | None) -> NormWeights | None:

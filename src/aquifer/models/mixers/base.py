@@ -5,7 +5,7 @@ instead of KV. A layer of it is
 
     product = in_proj(normed)
     mixed = recur(product): kv.recur(index, product or a part of it, self)
-    result = finish(mixed, product): out_proj(norm of mixed, gated by a part of the product)
+    result = out_proj(finish(mixed, product)): of the norm of mixed, gated by a part of the product
 
 in which there is a product before and after `KVView.recur`: a captured step is cut there, and each
 of its pieces launches something.
@@ -79,12 +79,16 @@ class MixerLayer(Protocol):
         """
 
     def finish(self, mixed: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
-        """All that comes after the recurrence.
+        """What comes between the recurrence and the last product.
 
         Args:
             mixed: the result of `recur`.
             product: as for `recur`.
 
         Returns:
-            [tokens, hidden], contiguous: what the results of all ranks add up to.
+            [tokens, columns of out_proj].
         """
+
+    @property
+    def out_proj(self) -> Linear:
+        """The last product, [tokens, hidden]; what the results of all ranks add up to."""

@@ -138,7 +138,7 @@ class GatedDeltaLayer:
         """See `MixerLayer.finish`."""
         of = self._of
         _, gate, _, _ = product.split(of.parts, dim=1)
-        normed = gated_norm(
+        return gated_norm(
             mixed,
             gate,
             self._norm,
@@ -146,7 +146,6 @@ class GatedDeltaLayer:
             group_size=of.value_dim,
             norm_before_gate=True,
         )
-        return self.out_proj(normed)
 
     def run(
         self,

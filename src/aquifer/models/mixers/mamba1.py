@@ -151,8 +151,7 @@ class Mamba1Layer:
         """See `MixerLayer.finish`."""
         width = self._of.width
         gate = product[:, width:]
-        gated = gated_norm(mixed, gate, None, eps=0.0, group_size=width, norm_before_gate=False)
-        return self.out_proj(gated)
+        return gated_norm(mixed, gate, None, eps=0.0, group_size=width, norm_before_gate=False)
 
     def run(
         self,

@@ -185,11 +185,11 @@ class Mamba2Layer:
         """See `MixerLayer.finish`."""
         of, size = self._of, self._collectives.size
         if self._norm is None:
-            return self.out_proj(mixed)
+            return mixed
         gate = product[:, : of.width]
         if (of.norm_groups or size) < size:
-            return self.out_proj(self._normed_together(mixed, gate, self._norm))
-        normed = gated_norm(
+            return self._normed_together(mixed, gate, self._norm)
+        return gated_norm(
             mixed,
             gate,
             self._norm,
@@ -197,7 +197,6 @@ class Mamba2Layer:
             group_size=of.width // of.num_groups,
             norm_before_gate=of.norm_before_gate,
         )
-        return self.out_proj(normed)
 
     def _normed_together(
         self, mixed: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor
