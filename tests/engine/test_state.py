@@ -47,11 +47,18 @@ class Prompts:
 
 
 @pytest.fixture(scope="module")
-def tinies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyModel]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints of the models, which `tinies` saves."""
+    # A process that comes back to this module makes another one.
+    return tmp_path_factory.mktemp("hybrids")
+
+
+@pytest.fixture(scope="module")
+def tinies(folder: Path) -> dict[str, TinyModel]:
     """The models; that of Transformers computes all tokens at once."""
     config = HYBRIDS["bamba"]()
     config.eos_token_id = None
-    model = save_tiny(config, tmp_path_factory.getbasetemp() / "hybrids" / "bamba", seed=3)
+    model = save_tiny(config, folder / "bamba", seed=3)
 
     known: dict[tuple[int, ...], torch.Tensor] = {}
 
@@ -62,15 +69,8 @@ def tinies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyModel]:
         return known[key]
 
     bamba = TinyModel({"vocab_size": config.vocab_size}, {}, logits)
+    TINY_MODELS["recurrent"].save(folder / "recurrent")
     return {"recurrent": TINY_MODELS["recurrent"], "bamba": bamba}
-
-
-@pytest.fixture(scope="module")
-def folder(tinies: dict[str, TinyModel], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoints of the models."""
-    folder = tmp_path_factory.getbasetemp() / "hybrids"
-    tinies["recurrent"].save(folder / "recurrent")
-    return folder
 
 
 @pytest.fixture(scope="module")
