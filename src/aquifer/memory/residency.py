@@ -166,9 +166,10 @@ class Residency:
     def populate_later(
         self, stretches: Sequence[range], when_settled: Callable[[], None] | None = None
     ) -> PendingPages | None:
-        """Begin to put pages under these places, in the pool's background thread.
+        """Put pages under these places, in the pool's background thread.
 
-        It makes no call of the driver, and is for places where nothing was given up.
+        The thread begins after the next `BackgroundMapper.begin`. The call itself makes none of the
+        driver, and is for places where nothing was given up.
 
         Args:
             stretches: indices without a page.
@@ -191,7 +192,9 @@ class Residency:
 
     def settle(self, pending: PendingPages) -> bool:
         """Wait until pages are mapped, and note them; False if the device refused them."""
+        assert self._pool.mapper is not None, "it has begun to map them"
         try:
+            self._pool.mapper.begin()
             pending.future.result()
         except DriverError:
             self._pool.release([page for _, run in pending.pieces for page in run])
