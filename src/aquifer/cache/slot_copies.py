@@ -151,11 +151,12 @@ class SlotCopies:
         """Map a page where a copy can read it until the next `launch`; returns the index."""
         if page in self._open_windows:
             return self._open_windows[page]
-        while True:
+        # The window of its last copy, if it is mapped there still.
+        left = (i for i in self._residency.left_with(page) if i >= self._first_window)
+        index = next(left, -1)
+        while index < 0 or index in self._open_windows.values():
             index = self._first_window + self._next_window * self._slots.units
             self._next_window = (self._next_window + 1) % self._num_windows
-            if index not in self._open_windows.values():
-                break
         with ExitStack() as undo_hold:
             self._residency.share([page])
             undo_hold.callback(self._residency.release, [page])
