@@ -145,9 +145,9 @@ class Residency:
                 for stretch in filter(None, stretches):
                     fitting = stretch[::units]
                     sizes = retired.sizes_at(self.range, stretch).items()
-                    retired.vacate(
-                        self.range, [i for i, size in sizes if size != units or i not in fitting]
-                    )
+                    others = [i for i, size in sizes if size != units or i not in fitting]
+                    if others:
+                        retired.vacate(self.range, others)
             taken = retired.reuse(self.range, join(places))
             missing = _without(places, taken)
         is_done = False
@@ -226,7 +226,8 @@ class Residency:
             if self.range.has_large and places:
                 end = places[-1] + self.range.num_places(pages[-1])
                 there = retired.sizes_at(self.range, range(index, end))
-                retired.vacate(self.range, list(there.keys() - set(places)))
+                if others := there.keys() - set(places):
+                    retired.vacate(self.range, list(others))
             taken = retired.reuse_pages(self.range, places, pages)
             reused = pages
             if len(taken) < len(pages):
@@ -285,8 +286,7 @@ class Residency:
         """The places of pages that follow each other from an index on."""
         if not self.range.has_large:
             return range(index, index + len(pages))
-        sizes = map(self.range.num_places, pages)
-        return list(accumulate(sizes, initial=index))[:-1]
+        return list(accumulate(self.range.sizes(pages), initial=index))[:-1]
 
     def left_at(self, indices: range) -> dict[int, int]:
         """The places at these indices that were given up and still have their page, and how many
